@@ -1,0 +1,13 @@
+"""Errors that cross the boundary to a caller.
+
+    ValueError           the caller's mistake; the message names the value       INVALID_ARG   HTTP 400
+    UnavailableError     a full queue, a dead engine, an LLM that does not answer UNAVAILABLE   HTTP 503
+    CancelledError       asyncio's: the caller went away                         CANCELLED
+    anything else        a bug of ours                                           INTERNAL      HTTP 500
+
+`triton_io` maps them to Triton error codes, once, at the boundary of each request.
+"""
+
+
+class UnavailableError(RuntimeError):
+    """The service cannot do this now, although the request may be fine: full, timed out, or a part of it is down."""
