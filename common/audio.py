@@ -1,0 +1,154 @@
+"""Waveforms: judge a reference recording, change its rate, turn it into features, read and write files.
+
+Waveforms are float32 in -1..1, mono. Feature values are those of the libraries that the networks were trained with:
+Matcha's mel spectrogram, torchaudio's resampling, Kaldi's filter bank.
+"""
+
+import math
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import soundfile as sf
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.constants import (
+    HOP_SAMPLES,
+    MAX_REFERENCE_SECONDS,
+    MEL_BINS,
+    MIN_REFERENCE_SECONDS,
+    PROMPT_SAMPLE_RATE,
+    SAMPLE_RATE,
+)
+
+SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
+_INT16_PEAK = 32767
+
+_MEL_FFT = 4 * HOP_SAMPLES
+_MEL_MAX_HZ = 8000
+_MEL_FLOOR = 1e-5
+
+_SINC_ZEROS = 6  # zero crossings of the resampling filter on each side
+_SINC_ROLLOFF = 0.99  # its cut-off, as a share of the lower Nyquist frequency
+
+
+def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray:
+    """The part of a request's `reference_wav` that counts: float32 (N,) at 16 kHz.
+
+    wav: (T,) or (1, T), possibly padded behind the recording. length: the request's `reference_wav_len`; samples
+    beyond it are neither judged nor used. None means all of them.
+    ValueError naming the value: wrong shape or type, length not in 1..T, shorter or longer than a reference may be,
+    NaN or infinite samples, silence.
+    """
+    if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
+        raise ValueError(f"reference_wav is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
+    wav = wav.reshape(-1).astype(np.float32, copy=False)
+    if wav.size == 0:
+        raise ValueError("reference_wav is empty: 0 samples")
+    if length is not None:
+        if not 0 < length <= wav.size:
+            raise ValueError(f"reference_wav_len {length} is not in 1..{wav.size}, the samples of reference_wav")
+        wav = wav[:length]
+    seconds = wav.size / PROMPT_SAMPLE_RATE
+    if not MIN_REFERENCE_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
+        raise ValueError(
+            f"reference_wav of {wav.size} samples lasts {seconds:.3f} s at {PROMPT_SAMPLE_RATE} Hz: "
+            f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
+        )
+    bad = np.flatnonzero(~np.isfinite(wav))
+    if bad.size:
+        raise ValueError(f"reference_wav holds {wav[bad[0]]} at sample {bad[0]}: every sample must be finite")
+    peak = float(np.abs(wav).max())
+    if peak < SILENCE_PEAK:
+        raise ValueError(f"reference_wav is silent: its largest sample is {peak:.1e}, below {SILENCE_PEAK:.0e}")
+    return wav
+
+
+def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
+    """(..., N) -> (..., ceil(N * to_rate / from_rate)), the values of torchaudio's Resample with its defaults."""
+    if from_rate == to_rate:
+        return wav
+    divisor = math.gcd(from_rate, to_rate)
+    source, target = from_rate // divisor, to_rate // divisor
+    kernel = _sinc_kernel(source, target).to(wav.device)
+    margin = (kernel.shape[2] - source) // 2
+    flat = wav.reshape(-1, 1, wav.shape[-1])
+    phases = F.conv1d(F.pad(flat, (margin, margin + source)), kernel, stride=source)  # (B, target, frames)
+    samples = phases.transpose(1, 2).reshape(*wav.shape[:-1], -1)  # (B, target, frames) -> (..., frames * target)
+    return samples[..., : math.ceil(target * wav.shape[-1] / source)]
+
+
+@lru_cache(maxsize=8)
+def _sinc_kernel(source: int, target: int) -> Tensor:
+    """Windowed sinc, one row per output phase: (target, 1, source + 2 * margin)."""
+    cutoff = min(source, target) * _SINC_ROLLOFF
+    margin = math.ceil(_SINC_ZEROS * source / cutoff)
+    taps = torch.arange(-margin, margin + source, dtype=torch.float64) / source
+    phases = torch.arange(0, -target, -1, dtype=torch.float64)[:, None, None] / target
+    t = ((phases + taps) * cutoff).clamp(-_SINC_ZEROS, _SINC_ZEROS)
+    window = torch.cos(t * math.pi / _SINC_ZEROS / 2).square()
+    return (torch.sinc(t) * window * (cutoff / source)).float()
+
+
+@lru_cache(maxsize=4)
+def _mel_basis(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Slaney mel filters (80, bins) and the Hann window, on a device."""
+    from transformers.audio_utils import mel_filter_bank  # takes half a second, and few processes need it
+
+    filters = mel_filter_bank(
+        _MEL_FFT // 2 + 1, MEL_BINS, 0, _MEL_MAX_HZ, SAMPLE_RATE, norm="slaney", mel_scale="slaney"
+    )
+    return torch.from_numpy(filters.T.copy()).float().to(device), torch.hann_window(_MEL_FFT, device=device)
+
+
+def mel_spectrogram(wav: Tensor) -> Tensor:
+    """24 kHz wave (B, N) -> log mel (B, 80, N // HOP_SAMPLES), the features of the flow.
+
+    ValueError if the wave is too short to be mirrored at its ends.
+    """
+    margin = (_MEL_FFT - HOP_SAMPLES) // 2
+    if wav.shape[-1] <= margin:
+        raise ValueError(f"a wave of {wav.shape[-1]} samples has no mel spectrogram: expected more than {margin}")
+    filters, window = _mel_basis(wav.device)
+    padded = F.pad(wav, (margin, margin), mode="reflect")
+    spectrum = torch.stft(padded, _MEL_FFT, HOP_SAMPLES, window=window, center=False, return_complex=True)
+    magnitude = torch.sqrt(spectrum.real.square() + spectrum.imag.square() + 1e-9)  # (B, bins, T)
+    return torch.log((filters @ magnitude).clamp(min=_MEL_FLOOR))
+
+
+def fbank(wav: Tensor, *, mean_normalised: bool = False) -> Tensor:
+    """16 kHz wave (N,) -> Kaldi log filter bank (T, 80), 25 ms windows every 10 ms, no dither.
+
+    mean_normalised: minus each band's mean over time, the input of CAM++.
+    """
+    import kaldi_native_fbank as knf  # here, because a client reads and writes files without it
+
+    options = knf.FbankOptions()
+    options.frame_opts.samp_freq = PROMPT_SAMPLE_RATE
+    options.frame_opts.dither = 0.0
+    options.mel_opts.num_bins = MEL_BINS
+    extractor = knf.OnlineFbank(options)
+    extractor.accept_waveform(PROMPT_SAMPLE_RATE, wav.cpu().numpy())
+    extractor.input_finished()
+    frames = [extractor.get_frame(index) for index in range(extractor.num_frames_ready)]
+    if not frames:
+        raise ValueError(f"a wave of {wav.shape[-1]} samples is shorter than one filter bank window")
+    features = torch.from_numpy(np.stack(frames))
+    return features - features.mean(dim=0) if mean_normalised else features
+
+
+def load_audio(path: str | Path, rate: int) -> np.ndarray:
+    """A file of any rate and channel count as float32 (N,) at `rate`, its channels averaged.
+
+    Raises soundfile.LibsndfileError (a RuntimeError) when the file cannot be opened or is no audio.
+    """
+    samples, file_rate = sf.read(path, dtype="float32", always_2d=True)  # (N, channels)
+    return resample(torch.from_numpy(samples.mean(axis=1)), file_rate, rate).numpy()
+
+
+def save_audio(path: str | Path, waveform: np.ndarray, rate: int) -> None:
+    """Write float32 (N,) as a 16-bit mono WAV; samples beyond -1..1 are clipped."""
+    pcm = np.rint(np.clip(waveform, -1.0, 1.0) * _INT16_PEAK).astype(np.int16)
+    sf.write(path, pcm, rate, format="WAV", subtype="PCM_16")

@@ -1,0 +1,58 @@
+"""Reading checkpoints strictly: a network gets exactly the tensors it has, or an error that names the others."""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Shapes = Mapping[str, torch.Size]
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def read_state(path: str | Path) -> dict[str, Tensor]:
+    """A file of nothing but named tensors, on the CPU. Only tensors are unpickled, never code.
+
+    ValueError naming the file when it is missing or holds something else.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint {path} does not exist") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"checkpoint {path} is not a file of tensors: {str(error).splitlines()[0]}") from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"checkpoint {path} is not a dictionary of tensors")
+    return state
+
+
+def shapes_of(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {key: tensor.shape for key, tensor in state.items()}
+
+
+def shape_differences(expected: Shapes, found: Shapes) -> list[str]:
+    """One line for each key that only one side has or that has another shape; none when both agree."""
+    differences = [f"missing: {key}" for key in expected if key not in found]
+    differences += [f"unexpected: {key}" for key in found if key not in expected]
+    differences += [
+        f"mismatched: {key} is {list(found[key])}, not {list(shape)}"
+        for key, shape in expected.items()
+        if key in found and tuple(found[key]) != tuple(shape)
+    ]
+    return differences
+
+
+def load_strict(
+    network: Network, state: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
+) -> Network:
+    """Fill a network, which may be on the meta device, and make it ready for inference.
+
+    ValueError lists every difference in keys and shapes.
+    """
+    differences = shape_differences(shapes_of(network.state_dict()), shapes_of(state))
+    if differences:
+        raise ValueError(f"checkpoint does not fit {type(network).__name__}:\n  " + "\n  ".join(differences))
+    network.load_state_dict({key: tensor.to(device, dtype) for key, tensor in state.items()}, assign=True)
+    return network.eval().requires_grad_(False)

@@ -1,0 +1,33 @@
+"""What the two flows share: token embedding, speaker projection, encoder, prompt condition."""
+
+from typing import Generic
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.flow.config import FlowConfig
+from common.flow.encoder import UpsampleConformerEncoder
+from common.flow.matching import Estimator, FlowMatching
+
+
+class MelFlow(nn.Module, Generic[Estimator]):
+    """Speech tokens to mel. Attribute names are the checkpoint's keys."""
+
+    def __init__(self, config: FlowConfig, estimator: Estimator) -> None:
+        super().__init__()
+        # drawn here: nn.Embedding's own draw makes torch import its compiler on the meta device, which takes seconds
+        self.input_embedding = nn.Embedding.from_pretrained(torch.randn(config.vocab, config.encoder.width))
+        self.spk_embed_affine_layer = nn.Linear(config.speaker_dim, config.mel_bins)
+        self.encoder = UpsampleConformerEncoder(config.encoder)
+        self.encoder_proj = nn.Linear(config.encoder.width, config.mel_bins)
+        self.decoder = FlowMatching(estimator, config.guidance)
+
+    def project_speaker(self, embedding: Tensor) -> Tensor:
+        """x-vector (B, speaker_dim) of any length -> (B, mel)"""
+        return self.spk_embed_affine_layer(F.normalize(embedding, dim=1).to(self.encoder_proj.weight.dtype))
+
+    def prompt_condition(self, prompt_feat: Tensor, frames: int) -> Tensor:
+        """Prompt mel (B, P, mel) -> (B, mel, frames): the prompt's frames, then zeros."""
+        condition = prompt_feat.transpose(1, 2).to(self.encoder_proj.weight.dtype)  # (B, P, mel) -> (B, mel, P)
+        return F.pad(condition, (0, frames - condition.shape[2]))

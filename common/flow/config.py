@@ -1,0 +1,175 @@
+"""Sizes of the flow networks: official by default; `from_shapes` reads them off a checkpoint's own tensors."""
+
+import re
+from dataclasses import dataclass, field
+
+from common.checkpoint import Shapes
+from common.constants import (
+    FLOW_CHUNK_TOKENS,
+    GUIDANCE,
+    LOOKAHEAD_TOKENS,
+    MEL_BINS,
+    SPEAKER_DIM,
+    SPEECH_VOCAB,
+    TOKEN_MEL_RATIO,
+)
+
+UNET_HEAD_DIM = 64  # no tensor of the checkpoint shows it: to_q is (heads * head_dim, channels)
+
+
+def _size(shapes: Shapes, key: str, axis: int = 0) -> int:
+    """Length of one axis of a tensor; ValueError names the tensor when it is absent or has fewer axes."""
+    shape = shapes.get(key)
+    if shape is None or len(shape) <= axis:
+        raise ValueError(f"checkpoint: {key!r} gives a size of the network, found {shape and tuple(shape)}")
+    return shape[axis]
+
+
+def _count(shapes: Shapes, prefix: str) -> int:
+    """How many numbered modules `prefix.0`, `prefix.1`, ... the checkpoint holds."""
+    pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
+    return len({match[1] for key in shapes if (match := pattern.match(key))})
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Upsampling conformer encoder: `blocks` layers at token rate, `up_blocks` layers at mel rate."""
+
+    width: int = 512
+    heads: int = 8
+    feed_forward: int = 2048
+    blocks: int = 6
+    up_blocks: int = 4
+    lookahead: int = LOOKAHEAD_TOKENS
+    ratio: int = TOKEN_MEL_RATIO
+    chunk_tokens: int = FLOW_CHUNK_TOKENS
+
+    @classmethod
+    def from_shapes(
+        cls, shapes: Shapes, chunk_tokens: int = FLOW_CHUNK_TOKENS, prefix: str = "encoder."
+    ) -> "EncoderConfig":
+        return cls(
+            width=_size(shapes, f"{prefix}embed.out.0.weight"),
+            heads=_size(shapes, f"{prefix}encoders.0.self_attn.pos_bias_u"),
+            feed_forward=_size(shapes, f"{prefix}encoders.0.feed_forward.w_1.weight"),
+            blocks=_count(shapes, f"{prefix}encoders"),
+            up_blocks=_count(shapes, f"{prefix}up_encoders"),
+            lookahead=_size(shapes, f"{prefix}pre_lookahead_layer.conv1.weight", 2) - 1,
+            ratio=(_size(shapes, f"{prefix}up_layer.conv.weight", 2) - 1) // 2,
+            chunk_tokens=chunk_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """Causal UNet estimator with one level: CosyVoice2's never changes the frame rate."""
+
+    in_channels: int = 4 * MEL_BINS  # noisy mel, encoder output, speaker, prompt mel
+    out_channels: int = MEL_BINS
+    channels: int = 256
+    heads: int = 8
+    head_dim: int = UNET_HEAD_DIM
+    blocks: int = 4  # transformer blocks of each stage
+    mid_stages: int = 12
+    chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO
+
+    @classmethod
+    def from_shapes(
+        cls,
+        shapes: Shapes,
+        head_dim: int = UNET_HEAD_DIM,
+        chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO,
+        prefix: str = "decoder.estimator.",
+    ) -> "UNetConfig":
+        return cls(
+            in_channels=_size(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight", 1),
+            out_channels=_size(shapes, f"{prefix}final_proj.weight"),
+            channels=_size(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight"),
+            heads=_size(shapes, f"{prefix}down_blocks.0.1.0.attn1.to_q.weight") // head_dim,
+            head_dim=head_dim,
+            blocks=_count(shapes, f"{prefix}down_blocks.0.1"),
+            mid_stages=_count(shapes, f"{prefix}mid_blocks"),
+            chunk_frames=chunk_frames,
+        )
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    """Causal diffusion transformer estimator of Step-Audio2."""
+
+    in_channels: int = 4 * MEL_BINS  # noisy mel, encoder output, speaker, prompt mel
+    out_channels: int = MEL_BINS
+    width: int = 512
+    depth: int = 16
+    heads: int = 8
+    head_dim: int = 64
+    feed_forward: int = 2048
+    time_frequencies: int = 256
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes, prefix: str = "decoder.estimator.") -> "DiTConfig":
+        head_dim = _size(shapes, f"{prefix}blocks.0.attn.q_norm.weight")
+        return cls(
+            in_channels=_size(shapes, f"{prefix}in_proj.weight", 1),
+            out_channels=_size(shapes, f"{prefix}final_layer.linear.weight"),
+            width=_size(shapes, f"{prefix}in_proj.weight"),
+            depth=_count(shapes, f"{prefix}blocks"),
+            heads=_size(shapes, f"{prefix}blocks.0.attn.to_q.weight") // head_dim,
+            head_dim=head_dim,
+            feed_forward=_size(shapes, f"{prefix}blocks.0.mlp.fc1.weight"),
+            time_frequencies=_size(shapes, f"{prefix}t_embedder.mlp.0.weight", 1),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig:
+    """What both flows share: token embedding, speaker projection, encoder, guidance."""
+
+    vocab: int = SPEECH_VOCAB
+    speaker_dim: int = SPEAKER_DIM
+    mel_bins: int = MEL_BINS
+    guidance: float = GUIDANCE
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetFlowConfig(FlowConfig):
+    """The flow of CosyVoice2's `flow.pt`."""
+
+    estimator: UNetConfig = field(default_factory=UNetConfig)
+
+    @classmethod
+    def from_shapes(
+        cls,
+        shapes: Shapes,
+        head_dim: int = UNET_HEAD_DIM,
+        chunk_tokens: int = FLOW_CHUNK_TOKENS,
+        guidance: float = GUIDANCE,
+    ) -> "UNetFlowConfig":
+        encoder = EncoderConfig.from_shapes(shapes, chunk_tokens)
+        return cls(
+            vocab=_size(shapes, "input_embedding.weight"),
+            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
+            mel_bins=_size(shapes, "encoder_proj.weight"),
+            guidance=guidance,
+            encoder=encoder,
+            estimator=UNetConfig.from_shapes(shapes, head_dim, chunk_tokens * encoder.ratio),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTFlowConfig(FlowConfig):
+    """The flow of Step-Audio2's `token2wav/flow.pt`."""
+
+    estimator: DiTConfig = field(default_factory=DiTConfig)
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes, guidance: float = GUIDANCE) -> "DiTFlowConfig":
+        return cls(
+            vocab=_size(shapes, "input_embedding.weight"),
+            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
+            mel_bins=_size(shapes, "encoder_proj.weight"),
+            guidance=guidance,
+            encoder=EncoderConfig.from_shapes(shapes),
+            estimator=DiTConfig.from_shapes(shapes),
+        )

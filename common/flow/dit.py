@@ -1,0 +1,174 @@
+"""Causal diffusion transformer estimator of Step-Audio2. Attribute names are checkpoint keys.
+
+`forward` runs whole utterances under a mask; `forward_chunk` continues streams from an `EstimatorCache` and needs no
+mask: a frame sees its own chunk and everything that the cache holds. Attention has no positional term, so the order of
+cached frames matters only to whoever trims them.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.flow.cache import EstimatorCache, KeyValues
+from common.flow.config import DiTConfig
+from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads
+
+TIME_SCALE = 1000  # flow time 0..1 is embedded as diffusion steps 0..1000
+NORM_EPS = 1e-6  # of the norms that adaLN modulates
+CONV_KERNEL = 3
+
+
+class TimeEmbedding(nn.Module):
+    def __init__(self, frequencies: int, width: int) -> None:
+        super().__init__()
+        self.frequencies = frequencies
+        self.mlp = nn.Sequential(nn.Linear(frequencies, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B,) float32 -> (B, width) of the given dtype; the angles are computed in float32."""
+        half = self.frequencies // 2
+        frequency = torch.exp(torch.arange(half, device=t.device) * -(math.log(10_000) / half))
+        angle = TIME_SCALE * t[:, None] * frequency
+        return self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1).to(dtype))
+
+
+class Attention(nn.Module):
+    """Self-attention with keys and queries normalised per head."""
+
+    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q = nn.Linear(width, heads * head_dim)
+        self.to_k = nn.Linear(width, heads * head_dim)
+        self.to_v = nn.Linear(width, heads * head_dim)
+        self.q_norm = nn.LayerNorm(head_dim)
+        self.k_norm = nn.LayerNorm(head_dim)
+        self.proj = nn.Linear(heads * head_dim, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None, cache: KeyValues | None) -> Tensor:
+        q = self.q_norm(split_heads(self.to_q(x), self.heads))  # (B, T, C) -> (B, H, T, D)
+        k = self.k_norm(split_heads(self.to_k(x), self.heads))
+        v = split_heads(self.to_v(x), self.heads)
+        if cache is not None:
+            k, v = cache.write(k, v)
+        return self.proj(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class CausalConvBlock(nn.Module):
+    """Convolution, norm, Mish, convolution. (B, T, C) -> (B, T, C)"""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # numbered as in the checkpoint, where transposes stand between
+        layers = {
+            "1": CausalConv1d(width, width, CONV_KERNEL),
+            "3": nn.LayerNorm(width),
+            "6": CausalConv1d(width, width, CONV_KERNEL),
+        }
+        self.block = nn.ModuleDict(layers)
+
+    def forward(self, x: Tensor, history: Tensor | None) -> Tensor:
+        """`history` (2, B, C, kernel - 1), the last inputs of both convolutions, is replaced in place."""
+        first, second = (None, None) if history is None else history
+        x = self.block["1"](x.transpose(1, 2), first).transpose(1, 2)  # (B, T, C) -> (B, C, T) -> (B, T, C)
+        x = F.mish(self.block["3"](x))
+        return self.block["6"](x.transpose(1, 2), second).transpose(1, 2)  # (B, T, C) -> (B, C, T) -> (B, T, C)
+
+
+class DiTBlock(nn.Module):
+    """Attention, convolution and MLP, each between a modulated norm and a gate that the time embedding sets."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.norm1 = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.attn = Attention(width, config.heads, config.head_dim)
+        self.norm2 = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.mlp = MLP(width, config.feed_forward)
+        self.norm3 = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.conv = CausalConvBlock(width)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 9 * width))
+
+    def forward(self, x: Tensor, time: Tensor, mask: Tensor | None, cache: EstimatorCache | None) -> Tensor:
+        """x (B, T, C), time (B, 1, C), mask (B, 1, 1, T) bool; `cache` of this layer is written in place."""
+        modulation = self.adaLN_modulation(time).chunk(9, dim=-1)
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp, shift_conv, scale_conv, gate_conv = (
+            modulation
+        )
+        keys_values, history = (None, None) if cache is None else (cache.attention, cache.conv)
+        x = x + gate_attn * self.attn(_modulate(self.norm1(x), shift_attn, scale_attn), mask, keys_values)
+        x = x + gate_conv * self.conv(_modulate(self.norm3(x), shift_conv, scale_conv), history)
+        return x + gate_mlp * self.mlp(_modulate(self.norm2(x), shift_mlp, scale_mlp))
+
+
+class FinalLayer(nn.Module):
+    def __init__(self, width: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm_final = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.linear = nn.Linear(width, out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(time).chunk(2, dim=-1)
+        return self.linear(_modulate(self.norm_final(x), shift, scale))
+
+
+class DiTEstimator(nn.Module):
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.t_embedder = TimeEmbedding(config.time_frequencies, config.width)
+        self.in_proj = nn.Linear(config.in_channels, config.width)
+        self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
+        self.final_layer = FinalLayer(config.width, config.out_channels)
+
+    def forward(self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor) -> Tensor:
+        """x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool -> velocity (B, mel, T)."""
+        return self._run(x, t, mu, speaker, condition, mask=attention_mask(valid, None))
+
+    def forward_chunk(
+        self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, cache: EstimatorCache
+    ) -> Tensor:
+        """The same for the next T frames of streams. `cache` (depth first, one Euler step) has room for them already
+        (`with_room`) and is written in place."""
+        return self._run(x, t, mu, speaker, condition, cache=cache)
+
+    def empty_cache(self, steps: int, rows: int) -> EstimatorCache:
+        """The cache of streams that have not begun."""
+        config, weight = self.config, self.in_proj.weight
+        keys = weight.new_empty(steps, config.depth, rows, config.heads, 0, config.head_dim)
+        conv = weight.new_zeros(steps, config.depth, 2, rows, config.width, CONV_KERNEL - 1)
+        return EstimatorCache(KeyValues(keys, keys), conv)
+
+    def _run(
+        self,
+        x: Tensor,
+        t: Tensor,
+        mu: Tensor,
+        speaker: Tensor,
+        condition: Tensor,
+        mask: Tensor | None = None,
+        cache: EstimatorCache | None = None,
+    ) -> Tensor:
+        time = self.t_embedder(t, x.dtype)[:, None]  # (B, C) -> (B, 1, C)
+        x = torch.cat([x, mu, speaker[:, :, None].expand(-1, -1, x.shape[2]), condition], dim=1)
+        x = self.in_proj(x.transpose(1, 2))  # (B, 4 * mel, T) -> (B, T, C)
+        for index, block in enumerate(self.blocks):
+            x = block(x, time, mask, None if cache is None else cache[index])
+        return self.final_layer(x, time).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
+
+
+def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift

@@ -1,0 +1,48 @@
+"""Parts that the encoder and both estimators share. Layouts: (B, C, T) for convolutions, (B, T, C) for attention."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class CausalConv1d(nn.Conv1d):
+    """A convolution that sees no frame to the right of the one it computes."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int) -> None:
+        super().__init__(in_channels, out_channels, kernel)
+        self.reach = kernel - 1
+
+    def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
+        """(B, C, T) -> (B, C', T), with zeros before the first frame, or with the last frames of a stream.
+
+        `history` (B, C, reach) is replaced in place by what the stream's next call needs.
+        """
+        if history is None:
+            return super().forward(F.pad(x, (self.reach, 0)))
+        x = torch.cat([history, x], dim=2)
+        history.copy_(x[:, :, x.shape[2] - self.reach :])
+        return super().forward(x)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(-3, -2)  # (..., T, H * D) -> (..., H, T, D)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    return x.transpose(-3, -2).flatten(-2)  # (..., H, T, D) -> (..., T, H * D)
+
+
+def valid_frames(lengths: Tensor, frames: int) -> Tensor:
+    """(B,) lengths -> (B, 1, frames) bool, true for frames that are not padding."""
+    return (torch.arange(frames, device=lengths.device) < lengths[:, None])[:, None]
+
+
+def attention_mask(valid: Tensor, chunk: int | None) -> Tensor:
+    """Which keys a query may see: (B, 1, T) bool -> (B, 1, T or 1, T) bool.
+
+    With a chunk size, a query sees its own chunk and everything to the left of it.
+    """
+    if chunk is None:
+        return valid[:, None]
+    index = torch.arange(valid.shape[-1], device=valid.device) // chunk
+    return valid[:, None] & (index <= index[:, None])

@@ -1,0 +1,178 @@
+"""Causal UNet estimator of CosyVoice2: velocity of the mel under flow matching. Attribute names are checkpoint keys.
+
+The official network has one level, so nothing is down- or upsampled; what is left of the UNet are the skip connection
+and the names.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.flow.config import UNetConfig
+from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads
+
+TIME_SCALE = 1000  # flow time 0..1 is embedded as diffusion steps 0..1000
+TIME_WIDENING = 4  # width of the time embedding over that of the network
+
+
+class TimeEmbedding(nn.Module):
+    def __init__(self, frequencies: int, width: int) -> None:
+        super().__init__()
+        self.frequencies = frequencies
+        self.linear_1 = nn.Linear(frequencies, width)
+        self.linear_2 = nn.Linear(width, width)
+
+    def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B,) float32 -> (B, width) of the given dtype; the angles are computed in float32."""
+        half = self.frequencies // 2
+        frequency = torch.exp(torch.arange(half, device=t.device) * -(math.log(10_000) / (half - 1)))
+        angle = TIME_SCALE * t[:, None] * frequency
+        x = torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
+        return self.linear_2(F.silu(self.linear_1(x)))
+
+
+class CausalBlock(nn.Module):
+    """Convolution, norm over channels, Mish. (B, C, T) -> (B, C', T)"""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        # numbered as in the checkpoint, where transposes stand between
+        self.block = nn.ModuleDict({"0": CausalConv1d(in_channels, out_channels, 3), "2": nn.LayerNorm(out_channels)})
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.block["0"](x * mask)
+        x = self.block["2"](x.transpose(1, 2)).transpose(1, 2)  # (B, C, T) -> (B, T, C) -> (B, C, T)
+        return F.mish(x) * mask
+
+
+class ResnetBlock(nn.Module):
+    """Two causal blocks with the time embedding added between them."""
+
+    def __init__(self, in_channels: int, out_channels: int, time_width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Mish(), nn.Linear(time_width, out_channels))
+        self.block1 = CausalBlock(in_channels, out_channels)
+        self.block2 = CausalBlock(out_channels, out_channels)
+        self.res_conv = nn.Conv1d(in_channels, out_channels, 1)
+
+    def forward(self, x: Tensor, mask: Tensor, time: Tensor) -> Tensor:
+        h = self.block1(x, mask) + self.mlp(time)[:, :, None]
+        return self.block2(h, mask) + self.res_conv(x * mask)
+
+
+class Attention(nn.Module):
+    def __init__(self, channels: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads = heads
+        inner = heads * head_dim
+        self.to_q = nn.Linear(channels, inner, bias=False)
+        self.to_k = nn.Linear(channels, inner, bias=False)
+        self.to_v = nn.Linear(channels, inner, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(inner, channels))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (split_heads(project(x), self.heads) for project in (self.to_q, self.to_k, self.to_v))
+        return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+
+
+class GELUProjection(nn.Module):
+    def __init__(self, channels: int, hidden: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(channels, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.proj(x))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, channels: int, hidden: int) -> None:
+        super().__init__()
+        # the identity keeps the place of a training-time dropout, and with it the key of the last layer
+        self.net = nn.Sequential(GELUProjection(channels, hidden), nn.Identity(), nn.Linear(hidden, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.channels)
+        self.attn1 = Attention(config.channels, config.heads, config.head_dim)
+        self.norm3 = nn.LayerNorm(config.channels)
+        self.ff = FeedForward(config.channels, 4 * config.channels)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.attn1(self.norm1(x), mask)
+        return x + self.ff(self.norm3(x))
+
+
+class Stage(nn.ModuleList):
+    """A resnet block and transformer blocks."""
+
+    def __init__(self, config: UNetConfig, in_channels: int) -> None:
+        super().__init__()
+        self.append(ResnetBlock(in_channels, config.channels, TIME_WIDENING * config.channels))
+        self.append(nn.ModuleList(TransformerBlock(config) for _ in range(config.blocks)))
+
+    def features(self, x: Tensor, time: Tensor, mask: Tensor, attention: Tensor) -> Tensor:
+        """(B, C, T) -> (B, C', T)"""
+        resnet, transformers = self[0], self[1]
+        x = resnet(x, mask, time).transpose(1, 2)  # (B, C, T) -> (B, T, C)
+        for block in transformers.children():
+            x = block(x, attention)
+        return x.transpose(1, 2)  # (B, T, C) -> (B, C, T)
+
+
+class MidStage(Stage):
+    def forward(self, x: Tensor, time: Tensor, mask: Tensor, attention: Tensor) -> Tensor:
+        return self.features(x, time, mask, attention)
+
+
+class OuterStage(Stage):
+    """A stage with a closing convolution, where deeper UNets change the frame rate."""
+
+    def __init__(self, config: UNetConfig, in_channels: int) -> None:
+        super().__init__(config, in_channels)
+        self.append(CausalConv1d(config.channels, config.channels, 3))
+
+    def forward(self, x: Tensor, time: Tensor, mask: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
+        """Features before and after the convolution, both (B, C, T)."""
+        x = self.features(x, time, mask, attention)
+        return x, self[2](x * mask)
+
+
+class UNetEstimator(nn.Module):
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        channels = config.channels
+        self.time_mlp = TimeEmbedding(config.in_channels, TIME_WIDENING * channels)
+        self.down_blocks = nn.ModuleList([OuterStage(config, config.in_channels)])
+        self.mid_blocks = nn.ModuleList(MidStage(config, channels) for _ in range(config.mid_stages))
+        self.up_blocks = nn.ModuleList([OuterStage(config, 2 * channels)])
+        self.final_block = CausalBlock(channels, channels)
+        self.final_proj = nn.Conv1d(channels, config.out_channels, 1)
+
+    def forward(
+        self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor, streaming: bool
+    ) -> Tensor:
+        """x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool -> velocity (B, mel, T).
+
+        `streaming` limits attention to the chunks that a stream would have seen.
+        """
+        T = x.shape[2]
+        time = self.time_mlp(t, x.dtype)
+        mask = valid.to(x.dtype)
+        attention = attention_mask(valid, self.config.chunk_frames if streaming else None)
+        x = torch.cat([x, mu, speaker[:, :, None].expand(-1, -1, T), condition], dim=1)
+
+        skip, x = self.down_blocks[0](x, time, mask, attention)
+        for stage in self.mid_blocks:
+            x = stage(x, time, mask, attention)
+        _, x = self.up_blocks[0](torch.cat([x, skip], dim=1), time, mask, attention)
+        return self.final_proj(self.final_block(x, mask) * mask) * mask

@@ -1,0 +1,64 @@
+"""`hift.pt`: the official form has weight-normed convolutions; our network has plain ones."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.checkpoint import load_strict, read_state, shapes_of
+from common.hift.config import HiFTConfig
+from common.hift.generator import HiFTGenerator
+
+_MAGNITUDE = ".parametrizations.weight.original0"
+_DIRECTION = ".parametrizations.weight.original1"
+
+
+def _norm(kernel: Tensor) -> Tensor:
+    """Norm over all but the first dimension, (C, *, *) -> (C, 1, 1)."""
+    return torch.linalg.vector_norm(kernel, dim=(1, 2), keepdim=True)
+
+
+def fuse_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Official state_dict -> ours: each magnitude and direction become one plain kernel, other tensors stay.
+
+    ValueError if one of a pair is there without the other.
+    """
+    fused: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if key.endswith(_MAGNITUDE):
+            partner = key.removesuffix(_MAGNITUDE) + _DIRECTION
+            if partner not in state:
+                raise ValueError(f"{key} is there without {partner}")
+        elif key.endswith(_DIRECTION):
+            name = key.removesuffix(_DIRECTION)
+            if name + _MAGNITUDE not in state:
+                raise ValueError(f"{key} is there without {name + _MAGNITUDE}")
+            fused[f"{name}.weight"] = value * (state[name + _MAGNITUDE] / _norm(value))
+        else:
+            fused[key] = value
+    return fused
+
+
+def split_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state_dict -> the official form, whose convolutions all have weight norm but those of `source_downs`."""
+    split: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if value.ndim == 3 and not key.startswith("source_downs."):
+            name = key.removesuffix(".weight")
+            split[name + _MAGNITUDE] = _norm(value)
+            split[name + _DIRECTION] = value
+        else:
+            split[key] = value
+    return split
+
+
+def load_hift(path: str | Path, device: str | torch.device = "cpu") -> HiFTGenerator:
+    """The network of a `hift.pt`, sized by the tensors in it, in eval mode and without gradients.
+
+    ValueError: no such file, not a HiFT checkpoint, or keys and shapes that do not fit, by name.
+    """
+    state = {key.removeprefix("generator."): value for key, value in read_state(path).items()}
+    fused = fuse_weight_norm(state)
+    hift = HiFTGenerator(HiFTConfig.from_shapes(shapes_of(fused)))
+    return load_strict(hift, fused, device, torch.float32).to(device)  # once more for the window, which is no weight

@@ -1,0 +1,29 @@
+"""Fundamental frequency of each mel frame."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class F0Predictor(nn.Module):
+    """Five convolutions over time and a linear layer: mel -> Hz per frame.
+
+    Always computed in full float32: an error in f0 is integrated into the phase of the source, where it grows with
+    every sample and with the harmonic's number.
+    """
+
+    def __init__(self, mel_bins: int, channels: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for width in (mel_bins, *[channels] * 4):
+            layers += [nn.Conv1d(width, channels, kernel_size=3, padding=1), nn.ELU()]
+        self.condnet = nn.Sequential(*layers)
+        self.classifier = nn.Linear(channels, 1)
+
+    def forward(self, mel: Tensor) -> Tensor:
+        """(B, mel_bins, T) -> (B, T) in Hz, never negative."""
+        # The linear layer runs as a convolution of width one, so that one switch keeps TF32 away from everything.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), torch.autocast(mel.device.type, enabled=False):
+            hidden = self.condnet(mel.float())
+            f0 = F.conv1d(hidden, self.classifier.weight[..., None], self.classifier.bias)
+        return f0.squeeze(1).abs()  # (B, 1, T) -> (B, T)

@@ -1,0 +1,147 @@
+"""HiFT generator, inference only, with weight norm already folded into plain convolutions."""
+
+from itertools import accumulate
+from operator import mul
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.hift.config import HiFTConfig
+from common.hift.f0 import F0Predictor
+from common.hift.source import HarmonicSource
+
+_MAX_MAGNITUDE = 100.0  # of one STFT bin; above it the exponential is cut off
+
+
+class Snake(nn.Module):
+    """x + sin(alpha x)^2 / alpha, with one alpha per channel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        alpha = self.alpha[:, None]
+        return x + torch.sin(alpha * x).square() / (alpha + 1e-9)
+
+
+class ResBlock(nn.Module):
+    """Pairs of a dilated and a plain convolution, each pair around a residual path. (B, C, T) -> (B, C, T)."""
+
+    def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]) -> None:
+        super().__init__()
+
+        def conv(dilation: int) -> nn.Conv1d:
+            return nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=dilation * (kernel - 1) // 2)
+
+        self.convs1 = nn.ModuleList(conv(dilation) for dilation in dilations)
+        self.convs2 = nn.ModuleList(conv(1) for _ in dilations)
+        self.activations1 = nn.ModuleList(Snake(channels) for _ in dilations)
+        self.activations2 = nn.ModuleList(Snake(channels) for _ in dilations)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for act1, conv1, act2, conv2 in zip(
+            self.activations1, self.convs1, self.activations2, self.convs2, strict=True
+        ):
+            x = x + conv2(act2(conv1(act1(x))))
+        return x
+
+
+class HiFTGenerator(nn.Module):
+    """mel -> f0 -> harmonic source; mel and the source's spectrum -> spectrum of the speech -> waveform."""
+
+    stft_window: Tensor
+
+    def __init__(self, config: HiFTConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = config or HiFTConfig()
+        widths = [config.channels >> stage for stage in range(len(config.upsample_rates) + 1)]
+        self.m_source = HarmonicSource(config)
+        self.conv_pre = nn.Conv1d(config.mel_bins, widths[0], 7, padding=3)
+        self.ups = nn.ModuleList(
+            nn.ConvTranspose1d(wide, narrow, kernel, rate, padding=(kernel - rate) // 2)
+            for wide, narrow, kernel, rate in zip(
+                widths[:-1], widths[1:], config.upsample_kernels, config.upsample_rates, strict=True
+            )
+        )
+        # The source's spectrum runs at the rate of the last stage; each earlier stage is coarser by the rates after it.
+        coarser = list(accumulate((1, *config.upsample_rates[:0:-1]), mul))[::-1]
+        self.source_downs = nn.ModuleList(
+            nn.Conv1d(config.n_fft + 2, width, 1 if rate == 1 else 2 * rate, rate, padding=rate // 2)
+            for width, rate in zip(widths[1:], coarser, strict=True)
+        )
+        self.source_resblocks = nn.ModuleList(
+            ResBlock(width, kernel, dilations)
+            for width, kernel, dilations in zip(
+                widths[1:], config.source_resblock_kernels, config.source_resblock_dilations, strict=True
+            )
+        )
+        self.resblocks = nn.ModuleList(
+            ResBlock(width, kernel, dilations)
+            for width in widths[1:]
+            for kernel, dilations in zip(config.resblock_kernels, config.resblock_dilations, strict=True)
+        )
+        self.conv_post = nn.Conv1d(widths[-1], config.n_fft + 2, 7, padding=3)
+        self.f0_predictor = F0Predictor(config.mel_bins, config.f0_channels)
+        self.register_buffer("stft_window", torch.hann_window(config.n_fft), persistent=False)
+
+    def f0(self, mel: Tensor) -> Tensor:
+        """(B, mel_bins, T) -> (B, T) in Hz."""
+        return self.f0_predictor(mel)
+
+    def source(self, f0: Tensor, noise: Tensor) -> Tensor:
+        """f0 (B, T), noise (B, T*hop, harmonics+1) -> (B, 1, T*hop)."""
+        return self.m_source(f0, noise)
+
+    def decode(self, mel: Tensor, source: Tensor) -> Tensor:
+        """mel (B, mel_bins, T), source (B, 1, T*hop) -> speech (B, T*hop), within the audio limit."""
+        config = self.config
+        excitation = self._stft(source.squeeze(1))
+        x = self.conv_pre(mel)
+        for stage, up in enumerate(self.ups):
+            x = up(F.leaky_relu(x, config.leaky_slope))
+            if stage == len(self.ups) - 1:
+                x = F.pad(x, (1, 0), mode="reflect")  # to the frame count of the source's centred STFT
+            x = x + self.source_resblocks[stage](self.source_downs[stage](excitation))
+            x = self._parallel_resblocks(stage, x)
+        return self._istft(self.conv_post(F.leaky_relu(x))).clamp(-config.audio_limit, config.audio_limit)
+
+    def forward(self, mel: Tensor, noise: Tensor, cached_source: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Render mel frames, taking the first samples of the source from the render before.
+
+        mel (B, mel_bins, T); noise (B, T*hop, harmonics+1); cached_source (B, 1, S), S <= T*hop, replaces the head of
+        the new source. Returns (speech (B, T*hop), source (B, 1, T*hop)).
+        """
+        B, _, T = mel.shape
+        expected = (B, T * self.config.hop, self.config.harmonics + 1)
+        if noise.shape != expected:
+            raise ValueError(f"noise of shape {tuple(noise.shape)} for a mel of {T} frames: expected {expected}")
+        source = self.source(self.f0(mel), noise)
+        if cached_source is not None:
+            if cached_source.shape[2] > source.shape[2]:
+                raise ValueError(f"cached source of {cached_source.shape[2]} samples for {source.shape[2]} new ones")
+            source = torch.cat([cached_source, source[..., cached_source.shape[2] :]], dim=2)
+        return self.decode(mel, source), source
+
+    def _parallel_resblocks(self, stage: int, x: Tensor) -> Tensor:
+        """Mean of a stage's residual blocks, which differ in kernel size. (B, C, T) -> (B, C, T)."""
+        count = len(self.config.resblock_kernels)
+        first, *others = self.resblocks[stage * count : (stage + 1) * count]
+        total = first(x)
+        for block in others:
+            total = total + block(x)
+        return total / count
+
+    def _stft(self, wave: Tensor) -> Tensor:
+        """(B, N) -> (B, n_fft + 2, N / istft_hop + 1): real parts, then imaginary parts."""
+        n_fft = self.config.n_fft
+        spectrum = torch.stft(wave, n_fft, self.config.istft_hop, window=self.stft_window, return_complex=True)
+        return torch.cat([spectrum.real, spectrum.imag], dim=1)
+
+    def _istft(self, x: Tensor) -> Tensor:
+        """(B, n_fft + 2, frames) of log magnitudes, then sines of phases -> (B, (frames - 1) * istft_hop)."""
+        log_magnitude, phase = x.chunk(2, dim=1)
+        magnitude = log_magnitude.exp().clamp(max=_MAX_MAGNITUDE)
+        spectrum = torch.polar(magnitude, phase.sin())
+        return torch.istft(spectrum, self.config.n_fft, self.config.istft_hop, window=self.stft_window)

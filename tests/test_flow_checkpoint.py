@@ -1,0 +1,111 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.flow import (
+    DiTConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    EncoderConfig,
+    UNetConfig,
+    UNetFlow,
+    UNetFlowConfig,
+    load_dit_flow,
+    load_unet_flow,
+)
+
+ENCODER = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=1)
+UNET = UNetFlowConfig(
+    vocab=50, speaker_dim=24, encoder=ENCODER, estimator=UNetConfig(channels=16, heads=2, blocks=1, mid_stages=2)
+)
+DIT = DiTFlowConfig(
+    vocab=50,
+    speaker_dim=24,
+    encoder=ENCODER,
+    estimator=DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=64),
+)
+FLOWS = pytest.mark.parametrize(
+    ("network", "config", "load"), [(UNetFlow, UNET, load_unet_flow), (DiTFlow, DIT, load_dit_flow)]
+)
+
+
+def saved(flow: torch.nn.Module, folder: Path, **changes: torch.Tensor | None) -> Path:
+    """The flow's checkpoint; a change replaces or adds a tensor, None takes it away."""
+    state = flow.state_dict() | changes
+    path = folder / "flow.pt"
+    torch.save({key: tensor for key, tensor in state.items() if tensor is not None}, path)
+    return path
+
+
+@FLOWS
+def test_sizes_come_from_the_checkpoint_and_weights_arrive_unchanged(network, config, load, tmp_path):
+    flow = network(config)
+    loaded = load(saved(flow, tmp_path))
+    assert loaded.config == config
+    assert not loaded.training
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    for key, tensor in flow.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor), key
+
+
+@FLOWS
+def test_every_difference_is_named(network, config, load, tmp_path):
+    changes = {
+        "encoder.after_norm.bias": None,
+        "encoder_proj.bias": torch.zeros(3),
+        "decoder.estimator.extra.weight": torch.zeros(1),
+    }
+    path = saved(network(config), tmp_path, **changes)
+    with pytest.raises(ValueError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert "missing: encoder.after_norm.bias" in message
+    assert "mismatched: encoder_proj.bias is [3], not [80]" in message
+    assert "unexpected: decoder.estimator.extra.weight" in message
+
+
+@FLOWS
+def test_a_missing_tensor_that_gives_a_size_is_named(network, config, load, tmp_path):
+    path = saved(network(config), tmp_path, **{"encoder.encoders.0.self_attn.pos_bias_u": None})
+    with pytest.raises(ValueError, match=r"encoder\.encoders\.0\.self_attn\.pos_bias_u"):
+        load(path)
+
+
+def test_the_checkpoint_of_the_other_flow_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"decoder\.estimator\.blocks"):
+        load_dit_flow(saved(UNetFlow(UNET), tmp_path))
+    with pytest.raises(ValueError, match=r"decoder\.estimator\.down_blocks"):
+        load_unet_flow(saved(DiTFlow(DIT), tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_unet_flow_computes_in_the_precision_it_is_loaded_in(dtype, tmp_path):
+    path = saved(UNetFlow(UNET), tmp_path)
+    inputs = {
+        "token": torch.arange(9)[None],
+        "prompt_token": torch.arange(4)[None],
+        "prompt_feat": torch.randn(1, 8, 80),
+        "embedding": torch.randn(1, 24),
+        "noise": torch.randn(1, 80, 26),
+        "streaming": True,
+        "finalize": True,
+    }
+    expected = load_unet_flow(path).inference(**inputs)
+    mel = load_unet_flow(path, dtype=dtype).inference(**inputs)
+    assert mel.shape == (1, 80, 18)
+    torch.testing.assert_close(mel.float(), expected, atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dit_flow_computes_in_the_precision_it_is_loaded_in(dtype, tmp_path):
+    path = saved(DiTFlow(DIT), tmp_path)
+    token, noise = torch.arange(9)[None], torch.randn(1, 80, 26)
+    prompt = (torch.arange(4)[None], torch.randn(1, 8, 80), torch.randn(1, 24))
+    mels = []
+    for flow in (load_dit_flow(path), load_dit_flow(path, dtype=dtype)):
+        cache = flow.setup_cache(*prompt, noise=noise)
+        mel, cache = flow.inference_chunk(token, cache, last=True, noise=noise[:, :, 8:])
+        mels.append(mel.float())
+    assert cache.estimator.attention.keys.dtype == dtype
+    torch.testing.assert_close(mels[1], mels[0], atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0)
