@@ -1,0 +1,107 @@
+"""Speech tokens of one stream to audio, chunk by chunk or whole.
+
+The engine owns the networks and the caches that belong to voices; the caller owns each stream's `Stream`, passes it to
+every `step` and drops it at the end.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from common.flow.checkpoint import load_dit_flow, load_unet_flow
+from common.hift.checkpoint import load_hift
+from common.overlap import hamming_window
+from common.prompt import Prompt
+from common.token2wav.flows import Chunk, DiTStreaming, FlowState, StreamingFlow, UNetStreaming, Voice, VoiceCache
+from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.vocoder import StreamingVocoder, VocoderState
+
+SILENT_MEL = -11.5  # log of the least magnitude that a mel shows
+
+
+@dataclass
+class Stream:
+    """Everything that one live stream owns. Dropping it frees it."""
+
+    flow: FlowState
+    vocoder: VocoderState
+
+
+class Token2Wav:
+    """A flow and a vocoder. Not thread-safe: one thread renders."""
+
+    def __init__(self, flow: StreamingFlow, vocoder: StreamingVocoder, device: torch.device | str = "cpu"):
+        self._flow = flow
+        self._vocoder = vocoder
+        self._device = device
+
+    @classmethod
+    def load_unet(cls, model_dir: str | Path, *, device: str, steps: int = EULER_STEPS) -> "Token2Wav":
+        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`."""
+        network = load_unet_flow(Path(model_dir) / "flow.pt", device)
+        return cls(UNetStreaming(network, flow_noise(device), steps=steps), _load_vocoder(model_dir, device), device)
+
+    @classmethod
+    def load_dit(
+        cls, model_dir: str | Path, *, device: str, voice_cache_bytes: int, steps: int = EULER_STEPS
+    ) -> "Token2Wav":
+        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`."""
+        network = load_dit_flow(Path(model_dir) / "flow.pt", device)
+        flow = DiTStreaming(network, flow_noise(device), VoiceCache(voice_cache_bytes), steps=steps)
+        return cls(flow, _load_vocoder(model_dir, device), device)
+
+    def warm_up(self) -> None:
+        """Speak once to nobody: what is set up at first use is set up, and a checkpoint that cannot speak is found."""
+        tokens = np.arange(FLOW_CHUNK_TOKENS)
+        mel = np.full((TOKEN_MEL_RATIO * FLOW_CHUNK_TOKENS, MEL_BINS), SILENT_MEL, np.float32)
+        prompt = Prompt(tokens, mel, np.ones(self._flow.speaker_dim, np.float32), text="")
+        stream = self.open(prompt)
+        self.step(stream, Chunk(tokens, last=False))
+        self.whole(prompt, tokens)
+
+    @torch.inference_mode()
+    def open(self, prompt: Prompt) -> Stream:
+        """Start a stream in a voice; builds the voice's caches if they are not there yet."""
+        return Stream(self._flow.open(self._voice(prompt)), self._vocoder.open())
+
+    @torch.inference_mode()
+    def step(self, stream: Stream, chunk: Chunk) -> np.ndarray:
+        """The audio that a chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
+
+        Raises ValueError if the chunk does not continue the stream.
+        """
+        self._check(chunk.tokens)
+        mel = self._flow.step(stream.flow, chunk)
+        return self._vocoder.step(stream.vocoder, mel, last=chunk.last).cpu().numpy()
+
+    @torch.inference_mode()
+    def whole(self, prompt: Prompt, tokens: np.ndarray) -> np.ndarray:
+        """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz."""
+        self._check(tokens)
+        if len(tokens) == 0:
+            raise ValueError("target_speech_tokens is empty: there is nothing to speak")
+        mel = self._flow.whole(self._voice(prompt), torch.from_numpy(tokens).to(self._device, torch.int64)[None])
+        return self._vocoder.whole(mel).cpu().numpy()
+
+    def _check(self, tokens: np.ndarray) -> None:
+        bad = tokens[(tokens < 0) | (tokens >= self._flow.vocab_size)]
+        if len(bad):
+            raise ValueError(f"speech token {bad[0]} is outside 0..{self._flow.vocab_size - 1}")
+
+    def _voice(self, prompt: Prompt) -> Voice:
+        self._check(prompt.tokens)
+        if len(prompt.tokens) < LOOKAHEAD_TOKENS:
+            raise ValueError(f"the prompt has {len(prompt.tokens)} speech tokens; it needs {LOOKAHEAD_TOKENS} or more")
+        return Voice(
+            tokens=torch.from_numpy(prompt.tokens).to(self._device, torch.int64)[None],
+            mel=torch.from_numpy(prompt.mel).to(self._device)[None],
+            embedding=torch.from_numpy(prompt.embedding).to(self._device)[None],
+        )
+
+
+def _load_vocoder(model_dir: str | Path, device: str) -> StreamingVocoder:
+    hift = load_hift(Path(model_dir) / "hift.pt", device)
+    return StreamingVocoder(hift, source_noise(hift.config.harmonics + 1, device), hamming_window())

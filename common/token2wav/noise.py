@@ -1,0 +1,44 @@
+"""Random numbers that a stream reads by absolute position: it depends neither on its neighbours nor on a restart."""
+
+import torch
+from torch import Tensor
+
+from common.constants import MEL_BINS, MEL_RATE, SAMPLE_RATE
+
+FLOW_NOISE_FRAMES = 15_000  # upstream's `rand_noise`: 300 s
+SOURCE_NOISE_SECONDS = 10
+
+
+class NoiseTape:
+    """Rows of fixed noise, repeated for ever: row `i` of a stream is always row `i % len(tape)`."""
+
+    def __init__(self, rows: Tensor):
+        """rows: (L, C), L >= 1, on the device that will read it."""
+        self._rows = rows
+
+    def read(self, start: int, length: int) -> Tensor:
+        """Rows start .. start + length of the endless tape, (length, C)."""
+        period = len(self._rows)
+        first = start % period
+        if first + length <= period:
+            return self._rows[first : first + length]
+        index = torch.arange(start, start + length, device=self._rows.device) % period
+        return self._rows[index]
+
+
+def flow_noise(device: torch.device | str = "cpu") -> NoiseTape:
+    """The initial state of the flow's ODE by mel frame, (15000, 80).
+
+    The values of upstream's CosyVoice2 `rand_noise` buffer: (1, 80, 15000) drawn on the CPU after seeding with 0.
+    """
+    noise = torch.randn(1, MEL_BINS, FLOW_NOISE_FRAMES, generator=torch.Generator().manual_seed(0))
+    return NoiseTape(noise[0].T.contiguous().to(device))  # (1, C, T) -> (T, C)
+
+
+def source_noise(components: int, device: torch.device | str = "cpu") -> NoiseTape:
+    """Additive noise of the vocoder's harmonic source by audio sample, (240000, components), period 10 s."""
+    samples = SOURCE_NOISE_SECONDS * SAMPLE_RATE
+    return NoiseTape(torch.randn(samples, components, generator=torch.Generator().manual_seed(1)).to(device))
+
+
+assert FLOW_NOISE_FRAMES % MEL_RATE == 0

@@ -1,0 +1,44 @@
+"""token2wav_dit: speech tokens to 24 kHz audio, Step-Audio2's DiT flow and HiFT. A stream is a sequence."""
+
+from typing import Any
+
+from common import triton_io
+from common.config import Token2WavConfig
+from common.prompt import ReferenceEncoder
+from common.speech_tokens import speech_token_offset
+from common.token2wav.engine import Token2Wav
+from common.token2wav.service import Token2WavService
+from common.token2wav.tensors import CONTROLS, PROMPT_TENSORS, chunk_request
+
+INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, "finalize", *CONTROLS)
+
+
+class TritonPythonModel:
+    """Requests are queued; the service's thread renders and answers them."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        config = Token2WavConfig.from_triton(args)
+        self._name = args["model_name"]
+        self._token_offset = speech_token_offset(config.llm_tokenizer_dir)
+        # Reads its networks when the first request brings a recording; the orchestrator sends tensors.
+        self._reference = ReferenceEncoder(config.model_dir, config.device)
+        engine = Token2Wav.load_dit(
+            config.model_dir,
+            device=config.device,
+            steps=config.n_timesteps,
+            voice_cache_bytes=config.voice_cache_mb << 20,
+        )
+        self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            with triton_io.answer_later(request, "waveform", model=self._name) as answer:
+                tensors = triton_io.read_all(request, INPUTS)
+                prompt = None
+                if triton_io.read(request, "reference_wav") is not None:
+                    prompt = self._reference(triton_io.reference(request))
+                chunk = chunk_request(tensors, self._token_offset, prompt)
+                self._service.submit(chunk, answer, answer.is_cancelled)
+
+    def finalize(self) -> None:
+        self._service.close()

@@ -1,0 +1,232 @@
+"""Who owns the streams: every request answered once, every stream freed whatever ends it. The engine is a fake."""
+
+import asyncio
+import queue
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from common.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
+from common.errors import UnavailableError
+from common.prompt import Prompt
+from common.token2wav.service import ChunkRequest, Token2WavService
+
+PROMPT = Prompt(
+    tokens=np.arange(5), mel=np.zeros((10, MEL_BINS), np.float32), embedding=np.zeros(SPEAKER_DIM, np.float32), text=""
+)
+NO_TOKENS = np.zeros(0, np.int64)
+
+
+@dataclass
+class FakeStream:
+    rendered: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class FakeEngine:
+    """Answers a chunk with two frames of audio per token; token 13 breaks; `gate` holds every step back."""
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    order: list[int] = field(default_factory=list)
+    entered: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self):
+        self.gate.set()
+
+    def warm_up(self):
+        pass
+
+    def open(self, prompt):
+        return FakeStream()
+
+    def step(self, stream, chunk):
+        self.entered.set()
+        self.gate.wait(10)
+        if 13 in chunk.tokens:
+            raise RuntimeError("broken chunk")
+        stream.rendered.append(chunk.tokens.tolist())
+        self.order.append(int(chunk.tokens[0]))
+        return np.full(len(chunk.tokens) * 2 * HOP_SAMPLES, chunk.tokens[0], np.float32)
+
+    def whole(self, prompt, tokens):
+        return np.full(len(tokens) * 2 * HOP_SAMPLES, tokens[0], np.float32)
+
+
+class Client:
+    """Sends requests and waits for their replies."""
+
+    def __init__(self, service):
+        self.service = service
+
+    def post(self, stream_id, tokens=NO_TOKENS, is_cancelled=lambda: False, **kwargs):
+        request = ChunkRequest(stream_id, **{"start": False, "end": False, **kwargs}, tokens=np.asarray(tokens))
+        replies = queue.Queue()
+        self.service.submit(request, replies.put, is_cancelled)
+        return replies
+
+    def send(self, *args, **kwargs):
+        reply = self.post(*args, **kwargs).get(timeout=10)
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    def start(self, stream_id, tokens=NO_TOKENS):
+        return self.send(stream_id, tokens, start=True, prompt=PROMPT)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def service(engine, clock):
+    service = Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)
+    yield service
+    engine.gate.set()
+    service.close()
+
+
+@pytest.fixture
+def client(service):
+    return Client(service)
+
+
+def test_a_stream_is_opened_rendered_and_freed_by_its_last_chunk(service, client):
+    assert len(client.start(1)) == 0
+    assert len(client.send(1, [4, 5], finalize=False)) == 4 * HOP_SAMPLES
+    assert service.stats().live_streams == 1
+    assert len(client.send(1, [6], finalize=True, end=True)) == 2 * HOP_SAMPLES
+    assert service.stats().live_streams == 0
+
+
+def test_end_without_finalize_drops_the_stream_and_makes_no_audio(service, client, engine):
+    client.start(1, [4, 5])
+    assert len(client.send(1, [6, 7], end=True, finalize=False)) == 0
+    assert service.stats().live_streams == 0
+    assert engine.order == [4]
+
+
+def test_ending_a_stream_that_is_gone_is_no_error(client):
+    assert len(client.send(99, end=True)) == 0
+
+
+def test_a_failed_chunk_frees_its_stream_and_no_other(service, client):
+    client.start(1)
+    client.start(2)
+    with pytest.raises(RuntimeError, match="broken chunk"):
+        client.send(1, [13], finalize=False)
+    assert service.stats().live_streams == 1
+    with pytest.raises(ValueError, match="stream 1 is not live"):
+        client.send(1, [4], finalize=False)
+    assert len(client.send(2, [4], finalize=False)) == 2 * HOP_SAMPLES
+
+
+def test_a_cancelled_request_frees_its_stream_unrendered(service, client, engine):
+    client.start(1)
+    with pytest.raises(asyncio.CancelledError):
+        client.send(1, [4], is_cancelled=lambda: True, finalize=False)
+    assert service.stats().live_streams == 0
+    assert engine.order == []
+
+
+def test_an_idle_stream_is_freed_and_says_so(service, client, clock):
+    client.start(1)
+    clock.now += 6
+    client.start(2)
+    assert service.stats().live_streams == 1
+    with pytest.raises(ValueError, match=r"idle for 5\.0 s"):
+        client.send(1, [4], finalize=False)
+
+
+def test_streams_beyond_the_limit_are_refused_at_once(client):
+    for stream_id in range(4):
+        client.start(stream_id)
+    with pytest.raises(UnavailableError, match="4 streams are live"):
+        client.start(4)
+    client.send(0, end=True)
+    client.start(4)
+
+
+def test_a_full_queue_is_refused_at_once(client, engine):
+    client.start(1)
+    engine.gate.clear()
+    waiting = [client.post(1, [4], finalize=False)]
+    assert engine.entered.wait(10)
+    waiting += [client.post(1, [4], finalize=False) for _ in range(8)]
+    with pytest.raises(UnavailableError, match="queue is full: 8"):
+        client.post(1, [4], finalize=False)
+    engine.gate.set()
+    assert all(len(replies.get(timeout=10)) for replies in waiting)
+
+
+def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audio(client, engine, clock):
+    client.start(1, [1] * 50)  # 2 s of audio from now on
+    clock.now += 0.5
+    client.start(2, [2] * 5)  # 0.2 s from now on: falls silent first
+    client.start(3)
+    client.start(4)
+    engine.gate.clear()
+    engine.entered.clear()
+    engine.order.clear()
+    blocker = client.post(4, [40], finalize=False)
+    assert engine.entered.wait(10)
+    later = [client.post(stream, [stream], finalize=False) for stream in (1, 2, 3)]
+    engine.gate.set()
+    for replies in [blocker, *later]:
+        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert engine.order == [40, 3, 2, 1]
+
+
+def test_an_utterance_at_once_needs_no_stream(service, client):
+    audio = client.send(1, [7, 8], start=True, end=True, prompt=PROMPT)
+    assert len(audio) == 4 * HOP_SAMPLES
+    assert service.stats().live_streams == 0
+
+
+def test_a_stream_without_a_voice_is_refused(client):
+    with pytest.raises(ValueError, match="needs a voice"):
+        client.send(1, [4], start=True)
+
+
+def test_a_reply_that_raises_does_not_end_the_service(service, client):
+    def broken(_):
+        raise OSError("the receiver is gone")
+
+    service.submit(ChunkRequest(1, start=True, end=False, tokens=NO_TOKENS, prompt=PROMPT), broken)
+    assert len(client.send(2, [4], start=True, prompt=PROMPT)) == 2 * HOP_SAMPLES
+
+
+def test_closing_answers_what_is_queued_and_refuses_what_comes(engine, clock):
+    service = Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)
+    client = Client(service)
+    client.start(1)
+    engine.gate.clear()
+    engine.entered.clear()
+    running = client.post(1, [4], finalize=False)
+    assert engine.entered.wait(10)
+    queued = client.post(1, [5], finalize=False)
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    engine.gate.set()
+    closing.join(10)
+    assert len(running.get(timeout=10))
+    assert isinstance(queued.get(timeout=10), UnavailableError)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        client.post(1, [4], finalize=False)
+    assert service.stats().live_streams == 0
