@@ -1,0 +1,27 @@
+"""16 kHz reference recordings -> prompt speech tokens, as ids of the LLM's vocabulary."""
+
+from typing import Any
+
+import numpy as np
+
+from common import triton_io
+from common.config import AudioTokenizerConfig
+from common.prompt import AudioTokenizer
+from common.speech_tokens import speech_token_offset
+
+
+class TritonPythonModel:
+    """`reference_wav` FP32 [1, T], `reference_wav_len` INT32 [1, 1] to `prompt_speech_tokens` INT32 [1, n]."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        self._name = args["model_name"]
+        config = AudioTokenizerConfig.from_triton(args)
+        self._tokenizer = AudioTokenizer(config.model_dir, config.device)
+        self._offset = speech_token_offset(config.llm_tokenizer_dir)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return triton_io.respond_batch(requests, triton_io.reference, self._compute, model=self._name)
+
+    def _compute(self, waves: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
+        tokens = self._tokenizer(waves)
+        return [{"prompt_speech_tokens": (ids + self._offset).astype(np.int32)[None]} for ids in tokens]

@@ -1,0 +1,25 @@
+"""16 kHz reference recordings -> x-vectors of their speakers."""
+
+from typing import Any
+
+import numpy as np
+
+from common import triton_io
+from common.config import SpeakerEmbeddingConfig
+from common.prompt import SpeakerEncoder
+
+
+class TritonPythonModel:
+    """`reference_wav` FP32 [1, T] and, optionally, `reference_wav_len` INT32 [1, 1] to `prompt_spk_embedding` FP16
+    [1, 192]."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        self._name = args["model_name"]
+        config = SpeakerEmbeddingConfig.from_triton(args)
+        self._encoder = SpeakerEncoder(config.model_dir)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return triton_io.respond_batch(requests, triton_io.reference, self._compute, model=self._name)
+
+    def _compute(self, waves: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
+        return [{"prompt_spk_embedding": vector.astype(np.float16)[None]} for vector in self._encoder(waves)]

@@ -1,0 +1,53 @@
+"""A few lines over `onnx.helper`: enough to write a network down in ONNX operators, as the official exports are."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+OPSET = 20
+IR_VERSION = 10  # read by every onnxruntime that reads the opset
+
+
+class OnnxGraph:
+    """Nodes and weights in the order in which they are added; every method returns a tensor's name."""
+
+    def __init__(self) -> None:
+        self._nodes: list[onnx.NodeProto] = []
+        self._weights: list[onnx.TensorProto] = []
+
+    def weight(self, name: str, value: np.ndarray) -> str:
+        """A float32 initializer."""
+        self._weights.append(numpy_helper.from_array(np.ascontiguousarray(value, np.float32), name))
+        return name
+
+    def constant(self, value: np.ndarray | float) -> str:
+        """A Constant node: what is no weight of the network must not be an initializer (s3tokenizer takes all)."""
+        array = np.float32(value) if isinstance(value, float) else value
+        return self.op("Constant", value=numpy_helper.from_array(np.asarray(array)))
+
+    def integers(self, *values: int) -> str:
+        return self.constant(np.array(values, np.int64))
+
+    def op(self, kind: str, *inputs: str, name: str = "", output: str = "", **attributes: Any) -> str:
+        """One node with one output. `name` is the node's; it identifies the weights for s3tokenizer."""
+        index = len(self._nodes)
+        output = output or f"value_{index}"
+        node = helper.make_node(kind, list(inputs), [output], name=name or f"/{kind}_{index}", **attributes)
+        self._nodes.append(node)
+        return output
+
+    def save(self, path: Path, inputs: list[onnx.ValueInfoProto], output: onnx.ValueInfoProto) -> None:
+        """Check and write the model, saying in it that its weights are random."""
+        graph = helper.make_graph(self._nodes, path.stem, inputs, [output], self._weights)
+        model = helper.make_model(
+            graph,
+            opset_imports=[helper.make_opsetid("", OPSET)],
+            producer_name="make_demo_model",
+            doc_string="random weights, not a trained model",
+        )
+        model.ir_version = IR_VERSION
+        onnx.checker.check_model(model, full_check=True)
+        onnx.save(model, str(path))
