@@ -1,1 +1,1 @@
-"""The library behind the Triton models: networks, streaming, scheduling, the way to the LLM. See README.md for its rooms."""
+"""The library behind the Triton models: networks, streaming, scheduling, the way to the LLM. README.md has a map."""

@@ -27,6 +27,10 @@ DIT_TAIL_FRAMES = 100  # generated frames that the DiT's cache keeps beside the 
 OVERLAP_FRAMES = 8  # mel frames that a chunk repeats from the one before
 OVERLAP_SAMPLES = OVERLAP_FRAMES * HOP_SAMPLES  # 3840: source cache, withheld audio, cross-fade
 
+# --- speaking rate of an utterance that is not streamed ----------------------------------------------------------
+MIN_SPEED = 0.25
+MAX_SPEED = 4.0
+
 # --- limits of a reference recording -----------------------------------------------------------------------------
 MIN_REFERENCE_SECONDS = 0.5
 MAX_REFERENCE_SECONDS = 30.0

@@ -9,5 +9,9 @@
 """
 
 
+class LostAnswerError(RuntimeError):
+    """Another model's answer came without its outputs: Triton's response cache keeps a failure as an empty success."""
+
+
 class UnavailableError(RuntimeError):
     """The service cannot do this now, although the request may be fine: full, timed out, or a part of it is down."""

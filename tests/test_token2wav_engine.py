@@ -196,6 +196,11 @@ def test_whole_utterances_are_reproducible_and_as_long_as_their_tokens(dit, unet
         np.testing.assert_array_equal(audio, engine.whole(prompt(7), ids(7, 21)))
 
 
+@pytest.mark.parametrize(("speed", "frames"), [(0.5, 84), (1.0, 42), (2.0, 21), (3.0, 14)])
+def test_speed_stretches_a_whole_utterance(unet, speed, frames):
+    assert len(unet.whole(prompt(7), ids(7, 21), speed)) == frames * HOP_SAMPLES
+
+
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 @pytest.mark.parametrize(
     ("chunk", "message"),

@@ -50,8 +50,8 @@ class FakeEngine:
         self.order.append(int(chunk.tokens[0]))
         return np.full(len(chunk.tokens) * 2 * HOP_SAMPLES, chunk.tokens[0], np.float32)
 
-    def whole(self, prompt, tokens):
-        return np.full(len(tokens) * 2 * HOP_SAMPLES, tokens[0], np.float32)
+    def whole(self, prompt, tokens, speed):
+        return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
 
 
 class Client:
@@ -196,7 +196,13 @@ def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audi
 def test_an_utterance_at_once_needs_no_stream(service, client):
     audio = client.send(1, [7, 8], start=True, end=True, prompt=PROMPT)
     assert len(audio) == 4 * HOP_SAMPLES
+    assert len(client.send(1, [7, 8], start=True, end=True, prompt=PROMPT, speed=2.0)) == 2 * HOP_SAMPLES
     assert service.stats().live_streams == 0
+
+
+def test_a_stream_cannot_be_stretched(client):
+    with pytest.raises(ValueError, match=r"speed 2\.0 is for whole utterances"):
+        client.send(1, [4], start=True, prompt=PROMPT, speed=2.0)
 
 
 def test_a_stream_without_a_voice_is_refused(client):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
@@ -78,12 +79,17 @@ class Token2Wav:
         return self._vocoder.step(stream.vocoder, mel, last=chunk.last).cpu().numpy()
 
     @torch.inference_mode()
-    def whole(self, prompt: Prompt, tokens: np.ndarray) -> np.ndarray:
-        """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz."""
+    def whole(self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0) -> np.ndarray:
+        """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz.
+
+        speed: its mel is stretched to 1 / speed of its length, as CosyVoice2 does, which keeps the pitch.
+        """
         self._check(tokens)
         if len(tokens) == 0:
             raise ValueError("target_speech_tokens is empty: there is nothing to speak")
         mel = self._flow.whole(self._voice(prompt), torch.from_numpy(tokens).to(self._device, torch.int64)[None])
+        if speed != 1.0:
+            mel = F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0]
         return self._vocoder.whole(mel).cpu().numpy()
 
     def _check(self, tokens: np.ndarray) -> None:

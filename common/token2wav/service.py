@@ -35,6 +35,7 @@ class ChunkRequest:
     end: closes the stream. Without `finalize` the stream is dropped and no audio is made (an abort).
     finalize: the tokens are the stream's last. None on a request that both starts and ends a stream without an offset:
         the whole utterance at once, without chunks.
+    speed: speaking rate of such an utterance; a stream is rendered at 1.
     """
 
     stream_id: int
@@ -44,6 +45,7 @@ class ChunkRequest:
     prompt: Prompt | None = None
     offset: int | None = None
     finalize: bool | None = None
+    speed: float = 1.0
 
     @property
     def offline(self) -> bool:
@@ -174,7 +176,9 @@ class Token2WavService:
 
     def _process(self, request: ChunkRequest) -> np.ndarray:
         if request.offline:
-            return self._engine.whole(_prompt_of(request), request.tokens)
+            return self._engine.whole(_prompt_of(request), request.tokens, request.speed)
+        if request.speed != 1.0:
+            raise ValueError(f"speed {request.speed} is for whole utterances; a stream is rendered at speed 1")
         if request.start:
             self._open(request)
         if request.end and not request.finalize:

@@ -1,9 +1,11 @@
 """The tensors of a token2wav request, named and shaped as upstream's, to a `ChunkRequest`. Knows arrays, not Triton."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from common.constants import MAX_SPEED, MIN_SPEED
 from common.prompt import Prompt
 from common.token2wav.service import ChunkRequest
 
@@ -17,9 +19,12 @@ def chunk_request(tensors: Tensors, token_offset: int, prompt: Prompt | None = N
     """tensors: what was sent, by name, batch dimension included. token_offset: the LLM's id of speech token 0.
 
     target_speech_tokens (1, n), prompt_speech_tokens (1, P), prompt_speech_feat (1, T, 80), prompt_spk_embedding
-    (1, 192), token_offset and finalize (1, 1), and the sequence controls. `prompt`: the voice where the caller made it
-    from a recording. Raises ValueError naming what is missing or malformed.
+    (1, 192), token_offset, finalize and speed (1, 1), and the sequence controls. `prompt`: the voice where the caller
+    made it from a recording. Raises ValueError naming what is missing or malformed.
     """
+    speed = float(_one(tensors, "speed")) if "speed" in tensors else 1.0
+    if not MIN_SPEED <= speed <= MAX_SPEED:
+        raise ValueError(f"speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
     return ChunkRequest(
         stream_id=int(_one(tensors, "CORRID")),
         start=bool(_one(tensors, "START")),
@@ -28,10 +33,11 @@ def chunk_request(tensors: Tensors, token_offset: int, prompt: Prompt | None = N
         prompt=prompt or _prompt(tensors, token_offset),
         offset=int(_one(tensors, "token_offset")) if "token_offset" in tensors else None,
         finalize=bool(_one(tensors, "finalize")) if "finalize" in tensors else None,
+        speed=speed,
     )
 
 
-def _one(tensors: Tensors, name: str) -> np.generic:
+def _one(tensors: Tensors, name: str) -> Any:
     array = _require(tensors, name)
     if array.size != 1:
         raise ValueError(f"{name} must hold one value, not {array.size} (shape {list(array.shape)})")

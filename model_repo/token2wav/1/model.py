@@ -9,7 +9,7 @@ from common.token2wav.engine import Token2Wav
 from common.token2wav.service import Token2WavService
 from common.token2wav.tensors import CONTROLS, PROMPT_TENSORS, chunk_request
 
-INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, "token_offset", "finalize", *CONTROLS)
+INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, "token_offset", "finalize", "speed", *CONTROLS)
 
 
 class TritonPythonModel:

@@ -1,0 +1,93 @@
+# Everything runs from here; `make help` lists it. Settings: make demo STACK=unet TEXT="Hello." PYTHON=python3.12
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+STACK ?= dit
+MODE ?= streaming
+MODELS ?= models/demo
+TEXT ?= Hello. This sentence was spoken by two neural networks that nobody has trained.
+OUTPUT ?= out/demo.wav
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+# An index with CPU builds of torch, where pip's own index offers only the much larger CUDA builds.
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+IN_VENV := $(VENV)/bin/python
+PORTS := --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+PIP := $(IN_VENV) -m pip --disable-pip-version-check --quiet
+# A "+cpu" build there wins over the same version elsewhere.
+EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+OFFLINE := $(if $(filter offline,$(MODE)),--offline)
+SETUP_GB := 6
+RUN_GB := 1
+export TEXT
+
+.PHONY: help setup setup-dev demo serve render demo-checkpoint test check parity clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo 'settings: STACK=dit|unet  MODE=streaming|offline  MODELS=models/demo  TEXT="..."'
+	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
+
+setup: $(VENV)/.server ## make .venv and install what serving and the clients need (pinned, CPU)
+setup-dev: $(VENV)/.dev ## the same and what tests and checks need
+
+$(VENV)/.python:
+	@$(PYTHON) --version >/dev/null 2>&1 || { echo 'error: $(PYTHON) is not installed; run: sudo apt-get install python3 python3-venv' >&2; exit 1; }
+	@$(PYTHON) -m scripts.check_machine --disk $(SETUP_GB)
+	@echo 'setup: making $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install pip==26.2
+	@touch $@
+
+$(VENV)/.server: $(VENV)/.python pyproject.toml
+	@echo 'setup: installing tritonserver, torch, the models'\'' libraries and the clients: 2 GB, a few minutes'
+	@$(PIP) install $(EXTRA_INDEX) -e '.[client,server]'
+	@$(PIP) install --no-deps --group s3tokenizer
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.server
+	@echo 'setup: installing what tests and checks need'
+	@$(PIP) install $(EXTRA_INDEX) -e '.[client,server,dev]'
+	@touch $@
+
+demo: $(VENV)/.server ## start a stack with random weights, send one streaming request, write out/demo.wav
+	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
+	@$(IN_VENV) -m scripts.demo --stack $(STACK) --text "$$TEXT" --output $(OUTPUT) $(PORTS)
+
+serve: render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics) until Ctrl-C
+	@$(IN_VENV) -m scripts.serve build/$(STACK) $(PORTS) --log-file build/tritonserver.log
+
+render: demo-checkpoint ## write the model repository of a stack to build/STACK
+	@$(IN_VENV) -m scripts.render $(MODELS) build/$(STACK) --stack $(STACK) $(OFFLINE)
+
+# Only where no other checkpoint is named. What is there already is kept.
+demo-checkpoint: $(VENV)/.server
+ifeq ($(MODELS),models/demo)
+	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
+	@$(IN_VENV) -m scripts.make_demo_model $(MODELS)
+	@test -d $(MODELS)/cosyvoice2_llm_genai || $(IN_VENV) -m scripts.convert_genai --precision fp32 \
+		--model-dir $(MODELS)/cosyvoice2_llm --output-dir $(MODELS)/cosyvoice2_llm_genai
+endif
+
+test: $(VENV)/.dev ## run every test, those of the real server too
+	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
+	@$(IN_VENV) -m pytest --durations=10 $(PYTEST_ARGS)
+
+check: $(VENV)/.dev ## formatting, lint and types
+	@$(IN_VENV) -m ruff format --diff .
+	@$(IN_VENV) -m ruff check .
+	@$(IN_VENV) -m mypy
+
+parity: $(VENV)/.server ## compare the networks with the recorded outputs in FOLDER=...
+	@$(IN_VENV) -m scripts.check_parity $(FOLDER)
+
+clean: ## remove .venv and everything that was made
+	rm -rf $(VENV) build models out .pytest_cache .ruff_cache .mypy_cache

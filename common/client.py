@@ -1,0 +1,198 @@
+"""What every client of the speech models shares: the request's tensors, the answer's figures, and errors in words.
+
+Both protocols of tritonclient (`tritonclient.http`, `tritonclient.grpc`) have the same `InferInput`, so it is passed
+in and this module loads neither.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.audio import load_audio, save_audio
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+
+WAVEFORM = "waveform"
+
+
+class ClientError(RuntimeError):
+    """The request could not be made or answered; one line that says what to do next."""
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """What to ask for.
+
+    reference: float32 (T,) at 16 kHz, mono; None leaves the voice to the server. Without `reference_text` the voice
+    is cloned cross-lingually. parameters: request parameters such as `seed`.
+    """
+
+    target_text: str
+    reference: np.ndarray | None = None
+    reference_text: str | None = None
+    parameters: dict[str, int | float | str] = field(default_factory=dict)
+
+    @classmethod
+    def from_files(
+        cls, target_text: str, reference_audio: Path | None, reference_text: str | None, seed: int | None
+    ) -> "Utterance":
+        """The request of a command line; ClientError when the recording cannot be read."""
+        return cls(
+            target_text=target_text,
+            reference=None if reference_audio is None else read_reference(reference_audio),
+            reference_text=reference_text or None,
+            parameters={} if seed is None else {"seed": seed},
+        )
+
+    def tensors(self, infer_input: Callable[[str, list[int], str], Any]) -> list[Any]:
+        """The input tensors, each with its batch dimension of one: wav (1, T), everything else (1, 1)."""
+        arrays: dict[str, tuple[str, np.ndarray]] = {}
+        if self.reference is not None:
+            wav = np.ascontiguousarray(self.reference, dtype=np.float32)
+            arrays["reference_wav"] = ("FP32", wav[None])  # (T,) -> (1, T)
+            arrays["reference_wav_len"] = ("INT32", np.array([[wav.size]], dtype=np.int32))
+        if self.reference_text is not None:
+            arrays["reference_text"] = ("BYTES", _text_tensor(self.reference_text))
+        arrays["target_text"] = ("BYTES", _text_tensor(self.target_text))
+        inputs = []
+        for name, (datatype, array) in arrays.items():
+            tensor = infer_input(name, list(array.shape), datatype)
+            tensor.set_data_from_numpy(array)
+            inputs.append(tensor)
+        return inputs
+
+
+def _text_tensor(text: str) -> np.ndarray:
+    return np.array([[text.encode("utf-8")]], dtype=np.object_)
+
+
+def read_reference(path: Path) -> np.ndarray:
+    """A recording of any rate and channel count as float32 (T,) at 16 kHz; ClientError when it cannot be read."""
+    try:
+        return load_audio(path, PROMPT_SAMPLE_RATE)
+    except (OSError, RuntimeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
+        raise ClientError(
+            f"cannot read the reference audio {path}: {error}; give a WAV, FLAC, OGG or MP3 file"
+        ) from None
+
+
+class Recorder:
+    """Collects one answer's chunks and when they came; the clock starts when it is made."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = clock()
+        self._chunks: list[np.ndarray] = []
+        self.arrivals: list[float] = []  # seconds after the start, one per chunk with audio
+
+    def add(self, waveform: np.ndarray | None) -> None:
+        """Take one response's waveform, (N,) or (1, N); a response without samples is not a chunk."""
+        if waveform is not None and waveform.size:
+            self._chunks.append(waveform.reshape(-1))
+            self.arrivals.append(self._clock() - self._start)
+
+    def finish(self) -> "Speech":
+        """The whole answer; ClientError when no sample came."""
+        total = self._clock() - self._start
+        if not self._chunks:
+            raise ClientError("the server ended the request without audio; see its log for the reason")
+        return Speech(np.concatenate(self._chunks), tuple(self.arrivals), total)
+
+
+@dataclass(frozen=True)
+class Speech:
+    """One answered request: float32 (N,) at 24 kHz and its times in seconds since the request was sent."""
+
+    waveform: np.ndarray
+    arrivals: tuple[float, ...]
+    total: float
+
+    @property
+    def seconds(self) -> float:
+        return float(self.waveform.size / SAMPLE_RATE)
+
+    @property
+    def first_chunk(self) -> float:
+        return self.arrivals[0]
+
+    @property
+    def real_time_factor(self) -> float:
+        return self.total / self.seconds
+
+    def save(self, path: Path) -> None:
+        """Write a 16-bit WAV at 24 kHz; ClientError when the file cannot be written."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_audio(path, self.waveform, SAMPLE_RATE)
+        except (OSError, RuntimeError) as error:
+            raise ClientError(f"cannot write {path}: {error}; choose another file with --output-audio") from None
+
+    def summary(self) -> str:
+        """The figures of the request, one a line."""
+        return "\n".join(
+            (
+                f"first chunk after  {self.first_chunk * 1000:8.0f} ms",
+                f"total time         {self.total:8.2f} s",
+                f"audio length       {self.seconds:8.2f} s in {len(self.arrivals)} chunk(s)",
+                f"real-time factor   {self.real_time_factor:8.3f}",
+            )
+        )
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that both clients have, under upstream's names."""
+    parser.add_argument("--target-text", required=True, help="what to say")
+    parser.add_argument("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
+    parser.add_argument("--reference-text", help="what the reference audio says; without it: cross-lingual cloning")
+    parser.add_argument("--model-name", default="cosyvoice2_dit", help="cosyvoice2_dit (default) or cosyvoice2")
+    parser.add_argument("--output-audio", type=Path, default=Path("output.wav"), help="24 kHz, 16-bit WAV")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same audio")
+    parser.add_argument("--timeout", type=_positive_seconds, default=120.0, help="seconds for the complete answer")
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = float(text)  # argparse reports the ValueError with the option's name
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of seconds")
+    return seconds
+
+
+def unreachable(server: str, reason: object) -> ClientError:
+    """Nobody answers at `server`."""
+    return ClientError(
+        f"no tritonserver answers at {server} ({one_line(reason)}): start one with `make serve`, or name its address"
+    )
+
+
+def not_served(server: str, model: str) -> ClientError:
+    """The server is there and the model is not."""
+    return ClientError(
+        f"{server} does not serve the model '{model}': name another with --model-name, "
+        "or start its stack with `make serve STACK=unet` or `make serve STACK=dit`"
+    )
+
+
+def timed_out(server: str, seconds: float) -> ClientError:
+    """The answer was not complete in time."""
+    return ClientError(f"no complete answer from {server} within {seconds:g} s: try again, or raise --timeout")
+
+
+def streams_only(model: str) -> ClientError:
+    """A model with the decoupled policy was asked for one complete answer."""
+    return ClientError(
+        f"'{model}' is served for streaming: ask it with `client_grpc.py --mode streaming`, "
+        "or serve it for offline requests with `make serve MODE=offline`"
+    )
+
+
+def refused(reason: object) -> ClientError:
+    """The server's own error message, which names the offending value."""
+    return ClientError(f"the server answered with an error: {one_line(reason)}")
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).splitlines())

@@ -1,0 +1,115 @@
+"""What every way to the LLM shares: what goes in, how it samples, and the stream of speech tokens that comes out."""
+
+import math
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+MAX_SEED = 2**31 - 1  # the narrowest seed among the engines
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class LLMPrompt:
+    """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, which says `prompt_text`.
+
+    Cross-lingual mode leaves both empty: the LLM then knows the text alone.
+    """
+
+    target_text: str
+    prompt_text: str = ""
+    prompt_tokens: Sequence[int] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling parameters of one request. The defaults are those of CosyVoice2's Triton runtime.
+
+    temperature 0 is greedy, top_k 0 does not limit, seed None draws one at random. Raises ValueError naming the
+    value that is out of range.
+    """
+
+    temperature: float = 0.8
+    top_p: float = 0.95
+    top_k: int = 50
+    repetition_penalty: float = 1.1
+    max_tokens: int = 750
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "temperature": 0 <= self.temperature <= 10,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "repetition_penalty": 0 < self.repetition_penalty <= 10,
+            "max_tokens": self.max_tokens >= 1,
+            "seed": self.seed is None or 0 <= self.seed <= MAX_SEED,
+        }
+        for name, good in allowed.items():
+            if not good:
+                raise ValueError(f"{name} is out of range: {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Longest waits in seconds, below 5 so that a dead or silent LLM becomes an error within that time.
+
+    first_token counts from the request and includes connecting; token is the wait between later ones.
+    """
+
+    connect: float = 2.0
+    first_token: float = 4.5
+    token: float = 4.5
+
+    def __post_init__(self) -> None:
+        for name in ("connect", "first_token", "token"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"timeout {name} must be a positive number of seconds: {value!r}")
+
+
+class TokenChunk(NamedTuple):
+    """Speech ids 0..6560 as they arrived, and on the last chunk why the LLM ended."""
+
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+
+
+class TokenStream:
+    """Async iterator over lists of speech ids 0..6560, in the order and grouping in which they arrive.
+
+    Iterate and close it in one task, or close it once the iterating task has ended. After exhaustion
+    `finish_reason` is "stop", or "length" where `max_tokens` cut the speech short. While iterating it raises
+    UnavailableError where the LLM is down, silent or ends midway, and ValueError where it refuses the request.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[TokenChunk, None]) -> None:
+        self.finish_reason: FinishReason | None = None
+        self._chunks = chunks
+
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> list[int]:
+        async for tokens, finish_reason in self._chunks:
+            self.finish_reason = finish_reason or self.finish_reason
+            if tokens:
+                return tokens
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancel what still runs at the LLM and release it. Harmless after the end, and twice."""
+        await self._chunks.aclose()
+
+
+class SpeechLM(Protocol):
+    """A way to the LLM."""
+
+    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
+        """Start speaking `prompt`. The first iteration of the stream sends the request."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release connections; streams still open end with UnavailableError."""
+        ...

@@ -1,0 +1,95 @@
+"""What `cosyvoice2` and `cosyvoice2_dit` have in common, which is all but the vocoder."""
+
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from common import triton_io
+from common.chunking import HopRules
+from common.config import OrchestratorConfig
+from common.constants import FLOW_CHUNK_TOKENS
+from common.llm.base import Sampling, SpeechLM, Timeouts
+from common.llm.openai_client import OpenAILM
+from common.llm.triton_llm import TritonLM
+from common.ports import TritonPromptEncoder, TritonVocoder
+from common.request import RequestInputs
+from common.speech_tokens import LLMTokenizer
+from common.synthesis import Synthesizer
+
+
+@dataclass(frozen=True)
+class VocoderKind:
+    """A vocoder model. `cumulative`: it is sent all tokens so far. `boundary`: where its chunks end, see HopRules."""
+
+    model: str
+    cumulative: bool
+    boundary: int
+
+
+UNET = VocoderKind("token2wav", cumulative=True, boundary=FLOW_CHUNK_TOKENS)
+DIT = VocoderKind("token2wav_dit", cumulative=False, boundary=1)
+
+
+LLM_OUTPUTS = ("output_ids", "sequence_length")
+
+
+class Orchestrator:
+    """Answers requests to speak: waveform by waveform where the model is decoupled, else with one."""
+
+    def __init__(self, config: OrchestratorConfig, vocoder: VocoderKind):
+        tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir)
+        call = partial(triton_io.call, timeout=config.model_timeout)
+        self._llm = _speech_lm(config, tokenizer)
+        self._synthesizer = Synthesizer(
+            TritonPromptEncoder(call, tokenizer.offset),
+            self._llm,
+            TritonVocoder(call, vocoder.model, cumulative=vocoder.cumulative, token_offset=tokenizer.offset),
+            HopRules(
+                strategy=config.dynamic_chunk_strategy,
+                first_hop=config.first_hop_tokens,
+                max_hop=config.max_hop_tokens,
+                boundary=vocoder.boundary,
+            ),
+        )
+        self._sampling = Sampling(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            repetition_penalty=config.repetition_penalty,
+            max_tokens=config.max_tokens,
+        )
+        self._max_text_chars = config.max_text_chars
+        self._decoupled = config.decoupled
+
+    async def answer(self, request: Any, responder: triton_io.Responder) -> None:
+        """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all that was begun for it."""
+        speech = _inputs(request).check(self._sampling, self._max_text_chars)
+        if not self._decoupled:
+            responder.send({"waveform": (await self._synthesizer.offline(speech))[None]})
+            return
+        async with aclosing(self._synthesizer.stream(speech)) as waveforms:
+            async for waveform in waveforms:
+                responder.send({"waveform": waveform[None]})
+
+    async def aclose(self) -> None:
+        """Release the LLM's connections."""
+        await self._llm.aclose()
+
+
+def _inputs(request: Any) -> RequestInputs:
+    return RequestInputs(
+        target_text=triton_io.text(request, "target_text"),
+        reference_wav=triton_io.read(request, "reference_wav"),
+        reference_wav_len=triton_io.scalar(request, "reference_wav_len"),
+        reference_text=triton_io.text(request, "reference_text"),
+        speaker=triton_io.text(request, "speaker"),
+        parameters=triton_io.parameters(request),
+    )
+
+
+def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
+    timeouts = Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
+    if config.llm_transport == "openai":
+        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts)
+    return TritonLM(partial(triton_io.stream, config.llm_model, outputs=LLM_OUTPUTS), tokenizer, timeouts)

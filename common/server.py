@@ -1,0 +1,294 @@
+"""The tritonserver inside the nvidia-pytriton wheel, as a context manager: start, wait until ready, stop.
+
+The wheel holds the server (2.51), the python backend, a stub for each Python version and the local response cache;
+only their arrangement in one backend directory and the library path are missing. What the machine lacks is a
+`ServerError` of one line that ends with the command that mends it.
+"""
+
+import ctypes
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+logger = logging.getLogger(__name__)
+
+MIN_GLIBC = (2, 35)  # the wheel's platform tag: manylinux_2_35
+READY_POLL_SECONDS = 0.1
+STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the group is killed
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerError(RuntimeError):
+    """The server cannot start here, or ended before it was ready; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the server listens; 0 = a free port, chosen at start."""
+
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The parts of the wheel, and the directory of the libpython that the stub is linked to."""
+
+    binary: Path
+    backend: Path
+    stub: Path
+    caches: Path
+    libraries: tuple[Path, ...]
+
+    @classmethod
+    def find(cls) -> "Installation":
+        """The wheel of the running interpreter; ServerError when it or something that it needs is not there."""
+        _require_glibc()
+        spec = importlib.util.find_spec("pytriton")  # located, not imported: only its files are needed
+        if spec is None or not spec.submodule_search_locations:
+            raise ServerError("tritonserver is not installed; run: make setup")
+        package = Path(spec.submodule_search_locations[0])
+        root = package / "tritonserver"
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        stub = root / "python_backend_stubs" / version / "triton_python_backend_stub"
+        if not stub.exists():
+            raise ServerError(f"tritonserver has no stub for Python {version}; run: make clean setup PYTHON=python3.11")
+        return cls(
+            binary=root / "bin" / "tritonserver",
+            backend=root / "backends" / "python",
+            stub=stub,
+            caches=root / "caches",
+            libraries=(package.parent / "nvidia_pytriton.libs", *_libpython_directories(version)),
+        )
+
+
+def _require_glibc() -> None:
+    name, release = platform.libc_ver()
+    if name != "glibc" or tuple(int(part) for part in release.split(".")[:2]) < MIN_GLIBC:
+        needed = ".".join(map(str, MIN_GLIBC))
+        raise ServerError(
+            f"tritonserver needs glibc {needed} or newer, this machine has {name or 'another C library'} {release}; "
+            "use Debian 12, Ubuntu 22.04 or newer, or run: docker compose up"
+        )
+
+
+def _libpython_directories(version: str) -> tuple[Path, ...]:
+    """Where the shared libpython of this interpreter lies; empty if the loader finds it by itself."""
+    library = f"libpython{version}.so.1.0"
+    for directory in (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"):
+        if directory and (Path(directory) / library).exists():
+            return (Path(directory),)
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        raise ServerError(
+            f"the python backend needs {library}, which this Python does not bring; "
+            f"run: sudo apt-get install libpython{version}"
+        ) from None
+    return ()
+
+
+def require_machine() -> tuple[Path, ...]:
+    """Directories of the shared libpython; ServerError when the machine lacks it or a C library of the wheel's age."""
+    _require_glibc()
+    return _libpython_directories(f"{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free(port: int, host: str) -> None:
+    """ServerError when somebody listens on `port` already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerError(
+                f"port {port} is busy ({error.strerror}); stop what listens there (see: ss -ltnp 'sport = :{port}') "
+                "or choose another port"
+            ) from None
+
+
+class TritonServer:
+    """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
+
+    `cache_bytes`: size of the response cache. `log_file`: where the server writes; by default inside a temporary
+    directory that `stop` removes. The server and its stubs form one process group, which ends with this process.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        ports: Ports = Ports(),
+        host: str = "127.0.0.1",
+        cache_bytes: int = 64 << 20,
+        log_file: Path | None = None,
+    ) -> None:
+        self.repository = repository
+        self.host = host
+        chosen = [port or free_port() for port in (ports.http, ports.grpc, ports.metrics)]
+        self.ports = Ports(*chosen)
+        self._cache_bytes = cache_bytes
+        self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
+        self.log_file = log_file or self._work / "server.log"
+        self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def http_url(self) -> str:
+        return f"{self.host}:{self.ports.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.host}:{self.ports.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"{self.host}:{self.ports.metrics}"
+
+    def __enter__(self) -> "TritonServer":
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process; ServerError when a port is busy or the machine lacks something."""
+        installation = Installation.find()
+        for port in (self.ports.http, self.ports.grpc, self.ports.metrics):
+            require_free(port, self.host)
+        backends = self._arrange_backends(installation)
+        command = [str(installation.binary), *self._options(backends, installation.caches)]
+        libc = ctypes.CDLL(None)  # loaded before the fork: the child may only call what is there already
+        with self.log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(installation.libraries),
+                start_new_session=True,
+                # A killed parent must not leave a server behind that holds the ports.
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            )
+
+    def wait_ready(self, timeout: float = 300.0) -> None:
+        """Return when every model is ready; ServerError with the log's own words when the server ends before that."""
+        assert self._process is not None, "start() comes first"
+        deadline = time.monotonic() + timeout
+        while not self._answers_ready():
+            if self._process.poll() is not None:
+                raise ServerError(f"tritonserver ended with code {self._process.returncode}: {self._failure()}")
+            if time.monotonic() > deadline:
+                raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
+            time.sleep(READY_POLL_SECONDS)
+
+    def wait(self) -> int:
+        """Block until the server ends by itself; its exit code."""
+        assert self._process is not None, "start() comes first"
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """End the server and everything it started; safe to call twice."""
+        if self._process is not None:
+            self._end_process(self._process)
+            self._process = None
+        for left in Path("/dev/shm").glob(f"{self._shm_prefix}*"):  # a killed stub leaves its region behind
+            left.unlink(missing_ok=True)
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    @staticmethod
+    def _end_process(process: "subprocess.Popen[bytes]") -> None:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("tritonserver did not end within %.0f s of SIGTERM; killing it", STOP_SECONDS)
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # also the stubs of a server that died without unloading them
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+    def _arrange_backends(self, installation: Installation) -> Path:
+        """A backend directory with the python backend and, beside it, the stub of the running Python version."""
+        directory = self._work / "backends" / "python"
+        directory.mkdir(parents=True)
+        for part in installation.backend.iterdir():
+            if part.is_file():
+                (directory / part.name).symlink_to(part)
+        # A copy, because wheels are unpacked without the run bit on some installers.
+        shutil.copy(installation.stub, directory / installation.stub.name)
+        (directory / installation.stub.name).chmod(0o755)
+        return directory.parent
+
+    def _options(self, backends: Path, caches: Path) -> list[str]:
+        return [
+            f"--model-repository={self.repository}",
+            f"--backend-directory={backends}",
+            f"--cache-directory={caches}",
+            f"--cache-config=local,size={self._cache_bytes}",
+            f"--http-address={self.host}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-address={self.host}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-port={self.ports.metrics}",
+            # Our configurations are complete; completing them would start every stub once more.
+            "--disable-auto-complete-config",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            "--backend-config=python,stub-timeout-seconds=300",  # loading a checkpoint takes longer than the 30 s
+            f"--exit-timeout-secs={int(STOP_SECONDS) - 4}",
+        ]
+
+    def _answers_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.http_url}/v2/health/ready", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _failure(self) -> str:
+        """The log's error lines, or its end when there are none."""
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() or "UNAVAILABLE: " in line]
+        return "\n".join((errors or lines)[-12:]) or "its log is empty"
+
+
+def _environment(libraries: tuple[Path, ...]) -> dict[str, str]:
+    """The server's environment. The stubs run isolated: they ignore PYTHONPATH, but take the first python3 of PATH
+    for their own, and with it this interpreter's venv and its packages."""
+    environment = dict(os.environ)
+    search = [*map(str, libraries), environment.get("LD_LIBRARY_PATH", "")]
+    environment["LD_LIBRARY_PATH"] = ":".join(part for part in search if part)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
+    return environment

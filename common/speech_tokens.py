@@ -1,0 +1,121 @@
+"""Speech tokens in the LLM's vocabulary: `<|s_N|>` as id and as text, and the prompt template around them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from common.constants import OFFICIAL_TOKEN_OFFSET, SPEECH_VOCAB
+from common.text import strip_control_tokens
+
+SOS = "<|sos|>"
+TASK_ID = "<|task_id|>"
+END_TOKENS = ("<|eos1|>", "<|eos2|>", "<|eos3|>")
+
+_STREAMED_TOKEN = re.compile(r"<\|(?:s_(\d{1,4})|eos[123])\|>")
+_LONGEST_TOKEN = len(f"<|s_{SPEECH_VOCAB}|>")
+
+
+def speech_token_text(tokens: Sequence[int]) -> str:
+    """Speech ids 0..6560 as the LLM writes them: `<|s_5|><|s_17|>`."""
+    return "".join(f"<|s_{token}|>" for token in tokens)
+
+
+@dataclass(frozen=True)
+class LLMTokenizer:
+    """The LLM's tokenizer, as far as speech needs it. Safe to use from several threads.
+
+    offset: id of `<|s_0|>`; the ids of all speech tokens are consecutive from there.
+    end_ids: ids that end an utterance, `<|eos1|>` first.
+    """
+
+    tokenizer: Tokenizer = field(repr=False)
+    offset: int
+    end_ids: tuple[int, ...]
+    sos_id: int
+    task_id: int
+
+    @classmethod
+    def from_dir(cls, tokenizer_dir: str | Path) -> "LLMTokenizer":
+        """Read `tokenizer.json`. Raises ValueError where it is missing or is not that of a CosyVoice2 LLM."""
+        path = Path(tokenizer_dir) / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"LLM tokenizer: no file {path}")
+        tokenizer = Tokenizer.from_file(str(path))
+
+        def token_id(token: str) -> int:
+            found = tokenizer.token_to_id(token)
+            if found is None:
+                raise ValueError(f"{path} has no token {token}: not the tokenizer of a CosyVoice2 LLM")
+            return found
+
+        offset, last = token_id("<|s_0|>"), SPEECH_VOCAB - 1
+        if token_id(f"<|s_{last}|>") != offset + last:
+            raise ValueError(f"{path}: ids of <|s_0|>..<|s_{last}|> are not consecutive from {offset}")
+        # The official vocabulary has all three end tokens, of which only the first is used in training.
+        others = (tokenizer.token_to_id(token) for token in END_TOKENS[1:])
+        end_ids = (token_id(END_TOKENS[0]), *(found for found in others if found is not None))
+        return cls(tokenizer, offset, end_ids, sos_id=token_id(SOS), task_id=token_id(TASK_ID))
+
+    def encode_prompt(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> list[int]:
+        """Token ids of the template `<|sos|>{prompt_text}{target_text}<|task_id|>{prompt speech tokens}`."""
+        text = _spoken(prompt_text, target_text)
+        text_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return [self.sos_id, *text_ids, self.task_id, *self.to_llm_ids(prompt_tokens)]
+
+    def prompt_string(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> str:
+        """The same template as text, for servers that tokenize themselves."""
+        return f"{SOS}{_spoken(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
+
+    def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:
+        """Speech ids 0..6560 -> ids of the LLM. Raises ValueError on any other id."""
+        for token in tokens:
+            if not 0 <= token < SPEECH_VOCAB:
+                raise ValueError(f"speech token {token} is outside 0..{SPEECH_VOCAB - 1}")
+        return [self.offset + int(token) for token in tokens]
+
+    def to_speech_ids(self, llm_ids: Sequence[int]) -> list[int]:
+        """Ids of the LLM -> speech ids; text and control tokens that the LLM may utter are dropped."""
+        shifted = (int(token) - self.offset for token in llm_ids)
+        return [token for token in shifted if 0 <= token < SPEECH_VOCAB]
+
+
+def speech_token_offset(tokenizer_dir: str) -> int:
+    """Id of `<|s_0|>` in the LLM's vocabulary; the official one where no tokenizer directory is given."""
+    return LLMTokenizer.from_dir(tokenizer_dir).offset if tokenizer_dir else OFFICIAL_TOKEN_OFFSET
+
+
+class SpeechTokenParser:
+    """Speech ids out of streamed text, whose pieces may end anywhere inside a token. Other text is skipped."""
+
+    def __init__(self) -> None:
+        self.ended = False  # an end token was seen; what follows it is not speech
+        self._pending = ""
+
+    def feed(self, text: str) -> list[int]:
+        """Return the ids 0..6560 that `text` completes."""
+        text = self._pending + text
+        tokens: list[int] = []
+        consumed = 0
+        for match in _STREAMED_TOKEN.finditer(text):
+            self.ended = self.ended or match[1] is None
+            if self.ended:
+                break
+            if int(match[1]) < SPEECH_VOCAB:
+                tokens.append(int(match[1]))
+            consumed = match.end()
+        self._pending = _unfinished_token(text[consumed:])
+        return tokens
+
+
+def _unfinished_token(text: str) -> str:
+    """The end of `text` that more text may turn into a token; bounded, so that other text cannot pile up."""
+    start = text.rfind("<")
+    return text[start:] if start >= 0 and len(text) - start < _LONGEST_TOKEN else ""
+
+
+def _spoken(prompt_text: str, target_text: str) -> str:
+    # Both at once: two halves of a control token may meet where the texts join.
+    return strip_control_tokens(prompt_text + target_text)

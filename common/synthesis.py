@@ -1,0 +1,168 @@
+"""The pipeline from a request to its audio: prompt -> LLM -> chunks -> waveforms.
+
+It knows the parts that do the work only as ports, and no server:
+
+    reference -+-> speech tokens, mel --> LLM, read by its own task into a backlog --+
+               +-> x-vector ------------> vocoder opened, prompt caches built -------+--> chunks --> waveforms
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from common.chunking import Chunk, HopRules
+from common.constants import TOKEN_MEL_RATIO
+from common.errors import UnavailableError
+from common.llm.base import LLMPrompt, SpeechLM, TokenStream
+from common.prompt import Prompt
+from common.request import SpeechRequest
+from common.tasks import TaskScope
+
+logger = logging.getLogger(__name__)
+
+
+class PromptEncoder(Protocol):
+    """What the networks see of a reference (T,) float32 at 16 kHz. The three are asked for at the same time."""
+
+    async def tokens(self, wav: np.ndarray) -> np.ndarray:
+        """Speech ids (P,) 0..6560."""
+        ...
+
+    async def mel(self, wav: np.ndarray) -> np.ndarray:
+        """(frames, 80) float32."""
+        ...
+
+    async def embedding(self, wav: np.ndarray) -> np.ndarray:
+        """X-vector (192,)."""
+        ...
+
+
+class VocoderStream(Protocol):
+    """One utterance, rendered chunk by chunk: `start` once, then the chunks in order, then `abort`."""
+
+    async def start(self) -> None:
+        """Build the caches of the prompt."""
+        ...
+
+    async def chunk(self, tokens: Sequence[int], chunk: Chunk) -> np.ndarray:
+        """Audio (N,) float32 of `chunk`; `tokens` are all so far, at least `chunk.end_of_context`."""
+        ...
+
+    async def abort(self) -> None:
+        """Free what is still held. Nothing to do after the final chunk or before `start`; raises nothing."""
+        ...
+
+
+class Vocoder(Protocol):
+    """Speech tokens -> 24 kHz audio."""
+
+    def open(self, prompt: Prompt) -> VocoderStream: ...
+
+    async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
+        """Audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
+        ...
+
+
+class TokenBacklog:
+    """Speech tokens of one utterance: the LLM's stream fills it, the chunks use it up."""
+
+    def __init__(self, target_text: str) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+        self._target_text = target_text
+        self._news = asyncio.Event()
+
+    async def fill(self, stream: TokenStream) -> None:
+        """Read `stream` to its end and close it, however this ends. No token at all is an UnavailableError."""
+        try:
+            async for tokens in stream:
+                self.tokens.extend(tokens)
+                self._news.set()
+        finally:
+            await stream.aclose()
+        if not self.tokens:
+            raise UnavailableError(f"the LLM returned no speech token for the text {self._target_text[:80]!r}")
+        if stream.finish_reason == "length":
+            logger.warning(
+                "speech was cut short by max_tokens after %d tokens: %r", len(self.tokens), self._target_text[:80]
+            )
+        self.ended = True
+        self._news.set()
+
+    async def more(self) -> None:
+        """Wait for tokens or the end, unless some came since the last wait."""
+        await self._news.wait()
+        self._news.clear()
+
+
+class Synthesizer:
+    """Turns requests into audio. Requests share nothing but the ports."""
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        llm: SpeechLM,
+        vocoder: Vocoder,
+        rules: HopRules,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._encoder = encoder
+        self._llm = llm
+        self._vocoder = vocoder
+        self._rules = rules
+        self._clock = clock
+
+    async def stream(self, request: SpeechRequest) -> AsyncGenerator[np.ndarray, None]:
+        """Waveforms (N,) float32 as they become ready. Closing the generator ends everything begun for it.
+
+        Raises what a port raises, as soon as it does, UnavailableError where the LLM says nothing, and ValueError
+        for a speed other than 1.
+        """
+        if request.speed != 1.0:
+            raise ValueError(f"speed {request.speed} is for whole utterances; a streamed one is spoken at speed 1")
+        async with TaskScope() as scope:
+            prompt, backlog = await self._begin(request, scope)
+            vocoder = self._vocoder.open(prompt)
+            try:
+                await scope.result(vocoder.start())
+                schedule = self._rules.schedule(len(prompt.tokens), self._clock)
+                final = False
+                while not final:
+                    while (chunk := schedule.next_chunk(len(backlog.tokens), backlog.ended)) is None:
+                        await scope.result(backlog.more())
+                    yield await scope.result(vocoder.chunk(backlog.tokens, chunk))
+                    final = chunk.final
+            finally:
+                await vocoder.abort()
+
+    async def offline(self, request: SpeechRequest) -> np.ndarray:
+        """The whole utterance, (N,) float32. Raises as `stream` does."""
+        async with TaskScope() as scope:
+            prompt, backlog = await self._begin(request, scope)
+            while not backlog.ended:
+                await scope.result(backlog.more())
+            return await scope.result(self._vocoder.offline(prompt, backlog.tokens, request.speed))
+
+    async def _begin(self, request: SpeechRequest, scope: TaskScope) -> tuple[Prompt, TokenBacklog]:
+        """Encode the prompt, and set the LLM going as soon as its part of the prompt is known."""
+        tokens = scope.spawn(self._encoder.tokens(request.reference))
+        mel = scope.spawn(self._encoder.mel(request.reference))
+        embedding = scope.spawn(self._encoder.embedding(request.reference))
+        llm_prompt = LLMPrompt(request.target_text)
+        if request.reference_text:
+            # As many tokens as Prompt.aligned will keep.
+            spoken = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
+            llm_prompt = LLMPrompt(request.target_text, request.reference_text, spoken.tolist())
+        backlog = TokenBacklog(request.target_text)
+        scope.spawn(backlog.fill(self._llm.generate(llm_prompt, request.sampling)))
+        prompt = Prompt.aligned(
+            await scope.result(tokens),
+            await scope.result(mel),
+            await scope.result(embedding),
+            request.reference_text,
+        )
+        return prompt, backlog

@@ -1,0 +1,50 @@
+"""Tasks that live no longer than a block."""
+
+import asyncio
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class TaskScope:
+    """`async with TaskScope() as scope`: on leaving, however that happens, its tasks are cancelled and have ended.
+
+    asyncio.TaskGroup would not do: it is Python 3.11's, and when a task fails it cancels the one that entered the
+    block, which for an async generator is whoever happened to ask for the first item.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> "TaskScope":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` beside the block."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        return task
+
+    async def result(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
+        """What `work` returns; raises as soon as it or any other task of the scope fails."""
+        task = work if isinstance(work, asyncio.Task) else self.spawn(work)
+        while not task.done():
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._forget_finished(task)
+        self._tasks.discard(task)
+        return task.result()
+
+    def _forget_finished(self, awaited: asyncio.Task[Any]) -> None:
+        """Drop tasks that ended well, except the awaited one; raise the error of one that failed."""
+        for task in [task for task in self._tasks if task.done() and task is not awaited]:
+            self._tasks.discard(task)
+            task.result()

@@ -1,0 +1,61 @@
+"""Says what this machine lacks before anything is installed: one line each, with the command that mends it.
+
+    python3 -m scripts.check_machine [--disk GB]
+
+Runs from the root of the repository with any Python from 3.6 on and nothing installed.
+"""
+
+import argparse
+import importlib.util
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+SUPPORTED = ((3, 10), (3, 12))  # what pyproject.toml allows
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: "list[str] | None" = None) -> int:  # quoted: an old Python must come as far as the message
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--disk", type=float, default=6.0, help="GB that must be free here (6)")
+    args = parser.parse_args(argv)
+    missing = lacking(args.disk)
+    for line in missing:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def lacking(disk_gigabytes: float) -> "list[str]":
+    """One line for each thing that is not there."""
+    if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
+        return [
+            f"Python 3.10, 3.11 or 3.12 is needed, {sys.executable} is {platform.python_version()}; "
+            "name another interpreter: make demo PYTHON=python3.11"
+        ]
+    from common import server  # only now: an old Python cannot import it
+
+    missing = []
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        missing.append(
+            "tritonserver's wheel is for Linux on x86_64, this is "
+            f"{platform.system()} on {platform.machine()}; run it on such a machine"
+        )
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
+        missing.append(f"this Python cannot make environments; run: sudo apt-get install python{version}-venv")
+    try:
+        server.require_machine()
+    except server.ServerError as error:
+        missing.append(str(error))
+    free = shutil.disk_usage(ROOT).free / 1e9
+    if free < disk_gigabytes:
+        missing.append(
+            f"{disk_gigabytes:g} GB of disk are needed at {ROOT}, {free:.1f} GB are free; "
+            f"run: du -xh --max-depth=1 {ROOT.anchor} | sort -h, and delete what is not needed"
+        )
+    return missing
+
+
+if __name__ == "__main__":
+    sys.exit(main())

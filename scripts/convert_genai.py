@@ -1,0 +1,55 @@
+"""Convert a HuggingFace LLM directory for the onnxruntime_genai engine of the tensorrt_llm model. Offline, done once.
+
+python -m scripts.convert_genai --model-dir cosyvoice2_llm --output-dir cosyvoice2_llm/genai-int4
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def convert(model_dir: Path, output_dir: Path, precision: str) -> None:
+    """Write `output_dir`, whole or not at all. Raises ValueError on wrong directories, RuntimeError on failure."""
+    if not (model_dir / "config.json").is_file():
+        raise ValueError(f"{model_dir} is no HuggingFace model directory: it has no config.json")
+    if output_dir.exists():
+        raise ValueError(f"{output_dir} exists already")
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the result, so that the rename stays within one file system.
+    with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
+        built = Path(scratch) / "model"
+        _build(model_dir, built, Path(scratch) / "cache", precision)
+        built.rename(output_dir)
+
+
+def _build(model_dir: Path, built: Path, cache: Path, precision: str) -> None:
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
+    command += ["-i", str(model_dir), "-o", str(built), "-p", precision, "-e", "cpu", "-c", str(cache)]
+    # Serving reads the last position's logits only; at the official vocabulary a long prompt's take 100 MB.
+    command += ["--extra_options", "prune_lm_head=true"]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    finished = subprocess.run(command, env=offline, check=False)
+    if finished.returncode:
+        raise RuntimeError(f"the model builder exited with {finished.returncode} on {model_dir}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", type=Path, required=True, help="HuggingFace directory of the LLM")
+    parser.add_argument("--output-dir", type=Path, required=True, help="directory to make")
+    parser.add_argument("--precision", choices=("int4", "fp32"), default="int4")
+    args = parser.parse_args(argv)
+    try:
+        convert(args.model_dir, args.output_dir, args.precision)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"convert_genai: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {args.output_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

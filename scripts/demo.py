@@ -1,0 +1,106 @@
+"""The whole system once: demo checkpoint, rendered repository, real tritonserver, one streaming request, one wav file.
+
+    python -m scripts.demo [--stack dit|unet] [--text TEXT] [--output out/demo.wav]
+
+The checkpoint's weights are random, so the voice says nothing; everything else is what serves the official weights.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from common.client import Speech, Utterance, read_reference
+from common.rendering import StackOptions, render
+from common.server import Ports, TritonServer
+from scripts import client_grpc
+from scripts.convert_genai import convert
+from scripts.make_demo_model import make_demo_model
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINT = ROOT / "models" / "demo"
+GENAI_LLM = CHECKPOINT / "cosyvoice2_llm_genai"
+VOICE = ROOT / "tests" / "assets" / "reference_en.wav"
+STEPS = 4
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    torch.set_num_threads(1)
+    try:
+        speech = run(args.stack, args.text, Ports(args.http_port, args.grpc_port, args.metrics_port))
+        speech.save(args.output)
+    except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; everything was shut down", file=sys.stderr)
+        return 130
+    print(speech.summary())
+    print(f"written to         {args.output}")
+    print("The weights are RANDOM: this is noise of the length of speech. README.md tells how to serve real weights.")
+    return 0
+
+
+def run(stack: Literal["dit", "unet"], text: str, ports: Ports) -> Speech:
+    """Make what is not there yet, serve it, ask once, shut down. Raises ValueError, RuntimeError or OSError."""
+    step(1, f"demo checkpoint with RANDOM weights: {shown(CHECKPOINT)}")
+    prepare_checkpoint()
+    repository = ROOT / "build" / stack
+    step(2, f"model repository of the {stack} stack: {shown(repository)}")
+    options = StackOptions(models_dir=CHECKPOINT, stack=stack, device="cpu")
+    render(options, repository)
+    step(3, "tritonserver: starting and loading the models")
+    begun = time.monotonic()
+    with TritonServer(repository, ports=ports) as server:
+        print(f"      ready after {time.monotonic() - begun:.1f} s: HTTP {server.http_url}, gRPC {server.grpc_url}")
+        step(4, f"one streaming request in the voice of {shown(VOICE)}: {text}")
+        utterance = Utterance(text, read_reference(VOICE), transcript(VOICE))
+        speech = asyncio.run(client_grpc.synthesize(server.grpc_url, options.orchestrator, utterance))
+    return speech
+
+
+def step(number: int, what: str) -> None:
+    print(f"[{number}/{STEPS}] {what}", flush=True)
+
+
+def shown(path: Path) -> Path:
+    return path.relative_to(ROOT)
+
+
+def prepare_checkpoint() -> None:
+    """The checkpoint and the form of its LLM that onnxruntime-genai reads; what is there is kept."""
+    make_demo_model(CHECKPOINT)
+    if not GENAI_LLM.exists():
+        convert(CHECKPOINT / "cosyvoice2_llm", GENAI_LLM, "fp32")
+
+
+def transcript(recording: Path) -> str:
+    """What the recording says, from the list beside it."""
+    lines = (recording.parent / "references.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = {entry["audio"]: entry["text"] for entry in map(json.loads, lines)}
+    return str(texts[recording.name])
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--stack", choices=("dit", "unet"), default="dit")
+    parser.add_argument("--text", default="Hello. Nobody has trained the networks that say this.")
+    parser.add_argument("--output", type=Path, default=Path("out/demo.wav"))
+    parser.add_argument("--http-port", type=int, default=Ports.http)
+    parser.add_argument("--grpc-port", type=int, default=Ports.grpc)
+    parser.add_argument("--metrics-port", type=int, default=Ports.metrics)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Fill in one config.pbtxt template, with upstream's command line.
+
+    python3 scripts/fill_template.py -i model_repo/token2wav/config.pbtxt model_dir:DIR,triton_max_batch_size:16
+
+Without -i the result is printed. The first colon of a part ends its key, so a URL may stand as a value; a comma within
+a value is written as \\, and a colon within a key as \\:. Keys that are left out take their default, if they have one.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.rendering import fill
+
+
+def parse_substitutions(argument: str) -> dict[str, str]:
+    """`key:value,key:value` as a dict; ValueError naming a part that is no pair, or a key given twice."""
+    pairs: dict[str, str] = {}
+    for part in re.split(r"(?<!\\),", argument):
+        if not part:
+            continue
+        key, *value = re.split(r"(?<!\\):", part, maxsplit=1)
+        if not value:
+            raise ValueError(f"{part!r} is not key:value; a comma within a value is written as \\,")
+        key, text = (re.sub(r"\\([,:])", r"\1", item) for item in (key, value[0]))
+        if key in pairs:
+            raise ValueError(f"key {key!r} is given twice")
+        pairs[key] = text
+    return pairs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file_path", type=Path, help="the template")
+    parser.add_argument("substitutions", help="key:value,key:value")
+    parser.add_argument("-i", "--in_place", action="store_true", help="write the result back to the file")
+    args = parser.parse_args(argv)
+    try:
+        filled = fill(args.file_path.read_text(), parse_substitutions(args.substitutions))
+    except (ValueError, OSError) as error:
+        print(f"{args.file_path}: {error}", file=sys.stderr)
+        return 1
+    if args.in_place:
+        args.file_path.write_text(filled)
+    else:
+        print(filled, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

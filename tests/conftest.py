@@ -1,0 +1,77 @@
+"""Fixtures: the fake of Triton's Python API, models loaded by their path, and the real server over the demo weights."""
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import fake_triton
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before any test module imports the library; inside tritonserver the real one is there already.
+sys.modules.setdefault("triton_python_backend_utils", fake_triton.as_module())
+
+
+@pytest.fixture
+def triton_models() -> Iterator[dict[str, fake_triton.Callee]]:
+    """The models that calls reach, by name; empty at the start and at the end of a test."""
+    fake_triton.models.clear()
+    yield fake_triton.models
+    fake_triton.models.clear()
+
+
+def load_model(path: Path) -> types.ModuleType:
+    """The module of a model.py, under a name of its own: all of them are called `model`."""
+    spec = importlib.util.spec_from_file_location(f"model_{path.parent.parent.name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo checkpoint in the official layout, random weights, with its LLM converted for the CPU engine."""
+    from scripts import convert_genai, make_demo_model
+
+    directory = tmp_path_factory.mktemp("demo") / "models"
+    assert make_demo_model.main([str(directory)]) == 0
+    convert_genai.convert(directory / "cosyvoice2_llm", directory / "cosyvoice2_llm_genai", "fp32")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., object]]:
+    """`serve(stack="dit", decoupled=True, **options)`: the real server over that stack, ready.
+
+    One server runs at a time, to bound the memory: asking for another stack stops the one before.
+    """
+    from common.rendering import StackOptions, render
+    from common.server import Ports, TritonServer
+
+    running: list[tuple[StackOptions, TritonServer]] = []
+
+    def start(stack: str = "dit", decoupled: bool = True, **options: object) -> TritonServer:
+        wanted = StackOptions(models_dir=demo_models, stack=stack, decoupled=decoupled, device="cpu", **options)
+        current = next((server for known, server in running if known == wanted), None)
+        if current is not None:
+            return current
+        _stop(running)
+        directory = tmp_path_factory.mktemp("stack")
+        render(wanted, directory / "repository")
+        server = TritonServer(directory / "repository", ports=Ports(0, 0, 0), log_file=directory / "server.log")
+        server.__enter__()
+        running.append((wanted, server))
+        return server
+
+    yield start
+    _stop(running)
+
+
+def _stop(running: list) -> None:
+    while running:
+        running.pop()[1].stop()

@@ -1,0 +1,193 @@
+"""A strict stand-in for triton_python_backend_utils: what the real one would refuse or misread fails here at once."""
+
+import json
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+
+
+class TritonModelException(RuntimeError):  # noqa: N818 - its name in the real module
+    """What the backend raises on misuse."""
+
+
+class TritonError:
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        assert isinstance(message, str)
+        self._message, self._code = message, code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class Tensor:
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        if array.dtype != object and array.size:
+            raise TritonModelException(f"{name}: with numpy 2 the real constructor reads no bytes; use from_dlpack")
+        self._name, self._array = name, array
+
+    @classmethod
+    def from_dlpack(cls, name: str, source: torch.Tensor) -> "Tensor":
+        if not isinstance(source, torch.Tensor) or not source.is_contiguous():
+            raise TritonModelException(f"{name}: the real backend takes contiguous torch tensors only")
+        tensor = cls.__new__(cls)
+        tensor._name, tensor._array = name, source.numpy()
+        return tensor
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
+
+    def is_cpu(self) -> bool:
+        return True
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None) -> None:
+        assert all(isinstance(tensor, Tensor) for tensor in output_tensors or [])
+        self._tensors, self._error = list(output_tensors or []), error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """For tests: the outputs by name."""
+        assert self._error is None, self._error.message()
+        return {tensor.name(): tensor.as_numpy() for tensor in self._tensors}
+
+
+class ResponseSender:
+    """Records what a model sends; refuses a response after the final one, and a second of a model not decoupled."""
+
+    def __init__(self, decoupled: bool) -> None:
+        self.responses: list[InferenceResponse] = []
+        self.final = False
+        self.cancelled = False
+        self._decoupled = decoupled
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if self.final:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        if response is not None:
+            assert isinstance(response, InferenceResponse)
+            self.responses.append(response)
+        if not self._decoupled and (response is None or not flags):
+            raise TritonModelException("a model that is not decoupled sends one response, which is the final one")
+        self.final = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+
+Callee = Callable[["InferenceRequest"], InferenceResponse | Iterable[InferenceResponse]]
+
+# The models that a call may ask, by name; a test puts its own here.
+models: dict[str, Callee] = {}
+
+
+class InferenceRequest:
+    """A request from a client (built by `from_client`) or to another model, as the library builds it."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str = "",
+        requested_output_names: list[str] | None = None,
+        inputs: list[Tensor],
+        request_id: str = "",
+        correlation_id: int = 0,
+        flags: int = 0,
+    ) -> None:
+        assert all(isinstance(tensor, Tensor) for tensor in inputs)
+        self._model, self._inputs, self._id = model_name, inputs, request_id
+        self._outputs = requested_output_names or []
+        self._correlation_id, self._flags = correlation_id, flags
+        self._parameters = ""
+        self.declared: frozenset[str] | None = None
+        self.sender = ResponseSender(decoupled=False)
+
+    @classmethod
+    def from_client(
+        cls,
+        inputs: Mapping[str, np.ndarray],
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        decoupled: bool = False,
+        declared: frozenset[str] | None = None,
+        **identity: Any,
+    ) -> "InferenceRequest":
+        """`declared`: the inputs of config.pbtxt; asking for another one fails the test."""
+        tensors = []
+        for name, array in inputs.items():
+            tensors.append(Tensor(name, np.empty(0, object)))
+            tensors[-1]._array = array
+        request = cls(inputs=tensors, **identity)
+        request._parameters = json.dumps(parameters) if parameters else ""
+        request.declared = declared
+        request.sender = ResponseSender(decoupled)
+        return request
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def parameters(self) -> str:
+        return self._parameters
+
+    def request_id(self) -> str:
+        return self._id
+
+    def correlation_id(self) -> int:
+        return self._correlation_id
+
+    def flags(self) -> int:
+        return self._flags
+
+    def model_name(self) -> str:
+        return self._model
+
+    def requested_output_names(self) -> list[str]:
+        return self._outputs
+
+    def get_response_sender(self) -> ResponseSender:
+        return self.sender
+
+    def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
+        if self._model not in models:
+            error = TritonError(f"Failed for execute the inference request. Model '{self._model}' is not ready.")
+            raise TritonModelException(error.message())
+        answer = models[self._model](self)
+        if decoupled:
+            return iter([answer] if isinstance(answer, InferenceResponse) else answer)
+        assert isinstance(answer, InferenceResponse), "a decoupled model was called without decoupled=True"
+        return answer
+
+
+def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
+    assert request.declared is None or name in request.declared, f"{name!r} is not an input of the model's config"
+    return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
+
+
+def as_module() -> types.ModuleType:
+    """This file under the name by which models import it."""
+    module = types.ModuleType("triton_python_backend_utils")
+    module.__dict__.update({key: value for key, value in globals().items() if not key.startswith("__")})
+    return module

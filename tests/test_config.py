@@ -1,0 +1,78 @@
+"""Settings from Triton's args."""
+
+import json
+
+import pytest
+
+from common.config import (
+    AudioTokenizerConfig,
+    OrchestratorConfig,
+    TensorrtLLMConfig,
+    Token2WavConfig,
+    format_setting,
+    parse_setting,
+)
+
+
+def triton_args(parameters: dict[str, str], *, decoupled: bool = False, kind: str = "CPU") -> dict[str, str]:
+    config = {
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+        "model_transaction_policy": {"decoupled": decoupled},
+    }
+    return {"model_config": json.dumps(config), "model_instance_kind": kind, "model_instance_device_id": "1"}
+
+
+def test_parameters_take_the_types_of_their_fields():
+    config = Token2WavConfig.from_triton(
+        triton_args({"model_dir": "/m", "n_timesteps": "5", "idle_seconds": "1.5"}, kind="GPU")
+    )
+    assert config == Token2WavConfig(model_dir="/m", n_timesteps=5, idle_seconds=1.5, device="cuda:1")
+
+
+def test_a_model_on_the_cpu_gets_the_cpu():
+    assert AudioTokenizerConfig.from_triton(triton_args({"model_dir": "/m"})).device == "cpu"
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_decoupled_follows_the_transaction_policy(decoupled):
+    assert OrchestratorConfig.from_triton(triton_args({"model_dir": "/m"}, decoupled=decoupled)).decoupled is decoupled
+
+
+@pytest.mark.parametrize("text", ["http://a:8000/v1 http://b", "http://a:8000/v1, http://b "])
+def test_urls_are_separated_by_commas_or_spaces(text):
+    given = {"model_dir": "/m", "llm_transport": "openai", "llm_urls": text}
+    assert OrchestratorConfig.from_triton(triton_args(given)).llm_urls == ("http://a:8000/v1", "http://b")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({}, "'model_dir' is missing"),
+        ({"model_dir": ""}, "'model_dir' is missing or empty"),
+        ({"model_dir": "${model_dir}"}, "'model_dir' was never filled in: '\\${model_dir}'"),
+        ({"model_dir": "/m", "colour": "red"}, "unknown parameter 'colour' \\(value 'red'\\)"),
+        ({"model_dir": "/m", "top_k": "many"}, "'top_k' must be a int, not 'many'"),
+        ({"model_dir": "/m", "top_k": "0"}, "'top_k' must be above 0, not 0"),
+        ({"model_dir": "/m", "temperature": "-1"}, "'temperature' must not be negative, not -1.0"),
+        ({"model_dir": "/m", "llm_transport": "pigeon"}, "must be one of triton, openai, not 'pigeon'"),
+        ({"model_dir": "/m", "llm_transport": "openai"}, "'llm_urls' is empty"),
+    ],
+)
+def test_a_bad_parameter_is_named_with_its_value(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        OrchestratorConfig.from_triton(triton_args(parameters))
+
+
+def test_the_llm_model_passes_over_what_the_c_plus_plus_backend_reads():
+    config = TensorrtLLMConfig.from_triton(triton_args({"gpt_model_path": "/e", "max_beam_width": "1"}))
+    assert config.engine_dir == "/e"
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_booleans_survive_their_text(value):
+    assert parse_setting("flag", format_setting(value), bool) is value
+
+
+def test_a_word_is_no_boolean():
+    with pytest.raises(ValueError, match="'flag' must be a bool, not 'maybe'"):
+        parse_setting("flag", "maybe", bool)

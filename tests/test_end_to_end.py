@@ -1,0 +1,321 @@
+"""Both stacks through the real tritonserver, asked by the real clients."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import np_to_triton_dtype
+
+from common.audio import resample
+from common.client import ClientError, Speech, Utterance, read_reference
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.server import free_port
+from scripts import client_grpc, client_http
+from tests import faulty_llm
+
+pytestmark = pytest.mark.server
+
+ASSETS = Path(__file__).parent / "assets"
+MODELS = {"dit": "cosyvoice2_dit", "unet": "cosyvoice2"}
+STACKS = tuple(MODELS)
+TEXT = "A short sentence."
+VOICE = ASSETS / "reference_en.wav"
+VOICE_TEXT = "Your call is now first in line and will be answered by the next available representative."
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", params=STACKS)
+def stack(request: pytest.FixtureRequest) -> str:
+    """A fixture and not a mark, so that pytest runs one stack's tests together and its server starts once."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def voice() -> np.ndarray:
+    return read_reference(VOICE)
+
+
+def stream(address: str, model: str, utterance: Utterance, timeout: float = 60.0) -> Speech:
+    return asyncio.run(client_grpc.synthesize(address, model, utterance, timeout=timeout))
+
+
+def assert_speech(speech: Speech) -> None:
+    assert speech.waveform.dtype == np.float32
+    assert np.isfinite(speech.waveform).all() and np.abs(speech.waveform).max() > 0
+    assert np.abs(speech.waveform).max() <= 1.0
+    assert speech.seconds > 0.1
+
+
+# --- good requests -----------------------------------------------------------------------------------------------
+
+
+def test_the_grpc_client_writes_a_streamed_wav(stack: str, serve: Serve, tmp_path: Path) -> None:
+    host, port = serve(stack=stack).grpc_url.split(":")
+    output = tmp_path / "speech.wav"
+    arguments = ["--server-addr", host, "--server-port", port, "--model-name", MODELS[stack], "--target-text", TEXT]
+    arguments += ["--reference-audio", str(VOICE), "--reference-text", VOICE_TEXT, "--output-audio", str(output)]
+    assert client_grpc.main(arguments) == 0
+    assert output.stat().st_size > SAMPLE_RATE // 10
+
+
+def test_a_long_answer_comes_in_several_chunks_the_first_before_the_end(
+    stack: str, serve: Serve, voice: np.ndarray
+) -> None:
+    utterance = Utterance("word " * 60, voice, VOICE_TEXT, {"seed": 1})
+    speech = stream(serve(stack=stack).grpc_url, MODELS[stack], utterance)
+    assert_speech(speech)
+    assert len(speech.arrivals) > 1
+    assert speech.first_chunk < speech.total
+
+
+def test_a_recording_without_its_text_clones_the_voice_across_languages(
+    stack: str, serve: Serve, voice: np.ndarray
+) -> None:
+    speech = stream(serve(stack=stack).grpc_url, MODELS[stack], Utterance("你好，世界。", voice))
+    assert_speech(speech)
+
+
+@pytest.mark.parametrize("seconds", [10, 40])
+def test_zeros_behind_the_recording_change_nothing(stack: str, seconds: int, serve: Serve, voice: np.ndarray) -> None:
+    """Upstream's clients pad to whole tens of seconds and send the true length."""
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    plain = stream(address, model, Utterance(TEXT, voice, VOICE_TEXT, {"seed": 9}))
+    padded = np.zeros((1, seconds * PROMPT_SAMPLE_RATE), np.float32)
+    padded[0, : voice.size] = voice
+    inputs = request_arrays(voice) | {"reference_wav": padded}
+    answer = ask(address, model, inputs, {"seed": 9})
+    assert answer.error is None
+    np.testing.assert_allclose(answer.waveform, plain.waveform, atol=1e-3)
+
+
+# --- bad requests ------------------------------------------------------------------------------------------------
+
+
+def text_array(text: str) -> np.ndarray:
+    return np.array([[text.encode()]], dtype=np.object_)
+
+
+def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of a good request, for tests that change one of them."""
+    return {
+        "reference_wav": wav[None],
+        "reference_wav_len": np.array([[wav.size]], np.int32),
+        "reference_text": text_array(VOICE_TEXT),
+        "target_text": text_array(TEXT),
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How one request ended. `finals`: responses that carried Triton's mark of the last one."""
+
+    waveform: np.ndarray
+    error: str | None
+    finals: int
+
+
+def ask(address: str, model: str, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Answer:
+    """A streamed request of any tensors; TimeoutError unless the server ends it within 30 s."""
+    inputs = []
+    for name, array in arrays.items():
+        tensor = triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+
+    async def run() -> Answer:
+        return await asyncio.wait_for(collect(address, model, inputs, parameters), 30)
+
+    return asyncio.run(run())
+
+
+async def collect(address: str, model: str, inputs: list[Any], parameters: dict[str, Any] | None) -> Answer:
+    async def requests() -> Any:
+        yield {"model_name": model, "inputs": inputs, "parameters": parameters}
+
+    chunks, error, finals = [np.zeros(0, np.float32)], None, 0
+    async with client_grpc.triton.InferenceServerClient(address) as connection:
+        async for result, problem in connection.stream_infer(requests()):
+            if problem is not None:
+                assert error is None, f"two errors: {error} and {problem}"
+                error = problem.message()
+                continue
+            chunks.append(result.as_numpy("waveform").reshape(-1))
+            finals += result.get_response().parameters["triton_final_response"].bool_param
+    return Answer(np.concatenate(chunks), error, finals)
+
+
+def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
+    return {"reference_wav": values[None], "reference_wav_len": np.array([[values.size]], np.int32)}
+
+
+NOISE = np.random.default_rng(0).normal(0, 0.1, 31 * PROMPT_SAMPLE_RATE).astype(np.float32)
+SECOND = NOISE[:PROMPT_SAMPLE_RATE]
+REMOVED = np.zeros(0)  # stands for "without this tensor"
+
+# name: (tensors that replace those of a good request, what the message must name)
+BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
+    "empty text": ({"target_text": text_array("")}, "target_text"),
+    "whitespace": ({"target_text": text_array(" \n\t ")}, "target_text"),
+    "only control tokens": ({"target_text": text_array("<|s_1|><|eos1|> <|sos|>")}, "<|s_1|>"),
+    "text without a recording": ({"reference_wav": REMOVED, "reference_wav_len": REMOVED}, "reference_text"),
+    "no voice at all": (
+        {"reference_wav": REMOVED, "reference_wav_len": REMOVED, "reference_text": REMOVED},
+        "reference_wav",
+    ),
+    "recording of no samples": (wav_of(SECOND[:0]), "reference_wav"),
+    "NaN": (wav_of(np.where(np.arange(SECOND.size) == 9, np.nan, SECOND).astype(np.float32)), "nan"),
+    "infinite": (wav_of(np.where(np.arange(SECOND.size) == 9, np.inf, SECOND).astype(np.float32)), "inf"),
+    "silence": (wav_of(np.zeros_like(SECOND)), "silen"),
+    "silence before the padding": (
+        {
+            "reference_wav": np.concatenate([0 * SECOND, SECOND])[None],
+            "reference_wav_len": np.array([[16_000]], np.int32),
+        },
+        "silen",
+    ),
+    "too short": (wav_of(SECOND[:7_900]), "0.49"),
+    "too long": (wav_of(NOISE), "31"),
+    "length beyond the array": (
+        {"reference_wav": SECOND[None], "reference_wav_len": np.array([[16_001]], np.int32)},
+        "16001",
+    ),
+    "length zero": ({"reference_wav": SECOND[None], "reference_wav_len": np.array([[0]], np.int32)}, "0"),
+    "length negative": ({"reference_wav": SECOND[None], "reference_wav_len": np.array([[-5]], np.int32)}, "-5"),
+    "wrong type": ({"reference_wav": SECOND[None].astype(np.float64)}, "FP64"),
+    "wrong shape": ({"reference_wav": SECOND.reshape(1, 2, -1)}, "reference_wav"),
+    "two lengths": ({"reference_wav_len": np.array([[16_000, 16_000]], np.int32)}, "reference_wav_len"),
+    "unknown speaker": ({"speaker": text_array("nobody")}, "nobody"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(
+    stack: str, name: str, serve: Serve, voice: np.ndarray
+) -> None:
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    changes, named = BAD_REQUESTS[name]
+    arrays = {key: value for key, value in (request_arrays(voice) | changes).items() if value is not REMOVED}
+    answer = ask(address, model, arrays)  # returns: the server ended the request
+    assert answer.error is not None and named in answer.error
+    assert answer.waveform.size == 0
+    assert ask(address, model, request_arrays(voice)).error is None
+
+
+def test_a_good_stream_ends_with_exactly_one_final_response(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    answer = ask(serve(stack=stack).grpc_url, MODELS[stack], request_arrays(voice))
+    assert answer.error is None and answer.waveform.size
+    assert answer.finals <= 1
+
+
+# --- several at once ---------------------------------------------------------------------------------------------
+
+
+def eight_requests(voice: np.ndarray) -> list[Utterance]:
+    """Different voices (recordings, excerpts, speeds), texts and seeds; every second one cross-lingual."""
+    other = read_reference(ASSETS / "reference_zh.wav")
+    recordings = [voice, other, voice[: 2 * PROMPT_SAMPLE_RATE], other[PROMPT_SAMPLE_RATE:]]
+    recordings += [faster(recording, 14_000 + 500 * index) for index, recording in enumerate(recordings)]
+    return [
+        Utterance(f"Sentence {index} " + "goes on " * index, wav, None if index % 2 else VOICE_TEXT, {"seed": index})
+        for index, wav in enumerate(recordings)
+    ]
+
+
+def faster(wav: np.ndarray, rate: int) -> np.ndarray:
+    """The recording as if it had been made at `rate`: another pitch, another voice."""
+    import torch
+
+    return resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, rate).numpy()
+
+
+def test_eight_streams_at_once_sound_as_each_does_alone(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    utterances = eight_requests(voice)
+    alone = [stream(address, model, utterance) for utterance in utterances]
+
+    async def at_once() -> list[Speech]:
+        return await asyncio.gather(
+            *(client_grpc.synthesize(address, model, utterance, timeout=120.0) for utterance in utterances)
+        )
+
+    together = asyncio.run(at_once())
+    for one, other in zip(alone, together, strict=True):
+        assert one.waveform.shape == other.waveform.shape
+        np.testing.assert_allclose(one.waveform, other.waveform, atol=1e-3)
+    assert len({speech.waveform.tobytes() for speech in alone}) == len(alone)
+
+
+def test_a_cancelled_stream_leaves_the_server_serving(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    utterance = Utterance("word " * 100, voice, VOICE_TEXT)
+
+    async def cancel_after_the_first_chunk() -> None:
+        async with client_grpc.triton.InferenceServerClient(address) as connection:
+            async for waveform in client_grpc.chunks(connection, model, utterance, 60.0):
+                assert waveform is not None and waveform.size
+                break
+
+    for _ in range(3):
+        asyncio.run(cancel_after_the_first_chunk())
+    assert_speech(stream(address, model, Utterance(TEXT, voice, VOICE_TEXT)))
+
+
+# --- offline requests --------------------------------------------------------------------------------------------
+
+
+def test_offline_requests_give_the_same_audio_over_http_and_grpc(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack=stack, decoupled=False)
+    utterance = Utterance(TEXT, voice, VOICE_TEXT, {"seed": 5})
+    by_http = client_http.synthesize(f"http://{server.http_url}", MODELS[stack], utterance, 60.0)
+    by_grpc = asyncio.run(client_grpc.synthesize(server.grpc_url, MODELS[stack], utterance, "offline"))
+    assert_speech(by_http)
+    np.testing.assert_allclose(by_http.waveform, by_grpc.waveform, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["whitespace", "NaN", "length beyond the array", "unknown speaker"])
+def test_a_bad_offline_request_is_refused_with_its_value(
+    stack: str, name: str, serve: Serve, voice: np.ndarray
+) -> None:
+    address = serve(stack=stack, decoupled=False).grpc_url
+    changes, named = BAD_REQUESTS[name]
+    answer = ask(address, MODELS[stack], request_arrays(voice) | changes)
+    assert answer.error is not None and named in answer.error
+
+
+# --- an LLM server that fails ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm_and_server(serve: Serve) -> Any:
+    with faulty_llm.faulty_llm() as llm:
+        yield llm, serve(stack="dit", llm_transport="openai", llm_urls=(llm.url,))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in get_args(faulty_llm.Mode) if mode != "good"])
+def test_a_failing_llm_server_is_an_error_within_five_seconds(
+    mode: faulty_llm.Mode, llm_and_server: Any, voice: np.ndarray
+) -> None:
+    llm, server = llm_and_server
+    utterance = Utterance(TEXT, voice, VOICE_TEXT)
+    llm.mode = mode
+    begun = time.monotonic()
+    with pytest.raises(ClientError, match="LLM|speech token"):
+        stream(server.grpc_url, MODELS["dit"], utterance)
+    assert time.monotonic() - begun < 5
+    llm.mode = "good"
+    assert_speech(stream(server.grpc_url, MODELS["dit"], utterance))
+
+
+def test_an_llm_server_that_is_down_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack="dit", llm_transport="openai", llm_urls=(f"http://127.0.0.1:{free_port()}",))
+    begun = time.monotonic()
+    with pytest.raises(ClientError, match="no LLM server can be reached"):
+        stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
+    assert time.monotonic() - begun < 5

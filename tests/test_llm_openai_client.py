@@ -1,0 +1,325 @@
+"""The OpenAI-compatible client against a real `transformers serve`, and against a server that misbehaves."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.errors import UnavailableError
+from common.llm.base import LLMPrompt, Sampling, Timeouts
+from common.llm.openai_client import OpenAILM
+from common.speech_tokens import LLMTokenizer, speech_token_text
+from tests.llm_fixtures import llm_dir  # noqa: F401
+
+QUICK = Timeouts(connect=0.5, first_token=0.6, token=0.6)
+PROMPT = LLMPrompt("Hello there.", "A reference.", (1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llm_dir):  # noqa: F811
+    return LLMTokenizer.from_dir(llm_dir)
+
+
+async def speak(llm, **sampling):
+    """All tokens of one utterance, and the finish reason."""
+    stream = llm.generate(PROMPT, Sampling(**sampling))
+    try:
+        tokens = [token async for tokens in stream for token in tokens]
+    finally:
+        await stream.aclose()
+    return tokens, stream.finish_reason
+
+
+# --- a real server ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def transformers_url(llm_dir, tmp_path_factory):  # noqa: F811
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    executable = Path(sys.executable).with_name("transformers")
+    command = [executable, "serve", llm_dir, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    log = tmp_path_factory.mktemp("transformers") / "log"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as out, subprocess.Popen(command, env=environment, stdout=out, stderr=out) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + 60
+            while not is_healthy(url):
+                assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+            yield url
+        finally:
+            server.terminate()
+
+
+def is_healthy(url):
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=1) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def run_against(url, tokenizer, model, scenario):
+    async def run():
+        llm = OpenAILM([url], model, tokenizer)
+        try:
+            return await scenario(llm)
+        finally:
+            await llm.aclose()
+
+    return asyncio.run(run())
+
+
+def test_transformers_serve_speaks_and_repeats_a_seed(transformers_url, tokenizer, llm_dir):  # noqa: F811
+    async def scenario(llm):
+        return [await speak(llm, seed=seed) for seed in (1, 1, 2)]
+
+    first, again, other = run_against(transformers_url, tokenizer, str(llm_dir), scenario)
+    assert len(first[0]) > 10
+    assert first[1] == "stop"
+    assert first == again
+    assert first != other
+
+
+def test_transformers_serve_reports_the_cut_by_max_tokens(transformers_url, tokenizer, llm_dir):  # noqa: F811
+    async def scenario(llm):
+        return await speak(llm, seed=1, max_tokens=7)
+
+    tokens, reason = run_against(transformers_url, tokenizer, str(llm_dir), scenario)
+    assert (len(tokens), reason) == (7, "length")
+
+
+def test_transformers_serve_samples_as_asked(transformers_url, tokenizer, llm_dir):  # noqa: F811
+    async def scenario(llm):
+        return [await speak(llm, seed=seed, temperature=0.0, max_tokens=40) for seed in (1, 2)]
+
+    first, other = run_against(transformers_url, tokenizer, str(llm_dir), scenario)
+    assert first == other
+
+
+# --- a server that misbehaves -------------------------------------------------------------------------------------
+
+
+def event(text, finish_reason=None):
+    content = {"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]}
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def reply(status, body):
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+
+
+class FaultServer:
+    """Answers each request on loopback with raw bytes; a number among them is a pause in seconds."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)  # the last one repeats
+        self.bodies = []
+        self.closed_by_client = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self):
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+
+    async def _serve(self, reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-l"))
+        self.bodies.append(json.loads(await reader.readexactly(length)))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        watch = asyncio.create_task(self._watch(reader))
+        try:
+            for part in answer:
+                if isinstance(part, bytes):
+                    writer.write(part)
+                    await writer.drain()
+                else:
+                    await asyncio.sleep(part)
+        except ConnectionError:
+            pass
+        finally:
+            watch.cancel()
+            writer.close()
+
+    async def _watch(self, reader):
+        if not await reader.read(1):
+            self.closed_by_client.set()
+
+
+def ask(tokenizer, *answers, **sampling):
+    """Speak once with a server that gives these answers; returns the result and the server."""
+
+    async def run():
+        server = FaultServer(*answers)
+        async with server.running() as url:
+            llm = OpenAILM([url], "model", tokenizer, QUICK)
+            try:
+                return await asyncio.wait_for(speak(llm, **sampling), 5), server
+            finally:
+                await llm.aclose()
+
+    return asyncio.run(run())
+
+
+GOOD = (STREAM, event("<|s_1|><|s_"), event("2|>"), event("", "stop"), b"data: [DONE]\n\n")
+
+
+def test_tokens_are_read_across_events(tokenizer):
+    result, _ = ask(tokenizer, GOOD)
+    assert result == ([1, 2], "stop")
+
+
+def test_an_end_token_in_the_text_ends_the_answer(tokenizer):
+    result, _ = ask(tokenizer, (STREAM, event("<|s_1|><|eos1|><|s_2|>"), 30.0))
+    assert result == ([1], "stop")
+
+
+def test_the_request_carries_template_and_sampling(tokenizer):
+    _, server = ask(tokenizer, GOOD, seed=7, temperature=0.5, top_k=9)
+    (body,) = server.bodies
+    assert body["prompt"] == "<|sos|>A reference.Hello there.<|task_id|>" + speech_token_text([1, 2, 3])
+    expected = {"model": "model", "stream": True, "seed": 7, "temperature": 0.5, "top_k": 9, "max_tokens": 750}
+    assert expected.items() <= body.items()
+    assert body["stop_token_ids"] == list(tokenizer.end_ids)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((reply("500 Internal Server Error", b"out of memory"),), "HTTP 500: out of memory"),
+        ((reply("503 Service Unavailable", b""),), "HTTP 503"),
+        ((reply("404 Not Found", b"no model named model"),), "HTTP 404: no model named model"),
+        ((b"this is no HTTP\r\n\r\n",), "LLM server http://127"),
+        ((STREAM, b"data: garbage\n\n"), "what is no completion: 'garbage'"),
+        ((STREAM, b"data: [1]\n\n"), "what is no completion"),
+        ((STREAM, b'data: {"choices": [{"text": 5}]}\n\n'), "what is no completion"),
+        ((STREAM, b'data: {"error": {"message": "worker died"}}\n\n'), "worker died"),
+        ((STREAM, event("<|s_1|>", "abort")), "ended the answer with 'abort'"),
+        ((STREAM, event("<|s_1|>"), event("<|s_2|>")), "ended in the middle of an answer"),
+        ((STREAM, event("<|s_1|>"), b"data: [DONE]\n\n"), "ended in the middle of an answer"),
+        ((b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n", event("<|s_1|>")), "LLM server http://127"),
+        ((30.0,), "sent no token for 0.6 s"),
+        ((STREAM, 30.0), "sent no token for 0.6 s"),
+        ((STREAM, event("<|s_1|>"), 30.0), "sent no token for 0.6 s"),
+        ((STREAM, *[b": ping\n\n", 0.2] * 20), "sent no token"),
+        ((STREAM, event("<|s_1|>"), *[b": ping\n\n", 0.2] * 20), "sends no token"),
+    ],
+)
+def test_a_faulty_server_is_an_error_in_time(tokenizer, answer, message):
+    with pytest.raises(UnavailableError, match=message):
+        ask(tokenizer, answer)
+
+
+def test_a_refused_connection_is_an_error_with_the_url(tokenizer):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(UnavailableError, match=f"no LLM server can be reached: {url}"):
+            run_against(url, tokenizer, "model", speak)
+
+
+def test_a_refused_request_is_the_callers_error_with_the_servers_words(tokenizer):
+    with pytest.raises(ValueError, match="HTTP 400: prompt too long"):
+        ask(tokenizer, (reply("400 Bad Request", b"prompt too long"),))
+
+
+def test_the_dialect_is_learned_once(tokenizer):
+    async def run():
+        refusal = (reply("422 Unprocessable", b"Unexpected fields: top_k"),)
+        server = FaultServer(refusal, GOOD)
+        async with server.running() as url:
+            llm = OpenAILM([url], "model", tokenizer, QUICK)
+            results = [await speak(llm, top_k=9), await speak(llm, top_k=9)]
+            await llm.aclose()
+            return results, server.bodies
+
+    results, bodies = asyncio.run(run())
+    assert results == [([1, 2], "stop")] * 2
+    assert [("top_k" in body, "generation_config" in body) for body in bodies] == [
+        (True, False),
+        (False, True),
+        (False, True),
+    ]
+    config = json.loads(bodies[1]["generation_config"])
+    assert (config["top_k"], config["eos_token_id"]) == (9, list(tokenizer.end_ids))
+
+
+def test_another_server_answers_when_one_cannot_be_reached(tokenizer):
+    async def run():
+        server = FaultServer(GOOD)
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            async with server.running() as url:
+                llm = OpenAILM([f"http://127.0.0.1:{unused.getsockname()[1]}", url], "model", tokenizer, QUICK)
+                results = [await speak(llm) for _ in range(2)]
+                await llm.aclose()
+        return results
+
+    assert asyncio.run(run()) == [([1, 2], "stop")] * 2
+
+
+def test_nothing_is_asked_twice_once_a_server_took_the_request(tokenizer):
+    async def run():
+        servers = FaultServer((STREAM, event("<|s_1|>"))), FaultServer(GOOD)
+        async with servers[0].running() as first, servers[1].running() as second:
+            llm = OpenAILM([first, second], "model", tokenizer, QUICK)
+            with pytest.raises(UnavailableError):
+                await speak(llm)
+            await llm.aclose()
+        return [len(server.bodies) for server in servers]
+
+    assert asyncio.run(run()) == [1, 0]
+
+
+def test_the_least_busy_server_is_asked(tokenizer):
+    async def run():
+        servers = FaultServer((STREAM, event("<|s_1|>"), 30.0)), FaultServer(GOOD)
+        async with servers[0].running() as first, servers[1].running() as second:
+            llm = OpenAILM([first, second], "model", tokenizer, QUICK)
+            busy = llm.generate(PROMPT, Sampling())
+            await anext(busy)
+            results = [await speak(llm) for _ in range(3)]
+            await busy.aclose()
+            await llm.aclose()
+        return results, len(servers[0].bodies)
+
+    assert asyncio.run(run()) == ([([1, 2], "stop")] * 3, 1)
+
+
+def test_closing_the_stream_aborts_the_request(tokenizer):
+    async def run():
+        server = FaultServer((STREAM, event("<|s_1|>"), 30.0))
+        async with server.running() as url:
+            llm = OpenAILM([url], "model", tokenizer, QUICK)
+            stream = llm.generate(PROMPT, Sampling())
+            assert await anext(stream) == [1]
+            await stream.aclose()
+            await asyncio.wait_for(server.closed_by_client.wait(), 1)
+            await llm.aclose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("urls", [[], ["localhost:8000"], ["ftp://host"]])
+def test_wrong_urls_are_refused(tokenizer, urls):
+    with pytest.raises(ValueError, match="URL of an LLM server"):
+        OpenAILM(urls, "model", tokenizer)

@@ -1,0 +1,87 @@
+"""Starting and stopping the real tritonserver, and what it says when it cannot."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from common.server import Ports, ServerError, TritonServer
+
+MODEL = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return []
+"""
+CONFIG = """
+name: "idle" backend: "python" max_batch_size: 1 instance_group [ { kind: KIND_CPU count: 1 } ]
+input [ { name: "x" data_type: TYPE_FP32 dims: [1] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [1] } ]
+"""
+FREE = Ports(0, 0, 0)
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """A model that loads and does nothing."""
+    (tmp_path / "repository" / "idle" / "1").mkdir(parents=True)
+    (tmp_path / "repository" / "idle" / "1" / "model.py").write_text(MODEL)
+    (tmp_path / "repository" / "idle" / "config.pbtxt").write_text(CONFIG)
+    return tmp_path / "repository"
+
+
+def stubs_of(server: TritonServer) -> list[str]:
+    return subprocess.run(["pgrep", "-f", server._shm_prefix], capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.server
+def test_a_server_answers_while_it_lives_and_leaves_nothing_behind(repository):
+    with TritonServer(repository, ports=FREE) as server:
+        assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
+        assert urllib.request.urlopen(f"http://{server.metrics_url}/metrics").status == 200
+        assert stubs_of(server)
+    assert stubs_of(server) == []
+    assert not server.log_file.exists()
+    assert list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
+
+
+@pytest.mark.server
+def test_a_model_that_does_not_load_is_told_in_its_own_words(repository):
+    (repository / "idle" / "1" / "model.py").write_text("raise ValueError('flow.pt is missing')")
+    with pytest.raises(ServerError, match="flow.pt is missing"), TritonServer(repository, ports=FREE):
+        pass
+
+
+@pytest.mark.server
+def test_a_busy_port_is_named(repository):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ServerError, match=f"port {port} is busy"),
+            TritonServer(repository, ports=Ports(port, 0, 0)),
+        ):
+            pass
+
+
+@pytest.mark.server
+def test_the_server_ends_with_a_parent_that_was_killed(repository, tmp_path):
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom common.server import Ports, TritonServer\n"
+        "server = TritonServer(Path(sys.argv[1]), ports=Ports(0, 0, 0)).__enter__()\n"
+        "print(server._shm_prefix, flush=True)\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", code, str(repository)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        prefix = parent.stdout.readline().strip()
+        os.kill(parent.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while subprocess.run(["pgrep", "-f", prefix], capture_output=True).returncode == 0:
+        assert time.monotonic() < deadline, "the server outlived its parent"
+        time.sleep(0.1)

@@ -1,0 +1,76 @@
+import asyncio
+
+import pytest
+
+from common.tasks import TaskScope
+
+
+async def value(number: int) -> int:
+    await asyncio.sleep(0)
+    return number
+
+
+async def fail(message: str) -> None:
+    await asyncio.sleep(0)
+    raise RuntimeError(message)
+
+
+async def forever(ended: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)  # cleaning up may take turns of the loop too
+        ended.append("forever")
+
+
+def test_result_is_what_the_work_returns_whether_it_is_new_or_runs_already() -> None:
+    async def main() -> list[int]:
+        async with TaskScope() as scope:
+            early = scope.spawn(value(1))
+            return [await scope.result(value(2)), await scope.result(early)]
+
+    assert asyncio.run(main()) == [2, 1]
+
+
+def test_waiting_ends_with_the_error_of_a_task_that_fails_beside_it() -> None:
+    ended: list[str] = []
+
+    async def main() -> None:
+        async with TaskScope() as scope:
+            scope.spawn(fail("beside"))
+            await scope.result(forever(ended))
+
+    with pytest.raises(RuntimeError, match="beside"):
+        asyncio.run(main())
+    assert ended == ["forever"]
+
+
+def test_leaving_the_block_waits_until_its_tasks_have_cleaned_up() -> None:
+    ended: list[str] = []
+
+    async def main() -> None:
+        async with TaskScope() as scope:
+            scope.spawn(forever(ended))
+            await asyncio.sleep(0)
+        assert ended == ["forever"]
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_cancelling_the_owner_cancels_its_tasks() -> None:
+    ended: list[str] = []
+
+    async def owner() -> None:
+        async with TaskScope() as scope:
+            await scope.result(forever(ended))
+
+    async def main() -> None:
+        task = asyncio.create_task(owner())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended == ["forever"]
+
+    asyncio.run(main())
