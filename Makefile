@@ -15,6 +15,7 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 # An index with CPU builds of torch, where pip's own index offers only the much larger CUDA builds.
 TORCH_INDEX ?=
+FOLDER ?= tests/assets/golden
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -73,7 +74,7 @@ demo-checkpoint: $(VENV)/.server
 ifeq ($(MODELS),models/demo)
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
 	@$(IN_VENV) -m scripts.make_demo_model $(MODELS)
-	@test -d $(MODELS)/cosyvoice2_llm_genai || $(IN_VENV) -m scripts.convert_genai --precision fp32 \
+	@$(IN_VENV) -m scripts.convert_genai --precision fp32 \
 		--model-dir $(MODELS)/cosyvoice2_llm --output-dir $(MODELS)/cosyvoice2_llm_genai
 endif
 
@@ -86,8 +87,8 @@ check: $(VENV)/.dev ## formatting, lint and types
 	@$(IN_VENV) -m ruff check .
 	@$(IN_VENV) -m mypy
 
-parity: $(VENV)/.server ## compare the networks with the recorded outputs in FOLDER=...
+parity: $(VENV)/.server ## compare the networks with the recorded outputs in FOLDER (tests/assets/golden)
 	@$(IN_VENV) -m scripts.check_parity $(FOLDER)
 
-clean: ## remove .venv and everything that was made
-	rm -rf $(VENV) build models out .pytest_cache .ruff_cache .mypy_cache
+clean: ## remove .venv and what was made; checkpoints of your own in models/ stay
+	rm -rf $(VENV) build models/demo out *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

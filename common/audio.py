@@ -5,6 +5,7 @@ Matcha's mel spectrogram, torchaudio's resampling, Kaldi's filter bank.
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,8 +27,6 @@ from common.constants import (
 SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
 _INT16_PEAK = 32767
 
-_MEL_FFT = 4 * HOP_SAMPLES
-_MEL_MAX_HZ = 8000
 _MEL_FLOOR = 1e-5
 
 _SINC_ZEROS = 6  # zero crossings of the resampling filter on each side
@@ -92,45 +91,69 @@ def _sinc_kernel(source: int, target: int) -> Tensor:
     return (torch.sinc(t) * window * (cutoff / source)).float()
 
 
+@dataclass(frozen=True)
+class MelConfig:
+    """Sizes in samples, bounds of the lowest and the highest filter in Hz; by default those of the flow's features."""
+
+    sample_rate: int = SAMPLE_RATE
+    n_fft: int = 4 * HOP_SAMPLES
+    window: int = 4 * HOP_SAMPLES
+    hop: int = HOP_SAMPLES
+    bins: int = MEL_BINS
+    min_hz: float = 0
+    max_hz: float = 8000
+
+
 @lru_cache(maxsize=4)
-def _mel_basis(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Slaney mel filters (80, bins) and the Hann window, on a device."""
+def _mel_basis(config: MelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Slaney mel filters (bins, n_fft // 2 + 1) and the Hann window, on a device."""
     from transformers.audio_utils import mel_filter_bank  # takes half a second, and few processes need it
 
     filters = mel_filter_bank(
-        _MEL_FFT // 2 + 1, MEL_BINS, 0, _MEL_MAX_HZ, SAMPLE_RATE, norm="slaney", mel_scale="slaney"
+        config.n_fft // 2 + 1,
+        config.bins,
+        config.min_hz,
+        config.max_hz,
+        config.sample_rate,
+        norm="slaney",
+        mel_scale="slaney",
     )
-    return torch.from_numpy(filters.T.copy()).float().to(device), torch.hann_window(_MEL_FFT, device=device)
+    return torch.from_numpy(filters.T.copy()).float().to(device), torch.hann_window(config.window, device=device)
 
 
-def mel_spectrogram(wav: Tensor) -> Tensor:
-    """24 kHz wave (B, N) -> log mel (B, 80, N // HOP_SAMPLES), the features of the flow.
+def mel_spectrogram(wav: Tensor, config: MelConfig | None = None) -> Tensor:
+    """24 kHz wave (B, N) -> log mel (B, 80, N // HOP_SAMPLES), the features of the flow; others by `config`.
 
     ValueError if the wave is too short to be mirrored at its ends.
     """
-    margin = (_MEL_FFT - HOP_SAMPLES) // 2
+    config = config or MelConfig()
+    margin = (config.n_fft - config.hop) // 2
     if wav.shape[-1] <= margin:
         raise ValueError(f"a wave of {wav.shape[-1]} samples has no mel spectrogram: expected more than {margin}")
-    filters, window = _mel_basis(wav.device)
+    filters, window = _mel_basis(config, wav.device)
     padded = F.pad(wav, (margin, margin), mode="reflect")
-    spectrum = torch.stft(padded, _MEL_FFT, HOP_SAMPLES, window=window, center=False, return_complex=True)
+    spectrum = torch.stft(
+        padded, config.n_fft, config.hop, config.window, window=window, center=False, return_complex=True
+    )
     magnitude = torch.sqrt(spectrum.real.square() + spectrum.imag.square() + 1e-9)  # (B, bins, T)
     return torch.log((filters @ magnitude).clamp(min=_MEL_FLOOR))
 
 
-def fbank(wav: Tensor, *, mean_normalised: bool = False) -> Tensor:
-    """16 kHz wave (N,) -> Kaldi log filter bank (T, 80), 25 ms windows every 10 ms, no dither.
+def fbank(
+    wav: Tensor, *, bins: int = MEL_BINS, rate: int = PROMPT_SAMPLE_RATE, mean_normalised: bool = False
+) -> Tensor:
+    """Wave (N,) -> Kaldi log filter bank (T, bins), 25 ms windows every 10 ms, no dither.
 
     mean_normalised: minus each band's mean over time, the input of CAM++.
     """
     import kaldi_native_fbank as knf  # here, because a client reads and writes files without it
 
     options = knf.FbankOptions()
-    options.frame_opts.samp_freq = PROMPT_SAMPLE_RATE
+    options.frame_opts.samp_freq = rate
     options.frame_opts.dither = 0.0
-    options.mel_opts.num_bins = MEL_BINS
+    options.mel_opts.num_bins = bins
     extractor = knf.OnlineFbank(options)
-    extractor.accept_waveform(PROMPT_SAMPLE_RATE, wav.cpu().numpy())
+    extractor.accept_waveform(rate, wav.cpu().numpy())
     extractor.input_finished()
     frames = [extractor.get_frame(index) for index in range(extractor.num_frames_ready)]
     if not frames:

@@ -84,7 +84,7 @@ def _require_glibc() -> None:
         needed = ".".join(map(str, MIN_GLIBC))
         raise ServerError(
             f"tritonserver needs glibc {needed} or newer, this machine has {name or 'another C library'} {release}; "
-            "use Debian 12, Ubuntu 22.04 or newer, or run: docker compose up"
+            "run: docker run -it --network host -v $PWD:/src -w /src python:3.11-bookworm make demo"
         )
 
 

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Literal
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
+
 import torch
 
 from common.client import Speech, Utterance, read_reference
@@ -78,8 +80,7 @@ def shown(path: Path) -> Path:
 def prepare_checkpoint() -> None:
     """The checkpoint and the form of its LLM that onnxruntime-genai reads; what is there is kept."""
     make_demo_model(CHECKPOINT)
-    if not GENAI_LLM.exists():
-        convert(CHECKPOINT / "cosyvoice2_llm", GENAI_LLM, "fp32")
+    convert(CHECKPOINT / "cosyvoice2_llm", GENAI_LLM, "fp32")
 
 
 def transcript(recording: Path) -> str:

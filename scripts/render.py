@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--offline", action="store_true", help="one response per request instead of a stream of chunks")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="of prompt models and vocoder")
     parser.add_argument("--llm-transport", choices=("triton", "openai"), default="triton")
-    parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, with /v1")
+    parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")
     parser.add_argument("--llm-model", default="tensorrt_llm", help="the LLM's name at its server")
     parser.add_argument("--llm-backend", choices=("python", "tensorrtllm"), default="python")
     parser.add_argument("--llm-engine-dir", type=Path, help="default: cosyvoice2_llm_genai among the models")

@@ -1,6 +1,7 @@
 """Both stacks through the real tritonserver, asked by the real clients."""
 
 import asyncio
+import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,32 +115,34 @@ def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Answer:
-    """How one request ended. `finals`: responses that carried Triton's mark of the last one."""
+    """How one request ended: with its audio, or with the message of its error."""
 
     waveform: np.ndarray
     error: str | None
-    finals: int
 
 
 def ask(address: str, model: str, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Answer:
     """A streamed request of any tensors; TimeoutError unless the server ends it within 30 s."""
-    inputs = []
-    for name, array in arrays.items():
-        tensor = triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
 
     async def run() -> Answer:
-        return await asyncio.wait_for(collect(address, model, inputs, parameters), 30)
+        return await asyncio.wait_for(collect(address, model, inputs_of(arrays), parameters), 30)
 
     return asyncio.run(run())
+
+
+def inputs_of(arrays: dict[str, np.ndarray]) -> list[triton.InferInput]:
+    inputs = []
+    for name, array in arrays.items():
+        inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    return inputs
 
 
 async def collect(address: str, model: str, inputs: list[Any], parameters: dict[str, Any] | None) -> Answer:
     async def requests() -> Any:
         yield {"model_name": model, "inputs": inputs, "parameters": parameters}
 
-    chunks, error, finals = [np.zeros(0, np.float32)], None, 0
+    chunks, error = [np.zeros(0, np.float32)], None
     async with client_grpc.triton.InferenceServerClient(address) as connection:
         async for result, problem in connection.stream_infer(requests()):
             if problem is not None:
@@ -147,8 +150,7 @@ async def collect(address: str, model: str, inputs: list[Any], parameters: dict[
                 error = problem.message()
                 continue
             chunks.append(result.as_numpy("waveform").reshape(-1))
-            finals += result.get_response().parameters["triton_final_response"].bool_param
-    return Answer(np.concatenate(chunks), error, finals)
+    return Answer(np.concatenate(chunks), error)
 
 
 def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -169,7 +171,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
         {"reference_wav": REMOVED, "reference_wav_len": REMOVED, "reference_text": REMOVED},
         "reference_wav",
     ),
-    "recording of no samples": (wav_of(SECOND[:0]), "reference_wav"),
+    "recording of no samples": (wav_of(SECOND[:0]), "reference_wav is empty"),
     "NaN": (wav_of(np.where(np.arange(SECOND.size) == 9, np.nan, SECOND).astype(np.float32)), "nan"),
     "infinite": (wav_of(np.where(np.arange(SECOND.size) == 9, np.inf, SECOND).astype(np.float32)), "inf"),
     "silence": (wav_of(np.zeros_like(SECOND)), "silen"),
@@ -186,8 +188,14 @@ BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
         {"reference_wav": SECOND[None], "reference_wav_len": np.array([[16_001]], np.int32)},
         "16001",
     ),
-    "length zero": ({"reference_wav": SECOND[None], "reference_wav_len": np.array([[0]], np.int32)}, "0"),
-    "length negative": ({"reference_wav": SECOND[None], "reference_wav_len": np.array([[-5]], np.int32)}, "-5"),
+    "length zero": (
+        {"reference_wav": SECOND[None], "reference_wav_len": np.array([[0]], np.int32)},
+        "reference_wav_len 0 ",
+    ),
+    "length negative": (
+        {"reference_wav": SECOND[None], "reference_wav_len": np.array([[-5]], np.int32)},
+        "reference_wav_len -5 ",
+    ),
     "wrong type": ({"reference_wav": SECOND[None].astype(np.float64)}, "FP64"),
     "wrong shape": ({"reference_wav": SECOND.reshape(1, 2, -1)}, "reference_wav"),
     "two lengths": ({"reference_wav_len": np.array([[16_000, 16_000]], np.int32)}, "reference_wav_len"),
@@ -209,9 +217,22 @@ def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(
 
 
 def test_a_good_stream_ends_with_exactly_one_final_response(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    answer = ask(serve(stack=stack).grpc_url, MODELS[stack], request_arrays(voice))
-    assert answer.error is None and answer.waveform.size
-    assert answer.finals <= 1
+    """Seen by upstream's way of asking: one long-lived stream on which an empty final response is wanted."""
+    arrivals: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    finals, sizes = 0, []
+    with triton.InferenceServerClient(serve(stack=stack).grpc_url) as connection:
+        connection.start_stream(lambda result, error: arrivals.put((result, error)))
+        inputs = inputs_of(request_arrays(voice))
+        connection.async_stream_infer(MODELS[stack], inputs, enable_empty_final_response=True)
+        while not finals:
+            result, error = arrivals.get(timeout=30)
+            assert error is None
+            finals += result.get_response().parameters["triton_final_response"].bool_param
+            waveform = result.as_numpy("waveform")
+            sizes.append(0 if waveform is None else waveform.size)
+        connection.stop_stream()  # returns when nothing is outstanding any more
+    assert arrivals.empty()
+    assert all(sizes[:-1]) and sizes[-1] == 0
 
 
 # --- several at once ---------------------------------------------------------------------------------------------
@@ -252,19 +273,20 @@ def test_eight_streams_at_once_sound_as_each_does_alone(stack: str, serve: Serve
     assert len({speech.waveform.tobytes() for speech in alone}) == len(alone)
 
 
-def test_a_cancelled_stream_leaves_the_server_serving(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    address, model = serve(stack=stack).grpc_url, MODELS[stack]
-    utterance = Utterance("word " * 100, voice, VOICE_TEXT)
+def test_cancelled_streams_free_their_places(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    """The vocoder and its sequence batcher have two places: a stream that kept one would block those after it."""
+    server = serve(stack=stack, settings={"max_streams": "2", "idle_seconds": "600"})
+    long, short = Utterance("word " * 100, voice, VOICE_TEXT), Utterance(TEXT, voice, VOICE_TEXT)
 
     async def cancel_after_the_first_chunk() -> None:
-        async with client_grpc.triton.InferenceServerClient(address) as connection:
-            async for waveform in client_grpc.chunks(connection, model, utterance, 60.0):
+        async with client_grpc.triton.InferenceServerClient(server.grpc_url) as connection:
+            async for waveform in client_grpc.chunks(connection, MODELS[stack], long, 60.0):
                 assert waveform is not None and waveform.size
                 break
 
-    for _ in range(3):
+    for _ in range(6):
         asyncio.run(cancel_after_the_first_chunk())
-    assert_speech(stream(address, model, Utterance(TEXT, voice, VOICE_TEXT)))
+    assert_speech(stream(server.grpc_url, MODELS[stack], short, timeout=20))
 
 
 # --- offline requests --------------------------------------------------------------------------------------------

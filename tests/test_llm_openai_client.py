@@ -319,6 +319,18 @@ def test_closing_the_stream_aborts_the_request(tokenizer):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+def test_a_url_may_name_the_version(tokenizer, suffix):
+    async def run():
+        async with FaultServer(GOOD).running() as url:
+            llm = OpenAILM([url + suffix], "model", tokenizer, QUICK)
+            result = await speak(llm)
+            await llm.aclose()
+        return result
+
+    assert asyncio.run(run()) == ([1, 2], "stop")
+
+
 @pytest.mark.parametrize("urls", [[], ["localhost:8000"], ["ftp://host"]])
 def test_wrong_urls_are_refused(tokenizer, urls):
     with pytest.raises(ValueError, match="URL of an LLM server"):

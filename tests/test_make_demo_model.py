@@ -75,10 +75,9 @@ def test_complete_checkpoint_is_kept(demo_models: Path) -> None:
 def test_same_seed_gives_the_same_bytes_and_another_seed_does_not(demo_models: Path, tmp_path: Path) -> None:
     make_demo_model(tmp_path / "again")
     make_demo_model(tmp_path / "other", seed=7)
+    again = tmp_path / "again"
     weights = [
-        path.relative_to(demo_models)
-        for path in demo_models.rglob("*")
-        if path.suffix in (".pt", ".onnx", ".safetensors")
+        path.relative_to(again) for suffix in ("pt", "onnx", "safetensors") for path in again.rglob(f"*.{suffix}")
     ]
     assert len(weights) == 9
     for path in weights:

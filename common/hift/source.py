@@ -49,6 +49,8 @@ class HarmonicSource(nn.Module):
         # Segment j lies between the middles of frames j-1 and j; the outer two stand still.
         start = torch.cat([middle[..., :1], middle], dim=2)[..., None]  # (B, H, T+1, 1)
         slope = nn.functional.pad(step[..., 1:].float(), (1, 1))[..., None]
-        ramp = (torch.arange(hop, device=f0.device) + 0.5) / hop
+        # A frame's middle is a sample of its own if the hop is odd and lies between two if it is even.
+        ramp = (torch.arange(hop, device=f0.device) + 0.5 * (1 - hop % 2)) / hop
         phase = (start + slope * ramp).flatten(2)  # (B, H, (T+1)*hop)
-        return phase[..., hop // 2 : -(hop // 2)].transpose(1, 2)  # (B, H, T*hop) -> (B, T*hop, H)
+        first = hop - hop // 2
+        return phase[..., first : first + f0.shape[1] * hop].transpose(1, 2)  # (B, H, T*hop) -> (B, T*hop, H)

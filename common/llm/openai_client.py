@@ -73,7 +73,8 @@ class OpenAILM:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"not the URL of an LLM server: {url!r}")
-        self._endpoints = [_Endpoint(url.rstrip("/")) for url in urls]
+        # Base URLs are given with the version, as OpenAI's clients take them, or without it.
+        self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1")) for url in urls]
         self._model = model
         self._tokenizer = tokenizer
         self._timeouts = timeouts or Timeouts()

@@ -2,47 +2,85 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
-from common.audio import fbank, mel_spectrogram, resample
-from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.audio import MelConfig, fbank, mel_spectrogram, resample
 from common.overlap import FadeWindow, cross_fade
 from common.prompt import import_s3tokenizer
-from scripts.parity.fixture import Check, Fixture
+from scripts.parity.fixture import Check, Fixture, outputs_of
+from scripts.parity.tracing import evaluate
 
-_CUT = re.compile(r"in/(\w+)\[:, :(\d+)\]")  # in the text of a call on the head of an input
+Computed = Iterator[tuple[str, Tensor]]  # (family of the tolerance, result), in the order of the call's outputs
 
 
-def _mel_input(fixture: Fixture, tag: str) -> Tensor:
-    """The wave that a call of mel_spectrogram was given, whole or cut."""
-    cut = _CUT.search(fixture.call(tag)["fn"])
-    return fixture[f"in/{cut[1]}"][:, : int(cut[2])] if cut else fixture["in/wav24k"]
+def _mel(fixture: Fixture, call: dict[str, Any]) -> Computed:
+    expression = re.search(r"mel_spectrogram\((.+?)\)", call["fn"])[1]
+    params = call.get("params")
+    config = MelConfig() if params is None else _mel_config(params)
+    yield "mel24k", mel_spectrogram(evaluate(fixture, expression), config)
+
+
+def _mel_config(params: dict[str, Any]) -> MelConfig:
+    return MelConfig(
+        sample_rate=params["sampling_rate"],
+        n_fft=params["n_fft"],
+        window=params["win_size"],
+        hop=params["hop_size"],
+        bins=params["num_mels"],
+        min_hz=params["fmin"],
+        max_hz=params["fmax"],
+    )
+
+
+def _kaldi(fixture: Fixture, call: dict[str, Any]) -> Computed:
+    wav = fixture[_input(call)][0]
+    bins, rate = (int(re.search(rf"{name}=(\d+)", call["fn"])[1]) for name in ("num_mel_bins", "sample_frequency"))
+    for normalised in (False, True):
+        yield "fbank", fbank(wav, bins=bins, rate=rate, mean_normalised=normalised)
+
+
+def _s3(fixture: Fixture, call: dict[str, Any]) -> Computed:
+    bins, padding = (int(re.search(rf"{name}=(\d+)", call["fn"])[1]) for name in ("n_mels", "padding"))
+    yield "s3_log_mel", import_s3tokenizer().log_mel_spectrogram(fixture[_input(call)][0], bins, padding)
+
+
+def _resample_then_mel(fixture: Fixture, call: dict[str, Any]) -> Computed:
+    rates = re.search(r"Resample\((\d+), (\d+)\)", call["fn"])
+    wav = resample(fixture[_input(call)], int(rates[1]), int(rates[2]))
+    yield "resample", wav
+    yield "mel24k", mel_spectrogram(wav)
+
+
+def _input(call: dict[str, Any]) -> str:
+    return re.search(r"in/\w+", call["fn"])[0]
+
+
+# By how the text of a call begins.
+FEATURES = {
+    "mel_spectrogram": _mel,
+    "torchaudio.compliance.kaldi.fbank": _kaldi,
+    "s3tokenizer.log_mel_spectrogram": _s3,
+    "torchaudio.transforms.Resample": _resample_then_mel,
+}
 
 
 def check_features(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
     for call in fixture.meta["calls"]:
-        if call["tag"].startswith("mel24k"):
-            fixture.families[call["output"]] = "mel24k"
-            yield call["output"], mel_spectrogram(_mel_input(fixture, call["tag"]))
-    wav16k = fixture["in/wav16k"]
-    for key, normalised in (("out/kaldi_fbank", False), ("out/kaldi_fbank_mean_normalised", True)):
-        fixture.families[key] = "fbank"
-        yield key, fbank(wav16k[0], mean_normalised=normalised)
-    fixture.families["out/s3_log_mel_128"] = "s3_log_mel"
-    yield "out/s3_log_mel_128", import_s3tokenizer().log_mel_spectrogram(wav16k[0], n_mels=128)
-    wav24k = resample(wav16k, PROMPT_SAMPLE_RATE, SAMPLE_RATE)
-    fixture.families["out/resampled_16k_to_24k"] = "resample"
-    yield "out/resampled_16k_to_24k", wav24k
-    fixture.families["out/mel_of_resampled"] = "mel24k"
-    yield "out/mel_of_resampled", mel_spectrogram(wav24k)
+        compute = FEATURES[call["fn"].partition("(")[0]]
+        for key, (family, result) in zip(outputs_of(call), compute(fixture, call), strict=False):
+            fixture.families[key] = family
+            yield key, result
 
 
 def check_fade(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
     stored = fixture["in/window_f64"]
     half = stored.shape[0] // 2
     window = FadeWindow(rising=stored[:half], falling=stored[half:])
-    yield "out/faded", cross_fade(fixture["in/fade_out"], fixture["in/fade_in"], window)
+    for call in fixture.meta["calls"]:
+        fade_in, fade_out = (fixture[key] for key in re.findall(r"in/\w+", call["fn"]))
+        yield call["output"], cross_fade(fade_out, fade_in, window)
 
 
 CHECKS: dict[str, Check] = {"item7_features": check_features, "item8a_fade_in_out": check_fade}

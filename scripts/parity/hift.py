@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from common.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, split_weight_norm
-from scripts.parity.fixture import Check, Fixture
+from scripts.parity.fixture import Check, Fixture, outputs_of
+from scripts.parity.tracing import intermediates
 
 
 def config_of(meta: dict) -> HiFTConfig:
@@ -50,38 +51,43 @@ def build_full_size(fixture: Fixture) -> HiFTGenerator:
     return hift
 
 
-def _no_noise(hift: HiFTGenerator, mel: Tensor) -> Tensor:
+def _calls(hift: HiFTGenerator, fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
+    for call in fixture.meta["calls"]:
+        text = call.get("fn", call["tag"])
+        # "decode(x=40*in/mel, s=10*in/decode_source)": inputs in the order of the arguments, some of them amplified.
+        inputs = [float(gain or 1) * fixture[key] for gain, key in re.findall(r"(?:([\d.]+)\*)?(in/\w+)", text)]
+        with intermediates(hift, fixture, call["tag"]) as found:
+            results = _call(hift, fixture, text, inputs or [fixture["in/mel"]])
+        for key in outputs_of(call):
+            yield key, results[key.rpartition("/")[2]]
+        yield from found.items()
+
+
+def _call(hift: HiFTGenerator, fixture: Fixture, text: str, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """The results of one call by name."""
+    mel = inputs[0]
+    if text.startswith("f0"):
+        return {"f0": hift.f0(mel)}
+    if text.startswith("decode"):
+        return {"speech": hift.decode(*inputs)}
+    if not text.startswith("inference"):
+        raise ValueError(f"{fixture.name}: cannot read the call {text!r}")
     B, _, T = mel.shape
-    return torch.zeros(B, T * hift.config.hop, hift.config.harmonics + 1)
-
-
-def _common(hift: HiFTGenerator, fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
-    mel = fixture["in/mel"]
-    yield "out/f0", hift.f0(mel)
-    yield "out/decode/speech", hift.decode(mel, fixture["in/decode_source"])
-    speech, source = hift(mel, _no_noise(hift, mel))
-    yield "out/zero_noise/speech", speech
-    yield "out/zero_noise/source", source
+    silent = torch.zeros(B, T * hift.config.hop, hift.config.harmonics + 1)
+    speech, source = hift(mel, silent if "zero" in text else fixture["in/draw1_randn"], *inputs[1:])
+    return {"speech": speech, "source": source}
 
 
 def check_tiny(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
     hift = build(fixture)
-    mel, noise = fixture["in/mel"], fixture["in/draw1_randn"]
-    yield from _common(hift, fixture)
-    for prefix, cached in (("out/", None), ("out/cached/", fixture["in/cache_source"])):
-        speech, source = hift(mel, noise, cached)
-        yield f"{prefix}speech", speech
-        yield f"{prefix}source", source
-    # Loud enough to reach the limiter: "decode(x=40*in/mel, s=10*in/decode_source)".
-    mel_gain, source_gain = map(float, re.findall(r"=([\d.]+)\*", fixture.call("decode_loud")["fn"]))
-    yield "out/decode_loud/speech", hift.decode(mel_gain * mel, source_gain * fixture["in/decode_source"])
+    yield from _calls(hift, fixture)
     for key in fixture.keys:
         if key.startswith("mid/sine_waves_first_"):
-            yield key, hift.m_source.sines(hift.f0(mel), noise)[:, : fixture[key].shape[1]]
+            yield key, hift.m_source.sines(hift.f0(fixture["in/mel"]), fixture["in/draw1_randn"])[:, : fixture[key].shape[1]]
 
 
 def check_full_size(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
-    yield from _common(build_full_size(fixture), fixture)
+    yield from _calls(build_full_size(fixture), fixture)
 
 
 CHECKS: dict[str, Check] = {"item5_hift": check_tiny, "fullsize_hift": check_full_size}

@@ -1,0 +1,51 @@
+"""What README.md and the messages promise exists: files of the tree, make targets, options of the scripts."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+SCRIPTS = sorted(
+    path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__" and "def main(" in path.read_text()
+)
+
+
+def test_every_file_of_the_tree_exists_and_every_module_is_in_it() -> None:
+    tree = README.split("## Tree")[1].split("```")[1]
+    named = set(re.findall(r"\b[a-z_0-9]+\.py\b", tree))
+    present = {path.name for path in (ROOT / "common").glob("*.py")} - {"__init__.py"}
+    assert named & present == present
+    assert named <= present | {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+    sources = [README, *(path.read_text() for path in (ROOT / "scripts").glob("*.py"))]
+    sources += [path.read_text() for path in (ROOT / "common").glob("*.py")]
+    named = {match for source in sources for match in re.findall(r"(?:`|run: |\n)make ([a-z-]+)", source)}
+    assert named and named <= targets
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_explains_itself_as_a_file_and_as_a_module(script: str) -> None:
+    for command in ([f"scripts/{script}.py"], ["-m", f"scripts.{script}"]):
+        run = subprocess.run(
+            [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        assert "usage:" in run.stdout and len(run.stdout) > 200
+
+
+def test_options_of_the_documented_commands_are_known() -> None:
+    blocks = re.sub(r"\\\n\s*", " ", README)
+    commands = re.findall(r"\.venv/bin/python (?:-m scripts\.|scripts/)(\w+)(?:\.py)?([^`\n]*)", blocks)
+    assert commands
+    for script, arguments in commands:
+        options = set(re.findall(r"--[a-z-]+", arguments)) - {"--help"}
+        source = (ROOT / "scripts" / f"{script}.py").read_text() + (ROOT / "common" / "client.py").read_text()
+        assert [option for option in options if f'"{option}"' not in source] == [], script
