@@ -7,7 +7,7 @@ import pytest
 import soundfile as sf
 import torch
 
-from common.audio import fbank, load_audio, mel_spectrogram, resample, save_audio, validate_reference
+from common.audio import MelConfig, fbank, load_audio, mel_spectrogram, resample, save_audio, validate_reference
 from common.constants import HOP_SAMPLES, MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from scripts.parity.features import CHECKS
 from scripts.parity.fixture import Fixture
@@ -113,6 +113,13 @@ def test_resampling_a_batch_gives_what_its_rows_give_alone():
 
 def test_mel_has_one_frame_per_hop():
     assert mel_spectrogram(torch.from_numpy(tone(5 * HOP_SAMPLES + 7))[None]).shape == (1, MEL_BINS, 5)
+
+
+def test_features_of_other_sizes_follow_their_configuration():
+    wav = torch.from_numpy(tone(4000))
+    config = MelConfig(sample_rate=16_000, n_fft=1024, window=800, hop=200, bins=40, min_hz=50, max_hz=7600)
+    assert mel_spectrogram(wav[None], config).shape == (1, 40, 20)
+    assert fbank(wav, bins=23, rate=8000).shape == (48, 23)
 
 
 def test_a_wave_too_short_for_a_mel_is_named():

@@ -7,16 +7,19 @@ from typing import Any
 from torch import Tensor
 
 from common.audio import MelConfig, fbank, mel_spectrogram, resample
+from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE
 from common.overlap import FadeWindow, cross_fade
 from common.prompt import import_s3tokenizer
 from scripts.parity.fixture import Check, Fixture, outputs_of
 from scripts.parity.tracing import evaluate
 
+S3_BINS = 128  # of the S3 tokenizer's second version
+
 Computed = Iterator[tuple[str, Tensor]]  # (family of the tolerance, result), in the order of the call's outputs
 
 
 def _mel(fixture: Fixture, call: dict[str, Any]) -> Computed:
-    expression = re.search(r"mel_spectrogram\((.+?)\)", call["fn"])[1]
+    expression = _found(r"mel_spectrogram\((.+?)\)", call)[1]
     params = call.get("params")
     config = MelConfig() if params is None else _mel_config(params)
     yield "mel24k", mel_spectrogram(evaluate(fixture, expression), config)
@@ -36,25 +39,37 @@ def _mel_config(params: dict[str, Any]) -> MelConfig:
 
 def _kaldi(fixture: Fixture, call: dict[str, Any]) -> Computed:
     wav = fixture[_input(call)][0]
-    bins, rate = (int(re.search(rf"{name}=(\d+)", call["fn"])[1]) for name in ("num_mel_bins", "sample_frequency"))
+    bins, rate = _number("num_mel_bins", call, MEL_BINS), _number("sample_frequency", call, PROMPT_SAMPLE_RATE)
     for normalised in (False, True):
         yield "fbank", fbank(wav, bins=bins, rate=rate, mean_normalised=normalised)
 
 
 def _s3(fixture: Fixture, call: dict[str, Any]) -> Computed:
-    bins, padding = (int(re.search(rf"{name}=(\d+)", call["fn"])[1]) for name in ("n_mels", "padding"))
+    bins, padding = _number("n_mels", call, S3_BINS), _number("padding", call, 0)
     yield "s3_log_mel", import_s3tokenizer().log_mel_spectrogram(fixture[_input(call)][0], bins, padding)
 
 
 def _resample_then_mel(fixture: Fixture, call: dict[str, Any]) -> Computed:
-    rates = re.search(r"Resample\((\d+), (\d+)\)", call["fn"])
+    rates = _found(r"Resample\((\d+), (\d+)\)", call)
     wav = resample(fixture[_input(call)], int(rates[1]), int(rates[2]))
     yield "resample", wav
     yield "mel24k", mel_spectrogram(wav)
 
 
 def _input(call: dict[str, Any]) -> str:
-    return re.search(r"in/\w+", call["fn"])[0]
+    return _found(r"in/\w+", call)[0]
+
+
+def _number(name: str, call: dict[str, Any], default: int) -> int:
+    match = re.search(rf"\b{name}=(\d+)", call["fn"])
+    return int(match[1]) if match else default
+
+
+def _found(pattern: str, call: dict[str, Any]) -> re.Match[str]:
+    match = re.search(pattern, call["fn"])
+    if match is None:
+        raise ValueError(f"cannot read the call {call['fn']!r}")
+    return match
 
 
 # By how the text of a call begins.
@@ -68,8 +83,8 @@ FEATURES = {
 
 def check_features(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
     for call in fixture.meta["calls"]:
-        compute = FEATURES[call["fn"].partition("(")[0]]
-        for key, (family, result) in zip(outputs_of(call), compute(fixture, call), strict=False):
+        compute = FEATURES[_found(r"[\w.]+", call)[0]]
+        for key, (family, result) in zip(outputs_of(call), compute(fixture, call), strict=True):
             fixture.families[key] = family
             yield key, result
 

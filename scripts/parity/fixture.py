@@ -29,17 +29,18 @@ class Fixture:
     """
 
     def __init__(self, json_path: Path) -> None:
+        """ValueError, KeyError or safetensors' own error when a file of the pair is not what it should be."""
         self.folder = json_path.parent
         self.meta: dict[str, Any] = json.loads(json_path.read_text())
-        self.name: str = self.meta["name"]
+        self.name = json_path.stem
+        self.described: dict[str, dict[str, Any]] = self.meta["tensors"]
+        if self.meta["name"] != self.name:
+            raise ValueError(f"unknown fixture: the file describes {self.meta['name']!r}")
         # Where tolerances are given per family of outputs and not per tensor, the check says which output is of which.
         self.families: dict[str, str] = {}
         self._tensors_path = json_path.with_suffix(".safetensors")
-
-    @cached_property
-    def keys(self) -> list[str]:
         with safe_open(self._tensors_path, framework="pt") as file:
-            return list(file.keys())
+            self.keys = list(file.keys())
 
     @cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -48,12 +49,15 @@ class Fixture:
     def __contains__(self, key: str) -> bool:
         return key in self.keys
 
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return self._tensors[key]
+    @property
+    def outputs(self) -> set[str]:
+        """Keys of all results, those that are only described or only stored included."""
+        return {key for key in (*self.keys, *self.described) if key.startswith("out/")}
 
-    def call(self, tag: str) -> dict[str, Any]:
-        """The entry of "calls" with this tag."""
-        return next(call for call in self.meta["calls"] if call["tag"] == tag)
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key not in self:
+            raise ValueError(f"{key} is not stored")
+        return self._tensors[key]
 
     def weights(self, file: str | None = None) -> dict[str, torch.Tensor]:
         """The state_dict that the fixture was made with.
@@ -62,12 +66,19 @@ class Fixture:
         the keys under "weights_prefix" are returned, with the prefix taken off.
         """
         prefix = "" if file else self.meta.get("weights_prefix", "")
-        state = load_file(self.folder / (file or self.meta["weights_file"]))
+        state = load_file(self._beside(file or self.meta["weights_file"]))
         return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
     def weights_meta(self, file: str | None = None) -> dict[str, Any]:
         """The JSON beside the weights file: constructor arguments of every sub-module under "config"."""
-        return json.loads((self.folder / (file or self.meta["weights_file"])).with_suffix(".json").read_text())
+        file = file or self.meta["weights_file"]
+        return json.loads(self._beside(str(Path(file).with_suffix(".json"))).read_text())
+
+    def _beside(self, file: str) -> Path:
+        path = self.folder / file
+        if not path.is_file():
+            raise ValueError(f"{file} is missing")
+        return path
 
     def generated_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         """The state_dict of a fixture whose weights follow from a rule over key names; ValueError if they come out
@@ -78,14 +89,23 @@ class Fixture:
         return generate_weights(shapes, self.meta["weight_check"])
 
     def tolerance(self, key: str) -> Tolerance:
-        """What the stored tensor `key` may differ by."""
-        tensor = self.meta["tensors"][key]
+        """What the stored tensor `key` may differ by. ValueError if the fixture does not say."""
+        tensor = self.described.get(key, {})
         if "atol" in tensor:
             return Tolerance(tensor["atol"], tensor.get("rms_tol"))
         if tensor.get("compare") == "exact" or not self[key].is_floating_point():
             return Tolerance()
         tolerance = self.meta["tolerance"]
-        return Tolerance((tolerance[self.families[key]] if key in self.families else tolerance)["atol"])
+        if isinstance(tolerance, dict) and key in self.families:
+            tolerance = tolerance.get(self.families[key])
+        if not isinstance(tolerance, dict):
+            raise ValueError(f"no tolerance is given for {key}")
+        return Tolerance(tolerance["atol"])
+
+
+def outputs_of(call: Mapping[str, Any]) -> list[str]:
+    """Keys of the results of a call, which has one ("output") or several ("outputs")."""
+    return call["outputs"] if "outputs" in call else [call["output"]]
 
 
 # Computes a fixture's results: yields (key of the stored tensor, such as "out/full/xs", computed tensor).

@@ -4,21 +4,20 @@ Stored caches have upstream's layouts; the functions at the end bring ours into 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.checkpoint import load_strict, shapes_of
-from common.constants import EULER_STEPS
 from common.flow.cache import DiTFlowCache, EncoderCache, EstimatorCache, KeyValues
 from common.flow.config import DiTConfig, DiTFlowConfig, EncoderConfig
 from common.flow.dit import DiTEstimator
 from common.flow.dit_flow import DiTFlow
 from common.flow.encoder import UpsampleConformerEncoder
 from scripts.parity.fixture import Check, Fixture
-from scripts.parity.tracing import evaluate, intermediates
+from scripts.parity.tracing import evaluate, intermediates, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 
@@ -30,18 +29,11 @@ def build(fixture: Fixture, file: str | None = None) -> DiTFlow:
     return load_strict(DiTFlow(sizes), state, "cpu", torch.float32)
 
 
-def steps_of(fixture: Fixture) -> int:
-    """Number of Euler steps of a fixture, which some give per call and some in a note; upstream's default otherwise."""
-    given = [call["n_timesteps"] for call in fixture.meta["calls"] if "n_timesteps" in call]
-    noted = re.findall(r"n_timesteps = (\d+)", " ".join(fixture.meta.get("notes", [])))
-    return int([*given, *noted, EULER_STEPS][0])
-
-
 def check_encoder(fixture: Fixture) -> Results:
     state = fixture.weights()
     encoder = UpsampleConformerEncoder(EncoderConfig.from_shapes(shapes_of(state), prefix=""))
     load_strict(encoder, state, "cpu", torch.float32)
-    cache = encoder.empty_cache(1)
+    caches: dict[str, EncoderCache] = {}
     for call in fixture.meta["calls"]:
         if "last_chunk" not in call:
             xs, lengths = (fixture[key] for key in re.findall(r"in/\w+", call["fn"]))
@@ -49,12 +41,25 @@ def check_encoder(fixture: Fixture) -> Results:
             yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
             continue
         xs = evaluate(fixture, call["xs"])
-        if call["caches"] == "none":
-            cache = encoder.empty_cache(xs.shape[0])
+        cache = encoder.empty_cache(xs.shape[0]) if call["caches"] == "none" else caches[_origin(call)]
         ys, cache = encoder.forward_chunk(xs, cache, call["last_chunk"])
-        computed = {"xs": ys, "cnn_cache": encoder_conv(cache), "att_cache": encoder_attention(cache)}
-        for key in call["outputs"]:
-            yield key, computed[key.rpartition("/")[2]]
+        caches[call["tag"]] = cache
+        yield from _stored(
+            call["outputs"], {"xs": ys, "cnn_cache": encoder_conv(cache), "att_cache": encoder_attention(cache)}
+        )
+
+
+def _origin(call: dict[str, Any]) -> str:
+    """Tag of the call whose caches this one continues: "from chunk0"."""
+    return call["caches"].removeprefix("from ")
+
+
+def _stored(keys: Iterable[str], computed: dict[str, Tensor]) -> Results:
+    """Results by the last part of their keys, such as `att_cache` or, for a part of it, `att_cache.step_last`."""
+    for key in keys:
+        name, *parts = key.rpartition("/")[2].split(".")
+        if name in computed:
+            yield key, _part(computed[name], parts)
 
 
 def check_estimator(fixture: Fixture) -> Results:
@@ -62,25 +67,27 @@ def check_estimator(fixture: Fixture) -> Results:
     estimator = DiTEstimator(DiTConfig.from_shapes(shapes_of(state), prefix=""))
     load_strict(estimator, state, "cpu", torch.float32)
     x, mu, condition, speaker, t = (fixture[f"in/{name}"] for name in ("x", "mu", "cond", "spks", "t"))
-    cache = _empty_cache(estimator, x)
-    blocks: list[int] = []
+    streams: dict[str, tuple[EstimatorCache, list[int]]] = {}  # cache after a call, lengths of the blocks in it
     for call in fixture.meta["calls"]:
         if "frames" not in call:
-            with intermediates(estimator, fixture, call["tag"]) as found:
-                yield call["output"], estimator(x, t, mu, speaker, condition, fixture["in/mask"].bool())
-            yield from found.items()
+            yield from _whole_estimate(fixture, estimator, call)
             continue
-        if not call["caches"].startswith("from"):
-            cache, blocks = _empty_cache(estimator, x), []
+        fresh = not call["caches"].startswith("from ")
+        cache, blocks = (_empty_cache(estimator, x), []) if fresh else streams[_origin(call)]
         start, stop = call["frames"]
-        cache = cache.with_room(stop - start)
-        blocks.append(stop - start)
+        cache, blocks = cache.with_room(stop - start), [*blocks, stop - start]
+        streams[call["tag"]] = cache, blocks
         part = slice(start, stop)
         y = estimator.forward_chunk(x[..., part], t, mu[..., part], speaker, condition[..., part], cache)
         attention = estimator_attention(cache.attention, blocks)
-        computed = {"x": y, "cnn_cache": estimator_conv(cache), "att_cache": attention}
-        for key in call["outputs"]:
-            yield key, computed[key.rpartition("/")[2]]
+        yield from _stored(call["outputs"], {"x": y, "cnn_cache": estimator_conv(cache), "att_cache": attention})
+
+
+def _whole_estimate(fixture: Fixture, estimator: DiTEstimator, call: dict[str, Any]) -> Results:
+    x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
+    with intermediates(estimator, fixture, call["tag"]) as found:
+        yield call["output"], estimator(x, t, mu, speaker, condition, mask.bool())
+    yield from found.items()
 
 
 def _empty_cache(estimator: DiTEstimator, x: Tensor) -> EstimatorCache:
@@ -113,7 +120,7 @@ def check_full_size_flow(fixture: Fixture) -> Results:
 
 
 def _flow_calls(fixture: Fixture, flow: DiTFlow) -> Results:
-    """A stream (set-up, then chunks) and, in some fixtures, the whole utterance at once."""
+    """Streams (set-up, then chunks) and, in some fixtures, the whole utterance at once."""
     cache: DiTFlowCache | None = None
     blocks: list[int] = []
     for call in fixture.meta["calls"]:
@@ -124,25 +131,23 @@ def _flow_calls(fixture: Fixture, flow: DiTFlow) -> Results:
         mu: list[Tensor] = []
         hook = flow.encoder_proj.register_forward_hook(lambda module, args, output, mu=mu: mu.append(output))
         mel = None
-        if cache is None:
-            cache = _set_up(fixture, flow, call)
-        else:
+        if "last_chunk" in call:
+            assert cache is not None, "a stream is set up before its first chunk"
             mel, cache = _chunk(fixture, flow, call, cache)
+        else:
+            cache, blocks = _set_up(fixture, flow, call), []
         hook.remove()
         blocks.append(mu[0].shape[1])
         computed = {
-            "mel": mel,
             "mu": mu[0].transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
             "conformer_cnn_cache": encoder_conv(cache.encoder),
             "conformer_att_cache": encoder_attention(cache.encoder),
             "estimator_cnn_cache": estimator_conv(cache.estimator),
             "estimator_att_cache": estimator_attention(cache.estimator.attention, blocks),
         }
-        for key in fixture.keys:
-            name, *parts = key.rpartition("/")[2].split(".")
-            tensor = computed.get(name)
-            if key.split("/")[1] == tag and tensor is not None:
-                yield key, _part(tensor, parts)
+        if mel is not None:
+            computed["mel"] = mel
+        yield from _stored((key for key in fixture.keys if key.split("/")[1] == tag), computed)
 
 
 def _set_up(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> DiTFlowCache:
@@ -152,13 +157,13 @@ def _set_up(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> DiTFlowCac
     if not torch.equal(token[:, prompt.shape[1] :], prompt[:, : flow.config.encoder.lookahead]):
         raise ValueError(f"{fixture.name}: look-ahead of the set-up is not the head of the prompt")
     embedding = fixture[call.get("spk", "in/embedding")]
-    return flow.setup_cache(prompt, feat, embedding, noise=fixture["in/rand_noise"], steps=steps_of(fixture))
+    return flow.setup_cache(prompt, feat, embedding, noise=fixture["in/rand_noise"], steps=steps_of(fixture, call))
 
 
 def _chunk(fixture: Fixture, flow: DiTFlow, call: dict[str, Any], cache: DiTFlowCache) -> tuple[Tensor, DiTFlowCache]:
     token, last = evaluate(fixture, call["token"]), call["last_chunk"]
-    tokens = token.shape[1] - (0 if last else flow.config.encoder.lookahead)
-    noise = fixture["in/rand_noise"][:, :, cache.frames : cache.frames + tokens * flow.config.encoder.ratio]
+    frames = (token.shape[1] - (0 if last else flow.config.encoder.lookahead)) * flow.config.encoder.ratio
+    noise = fixture["in/rand_noise"][:, :, cache.frames : cache.frames + frames]
     return flow.inference_chunk(token, cache, last=last, noise=noise)
 
 
@@ -166,7 +171,7 @@ def _whole_utterance(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> T
     token = torch.cat([fixture["in/prompt_token"], fixture["in/token"]], dim=1)
     feat = fixture["in/prompt_feat"]
     token_len, feat_len = (torch.full(x.shape[:1], x.shape[1]) for x in (token, feat))
-    noise, steps = fixture[call["noise"]], steps_of(fixture)
+    noise, steps = fixture[call["noise"]], steps_of(fixture, call)
     return flow.inference(token, token_len, feat, feat_len, fixture["in/embedding"], noise=noise, steps=steps)
 
 
@@ -194,12 +199,18 @@ def estimator_attention(cache: KeyValues, blocks: list[int]) -> Tensor:
 
 
 def _part(x: Tensor, names: list[str]) -> Tensor:
-    """The part of a large cache that is stored, such as `steps_first_last`, `step_last`, `t40`."""
+    """The part of a large cache that is stored, such as `steps_first_last`, `step_last.layer_last`, `t40`.
+
+    Names of steps and layers take the leading axes one by one, "first" and "last" removing theirs.
+    """
+    axis = 0
     for name in names:
-        if name.endswith("_first_last"):
-            x = x[[0, -1]]
-        elif name.endswith("_last"):
-            x = x[-1]
+        if match := re.fullmatch(r"(?:step|layer)s?_(first_last|first|last)", name):
+            if match[1] == "first_last":
+                x = x.index_select(axis, torch.tensor([0, x.shape[axis] - 1]))
+                axis += 1
+            else:
+                x = x.select(axis, 0 if match[1] == "first" else -1)
         elif match := re.fullmatch(r"t(\d+)", name):
             x = x[..., : int(match[1]), :]
         else:

@@ -1,6 +1,5 @@
 """Fixtures of CosyVoice2's flow: encoder, UNet estimator, flow-matching solve, and the flow as a whole."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,14 +8,13 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import load_strict, shapes_of
-from common.constants import EULER_STEPS
 from common.flow.config import EncoderConfig, UNetConfig, UNetFlowConfig
 from common.flow.encoder import UpsampleConformerEncoder
 from common.flow.matching import FlowMatching, time_schedule
 from common.flow.unet import UNetEstimator
 from common.flow.unet_flow import UNetFlow
 from scripts.parity.fixture import Check, Fixture
-from scripts.parity.tracing import intermediates
+from scripts.parity.tracing import intermediates, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 
@@ -50,7 +48,7 @@ def check_encoder(fixture: Fixture) -> Results:
     for call in fixture.meta["calls"]:
         xs, context = fixture[call["xs"]], None
         if call["context"]:
-            frames = int(re.findall(r"last (\d+) frames", call["context"])[0])
+            frames = encoder.config.lookahead
             xs, context = xs[:, :-frames], xs[:, -frames:]
         with intermediates(encoder, fixture, call["tag"]) as found:
             ys, valid = encoder(xs, fixture[call["xs_lens"]], context, call["streaming"])
@@ -81,7 +79,7 @@ def check_solve(fixture: Fixture) -> Results:
             velocities.append(decoder.estimator(x, *rows, mask.bool().repeat(2, 1, 1), call["streaming"]))
             return velocities[-1]
 
-        steps, noise = call["n_timesteps"], fixture["in/rand_noise"] * call["temperature"]
+        steps, noise = call["n_timesteps"], fixture["in/rand_noise"][:, :, : mu.shape[2]] * call["temperature"]
         yield call["output"], decoder.solve(velocity, noise, mu, speaker, condition, steps)
         computed = {
             "t_per_step": torch.tensor(time_schedule(steps)[0]),
@@ -118,7 +116,7 @@ def _flow_calls(fixture: Fixture, flow: UNetFlow) -> Results:
                 prompt_feat,
                 fixture["in/embedding"],
                 noise=fixture["in/rand_noise"],
-                steps=call.get("n_timesteps", EULER_STEPS),
+                steps=steps_of(fixture, call),
                 **flags,
             ),
         )
@@ -130,7 +128,9 @@ def _flow_calls(fixture: Fixture, flow: UNetFlow) -> Results:
 def _tokens(fixture: Fixture, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Target tokens, prompt tokens and prompt mel of a call; some calls go without a prompt."""
     prompt_token, prompt_feat = fixture["in/prompt_token"], fixture["in/prompt_feat"]
-    if call.get("prompt", "").startswith("empty"):
+    if "prompt" in call:
+        if not call["prompt"].startswith("empty"):
+            raise ValueError(f"{fixture.name}: cannot read the prompt {call['prompt']!r}")
         prompt_token, prompt_feat = prompt_token[:, :0], prompt_feat[:, :0]
     return fixture["in/token"][:, : call["n_token"]], prompt_token, prompt_feat
 

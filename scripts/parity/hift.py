@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from common.checkpoint import load_strict
 from common.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, split_weight_norm
 from scripts.parity.fixture import Check, Fixture, outputs_of
 from scripts.parity.tracing import intermediates
@@ -38,22 +39,20 @@ def config_of(meta: dict) -> HiFTConfig:
 
 def build(fixture: Fixture, weights_file: str | None = None) -> HiFTGenerator:
     """The network that a fixture's weights file describes."""
-    hift = HiFTGenerator(config_of(fixture.weights_meta(weights_file))).eval()
-    hift.load_state_dict(fuse_weight_norm(fixture.weights(weights_file)))
-    return hift
+    hift = HiFTGenerator(config_of(fixture.weights_meta(weights_file)))
+    return load_strict(hift, fuse_weight_norm(fixture.weights(weights_file)), "cpu", torch.float32)
 
 
 def build_full_size(fixture: Fixture) -> HiFTGenerator:
     """The official sizes, with weights drawn by the fixture's rule."""
-    hift = HiFTGenerator().eval()
+    hift = HiFTGenerator()
     shapes = {key: tuple(value.shape) for key, value in split_weight_norm(hift.state_dict()).items()}
-    hift.load_state_dict(fuse_weight_norm(fixture.generated_weights(shapes)))
-    return hift
+    return load_strict(hift, fuse_weight_norm(fixture.generated_weights(shapes)), "cpu", torch.float32)
 
 
 def _calls(hift: HiFTGenerator, fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
     for call in fixture.meta["calls"]:
-        text = call.get("fn", call["tag"])
+        text = call.get("fn", outputs_of(call)[0].rpartition("/")[2])
         # "decode(x=40*in/mel, s=10*in/decode_source)": inputs in the order of the arguments, some of them amplified.
         inputs = [float(gain or 1) * fixture[key] for gain, key in re.findall(r"(?:([\d.]+)\*)?(in/\w+)", text)]
         with intermediates(hift, fixture, call["tag"]) as found:
@@ -83,7 +82,10 @@ def check_tiny(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
     yield from _calls(hift, fixture)
     for key in fixture.keys:
         if key.startswith("mid/sine_waves_first_"):
-            yield key, hift.m_source.sines(hift.f0(fixture["in/mel"]), fixture["in/draw1_randn"])[:, : fixture[key].shape[1]]
+            yield (
+                key,
+                hift.m_source.sines(hift.f0(fixture["in/mel"]), fixture["in/draw1_randn"])[:, : fixture[key].shape[1]],
+            )
 
 
 def check_full_size(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:

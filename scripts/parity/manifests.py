@@ -12,7 +12,7 @@ from common.flow.config import DiTFlowConfig, UNetFlowConfig
 from common.flow.dit_flow import DiTFlow
 from common.flow.unet_flow import UNetFlow
 from common.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, split_weight_norm
-from scripts.parity.runner import Result
+from scripts.parity.runner import Result, one_line
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def _compare(name: str, path: Path) -> Result:
         listed = {key: torch.Size(shape) for key, shape in json.loads(path.read_text()).items()}
         differences = shape_differences(NETWORKS[path.name](listed), listed)
     except Exception as error:  # the other listings still tell something
-        return Result(name, "MISS", f"{type(error).__name__}: {error}")
+        return Result(name, "MISS", one_line(error))
     if differences:
         return Result(name, "MISS", f"{len(differences)} differences, the first: {'; '.join(differences[:5])}")
     return Result(name, "PASS", f"{len(listed)} keys and shapes equal")

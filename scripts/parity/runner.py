@@ -30,6 +30,11 @@ def all_checks() -> dict[str, Check]:
     return checks
 
 
+def one_line(error: Exception) -> str:
+    """An exception in the words of a Result."""
+    return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
+
+
 def compare(expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> tuple[bool, str]:
     """(within tolerance, figures in words). Relative error is against the largest magnitude of `expected`."""
     if expected.shape != actual.shape:
@@ -46,22 +51,30 @@ def compare(expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) 
     return passed, f"abs {largest:.1e} rel {relative:.1e} rms {rms:.1e} (allowed {allowed})"
 
 
-def run_fixture(fixture: Fixture, check: Check) -> list[Result]:
-    """One result per compared tensor, then one for each stored output that the check did not compute.
+def run_fixture(fixture: Fixture, check: Check) -> Iterator[Result]:
+    """One result per compared tensor, then one for each output of the fixture that the check did not compute.
 
     An exception inside the check ends this fixture with a miss that carries its message.
     """
-    results: list[Result] = []
-    missing = {key for key in fixture.keys if key.startswith("out/")}
+    missing = fixture.outputs
     try:
         with torch.inference_mode():
             for key, actual in check(fixture):
                 missing.discard(key)
-                passed, detail = compare(fixture[key], actual, fixture.tolerance(key))
-                results.append(Result(f"{fixture.name} {key}", "PASS" if passed else "MISS", detail))
+                yield _compare_stored(fixture, key, actual)
     except Exception as error:  # the other fixtures still tell something
-        results.append(Result(fixture.name, "MISS", f"{type(error).__name__}: {error}"))
-    return results + [Result(f"{fixture.name} {key}", "MISS", "not computed") for key in sorted(missing)]
+        yield Result(fixture.name, "MISS", one_line(error))
+    for key in sorted(missing):
+        yield Result(f"{fixture.name} {key}", "MISS", "not computed" if key in fixture else "described, but not stored")
+
+
+def _compare_stored(fixture: Fixture, key: str, actual: torch.Tensor) -> Result:
+    name = f"{fixture.name} {key}"
+    try:
+        passed, detail = compare(fixture[key], actual, fixture.tolerance(key))
+    except ValueError as error:
+        return Result(name, "MISS", str(error))
+    return Result(name, "PASS" if passed else "MISS", detail)
 
 
 def run_folder(folder: Path) -> Iterator[Result]:
@@ -77,13 +90,12 @@ def run_folder(folder: Path) -> Iterator[Result]:
 
 
 def _run_file(path: Path, checks: dict[str, Check]) -> Iterator[Result]:
+    if path.stem not in checks:
+        yield Result(path.stem, "MISS", "unknown fixture: no check has this name")
+        return
     try:
         fixture = Fixture(path)
-        stored = fixture.keys
     except Exception as error:
-        yield Result(path.stem, "MISS", f"unreadable: {type(error).__name__}: {error}")
-        return
-    if fixture.name not in checks:
-        yield Result(fixture.name, "MISS", f"unknown fixture with {len(stored)} tensors: no check has this name")
+        yield Result(path.stem, "MISS", f"unreadable: {one_line(error)}")
         return
     yield from run_fixture(fixture, checks[fixture.name])

@@ -2,7 +2,8 @@
 
 Two rules of upstream's loops are mistakes that our engine does not share: the DiT loop trims its cache as if the newest
 frames came last and then reuses noise, and the UNet loop renders its last chunk without the streaming mask. The engine
-is compared wherever those rules have not acted yet; the rest is composed from the same networks under upstream's rules.
+is compared wherever those rules (or a fixture's own, where it trims elsewhere) have not acted yet; the rest is composed
+from the same networks under upstream's rules.
 """
 
 from collections.abc import Iterator
@@ -13,18 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.constants import TOKEN_MEL_RATIO
+from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from common.flow.cache import DiTFlowCache, KeyValues
+from common.flow.config import FlowConfig
 from common.flow.dit_flow import DiTFlow
 from common.flow.unet_flow import UNetFlow
 from common.overlap import raw_hamming_window
 from common.prompt import Prompt
-from common.token2wav.engine import Stream, Token2Wav
-from common.token2wav.flows import Chunk, DiTStreaming, UNetStreaming, VoiceCache
+from common.token2wav.engine import Token2Wav
+from common.token2wav.flows import Chunk, DiTState, DiTStreaming, UNetStreaming, VoiceCache
 from common.token2wav.noise import NoiseTape
 from common.token2wav.vocoder import StreamingVocoder
 from scripts.parity import flow_dit, flow_unet, hift
 from scripts.parity.fixture import Check, Fixture
+from scripts.parity.tracing import steps_of
 
 Outputs = Iterator[tuple[str, Tensor]]
 
@@ -38,13 +41,21 @@ class RestartingTape(NoiseTape):
 
 def _vocoder(fixture: Fixture) -> StreamingVocoder:
     """The vocoder with upstream's window, whose halves add up to 1.08, and the fixture's noise."""
-    file = next(name for name in fixture.meta["weights_files"] if name.startswith("hift"))
-    network = hift.build(fixture, file)
+    network = hift.build(fixture, _file(fixture, "hift"))
     return StreamingVocoder(network, RestartingTape(fixture["in/noise_table"]), raw_hamming_window())
 
 
-def _flow_file(fixture: Fixture) -> str:
-    return next(name for name in fixture.meta["weights_files"] if not name.startswith("hift"))
+def _file(fixture: Fixture, part: str) -> str:
+    """The one of the fixture's weights files that holds a network with this part."""
+    for name in fixture.meta["weights_files"]:
+        if part in fixture.weights_meta(name)["config"]:
+            return name
+    raise ValueError(f"{fixture.name}: none of {fixture.meta['weights_files']} describes a {part!r}")
+
+
+def _served(config: FlowConfig) -> bool:
+    """Whether our engine serves networks of this look-ahead; others are composed under upstream's rules throughout."""
+    return config.encoder.lookahead == LOOKAHEAD_TOKENS
 
 
 def _flow_noise(fixture: Fixture) -> NoiseTape:
@@ -68,47 +79,52 @@ def _tokens(fixture: Fixture, call: dict[str, Any]) -> np.ndarray:
     return fixture["in/token"].reshape(-1)[first:end].numpy()
 
 
-def _caches(fixture: Fixture, tag: str, stream: Stream) -> Outputs:
-    for name, value in (("cache_source", stream.vocoder.source), ("cache_speech", stream.vocoder.speech)):
-        key = f"out/{tag}/{name}"
-        if key in fixture:
-            yield key, value.reshape(fixture[key].shape)
+def _where_stored(fixture: Fixture, results: dict[str, Tensor]) -> Outputs:
+    yield from ((key, result) for key, result in results.items() if key in fixture)
 
 
 def check_dit(fixture: Fixture) -> Outputs:
-    """token2wav_dit: a chunk is the engine's own until a cache that it starts from was trimmed."""
-    network: DiTFlow = flow_dit.build(fixture, _flow_file(fixture))
+    """token2wav_dit: a chunk is the engine's own until it or upstream starts from a cache that was trimmed."""
+    network: DiTFlow = flow_dit.build(fixture, _file(fixture, "dit"))
     vocoder = _vocoder(fixture)
     noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_mel")
-    steps = flow_dit.steps_of(fixture)
+    steps = steps_of(fixture)
     engine = Token2Wav(DiTStreaming(network, noise, VoiceCache(0), steps=steps), vocoder)
     ours, upstream = engine.open(prompt), _UpstreamDiT(network, noise, prompt, steps)
     theirs = vocoder.open()
-    trimmed = False
+    same_rules = _served(network.config)
     for call in fixture.meta["calls"]:
         tag, tokens, last = call["tag"], _tokens(fixture, call), call["last_chunk"]
         mel = upstream.step(tokens, last, call.get("flow_cache_frames_after_trim"))
-        speech = vocoder.step(theirs, mel, last=last)
-        if not trimmed:
-            audio = engine.step(ours, Chunk(tokens, last))
-            yield f"out/{tag}/speech", torch.from_numpy(audio)[None]
-            yield from _caches(fixture, tag, ours)
-        else:
-            yield f"out/{tag}/speech", speech[None]
-            yield from _caches(fixture, tag, Stream(ours.flow, theirs))
-        yield f"mid/{tag}/mel", mel[None]
-        before, after = call.get("flow_cache_frames_before_trim"), call.get("flow_cache_frames_after_trim")
-        trimmed = trimmed or before != after
+        speech, state = vocoder.step(theirs, mel, last=last), theirs
+        if same_rules:
+            speech, state = torch.from_numpy(engine.step(ours, Chunk(tokens, last))), ours.vocoder
+            assert isinstance(ours.flow, DiTState)
+            same_rules = _complete(upstream.cache) and _complete(ours.flow.cache)
+        yield f"out/{tag}/speech", speech[None]
+        yield from _where_stored(
+            fixture,
+            {
+                f"out/{tag}/cache_source": state.source[None, None],
+                f"out/{tag}/cache_speech": state.speech[None],
+                f"mid/{tag}/mel": mel[None],
+            },
+        )
+
+
+def _complete(cache: DiTFlowCache) -> bool:
+    """Whether a stream's cache still holds every frame."""
+    return cache.estimator.attention.frames == cache.frames
 
 
 class _UpstreamDiT:
     """The flow under upstream's caller: newest frames first, cut to both ends, noise from the cache's length on."""
 
-    def __init__(self, network: DiTFlow, noise: NoiseTape, prompt: Prompt, steps: int):
+    def __init__(self, network: DiTFlow, noise: NoiseTape, prompt: Prompt, steps: int) -> None:
         self._network = network
         self._noise = noise
-        self._cache: DiTFlowCache = network.setup_cache(
+        self.cache: DiTFlowCache = network.setup_cache(
             torch.from_numpy(prompt.tokens)[None],
             torch.from_numpy(prompt.mel)[None],
             torch.from_numpy(prompt.embedding)[None],
@@ -118,16 +134,16 @@ class _UpstreamDiT:
         self._prompt_frames = len(prompt.mel)
 
     def step(self, tokens: np.ndarray, last: bool, keep: int | None) -> Tensor:
-        cached = self._cache.estimator.attention.frames
+        cached = self.cache.estimator.attention.frames
         lookahead = 0 if last else self._network.config.encoder.lookahead
         frames = (len(tokens) - lookahead) * self._network.config.encoder.ratio
         noise = self._noise.read(cached, frames).T[None]  # (T, C) -> (1, C, T)
-        mel, cache = self._network.inference_chunk(torch.from_numpy(tokens)[None], self._cache, last=last, noise=noise)
+        mel, cache = self._network.inference_chunk(torch.from_numpy(tokens)[None], self.cache, last=last, noise=noise)
         attention = cache.estimator.attention
         newest_first = KeyValues(*(_newest_first(x, cached) for x in (attention.keys, attention.values)))
-        if keep is not None and keep < newest_first.frames:
+        if keep is not None:
             newest_first = newest_first.trimmed(self._prompt_frames, keep - self._prompt_frames)
-        self._cache = replace(cache, estimator=replace(cache.estimator, attention=newest_first))
+        self.cache = replace(cache, estimator=replace(cache.estimator, attention=newest_first))
         return mel[0]
 
 
@@ -137,29 +153,34 @@ def _newest_first(x: Tensor, cached: int) -> Tensor:
 
 
 def check_unet(fixture: Fixture) -> Outputs:
-    """token2wav: every chunk is the engine's own but those that upstream renders without the streaming mask."""
-    network: UNetFlow = flow_unet.build(fixture, _flow_file(fixture))
+    """token2wav: a chunk is the engine's own until upstream renders one without the streaming mask."""
+    network: UNetFlow = flow_unet.build(fixture, _file(fixture, "estimator"))
     vocoder = _vocoder(fixture)
     noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_feat")
-    engine = Token2Wav(UNetStreaming(network, noise), vocoder)
-    stream = engine.open(prompt)
+    steps = steps_of(fixture)
+    engine = Token2Wav(UNetStreaming(network, noise, steps=steps), vocoder)
+    ours, theirs = engine.open(prompt), vocoder.open()
+    same_rules = _served(network.config)
     for call in fixture.meta["calls"]:
-        tokens, last = _tokens(fixture, call), call["finalize"]
-        if call["stream"]:
-            audio = torch.from_numpy(engine.step(stream, Chunk(tokens, last, offset=call["token_offset"])))
-        else:
-            mel = network.inference(
-                torch.from_numpy(tokens)[None],
-                torch.from_numpy(prompt.tokens)[None],
-                torch.from_numpy(prompt.mel)[None],
-                torch.from_numpy(prompt.embedding)[None],
-                noise=fixture["in/rand_noise"],
-                streaming=False,
-                finalize=last,
-            )
-            audio = vocoder.step(stream.vocoder, mel[0, :, call["token_offset"] * TOKEN_MEL_RATIO :], last=last)
-        yield f"out/{call['tag']}/speech", audio[None]
+        tag, tokens, offset, last = call["tag"], _tokens(fixture, call), call["token_offset"], call["finalize"]
+        mel = network.inference(
+            torch.from_numpy(tokens)[None],
+            torch.from_numpy(prompt.tokens)[None],
+            torch.from_numpy(prompt.mel)[None],
+            torch.from_numpy(prompt.embedding)[None],
+            noise=fixture["in/rand_noise"],
+            streaming=call["stream"],
+            finalize=last,
+            steps=steps,
+        )[0, :, offset * network.config.encoder.ratio :]
+        rendered = torch.cat([theirs.mel, mel], dim=1)
+        speech = vocoder.step(theirs, mel, last=last)
+        same_rules = same_rules and call["stream"]
+        if same_rules:
+            speech = torch.from_numpy(engine.step(ours, Chunk(tokens, last, offset=offset)))
+        yield f"out/{tag}/speech", speech[None]
+        yield from _where_stored(fixture, {f"mid/{tag}/vocoder_mel": rendered[None]})
 
 
 CHECKS: dict[str, Check] = {
