@@ -7,6 +7,9 @@ import unicodedata
 # stray "<|" and a far "|>" from being swallowed.
 _CONTROL_TOKEN = re.compile(r"<\|[^<|>]{0,64}\|>")
 
+# Separators and format characters: text of nothing else, such as a zero-width space, is as empty as none.
+_UNHEARD = ("Zs", "Zl", "Zp", "Cf")
+
 
 def strip_control_tokens(text: str) -> str:
     """Replace whatever could be tokenised as control (`<|s_1|>`, `<|eos1|>`, `<|endofprompt|>`) by a space.
@@ -30,7 +33,7 @@ def normalise_text(text: str, *, name: str, max_chars: int) -> str:
     # Unprintable control characters go first: left in, they would survive the split and reach the tokenizer.
     printable = "".join(" " if unicodedata.category(char) == "Cc" else char for char in text)
     spoken = " ".join(strip_control_tokens(printable).split())
-    if not spoken:
+    if all(unicodedata.category(char) in _UNHEARD for char in spoken):
         shown = text if len(text) <= 80 else text[:80] + "..."
         raise ValueError(f"{name} has nothing to speak: {shown!r}")
     return spoken

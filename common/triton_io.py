@@ -9,6 +9,7 @@ anything else      -> INTERNAL         a bug, logged with its traceback
 import asyncio
 import json
 import logging
+import re
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -33,6 +34,9 @@ SHUTDOWN_SECONDS = 10.0
 # so the caller tells them by these.
 INVALID = "invalid request: "
 UNAVAILABLE = "unavailable: "
+# Triton's own words where a model's process has died, or where the server is ending and refuses calls between models.
+MODEL_DOWN = re.compile(r"Stub process .* is not healthy|Server not ready")
+MAX_MESSAGE_CHARS = 500  # gRPC carries errors in escaped headers, of which a client takes 8 kB
 
 
 # --- inputs and outputs ------------------------------------------------------------------------------------------
@@ -116,6 +120,8 @@ def error_response(error: BaseException, model: str) -> Any:
         code, message = pb_utils.TritonError.CANCELLED, "the request was cancelled"
     else:
         logger.error("%s failed", model, exc_info=error)
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = f"{message[:MAX_MESSAGE_CHARS]}... ({len(message)} characters)"
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
@@ -202,7 +208,9 @@ async def stream(
 ) -> AsyncGenerator[dict[str, np.ndarray], None]:
     """The outputs of each response of a decoupled `model`, as they arrive; the caller bounds the waiting.
 
-    Leaving early drops the rest, but does not stop the model: Triton 2.51 has no cancel for such a call.
+    Leaving early drops the rest, but does not stop the model: Triton 2.51 has no cancel for such a call. It also loses
+    an error that follows other responses, and the end with it: the model must end by FINAL alone after its first
+    response, or the thread that reads it is never freed.
     """
     request = pb_utils.InferenceRequest(
         model_name=model,
@@ -260,7 +268,7 @@ def _outputs(model: str, response: Any) -> dict[str, np.ndarray]:
         code, message = response.error().code(), response.error().message()
         if code == pb_utils.TritonError.INVALID_ARG or INVALID in message:
             raise ValueError(f"{model}: {message.split(INVALID, 1)[-1]}")
-        if code == pb_utils.TritonError.UNAVAILABLE or UNAVAILABLE in message:
+        if code == pb_utils.TritonError.UNAVAILABLE or UNAVAILABLE in message or MODEL_DOWN.search(message):
             raise UnavailableError(f"{model}: {message.split(UNAVAILABLE, 1)[-1]}")
         raise RuntimeError(f"{model}: {message}")
     return {tensor.name(): _to_array(tensor) for tensor in response.output_tensors()}

@@ -222,6 +222,8 @@ def test_the_request_carries_template_and_sampling(tokenizer):
         ((STREAM, event("<|s_1|>"), 30.0), "sent no token for 0.6 s"),
         ((STREAM, *[b": ping\n\n", 0.2] * 20), "sent no token"),
         ((STREAM, event("<|s_1|>"), *[b": ping\n\n", 0.2] * 20), "sends no token"),
+        ((STREAM, event("<|s_1|>"), *[event("word"), 0.2] * 20), "sends answers without tokens"),
+        ((STREAM, event("<|s_1|>" * 751)), "ignores max_tokens 750"),
     ],
 )
 def test_a_faulty_server_is_an_error_in_time(tokenizer, answer, message):

@@ -32,7 +32,7 @@ def test_prose_between_far_apart_marks_is_kept():
     assert strip_control_tokens(text) == text
 
 
-@pytest.mark.parametrize("text", ["", " \n\t", "<|s_1|>", "<|eos1|> <|s_2|>", "\x00\x1f"])
+@pytest.mark.parametrize("text", ["", " \n\t", "<|s_1|>", "<|eos1|> <|s_2|>", "\x00\x1f", "\u200b\ufeff \u2060"])
 def test_text_with_nothing_to_speak_is_refused_by_name_and_value(text):
     with pytest.raises(ValueError) as caught:
         normalise(text)

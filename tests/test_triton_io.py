@@ -148,6 +148,15 @@ def test_an_error_keeps_its_kind_between_models_although_triton_drops_its_code(t
         asyncio.run(triton_io.call("m", {}, ["y"]))
 
 
+@pytest.mark.parametrize(
+    "message", ["Stub process 'm_0_0' is not healthy.", "Model m - Error when running inference: Server not ready"]
+)
+def test_a_model_that_died_and_a_server_that_is_ending_are_unavailable(triton_models, message):
+    triton_models["m"] = lambda sent: InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
+    with pytest.raises(UnavailableError, match="^m: "):
+        asyncio.run(triton_io.call("m", {}, ["y"]))
+
+
 @pytest.mark.parametrize("model", ["m", "absent"])
 def test_other_errors_of_a_call_are_internal(triton_models, model):
     triton_models["m"] = lambda sent: triton_io.error_response(KeyError("x"), "m")
@@ -246,6 +255,16 @@ def test_a_failing_handler_ends_its_request_with_an_error(serve, decoupled, erro
     sender = submit(serve(fail), decoupled)
     wait_until(lambda: sender.final)
     assert [response.error().code() for response in sender.responses] == [code]
+
+
+def test_the_message_of_an_error_stays_short_enough_for_grpc(serve, decoupled):
+    async def fail(sent, responder) -> None:
+        raise ValueError(f"unknown speaker {'语' * 9000!r}")
+
+    sender = submit(serve(fail), decoupled)
+    wait_until(lambda: sender.final)
+    message = sender.responses[-1].error().message()
+    assert "unknown speaker" in message and len(message) < 550
 
 
 def test_a_failure_after_audio_is_still_told(serve, decoupled):

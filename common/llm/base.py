@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-MAX_SEED = 2**31 - 1  # the narrowest seed among the engines
+MAX_INT32 = 2**31 - 1  # how the LLM's tensors carry integers
+MAX_SEED = MAX_INT32  # the narrowest seed among the engines
 
 FinishReason = Literal["stop", "length"]
 
@@ -41,9 +42,9 @@ class Sampling:
         allowed = {
             "temperature": 0 <= self.temperature <= 10,
             "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= 0,
+            "top_k": 0 <= self.top_k <= MAX_INT32,
             "repetition_penalty": 0 < self.repetition_penalty <= 10,
-            "max_tokens": self.max_tokens >= 1,
+            "max_tokens": 1 <= self.max_tokens <= MAX_INT32,
             "seed": self.seed is None or 0 <= self.seed <= MAX_SEED,
         }
         for name, good in allowed.items():

@@ -123,6 +123,7 @@ class OpenAILM:
         async with aclosing(events):
             parser = SpeechTokenParser()
             wait = self._timeouts.first_token
+            generated, last_token = 0, time.monotonic()
             while True:
                 try:
                     # One deadline over connecting, waiting and reading; from the second event on the client's read
@@ -136,6 +137,12 @@ class OpenAILM:
                     raise UnavailableError(f"LLM server {endpoint.url} ended in the middle of an answer") from None
                 wait = 0.0
                 chunk = _read_event(event, parser, endpoint.url)
+                if chunk.tokens:
+                    generated, last_token = generated + len(chunk.tokens), time.monotonic()
+                elif time.monotonic() - last_token > self._timeouts.token:
+                    raise UnavailableError(f"LLM server {endpoint.url} sends answers without tokens")
+                if generated > sampling.max_tokens:
+                    raise UnavailableError(f"LLM server {endpoint.url} ignores max_tokens {sampling.max_tokens}")
                 yield chunk
                 if chunk.finish_reason:
                     break

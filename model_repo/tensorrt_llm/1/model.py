@@ -34,7 +34,9 @@ class TritonPythonModel:
         self._end_ids = tokenizer.end_ids
         self._decoupled = config.decoupled
         self._engine = load_engine(config.engine_dir, tokenizer, config.max_streams)
-        self._live: dict[str, asyncio.Task] = {}  # by request id, for `stop`; touched in the loop's thread only
+        # By request id, for `stop`; touched in the loop's thread only.
+        self._live: dict[str, asyncio.Task] = {}
+        self._stopped: set[str] = set()
         self._requests = triton_io.RequestLoop(self._serve, model="tensorrt_llm", decoupled=config.decoupled)
 
     def execute(self, requests):
@@ -63,8 +65,14 @@ class TritonPythonModel:
             self._live[request_id] = asyncio.current_task()
         try:
             await self._generate(generation, responder, streaming)
+        except asyncio.CancelledError:
+            # In a call between models Triton 2.51 loses an error that comes after other responses, and the end of the
+            # answer with it: the thread that reads it would wait for ever. So what was stopped just ends.
+            if not self._decoupled or request_id not in self._stopped:
+                raise
         finally:
             self._live.pop(request_id, None)
+            self._stopped.discard(request_id)
 
     async def _generate(self, generation, responder, streaming):
         tokens = []
@@ -81,6 +89,7 @@ class TritonPythonModel:
             raise ValueError("stop needs the id of the request to end, but the request id is empty")
         # One that has just ended by itself is no mistake of the caller's.
         if task := self._live.get(request_id):
+            self._stopped.add(request_id)
             task.cancel()
 
 
