@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from common.constants import DIT_TAIL_FRAMES, HOP_SAMPLES, LOOKAHEAD_TOKENS, OVERLAP_FRAMES, TOKEN_MEL_RATIO
+from common.errors import UnavailableError
 from common.overlap import hamming_window
 from common.prompt import Prompt
-from common.token2wav.engine import Token2Wav
-from common.token2wav.flows import Chunk, DiTStreaming, UNetStreaming, Voice, VoiceCache
+from common.token2wav.dit_streaming import DiTStreaming, VoiceCache
+from common.token2wav.engine import Stream, Token2Wav
+from common.token2wav.flows import Chunk, UNetStreaming, Voice
 from common.token2wav.noise import NoiseTape, flow_noise, source_noise
-from common.token2wav.vocoder import StreamingVocoder
+from common.token2wav.vocoder import MelChunk, StreamingVocoder
 from scripts.parity import flow_dit, flow_unet, hift, streaming
 from scripts.parity.fixture import Fixture
 from scripts.parity.runner import run_fixture
@@ -60,7 +62,8 @@ def voices():
 
 @pytest.fixture
 def dit(dit_network, vocoder, voices):
-    return Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, steps=4, max_tokens=200), vocoder)
+    flow = DiTStreaming(dit_network, flow_noise(), voices, max_streams=8, steps=4, max_tokens=200)
+    return Token2Wav(flow, vocoder)
 
 
 @pytest.fixture
@@ -85,9 +88,18 @@ def unet_chunks(tokens: np.ndarray, hops: list[int]) -> list[Chunk]:
     ]
 
 
+def step(engine: Token2Wav, stream: Stream, chunk: Chunk) -> np.ndarray:
+    (result,) = engine.step([(stream, chunk)])
+    if isinstance(result, ValueError):
+        raise result
+    return result
+
+
 def speak(engine: Token2Wav, voice: Prompt, chunks: list[Chunk]) -> np.ndarray:
     stream = engine.open(voice)
-    return np.concatenate([engine.step(stream, chunk) for chunk in chunks])
+    audio = np.concatenate([step(engine, stream, chunk) for chunk in chunks])
+    engine.close(stream)
+    return audio
 
 
 @pytest.mark.parametrize("name", [DIT, UNET])
@@ -119,7 +131,7 @@ def test_interleaved_streams_equal_the_same_streams_alone(kind, request):
     parts: dict[int, list[np.ndarray]] = {seed: [] for seed in plans}
     for turn in range(3):
         for seed, (_, chunks) in plans.items():
-            parts[seed].append(engine.step(streams[seed], chunks[turn]))
+            parts[seed].append(step(engine, streams[seed], chunks[turn]))
     for seed in plans:
         np.testing.assert_array_equal(np.concatenate(parts[seed]), alone[seed])
     assert np.abs(alone[0][: len(alone[1])] - alone[1][: len(alone[0])]).max() > 1e-3
@@ -132,60 +144,103 @@ def test_unet_chunks_on_training_boundaries_equal_the_utterance_at_once(unet_net
 
     def mel(chunks):
         state = flow.open(voice)
-        return torch.cat([flow.step(state, chunk) for chunk in chunks], dim=1)
+        return torch.cat([flow.render([(state, chunk)])[0] for chunk in chunks], dim=1)
 
     whole = mel([Chunk(tokens, last=True)])
     torch.testing.assert_close(mel(unet_chunks(tokens, [12, 5, 10])), whole, atol=1e-4, rtol=0)
     assert (mel(unet_chunks(tokens, [11, 5, 10])) - whole).abs().max() > 1e-2
 
 
-def test_the_dit_keeps_the_whole_prompt_and_its_recent_frames(dit_network, voices):
-    flow = DiTStreaming(dit_network, flow_noise(), voices, steps=2)
-    voice = _voice(prompt(4))
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_a_batch_of_streams_equals_each_stream_alone(kind, request):
+    """Voices, histories and chunk sizes differ; streams begin and end in different batches."""
+    engine = request.getfixturevalue(kind)
+    cut = dit_chunks if kind == "dit" else unet_chunks
+    plans = {seed: (prompt(seed, 9 + seed), cut(ids(seed, 70), [10 + seed, 30, 4 * seed + 1])) for seed in range(5)}
+    alone = {seed: speak(engine, *plan) for seed, plan in plans.items()}
+    streams, parts = {}, {seed: [] for seed in plans}
+    for turn in range(9):
+        due = [seed for seed in plans if 0 <= turn - seed < 4]
+        streams |= {seed: engine.open(plans[seed][0]) for seed in due if turn == seed}
+        batch = [(streams[seed], plans[seed][1][turn - seed]) for seed in due]
+        for seed, audio in zip(due, engine.step(batch), strict=True):
+            parts[seed].append(audio)
+    for seed in plans:
+        np.testing.assert_allclose(np.concatenate(parts[seed]), alone[seed], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_a_chunk_in_error_does_not_spoil_its_batch(kind, request):
+    engine = request.getfixturevalue(kind)
+    tokens = ids(1, 20)
+    expected = step(engine, engine.open(prompt(1)), Chunk(tokens, last=True))
+    good, bad = engine.open(prompt(1)), engine.open(prompt(2))
+    error, audio = engine.step([(bad, Chunk(tokens + 200, last=True)), (good, Chunk(tokens, last=True))])
+    assert isinstance(error, ValueError)
+    np.testing.assert_allclose(audio, expected, atol=1e-3)
+
+
+def test_the_dit_renders_like_its_reference_while_nothing_is_forgotten_and_like_the_trimmed_one_after(dit_network):
+    flow = DiTStreaming(dit_network, flow_noise(), VoiceCache(0), max_streams=1, steps=3)
+    voice, tokens = _voice(prompt(4)), ids(4, 160)
     state = flow.open(voice)
-    prompt_keys = state.cache.estimator.attention.keys.clone()
-    for chunk in dit_chunks(ids(4, 160), [50, 50]):
-        flow.step(state, chunk)
-    keys = state.cache.estimator.attention.keys
-    frames = voice.mel.shape[1]
-    assert keys.shape[-2] == frames + DIT_TAIL_FRAMES
-    torch.testing.assert_close(keys[..., :frames, :], prompt_keys)
-    assert state.cache.frames == frames + TOKEN_MEL_RATIO * 160
+    cache = state.voice
+    for chunk in dit_chunks(tokens, [20, 25, 30, 60, 3]):
+        frames = TOKEN_MEL_RATIO * flow.new_tokens(state, chunk)
+        noise = flow_noise().read(cache.frames, frames).T[None]
+        expected, cache = dit_network.inference_chunk(
+            torch.from_numpy(chunk.tokens)[None], cache, last=chunk.last, noise=noise
+        )
+        cache = cache.trimmed(DIT_TAIL_FRAMES)
+        assert state.complete == (state.rendered <= DIT_TAIL_FRAMES // TOKEN_MEL_RATIO)
+        torch.testing.assert_close(flow.render([(state, chunk)])[0], expected[0], atol=1e-4, rtol=0)
 
 
 def test_streams_of_one_voice_share_its_prompt_cache(dit, voices):
     first, second = dit.open(prompt(5)), dit.open(prompt(5))
     assert len(voices) == 1
-    assert first.flow.cache is second.flow.cache
-    before = first.flow.cache.estimator.attention.keys.clone()
-    dit.step(first, dit_chunks(ids(5, 20), [10])[0])
-    torch.testing.assert_close(second.flow.cache.estimator.attention.keys, before)
+    assert first.flow.voice is second.flow.voice
+    before = first.flow.voice.estimator.attention.keys.clone()
+    step(dit, first, dit_chunks(ids(5, 20), [10])[0])
+    torch.testing.assert_close(second.flow.voice.estimator.attention.keys, before)
+
+
+def test_places_are_bounded_and_come_back(dit):
+    streams = [dit.open(prompt(5)) for _ in range(8)]
+    with pytest.raises(UnavailableError, match="all 8 streams"):
+        dit.open(prompt(5))
+    for stream in streams:
+        dit.close(stream)
+    dit.close(dit.open(prompt(5)))
 
 
 def test_the_voice_cache_is_bounded_in_bytes_and_forgets_the_least_recently_used(dit_network, vocoder):
-    size = DiTStreaming(dit_network, flow_noise(), VoiceCache(0), steps=4).open(_voice(prompt(0))).cache.nbytes
+    def engine(voices: VoiceCache) -> Token2Wav:
+        return Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, max_streams=9, steps=4), vocoder)
+
+    size = engine(VoiceCache(0)).open(prompt(0)).flow.voice.nbytes
     voices = VoiceCache(2 * size)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, steps=4), vocoder)
-    first = engine.open(prompt(0)).flow.cache
+    bounded = engine(voices)
+    first = bounded.open(prompt(0)).flow.voice
     for seed in (1, 0, 2):
-        engine.open(prompt(seed))
+        bounded.open(prompt(seed))
         assert voices.nbytes <= 2 * size
-    assert engine.open(prompt(0)).flow.cache is first
+    assert bounded.open(prompt(0)).flow.voice is first
     assert len(voices) == 2
 
 
 def test_audio_too_short_for_the_overlap_is_kept_for_the_next_chunk(vocoder):
     mel = torch.randn(80, 30) - 4
     state = vocoder.open()
-    assert len(vocoder.step(state, mel[:, : OVERLAP_FRAMES - 2], last=False)) == 0
-    rest = vocoder.step(state, mel[:, OVERLAP_FRAMES - 2 :], last=True)
+    assert len(vocoder.step([MelChunk(state, mel[:, : OVERLAP_FRAMES - 2], last=False)])[0]) == 0
+    (rest,) = vocoder.step([MelChunk(state, mel[:, OVERLAP_FRAMES - 2 :], last=True)])
     torch.testing.assert_close(rest, vocoder.whole(mel))
 
 
 def test_an_empty_last_chunk_lets_go_of_the_withheld_audio(dit):
     stream, tokens = dit.open(prompt(6)), ids(6, 13)
-    head = dit.step(stream, Chunk(tokens, last=False))
-    tail = dit.step(stream, Chunk(tokens[:0], last=True))
+    head = step(dit, stream, Chunk(tokens, last=False))
+    tail = step(dit, stream, Chunk(tokens[:0], last=True))
     assert len(head) + len(tail) == 10 * TOKEN_MEL_RATIO * HOP_SAMPLES
 
 
@@ -216,7 +271,7 @@ def test_a_chunk_that_cannot_continue_its_stream_is_named(kind, chunk, message, 
     engine = request.getfixturevalue(kind)
     stream = engine.open(prompt(8))
     with pytest.raises(ValueError, match=message):
-        engine.step(stream, chunk)
+        step(engine, stream, chunk)
 
 
 def test_warming_up_leaves_the_voice_of_a_stream_alone(dit, unet):

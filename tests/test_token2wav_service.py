@@ -26,11 +26,15 @@ class FakeStream:
 
 @dataclass
 class FakeEngine:
-    """Answers a chunk with two frames of audio per token; token 13 breaks; `gate` holds every step back."""
+    """Answers a chunk with two frames of audio per token; token 13 breaks its batch, 14 its own chunk.
+
+    `gate` holds every step back; `batches` are the first tokens of the chunks that were rendered together.
+    """
 
     gate: threading.Event = field(default_factory=threading.Event)
-    order: list[int] = field(default_factory=list)
     entered: threading.Event = field(default_factory=threading.Event)
+    batches: list[list[int]] = field(default_factory=list)
+    live: int = 0
 
     def __post_init__(self):
         self.gate.set()
@@ -39,16 +43,26 @@ class FakeEngine:
         pass
 
     def open(self, prompt):
+        self.live += 1
         return FakeStream()
 
-    def step(self, stream, chunk):
+    def close(self, stream):
+        self.live -= 1
+
+    def new_tokens(self, stream, chunk):
+        if 14 in chunk.tokens:
+            raise ValueError("bad chunk")
+        return len(chunk.tokens)
+
+    def step(self, batch):
         self.entered.set()
         self.gate.wait(10)
-        if 13 in chunk.tokens:
+        if any(14 in chunk.tokens for _, chunk in batch):
+            return [ValueError("bad chunk")]
+        if any(13 in chunk.tokens for _, chunk in batch):
             raise RuntimeError("broken chunk")
-        stream.rendered.append(chunk.tokens.tolist())
-        self.order.append(int(chunk.tokens[0]))
-        return np.full(len(chunk.tokens) * 2 * HOP_SAMPLES, chunk.tokens[0], np.float32)
+        self.batches.append([int(chunk.tokens[0]) for _, chunk in batch])
+        return [np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32) for _, c in batch]
 
     def whole(self, prompt, tokens, speed):
         return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
@@ -100,6 +114,7 @@ def service(engine, clock):
     yield service
     engine.gate.set()
     service.close()
+    assert engine.live == 0
 
 
 @pytest.fixture
@@ -119,22 +134,42 @@ def test_end_without_finalize_drops_the_stream_and_makes_no_audio(service, clien
     client.start(1, [4, 5])
     assert len(client.send(1, [6, 7], end=True, finalize=False)) == 0
     assert service.stats().live_streams == 0
-    assert engine.order == [4]
+    assert engine.batches == [[4]]
 
 
 def test_ending_a_stream_that_is_gone_is_no_error(client):
     assert len(client.send(99, end=True)) == 0
 
 
-def test_a_failed_chunk_frees_its_stream_and_no_other(service, client):
+@pytest.mark.parametrize(("token", "error"), [(13, RuntimeError), (14, ValueError)])
+def test_a_failed_chunk_frees_its_stream_and_no_other(service, client, token, error):
     client.start(1)
     client.start(2)
-    with pytest.raises(RuntimeError, match="broken chunk"):
-        client.send(1, [13], finalize=False)
+    with pytest.raises(error, match="chunk"):
+        client.send(1, [token], finalize=False)
     assert service.stats().live_streams == 1
     with pytest.raises(ValueError, match="stream 1 is not live"):
         client.send(1, [4], finalize=False)
     assert len(client.send(2, [4], finalize=False)) == 2 * HOP_SAMPLES
+
+
+def test_a_batch_that_breaks_is_an_error_of_each_of_its_chunks(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [13], 2: [5]})
+    engine.gate.set()
+    replies = [replies.get(timeout=10) for replies in waiting]
+    assert [type(reply) for reply in replies] == [np.ndarray, RuntimeError, RuntimeError]
+    assert service.stats().live_streams == 1
+
+
+def queue_behind_a_running_chunk(client, engine, chunks):
+    """Streams 0 (which is rendering token 40) and those of `chunks`, whose chunks wait; their replies in order."""
+    for stream in (0, *chunks):
+        client.start(stream)
+    engine.gate.clear()
+    engine.entered.clear()
+    running = client.post(0, [40], finalize=False)
+    assert engine.entered.wait(10)
+    return [running, *(client.post(stream, tokens, finalize=False) for stream, tokens in chunks.items())]
 
 
 def test_a_cancelled_request_frees_its_stream_unrendered(service, client, engine):
@@ -142,7 +177,7 @@ def test_a_cancelled_request_frees_its_stream_unrendered(service, client, engine
     with pytest.raises(asyncio.CancelledError):
         client.send(1, [4], is_cancelled=lambda: True, finalize=False)
     assert service.stats().live_streams == 0
-    assert engine.order == []
+    assert engine.batches == []
 
 
 def test_an_idle_stream_is_freed_and_says_so(service, client, clock):
@@ -175,22 +210,35 @@ def test_a_full_queue_is_refused_at_once(client, engine):
     assert all(len(replies.get(timeout=10)) for replies in waiting)
 
 
-def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audio(client, engine, clock):
+def test_what_waits_together_is_rendered_together(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    engine.gate.set()
+    audio = [replies.get(timeout=10) for replies in waiting]
+    assert [float(a[0]) for a in audio] == [40, 1, 2, 3]
+    assert engine.batches == [[40], [1, 2, 3]]
+    stats = service.stats()
+    assert (stats.batches, stats.chunks) == (2, 4)
+
+
+def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audio(service, client, engine, clock):
     client.start(1, [1] * 50)  # 2 s of audio from now on
     clock.now += 0.5
     client.start(2, [2] * 5)  # 0.2 s from now on: falls silent first
+    waiting = []
     client.start(3)
-    client.start(4)
+    client.start(0)
     engine.gate.clear()
     engine.entered.clear()
-    engine.order.clear()
-    blocker = client.post(4, [40], finalize=False)
+    engine.batches.clear()
+    waiting.append(client.post(0, [40], finalize=False))
     assert engine.entered.wait(10)
-    later = [client.post(stream, [stream], finalize=False) for stream in (1, 2, 3)]
+    # One, two and four tokens: of no common size class, so one after the other.
+    waiting += [client.post(1, [1], finalize=False), client.post(2, [2] * 2, finalize=False)]
+    waiting.append(client.post(3, [3] * 4, finalize=False))
     engine.gate.set()
-    for replies in [blocker, *later]:
+    for replies in waiting:
         assert isinstance(replies.get(timeout=10), np.ndarray)
-    assert engine.order == [40, 3, 2, 1]
+    assert engine.batches == [[40], [3], [2], [1]]
 
 
 def test_an_utterance_at_once_needs_no_stream(service, client):

@@ -5,6 +5,7 @@ a stream sees itself and everything before it.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,10 +36,10 @@ class LookaheadLayer(nn.Module):
         self.conv1 = nn.Conv1d(width, width, lookahead + 1)
         self.conv2 = CausalConv1d(width, width, 3)
 
-    def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, history: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         """(B, T + lookahead, C) -> (B, T, C)"""
         y = F.leaky_relu(self.conv1(x.transpose(1, 2)))  # (B, T + lookahead, C) -> (B, C, T)
-        y = self.conv2(y, history).transpose(1, 2)  # (B, C, T) -> (B, T, C)
+        y = self.conv2(y, history, lengths).transpose(1, 2)  # (B, C, T) -> (B, T, C)
         return x[:, : y.shape[1]] + y
 
 
@@ -50,9 +51,9 @@ class Upsample(nn.Module):
         self.ratio = ratio
         self.conv = CausalConv1d(width, width, 2 * ratio + 1)
 
-    def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
-        """(B, C, T) -> (B, C, T * ratio)"""
-        return self.conv(x.repeat_interleave(self.ratio, dim=2), history)
+    def forward(self, x: Tensor, history: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        """(B, C, T) -> (B, C, T * ratio); `lengths` are those of the result."""
+        return self.conv(x.repeat_interleave(self.ratio, dim=2), history, lengths)
 
 
 class RelativeAttention(nn.Module):
@@ -163,6 +164,32 @@ class UpsampleConformerEncoder(nn.Module):
         x = self.up_layer(x.transpose(1, 2), cache.upsample).transpose(1, 2)  # as in forward
         x = self._run(self.up_encoders, self.up_embed(x), cache=cache.frames)
         return self.after_norm(x), cache
+
+    def forward_chunks(
+        self, xs: Tensor, lengths: Sequence[int], last: Sequence[bool], caches: Sequence[EncoderCache]
+    ) -> tuple[Tensor, list[EncoderCache]]:
+        """The next chunk of several streams at once: xs (B, n + lookahead, C) -> (B, n * ratio, C), caches.
+
+        Row i brings `lengths[i]` tokens, at most n, and look-ahead behind them unless it is its stream's `last`; what
+        follows is padding, in the row and in what is made of it.
+        """
+        ratio, n = self.config.ratio, xs.shape[1] - self.config.lookahead
+        cached = [cache.tokens.frames for cache in caches]
+        longest = max(cached)
+        own = torch.tensor(lengths, device=xs.device)
+        real = own + torch.tensor([0 if final else self.config.lookahead for final in last], device=xs.device)
+        x = self.embed(xs) * valid_frames(real, xs.shape[1]).transpose(1, 2).to(xs)  # (B, 1, T) -> (B, T, 1)
+        seen = torch.arange(longest + n, device=xs.device) - longest  # 0 is the chunk's first token
+        visible = (seen >= -torch.tensor(cached, device=xs.device)[:, None]) & (seen < own[:, None])
+        visible = visible[:, None, None]  # (B, K) -> (B, 1, 1, K)
+        cache = EncoderCache.joined(caches, n, n * ratio)
+        x = self.pre_lookahead_layer(x, cache.lookahead, own)
+        x = self._run(self.encoders, x, visible, cache.tokens)
+
+        x = self.up_layer(x.transpose(1, 2), cache.upsample, own * ratio).transpose(1, 2)  # as in forward
+        x = self._run(self.up_encoders, self.up_embed(x), visible.repeat_interleave(ratio, dim=-1), cache.frames)
+        rows = [cache.row(i, longest - cached[i], longest + lengths[i]) for i in range(len(caches))]
+        return self.after_norm(x), rows
 
     def empty_cache(self, batch: int) -> EncoderCache:
         """The cache of a stream that has not begun."""

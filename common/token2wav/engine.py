@@ -1,9 +1,10 @@
-"""Speech tokens of one stream to audio, chunk by chunk or whole.
+"""Speech tokens to audio: chunks of many streams in one batch, or a whole utterance.
 
 The engine owns the networks and the caches that belong to voices; the caller owns each stream's `Stream`, passes it to
 every `step` and drops it at the end.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from common.flow.checkpoint import load_dit_flow, load_unet_flow
 from common.hift.checkpoint import load_hift
 from common.overlap import hamming_window
 from common.prompt import Prompt
-from common.token2wav.flows import Chunk, DiTStreaming, FlowState, StreamingFlow, UNetStreaming, Voice, VoiceCache
+from common.token2wav.dit_streaming import DiTStreaming, VoiceCache
+from common.token2wav.flows import Chunk, FlowState, StreamingFlow, UNetStreaming, Voice
 from common.token2wav.noise import flow_noise, source_noise
-from common.token2wav.vocoder import StreamingVocoder, VocoderState
+from common.token2wav.vocoder import MelChunk, StreamingVocoder, VocoderState
 
 SILENT_MEL = -11.5  # log of the least magnitude that a mel shows
 
@@ -47,11 +49,12 @@ class Token2Wav:
 
     @classmethod
     def load_dit(
-        cls, model_dir: str | Path, *, device: str, voice_cache_bytes: int, steps: int = EULER_STEPS
+        cls, model_dir: str | Path, *, device: str, max_streams: int, voice_cache_bytes: int, steps: int = EULER_STEPS
     ) -> "Token2Wav":
         """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`."""
         network = load_dit_flow(Path(model_dir) / "flow.pt", device)
-        flow = DiTStreaming(network, flow_noise(device), VoiceCache(voice_cache_bytes), steps=steps)
+        voices = VoiceCache(voice_cache_bytes)
+        flow = DiTStreaming(network, flow_noise(device), voices, max_streams=max_streams, steps=steps)
         return cls(flow, _load_vocoder(model_dir, device), device)
 
     def warm_up(self) -> None:
@@ -60,7 +63,8 @@ class Token2Wav:
         mel = np.full((TOKEN_MEL_RATIO * FLOW_CHUNK_TOKENS, MEL_BINS), SILENT_MEL, np.float32)
         prompt = Prompt(tokens, mel, np.ones(self._flow.speaker_dim, np.float32), text="")
         stream = self.open(prompt)
-        self.step(stream, Chunk(tokens, last=False))
+        self.step([(stream, Chunk(tokens, last=False))])
+        self.close(stream)
         self.whole(prompt, tokens)
 
     @torch.inference_mode()
@@ -68,15 +72,39 @@ class Token2Wav:
         """Start a stream in a voice; builds the voice's caches if they are not there yet."""
         return Stream(self._flow.open(self._voice(prompt)), self._vocoder.open())
 
-    @torch.inference_mode()
-    def step(self, stream: Stream, chunk: Chunk) -> np.ndarray:
-        """The audio that a chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
+    def new_tokens(self, stream: Stream, chunk: Chunk) -> int:
+        """How many tokens `chunk` adds to its stream. Raises ValueError if it does not continue it."""
+        return self._flow.new_tokens(stream.flow, chunk)
 
-        Raises ValueError if the chunk does not continue the stream.
+    def close(self, stream: Stream) -> None:
+        """Free what the stream holds. To be called once."""
+        self._flow.close(stream.flow)
+
+    @torch.inference_mode()
+    def step(self, batch: Sequence[tuple[Stream, Chunk]]) -> list[np.ndarray | ValueError]:
+        """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
+
+        Streams of a batch differ, and none hears another. A chunk that does not continue its stream gets a ValueError
+        in its place, and the rest is rendered.
         """
-        self._check(chunk.tokens)
-        mel = self._flow.step(stream.flow, chunk)
-        return self._vocoder.step(stream.vocoder, mel, last=chunk.last).cpu().numpy()
+        results: list[np.ndarray | ValueError] = []
+        accepted = []
+        for index, (stream, chunk) in enumerate(batch):
+            results.append(np.zeros(0, np.float32))
+            try:
+                self._check(chunk.tokens)
+                self._flow.new_tokens(stream.flow, chunk)
+                accepted.append(index)
+            except ValueError as error:
+                results[index] = error
+        mels = self._flow.render([(batch[index][0].flow, batch[index][1]) for index in accepted])
+        chunks = [
+            MelChunk(batch[index][0].vocoder, mel, batch[index][1].last)
+            for index, mel in zip(accepted, mels, strict=True)
+        ]
+        for index, audio in zip(accepted, self._vocoder.step(chunks), strict=True):
+            results[index] = audio.cpu().numpy()
+        return results
 
     @torch.inference_mode()
     def whole(self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0) -> np.ndarray:

@@ -1,16 +1,16 @@
-"""Who owns the streams of a token2wav model, and who runs next.
+"""Who owns the streams of a token2wav model.
 
 `Token2WavService` has one thread. Everything about a stream - its state, its place in the queue, its end - belongs to
 that thread; `submit` only puts a task into the queue. A stream is freed in `_close`, whatever ends it: its last chunk,
-an abort, an error, a cancel, or silence for `idle_seconds`.
+an abort, an error, a cancel, or silence for `idle_seconds`. `scheduler` says which chunks are rendered together.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +20,13 @@ from common.errors import UnavailableError
 from common.prompt import Prompt
 from common.token2wav.engine import Stream, Token2Wav
 from common.token2wav.flows import Chunk
+from common.token2wav.scheduler import Waiting, pick
 
 logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
+MAX_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,17 @@ class Session:
     first_audio_at: float | None = None
     audio_seconds: float = 0.0
 
-    def urgency(self) -> tuple[int, float]:
-        """Smaller runs earlier: streams that wait for their first audio, then the one that falls silent soonest."""
-        if self.first_audio_at is None:
-            return 0, 0.0
-        return 1, self.first_audio_at + self.audio_seconds
+    @property
+    def silent_at(self) -> float | None:
+        """When the listener has heard everything that was sent, if it plays from the first chunk on."""
+        return None if self.first_audio_at is None else self.first_audio_at + self.audio_seconds
+
+    def heard(self, samples: int, now: float) -> None:
+        """Note audio that was rendered."""
+        self.used_at = now
+        if samples:
+            self.first_audio_at = now if self.first_audio_at is None else self.first_audio_at
+            self.audio_seconds += samples / SAMPLE_RATE
 
 
 @dataclass
@@ -73,16 +81,20 @@ class Task:
     request: ChunkRequest
     reply: Callable[[np.ndarray | BaseException], None]
     is_cancelled: Callable[[], bool]
-    arrived: int = field(default=0)
+    arrived: int
 
 
 class Stats(NamedTuple):
+    """`chunks` / `batches` is the mean size of a batch since the start."""
+
     live_streams: int
     queued: int
+    batches: int
+    chunks: int
 
 
 class Token2WavService:
-    """Renders the chunks of all live streams, one at a time, most urgent first."""
+    """Renders the chunks of all live streams, most urgent first, up to `max_batch` of them together."""
 
     def __init__(
         self,
@@ -90,15 +102,19 @@ class Token2WavService:
         *,
         max_streams: int,
         idle_seconds: float,
+        max_batch: int = MAX_BATCH,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine
         self._max_streams = max_streams
         self._idle_seconds = idle_seconds
+        self._max_batch = max_batch
         self._clock = clock
         self._sessions: dict[int, Session] = {}
         self._queue: list[Task] = []
         self._arrivals = 0
+        self._batches = 0
+        self._chunks = 0
         self._closing = False
         self._wake = threading.Condition()
         engine.warm_up()
@@ -126,7 +142,7 @@ class Token2WavService:
 
     def stats(self) -> Stats:
         with self._wake:
-            return Stats(len(self._sessions), len(self._queue))
+            return Stats(len(self._sessions), len(self._queue), self._batches, self._chunks)
 
     def close(self) -> None:
         """Answer what is queued with UnavailableError, free every stream, end the thread."""
@@ -138,43 +154,100 @@ class Token2WavService:
     # --- the service's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (task := self._next()) is not None:
-            self._answer(task)
+        while tasks := self._next():
+            live = [task for task in tasks if not self._dropped(task)]
+            if live and self._new_tokens(live[0].request) is not None:
+                self._render(live)
+            else:
+                for task in live:
+                    self._answer(task, self._process)
+        for session in self._sessions.values():
+            self._engine.close(session.stream)
         self._sessions.clear()
         for task in self._queue:
-            task.reply(UnavailableError("token2wav is shutting down"))
+            self._tell(task, UnavailableError("token2wav is shutting down"))
         self._queue.clear()
 
-    def _next(self) -> Task | None:
-        """The most urgent task; None when the service closes. Frees idle streams while it waits."""
+    def _next(self) -> list[Task]:
+        """The next tasks to do together; none when the service closes. Frees idle streams while it waits."""
         with self._wake:
             while not self._closing:
                 self._reap()
                 if self._queue:
-                    task = min(self._queue, key=self._order)
-                    self._queue.remove(task)
-                    return task
+                    chosen = [self._queue[index] for index in pick(self._waiting(), self._max_batch)]
+                    self._queue = [task for task in self._queue if task not in chosen]
+                    return chosen
                 self._wake.wait(REAP_SECONDS)
+            return []
+
+    def _waiting(self) -> list[Waiting]:
+        waiting = []
+        for task in self._queue:
+            session = self._sessions.get(task.request.stream_id)
+            waiting.append(
+                Waiting(
+                    stream_id=task.request.stream_id,
+                    silent_at=session.silent_at if session else None,
+                    arrived=task.arrived,
+                    new_tokens=self._new_tokens(task.request),
+                )
+            )
+        return waiting
+
+    def _new_tokens(self, request: ChunkRequest) -> int | None:
+        """How many tokens of a live stream the request renders; None where it does something else."""
+        session = self._sessions.get(request.stream_id)
+        aborts = request.end and not request.finalize
+        idles = len(request.tokens) == 0 and not request.finalize
+        if session is None or request.start or aborts or idles or request.speed != 1.0:
             return None
-
-    def _order(self, task: Task) -> tuple[int, float, int]:
-        session = self._sessions.get(task.request.stream_id)
-        return (*(session.urgency() if session else (0, 0.0)), task.arrived)
-
-    def _answer(self, task: Task) -> None:
         try:
-            if task.is_cancelled():
-                raise asyncio.CancelledError
-            audio: np.ndarray | BaseException = self._process(task.request)
-        except (Exception, asyncio.CancelledError) as error:
+            return self._engine.new_tokens(session.stream, _chunk_of(request))
+        except ValueError:
+            return None  # `_process` tells the sender
+
+    def _dropped(self, task: Task) -> bool:
+        """Whether the sender has gone away; its stream goes with it."""
+        if not task.is_cancelled():
+            return False
+        self._close(task.request.stream_id)
+        self._tell(task, asyncio.CancelledError())
+        return True
+
+    def _render(self, tasks: list[Task]) -> None:
+        """Render a batch of chunks and answer each."""
+        sessions = [self._sessions[task.request.stream_id] for task in tasks]
+        batch = [(session.stream, _chunk_of(task.request)) for session, task in zip(sessions, tasks, strict=True)]
+        results: Sequence[np.ndarray | Exception]
+        try:
+            results = self._engine.step(batch)
+            self._batches += 1
+            self._chunks += len(batch)
+        except Exception as error:
+            results = [error] * len(batch)
+        for task, session, result in zip(tasks, sessions, results, strict=True):
+            if isinstance(result, Exception) or task.request.finalize:
+                self._close(task.request.stream_id)
+            if not isinstance(result, Exception):
+                session.heard(len(result), self._clock())
+            self._tell(task, result)
+
+    def _answer(self, task: Task, process: Callable[[ChunkRequest], np.ndarray]) -> None:
+        try:
+            result: np.ndarray | Exception = process(task.request)
+        except Exception as error:
             self._close(task.request.stream_id)
-            audio = error
+            result = error
+        self._tell(task, result)
+
+    def _tell(self, task: Task, result: np.ndarray | BaseException) -> None:
         try:
-            task.reply(audio)
+            task.reply(result)
         except Exception:  # the receiver's own mistake must not end every other stream
             logger.exception("a reply failed")
 
     def _process(self, request: ChunkRequest) -> np.ndarray:
+        """What is no chunk of a live stream: whole utterances, starts, ends, and requests in error."""
         if request.offline:
             return self._engine.whole(_prompt_of(request), request.tokens, request.speed)
         if request.speed != 1.0:
@@ -191,7 +264,10 @@ class Token2WavService:
             )
         if len(request.tokens) == 0 and not request.finalize:
             return SILENCE
-        audio = self._render(session, request)
+        (audio,) = self._engine.step([(session.stream, _chunk_of(request))])
+        if isinstance(audio, Exception):
+            raise audio
+        session.heard(len(audio), self._clock())
         if request.finalize:
             self._close(request.stream_id)
         return audio
@@ -203,15 +279,6 @@ class Token2WavService:
         stream = self._engine.open(_prompt_of(request))
         self._sessions[request.stream_id] = Session(stream, used_at=self._clock())
 
-    def _render(self, session: Session, request: ChunkRequest) -> np.ndarray:
-        chunk = Chunk(request.tokens, last=bool(request.finalize), offset=request.offset)
-        audio = self._engine.step(session.stream, chunk)
-        session.used_at = self._clock()
-        if len(audio):
-            session.first_audio_at = session.first_audio_at or session.used_at
-            session.audio_seconds += len(audio) / SAMPLE_RATE
-        return audio
-
     def _reap(self) -> None:
         waiting = {task.request.stream_id for task in self._queue}
         oldest = self._clock() - self._idle_seconds
@@ -220,7 +287,12 @@ class Token2WavService:
             self._close(stream_id)
 
     def _close(self, stream_id: int) -> None:
-        self._sessions.pop(stream_id, None)
+        if session := self._sessions.pop(stream_id, None):
+            self._engine.close(session.stream)
+
+
+def _chunk_of(request: ChunkRequest) -> Chunk:
+    return Chunk(request.tokens, last=bool(request.finalize), offset=request.offset)
 
 
 def _prompt_of(request: ChunkRequest) -> Prompt:

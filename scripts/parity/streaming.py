@@ -21,10 +21,11 @@ from common.flow.dit_flow import DiTFlow
 from common.flow.unet_flow import UNetFlow
 from common.overlap import raw_hamming_window
 from common.prompt import Prompt
-from common.token2wav.engine import Token2Wav
-from common.token2wav.flows import Chunk, DiTState, DiTStreaming, UNetStreaming, VoiceCache
+from common.token2wav.dit_streaming import DiTState, DiTStreaming, VoiceCache
+from common.token2wav.engine import Stream, Token2Wav
+from common.token2wav.flows import Chunk, UNetStreaming
 from common.token2wav.noise import NoiseTape
-from common.token2wav.vocoder import StreamingVocoder
+from common.token2wav.vocoder import MelChunk, StreamingVocoder
 from scripts.parity import flow_dit, flow_unet, hift
 from scripts.parity.fixture import Check, Fixture
 from scripts.parity.tracing import steps_of
@@ -90,18 +91,18 @@ def check_dit(fixture: Fixture) -> Outputs:
     noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_mel")
     steps = steps_of(fixture)
-    engine = Token2Wav(DiTStreaming(network, noise, VoiceCache(0), steps=steps), vocoder)
+    engine = Token2Wav(DiTStreaming(network, noise, VoiceCache(0), max_streams=1, steps=steps), vocoder)
     ours, upstream = engine.open(prompt), _UpstreamDiT(network, noise, prompt, steps)
     theirs = vocoder.open()
     same_rules = _served(network.config)
     for call in fixture.meta["calls"]:
         tag, tokens, last = call["tag"], _tokens(fixture, call), call["last_chunk"]
         mel = upstream.step(tokens, last, call.get("flow_cache_frames_after_trim"))
-        speech, state = vocoder.step(theirs, mel, last=last), theirs
+        (speech,), state = vocoder.step([MelChunk(theirs, mel, last)]), theirs
         if same_rules:
-            speech, state = torch.from_numpy(engine.step(ours, Chunk(tokens, last))), ours.vocoder
+            speech, state = _audio(engine, ours, Chunk(tokens, last)), ours.vocoder
             assert isinstance(ours.flow, DiTState)
-            same_rules = _complete(upstream.cache) and _complete(ours.flow.cache)
+            same_rules = upstream.cache.estimator.attention.frames == upstream.cache.frames and ours.flow.complete
         yield f"out/{tag}/speech", speech[None]
         yield from _where_stored(
             fixture,
@@ -113,9 +114,12 @@ def check_dit(fixture: Fixture) -> Outputs:
         )
 
 
-def _complete(cache: DiTFlowCache) -> bool:
-    """Whether a stream's cache still holds every frame."""
-    return cache.estimator.attention.frames == cache.frames
+def _audio(engine: Token2Wav, stream: Stream, chunk: Chunk) -> Tensor:
+    """(N,), or the ValueError that the engine has for the chunk."""
+    (result,) = engine.step([(stream, chunk)])
+    if isinstance(result, ValueError):
+        raise result
+    return torch.from_numpy(result)
 
 
 class _UpstreamDiT:
@@ -175,10 +179,10 @@ def check_unet(fixture: Fixture) -> Outputs:
             steps=steps,
         )[0, :, offset * network.config.encoder.ratio :]
         rendered = torch.cat([theirs.mel, mel], dim=1)
-        speech = vocoder.step(theirs, mel, last=last)
+        (speech,) = vocoder.step([MelChunk(theirs, mel, last)])
         same_rules = same_rules and call["stream"]
         if same_rules:
-            speech = torch.from_numpy(engine.step(ours, Chunk(tokens, last, offset=offset)))
+            speech = _audio(engine, ours, Chunk(tokens, last, offset=offset))
         yield f"out/{tag}/speech", speech[None]
         yield from _where_stored(fixture, {f"mid/{tag}/vocoder_mel": rendered[None]})
 

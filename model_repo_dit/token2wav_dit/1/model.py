@@ -26,6 +26,7 @@ class TritonPythonModel:
             config.model_dir,
             device=config.device,
             steps=config.n_timesteps,
+            max_streams=config.max_streams,
             voice_cache_bytes=config.voice_cache_mb << 20,
         )
         self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
