@@ -29,7 +29,7 @@ SETUP_GB := 6
 RUN_GB := 1
 export TEXT
 
-.PHONY: help setup setup-dev demo serve render demo-checkpoint test check parity clean
+.PHONY: help setup setup-dev demo serve render demo-checkpoint test check bench parity clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ check: $(VENV)/.dev ## formatting, lint and types
 	@$(IN_VENV) -m ruff format --diff .
 	@$(IN_VENV) -m ruff check .
 	@$(IN_VENV) -m mypy
+
+bench: $(VENV)/.dev demo-checkpoint ## time the vocoder's batching on this CPU, write out/bench.json
+	@$(IN_VENV) -m scripts.bench_token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
 
 parity: $(VENV)/.server ## compare the networks with the recorded outputs in FOLDER (tests/assets/golden)
 	@$(IN_VENV) -m scripts.check_parity $(FOLDER)

@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import soundfile as sf
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,7 +52,7 @@ def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray
     seconds = wav.size / PROMPT_SAMPLE_RATE
     if not MIN_REFERENCE_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
         raise ValueError(
-            f"reference_wav of {wav.size} samples lasts {seconds:.3f} s at {PROMPT_SAMPLE_RATE} Hz: "
+            f"reference_wav of {wav.size} samples lasts {seconds:.7g} s at {PROMPT_SAMPLE_RATE} Hz: "
             f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
         )
     bad = np.flatnonzero(~np.isfinite(wav))
@@ -167,11 +166,15 @@ def load_audio(path: str | Path, rate: int) -> np.ndarray:
 
     Raises soundfile.LibsndfileError (a RuntimeError) when the file cannot be opened or is no audio.
     """
+    import soundfile as sf  # here, because the servers never touch files
+
     samples, file_rate = sf.read(path, dtype="float32", always_2d=True)  # (N, channels)
     return resample(torch.from_numpy(samples.mean(axis=1)), file_rate, rate).numpy()
 
 
 def save_audio(path: str | Path, waveform: np.ndarray, rate: int) -> None:
     """Write float32 (N,) as a 16-bit mono WAV; samples beyond -1..1 are clipped."""
+    import soundfile as sf
+
     pcm = np.rint(np.clip(waveform, -1.0, 1.0) * _INT16_PEAK).astype(np.int16)
     sf.write(path, pcm, rate, format="WAV", subtype="PCM_16")

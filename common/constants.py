@@ -23,6 +23,9 @@ EULER_STEPS = 10
 GUIDANCE = 0.7  # classifier-free guidance: (1 + g) * conditional - g * unconditional
 DIT_TAIL_FRAMES = 100  # generated frames that the DiT's cache keeps beside the whole prompt
 
+# --- limits of an utterance --------------------------------------------------------------------------------------
+MAX_STREAM_TOKENS = 3_000  # two minutes; the UNet flow renders the whole prefix anew, the DiT's encoder cache grows
+
 # --- vocoder streaming -------------------------------------------------------------------------------------------
 OVERLAP_FRAMES = 8  # mel frames that a chunk repeats from the one before
 OVERLAP_SAMPLES = OVERLAP_FRAMES * HOP_SAMPLES  # 3840: source cache, withheld audio, cross-fade

@@ -1,4 +1,4 @@
-"""What `cosyvoice2` and `cosyvoice2_dit` have in common, which is all but the vocoder."""
+"""The Triton models `cosyvoice2` and `cosyvoice2_dit`, which differ in their vocoder."""
 
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -30,8 +30,32 @@ class VocoderKind:
 UNET = VocoderKind("token2wav", cumulative=True, boundary=FLOW_CHUNK_TOKENS)
 DIT = VocoderKind("token2wav_dit", cumulative=False, boundary=1)
 
-
 LLM_OUTPUTS = ("output_ids", "sequence_length")
+CLOSE_SECONDS = 5.0
+
+
+class OrchestratorModel:
+    """What Triton loads: one asyncio loop; each request is a task of it. A model.py names the vocoder."""
+
+    vocoder: VocoderKind
+
+    def initialize(self, args: dict[str, str]) -> None:
+        config = OrchestratorConfig.from_triton(args)
+        self._orchestrator = Orchestrator(config, self.vocoder)
+        self._loop = triton_io.RequestLoop(
+            self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            self._loop.submit(request)
+
+    def finalize(self) -> None:
+        try:
+            self._loop.end_requests()  # before the connections that they use
+            self._loop.run(self._orchestrator.aclose(), CLOSE_SECONDS)
+        finally:
+            self._loop.close()
 
 
 class Orchestrator:

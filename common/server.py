@@ -29,8 +29,20 @@ logger = logging.getLogger(__name__)
 
 MIN_GLIBC = (2, 35)  # the wheel's platform tag: manylinux_2_35
 READY_POLL_SECONDS = 0.1
+WATCH_SECONDS = 0.5  # between two looks at the models' processes
 STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the group is killed
 _PR_SET_PDEATHSIG = 1
+
+# Ends what is left of a server and removes its shared memory, also when the process that started both was killed: a
+# stub that hangs outlives its tritonserver. Arguments: process group, prefix of the regions, seconds of grace. A line
+# on stdin says that the server has had its time; end of file, that the parent is dead and the server was just told.
+_SWEEP = """
+if ! read -r _; then
+    while [ "$3" -gt 0 ] && kill -s 0 -- "-$1"; do sleep 1; set -- "$1" "$2" $(($3 - 1)); done
+fi
+kill -s KILL -- "-$1"
+rm -f /dev/shm/"$2"*
+"""
 
 
 class ServerError(RuntimeError):
@@ -155,6 +167,8 @@ class TritonServer:
         self.log_file = log_file or self._work / "server.log"
         self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
         self._process: subprocess.Popen[bytes] | None = None
+        self._sweeper: subprocess.Popen[bytes] | None = None
+        self._models: dict[int, str] = {}  # the processes that there were when it became ready
 
     @property
     def http_url(self) -> str:
@@ -201,6 +215,13 @@ class TritonServer:
                 # A killed parent must not leave a server behind that holds the ports.
                 preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
+        self._sweeper = subprocess.Popen(
+            ["/bin/sh", "-c", _SWEEP, "sweep", str(self._process.pid), self._shm_prefix, f"{STOP_SECONDS:.0f}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def wait_ready(self, timeout: float = 300.0) -> None:
         """Return when every model is ready; ServerError with the log's own words when the server ends before that."""
@@ -212,33 +233,50 @@ class TritonServer:
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
             time.sleep(READY_POLL_SECONDS)
+        self._models = self.model_processes()
 
     def wait(self) -> int:
-        """Block until the server ends by itself; its exit code."""
+        """Block until the server ends by itself; its exit code. ServerError when the process of a model has died.
+
+        Triton 2.51 neither starts such a process again nor calls itself unready, so the server has to be started anew.
+        """
         assert self._process is not None, "start() comes first"
-        return self._process.wait()
+        while True:
+            try:
+                return self._process.wait(WATCH_SECONDS)
+            except subprocess.TimeoutExpired:
+                dead = self._models.keys() - self.model_processes().keys()
+            if dead and self._answers_ready():  # otherwise the server is unloading them
+                names = ", ".join(sorted({self._models[process] for process in dead}))
+                raise ServerError(f"the process of model {names} has died; tritonserver has to be started again")
+
+    def model_processes(self) -> dict[int, str]:
+        """The living processes of the models, one for each instance: process id -> name of the model."""
+        assert self._process is not None, "start() comes first"
+        found = {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (directory / "cmdline").read_bytes().split(b"\0")
+            except OSError:  # it has ended meanwhile
+                continue
+            if parent == self._process.pid and len(command) > 1:  # stub .../MODEL/1/model.py ...
+                found[int(directory.name)] = Path(command[1].decode()).parent.parent.name
+        return found
 
     def stop(self) -> None:
         """End the server and everything it started; safe to call twice."""
         if self._process is not None:
-            self._end_process(self._process)
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.warning("tritonserver did not end within %.0f s of SIGTERM; killing it", STOP_SECONDS)
+            if self._sweeper is not None:
+                self._sweeper.communicate(b"\n")
+            self._process.wait()
             self._process = None
-        for left in Path("/dev/shm").glob(f"{self._shm_prefix}*"):  # a killed stub leaves its region behind
-            left.unlink(missing_ok=True)
         shutil.rmtree(self._work, ignore_errors=True)
-
-    @staticmethod
-    def _end_process(process: "subprocess.Popen[bytes]") -> None:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            logger.warning("tritonserver did not end within %.0f s of SIGTERM; killing it", STOP_SECONDS)
-        try:
-            os.killpg(process.pid, signal.SIGKILL)  # also the stubs of a server that died without unloading them
-        except ProcessLookupError:
-            pass
-        process.wait()
 
     def _arrange_backends(self, installation: Installation) -> Path:
         """A backend directory with the python backend and, beside it, the stub of the running Python version."""

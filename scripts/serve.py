@@ -1,4 +1,4 @@
-"""Serve a rendered repository with the tritonserver of the nvidia-pytriton wheel, until Ctrl-C.
+"""Serve a rendered repository with the tritonserver of the nvidia-pytriton wheel, until Ctrl-C or a model's death.
 
     python -m scripts.render models/demo build/dit
     python -m scripts.serve build/dit

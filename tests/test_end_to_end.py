@@ -1,22 +1,25 @@
 """Both stacks through the real tritonserver, asked by the real clients."""
 
 import asyncio
+import os
 import queue
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from tritonclient.utils import np_to_triton_dtype
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from common.audio import resample
 from common.client import ClientError, Speech, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.server import free_port
+from common.server import ServerError, free_port
 from scripts import client_grpc, client_http
 from tests import faulty_llm
 
@@ -287,6 +290,55 @@ def test_cancelled_streams_free_their_places(stack: str, serve: Serve, voice: np
     for _ in range(6):
         asyncio.run(cancel_after_the_first_chunk())
     assert_speech(stream(server.grpc_url, MODELS[stack], short, timeout=20))
+
+
+def process_of(server: Any, model: str) -> int:
+    return next(process for process, name in server.model_processes().items() if name == model)
+
+
+def test_cancelled_streams_leave_no_thread_behind(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack=stack)
+    status = Path(f"/proc/{process_of(server, MODELS[stack])}/status")
+    long = Utterance("word " * 100, voice, VOICE_TEXT)
+
+    async def cancel_after_the_first_chunk() -> None:
+        async with client_grpc.triton.InferenceServerClient(server.grpc_url) as connection:
+            async for _ in client_grpc.chunks(connection, MODELS[stack], long, 60.0):
+                break
+
+    def threads() -> int:
+        return int(status.read_text().partition("Threads:")[2].split()[0])
+
+    asyncio.run(cancel_after_the_first_chunk())  # what is started once is there now
+    before = threads()
+    for _ in range(20):
+        asyncio.run(cancel_after_the_first_chunk())
+    deadline = time.monotonic() + 10
+    while threads() > before + 2:  # the last ones may still be ending
+        assert time.monotonic() < deadline, f"{before} threads have become {threads()}"
+        time.sleep(0.1)
+
+
+def test_the_death_of_a_models_process_ends_live_streams_and_is_told(serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack="dit", settings={"model_timeout": "2"})
+    begun = 0.0
+
+    async def kill_after_the_first_chunk() -> None:
+        nonlocal begun
+        utterance = Utterance("word " * 100, voice, VOICE_TEXT)
+        async with client_grpc.triton.InferenceServerClient(server.grpc_url) as connection:
+            async for _ in client_grpc.chunks(connection, MODELS["dit"], utterance, 60.0):
+                if not begun:
+                    begun = time.monotonic()
+                    os.kill(process_of(server, "token2wav_dit"), signal.SIGKILL)
+
+    with pytest.raises((InferenceServerException, grpc.aio.AioRpcError)):
+        asyncio.run(kill_after_the_first_chunk())
+    assert time.monotonic() - begun < 5
+    try:
+        assert server.wait() != 0  # tritonserver itself aborts, if the process died while it held their common lock
+    except ServerError as error:
+        assert "the process of model token2wav_dit has died" in str(error)
 
 
 # --- offline requests --------------------------------------------------------------------------------------------

@@ -220,15 +220,42 @@ def test_the_request_carries_template_and_sampling(tokenizer):
         ((30.0,), "sent no token for 0.6 s"),
         ((STREAM, 30.0), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>"), 30.0), "sent no token for 0.6 s"),
-        ((STREAM, *[b": ping\n\n", 0.2] * 20), "sent no token"),
-        ((STREAM, event("<|s_1|>"), *[b": ping\n\n", 0.2] * 20), "sends no token"),
-        ((STREAM, event("<|s_1|>"), *[event("word"), 0.2] * 20), "sends answers without tokens"),
+        ((STREAM, *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
+        ((STREAM, event("<|s_1|>"), *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
+        ((STREAM, event("<|s_1|>"), *[event("word"), 0.2] * 20), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>" * 751)), "ignores max_tokens 750"),
     ],
 )
 def test_a_faulty_server_is_an_error_in_time(tokenizer, answer, message):
     with pytest.raises(UnavailableError, match=message):
         ask(tokenizer, answer)
+
+
+def test_a_ping_does_not_put_the_error_off(tokenizer):
+    begun = time.monotonic()
+    with pytest.raises(UnavailableError, match="sent no token for 0.6 s"):
+        ask(tokenizer, (STREAM, event("<|s_1|>"), 0.5, b": ping\n\n", 30.0))
+    assert time.monotonic() - begun < 1
+
+
+def test_servers_that_do_not_even_refuse_a_connection_share_one_deadline(tokenizer):
+    with socket.socket() as deaf, socket.socket() as waiting:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        waiting.connect(deaf.getsockname())  # the queue of connections is full: whoever comes next hears nothing
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+
+        async def run():
+            llm = OpenAILM([url] * 4, "model", tokenizer, Timeouts(connect=0.3, first_token=0.6, token=0.6))
+            try:
+                await speak(llm)
+            finally:
+                await llm.aclose()
+
+        begun = time.monotonic()
+        with pytest.raises(UnavailableError, match=url):
+            asyncio.run(run())
+        assert 0.55 < time.monotonic() - begun < 1.1
 
 
 def test_a_refused_connection_is_an_error_with_the_url(tokenizer):

@@ -1,13 +1,14 @@
 """The client of the `tensorrt_llm` model, over a stream function that plays Triton."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 
 from common.errors import UnavailableError
 from common.llm.base import LLMPrompt, Sampling, Timeouts
-from common.llm.triton_llm import TritonLM
+from common.llm.triton_llm import FAILED, TritonLM
 from common.speech_tokens import LLMTokenizer
 from scripts.demo_model.llm import build_tokenizer
 
@@ -107,6 +108,29 @@ def test_without_a_seed_each_request_gets_another(tokenizer):
 def test_a_failing_model_is_unavailable(tokenizer, error):
     with pytest.raises(UnavailableError, match=str(error)):
         speak(ScriptedModel([tokenizer.offset], error), tokenizer)
+
+
+def test_a_failure_in_the_middle_of_an_answer_is_unavailable(tokenizer):
+    class FailingModel(ScriptedModel):
+        async def stream(self, inputs, *, request_id):
+            async for outputs in super().stream(inputs, request_id=request_id):
+                yield outputs
+            yield {"output_ids": np.zeros((1, 1, 0), np.int32), "sequence_length": np.array([[FAILED]], np.int32)}
+
+    with pytest.raises(UnavailableError, match="failed in the middle of an answer"):
+        speak(FailingModel([tokenizer.offset]), tokenizer)
+
+
+def test_the_error_of_a_silent_model_does_not_wait_until_it_is_told_to_stop(tokenizer):
+    class DeafModel(ScriptedModel):
+        async def stream(self, inputs, *, request_id):
+            await asyncio.sleep(30)
+            yield {}
+
+    begun = time.monotonic()
+    with pytest.raises(UnavailableError, match="sent no token for 0.1 s"):
+        speak(DeafModel(), tokenizer)
+    assert time.monotonic() - begun < 1
 
 
 def test_a_refused_request_stays_the_callers_mistake(tokenizer):

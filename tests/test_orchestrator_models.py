@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
+from common.orchestrator import Orchestrator
 from tests import fake_triton
 from tests.conftest import ROOT, load_model
 from tests.fake_triton import Callee, InferenceRequest, InferenceResponse, TritonError
@@ -292,6 +293,27 @@ def test_eight_requests_at_a_time_keep_their_voices(tokenizer_dir: Path, triton_
     for voice, request in enumerate(requests):
         np.testing.assert_allclose(audio(request), 1000 * 2.0**-voice + np.arange(TOKENS), atol=0.1)
     assert len(set(neighbours.ended)) == 8
+
+
+def test_finalize_ends_the_live_requests_before_the_connections_they_use_and_the_loop_in_any_case(
+    tokenizer_dir: Path, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neighbours = Neighbours(pause=0.02)
+    neighbours.install(triton_models)
+    request = client_request()
+    ended = []
+
+    async def fail_to_close(orchestrator: Orchestrator) -> None:
+        ended.append(request.sender.final)
+        raise RuntimeError("cannot close")
+
+    monkeypatch.setattr(Orchestrator, "aclose", fail_to_close)
+    with pytest.raises(RuntimeError, match="cannot close"), started("cosyvoice2_dit", tokenizer_dir) as model:
+        model.execute([request])
+        wait(lambda: bool(neighbours.sequences))
+    assert ended == [True]
+    assert failure(request)[0] == TritonError.UNAVAILABLE
+    assert model._loop.loop.is_closed()
 
 
 def test_hops_that_the_vocoder_cannot_render_stop_the_model_from_loading(tokenizer_dir: Path) -> None:

@@ -73,9 +73,10 @@ def test_a_model_names_the_tensors_that_its_template_declares(path, tmp_path):
 
 def strings_of(name: str, model: Path) -> set[str]:
     """The string constants of a model.py, of the adapter, and of what the orchestrators read by."""
-    sources = [model, TEMPLATES / "common" / "triton_io.py", TEMPLATES / "common" / "ports.py"]
+    common = TEMPLATES / "common"
+    sources = [model, *(common / "triton_io").glob("*.py"), common / "ports.py"]
     if name.startswith("cosyvoice2"):
-        sources += [TEMPLATES / "common" / "orchestrator.py", TEMPLATES / "common" / "request.py"]
+        sources += [common / "orchestrator.py", common / "request.py"]
     trees = [ast.parse(source.read_text()) for source in sources if source.exists()]
     return {
         node.value
@@ -90,6 +91,16 @@ def test_sequences_and_streams_are_bounded_by_the_same_settings(tmp_path):
     config = parse(rendering._filled_configs(wanted)["token2wav_dit"], "token2wav_dit")
     assert config.sequence_batching.oldest.max_candidate_sequences == 3
     assert config.sequence_batching.max_sequence_idle_microseconds == 2_500_000
+
+
+def test_the_llms_requests_are_bounded_apart_from_the_vocoders_streams(tmp_path):
+    configs = rendering._filled_configs(options(tmp_path, stack="dit", settings={"max_requests": "5"}))
+    llm, vocoder = (parse(configs[name], name).parameters for name in ("tensorrt_llm", "token2wav_dit"))
+    assert (llm["max_requests"].string_value, vocoder["max_streams"].string_value) == ("5", "64")
+
+
+def test_the_llm_takes_as_many_requests_as_the_vocoder_has_streams():
+    assert defaults("tensorrt_llm")["max_requests"] == defaults("token2wav")["max_streams"]
 
 
 def test_both_prompt_models_are_cached(tmp_path):

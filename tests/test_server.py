@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -70,18 +71,47 @@ def test_a_busy_port_is_named(repository):
 
 
 @pytest.mark.server
-def test_the_server_ends_with_a_parent_that_was_killed(repository, tmp_path):
+def test_a_model_whose_process_died_ends_serve_which_names_it(repository, tmp_path):
+    command = [sys.executable, "-m", "scripts.serve", str(repository), "--log-file", str(tmp_path / "log")]
+    command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        while "ready" not in (line := serving.stdout.readline()):
+            assert line, "it ended"
+        (stub,) = subprocess.run(
+            ["pgrep", "-f", f"stub {repository}"], capture_output=True, text=True, check=True
+        ).stdout.split()
+        os.kill(int(stub), signal.SIGKILL)
+        _, errors = serving.communicate(timeout=20)
+    assert serving.returncode == 1
+    assert errors == "the process of model idle has died; tritonserver has to be started again\n"
+
+
+@pytest.mark.server
+def test_a_server_that_is_told_to_end_is_no_model_that_died(repository):
+    with TritonServer(repository, ports=FREE) as server:
+        assert server._process is not None
+        threading.Timer(0.2, server._process.terminate).start()
+        assert server.wait() == 0
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("victims", ["parent", "parent and tritonserver"])
+def test_nothing_outlives_a_parent_that_was_killed(victims, repository):
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom common.server import Ports, TritonServer\n"
         "server = TritonServer(Path(sys.argv[1]), ports=Ports(0, 0, 0)).__enter__()\n"
-        "print(server._shm_prefix, flush=True)\ntime.sleep(60)\n"
+        "print(server._shm_prefix, server._process.pid, flush=True)\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-c", code, str(repository)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        prefix = parent.stdout.readline().strip()
+        prefix, tritonserver = parent.stdout.readline().split()
         os.kill(parent.pid, signal.SIGKILL)
+        if victims != "parent":
+            os.kill(int(tritonserver), signal.SIGKILL)
     deadline = time.monotonic() + 20
     while subprocess.run(["pgrep", "-f", prefix], capture_output=True).returncode == 0:
         assert time.monotonic() < deadline, "the server outlived its parent"
         time.sleep(0.1)
+    assert list(Path("/dev/shm").glob(f"{prefix}*")) == []

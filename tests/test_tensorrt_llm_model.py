@@ -7,16 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.errors import UnavailableError
+from common.llm import triton_llm
+from common.llm.base import TokenChunk
 from common.speech_tokens import LLMTokenizer
 from tests.conftest import ROOT, load_model
 from tests.fake_triton import InferenceRequest, TritonError
 from tests.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 
-MAX_STREAMS = 8
+MAX_REQUESTS = 8
 
 
 def make_model(genai_dir: Path, decoupled: bool):  # noqa: F811
-    parameters = {"gpt_model_path": str(genai_dir), "max_streams": str(MAX_STREAMS)}
+    parameters = {"gpt_model_path": str(genai_dir), "max_requests": str(MAX_REQUESTS)}
     config = {
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
         "model_transaction_policy": {"decoupled": decoupled},
@@ -103,7 +106,7 @@ def test_streaming_yields_the_tokens_of_the_whole_answer_one_by_one(decoupled_mo
 
 
 def test_concurrent_requests_get_the_tokens_they_get_alone(decoupled_model, tokenizer):
-    prompts = [tokenizer.encode_prompt("", "word " * (i + 1), []) for i in range(MAX_STREAMS)]
+    prompts = [tokenizer.encode_prompt("", "word " * (i + 1), []) for i in range(MAX_REQUESTS)]
     live = [send(decoupled_model, prompt, random_seed=i) for i, prompt in enumerate(prompts)]
     together = [tokens_of(request) for request in live]
     assert together == [tokens_of(send(decoupled_model, prompt, random_seed=i)) for i, prompt in enumerate(prompts)]
@@ -130,6 +133,31 @@ def test_a_request_with_stop_ends_the_live_one_of_its_id(decoupled_model, tokeni
     assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []  # it is gone: no error
 
 
+def failing_after(tokens):
+    async def generate(request):
+        for token in tokens:
+            yield TokenChunk([token])
+        raise UnavailableError("the LLM engine failed")
+
+    return generate
+
+
+def test_a_failure_in_the_middle_of_an_answer_is_told_in_the_answer(decoupled_model, monkeypatch):
+    """Between models Triton loses an error that follows other responses."""
+    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7]))
+    first, last = (response.arrays() for response in finished(send(decoupled_model, [1, 2, 3])))
+    assert triton_llm.output_tokens(first) == [7]
+    with pytest.raises(UnavailableError, match="failed in the middle of an answer"):
+        triton_llm.output_tokens(last)
+
+
+def test_a_failure_before_any_answer_is_an_error(decoupled_model, monkeypatch):
+    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([]))
+    assert error_of(send(decoupled_model, [1, 2, 3])).code() == TritonError.UNAVAILABLE
+    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7]))
+    assert error_of(send(decoupled_model, [1, 2, 3], streaming=False)).code() == TritonError.UNAVAILABLE
+
+
 def test_two_live_requests_cannot_share_an_id(decoupled_model, tokenizer):
     prompt = tokenizer.encode_prompt("", "Hello", [])
     first = send(decoupled_model, prompt, request_id="a", min_length=100)
@@ -139,10 +167,10 @@ def test_two_live_requests_cannot_share_an_id(decoupled_model, tokenizer):
 
 def test_a_full_engine_answers_unavailable(decoupled_model, tokenizer):
     prompt = tokenizer.encode_prompt("", "Hello", [])
-    live = [send(decoupled_model, prompt, min_length=150) for _ in range(MAX_STREAMS)]
+    live = [send(decoupled_model, prompt, min_length=150) for _ in range(MAX_REQUESTS)]
     error = error_of(send(decoupled_model, prompt))
     assert error.code() == TritonError.UNAVAILABLE
-    assert f"maximum of {MAX_STREAMS}" in error.message()
+    assert f"maximum of {MAX_REQUESTS}" in error.message()
     for request in live:
         assert len(tokens_of(request)) > 150
 
@@ -151,11 +179,11 @@ def test_a_full_engine_answers_unavailable(decoupled_model, tokenizer):
     ("tensors", "message"),
     [
         ({"request_output_len": None}, "request_output_len is missing"),
-        ({"request_output_len": 0}, "max_tokens is out of range: 0"),
-        ({"request_output_len": 5000}, "5000 new ones exceed the LLM's context of 4096"),
+        ({"request_output_len": 0}, "max_tokens 0 is out of range: 1..3000"),
+        ({"request_output_len": 3001}, "max_tokens 3001 is out of range: 1..3000"),
         ({"input_lengths": 0}, "input_lengths 0 is outside 1..4"),
         ({"input_lengths": 5}, "input_lengths 5 is outside 1..4"),
-        ({"runtime_top_p": 1.5}, "top_p is out of range: 1.5"),
+        ({"runtime_top_p": 1.5}, "top_p 1.5 is out of range: above 0, up to 1"),
         ({"temperature": [1.0, 2.0]}, "temperature must hold one value, not 2"),
         ({"min_length": 201}, "min_tokens 201 is outside 0..200"),
         ({"beam_width": 2}, "beam_width 2 is not supported"),

@@ -15,27 +15,35 @@ def test_first_chunks_come_first_then_the_earliest_silence_then_arrival() -> Non
         chunk(3, arrived=7),
         chunk(4, silent_at=3.0, arrived=-1),
     ]
-    assert pick(waiting, limit=64) == [3, 2, 4, 1, 0]
+    assert pick(waiting, max_chunks=64, max_tokens=1600) == [3, 2, 4, 1, 0]
 
 
 def test_a_batch_holds_the_most_urgent_up_to_its_limit() -> None:
     waiting = [chunk(stream, silent_at=10.0 - stream) for stream in range(5)]
-    assert pick(waiting, limit=2) == [4, 3]
+    assert pick(waiting, max_chunks=2, max_tokens=1600) == [4, 3]
 
 
 def test_only_chunks_of_the_most_urgent_ones_size_class_join_it() -> None:
     waiting = [chunk(0, tokens=15), chunk(1, tokens=100), chunk(2, tokens=8), chunk(3, tokens=16), chunk(4, tokens=9)]
-    assert pick(waiting, limit=64) == [0, 2, 4]
+    assert pick(waiting, max_chunks=64, max_tokens=1600) == [0, 2, 4]
 
 
 def test_what_renders_nothing_is_served_alone() -> None:
     waiting = [chunk(0, tokens=None), chunk(1), chunk(2, tokens=None)]
-    assert pick(waiting, limit=64) == [0]
-    assert pick(waiting[1:], limit=64) == [0]
+    assert pick(waiting, max_chunks=64, max_tokens=1600) == [0]
+    assert pick(waiting[1:], max_chunks=64, max_tokens=1600) == [0]
 
 
 def test_a_streams_requests_keep_their_order() -> None:
     """The second chunk of stream 1 waits, also where the first is of another size or no chunk at all."""
-    assert pick([chunk(0), chunk(1, arrived=1), chunk(1, arrived=2)], limit=64) == [0, 1]
-    assert pick([chunk(0), chunk(1, tokens=90, arrived=1), chunk(1, arrived=2)], limit=64) == [0]
-    assert pick([chunk(0), chunk(1, tokens=None, arrived=1), chunk(1, arrived=2)], limit=64) == [0]
+    assert pick([chunk(0), chunk(1, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=1600) == [0, 1]
+    assert pick([chunk(0), chunk(1, tokens=90, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=1600) == [0]
+    assert pick([chunk(0), chunk(1, tokens=None, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=1600) == [
+        0
+    ]
+
+
+def test_a_batch_is_bounded_in_tokens_but_never_empty() -> None:
+    waiting = [chunk(stream, tokens=100, arrived=stream) for stream in range(4)]
+    assert pick(waiting, max_chunks=64, max_tokens=250) == [0, 1]
+    assert pick(waiting, max_chunks=64, max_tokens=10) == [0]

@@ -284,3 +284,12 @@ def test_closing_answers_what_is_queued_and_refuses_what_comes(engine, clock):
     with pytest.raises(UnavailableError, match="shutting down"):
         client.post(1, [4], finalize=False)
     assert service.stats().live_streams == 0
+
+
+def test_an_engine_that_cannot_speak_is_an_error_at_the_start(engine, clock):
+    def broken():
+        raise ValueError("not a checkpoint that speaks")
+
+    engine.warm_up = broken
+    with pytest.raises(ValueError, match="not a checkpoint that speaks"):
+        Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)

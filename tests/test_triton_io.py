@@ -4,12 +4,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 
 import numpy as np
 import pytest
 
 from common import triton_io
 from common.errors import UnavailableError
+from common.triton_io import calls
 from tests.fake_triton import InferenceRequest, InferenceResponse, TritonError
 
 
@@ -157,6 +159,22 @@ def test_a_model_that_died_and_a_server_that_is_ending_are_unavailable(triton_mo
         asyncio.run(triton_io.call("m", {}, ["y"]))
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UnavailableError, "unavailable: the LLM server said: invalid request: x"),
+        (RuntimeError, "m: KeyError: 'invalid request: x'"),
+        (RuntimeError, "m: KeyError: 'unavailable: x'"),
+        (RuntimeError, "m: KeyError: 'Server not ready'"),
+    ],
+)
+def test_the_kind_of_an_error_is_read_from_the_opening_of_its_message_alone(triton_models, error, message):
+    triton_models["m"] = lambda sent: InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
+    with pytest.raises(error) as caught:
+        asyncio.run(triton_io.call("m", {}, ["y"]))
+    assert type(caught.value) is error
+
+
 @pytest.mark.parametrize("model", ["m", "absent"])
 def test_other_errors_of_a_call_are_internal(triton_models, model):
     triton_models["m"] = lambda sent: triton_io.error_response(KeyError("x"), "m")
@@ -178,6 +196,23 @@ def test_a_call_that_is_not_answered_times_out(triton_models):
     release.set()
 
 
+def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_GIVEN_UP", 2)
+    release = threading.Event()
+    triton_models["hangs"] = lambda sent: answer() if release.wait(10) else answer()
+    triton_models["good"] = lambda sent: answer(y=np.ones(1))
+    for stuck in range(2):
+        asyncio.run(triton_io.call("good", {}, ["y"]))  # one that was answered does not count
+        wait_until(lambda stuck=stuck: sum(thread.is_alive() for thread in calls._given_up) == stuck)
+        with pytest.raises(UnavailableError, match="did not answer"):
+            asyncio.run(triton_io.call("hangs", {}, ["y"], timeout=0.02))
+    with pytest.raises(UnavailableError, match="2 calls of other models are stuck"):
+        asyncio.run(triton_io.call("good", {}, ["y"]))
+    release.set()
+    wait_until(lambda: not any(thread.is_alive() for thread in calls._given_up))
+    assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
+
+
 def read_stream() -> list[int]:
     async def collect() -> list[int]:
         return [int(outputs["y"][0]) async for outputs in triton_io.stream("m", {}, ["y"])]
@@ -188,6 +223,24 @@ def read_stream() -> list[int]:
 def test_a_stream_yields_each_response_but_the_empty_last_one(triton_models):
     triton_models["m"] = lambda sent: [answer(y=np.array([n])) for n in range(3)] + [InferenceResponse([])]
     assert read_stream() == [0, 1, 2]
+
+
+def test_a_stream_that_is_left_early_frees_its_thread_once_the_model_ends(triton_models):
+    stop = threading.Event()
+
+    def callee(sent: InferenceRequest) -> Iterator[InferenceResponse]:
+        yield answer(y=np.array([1]))
+        stop.wait(10)
+
+    async def leave_after_the_first() -> None:
+        async with aclosing(triton_io.stream("m", {}, ["y"])) as responses:
+            assert (await anext(responses))["y"] == 1
+
+    triton_models["m"] = callee
+    asyncio.run(leave_after_the_first())
+    assert any(thread.is_alive() for thread in calls._given_up)
+    stop.set()
+    wait_until(lambda: not any(thread.is_alive() for thread in calls._given_up))
 
 
 def test_an_error_within_a_stream_is_raised(triton_models):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common.flow.cache import EncoderCache, KeyValues
 from common.flow.config import EncoderConfig
-from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads, valid_frames
+from common.flow.layers import CausalConv1d, Conv1d, attention_mask, merge_heads, split_heads, valid_frames
 
 
 class InputEmbedding(nn.Module):
@@ -33,7 +33,7 @@ class LookaheadLayer(nn.Module):
 
     def __init__(self, width: int, lookahead: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv1d(width, width, lookahead + 1)
+        self.conv1 = Conv1d(width, width, lookahead + 1)
         self.conv2 = CausalConv1d(width, width, 3)
 
     def forward(self, x: Tensor, history: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:

@@ -14,6 +14,13 @@ from common.hift.source import HarmonicSource
 _MAX_MAGNITUDE = 100.0  # of one STFT bin; above it the exponential is cut off
 
 
+def _overlap_add(frames: Tensor, hop: int) -> Tensor:
+    """(B, n_fft, T) -> (B, (T - 1) * hop + n_fft)"""
+    _, n_fft, T = frames.shape
+    length = (T - 1) * hop + n_fft
+    return F.fold(frames, (1, length), (1, n_fft), stride=(1, hop)).flatten(1)
+
+
 class Snake(nn.Module):
     """x + sin(alpha x)^2 / alpha, with one alpha per channel."""
 
@@ -140,8 +147,15 @@ class HiFTGenerator(nn.Module):
         return torch.cat([spectrum.real, spectrum.imag], dim=1)
 
     def _istft(self, x: Tensor) -> Tensor:
-        """(B, n_fft + 2, frames) of log magnitudes, then sines of phases -> (B, (frames - 1) * istft_hop)."""
+        """(B, n_fft + 2, frames) of log magnitudes, then sines of phases -> (B, (frames - 1) * istft_hop).
+
+        Not torch.istft: that looks at its window's sum on the host, which no CUDA graph can hold.
+        """
+        n_fft, hop, window = self.config.n_fft, self.config.istft_hop, self.stft_window
         log_magnitude, phase = x.chunk(2, dim=1)
         magnitude = log_magnitude.exp().clamp(max=_MAX_MAGNITUDE)
-        spectrum = torch.polar(magnitude, phase.sin())
-        return torch.istft(spectrum, self.config.n_fft, self.config.istft_hop, window=self.stft_window)
+        frames = torch.fft.irfft(torch.polar(magnitude, phase.sin()), n_fft, dim=1) * window[:, None]  # (B, n_fft, T)
+        length = (frames.shape[2] - 1) * hop
+        weight = window.square()[None, :, None].expand(1, -1, frames.shape[2])
+        wave, total = (_overlap_add(part, hop)[:, n_fft // 2 : n_fft // 2 + length] for part in (frames, weight))
+        return wave / total

@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from common.constants import MAX_STREAM_TOKENS
+
 MAX_INT32 = 2**31 - 1  # how the LLM's tensors carry integers
 MAX_SEED = MAX_INT32  # the narrowest seed among the engines
 
@@ -27,8 +29,8 @@ class LLMPrompt:
 class Sampling:
     """Sampling parameters of one request. The defaults are those of CosyVoice2's Triton runtime.
 
-    temperature 0 is greedy, top_k 0 does not limit, seed None draws one at random. Raises ValueError naming the
-    value that is out of range.
+    temperature 0 is greedy, top_k 0 does not limit, seed None draws one at random; max_tokens ends where the vocoder
+    does. Raises ValueError naming the value that is out of range.
     """
 
     temperature: float = 0.8
@@ -40,16 +42,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         allowed = {
-            "temperature": 0 <= self.temperature <= 10,
-            "top_p": 0 < self.top_p <= 1,
-            "top_k": 0 <= self.top_k <= MAX_INT32,
-            "repetition_penalty": 0 < self.repetition_penalty <= 10,
-            "max_tokens": 1 <= self.max_tokens <= MAX_INT32,
-            "seed": self.seed is None or 0 <= self.seed <= MAX_SEED,
+            "temperature": (0 <= self.temperature <= 10, "0..10"),
+            "top_p": (0 < self.top_p <= 1, "above 0, up to 1"),
+            "top_k": (0 <= self.top_k <= MAX_INT32, f"0..{MAX_INT32}"),
+            "repetition_penalty": (0 < self.repetition_penalty <= 10, "above 0, up to 10"),
+            "max_tokens": (1 <= self.max_tokens <= MAX_STREAM_TOKENS, f"1..{MAX_STREAM_TOKENS}"),
+            "seed": (self.seed is None or 0 <= self.seed <= MAX_SEED, f"0..{MAX_SEED}"),
         }
-        for name, good in allowed.items():
+        for name, (good, range_) in allowed.items():
             if not good:
-                raise ValueError(f"{name} is out of range: {getattr(self, name)!r}")
+                raise ValueError(f"{name} {getattr(self, name)!r} is out of range: {range_}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,16 +60,16 @@ class Generation:
 
 
 class BatchingEngine:
-    """Serves up to `max_streams` live requests of one model from a thread of its own.
+    """Serves up to `max_requests` live requests of one model from a thread of its own.
 
     speech_ids: the ids that may be sampled beside a request's end ids. When the thread fails, every live request and
     each later one gets UnavailableError.
     """
 
-    def __init__(self, model: DecoderModel, speech_ids: np.ndarray, max_streams: int) -> None:
+    def __init__(self, model: DecoderModel, speech_ids: np.ndarray, max_requests: int) -> None:
         self._model = model
         self._speech_ids = speech_ids
-        self._max_streams = max_streams
+        self._max_requests = max_requests
         self._waiting: deque[Generation] = deque()  # submitted, not yet prefilled
         self._rows: list[Generation] = []  # index: row of the model's cache
         self._wake = threading.Condition()  # guards the waiting queue, the rows' list and the failure
@@ -98,8 +98,8 @@ class BatchingEngine:
         with self._wake:
             if self._failure:
                 raise UnavailableError(self._failure)
-            if sum(not other.cancelled for other in (*self._waiting, *self._rows)) >= self._max_streams:
-                raise UnavailableError(f"the LLM already serves its maximum of {self._max_streams} requests")
+            if sum(not other.cancelled for other in (*self._waiting, *self._rows)) >= self._max_requests:
+                raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
             self._waiting.append(generation)
             self._wake.notify()
         return generation
@@ -164,7 +164,7 @@ class BatchingEngine:
             while self._waiting and self._waiting[0].cancelled:
                 self._waiting.popleft()
             # A row may be held by a cancelled request until the decoding step that follows.
-            if not self._waiting or len(self._rows) == self._max_streams:
+            if not self._waiting or len(self._rows) == self._max_requests:
                 return
             generation = self._waiting.popleft()
             self._rows.append(generation)

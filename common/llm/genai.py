@@ -80,15 +80,15 @@ class GenAIModel:
         return logits[:, -1]
 
 
-def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_streams: int) -> BatchingEngine:
+def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int) -> BatchingEngine:
     """Serve `model_dir`. Raises ValueError where it was not converted, or has no speech tokens as `tokenizer` has."""
-    model = GenAIModel(model_dir, rows=max_streams)
+    model = GenAIModel(model_dir, rows=max_requests)
     if model.vocab_size < tokenizer.offset + SPEECH_VOCAB:
         raise ValueError(
             f"{model_dir} has a vocabulary of {model.vocab_size}, too small for the tokenizer's speech tokens "
             f"{tokenizer.offset}..{tokenizer.offset + SPEECH_VOCAB - 1}"
         )
-    return BatchingEngine(model, np.arange(tokenizer.offset, tokenizer.offset + SPEECH_VOCAB), max_streams)
+    return BatchingEngine(model, np.arange(tokenizer.offset, tokenizer.offset + SPEECH_VOCAB), max_requests)
 
 
 def _read_config(model_dir: Path) -> dict:

@@ -79,9 +79,7 @@ class OpenAILM:
         self._tokenizer = tokenizer
         self._timeouts = timeouts or Timeouts()
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(
-                max(self._timeouts.first_token, self._timeouts.token), connect=self._timeouts.connect
-            ),
+            timeout=httpx.Timeout(None, connect=self._timeouts.connect),  # the rest has deadlines, see _ask
             # Below the 5 s after which uvicorn closes an idle connection, lest a request meets a closing one.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0),
             # The servers are parts of this service: a proxy meant for the internet has no place in between.
@@ -100,11 +98,12 @@ class OpenAILM:
         if sampling.seed is not None:
             common["seed"] = sampling.seed
         failures = []
+        deadline = time.monotonic() + self._timeouts.first_token
         # Another server is asked only where no connection came about, so that nothing is generated twice.
         for endpoint in sorted(self._endpoints, key=lambda endpoint: (endpoint.down, endpoint.outstanding)):
             endpoint.outstanding += 1
             try:
-                async with aclosing(self._ask(endpoint, common, sampling)) as chunks:
+                async with aclosing(self._ask(endpoint, common, sampling, deadline)) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
@@ -117,30 +116,29 @@ class OpenAILM:
                 endpoint.outstanding -= 1
         raise UnavailableError(f"no LLM server can be reached: {'; '.join(failures)}")
 
-    async def _ask(self, endpoint: _Endpoint, common: Body, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
-        """The answer of one server. Leaving it early closes the connection, which aborts the generation."""
+    async def _ask(
+        self, endpoint: _Endpoint, common: Body, sampling: Sampling, deadline: float
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """The answer of one server, its first token by `deadline` on the monotonic clock.
+
+        Leaving it early closes the connection, which aborts the generation.
+        """
         events = self._events(endpoint, common, sampling)
         async with aclosing(events):
             parser = SpeechTokenParser()
-            wait = self._timeouts.first_token
-            generated, last_token = 0, time.monotonic()
+            generated, wait = 0, self._timeouts.first_token
             while True:
                 try:
-                    # One deadline over connecting, waiting and reading; from the second event on the client's read
-                    # timeout and the check in `_events` cost less than a timer per token.
-                    event = await asyncio.wait_for(anext(events), wait) if wait else await anext(events)
-                except (asyncio.TimeoutError, httpx.ReadTimeout):
-                    raise UnavailableError(
-                        f"LLM server {endpoint.url} sent no token for {wait or self._timeouts.token} s"
-                    ) from None
+                    # One deadline over connecting, pings and events without tokens; only a token moves it.
+                    event = await asyncio.wait_for(anext(events), deadline - time.monotonic())
+                except asyncio.TimeoutError:
+                    raise UnavailableError(f"LLM server {endpoint.url} sent no token for {wait} s") from None
                 except StopAsyncIteration:
                     raise UnavailableError(f"LLM server {endpoint.url} ended in the middle of an answer") from None
-                wait = 0.0
                 chunk = _read_event(event, parser, endpoint.url)
                 if chunk.tokens:
-                    generated, last_token = generated + len(chunk.tokens), time.monotonic()
-                elif time.monotonic() - last_token > self._timeouts.token:
-                    raise UnavailableError(f"LLM server {endpoint.url} sends answers without tokens")
+                    generated, wait = generated + len(chunk.tokens), self._timeouts.token
+                    deadline = time.monotonic() + wait
                 if generated > sampling.max_tokens:
                     raise UnavailableError(f"LLM server {endpoint.url} ignores max_tokens {sampling.max_tokens}")
                 yield chunk
@@ -155,15 +153,10 @@ class OpenAILM:
         """The data of the server-sent events, up to the end of the answer."""
         response = await self._open(endpoint, common, sampling)
         try:
-            last_event = time.monotonic()
             async for line in response.aiter_lines():
-                if line.startswith("data:"):
-                    last_event = time.monotonic()
-                    data = line[5:].strip()
-                    if data != "[DONE]":
-                        yield data
-                elif time.monotonic() - last_event > self._timeouts.token:
-                    raise UnavailableError(f"LLM server {endpoint.url} keeps the connection alive but sends no token")
+                data = line.removeprefix("data:").strip()
+                if line.startswith("data:") and data != "[DONE]":
+                    yield data
         finally:
             await response.aclose()
 

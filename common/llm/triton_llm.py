@@ -16,6 +16,12 @@ from common.speech_tokens import LLMTokenizer
 
 logger = logging.getLogger(__name__)
 
+# The `sequence_length` by which our python backend of the model tells that it failed in the middle of an answer, since
+# Triton 2.51 loses an error there. The C++ backend never sends it.
+FAILED = -1
+# To tell a request's end, which is on its way at once; longer than that the error which ended it must not wait.
+STOP_SECONDS = 0.3
+
 Tensors = Mapping[str, np.ndarray]
 
 
@@ -83,7 +89,7 @@ class TritonLM:
                     pass
 
         try:
-            await asyncio.wait_for(send(), self._timeouts.connect)
+            await asyncio.wait_for(send(), STOP_SECONDS)
         except (asyncio.TimeoutError, RuntimeError, ValueError) as error:
             # The request may have ended meanwhile, or the LLM be down: nothing is left to free then.
             logger.info("could not stop LLM request %s: %s", request_id, error or type(error).__name__)
@@ -108,5 +114,11 @@ def request_tensors(input_ids: list[int], sampling: Sampling, end_id: int) -> di
 
 
 def output_tokens(outputs: Tensors) -> list[int]:
-    """New ids in one response: `output_ids` (1, 1, n), padded beyond `sequence_length` (1, 1)."""
-    return outputs["output_ids"].reshape(-1)[: int(outputs["sequence_length"].reshape(-1)[0])].tolist()
+    """New ids in one response: `output_ids` (1, 1, n), padded beyond `sequence_length` (1, 1).
+
+    UnavailableError where the response says that the LLM has failed.
+    """
+    length = int(outputs["sequence_length"].reshape(-1)[0])
+    if length == FAILED:
+        raise UnavailableError("the LLM failed in the middle of an answer; its log says why")
+    return outputs["output_ids"].reshape(-1)[:length].tolist()

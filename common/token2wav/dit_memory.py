@@ -4,6 +4,7 @@ Attention knows no positions, so a tail is a ring: new frames overwrite the olde
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,21 +58,23 @@ class TailPool:
         """Room for a solve over `frames` frames of the streams, with their convolution histories."""
         _, steps, depth, _, H, _, D = self.keys.shape
         keys = self.keys.new_empty(steps, depth, 2 * len(tails), H, frames, D)
+        return Scratch(keys, torch.empty_like(keys), self.history_of(tails))
+
+    def history_of(self, tails: list[Tail]) -> Tensor:
+        """Convolution histories of B streams, (steps, depth, convolution, R, frame, C)."""
         history = self.history[[tail.slot for tail in tails]]  # (B, steps, depth, convolution, guidance row, frame, C)
-        history = history.permute(1, 2, 3, 4, 0, 5, 6).flatten(3, 4)  # (steps, depth, convolution, R, frame, C)
-        return Scratch(keys, torch.empty_like(keys), history)
+        return history.permute(1, 2, 3, 4, 0, 5, 6).flatten(3, 4)
 
     def commit(self, tail: Tail, scratch: Scratch, row: int, frames: int) -> None:
         """Append the `frames` that a solve computed for its stream number `row` of B."""
-        B = scratch.keys.shape[2] // 2
-        rows = [row, B + row]
+        B = scratch.keys.shape[2] // 2  # the stream's two guidance rows are B apart
         count = min(frames, self.frames)
         first = min(count, self.frames - tail.next)  # up to the ring's end; the rest goes to its start
         for ring, new in ((self.keys, scratch.keys), (self.values, scratch.values)):
-            slot, new = ring[tail.slot], new[:, :, rows, :, frames - count : frames]
+            slot, new = ring[tail.slot], new[:, :, row::B, :, frames - count : frames]
             slot[..., tail.next : tail.next + first, :] = new[..., :first, :]
             slot[..., : count - first, :] = new[..., first:, :]
-        self.history[tail.slot] = scratch.history[:, :, :, rows]
+        self.history[tail.slot] = scratch.history[:, :, :, row::B]
         tail.next = (tail.next + count) % self.frames
         tail.frames = min(tail.frames + count, self.frames)
 
@@ -83,6 +86,29 @@ class Row:
     voice: DiTFlowCache
     tail: Tail
     frames: int
+
+
+class Solve(Protocol):
+    """A way to run the solver over rows whose memory lies apart."""
+
+    def run(self, rows: list[Row], noise: Tensor, conditions: Tensor) -> tuple[Tensor, Scratch]:
+        """noise (B, T, mel), conditions (R, T, C) -> mel (B, T, mel), and the scratch to commit from."""
+        ...
+
+
+class GatheredSolve:
+    """Solves batches of chunks on any device, over context that is copied together for each."""
+
+    def __init__(self, solver: DiTSolver, pool: TailPool):
+        self._solver = solver
+        self._pool = pool
+
+    def run(self, rows: list[Row], noise: Tensor, conditions: Tensor) -> tuple[Tensor, Scratch]:
+        T = noise.shape[1]
+        frames = torch.tensor([row.frames for row in rows], device=noise.device)
+        scratch = self._pool.scratch([row.tail for row in rows], T)
+        context = GatheredContext(self._pool, rows, T)
+        return self._solver.solve(noise, conditions, frames, context, scratch), scratch
 
 
 class GatheredContext:

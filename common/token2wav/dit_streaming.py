@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.constants import EULER_STEPS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from common.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.cache import DiTFlowCache, EncoderCache
 from common.flow.dit_flow import DiTFlow
-from common.token2wav.dit_memory import GatheredContext, Row, Tail, TailPool
+from common.token2wav.dit_memory import GatheredSolve, Row, Solve, Tail, TailPool
 from common.token2wav.dit_solver import DiTSolver
-from common.token2wav.flows import MAX_STREAM_TOKENS, FlowState, Job, StreamingFlow, Voice
+from common.token2wav.flows import FlowState, Job, StreamingFlow, Voice
 from common.token2wav.noise import NoiseTape
 
 
@@ -78,8 +78,12 @@ class DiTStreaming(StreamingFlow[DiTState]):
         super().__init__(network.config, noise, steps, max_tokens)
         self._network = network
         self._voices = voices
-        self._solver = DiTSolver(network, steps)
+        on_gpu = network.input_embedding.weight.is_cuda
+        # It plans every new shape for tens of milliseconds, and the encoder's context is never twice of one length.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        self._solver = DiTSolver(network, steps, compiled=on_gpu)
         self._pool = TailPool(self._solver, max_streams)
+        self._solve = _graphed_solve(self._solver, self._pool) if on_gpu else GatheredSolve(self._solver, self._pool)
 
     def open(self, voice: Voice) -> DiTState:
         key = _digest(voice)
@@ -103,11 +107,8 @@ class DiTStreaming(StreamingFlow[DiTState]):
         mu, encoders = self._encode(jobs, longest)
         conditions = self._solver.conditions(mu, torch.cat([state.voice.speaker for state in states]))
         noise = torch.stack([self._noise.read(state.frames, T) for state in states])
-        frames = torch.tensor([TOKEN_MEL_RATIO * new for new in lengths], device=mu.device)
         rows = [Row(state.voice, state.tail, TOKEN_MEL_RATIO * new) for state, new in zip(states, lengths, strict=True)]
-        scratch = self._pool.scratch([state.tail for state in states], T)
-        context = GatheredContext(self._pool, rows, T)
-        mel = self._solver.solve(noise, conditions, frames, context, scratch)
+        mel, scratch = self._solve.run(rows, noise, conditions)
         for index, (job, row, encoder) in enumerate(zip(jobs, rows, encoders, strict=True)):
             if not job.chunk.last:
                 self._pool.commit(row.tail, scratch, index, row.frames)
@@ -141,6 +142,12 @@ class DiTStreaming(StreamingFlow[DiTState]):
             steps=self._steps,
         )
         return mel[0, :, frames:]
+
+
+def _graphed_solve(solver: DiTSolver, pool: TailPool) -> Solve:
+    from common.token2wav.dit_graphs import GraphedSolve  # its kernels need Triton, which CPU builds of torch lack
+
+    return GraphedSolve(solver, pool)
 
 
 def _digest(voice: Voice) -> bytes:

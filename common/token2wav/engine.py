@@ -51,8 +51,9 @@ class Token2Wav:
     def load_dit(
         cls, model_dir: str | Path, *, device: str, max_streams: int, voice_cache_bytes: int, steps: int = EULER_STEPS
     ) -> "Token2Wav":
-        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`."""
-        network = load_dit_flow(Path(model_dir) / "flow.pt", device)
+        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`. On a GPU the flow computes in float16."""
+        dtype = torch.float16 if torch.device(device).type == "cuda" else torch.float32
+        network = load_dit_flow(Path(model_dir) / "flow.pt", device, dtype)
         voices = VoiceCache(voice_cache_bytes)
         flow = DiTStreaming(network, flow_noise(device), voices, max_streams=max_streams, steps=steps)
         return cls(flow, _load_vocoder(model_dir, device), device)

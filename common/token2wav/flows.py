@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from common.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MAX_STREAM_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.flow.config import FlowConfig
 from common.flow.unet_flow import UNetFlow
 from common.token2wav.noise import NoiseTape
-
-MAX_STREAM_TOKENS = 3_000  # two minutes; the UNet flow renders the whole prefix anew, the DiT's encoder cache grows
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
 MAX_BATCH = 64
+MAX_BATCH_TOKENS = 1600  # bounds how long a first chunk waits for the batch before it
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,10 @@ class Token2WavService:
         self._chunks = 0
         self._closing = False
         self._wake = threading.Condition()
-        engine.warm_up()
+        self._warm: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="token2wav", daemon=True)
         self._thread.start()
+        self._warm.result()
 
     def submit(
         self,
@@ -154,6 +157,12 @@ class Token2WavService:
     # --- the service's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._engine.warm_up()  # in this thread: the GPU libraries keep what they prepare per thread
+        except BaseException as error:
+            self._warm.set_exception(error)
+            return
+        self._warm.set_result(None)
         while tasks := self._next():
             live = [task for task in tasks if not self._dropped(task)]
             if live and self._new_tokens(live[0].request) is not None:
@@ -174,7 +183,7 @@ class Token2WavService:
             while not self._closing:
                 self._reap()
                 if self._queue:
-                    chosen = [self._queue[index] for index in pick(self._waiting(), self._max_batch)]
+                    chosen = [self._queue[index] for index in pick(self._waiting(), self._max_batch, MAX_BATCH_TOKENS)]
                     self._queue = [task for task in self._queue if task not in chosen]
                     return chosen
                 self._wake.wait(REAP_SECONDS)

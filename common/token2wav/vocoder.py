@@ -5,7 +5,7 @@ already heard, their audio cross-faded with the tail that the chunk before withh
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,16 +39,18 @@ class StreamingVocoder:
     """Renders mel chunks of any number of streams. Chunks overlap by as much audio as the window fades over."""
 
     def __init__(self, hift: HiFTGenerator, noise: NoiseTape, window: FadeWindow):
-        self._hift = hift
+        self._device = hift.conv_pre.weight.device
+        self._mel_bins = hift.config.mel_bins
+        self._hift: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+        self._hift = _graphed(hift) if self._device.type == "cuda" else hift
         self._noise = noise
         self._window = window
         self._hop = hift.config.hop
         self._overlap = len(window.rising)
 
     def open(self) -> VocoderState:
-        like = next(self._hift.parameters())
-        empty = like.new_zeros(0)
-        return VocoderState(mel=like.new_zeros(self._hift.config.mel_bins, 0), source=empty, speech=empty)
+        empty = torch.zeros(0, device=self._device)
+        return VocoderState(mel=torch.zeros(self._mel_bins, 0, device=self._device), source=empty, speech=empty)
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[MelChunk]) -> list[Tensor]:
@@ -95,3 +97,9 @@ class StreamingVocoder:
         state.source = source[-overlap:].clone()
         state.speech = speech[-overlap:].clone()
         return speech[:-overlap]
+
+
+def _graphed(hift: HiFTGenerator) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    from common.token2wav.hift_graphs import GraphedHiFT  # for GPUs only
+
+    return GraphedHiFT(hift)

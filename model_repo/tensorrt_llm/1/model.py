@@ -1,11 +1,13 @@
 """The LLM on Triton's python backend, with the tensors of TensorRT-LLM's backend so that either can serve it.
 
 Streaming answers carry new tokens only, as TensorRT-LLM's do with `exclude_input_in_output`; otherwise one answer
-carries them all. The last token is the end token, unless `request_output_len` was reached before. A request with
-`stop` ends the live one of the same id. Probabilities and beams are not offered.
+carries them all. The last token is the end token, unless `request_output_len` was reached before. A failure after the
+first answer is an answer without tokens whose `sequence_length` is `FAILED`. A request with `stop` ends the live one of
+the same id. Probabilities and beams are not offered.
 """
 
 import asyncio
+import logging
 from contextlib import aclosing
 
 import numpy as np
@@ -15,7 +17,10 @@ from common.config import TensorrtLLMConfig
 from common.llm.base import Sampling
 from common.llm.batching import GenerationRequest
 from common.llm.genai import load_engine
+from common.llm.triton_llm import FAILED
 from common.speech_tokens import LLMTokenizer
+
+logger = logging.getLogger(__name__)
 
 NEUTRAL = {
     "beam_width": 1,
@@ -33,7 +38,7 @@ class TritonPythonModel:
         tokenizer = LLMTokenizer.from_dir(config.tokenizer_dir or config.engine_dir)
         self._end_ids = tokenizer.end_ids
         self._decoupled = config.decoupled
-        self._engine = load_engine(config.engine_dir, tokenizer, config.max_streams)
+        self._engine = load_engine(config.engine_dir, tokenizer, config.max_requests)
         # By request id, for `stop`; touched in the loop's thread only.
         self._live: dict[str, asyncio.Task] = {}
         self._stopped: set[str] = set()
@@ -66,8 +71,7 @@ class TritonPythonModel:
         try:
             await self._generate(generation, responder, streaming)
         except asyncio.CancelledError:
-            # In a call between models Triton 2.51 loses an error that comes after other responses, and the end of the
-            # answer with it: the thread that reads it would wait for ever. So what was stopped just ends.
+            # An error would be lost, see _generate. So what was stopped just ends.
             if not self._decoupled or request_id not in self._stopped:
                 raise
         finally:
@@ -76,11 +80,19 @@ class TritonPythonModel:
 
     async def _generate(self, generation, responder, streaming):
         tokens = []
-        async with aclosing(self._engine.generate(generation)) as chunks:
-            async for chunk in chunks:
-                if streaming:
-                    responder.send(_outputs(chunk.tokens))
-                tokens += chunk.tokens
+        try:
+            async with aclosing(self._engine.generate(generation)) as chunks:
+                async for chunk in chunks:
+                    if streaming:
+                        responder.send(_outputs(chunk.tokens))
+                    tokens += chunk.tokens
+        except Exception:
+            if not (streaming and tokens):
+                raise
+            # In a call between models Triton 2.51 loses an error that comes after other responses, and the end of the
+            # answer with it: its reader would wait for ever.
+            logger.exception("a request failed after %d tokens", len(tokens))
+            responder.send(_outputs([], length=FAILED))
         if not streaming:
             responder.send(_outputs(tokens))
 
@@ -129,9 +141,9 @@ def _refuse_unsupported(request):
             raise ValueError(f"{name} {value} is not supported by the python backend of tensorrt_llm, only {neutral}")
 
 
-def _outputs(tokens):
-    """(n,) ids -> `output_ids` (1, beam 1, n) and their number (1, 1)."""
+def _outputs(tokens, length=None):
+    """(n,) ids -> `output_ids` (1, beam 1, n) and their number, or `length`, (1, 1)."""
     return {
         "output_ids": np.array([[tokens]], np.int32).reshape(1, 1, -1),
-        "sequence_length": np.array([[len(tokens)]], np.int32),
+        "sequence_length": np.array([[len(tokens) if length is None else length]], np.int32),
     }

@@ -1,0 +1,43 @@
+"""The only part of the library that knows Triton: inputs, outputs, calls of models, one error boundary per request.
+
+tensors.py    inputs of a request read, outputs built
+errors.py     exceptions to error responses and back
+calls.py      calls of other models
+requests.py   requests answered at once, later by a thread, or by tasks of an asyncio loop
+"""
+
+from common.triton_io.calls import call, stream
+from common.triton_io.errors import error_response
+from common.triton_io.requests import Handler, LateAnswer, RequestLoop, Responder, answer_later, respond_batch
+from common.triton_io.tensors import (
+    parameters,
+    read,
+    read_all,
+    reference,
+    require,
+    scalar,
+    text,
+    to_response,
+    to_tensor,
+)
+
+__all__ = [
+    "Handler",
+    "LateAnswer",
+    "RequestLoop",
+    "Responder",
+    "answer_later",
+    "call",
+    "error_response",
+    "parameters",
+    "read",
+    "read_all",
+    "reference",
+    "require",
+    "respond_batch",
+    "scalar",
+    "stream",
+    "text",
+    "to_response",
+    "to_tensor",
+]

@@ -1,0 +1,150 @@
+"""Calls of other models of the same Triton (BLS), from a coroutine."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+
+from common.errors import LostAnswerError, UnavailableError
+from common.triton_io.errors import to_exception
+from common.triton_io.tensors import to_tensor
+
+ResultT = TypeVar("ResultT")
+
+# Threads whose caller waits no longer. Triton 2.51 cannot cancel a call, so they last as long as the other model takes.
+_given_up: set[threading.Thread] = set()
+MAX_GIVEN_UP = 256  # far above what cancelled streams leave for a moment, and 256 threads do no harm
+
+
+async def call(
+    model: str,
+    inputs: Mapping[str, np.ndarray],
+    outputs: Sequence[str],
+    *,
+    correlation_id: int = 0,
+    start: bool = False,
+    end: bool = False,
+    request_id: str = "",
+    timeout: float = 60.0,
+) -> dict[str, np.ndarray]:
+    """The named outputs of one request to `model`; raises what its error says, UnavailableError after `timeout` s,
+    LostAnswerError where an output is missing.
+
+    A call that is given up runs on in its thread, since Triton 2.51 cannot cancel one; its answer is dropped.
+    """
+    flags = start * pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+    flags |= end * pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+    request = pb_utils.InferenceRequest(
+        model_name=model,
+        requested_output_names=list(outputs),
+        inputs=[to_tensor(name, array) for name, array in inputs.items()],
+        request_id=request_id,
+        correlation_id=correlation_id,
+        flags=flags,
+    )
+    try:
+        response = await asyncio.wait_for(_in_thread(request.exec), timeout)
+    except asyncio.TimeoutError:
+        raise UnavailableError(f"{model} did not answer within {timeout:g} s") from None
+    arrays = _outputs(model, response)
+    if absent := [name for name in outputs if name not in arrays]:
+        raise LostAnswerError(f"{model} answered without {', '.join(absent)}: the same request failed before")
+    return arrays
+
+
+async def stream(
+    model: str,
+    inputs: Mapping[str, np.ndarray],
+    outputs: Sequence[str],
+    *,
+    request_id: str = "",
+) -> AsyncGenerator[dict[str, np.ndarray], None]:
+    """The outputs of each response of a decoupled `model`, as they arrive; the caller bounds the waiting.
+
+    Leaving early drops the rest, but does not stop the model: Triton 2.51 has no cancel for such a call. It also loses
+    an error that follows other responses, and the end with it: the model must end by FINAL alone after its first
+    response, or the thread that reads it is never freed.
+    """
+    request = pb_utils.InferenceRequest(
+        model_name=model,
+        requested_output_names=list(outputs),
+        inputs=[to_tensor(name, array) for name, array in inputs.items()],
+        request_id=request_id,
+    )
+    loop = asyncio.get_running_loop()
+    arrivals: asyncio.Queue[Any] = asyncio.Queue()
+    finished = object()
+
+    def put(item: Any) -> None:
+        with suppress(RuntimeError):  # the loop was closed: nobody is left to hear it
+            loop.call_soon_threadsafe(arrivals.put_nowait, item)
+
+    def forward() -> None:
+        try:
+            for response in request.exec(decoupled=True):
+                put(response)
+        except Exception as error:
+            put(error)
+        put(finished)
+
+    with _waiting_thread(forward):
+        while (item := await arrivals.get()) is not finished:
+            if isinstance(item, Exception):
+                raise item
+            if arrived := _outputs(model, item):  # the last response may only say that it is the last
+                yield arrived
+
+
+async def _in_thread(function: Callable[[], ResultT]) -> ResultT:
+    """Run a blocking `function` in a thread of its own.
+
+    Not in an executor: calls that wait for the models that wait for them must never share a bounded pool, and a
+    thread that is stuck in Triton must not keep the process from ending.
+    """
+    future: Future[ResultT] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    with _waiting_thread(run):
+        return await asyncio.wrap_future(future)
+
+
+@contextmanager
+def _waiting_thread(target: Callable[[], None]) -> Iterator[None]:
+    """A thread for the time of the block; if it waits in Triton still after that, it has been given up.
+
+    UnavailableError when too many of those are there.
+    """
+    _given_up.intersection_update([thread for thread in _given_up if thread.is_alive()])
+    if len(_given_up) >= MAX_GIVEN_UP:
+        raise UnavailableError(f"{len(_given_up)} calls of other models are stuck; a model hangs or has died")
+    thread = threading.Thread(target=target, name="call", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        _given_up.add(thread)
+
+
+def _outputs(model: str, response: Any) -> dict[str, np.ndarray]:
+    """The arrays of a response, or its error raised."""
+    if response.has_error():
+        raise to_exception(model, response.error())
+    return {tensor.name(): _to_array(tensor) for tensor in response.output_tensors()}
+
+
+def _to_array(tensor: Any) -> np.ndarray:
+    """On the CPU; the copy outlives the response, whose memory Triton takes back."""
+    return tensor.as_numpy().copy() if tensor.is_cpu() else torch.from_dlpack(tensor.to_dlpack()).cpu().numpy()

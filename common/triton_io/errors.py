@@ -1,0 +1,55 @@
+"""Errors across the boundary of a model: an exception becomes a response, and a response of another model one again.
+
+ValueError        <-> INVALID_ARG      the caller's mistake
+UnavailableError  <-> UNAVAILABLE      full, timed out, or a part of the service is down
+CancelledError     -> CANCELLED        the client went away
+anything else      -> INTERNAL         a bug, logged with its traceback
+"""
+
+import asyncio
+import logging
+import re
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from common.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+# Words that open a message. A call between models loses the code of an error (Triton 2.51 makes every one INTERNAL),
+# so the caller tells them by these. Only at the opening: further on stands what clients and LLM servers have written.
+INVALID = "invalid request: "
+UNAVAILABLE = "unavailable: "
+# Triton's own words where a model's process has died, or where the server is ending and refuses calls between models.
+MODEL_DOWN = re.compile(
+    r"(Model \S+ - Error when running inference: )?(Stub process '\S+' is not healthy|Server not ready)"
+)
+MAX_MESSAGE_CHARS = 500  # gRPC carries errors in escaped headers, of which a client takes 8 kB
+
+
+def error_response(error: BaseException, model: str) -> Any:
+    """The response that tells a client of `error`; what is not its own fault is logged here."""
+    code, message = pb_utils.TritonError.INTERNAL, f"{model}: {type(error).__name__}: {error}"
+    if isinstance(error, ValueError):
+        code, message = pb_utils.TritonError.INVALID_ARG, f"{INVALID}{error}"
+    elif isinstance(error, UnavailableError):
+        code, message = pb_utils.TritonError.UNAVAILABLE, f"{UNAVAILABLE}{error}"
+        logger.warning("%s: %s", model, error)
+    elif isinstance(error, asyncio.CancelledError):
+        code, message = pb_utils.TritonError.CANCELLED, "the request was cancelled"
+    else:
+        logger.error("%s failed", model, exc_info=error)
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = f"{message[:MAX_MESSAGE_CHARS]}... ({len(message)} characters)"
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+
+
+def to_exception(model: str, error: Any) -> Exception:
+    """The exception that `model` answered with, from the error of its response."""
+    code, message = error.code(), error.message()
+    if code == pb_utils.TritonError.INVALID_ARG or message.startswith(INVALID):
+        return ValueError(f"{model}: {message.removeprefix(INVALID)}")
+    if code == pb_utils.TritonError.UNAVAILABLE or message.startswith(UNAVAILABLE) or MODEL_DOWN.match(message):
+        return UnavailableError(f"{model}: {message.removeprefix(UNAVAILABLE)}")
+    return RuntimeError(f"{model}: {message}")

@@ -1,0 +1,222 @@
+"""Requests answered: at once and in a batch, later by a thread, or each by a task of an asyncio loop."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from common.errors import UnavailableError
+from common.triton_io.errors import error_response
+from common.triton_io.tensors import to_response
+
+InputT = TypeVar("InputT")
+ResultT = TypeVar("ResultT")
+
+CANCEL_POLL_SECONDS = 0.1
+SHUTDOWN_SECONDS = 10.0
+
+
+def respond_batch(
+    requests: Sequence[Any],
+    parse: Callable[[Any], InputT],
+    compute: Callable[[list[InputT]], Sequence[Mapping[str, np.ndarray]]],
+    *,
+    model: str,
+) -> list[Any]:
+    """One response per request, in order: `compute` runs once, over the inputs that `parse` accepted.
+
+    A request that `parse` rejects answers its own error and its neighbours are served. An error of `compute` is
+    everybody's, since no input can be blamed.
+    """
+    responses: list[Any] = [None] * len(requests)
+    accepted: dict[int, InputT] = {}
+    for index, request in enumerate(requests):
+        try:
+            accepted[index] = parse(request)
+        except Exception as error:
+            responses[index] = error_response(error, model)
+    if not accepted:
+        return responses
+    try:
+        results = compute(list(accepted.values()))
+        answers = [to_response(outputs) for outputs in results]
+        assert len(answers) == len(accepted), f"{len(accepted)} inputs gave {len(answers)} results"
+    except Exception as error:
+        answers = [error_response(error, model) for _ in accepted]
+    for index, answer in zip(accepted, answers, strict=True):
+        responses[index] = answer
+    return responses
+
+
+class Responder:
+    """The way back to one client: any number of `send` (one if the model is not decoupled), then the loop's FINAL."""
+
+    def __init__(self, sender: Any, *, decoupled: bool) -> None:
+        self._sender = sender
+        self._decoupled = decoupled
+        self._held: Any = None  # the only response of a model that is not decoupled: it must carry FINAL
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def send(self, outputs: Mapping[str, np.ndarray]) -> None:
+        """Send one response."""
+        response = to_response(outputs)
+        with self._lock:
+            assert not self._ended, "a response after the final one"
+            if self._decoupled:
+                self._sender.send(response)
+            else:
+                assert self._held is None, "a model that is not decoupled answers once"
+                self._held = response
+
+    def check_answered(self) -> None:
+        """RuntimeError when a model that is not decoupled is about to end a request without an answer."""
+        if not self._decoupled and self._held is None:
+            raise RuntimeError("the handler sent no response")
+
+    def is_cancelled(self) -> bool:
+        """The client went away."""
+        return bool(self._sender.is_cancelled())
+
+    def finish(self, error: Any = None) -> None:
+        """End the request, with an error response if there is one; only the first call counts."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            last = error or self._held
+            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            if last is None:
+                self._sender.send(flags=final)
+            else:
+                self._sender.send(last, flags=final)
+
+
+class LateAnswer:
+    """The one answer of a request that another thread will give: call it with the output's array or an exception."""
+
+    def __init__(self, responder: Responder, output: str, model: str) -> None:
+        self.is_cancelled = responder.is_cancelled
+        self._responder = responder
+        self._output = output
+        self._model = model
+
+    def __call__(self, result: np.ndarray | BaseException) -> None:
+        if isinstance(result, BaseException):
+            self._responder.finish(error_response(result, self._model))
+        else:
+            self._responder.send({self._output: result[None]})  # (N,) -> (1, N)
+            self._responder.finish()
+
+
+@contextmanager
+def answer_later(request: Any, output: str, *, model: str) -> Iterator[LateAnswer]:
+    """For `execute` of a model that is not decoupled: a block that hands the request to a thread of its own.
+
+    An exception in the block is the request's answer; after the block the answer is the thread's duty.
+    """
+    answer = LateAnswer(Responder(request.get_response_sender(), decoupled=False), output, model)
+    try:
+        yield answer
+    except Exception as error:
+        answer(error)
+
+
+Handler = Callable[[Any, Responder], Awaitable[None]]
+
+
+class RequestLoop:
+    """An asyncio loop in a thread of its own, where each request is one task that ends exactly once.
+
+    `handler(request, responder)` sends what it has; the loop adds the final response, turns an exception into an
+    error response, and cancels the task when its client goes away. `decoupled`: as the model is configured.
+    """
+
+    def __init__(self, handler: Handler, *, model: str, decoupled: bool) -> None:
+        self._handler = handler
+        self._model = model
+        self._decoupled = decoupled
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=f"loop-{model}", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Any) -> None:
+        """Serve `request` in the loop; to be called from `execute`, which then returns None."""
+        responder = Responder(request.get_response_sender(), decoupled=self._decoupled)
+        try:
+            self.loop.call_soon_threadsafe(self._start, request, responder)
+        except RuntimeError:  # the loop is closed
+            responder.finish(error_response(self._shutting_down(), self._model))
+
+    def run(self, work: Awaitable[ResultT], timeout: float | None = None) -> ResultT:
+        """The result of `work` in the loop, for `initialize` and `finalize`."""
+
+        async def wait() -> ResultT:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(timeout)
+
+    def end_requests(self) -> None:
+        """Cancel what runs and answer it, and all that comes after, with UNAVAILABLE."""
+        self._closing = True
+        with suppress(TimeoutError, asyncio.TimeoutError):
+            self.run(self._cancel_all(), SHUTDOWN_SECONDS)
+
+    def close(self) -> None:
+        """End the requests and the thread; safe to call twice."""
+        if self.loop.is_closed():
+            return
+        self.end_requests()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(SHUTDOWN_SECONDS)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    def _start(self, request: Any, responder: Responder) -> None:
+        task = self.loop.create_task(self._serve(request, responder))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, request: Any, responder: Responder) -> None:
+        """The error boundary of one request."""
+        failure: Any = None
+        try:
+            if self._closing:
+                raise self._shutting_down()
+            await self._handle(request, responder)
+            responder.check_answered()
+        except asyncio.CancelledError as error:
+            failure = error_response(self._shutting_down() if self._closing else error, self._model)
+        except Exception as error:
+            failure = error_response(error, self._model)
+        finally:
+            responder.finish(failure)
+
+    async def _handle(self, request: Any, responder: Responder) -> None:
+        """Run the handler and cancel it when the client goes away."""
+        work = asyncio.ensure_future(self._handler(request, responder))
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=CANCEL_POLL_SECONDS)
+                if not work.done() and responder.is_cancelled():
+                    break
+        finally:
+            work.cancel()  # does nothing to work that is done
+            await asyncio.wait({work})
+        work.result()
+
+    async def _cancel_all(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _shutting_down(self) -> UnavailableError:
+        return UnavailableError(f"{self._model} is shutting down")

@@ -1,0 +1,77 @@
+"""Inputs of a request read, outputs of a response built."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+
+from common.audio import validate_reference
+
+
+def read(request: Any, name: str) -> np.ndarray | None:
+    """The input `name` as it was sent, batch dimension included; None when it was not."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy()
+
+
+def read_all(request: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Those of the inputs `names` that were sent, by name."""
+    arrays = {name: read(request, name) for name in names}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def require(request: Any, name: str) -> np.ndarray:
+    """The input `name`; ValueError when it was not sent."""
+    array = read(request, name)
+    if array is None:
+        raise ValueError(f"{name} is missing")
+    return array
+
+
+def scalar(request: Any, name: str) -> Any:
+    """The only element of the input `name` as a Python value; None when it was not sent."""
+    array = read(request, name)
+    if array is None:
+        return None
+    if array.size != 1:
+        raise ValueError(f"{name} must hold one value, not {array.size} (shape {list(array.shape)})")
+    return array.reshape(-1)[0].item() if array.dtype != object else array.reshape(-1)[0]
+
+
+def text(request: Any, name: str) -> str | None:
+    """The only string of the input `name`, from UTF-8; None when it was not sent."""
+    value = scalar(request, name)
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
+
+
+def parameters(request: Any) -> dict[str, Any]:
+    """The request's own parameters: strings, numbers and booleans by name."""
+    return dict(json.loads(request.parameters() or "{}"))
+
+
+def reference(request: Any) -> np.ndarray:
+    """The recording in `reference_wav`, checked: float32 (N,), without the padding behind `reference_wav_len`."""
+    return validate_reference(require(request, "reference_wav"), scalar(request, "reference_wav_len"))
+
+
+def to_tensor(name: str, array: np.ndarray) -> Any:
+    """`array` as a Triton tensor; strings as objects of bytes or str.
+
+    Numbers travel by DLPack: with numpy 2 the backend's own constructor reads no bytes at all. They go through torch,
+    because the backend renames the capsule to a name that numpy's destructor does not know.
+    """
+    if array.dtype == object or array.size == 0:  # the backend takes an empty DLPack tensor for a strided one
+        return pb_utils.Tensor(name, array)
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        array = array.copy()
+    return pb_utils.Tensor.from_dlpack(name, torch.from_numpy(array))
+
+
+def to_response(outputs: Mapping[str, np.ndarray]) -> Any:
+    return pb_utils.InferenceResponse([to_tensor(name, array) for name, array in outputs.items()])

@@ -1,0 +1,1 @@
+"""Parts of bench_token2wav: the load that it puts on the service, and its picture."""
