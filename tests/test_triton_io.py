@@ -30,6 +30,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.fixture(autouse=True)
+def no_calls_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fakes that hang for ever, elsewhere in the suite, leave threads behind."""
+    monkeypatch.setattr(calls, "_given_up", set())
+
+
 # --- inputs and outputs ------------------------------------------------------------------------------------------
 
 
