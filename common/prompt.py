@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -131,6 +132,7 @@ class ReferenceEncoder:
     def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
         self._model_dir = model_dir
         self._device = device
+        self._lock = Lock()  # one recording at a time, also while the networks are read
 
     @cached_property
     def _networks(self) -> tuple[AudioTokenizer, SpeakerEncoder]:
@@ -138,8 +140,9 @@ class ReferenceEncoder:
 
     def __call__(self, wav: np.ndarray) -> Prompt:
         """wav: 16 kHz (T,) float32, checked by `audio.validate_reference`."""
-        tokenizer, speaker = self._networks
-        return Prompt.aligned(tokenizer([wav])[0], reference_mel(wav), speaker([wav])[0])
+        with self._lock:
+            tokenizer, speaker = self._networks
+            return Prompt.aligned(tokenizer([wav])[0], reference_mel(wav), speaker([wav])[0])
 
 
 def _only_file(model_dir: str | Path, pattern: str) -> Path:

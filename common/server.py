@@ -138,7 +138,7 @@ def require_free(port: int, host: str) -> None:
         except OSError as error:
             raise ServerError(
                 f"port {port} is busy ({error.strerror}); stop what listens there (see: ss -ltnp 'sport = :{port}') "
-                "or choose another port"
+                "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102"
             ) from None
 
 
@@ -309,11 +309,16 @@ class TritonServer:
         ]
 
     def _answers_ready(self) -> bool:
+        # gRPC listens before HTTP, the metrics only after it.
+        pages = f"http://{self.http_url}/v2/health/ready", f"http://{self.metrics_url}/metrics"
         try:
-            with urllib.request.urlopen(f"http://{self.http_url}/v2/health/ready", timeout=2) as answer:
-                return bool(answer.status == 200)
+            for page in pages:
+                with urllib.request.urlopen(page, timeout=2) as answer:
+                    if answer.status != 200:
+                        return False
         except (urllib.error.URLError, OSError):
             return False
+        return True
 
     def _failure(self) -> str:
         """The log's error lines, or its end when there are none."""

@@ -379,6 +379,15 @@ def test_a_model_that_answers_once_may_not_stay_silent():
     assert "sent no response" in sender.responses[0].error().message()
 
 
+def test_a_late_answer_that_cannot_be_sent_still_ends_the_request():
+    sent = InferenceRequest.from_client({})
+    reply = triton_io.answer_later(sent, "waveform", model="m")
+    reply(np.array(["no", "audio"], dtype="U4"))  # a kind of array that no tensor can hold
+    assert sent.get_response_sender().final
+    (response,) = sent.get_response_sender().responses
+    assert response.has_error()
+
+
 def test_an_answer_given_later_is_the_only_one():
     sent = request()
     with triton_io.answer_later(sent, "waveform", model="m") as reply:

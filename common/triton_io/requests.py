@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -97,7 +98,11 @@ class Responder:
 
 
 class LateAnswer:
-    """The one answer of a request that another thread will give: call it with the output's array or an exception."""
+    """The one answer of a request that another thread will give: call it with the output's array or an exception.
+
+    As a context it answers with the exception that its block raises; after a block that raises none, the answer is
+    still owed.
+    """
 
     def __init__(self, responder: Responder, output: str, model: str) -> None:
         self.is_cancelled = responder.is_cancelled
@@ -106,24 +111,29 @@ class LateAnswer:
         self._model = model
 
     def __call__(self, result: np.ndarray | BaseException) -> None:
-        if isinstance(result, BaseException):
-            self._responder.finish(error_response(result, self._model))
-        else:
-            self._responder.send({self._output: result[None]})  # (N,) -> (1, N)
-            self._responder.finish()
+        error = result if isinstance(result, BaseException) else None
+        try:
+            if not isinstance(result, BaseException):
+                self._responder.send({self._output: result[None]})  # (N,) -> (1, N)
+        except Exception as failure:  # an answer that cannot be sent must end the request all the same
+            error = failure
+        self._responder.finish(error and error_response(error, self._model))
+
+    def __enter__(self) -> "LateAnswer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self(error)
+        return True
 
 
-@contextmanager
-def answer_later(request: Any, output: str, *, model: str) -> Iterator[LateAnswer]:
-    """For `execute` of a model that is not decoupled: a block that hands the request to a thread of its own.
-
-    An exception in the block is the request's answer; after the block the answer is the thread's duty.
-    """
-    answer = LateAnswer(Responder(request.get_response_sender(), decoupled=False), output, model)
-    try:
-        yield answer
-    except Exception as error:
-        answer(error)
+def answer_later(request: Any, output: str, *, model: str) -> LateAnswer:
+    """For `execute` of a model that is not decoupled, which hands the request to a thread of its own."""
+    return LateAnswer(Responder(request.get_response_sender(), decoupled=False), output, model)
 
 
 Handler = Callable[[Any, Responder], Awaitable[None]]

@@ -1,5 +1,6 @@
 """token2wav_dit: speech tokens to 24 kHz audio, Step-Audio2's DiT flow and HiFT. A stream is a sequence."""
 
+from threading import Thread
 from typing import Any
 
 from common import triton_io
@@ -10,7 +11,8 @@ from common.token2wav.engine import Token2Wav
 from common.token2wav.service import Token2WavService
 from common.token2wav.tensors import CONTROLS, PROMPT_TENSORS, chunk_request
 
-INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, "finalize", "speed", *CONTROLS)
+REFERENCE = ("reference_wav", "reference_wav_len")
+INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "speed", *CONTROLS)
 
 
 class TritonPythonModel:
@@ -33,13 +35,17 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            with triton_io.answer_later(request, "waveform", model=self._name) as answer:
-                tensors = triton_io.read_all(request, INPUTS)
-                prompt = None
-                if triton_io.read(request, "reference_wav") is not None:
-                    prompt = self._reference(triton_io.reference(request))
-                chunk = chunk_request(tensors, self._token_offset, prompt)
-                self._service.submit(chunk, answer, answer.is_cancelled)
+            answer = triton_io.answer_later(request, "waveform", model=self._name)
+            if triton_io.read(request, "reference_wav") is None:
+                self._accept(request, answer)
+            else:  # encoding a recording takes a while, in which other streams' requests come in
+                Thread(target=self._accept, args=(request, answer), daemon=True).start()
+
+    def _accept(self, request: Any, answer: triton_io.LateAnswer) -> None:
+        with answer:
+            tensors = triton_io.read_all(request, INPUTS)
+            prompt = self._reference(triton_io.reference(request)) if "reference_wav" in tensors else None
+            self._service.submit(chunk_request(tensors, self._token_offset, prompt), answer, answer.is_cancelled)
 
     def finalize(self) -> None:
         self._service.close()
