@@ -26,7 +26,7 @@ class FakeStream:
 
 @dataclass
 class FakeEngine:
-    """Answers a chunk with two frames of audio per token; token 13 breaks its batch, 14 its own chunk.
+    """Answers a chunk with two frames of audio per token; token 13 breaks its batch, 14 its chunk, 15 the service.
 
     `gate` holds every step back; `batches` are the first tokens of the chunks that were rendered together.
     """
@@ -52,6 +52,8 @@ class FakeEngine:
     def new_tokens(self, stream, chunk):
         if 14 in chunk.tokens:
             raise ValueError("bad chunk")
+        if 15 in chunk.tokens:
+            raise RuntimeError("the scheduler's own mistake")
         return len(chunk.tokens)
 
     def step(self, batch):
@@ -293,3 +295,12 @@ def test_an_engine_that_cannot_speak_is_an_error_at_the_start(engine, clock):
     engine.warm_up = broken
     with pytest.raises(ValueError, match="not a checkpoint that speaks"):
         Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)
+
+
+def test_a_service_that_fails_answers_everybody_and_refuses_what_comes(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [15]})
+    engine.gate.set()
+    replies = [replies.get(timeout=10) for replies in waiting]
+    assert [type(reply) for reply in replies] == [np.ndarray, UnavailableError, UnavailableError]
+    with pytest.raises(UnavailableError, match="token2wav has failed"):
+        client.post(3, start=True, prompt=PROMPT)

@@ -117,7 +117,7 @@ class Token2WavService:
         self._arrivals = 0
         self._batches = 0
         self._chunks = 0
-        self._closing = False
+        self._refusal: str | None = None  # why nothing is taken any more
         self._wake = threading.Condition()
         self._warm: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="token2wav", daemon=True)
@@ -135,8 +135,8 @@ class Token2WavService:
         Raises UnavailableError at once when the queue is full or the service is closed.
         """
         with self._wake:
-            if self._closing:
-                raise UnavailableError("token2wav is shutting down")
+            if self._refusal:
+                raise UnavailableError(self._refusal)
             if len(self._queue) >= 2 * self._max_streams:
                 raise UnavailableError(f"token2wav's queue is full: {len(self._queue)} chunks wait")
             self._arrivals += 1
@@ -150,7 +150,7 @@ class Token2WavService:
     def close(self) -> None:
         """Answer what is queued with UnavailableError, free every stream, end the thread."""
         with self._wake:
-            self._closing = True
+            self._refusal = self._refusal or "token2wav is shutting down"
             self._wake.notify()
         self._thread.join()
 
@@ -163,24 +163,24 @@ class Token2WavService:
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)
-        while tasks := self._next():
-            live = [task for task in tasks if not self._dropped(task)]
-            if live and self._new_tokens(live[0].request) is not None:
-                self._render(live)
-            else:
-                for task in live:
-                    self._answer(task, self._process)
-        for session in self._sessions.values():
-            self._engine.close(session.stream)
-        self._sessions.clear()
-        for task in self._queue:
-            self._tell(task, UnavailableError("token2wav is shutting down"))
-        self._queue.clear()
+        try:
+            while tasks := self._next():
+                if wanted := [task for task in tasks if not self._dropped(task)]:
+                    self._serve(wanted)
+        except Exception as error:
+            logger.exception("token2wav has failed; nothing is rendered any more")
+            self._refusal = f"token2wav has failed: {error}"
+        with self._wake:
+            left, self._queue = self._queue, []
+        for task in left:
+            self._tell(task, UnavailableError(self._refusal or ""))
+        for stream_id in list(self._sessions):
+            self._close(stream_id)
 
     def _next(self) -> list[Task]:
         """The next tasks to do together; none when the service closes. Frees idle streams while it waits."""
         with self._wake:
-            while not self._closing:
+            while not self._refusal:
                 self._reap()
                 if self._queue:
                     chosen = [self._queue[index] for index in pick(self._waiting(), self._max_batch, MAX_BATCH_TOKENS)]
@@ -213,7 +213,7 @@ class Token2WavService:
         try:
             return self._engine.new_tokens(session.stream, _chunk_of(request))
         except ValueError:
-            return None  # `_process` tells the sender
+            return None  # served alone: the sender is told when it comes to be rendered
 
     def _dropped(self, task: Task) -> bool:
         """Whether the sender has gone away; its stream goes with it."""
@@ -222,6 +222,21 @@ class Token2WavService:
         self._close(task.request.stream_id)
         self._tell(task, asyncio.CancelledError())
         return True
+
+    def _serve(self, tasks: list[Task]) -> None:
+        """Answer a batch of chunks, or one request of another kind."""
+        if len(tasks) == 1:
+            (task,) = tasks
+            try:
+                answer = self._without_rendering(task.request)
+            except Exception as error:
+                self._close(task.request.stream_id)
+                self._tell(task, error)
+                return
+            if answer is not None:
+                self._tell(task, answer)
+                return
+        self._render(tasks)
 
     def _render(self, tasks: list[Task]) -> None:
         """Render a batch of chunks and answer each."""
@@ -241,22 +256,14 @@ class Token2WavService:
                 session.heard(len(result), self._clock())
             self._tell(task, result)
 
-    def _answer(self, task: Task, process: Callable[[ChunkRequest], np.ndarray]) -> None:
-        try:
-            result: np.ndarray | Exception = process(task.request)
-        except Exception as error:
-            self._close(task.request.stream_id)
-            result = error
-        self._tell(task, result)
-
     def _tell(self, task: Task, result: np.ndarray | BaseException) -> None:
         try:
             task.reply(result)
         except Exception:  # the receiver's own mistake must not end every other stream
             logger.exception("a reply failed")
 
-    def _process(self, request: ChunkRequest) -> np.ndarray:
-        """What is no chunk of a live stream: whole utterances, starts, ends, and requests in error."""
+    def _without_rendering(self, request: ChunkRequest) -> np.ndarray | None:
+        """The answer to what renders no chunk: whole utterances, starts, ends. None if a chunk is to be rendered."""
         if request.offline:
             return self._engine.whole(_prompt_of(request), request.tokens, request.speed)
         if request.speed != 1.0:
@@ -266,20 +273,11 @@ class Token2WavService:
         if request.end and not request.finalize:
             self._close(request.stream_id)
             return SILENCE
-        session = self._sessions.get(request.stream_id)
-        if session is None:
+        if request.stream_id not in self._sessions:
             raise ValueError(
                 f"stream {request.stream_id} is not live: it has ended, failed, or was idle for {self._idle_seconds} s"
             )
-        if len(request.tokens) == 0 and not request.finalize:
-            return SILENCE
-        (audio,) = self._engine.step([(session.stream, _chunk_of(request))])
-        if isinstance(audio, Exception):
-            raise audio
-        session.heard(len(audio), self._clock())
-        if request.finalize:
-            self._close(request.stream_id)
-        return audio
+        return SILENCE if len(request.tokens) == 0 and not request.finalize else None
 
     def _open(self, request: ChunkRequest) -> None:
         self._close(request.stream_id)  # a START on a live stream begins it anew
