@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def first_chunk(subject: Subject) -> float:
     times = []
     for seed in range(16):
         stream, chunks = subject.engine.open(voice(seed % VOICES)), utterance(seed, subject.cumulative)
-        times.append(subject.seconds(lambda s=stream, c=chunks: subject.engine.step([(s, c[0])])))  # type: ignore[misc]
+        times.append(subject.seconds(partial(subject.engine.step, [(stream, chunks[0])])))
         subject.engine.close(stream)
     return statistics.median(times[4:])
 
@@ -172,7 +173,7 @@ def batches(subject: Subject) -> list[dict[str, float]]:
             for before in range(index):
                 subject.engine.step([(stream, chunks[before]) for stream, chunks in streams])
             batch = [(stream, chunks[index]) for stream, chunks in streams]
-            best = min(best, subject.seconds(lambda b=batch: subject.engine.step(b)))  # type: ignore[misc]
+            best = min(best, subject.seconds(partial(subject.engine.step, batch)))
             for stream, _ in streams:
                 subject.engine.close(stream)
         audio = size * HOPS[index] / TOKEN_RATE

@@ -103,7 +103,7 @@ def test_whatever_the_arrival_every_token_is_rendered_once_and_in_order(
     strategy: str, boundary: int, first_hop: int, prompt_tokens: int, arrivals: list[tuple[int, float]]
 ) -> None:
     clock = Clock()
-    rules = HopRules(strategy=strategy, boundary=boundary, first_hop=first_hop)  # type: ignore[arg-type]
+    rules = HopRules(strategy=strategy, boundary=boundary, first_hop=first_hop)
     schedule = rules.schedule(prompt_tokens, clock)
     chunks: list[Chunk] = []
     available = 0
@@ -138,4 +138,4 @@ def test_whatever_the_arrival_every_token_is_rendered_once_and_in_order(
 )
 def test_rules_that_cannot_work_are_rejected_by_value(settings: dict[str, object], value: str) -> None:
     with pytest.raises(ValueError, match=value):
-        HopRules(**settings)  # type: ignore[arg-type]
+        HopRules(**settings)

@@ -341,6 +341,16 @@ def test_the_death_of_a_models_process_ends_live_streams_and_is_told(serve: Serv
         assert "the process of model token2wav_dit has died" in str(error)
 
 
+def test_an_llm_model_whose_process_has_died_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack="dit", settings={"model_timeout": "3"})
+    os.kill(process_of(server, "tensorrt_llm"), signal.SIGKILL)
+    for _ in range(2):  # found dead in the request, known to be dead before it
+        begun = time.monotonic()
+        with pytest.raises(ClientError, match="tensorrt_llm|LLM"):
+            stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
+        assert time.monotonic() - begun < 5
+
+
 # --- offline requests --------------------------------------------------------------------------------------------
 
 

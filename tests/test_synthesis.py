@@ -71,7 +71,7 @@ def one_by_one(total: int) -> list[Step]:
 @pytest.mark.parametrize("strategy", ["exponential", "equal", "time_based"])
 @pytest.mark.parametrize("total", [1, 2, 17, 18, 100, 333])
 def test_every_token_is_spoken_once_and_in_order(strategy: str, total: int) -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(total)), rules=HopRules(strategy=strategy))  # type: ignore[arg-type]
+    pipeline = Pipeline(FakeLM(*one_by_one(total)), rules=HopRules(strategy=strategy))
     audio = pipeline.run()
     np.testing.assert_array_equal(np.concatenate(audio), np.arange(total))
     assert [chunk.final for chunk in pipeline.chunks] == [False] * (len(audio) - 1) + [True]

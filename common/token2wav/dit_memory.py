@@ -46,10 +46,8 @@ class TailPool:
         """A slot for a stream that begins after its prompt. UnavailableError when all are taken."""
         if not self._free:
             raise UnavailableError(f"all {len(self.keys)} streams of the vocoder are taken")
-        tail = Tail(self._free.pop())
-        conv = voice.estimator.conv.transpose(-1, -2)  # (.., C, frame) -> (.., frame, C)
-        self.history[tail.slot] = conv
-        return tail
+        self.history[self._free[-1]] = voice.estimator.conv.transpose(-1, -2)  # (.., C, frame) -> (.., frame, C)
+        return Tail(self._free.pop())
 
     def release(self, tail: Tail) -> None:
         self._free.append(tail.slot)

@@ -71,7 +71,8 @@ class Token2Wav:
     @torch.inference_mode()
     def open(self, prompt: Prompt) -> Stream:
         """Start a stream in a voice; builds the voice's caches if they are not there yet."""
-        return Stream(self._flow.open(self._voice(prompt)), self._vocoder.open())
+        vocoder = self._vocoder.open()  # first: nothing may fail once the flow has given its place
+        return Stream(self._flow.open(self._voice(prompt)), vocoder)
 
     def new_tokens(self, stream: Stream, chunk: Chunk) -> int:
         """How many tokens `chunk` adds to its stream. Raises ValueError if it does not continue it."""

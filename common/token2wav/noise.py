@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from common.constants import MEL_BINS, MEL_RATE, SAMPLE_RATE
+from common.constants import MEL_BINS, SAMPLE_RATE
 
 FLOW_NOISE_FRAMES = 15_000  # upstream's `rand_noise`: 300 s
 SOURCE_NOISE_SECONDS = 10
@@ -39,6 +39,3 @@ def source_noise(components: int, device: torch.device | str = "cpu") -> NoiseTa
     """Additive noise of the vocoder's harmonic source by audio sample, (240000, components), period 10 s."""
     samples = SOURCE_NOISE_SECONDS * SAMPLE_RATE
     return NoiseTape(torch.randn(samples, components, generator=torch.Generator().manual_seed(1)).to(device))
-
-
-assert FLOW_NOISE_FRAMES % MEL_RATE == 0

@@ -96,7 +96,7 @@ class Stats(NamedTuple):
 
 
 class Token2WavService:
-    """Renders the chunks of all live streams, most urgent first, up to `max_batch` of them together."""
+    """Renders the chunks of all live streams, most urgent first, several together."""
 
     def __init__(
         self,
@@ -104,13 +104,11 @@ class Token2WavService:
         *,
         max_streams: int,
         idle_seconds: float,
-        max_batch: int = MAX_BATCH,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine
         self._max_streams = max_streams
         self._idle_seconds = idle_seconds
-        self._max_batch = max_batch
         self._clock = clock
         self._sessions: dict[int, Session] = {}
         self._queue: list[Task] = []
@@ -183,7 +181,7 @@ class Token2WavService:
             while not self._refusal:
                 self._reap()
                 if self._queue:
-                    chosen = [self._queue[index] for index in pick(self._waiting(), self._max_batch, MAX_BATCH_TOKENS)]
+                    chosen = [self._queue[index] for index in pick(self._waiting(), MAX_BATCH, MAX_BATCH_TOKENS)]
                     self._queue = [task for task in self._queue if task not in chosen]
                     return chosen
                 self._wake.wait(REAP_SECONDS)
