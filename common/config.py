@@ -158,7 +158,8 @@ class Token2WavConfig(ModelConfig):
     """Both vocoders. `model_dir` holds flow.pt and hift.pt; an empty `llm_tokenizer_dir` means the official offset.
 
     `n_timesteps`: Euler steps. `max_streams`: live streams per instance. `idle_seconds`: a stream that is silent for
-    longer is freed. `voice_cache_mb`: prompt caches of the voices in use, MiB (only the DiT flow has them).
+    longer is freed. `voice_cache_mb`: prompt caches of recently used voices, MiB (only the DiT flow has them).
+    `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16 on a GPU, float32 on a CPU.
     """
 
     model_dir: str
@@ -167,6 +168,8 @@ class Token2WavConfig(ModelConfig):
     max_streams: int = 64
     idle_seconds: float = 60.0
     voice_cache_mb: int = 1024
+    flow_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    vocoder_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:

@@ -26,9 +26,10 @@ from common.hift.generator import HiFTGenerator
 from common.overlap import hamming_window
 from common.prompt import Prompt
 from common.token2wav.dit_streaming import DiTStreaming, VoiceCache
-from common.token2wav.engine import Token2Wav
-from common.token2wav.flows import Chunk, UNetStreaming
+from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.flows import Chunk
 from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.unet_streaming import UNetStreaming
 from common.token2wav.vocoder import StreamingVocoder
 from scripts.bench.load import LoadResult, run_load
 from scripts.bench.plot import plot
@@ -40,14 +41,19 @@ Time token2wav's engine and scheduler.
   python scripts/bench_token2wav.py --stack dit --models models/demo  a checkpoint on the CPU: what `make bench` runs
 
 Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens. Each run also times the plain form of the same networks
-in the same process: eager, in float32, one stream at a time. In the load tests streams begin at random within a window,
-their tokens come at twice real time, and a chunk is asked for when its tokens and the answer to the one before are
-there. Latency is from that moment to audio on the host. Voices are warm: their prompt caches are there already.
+in the same process: eager, in float32, one stream at a time. In the load tests utterances begin at random within a
+window, their tokens come at twice real time, and a chunk is asked for when its tokens and the answer to the one before
+are there. Latency is from that moment to audio on the host; a gap is what a player hears that starts 250 ms after the
+first audio. "Listeners" are streams in real time: as many utterances are being heard at any moment. Voices are warm:
+their prompt caches are there already.
 """
 PROMPT_TOKENS, UTTERANCE_TOKENS = 125, 212
 HOPS = (15, 25, 50, 100)
 VOICES = 32
-LOADS = ((1, 1.0), (16, 1.0), (32, 1.0), (128, 4.0), (256, 4.0))  # streams, seconds within which they begin
+UTTERANCE_SECONDS = UTTERANCE_TOKENS / TOKEN_RATE
+BURSTS = (1, 4, 16, 32)  # utterances that begin within one second
+LISTENERS = {"dit": (64, 128, 256, 320, 352, 384), "unet": (32, 64, 80, 96)}  # at the same time
+ROUNDS = 1.5  # how long they come and go, in lengths of an utterance
 BATCHES = (1, 4, 16, 32, 64)
 CPU_STREAMS = 8
 
@@ -106,14 +112,21 @@ class Subject:
             directory = models / ("Step-Audio-2-mini/token2wav" if stack == "dit" else "CosyVoice2-0.5B")
             flow = (load_dit_flow if stack == "dit" else load_unet_flow)(directory / "flow.pt", device)
             hift = load_hift(directory / "hift.pt", device)
-        vocoder = StreamingVocoder(hift, source_noise(hift.config.harmonics + 1, device), hamming_window())
+        precision = Precision.named("auto", "auto", device)
+        vocoder = StreamingVocoder(
+            copy.deepcopy(hift).body_to(precision.vocoder),
+            source_noise(hift.config.harmonics + 1, device),
+            hamming_window(),
+            max_streams=max_streams,
+        )
         noise = flow_noise(device)
-        if isinstance(flow, DiTFlow):
-            served = copy.deepcopy(flow).half() if device.startswith("cuda") else flow
+        served = copy.deepcopy(flow).to(precision.flow)
+        streaming: DiTStreaming | UNetStreaming
+        if isinstance(served, DiTFlow):
             streaming = DiTStreaming(served, noise, VoiceCache(32 << 30), max_streams=max_streams)
-            engine = Token2Wav(streaming, vocoder, device)
         else:
-            engine = Token2Wav(UNetStreaming(flow, noise), vocoder, device)
+            streaming = UNetStreaming(served, noise)
+        engine = Token2Wav(streaming, vocoder, device)
         return cls(flow, hift, engine, stack == "unet", torch.device(device))
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -208,7 +221,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="checkpoints; without it: full size, RANDOM weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("out/bench"), help="OUTPUT.json and OUTPUT.png are written")
-    parser.add_argument("--max-streams", type=int, default=300)
+    parser.add_argument("--max-streams", type=int, default=400)
     return parser.parse_args(argv)
 
 
@@ -231,19 +244,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"CPU time of 8 streams together over one by one: {result['cpu_time_batch8_over_8_single']:.2f}")
     else:
         result["batches"] = batches(subject)
-        for streams, window in LOADS:
+        steady = [(int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS) for listeners in LISTENERS[args.stack]]
+        for utterances, window in [*((burst, 1.0) for burst in BURSTS), *steady]:
             loads.append(
                 run_load(
                     subject.engine,
-                    [utterance(seed, subject.cumulative) for seed in range(streams)],
-                    [voice(seed % VOICES) for seed in range(streams)],
+                    [utterance(seed, subject.cumulative) for seed in range(utterances)],
+                    [voice(seed % VOICES) for seed in range(utterances)],
                     hops=HOPS,
                     tokens=UTTERANCE_TOKENS,
                     window=window,
                 )
             )
-            print(f"  {loads[-1].line()}", flush=True)
-        result["loads"] = [load.summary() for load in loads]
+            listeners = utterances / window * UTTERANCE_SECONDS if window > 1 else None
+            print(f"  {f'{listeners:.0f} listeners: ' if listeners else ''}{loads[-1].line()}", flush=True)
+            result.setdefault("loads", []).append({"listeners": listeners, **loads[-1].summary()})
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, loads, args.output.with_suffix(".png"))

@@ -12,8 +12,9 @@ from common.overlap import hamming_window
 from common.prompt import Prompt
 from common.token2wav.dit_streaming import DiTStreaming, VoiceCache
 from common.token2wav.engine import Stream, Token2Wav
-from common.token2wav.flows import Chunk, UNetStreaming, Voice
+from common.token2wav.flows import Chunk, Voice
 from common.token2wav.noise import NoiseTape, flow_noise, source_noise
+from common.token2wav.unet_streaming import UNetStreaming
 from common.token2wav.vocoder import MelChunk, StreamingVocoder
 from scripts.parity import flow_dit, flow_unet, hift, streaming
 from scripts.parity.fixture import Fixture
@@ -42,7 +43,7 @@ def ids(seed: int, count: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def vocoder():
     network = hift.build(Fixture(GOLDEN / f"{DIT}.json"), "hift_tiny.weights.safetensors")
-    return StreamingVocoder(network, source_noise(network.config.harmonics + 1), hamming_window())
+    return StreamingVocoder(network, source_noise(network.config.harmonics + 1), hamming_window(), max_streams=99)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,8 @@ def test_the_dit_renders_like_its_reference_while_nothing_is_forgotten_and_like_
     flow = DiTStreaming(dit_network, flow_noise(), VoiceCache(0), max_streams=1, steps=3)
     voice, tokens = _voice(prompt(4)), ids(4, 160)
     state = flow.open(voice)
-    cache = state.voice
+    noise = flow_noise().read(0, 24).T[None]
+    cache = dit_network.setup_cache(voice.tokens, voice.mel, voice.embedding, noise=noise, steps=3)
     for chunk in dit_chunks(tokens, [20, 25, 30, 60, 3]):
         frames = TOKEN_MEL_RATIO * flow.new_tokens(state, chunk)
         noise = flow_noise().read(cache.frames, frames).T[None]
@@ -200,9 +202,9 @@ def test_streams_of_one_voice_share_its_prompt_cache(dit, voices):
     first, second = dit.open(prompt(5)), dit.open(prompt(5))
     assert len(voices) == 1
     assert first.flow.voice is second.flow.voice
-    before = first.flow.voice.estimator.attention.keys.clone()
+    before = first.flow.voice.attention.keys.clone()
     step(dit, first, dit_chunks(ids(5, 20), [10])[0])
-    torch.testing.assert_close(second.flow.voice.estimator.attention.keys, before)
+    torch.testing.assert_close(second.flow.voice.attention.keys, before)
 
 
 def test_places_are_bounded_and_come_back(dit):

@@ -23,9 +23,10 @@ def test_a_batch_holds_the_most_urgent_up_to_its_limit() -> None:
     assert pick(waiting, max_chunks=2, max_tokens=1600) == [4, 3]
 
 
-def test_only_chunks_of_the_most_urgent_ones_size_class_join_it() -> None:
-    waiting = [chunk(0, tokens=15), chunk(1, tokens=100), chunk(2, tokens=8), chunk(3, tokens=16), chunk(4, tokens=9)]
-    assert pick(waiting, max_chunks=64, max_tokens=1600) == [0, 2, 4]
+def test_chunks_of_all_lengths_share_a_batch_as_long_as_it_holds_them_padded() -> None:
+    waiting = [chunk(0, tokens=15), chunk(1, tokens=100, arrived=1), chunk(2, tokens=8, arrived=2)]
+    assert pick(waiting, max_chunks=64, max_tokens=300) == [0, 1, 2]
+    assert pick(waiting, max_chunks=64, max_tokens=199) == [0, 2]
 
 
 def test_what_renders_nothing_is_served_alone() -> None:
@@ -37,7 +38,7 @@ def test_what_renders_nothing_is_served_alone() -> None:
 def test_a_streams_requests_keep_their_order() -> None:
     """The second chunk of stream 1 waits, also where the first is of another size or no chunk at all."""
     assert pick([chunk(0), chunk(1, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=1600) == [0, 1]
-    assert pick([chunk(0), chunk(1, tokens=90, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=1600) == [0]
+    assert pick([chunk(0), chunk(1, tokens=90, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=100) == [0]
     assert pick([chunk(0), chunk(1, tokens=None, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=1600) == [
         0
     ]

@@ -35,6 +35,8 @@ class FakeEngine:
     entered: threading.Event = field(default_factory=threading.Event)
     batches: list[list[int]] = field(default_factory=list)
     live: int = 0
+    batch_tokens: int = 1600
+    cache_bytes: int = 4096
 
     def __post_init__(self):
         self.gate.set()
@@ -49,7 +51,7 @@ class FakeEngine:
     def close(self, stream):
         self.live -= 1
 
-    def new_tokens(self, stream, chunk):
+    def tokens(self, stream, chunk):
         if 14 in chunk.tokens:
             raise ValueError("bad chunk")
         if 15 in chunk.tokens:
@@ -219,7 +221,16 @@ def test_what_waits_together_is_rendered_together(service, client, engine):
     assert [float(a[0]) for a in audio] == [40, 1, 2, 3]
     assert engine.batches == [[40], [1, 2, 3]]
     stats = service.stats()
-    assert (stats.batches, stats.chunks) == (2, 4)
+    assert (stats.batches, stats.chunks, stats.queued, stats.cache_bytes) == (2, 4, 0, 4096)
+
+
+def test_the_wait_of_chunks_is_counted_by_the_services_clock(service, client, engine, clock):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2]})
+    clock.now += 0.25
+    engine.gate.set()
+    for replies in waiting:
+        replies.get(timeout=10)
+    assert service.stats().waited_seconds == pytest.approx(0.5)
 
 
 def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audio(service, client, engine, clock):
@@ -234,13 +245,12 @@ def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audi
     engine.batches.clear()
     waiting.append(client.post(0, [40], finalize=False))
     assert engine.entered.wait(10)
-    # One, two and four tokens: of no common size class, so one after the other.
     waiting += [client.post(1, [1], finalize=False), client.post(2, [2] * 2, finalize=False)]
     waiting.append(client.post(3, [3] * 4, finalize=False))
     engine.gate.set()
     for replies in waiting:
         assert isinstance(replies.get(timeout=10), np.ndarray)
-    assert engine.batches == [[40], [3], [2], [1]]
+    assert engine.batches == [[40], [3, 2, 1]]
 
 
 def test_an_utterance_at_once_needs_no_stream(service, client):

@@ -23,6 +23,14 @@ class MelFlow(nn.Module, Generic[Estimator]):
         self.encoder_proj = nn.Linear(config.encoder.width, config.mel_bins)
         self.decoder = FlowMatching(estimator, config.guidance)
 
+    def encode_window(self, tokens: Tensor, visible: Tensor) -> Tensor:
+        """Streams as far as they go: tokens (B, T, 1 + lookahead), visible (B, T) -> encoder output (B, 2T, mel).
+
+        Each token comes with those ahead of it, -1 where there is none; `visible` as in the encoder's `forward_window`.
+        """
+        h = self.encoder.forward_window(self.input_embedding(tokens.clamp(min=0)), tokens >= 0, visible)
+        return self.encoder_proj(h)
+
     def project_speaker(self, embedding: Tensor) -> Tensor:
         """x-vector (B, speaker_dim) of any length -> (B, mel)"""
         return self.spk_embed_affine_layer(F.normalize(embedding, dim=1).to(self.encoder_proj.weight.dtype))

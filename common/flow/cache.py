@@ -4,7 +4,6 @@ A cache handed to a network is never changed: the network copies it into buffers
 writes those in place, so that streams of one voice can start from the same prompt cache.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,24 +31,6 @@ class KeyValues:
     def with_room(self, frames: int) -> "KeyValues":
         """A copy that is `frames` longer; the new frames are for `write`."""
         return KeyValues(_with_room(self.keys, frames), _with_room(self.values, frames))
-
-    @classmethod
-    def joined(cls, parts: Sequence["KeyValues"], room: int) -> "KeyValues":
-        """Parts (L, 1, H, T_i, D) as rows of one (L, B, H, max T_i + room, D), aligned before the room."""
-        longest = max(part.frames for part in parts)
-        L, _, H, _, D = parts[0].keys.shape
-        joined = []
-        for tensors in ([part.keys for part in parts], [part.values for part in parts]):
-            rows = tensors[0].new_zeros(L, len(parts), H, longest + room, D)
-            for index, tensor in enumerate(tensors):
-                rows[:, index, :, longest - tensor.shape[-2] : longest] = tensor[:, 0]
-            joined.append(rows)
-        return cls(*joined)
-
-    def row(self, index: int, first: int, end: int) -> "KeyValues":
-        """Frames `first` to `end` of one row, as a copy: (L, B, H, T, D) -> (L, 1, H, end - first, D)."""
-        rows = slice(index, index + 1)
-        return KeyValues(self.keys[:, rows, :, first:end].clone(), self.values[:, rows, :, first:end].clone())
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the newest frames (B, H, n, D) in the last n places; returns all keys and values of this layer."""
@@ -81,31 +62,6 @@ class EncoderCache:
     def with_room(self, tokens: int, frames: int) -> "EncoderCache":
         return EncoderCache(
             self.lookahead.clone(), self.upsample.clone(), self.tokens.with_room(tokens), self.frames.with_room(frames)
-        )
-
-    @classmethod
-    def joined(cls, caches: Sequence["EncoderCache"], tokens: int, frames: int) -> "EncoderCache":
-        """The caches of several streams (B = 1 each) as rows of one, with room for new frames at the end.
-
-        Rows are aligned at their newest frames, so that distances are the same in all; shorter ones are padded with
-        zeros at the front.
-        """
-        return cls(
-            lookahead=torch.cat([cache.lookahead for cache in caches]),
-            upsample=torch.cat([cache.upsample for cache in caches]),
-            tokens=KeyValues.joined([cache.tokens for cache in caches], tokens),
-            frames=KeyValues.joined([cache.frames for cache in caches], frames),
-        )
-
-    def row(self, index: int, first: int, end: int) -> "EncoderCache":
-        """The cache of one stream out of `joined`: its tokens from `first` to `end`, and their frames."""
-        rows = slice(index, index + 1)
-        ratio = self.frames.frames // self.tokens.frames
-        return EncoderCache(
-            lookahead=self.lookahead[rows].clone(),
-            upsample=self.upsample[rows].clone(),
-            tokens=self.tokens.row(index, first, end),
-            frames=self.frames.row(index, first * ratio, end * ratio),
         )
 
 

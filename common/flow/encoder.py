@@ -1,11 +1,10 @@
 """Upsampling conformer encoder: token embeddings in, features at mel rate out. Both flows use it.
 
-`forward` runs a whole sequence under a mask; `forward_chunk` continues a stream from an `EncoderCache`. Each chunk of
-a stream sees itself and everything before it.
+`forward` runs a whole sequence under a mask; `forward_chunk` continues a stream from an `EncoderCache`;
+`forward_window` computes streams anew as far as they go. Each chunk of a stream sees itself and all before it.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +35,16 @@ class LookaheadLayer(nn.Module):
         self.conv1 = Conv1d(width, width, lookahead + 1)
         self.conv2 = CausalConv1d(width, width, 3)
 
-    def forward(self, x: Tensor, history: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
         """(B, T + lookahead, C) -> (B, T, C)"""
-        y = F.leaky_relu(self.conv1(x.transpose(1, 2)))  # (B, T + lookahead, C) -> (B, C, T)
-        y = self.conv2(y, history, lengths).transpose(1, 2)  # (B, C, T) -> (B, T, C)
-        return x[:, : y.shape[1]] + y
+        ahead = self.conv1.kernel_size[0]
+        return self.forward_gathered(x.unfold(1, ahead, 1).transpose(2, 3), history)  # -> (B, T, 1 + lookahead, C)
+
+    def forward_gathered(self, x: Tensor, history: Tensor | None = None) -> Tensor:
+        """Each frame with those ahead of it, (B, T, 1 + lookahead, C) -> (B, T, C)"""
+        y = F.linear(x.flatten(2), self.conv1.weight.transpose(1, 2).flatten(1), self.conv1.bias)
+        y = self.conv2(F.leaky_relu(y).transpose(1, 2), history)  # (B, T, C) -> (B, C, T)
+        return x[:, :, 0] + y.transpose(1, 2)  # (B, C, T) -> (B, T, C)
 
 
 class Upsample(nn.Module):
@@ -51,9 +55,9 @@ class Upsample(nn.Module):
         self.ratio = ratio
         self.conv = CausalConv1d(width, width, 2 * ratio + 1)
 
-    def forward(self, x: Tensor, history: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
-        """(B, C, T) -> (B, C, T * ratio); `lengths` are those of the result."""
-        return self.conv(x.repeat_interleave(self.ratio, dim=2), history, lengths)
+    def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
+        """(B, C, T) -> (B, C, T * ratio)"""
+        return self.conv(x.repeat_interleave(self.ratio, dim=2), history)
 
 
 class RelativeAttention(nn.Module):
@@ -165,31 +169,20 @@ class UpsampleConformerEncoder(nn.Module):
         x = self._run(self.up_encoders, self.up_embed(x), cache=cache.frames)
         return self.after_norm(x), cache
 
-    def forward_chunks(
-        self, xs: Tensor, lengths: Sequence[int], last: Sequence[bool], caches: Sequence[EncoderCache]
-    ) -> tuple[Tensor, list[EncoderCache]]:
-        """The next chunk of several streams at once: xs (B, n + lookahead, C) -> (B, n * ratio, C), caches.
+    def forward_window(self, xs: Tensor, present: Tensor, visible: Tensor) -> Tensor:
+        """Streams as far as they go, without caches: xs (B, T, 1 + lookahead, C) -> features (B, T * ratio, C).
 
-        Row i brings `lengths[i]` tokens, at most n, and look-ahead behind them unless it is its stream's `last`; what
-        follows is padding, in the row and in what is made of it.
+        xs holds each token with those ahead of it, of which `present` (B, T, 1 + lookahead) says whether they are
+        there; `visible` (B, T) how many tokens, counted from the first, each one sees: at least one.
         """
-        ratio, n = self.config.ratio, xs.shape[1] - self.config.lookahead
-        cached = [cache.tokens.frames for cache in caches]
-        longest = max(cached)
-        own = torch.tensor(lengths, device=xs.device)
-        real = own + torch.tensor([0 if final else self.config.lookahead for final in last], device=xs.device)
-        x = self.embed(xs) * valid_frames(real, xs.shape[1]).transpose(1, 2).to(xs)  # (B, 1, T) -> (B, T, 1)
-        seen = torch.arange(longest + n, device=xs.device) - longest  # 0 is the chunk's first token
-        visible = (seen >= -torch.tensor(cached, device=xs.device)[:, None]) & (seen < own[:, None])
-        visible = visible[:, None, None]  # (B, K) -> (B, 1, 1, K)
-        cache = EncoderCache.joined(caches, n, n * ratio)
-        x = self.pre_lookahead_layer(x, cache.lookahead, own)
-        x = self._run(self.encoders, x, visible, cache.tokens)
+        ratio = self.config.ratio
+        x = self.embed(xs) * present[..., None].to(xs)
+        x = self.pre_lookahead_layer.forward_gathered(x)
+        x = self._run(self.encoders, x, _visible_keys(visible))
 
-        x = self.up_layer(x.transpose(1, 2), cache.upsample, own * ratio).transpose(1, 2)  # as in forward
-        x = self._run(self.up_encoders, self.up_embed(x), visible.repeat_interleave(ratio, dim=-1), cache.frames)
-        rows = [cache.row(i, longest - cached[i], longest + lengths[i]) for i in range(len(caches))]
-        return self.after_norm(x), rows
+        x = self.up_layer(x.transpose(1, 2)).transpose(1, 2)  # as in forward
+        x = self._run(self.up_encoders, self.up_embed(x), _visible_keys(visible.repeat_interleave(ratio, 1) * ratio))
+        return self.after_norm(x)
 
     def empty_cache(self, batch: int) -> EncoderCache:
         """The cache of a stream that has not begun."""
@@ -211,6 +204,11 @@ class UpsampleConformerEncoder(nn.Module):
         for index, layer in enumerate(layers):
             x = layer(x, positions, mask, None if cache is None else cache[index])
         return x
+
+
+def _visible_keys(visible: Tensor) -> Tensor:
+    """How many keys each query sees, (B, T) -> attention mask (B, 1, T, T) bool."""
+    return (torch.arange(visible.shape[1], device=visible.device) < visible[:, :, None])[:, None]
 
 
 def relative_positions(queries: int, keys: int, width: int, like: Tensor) -> Tensor:

@@ -25,19 +25,15 @@ class CausalConv1d(Conv1d):
         super().__init__(in_channels, out_channels, kernel)
         self.reach = kernel - 1
 
-    def forward(self, x: Tensor, history: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
         """(B, C, T) -> (B, C', T), with zeros before the first frame, or with the last frames of a stream.
 
-        `history` (B, C, reach) is replaced in place by what the stream's next call needs: its last frames, which end
-        at `lengths` (B,) where rows are padded.
+        `history` (B, C, reach) is replaced in place by what the stream's next call needs: its last frames.
         """
         if history is None:
             return super().forward(F.pad(x, (self.reach, 0)))
-        B, C, T = x.shape
-        ends = torch.full((B,), T, device=x.device) if lengths is None else lengths
         x = torch.cat([history, x], dim=2)
-        last = ends[:, None] + torch.arange(self.reach, device=x.device)  # in [history, x]
-        history.copy_(x.gather(2, last[:, None].expand(-1, C, -1)))
+        history.copy_(x[:, :, -self.reach :])
         return super().forward(x)
 
 

@@ -5,6 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def silenced(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """x (B, ..., T) with zeros behind each row's length (B,), as the convolutions' own padding has them."""
+    if lengths is None:
+        return x
+    outside = torch.arange(x.shape[-1], device=x.device) >= lengths[:, None]  # (B, T)
+    return x.masked_fill(outside.view(len(x), *[1] * (x.ndim - 2), -1), 0)
+
+
 class F0Predictor(nn.Module):
     """Five convolutions over time and a linear layer: mel -> Hz per frame.
 
@@ -20,10 +28,12 @@ class F0Predictor(nn.Module):
         self.condnet = nn.Sequential(*layers)
         self.classifier = nn.Linear(channels, 1)
 
-    def forward(self, mel: Tensor) -> Tensor:
-        """(B, mel_bins, T) -> (B, T) in Hz, never negative."""
+    def forward(self, mel: Tensor, frames: Tensor | None = None) -> Tensor:
+        """(B, mel_bins, T) -> (B, T) in Hz, never negative. `frames` (B,): those of each row's own, if it is padded."""
         # The linear layer runs as a convolution of width one, so that one switch keeps TF32 away from everything.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), torch.autocast(mel.device.type, enabled=False):
-            hidden = self.condnet(mel.float())
+            hidden = mel.float()
+            for layer in self.condnet:
+                hidden = layer(silenced(hidden, frames) if isinstance(layer, nn.Conv1d) else hidden)
             f0 = F.conv1d(hidden, self.classifier.weight[..., None], self.classifier.bias)
         return f0.squeeze(1).abs()  # (B, 1, T) -> (B, T)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.hift.config import HiFTConfig
-from common.hift.f0 import F0Predictor
+from common.hift.f0 import F0Predictor, silenced
 from common.hift.source import HarmonicSource
 
 _MAX_MAGNITUDE = 100.0  # of one STFT bin; above it the exponential is cut off
@@ -28,9 +28,14 @@ class Snake(nn.Module):
         super().__init__()
         self.alpha = nn.Parameter(torch.ones(channels))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """(B, C, T) -> (B, C, T), `silenced` behind the lengths."""
+        if x.is_cuda:
+            from common.kernels import snake  # needs Triton, which CPU builds of torch lack
+
+            return snake(x, self.alpha, lengths)
         alpha = self.alpha[:, None]
-        return x + torch.sin(alpha * x).square() / (alpha + 1e-9)
+        return silenced(x + torch.sin(alpha * x).square() / (alpha + 1e-9), lengths)
 
 
 class ResBlock(nn.Module):
@@ -47,11 +52,11 @@ class ResBlock(nn.Module):
         self.activations1 = nn.ModuleList(Snake(channels) for _ in dilations)
         self.activations2 = nn.ModuleList(Snake(channels) for _ in dilations)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         for act1, conv1, act2, conv2 in zip(
             self.activations1, self.convs1, self.activations2, self.convs2, strict=True
         ):
-            x = x + conv2(act2(conv1(act1(x))))
+            x = x + conv2(act2(conv1(act1(x, lengths)), lengths))
         return x
 
 
@@ -93,52 +98,77 @@ class HiFTGenerator(nn.Module):
         self.f0_predictor = F0Predictor(config.mel_bins, config.f0_channels)
         self.register_buffer("stft_window", torch.hann_window(config.n_fft), persistent=False)
 
-    def f0(self, mel: Tensor) -> Tensor:
-        """(B, mel_bins, T) -> (B, T) in Hz."""
-        return self.f0_predictor(mel)
+    def body_to(self, dtype: torch.dtype) -> "HiFTGenerator":
+        """Compute between the source and the spectrum in `dtype`; pitch, source and the spectrum stay in float32."""
+        for part in (self.conv_pre, self.ups, self.source_downs, self.source_resblocks, self.resblocks, self.conv_post):
+            part.to(dtype)
+        return self
+
+    def f0(self, mel: Tensor, frames: Tensor | None = None) -> Tensor:
+        """(B, mel_bins, T) -> (B, T) in Hz, zero behind the `frames` (B,) of each row."""
+        return silenced(self.f0_predictor(mel, frames), frames)
 
     def source(self, f0: Tensor, noise: Tensor) -> Tensor:
         """f0 (B, T), noise (B, T*hop, harmonics+1) -> (B, 1, T*hop)."""
         return self.m_source(f0, noise)
 
-    def decode(self, mel: Tensor, source: Tensor) -> Tensor:
-        """mel (B, mel_bins, T), source (B, 1, T*hop) -> speech (B, T*hop), within the audio limit."""
-        config = self.config
-        excitation = self._stft(source.squeeze(1))
-        x = self.conv_pre(mel)
-        for stage, up in enumerate(self.ups):
-            x = up(F.leaky_relu(x, config.leaky_slope))
+    def decode(self, mel: Tensor, source: Tensor, frames: Tensor | None = None) -> Tensor:
+        """mel (B, mel_bins, T), source (B, 1, T*hop) -> speech (B, T*hop), within the audio limit.
+
+        `frames` (B,): those of each row's own, as in `forward`.
+        """
+        config, dtype = self.config, self.conv_pre.weight.dtype
+        bins = None if frames is None else frames * (config.hop // config.istft_hop) + 1
+        excitation = silenced(self._stft(self._mirrored(source.squeeze(1), frames)), bins).to(dtype)
+        x = self.conv_pre(silenced(mel, frames).to(dtype))
+        lengths = frames
+        for stage, (up, rate) in enumerate(zip(self.ups, config.upsample_rates, strict=True)):
+            x = up(silenced(F.leaky_relu(x, config.leaky_slope), lengths))
+            lengths = None if lengths is None else lengths * rate
             if stage == len(self.ups) - 1:
                 x = F.pad(x, (1, 0), mode="reflect")  # to the frame count of the source's centred STFT
-            x = x + self.source_resblocks[stage](self.source_downs[stage](excitation))
-            x = self._parallel_resblocks(stage, x)
-        return self._istft(self.conv_post(F.leaky_relu(x))).clamp(-config.audio_limit, config.audio_limit)
+                lengths = bins
+            x = x + self.source_resblocks[stage](self.source_downs[stage](excitation), lengths)
+            x = self._parallel_resblocks(stage, x, lengths)
+        spectrum = self.conv_post(silenced(F.leaky_relu(x), lengths)).float()
+        return self._istft(spectrum, bins).clamp(-config.audio_limit, config.audio_limit)
 
-    def forward(self, mel: Tensor, noise: Tensor, cached_source: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, mel: Tensor, noise: Tensor, cached_source: Tensor | None = None, frames: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Render mel frames, taking the first samples of the source from the render before.
 
         mel (B, mel_bins, T); noise (B, T*hop, harmonics+1); cached_source (B, 1, S), S <= T*hop, replaces the head of
-        the new source. Returns (speech (B, T*hop), source (B, 1, T*hop)).
+        the new source. Returns (speech (B, T*hop), source (B, 1, T*hop)). Rows may be padded: with `frames` (B,) each
+        sounds as if it ended after its own, and what is returned behind them means nothing.
         """
         B, _, T = mel.shape
         expected = (B, T * self.config.hop, self.config.harmonics + 1)
         if noise.shape != expected:
             raise ValueError(f"noise of shape {tuple(noise.shape)} for a mel of {T} frames: expected {expected}")
-        source = self.source(self.f0(mel), noise)
+        source = self.source(self.f0(mel, frames), noise)
         if cached_source is not None:
             if cached_source.shape[2] > source.shape[2]:
                 raise ValueError(f"cached source of {cached_source.shape[2]} samples for {source.shape[2]} new ones")
             source = torch.cat([cached_source, source[..., cached_source.shape[2] :]], dim=2)
-        return self.decode(mel, source), source
+        return self.decode(mel, source, frames), source
 
-    def _parallel_resblocks(self, stage: int, x: Tensor) -> Tensor:
+    def _parallel_resblocks(self, stage: int, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Mean of a stage's residual blocks, which differ in kernel size. (B, C, T) -> (B, C, T)."""
         count = len(self.config.resblock_kernels)
         first, *others = self.resblocks[stage * count : (stage + 1) * count]
-        total = first(x)
+        total = first(x, lengths)
         for block in others:
-            total = total + block(x)
+            total = total + block(x, lengths)
         return total / count
+
+    def _mirrored(self, wave: Tensor, frames: Tensor | None) -> Tensor:
+        """(B, N) with each row reflected at its own end, as the STFT reflects the longest row at its."""
+        if frames is None:
+            return wave
+        last = frames[:, None] * self.config.hop - 1
+        index = torch.arange(wave.shape[1], device=wave.device)
+        return wave.gather(1, torch.where(index <= last, index, 2 * last - index).clamp(min=0))
 
     def _stft(self, wave: Tensor) -> Tensor:
         """(B, N) -> (B, n_fft + 2, N / istft_hop + 1): real parts, then imaginary parts."""
@@ -146,8 +176,10 @@ class HiFTGenerator(nn.Module):
         spectrum = torch.stft(wave, n_fft, self.config.istft_hop, window=self.stft_window, return_complex=True)
         return torch.cat([spectrum.real, spectrum.imag], dim=1)
 
-    def _istft(self, x: Tensor) -> Tensor:
+    def _istft(self, x: Tensor, bins: Tensor | None) -> Tensor:
         """(B, n_fft + 2, frames) of log magnitudes, then sines of phases -> (B, (frames - 1) * istft_hop).
+
+        `bins` (B,): how many of the frames count.
 
         Not torch.istft: that looks at its window's sum on the host, which no CUDA graph can hold.
         """
@@ -156,6 +188,7 @@ class HiFTGenerator(nn.Module):
         magnitude = log_magnitude.exp().clamp(max=_MAX_MAGNITUDE)
         frames = torch.fft.irfft(torch.polar(magnitude, phase.sin()), n_fft, dim=1) * window[:, None]  # (B, n_fft, T)
         length = (frames.shape[2] - 1) * hop
-        weight = window.square()[None, :, None].expand(1, -1, frames.shape[2])
+        weight = window.square()[None, :, None].expand(1 if bins is None else len(x), -1, frames.shape[2])
+        frames, weight = silenced(frames, bins), silenced(weight, bins)
         wave, total = (_overlap_add(part, hop)[:, n_fft // 2 : n_fft // 2 + length] for part in (frames, weight))
-        return wave / total
+        return wave / (total if bins is None else total.clamp(min=1e-8))  # behind a row's end nothing adds up

@@ -1,127 +1,115 @@
-"""Solves as CUDA graphs: one graph per bucket of batch size and chunk length, captured at start-up.
-
-A solve is some 2,500 kernels, most of them short; launched one by one they would wait for the host. A batch is padded
-to the next bucket; the fused attention reads each row's memory where it lies.
-"""
+"""The DiT's solve on a GPU: fused kernels over memory that lies apart, as CUDA graphs by batch and chunk size."""
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from common.token2wav.dit_attention import attend
+from common import kernels
+from common.flow.dit import NORM_EPS
+from common.flow.dit_flow import DiTFlow
 from common.token2wav.dit_memory import Row, TailPool
-from common.token2wav.dit_solver import DiTSolver, Scratch
+from common.token2wav.dit_solver import Context, DiTSolver, Scratch
+from common.token2wav.graphs import Graphs
+from common.token2wav.noise import NoiseTape
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FRAMES = (32, 64, 104, 128, 208)
 MAX_FRAMES = 64 * 104  # of a batch together: bounds the scratch memory, 0.65 MB a frame in fp16
-WARM_UPS = 2
+TABLE_ROWS = 8  # those of `kernels.attend_paged`, the ring's next place, the first frame's index
+
+
+class FusedDiTSolver(DiTSolver):
+    """Seven kernels per block."""
+
+    def _block(self, h: Tensor, step: int, layer: int, frames: Tensor, context: Context, scratch: Scratch) -> Tensor:
+        """(R, T, C) -> the same tensor"""
+        R, T, _ = h.shape
+        w, m = self._blocks[layer], self._modulation[step][layer]
+        keys, values = scratch.keys[step, layer], scratch.values[step, layer]
+        q = torch.empty_like(keys)
+        attn, conv, mlp = (m.attn_scale, m.attn_shift), (m.conv_scale, m.conv_shift), (m.mlp_scale, m.mlp_shift)
+        kernels.linear(
+            h, w.qkv, w.qkv_bias, norm=attn, eps=NORM_EPS, heads=(q, keys, values), qk_norm=w.qk_norm
+        )  # fmt: skip
+        attended = context.attend(step, layer, q, keys, values)
+        kernels.linear(attended, w.proj, w.proj_bias, gate=m.attn_gate, add_to=h)
+
+        history, following = scratch.history[step, layer], scratch.next_history[step, layer]
+        first, second = ((history[i], following[i], frames) for i in range(2))
+        y = kernels.linear(h, w.conv1, w.conv1_bias, norm=conv, eps=NORM_EPS, history=first)
+        norm = (w.norm, w.norm_bias)
+        kernels.linear(
+            y, w.conv2, w.conv2_bias, norm=norm, mish=True, history=second, gate=m.conv_gate, add_to=h
+        )  # fmt: skip
+
+        y = kernels.linear(h, w.fc1, w.fc1_bias, norm=mlp, eps=NORM_EPS, activation="gelu_tanh")
+        return kernels.linear(y, w.fc2, w.fc2_bias, gate=m.mlp_gate, add_to=h)
+
+    def _velocity(self, h: Tensor, step: int) -> Tensor:
+        norm = self._final[step, 1], self._final[step, 0]
+        return kernels.linear(h, self._output, self._output_bias, norm=norm, eps=NORM_EPS)
 
 
 class PagedContext:
-    """What rows attend to, as a table of addresses and lengths for the fused kernel."""
+    """What rows attend to, as a table (TABLE_ROWS, B) of addresses and lengths for the kernels."""
 
-    def __init__(self, pool: TailPool, batch: int):
+    def __init__(self, pool: TailPool, table: Tensor):
         self._pool = pool
+        self._table = table
         self._depth = pool.keys.shape[2]
-        self._table = torch.zeros(6, batch, dtype=torch.int64, device=pool.keys.device)
-
-    def fill(self, rows: list[Row]) -> None:
-        """Point at the memory of `rows`; rows of padding see one frame of their own and nothing else."""
-        table = torch.zeros(self._table.shape, dtype=torch.int64)
-        table[5] = 1
-        for index, row in enumerate(rows):
-            prompt = row.voice.estimator.attention
-            addresses = prompt.keys.data_ptr(), prompt.values.data_ptr()
-            lengths = row.voice.prompt_frames, row.tail.slot, row.tail.frames, row.frames
-            table[:, index] = torch.tensor([*addresses, *lengths])
-        self._table.copy_(table.pin_memory(), non_blocking=True)
-
-    @property
-    def frames(self) -> Tensor:
-        """(B,) frames of each row's own."""
-        return self._table[5]
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, self._table, self._pool.keys, self._pool.values, step * self._depth + layer)
-
-
-@dataclass
-class _Bucket:
-    noise: Tensor  # (B, T, mel)
-    conditions: Tensor  # (2, B, T, C)
-    context: PagedContext
-    scratch: Scratch
-    graph: torch.cuda.CUDAGraph
-    mel: Tensor  # (B, T, mel)
+        plane = step * self._depth + layer
+        return kernels.attend_paged(q, k, v, self._table, self._pool.keys, self._pool.values, plane)
 
 
 class GraphedSolve:
-    """Solves batches of chunks on a GPU. One solve at a time: its scratch is that of the next."""
+    """Solves batches of chunks on a GPU. One at a time: all sizes work in the same memory."""
 
-    def __init__(self, solver: DiTSolver, pool: TailPool):
-        self._solver = solver
+    def __init__(self, network: DiTFlow, pool: TailPool, noise: NoiseTape, steps: int):
+        self._solver = FusedDiTSolver(network, steps)
         self._pool = pool
+        self._noise = noise
         sizes = [(B, T) for B, T in itertools.product(BATCHES, FRAMES) if B * T <= MAX_FRAMES]
-        per_frame = solver.steps * solver.depth * 2 * solver.heads * solver.head_dim
-        self._keys, self._values = torch.empty(
-            2, per_frame * max(B * T for B, T in sizes), device=solver.device, dtype=solver.dtype
-        )
-        self._memory = torch.cuda.graph_pool_handle()
-        self._buckets = {}
-        # Largest first: the smaller ones then fit into the memory that its graph has taken.
-        for size in tqdm(sorted(sizes, key=lambda s: -s[0] * s[1]), desc="capturing CUDA graphs", unit="graph"):
-            self._buckets[size] = self._capture(*size)
+        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow")
 
-    def run(self, rows: list[Row], noise: Tensor, conditions: Tensor) -> tuple[Tensor, Scratch]:
-        """noise (B, T, mel), conditions (R, T, C) -> mel (B, T, mel), and the scratch to commit from."""
-        B, T, _ = noise.shape
-        fitting = [size for size in self._buckets if size[0] >= B and size[1] >= T]
-        if not fitting:
-            return self._run_unpadded(rows, noise, conditions)
-        bucket = self._buckets[min(fitting, key=lambda size: size[0] * size[1])]
-        bucket.noise[:B, :T] = noise
-        bucket.conditions[:, :B, :T] = conditions.unflatten(0, (2, B))
-        bucket.context.fill(rows)
-        self._load_history(bucket.scratch, rows)
-        bucket.graph.replay()
-        return bucket.mel[:B, :T], bucket.scratch
+    def run(self, rows: list[Row], mu: Tensor) -> Tensor:
+        B, T, _ = mu.shape
+        size = self._graphs.fitting(B, T)
+        speaker = torch.cat([row.voice.speaker for row in rows])
+        if size is None:
+            mel = self._solve(mu, speaker, self._table(rows, B).to(mu.device))
+        else:
+            mel = self._graphs.run(size, mu, speaker, self._table(rows, size[0]))
+        for row in rows:
+            self._pool.advance(row)
+        return mel[:B, :T]
 
-    def _run_unpadded(self, rows: list[Row], noise: Tensor, conditions: Tensor) -> tuple[Tensor, Scratch]:
-        context = PagedContext(self._pool, len(rows))
-        context.fill(rows)
-        scratch = self._pool.scratch([row.tail for row in rows], noise.shape[1])
-        return self._solver.solve(noise, conditions, context.frames, context, scratch), scratch
+    def _solve(self, mu: Tensor, speaker: Tensor, table: Tensor) -> Tensor:
+        """mu (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); rings and histories go on."""
+        T, solver, pool = mu.shape[1], self._solver, self._pool
+        slots, frames, starts = table[3], table[5], table[7]
+        scratch = solver.scratch(pool.history_of(slots), T)
+        conditions = solver.conditions(mu, speaker)
+        mel = solver.solve(self._noise.gather(starts, T), conditions, frames, PagedContext(pool, table), scratch)
+        pool.keep_history(slots, scratch.next_history)
+        kernels.append(scratch.keys, pool.keys, table)
+        kernels.append(scratch.values, pool.values, table)
+        return mel
 
-    def _load_history(self, scratch: Scratch, rows: list[Row]) -> None:
-        history = self._pool.history_of([row.tail for row in rows])
-        B = scratch.history.shape[3] // 2
-        scratch.history.unflatten(3, (2, B))[:, :, :, :, : len(rows)] = history.unflatten(3, (2, len(rows)))
+    def _table(self, rows: list[Row], batch: int) -> Tensor:
+        """Pinned; rows of padding see one frame of their own and write to nobody's slot."""
+        columns = []
+        for row in rows:
+            prompt, tail = row.voice.attention, row.tail
+            addresses = prompt.keys.data_ptr(), prompt.values.data_ptr()
+            columns.append([*addresses, prompt.frames, tail.slot, tail.frames, row.frames, tail.next, row.start])
+        nobody = [0, 0, 0, self._pool.slots, 0, 1, 0, 0]
+        columns += [nobody] * (batch - len(rows))
+        return torch.tensor(columns).T.contiguous().pin_memory()  # (B, 8) -> (8, B)
 
-    def _capture(self, B: int, T: int) -> _Bucket:
+    def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
         solver = self._solver
-        shape = (solver.steps, solver.depth, 2 * B, solver.heads, T, solver.head_dim)
-        count = torch.Size(shape).numel()
-        history = self._pool.history.new_zeros(solver.steps, solver.depth, 2, 2 * B, *self._pool.history.shape[-2:])
-        scratch = Scratch(self._keys[:count].view(shape), self._values[:count].view(shape), history)
-        noise = torch.zeros(B, T, solver.mel_bins, device=solver.device)
-        conditions = torch.zeros(2, B, T, solver.width, device=solver.device, dtype=solver.dtype)
-        context = PagedContext(self._pool, B)
-        context.fill([])
-
-        def solve() -> Tensor:
-            return solver.solve(noise, conditions.flatten(0, 1), context.frames, context, scratch)
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                solve()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            mel = solve()
-        return _Bucket(noise, conditions, context, scratch, graph, mel)
+        mu = torch.zeros(B, T, solver.mel_bins, device=solver.device, dtype=solver.dtype)
+        return mu, torch.zeros_like(mu[:, 0]), self._table([], B).to(solver.device)

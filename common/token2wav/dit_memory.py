@@ -6,14 +6,34 @@ Attention knows no positions, so a tail is a ring: new frames overwrite the olde
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.constants import DIT_TAIL_FRAMES
 from common.errors import UnavailableError
-from common.flow.cache import DiTFlowCache
+from common.flow.cache import KeyValues
 from common.token2wav.dit_solver import HISTORY, DiTSolver, Scratch
+from common.token2wav.noise import NoiseTape
+
+
+@dataclass(frozen=True)
+class DiTVoice:
+    """What all streams of a voice share and none changes."""
+
+    tokens: np.ndarray  # (P,) of the prompt
+    attention: KeyValues  # (steps, depth, 2, H, 2P, D): keys and values of the prompt
+    history: Tensor  # (steps, depth, convolution, guidance row, frame, C): the convolutions' at the prompt's end
+    speaker: Tensor  # (1, mel): projected x-vector
+
+    @property
+    def frames(self) -> int:
+        return self.attention.frames
+
+    @property
+    def nbytes(self) -> int:
+        return self.attention.nbytes + self.history.nbytes
 
 
 @dataclass
@@ -26,53 +46,58 @@ class Tail:
 
 
 class TailPool:
-    """One ring and one convolution history per live stream, allocated once."""
+    """One ring and one convolution history per live stream, allocated once.
+
+    The last slot is nobody's: rows that pad a batch write there.
+    """
 
     def __init__(self, solver: DiTSolver, slots: int, frames: int = DIT_TAIL_FRAMES):
         s = solver
-        shape = (slots, s.steps, s.depth, 2, s.heads, frames, s.head_dim)
-        self.keys = torch.empty(shape, device=s.device, dtype=s.dtype)
-        self.values = torch.empty_like(self.keys)
-        history = (slots, s.steps, s.depth, 2, 2, HISTORY, s.width)  # (.., convolution, guidance row, frame, C)
+        shape = (slots + 1, s.steps, s.depth, 2, s.heads, frames, s.head_dim)
+        self.keys = torch.zeros(shape, device=s.device, dtype=s.dtype)
+        self.values = torch.zeros_like(self.keys)
+        history = (slots + 1, s.steps, s.depth, 2, 2, HISTORY, s.width)  # (.., convolution, guidance row, frame, C)
         self.history = torch.zeros(history, device=s.device, dtype=s.dtype)
         self.frames = frames
+        self.slots = slots
         self._free = list(range(slots))
 
     @property
-    def nbytes_per_stream(self) -> int:
-        return (self.keys.nbytes + self.values.nbytes + self.history.nbytes) // len(self.keys)
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.history.nbytes
 
-    def acquire(self, voice: DiTFlowCache) -> Tail:
+    def acquire(self, voice: DiTVoice) -> Tail:
         """A slot for a stream that begins after its prompt. UnavailableError when all are taken."""
         if not self._free:
-            raise UnavailableError(f"all {len(self.keys)} streams of the vocoder are taken")
-        self.history[self._free[-1]] = voice.estimator.conv.transpose(-1, -2)  # (.., C, frame) -> (.., frame, C)
+            raise UnavailableError(f"all {self.slots} streams of the vocoder are taken")
+        self.history[self._free[-1]] = voice.history
         return Tail(self._free.pop())
 
     def release(self, tail: Tail) -> None:
         self._free.append(tail.slot)
 
-    def scratch(self, tails: list[Tail], frames: int) -> Scratch:
-        """Room for a solve over `frames` frames of the streams, with their convolution histories."""
-        _, steps, depth, _, H, _, D = self.keys.shape
-        keys = self.keys.new_empty(steps, depth, 2 * len(tails), H, frames, D)
-        return Scratch(keys, torch.empty_like(keys), self.history_of(tails))
-
-    def history_of(self, tails: list[Tail]) -> Tensor:
-        """Convolution histories of B streams, (steps, depth, convolution, R, frame, C)."""
-        history = self.history[[tail.slot for tail in tails]]  # (B, steps, depth, convolution, guidance row, frame, C)
+    def history_of(self, slots: Tensor) -> Tensor:
+        """Convolution histories of B streams, slots (B,) -> (steps, depth, convolution, R, frame, C)."""
+        history = self.history[slots]  # (B, steps, depth, convolution, guidance row, frame, C)
         return history.permute(1, 2, 3, 4, 0, 5, 6).flatten(3, 4)
 
-    def commit(self, tail: Tail, scratch: Scratch, row: int, frames: int) -> None:
-        """Append the `frames` that a solve computed for its stream number `row` of B."""
+    def keep_history(self, slots: Tensor, history: Tensor) -> None:
+        """The reverse."""
+        self.history.index_copy_(0, slots, history.unflatten(3, (2, -1)).permute(4, 0, 1, 2, 3, 5, 6))
+
+    def append(self, row: "Row", index: int, scratch: Scratch) -> None:
+        """Put the frames of a solve's stream number `index` of B into its ring."""
         B = scratch.keys.shape[2] // 2  # the stream's two guidance rows are B apart
-        count = min(frames, self.frames)
+        count, tail = min(row.frames, self.frames), row.tail
         first = min(count, self.frames - tail.next)  # up to the ring's end; the rest goes to its start
         for ring, new in ((self.keys, scratch.keys), (self.values, scratch.values)):
-            slot, new = ring[tail.slot], new[:, :, row::B, :, frames - count : frames]
+            slot, new = ring[tail.slot], new[:, :, index::B, :, row.frames - count : row.frames]
             slot[..., tail.next : tail.next + first, :] = new[..., :first, :]
             slot[..., : count - first, :] = new[..., first:, :]
-        self.history[tail.slot] = scratch.history[:, :, :, row::B]
+
+    def advance(self, row: "Row") -> None:
+        """Count the frames that were put into the stream's ring."""
+        count, tail = min(row.frames, self.frames), row.tail
         tail.next = (tail.next + count) % self.frames
         tail.frames = min(tail.frames + count, self.frames)
 
@@ -81,48 +106,59 @@ class TailPool:
 class Row:
     """One stream of a batch: what it attends to, and how many of the chunk's frames are its own."""
 
-    voice: DiTFlowCache
+    voice: DiTVoice
     tail: Tail
     frames: int
+    start: int  # absolute index of the first of them: where its noise begins
 
 
 class Solve(Protocol):
     """A way to run the solver over rows whose memory lies apart."""
 
-    def run(self, rows: list[Row], noise: Tensor, conditions: Tensor) -> tuple[Tensor, Scratch]:
-        """noise (B, T, mel), conditions (R, T, C) -> mel (B, T, mel), and the scratch to commit from."""
+    def run(self, rows: list[Row], mu: Tensor) -> Tensor:
+        """Encoder output mu (B, T, mel) -> mel (B, T, mel), lasting until the next call. The rows' rings and
+        histories go on from it."""
         ...
 
 
 class GatheredSolve:
     """Solves batches of chunks on any device, over context that is copied together for each."""
 
-    def __init__(self, solver: DiTSolver, pool: TailPool):
+    def __init__(self, solver: DiTSolver, pool: TailPool, noise: NoiseTape):
         self._solver = solver
         self._pool = pool
+        self._noise = noise
 
-    def run(self, rows: list[Row], noise: Tensor, conditions: Tensor) -> tuple[Tensor, Scratch]:
-        T = noise.shape[1]
-        frames = torch.tensor([row.frames for row in rows], device=noise.device)
-        scratch = self._pool.scratch([row.tail for row in rows], T)
+    def run(self, rows: list[Row], mu: Tensor) -> Tensor:
+        T, device = mu.shape[1], mu.device
+        frames = torch.tensor([row.frames for row in rows], device=device)
+        starts = torch.tensor([row.start for row in rows], device=device)
+        slots = torch.tensor([row.tail.slot for row in rows], device=device)
+        conditions = self._solver.conditions(mu, torch.cat([row.voice.speaker for row in rows]))
+        scratch = self._solver.scratch(self._pool.history_of(slots), T)
         context = GatheredContext(self._pool, rows, T)
-        return self._solver.solve(noise, conditions, frames, context, scratch), scratch
+        mel = self._solver.solve(self._noise.gather(starts, T), conditions, frames, context, scratch)
+        self._pool.keep_history(slots, scratch.next_history)
+        for index, row in enumerate(rows):
+            self._pool.append(row, index, scratch)
+            self._pool.advance(row)
+        return mel
 
 
 class GatheredContext:
     """Context copied into one padded tensor per solve: for CPUs, and what the fused kernel is checked against."""
 
     def __init__(self, pool: TailPool, rows: list[Row], frames: int):
-        lengths = [row.voice.prompt_frames + row.tail.frames for row in rows]
-        steps, depth, _, H, _, D = rows[0].voice.estimator.attention.keys.shape
+        lengths = [row.voice.frames + row.tail.frames for row in rows]
+        steps, depth, _, H, _, D = rows[0].voice.attention.keys.shape
         shape = (steps, depth, 2 * len(rows), H, max(lengths), D)
         self._keys = pool.keys.new_zeros(shape)
         self._values = pool.keys.new_zeros(shape)
         visible = torch.zeros(2 * len(rows), max(lengths) + frames, dtype=torch.bool, device=pool.keys.device)
         for index, row in enumerate(rows):
             both = [index, len(rows) + index]
-            P, length = row.voice.prompt_frames, lengths[index]
-            prompt = row.voice.estimator.attention
+            P, length = row.voice.frames, lengths[index]
+            prompt = row.voice.attention
             for out, of_prompt, of_tail in (
                 (self._keys, prompt.keys, pool.keys),
                 (self._values, prompt.values, pool.values),

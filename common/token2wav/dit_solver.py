@@ -1,4 +1,4 @@
-"""The DiT's Euler solve for many streams at once, arranged for few launches.
+"""The DiT's Euler solve for many streams at once, in plain operations: `dit_graphs` has the GPU's.
 
 Weights are fused (q, k and v; convolutions as one matrix product), adaLN's modulation is computed once per Euler step
 at load, the part of the input that no step changes once per solve. The networks in `common.flow` say what is computed;
@@ -7,7 +7,6 @@ this says how fast.
 Rows: a batch of B streams has R = 2 B rows, the conditional ones first.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -28,10 +27,7 @@ class BlockWeights(NamedTuple):
 
     qkv: Tensor
     qkv_bias: Tensor
-    q_norm: Tensor
-    q_norm_bias: Tensor
-    k_norm: Tensor
-    k_norm_bias: Tensor
+    qk_norm: Tensor  # (2, 2, D): scale and shift of the queries' norm, then of the keys'
     proj: Tensor
     proj_bias: Tensor
     conv1: Tensor  # (C, 3 C): taps side by side, oldest first
@@ -46,6 +42,20 @@ class BlockWeights(NamedTuple):
     fc2_bias: Tensor
 
 
+class Modulation(NamedTuple):
+    """adaLN's constants of one block at one Euler step, (C,) each; 1 is added to the scales already."""
+
+    attn_shift: Tensor
+    attn_scale: Tensor
+    attn_gate: Tensor
+    mlp_shift: Tensor
+    mlp_scale: Tensor
+    mlp_gate: Tensor
+    conv_shift: Tensor
+    conv_scale: Tensor
+    conv_gate: Tensor
+
+
 class Context(Protocol):
     """What the rows of a batch attend to beside their own chunk."""
 
@@ -56,53 +66,32 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a solve leaves behind for the streams' next chunks."""
+    """What a solve takes from the streams' last chunks, and leaves behind for their next ones."""
 
     keys: Tensor  # (steps, depth, R, H, T, D)
     values: Tensor
-    history: Tensor  # (steps, depth, 2 convolutions, R, 2, C): read, then replaced
+    history: Tensor  # (steps, depth, 2 convolutions, R, 2, C)
+    next_history: Tensor
 
 
 def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift
+    return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * scale + shift
 
 
-def _causal_conv(x: Tensor, history: Tensor, ends: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x (R, T, C) -> (R, T, C). `history` (R, 2, C) is replaced by the frames before each row's `ends` (R, 2)."""
+def _causal_conv(
+    x: Tensor, history: Tensor, next_history: Tensor, ends: Tensor, weight: Tensor, bias: Tensor
+) -> Tensor:
+    """x (R, T, C), history (R, 2, C) -> (R, T, C); the next one are the frames before each row's `ends` (R, 2)."""
     x = torch.cat([history, x], dim=1)
     taps = torch.cat([x[:, :-2], x[:, 1:-1], x[:, 2:]], dim=-1)  # (R, T, 3 C)
-    history.copy_(x.gather(1, ends[:, :, None].expand(-1, -1, x.shape[2])))
+    torch.gather(x, 1, ends[:, :, None].expand(-1, -1, x.shape[2]), out=next_history)
     return F.linear(taps, weight, bias)
 
 
-def before_attention(x: Tensor, modulation: Tensor, w: BlockWeights, keys: Tensor, values: Tensor) -> Tensor:
-    """x (R, T, C), modulation (9, C) -> queries (R, H, T, D); `keys` and `values` (R, H, T, D) are written."""
-    R, T, _ = x.shape
-    D = keys.shape[-1]
-    qkv = F.linear(_modulate(x, modulation[0], modulation[1]), w.qkv, w.qkv_bias)
-    q, k, v = qkv.view(R, T, 3, -1, D).permute(2, 0, 3, 1, 4)  # (R, T, 3, H, D) -> (3, R, H, T, D)
-    keys.copy_(F.layer_norm(k, (D,), w.k_norm, w.k_norm_bias))
-    values.copy_(v)
-    return F.layer_norm(q, (D,), w.q_norm, w.q_norm_bias)
-
-
-def after_attention(
-    x: Tensor, attended: Tensor, modulation: Tensor, w: BlockWeights, history: Tensor, ends: Tensor
-) -> Tensor:
-    """x and attended (R, T, C) -> x; the `history` (2, R, 2, C) of both convolutions is replaced."""
-    _, _, gate_attn, shift_mlp, scale_mlp, gate_mlp, shift_conv, scale_conv, gate_conv = modulation.unbind(0)
-    x = x + gate_attn * F.linear(attended, w.proj, w.proj_bias)
-    y = _causal_conv(_modulate(x, shift_conv, scale_conv), history[0], ends, w.conv1, w.conv1_bias)
-    y = F.mish(F.layer_norm(y, y.shape[-1:], w.norm, w.norm_bias))
-    x = x + gate_conv * _causal_conv(y, history[1], ends, w.conv2, w.conv2_bias)
-    y = F.gelu(F.linear(_modulate(x, shift_mlp, scale_mlp), w.fc1, w.fc1_bias), approximate="tanh")
-    return x + gate_mlp * F.linear(y, w.fc2, w.fc2_bias)
-
-
 class DiTSolver:
-    """Noise to mel for a batch of chunks. `compiled`: blocks through torch.compile."""
+    """Noise to mel for a batch of chunks."""
 
-    def __init__(self, network: DiTFlow, steps: int = EULER_STEPS, *, compiled: bool = False):
+    def __init__(self, network: DiTFlow, steps: int = EULER_STEPS):
         estimator = network.decoder.estimator
         assert isinstance(estimator, DiTEstimator)
         config = estimator.config
@@ -120,13 +109,12 @@ class DiTSolver:
         times, self._widths = time_schedule(steps)
         embedded = estimator.t_embedder(torch.tensor(times, device=self.device), self.dtype)  # (steps, C)
         modulation = [block.adaLN_modulation(embedded).unflatten(-1, (9, -1)) for block in blocks]
-        self._modulation = torch.stack(modulation, dim=1)  # (steps, depth, 9, C)
-        self._final = estimator.final_layer.adaLN_modulation(embedded).unflatten(-1, (2, -1))  # (steps, 2, C)
-        self._before: Callable[..., Tensor] = before_attention
-        self._after: Callable[..., Tensor] = after_attention
-        if compiled:
-            self._before = torch.compile(before_attention, dynamic=True)
-            self._after = torch.compile(after_attention, dynamic=True)
+        parts = torch.stack(modulation, dim=1)  # (steps, depth, 9, C): shift, scale, gate of each part
+        final = estimator.final_layer.adaLN_modulation(embedded).unflatten(-1, (2, -1))  # (steps, 2, C)
+        parts[:, :, 1::3] += 1
+        final[:, 1] += 1
+        self._modulation = [[Modulation(*of.unbind(0)) for of in step.unbind(0)] for step in parts.unbind(0)]
+        self._final = final
 
     def conditions(self, mu: Tensor, speaker: Tensor) -> Tensor:
         """What every step adds to the projected state: mu (B, T, mel), speaker (B, mel) -> (R, T, C).
@@ -137,26 +125,53 @@ class DiTSolver:
         conditional = F.linear(parts, self._static, self._static_bias)
         return torch.cat([conditional, self._static_bias.expand_as(conditional)])
 
+    def scratch(self, history: Tensor, frames: int) -> Scratch:
+        """Room for a solve over T frames of R rows, given their convolutions' history."""
+        rows = history.shape[3]
+        keys = history.new_empty(self.steps, self.depth, rows, self.heads, frames, self.head_dim)
+        return Scratch(keys, torch.empty_like(keys), history, torch.empty_like(history))
+
     def solve(self, noise: Tensor, conditions: Tensor, frames: Tensor, context: Context, scratch: Scratch) -> Tensor:
         """noise (B, T, mel) float32, conditions (R, T, C), frames (B,) -> mel (B, T, mel) float32.
 
         `frames` are those of each stream's own; behind them a row holds padding. Fills `scratch`.
         """
         x = noise
-        ends = (frames.repeat(2)[:, None] + torch.arange(HISTORY, device=frames.device)).long()  # in [history, chunk]
         for step, width in enumerate(self._widths):
-            h = F.linear(torch.cat([x, x]).to(self.dtype), self._input) + conditions
-            for layer, weights in enumerate(self._blocks):
-                modulation = self._modulation[step, layer]
-                keys, values = scratch.keys[step, layer], scratch.values[step, layer]
-                q = self._before(h, modulation, weights, keys, values)
-                attended = context.attend(step, layer, q, keys, values)
-                h = self._after(h, attended, modulation, weights, scratch.history[step, layer], ends)
-            h = _modulate(h, self._final[step, 0], self._final[step, 1])
-            velocity = F.linear(h, self._output, self._output_bias).float()
-            conditional, unconditional = velocity.chunk(2)
+            h = F.linear(x.to(self.dtype), self._input)
+            h = (h + conditions.unflatten(0, (2, -1))).flatten(0, 1)  # (B, T, C) -> (2, B, T, C) -> (R, T, C)
+            for layer in range(self.depth):
+                h = self._block(h, step, layer, frames, context, scratch)
+            conditional, unconditional = self._velocity(h, step).float().chunk(2)
             x = x + width * ((1 + self._guidance) * conditional - self._guidance * unconditional)
         return x
+
+    def _block(self, h: Tensor, step: int, layer: int, frames: Tensor, context: Context, scratch: Scratch) -> Tensor:
+        """(R, T, C) -> (R, T, C)"""
+        R, T, _ = h.shape
+        w, m, D = self._blocks[layer], self._modulation[step][layer], self.head_dim
+        qkv = F.linear(_modulate(h, m.attn_shift, m.attn_scale), w.qkv, w.qkv_bias)
+        q, k, v = qkv.view(R, T, 3, -1, D).permute(2, 0, 3, 1, 4)  # (R, T, 3, H, D) -> (3, R, H, T, D)
+        (q_scale, q_shift), (k_scale, k_shift) = w.qk_norm
+        keys, values = scratch.keys[step, layer], scratch.values[step, layer]
+        keys.copy_(F.layer_norm(k, (D,), k_scale, k_shift))
+        values.copy_(v)
+        attended = context.attend(step, layer, F.layer_norm(q, (D,), q_scale, q_shift), keys, values)
+        h = h + m.attn_gate * F.linear(attended, w.proj, w.proj_bias)
+
+        ends = (frames.repeat(2)[:, None] + torch.arange(HISTORY, device=h.device)).long()  # in [history, chunk]
+        history, following = scratch.history[step, layer], scratch.next_history[step, layer]
+        y = _modulate(h, m.conv_shift, m.conv_scale)
+        y = _causal_conv(y, history[0], following[0], ends, w.conv1, w.conv1_bias)
+        y = F.mish(F.layer_norm(y, y.shape[-1:], w.norm, w.norm_bias))
+        h = h + m.conv_gate * _causal_conv(y, history[1], following[1], ends, w.conv2, w.conv2_bias)
+
+        y = F.gelu(F.linear(_modulate(h, m.mlp_shift, m.mlp_scale), w.fc1, w.fc1_bias), approximate="tanh")
+        return h + m.mlp_gate * F.linear(y, w.fc2, w.fc2_bias)
+
+    def _velocity(self, h: Tensor, step: int) -> Tensor:
+        """(R, T, C) -> (R, T, mel)"""
+        return F.linear(_modulate(h, self._final[step, 0], self._final[step, 1]), self._output, self._output_bias)
 
 
 def _block_weights(block: DiTBlock) -> BlockWeights:
@@ -166,10 +181,7 @@ def _block_weights(block: DiTBlock) -> BlockWeights:
     return BlockWeights(
         qkv=torch.cat([p.weight for p in projections]),
         qkv_bias=torch.cat([p.bias for p in projections]),
-        q_norm=attention.q_norm.weight,
-        q_norm_bias=attention.q_norm.bias,
-        k_norm=attention.k_norm.weight,
-        k_norm_bias=attention.k_norm.bias,
+        qk_norm=torch.stack([torch.stack([norm.weight, norm.bias]) for norm in (attention.q_norm, attention.k_norm)]),
         proj=attention.proj.weight,
         proj_bias=attention.proj.bias,
         conv1=_taps(conv["1"].weight),

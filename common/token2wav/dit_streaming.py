@@ -4,17 +4,17 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from common.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
-from common.flow.cache import DiTFlowCache, EncoderCache
+from common.constants import EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.dit_flow import DiTFlow
-from common.token2wav.dit_memory import GatheredSolve, Row, Solve, Tail, TailPool
+from common.token2wav.dit_memory import DiTVoice, GatheredSolve, Row, Solve, Tail, TailPool
 from common.token2wav.dit_solver import DiTSolver
-from common.token2wav.flows import FlowState, Job, StreamingFlow, Voice
+from common.token2wav.flows import Chunk, FlowState, Job, StreamingFlow, Voice
 from common.token2wav.noise import NoiseTape
+from common.token2wav.window import CONTEXT_TOKENS, Window, with_ahead
 
 
 class VoiceCache:
@@ -25,16 +25,16 @@ class VoiceCache:
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, DiTFlowCache] = OrderedDict()
+        self._entries: OrderedDict[bytes, DiTVoice] = OrderedDict()
         self.nbytes = 0
 
-    def get(self, key: bytes) -> DiTFlowCache | None:
+    def get(self, key: bytes) -> DiTVoice | None:
         cache = self._entries.get(key)
         if cache is not None:
             self._entries.move_to_end(key)
         return cache
 
-    def put(self, key: bytes, cache: DiTFlowCache) -> None:
+    def put(self, key: bytes, cache: DiTVoice) -> None:
         """Keep `cache`, unless it alone is over the bound."""
         if cache.nbytes > self._max_bytes:
             return
@@ -49,21 +49,22 @@ class VoiceCache:
 
 @dataclass(kw_only=True)
 class DiTState(FlowState):
-    voice: DiTFlowCache  # shared by all streams of the voice, never changed
-    encoder: EncoderCache
+    voice: DiTVoice
     tail: Tail
-    frames: int  # mel frames so far, prompt included: where the next chunk's noise starts
+    tokens: np.ndarray  # those it remembers, look-ahead excluded
+    cuts: list[int]  # how many tokens were rendered after each of its chunks
 
     @property
     def complete(self) -> bool:
         """Whether no frame has been forgotten yet."""
-        return self.tail.frames == self.frames - self.voice.prompt_frames
+        return self.tail.frames == TOKEN_MEL_RATIO * self.rendered
 
 
 class DiTStreaming(StreamingFlow[DiTState]):
     """A stream attends to its whole prompt and its most recent frames."""
 
     cumulative = False
+    batch_tokens = 1600
 
     def __init__(
         self,
@@ -75,59 +76,62 @@ class DiTStreaming(StreamingFlow[DiTState]):
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
     ):
-        super().__init__(network.config, noise, steps, max_tokens)
+        super().__init__(network, noise, steps, max_tokens)
         self._network = network
         self._voices = voices
-        on_gpu = network.input_embedding.weight.is_cuda
-        # It plans every new shape for tens of milliseconds, and the encoder's context is never twice of one length.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        self._solver = DiTSolver(network, steps, compiled=on_gpu)
-        self._pool = TailPool(self._solver, max_streams)
-        self._solve = _graphed_solve(self._solver, self._pool) if on_gpu else GatheredSolve(self._solver, self._pool)
+        solver = DiTSolver(network, steps)
+        self._pool = TailPool(solver, max_streams)
+        self._solve: Solve = GatheredSolve(solver, self._pool, noise)
+        if solver.device.type == "cuda":
+            from common.token2wav.dit_graphs import GraphedSolve  # its kernels need Triton
+
+            self._solve = GraphedSolve(network, self._pool, noise, steps)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._pool.nbytes + self._voices.nbytes
 
     def open(self, voice: Voice) -> DiTState:
         key = _digest(voice)
-        cache = self._voices.get(key)
-        if cache is None:
-            noise = self._noise_of(0, voice.mel.shape[1])
-            cache = self._network.setup_cache(voice.tokens, voice.mel, voice.embedding, noise=noise, steps=self._steps)
-            self._voices.put(key, cache)
-        return DiTState(voice=cache, encoder=cache.encoder, tail=self._pool.acquire(cache), frames=cache.frames)
+        shared = self._voices.get(key)
+        if shared is None:
+            shared = self._listen(voice)
+            self._voices.put(key, shared)
+        tail = self._pool.acquire(shared)
+        return DiTState(voice=shared, tail=tail, tokens=np.zeros(0, np.int64), cuts=[])
 
     def close(self, state: DiTState) -> None:
         self._pool.release(state.tail)
 
+    def tokens(self, state: DiTState, chunk: Chunk) -> int:
+        return self.new_tokens(state, chunk)
+
+    def _listen(self, voice: Voice) -> DiTVoice:
+        noise = self._noise_of(0, voice.mel.shape[1])
+        cache = self._network.setup_cache(voice.tokens, voice.mel, voice.embedding, noise=noise, steps=self._steps)
+        return DiTVoice(
+            tokens=voice.tokens[0].cpu().numpy(),
+            attention=cache.estimator.attention,
+            history=cache.estimator.conv.transpose(-1, -2).contiguous(),  # (.., C, frame) -> (.., frame, C)
+            speaker=cache.speaker,
+        )
+
     def _render(self, jobs: list[Job[DiTState]]) -> list[Tensor]:
-        if not jobs:
-            return []
-        states = [job.state for job in jobs]
-        lengths = [job.new for job in jobs]
-        longest = max(lengths)
-        T = TOKEN_MEL_RATIO * longest
-        mu, encoders = self._encode(jobs, longest)
-        conditions = self._solver.conditions(mu, torch.cat([state.voice.speaker for state in states]))
-        noise = torch.stack([self._noise.read(state.frames, T) for state in states])
-        rows = [Row(state.voice, state.tail, TOKEN_MEL_RATIO * new) for state, new in zip(states, lengths, strict=True)]
-        mel, scratch = self._solve.run(rows, noise, conditions)
-        for index, (job, row, encoder) in enumerate(zip(jobs, rows, encoders, strict=True)):
-            if not job.chunk.last:
-                self._pool.commit(row.tail, scratch, index, row.frames)
-                job.state.encoder = encoder
-                job.state.frames += row.frames
+        rows = [_row(job) for job in jobs]
+        mel = self._solve.run(rows, self._encode(jobs))
+        for job in jobs:
+            job.state.tokens = np.concatenate([job.state.tokens, job.chunk.tokens[: job.new]])[-CONTEXT_TOKENS:]
+            job.state.cuts.append(job.state.rendered + job.new)
         return [mel[index, : row.frames].T for index, row in enumerate(rows)]  # (T, C) -> (C, T)
 
-    def _encode(self, jobs: list[Job[DiTState]], longest: int) -> tuple[Tensor, list[EncoderCache]]:
-        """Encoder output (B, 2 * longest, 80) of the chunks, padded, and the streams' next encoder caches."""
-        device = jobs[0].state.voice.speaker.device
-        width = longest + LOOKAHEAD_TOKENS
-        padded = [F.pad(torch.from_numpy(job.chunk.tokens), (0, width - len(job.chunk.tokens))) for job in jobs]
-        h, caches = self._network.encoder.forward_chunks(
-            self._network.input_embedding(torch.stack(padded).to(device)),
-            [job.new for job in jobs],
-            [job.chunk.last for job in jobs],
-            [job.state.encoder for job in jobs],
-        )
-        return self._network.encoder_proj(h), caches
+    def _encode(self, jobs: list[Job[DiTState]]) -> Tensor:
+        """Encoder output of the chunks, (B, 2 * longest, mel), padded behind."""
+        windows = [_window(job) for job in jobs]
+        mu = self._encoder.encode(windows)  # of the whole windows
+        starts = torch.tensor([TOKEN_MEL_RATIO * (len(w) - job.new) for w, job in zip(windows, jobs, strict=True)])
+        frames = starts[:, None] + torch.arange(TOKEN_MEL_RATIO * max(job.new for job in jobs))
+        frames = frames.clamp(max=mu.shape[1] - 1).to(mu.device)
+        return mu.gather(1, frames[:, :, None].expand(-1, -1, mu.shape[2]))
 
     def _render_whole(self, voice: Voice, tokens: Tensor) -> Tensor:
         tokens = torch.cat([voice.tokens, tokens], dim=1)
@@ -144,10 +148,24 @@ class DiTStreaming(StreamingFlow[DiTState]):
         return mel[0, :, frames:]
 
 
-def _graphed_solve(solver: DiTSolver, pool: TailPool) -> Solve:
-    from common.token2wav.dit_graphs import GraphedSolve  # its kernels need Triton, which CPU builds of torch lack
+def _row(job: Job[DiTState]) -> Row:
+    state = job.state
+    start = state.voice.frames + TOKEN_MEL_RATIO * state.rendered
+    return Row(state.voice, state.tail, TOKEN_MEL_RATIO * job.new, start)
 
-    return GraphedSolve(solver, pool)
+
+def _window(job: Job[DiTState]) -> Window:
+    """A chunk sees itself and all before it. The prompt's last tokens have its first ones ahead of them."""
+    state, prompt = job.state, job.state.voice.tokens
+    tokens = np.concatenate([state.tokens, job.chunk.tokens])
+    count = len(state.tokens) + job.new
+    forgotten = state.rendered - len(state.tokens)
+    ends = np.array([*state.cuts, state.rendered + job.new])
+    ends = ends[np.searchsorted(ends, forgotten + np.arange(count), side="right")]  # of each token's chunk
+    return Window(
+        tokens=np.concatenate([with_ahead(np.concatenate([prompt, prompt]), len(prompt)), with_ahead(tokens, count)]),
+        visible=len(prompt) + np.concatenate([np.zeros_like(prompt), ends - forgotten]),
+    )
 
 
 def _digest(voice: Voice) -> bytes:

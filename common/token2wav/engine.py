@@ -13,16 +13,32 @@ import torch
 import torch.nn.functional as F
 
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from common.errors import UnavailableError
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
 from common.hift.checkpoint import load_hift
 from common.overlap import hamming_window
 from common.prompt import Prompt
 from common.token2wav.dit_streaming import DiTStreaming, VoiceCache
-from common.token2wav.flows import Chunk, FlowState, StreamingFlow, UNetStreaming, Voice
+from common.token2wav.flows import Chunk, FlowState, StreamingFlow, Voice
 from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.unet_streaming import UNetStreaming
 from common.token2wav.vocoder import MelChunk, StreamingVocoder, VocoderState
 
 SILENT_MEL = -11.5  # log of the least magnitude that a mel shows
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the flow, and HiFT between its source and its spectrum, compute in."""
+
+    flow: torch.dtype
+    vocoder: torch.dtype
+
+    @classmethod
+    def named(cls, flow: str, vocoder: str, device: str) -> "Precision":
+        """Names of torch's dtypes; "auto" is float16 on a GPU and float32 on a CPU."""
+        auto = torch.float16 if torch.device(device).type == "cuda" else torch.float32
+        return cls(*(auto if name == "auto" else getattr(torch, name) for name in (flow, vocoder)))
 
 
 @dataclass
@@ -42,24 +58,36 @@ class Token2Wav:
         self._device = device
 
     @classmethod
-    def load_unet(cls, model_dir: str | Path, *, device: str, steps: int = EULER_STEPS) -> "Token2Wav":
+    def load_unet(
+        cls, model_dir: str | Path, *, device: str, max_streams: int, precision: Precision, steps: int = EULER_STEPS
+    ) -> "Token2Wav":
         """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`."""
-        network = load_unet_flow(Path(model_dir) / "flow.pt", device)
-        return cls(UNetStreaming(network, flow_noise(device), steps=steps), _load_vocoder(model_dir, device), device)
+        _use(device)
+        network = load_unet_flow(Path(model_dir) / "flow.pt", device, precision.flow)
+        flow = UNetStreaming(network, flow_noise(device), steps=steps)
+        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
 
     @classmethod
     def load_dit(
-        cls, model_dir: str | Path, *, device: str, max_streams: int, voice_cache_bytes: int, steps: int = EULER_STEPS
+        cls,
+        model_dir: str | Path,
+        *,
+        device: str,
+        max_streams: int,
+        voice_cache_bytes: int,
+        precision: Precision,
+        steps: int = EULER_STEPS,
     ) -> "Token2Wav":
-        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`. On a GPU the flow computes in float16."""
-        dtype = torch.float16 if torch.device(device).type == "cuda" else torch.float32
-        network = load_dit_flow(Path(model_dir) / "flow.pt", device, dtype)
+        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`."""
+        _use(device)
+        network = load_dit_flow(Path(model_dir) / "flow.pt", device, precision.flow)
         voices = VoiceCache(voice_cache_bytes)
         flow = DiTStreaming(network, flow_noise(device), voices, max_streams=max_streams, steps=steps)
-        return cls(flow, _load_vocoder(model_dir, device), device)
+        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
 
     def warm_up(self) -> None:
         """Speak once to nobody: what is set up at first use is set up, and a checkpoint that cannot speak is found."""
+        _use(self._device)
         tokens = np.arange(FLOW_CHUNK_TOKENS)
         mel = np.full((TOKEN_MEL_RATIO * FLOW_CHUNK_TOKENS, MEL_BINS), SILENT_MEL, np.float32)
         prompt = Prompt(tokens, mel, np.ones(self._flow.speaker_dim, np.float32), text="")
@@ -71,16 +99,31 @@ class Token2Wav:
     @torch.inference_mode()
     def open(self, prompt: Prompt) -> Stream:
         """Start a stream in a voice; builds the voice's caches if they are not there yet."""
-        vocoder = self._vocoder.open()  # first: nothing may fail once the flow has given its place
-        return Stream(self._flow.open(self._voice(prompt)), vocoder)
+        flow = self._flow.open(self._voice(prompt))
+        try:
+            return Stream(flow, self._vocoder.open())
+        except UnavailableError:
+            self._flow.close(flow)
+            raise
 
-    def new_tokens(self, stream: Stream, chunk: Chunk) -> int:
-        """How many tokens `chunk` adds to its stream. Raises ValueError if it does not continue it."""
-        return self._flow.new_tokens(stream.flow, chunk)
+    @property
+    def batch_tokens(self) -> int:
+        """How many tokens a batch should have at most, counted as `tokens` does."""
+        return self._flow.batch_tokens
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the streams and voices take."""
+        return self._flow.cache_bytes + self._vocoder.pool.nbytes
+
+    def tokens(self, stream: Stream, chunk: Chunk) -> int:
+        """How many tokens are computed for `chunk`. Raises ValueError if it does not continue its stream."""
+        return self._flow.tokens(stream.flow, chunk)
 
     def close(self, stream: Stream) -> None:
         """Free what the stream holds. To be called once."""
         self._flow.close(stream.flow)
+        self._vocoder.close(stream.vocoder)
 
     @torch.inference_mode()
     def step(self, batch: Sequence[tuple[Stream, Chunk]]) -> list[np.ndarray | ValueError]:
@@ -105,7 +148,7 @@ class Token2Wav:
             for index, mel in zip(accepted, mels, strict=True)
         ]
         for index, audio in zip(accepted, self._vocoder.step(chunks), strict=True):
-            results[index] = audio.cpu().numpy()
+            results[index] = audio.numpy()
         return results
 
     @torch.inference_mode()
@@ -120,7 +163,7 @@ class Token2Wav:
         mel = self._flow.whole(self._voice(prompt), torch.from_numpy(tokens).to(self._device, torch.int64)[None])
         if speed != 1.0:
             mel = F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0]
-        return self._vocoder.whole(mel).cpu().numpy()
+        return self._vocoder.whole(mel).numpy()
 
     def _check(self, tokens: np.ndarray) -> None:
         bad = tokens[(tokens < 0) | (tokens >= self._flow.vocab_size)]
@@ -138,6 +181,13 @@ class Token2Wav:
         )
 
 
-def _load_vocoder(model_dir: str | Path, device: str) -> StreamingVocoder:
-    hift = load_hift(Path(model_dir) / "hift.pt", device)
-    return StreamingVocoder(hift, source_noise(hift.config.harmonics + 1, device), hamming_window())
+def _use(device: torch.device | str) -> None:
+    """Kernels of this thread run on that GPU, if it names one."""
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)
+
+
+def _load_vocoder(model_dir: str | Path, device: str, max_streams: int, precision: Precision) -> StreamingVocoder:
+    hift = load_hift(Path(model_dir) / "hift.pt", device).body_to(precision.vocoder)
+    noise = source_noise(hift.config.harmonics + 1, device)
+    return StreamingVocoder(hift, noise, hamming_window(), max_streams=max_streams)

@@ -1,4 +1,4 @@
-"""The flows as the engine drives them: voices and chunks of streams in, mels (80, T) out. Here the UNet flow."""
+"""The flows as the engine drives them: voices and chunks of streams in, mels (80, T) out."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MAX_STREAM_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
-from common.flow.config import FlowConfig
+from common.constants import LOOKAHEAD_TOKENS, MEL_BINS
+from common.flow.dit_flow import DiTFlow
 from common.flow.unet_flow import UNetFlow
 from common.token2wav.noise import NoiseTape
+from common.token2wav.window import WindowEncoder
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,20 @@ class StreamingFlow(ABC, Generic[State]):
     """A flow network driven chunk by chunk (`open`, `render`, `close`) or at once (`whole`)."""
 
     cumulative: bool  # a chunk carries all tokens of its stream so far, not only the new ones
+    batch_tokens: int  # of a batch, counted as `tokens` does: some 80 ms on an H200
 
-    def __init__(self, config: FlowConfig, noise: NoiseTape, steps: int, max_tokens: int):
-        self.vocab_size = config.vocab
-        self.speaker_dim = config.speaker_dim
+    def __init__(self, network: DiTFlow | UNetFlow, noise: NoiseTape, steps: int, max_tokens: int):
+        self.vocab_size = network.config.vocab
+        self.speaker_dim = network.config.speaker_dim
+        self._encoder = WindowEncoder(network)
         self._noise = noise
         self._steps = steps
         self._max_tokens = max_tokens
+
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Memory reserved for streams and taken by voices."""
 
     @abstractmethod
     def open(self, voice: Voice) -> State:
@@ -81,10 +89,15 @@ class StreamingFlow(ABC, Generic[State]):
         self._check_length(ready)
         return new
 
+    @abstractmethod
+    def tokens(self, state: State, chunk: Chunk) -> int:
+        """How many tokens are computed to render `chunk`. Raises ValueError as `new_tokens` does."""
+
     def render(self, batch: Sequence[tuple[State, Chunk]]) -> list[Tensor]:
         """The mels (80, T) that chunks of different streams add. Each has passed `new_tokens`."""
         jobs = [Job(state, chunk, self.new_tokens(state, chunk)) for state, chunk in batch]
-        mels = iter(self._render([job for job in jobs if job.new]))
+        speaking = [job for job in jobs if job.new]
+        mels = iter(self._render(speaking) if speaking else [])
         rendered = [next(mels) if job.new else torch.zeros(MEL_BINS, 0) for job in jobs]
         for job in jobs:
             job.state.rendered += job.new
@@ -116,52 +129,3 @@ class Job(Generic[State]):
     state: State
     chunk: Chunk
     new: int
-
-
-@dataclass(kw_only=True)
-class UNetState(FlowState):
-    voice: Voice
-
-
-class UNetStreaming(StreamingFlow[UNetState]):
-    """CosyVoice2's flow. Each chunk renders the whole prefix under the training masks and keeps what is new.
-
-    Where chunks end on 25-token boundaries counted from the prompt's start, the mel equals that of the finished
-    utterance rendered at once under the same masks.
-    """
-
-    cumulative = True
-
-    def __init__(
-        self, network: UNetFlow, noise: NoiseTape, *, steps: int = EULER_STEPS, max_tokens: int = MAX_STREAM_TOKENS
-    ):
-        super().__init__(network.config, noise, steps, max_tokens)
-        self._network = network
-
-    def open(self, voice: Voice) -> UNetState:
-        return UNetState(voice=voice)
-
-    def _render(self, jobs: list[Job[UNetState]]) -> list[Tensor]:
-        mels = []
-        for job in jobs:
-            tokens = torch.from_numpy(job.chunk.tokens).to(job.state.voice.tokens)[None]
-            mel = self._inference(job.state.voice, tokens, streaming=True, finalize=job.chunk.last)
-            mels.append(mel[:, -TOKEN_MEL_RATIO * job.new :])
-        return mels
-
-    def _render_whole(self, voice: Voice, tokens: Tensor) -> Tensor:
-        return self._inference(voice, tokens, streaming=False, finalize=True)
-
-    def _inference(self, voice: Voice, tokens: Tensor, *, streaming: bool, finalize: bool) -> Tensor:
-        noise = self._noise_of(0, TOKEN_MEL_RATIO * (voice.tokens.shape[1] + tokens.shape[1]))
-        mel = self._network.inference(
-            tokens,
-            voice.tokens,
-            voice.mel,
-            voice.embedding,
-            noise=noise,
-            streaming=streaming,
-            finalize=finalize,
-            steps=self._steps,
-        )
-        return mel[0]

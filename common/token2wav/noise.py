@@ -25,6 +25,14 @@ class NoiseTape:
         index = torch.arange(start, start + length, device=self._rows.device) % period
         return self._rows[index]
 
+    def gather(self, starts: Tensor, length: int) -> Tensor:
+        """The same for several streams, each from its own start (B,) on: (B, length, C)."""
+        return self.at(starts[:, None] + torch.arange(length, device=starts.device))
+
+    def at(self, index: Tensor) -> Tensor:
+        """Single rows of the endless tape: (...) -> (..., C)."""
+        return self._rows[index % len(self._rows)]
+
 
 def flow_noise(device: torch.device | str = "cpu") -> NoiseTape:
     """The initial state of the flow's ODE by mel frame, (15000, 80).

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
 MAX_BATCH = 64
-MAX_BATCH_TOKENS = 1600  # bounds how long a first chunk waits for the batch before it
 
 
 @dataclass(frozen=True)
@@ -78,21 +77,28 @@ class Session:
             self.audio_seconds += samples / SAMPLE_RATE
 
 
-@dataclass
+@dataclass(eq=False)
 class Task:
     request: ChunkRequest
     reply: Callable[[np.ndarray | BaseException], None]
     is_cancelled: Callable[[], bool]
     arrived: int
+    arrived_at: float
 
 
 class Stats(NamedTuple):
-    """`chunks` / `batches` is the mean size of a batch since the start."""
+    """`live_streams`, `queued` and `cache_bytes` now, the others summed up since the start.
+
+    `chunks` / `batches` is the mean size of a batch, `waited_seconds` / `chunks` the mean wait from a chunk's arrival
+    to the beginning of its batch. `cache_bytes`: what the streams' and the voices' memory takes.
+    """
 
     live_streams: int
     queued: int
+    cache_bytes: int
     batches: int
     chunks: int
+    waited_seconds: float
 
 
 class Token2WavService:
@@ -115,6 +121,7 @@ class Token2WavService:
         self._arrivals = 0
         self._batches = 0
         self._chunks = 0
+        self._waited_seconds = 0.0
         self._refusal: str | None = None  # why nothing is taken any more
         self._wake = threading.Condition()
         self._warm: Future[None] = Future()
@@ -138,12 +145,19 @@ class Token2WavService:
             if len(self._queue) >= 2 * self._max_streams:
                 raise UnavailableError(f"token2wav's queue is full: {len(self._queue)} chunks wait")
             self._arrivals += 1
-            self._queue.append(Task(request, reply, is_cancelled, self._arrivals))
+            self._queue.append(Task(request, reply, is_cancelled, self._arrivals, self._clock()))
             self._wake.notify()
 
     def stats(self) -> Stats:
         with self._wake:
-            return Stats(len(self._sessions), len(self._queue), self._batches, self._chunks)
+            return Stats(
+                live_streams=len(self._sessions),
+                queued=len(self._queue),
+                cache_bytes=self._engine.cache_bytes,
+                batches=self._batches,
+                chunks=self._chunks,
+                waited_seconds=self._waited_seconds,
+            )
 
     def close(self) -> None:
         """Answer what is queued with UnavailableError, free every stream, end the thread."""
@@ -181,9 +195,11 @@ class Token2WavService:
             while not self._refusal:
                 self._reap()
                 if self._queue:
-                    chosen = [self._queue[index] for index in pick(self._waiting(), MAX_BATCH, MAX_BATCH_TOKENS)]
-                    self._queue = [task for task in self._queue if task not in chosen]
-                    return chosen
+                    chosen = pick(self._waiting(), MAX_BATCH, self._engine.batch_tokens)
+                    tasks = [self._queue[index] for index in chosen]
+                    for index in sorted(chosen, reverse=True):
+                        del self._queue[index]
+                    return tasks
                 self._wake.wait(REAP_SECONDS)
             return []
 
@@ -196,20 +212,20 @@ class Token2WavService:
                     stream_id=task.request.stream_id,
                     silent_at=session.silent_at if session else None,
                     arrived=task.arrived,
-                    new_tokens=self._new_tokens(task.request),
+                    tokens=self._tokens(task.request),
                 )
             )
         return waiting
 
-    def _new_tokens(self, request: ChunkRequest) -> int | None:
-        """How many tokens of a live stream the request renders; None where it does something else."""
+    def _tokens(self, request: ChunkRequest) -> int | None:
+        """How many tokens are computed for the request; None where it renders no chunk of a live stream."""
         session = self._sessions.get(request.stream_id)
         aborts = request.end and not request.finalize
         idles = len(request.tokens) == 0 and not request.finalize
         if session is None or request.start or aborts or idles or request.speed != 1.0:
             return None
         try:
-            return self._engine.new_tokens(session.stream, _chunk_of(request))
+            return self._engine.tokens(session.stream, _chunk_of(request))
         except ValueError:
             return None  # served alone: the sender is told when it comes to be rendered
 
@@ -241,10 +257,11 @@ class Token2WavService:
         sessions = [self._sessions[task.request.stream_id] for task in tasks]
         batch = [(session.stream, _chunk_of(task.request)) for session, task in zip(sessions, tasks, strict=True)]
         results: Sequence[np.ndarray | Exception]
+        self._batches += 1
+        self._chunks += len(batch)
+        self._waited_seconds += sum(self._clock() - task.arrived_at for task in tasks)
         try:
             results = self._engine.step(batch)
-            self._batches += 1
-            self._chunks += len(batch)
         except Exception as error:
             results = [error] * len(batch)
         for task, session, result in zip(tasks, sessions, results, strict=True):

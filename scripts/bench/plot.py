@@ -41,9 +41,9 @@ def _first_chunks(axes: Any, result: dict[str, Any], loads: list[LoadResult]) ->
         return
     axes.boxplot(
         [[1e3 * listener.latencies[0] for listener in load.listeners if listener.latencies] for load in loads],
-        tick_labels=[str(len(load.listeners)) for load in loads],
+        tick_labels=[load.label for load in loads],
         whis=(5, 95),
     )
     axes.axhline(result["plain_first_chunk_ms"], linestyle="--", label="plain form, one stream")
-    axes.set(xlabel="streams")
+    axes.set(xlabel="utterances begun per second", ylim=(0, None))
     axes.legend()

@@ -23,8 +23,9 @@ from common.overlap import raw_hamming_window
 from common.prompt import Prompt
 from common.token2wav.dit_streaming import DiTState, DiTStreaming, VoiceCache
 from common.token2wav.engine import Stream, Token2Wav
-from common.token2wav.flows import Chunk, UNetStreaming
+from common.token2wav.flows import Chunk
 from common.token2wav.noise import NoiseTape
+from common.token2wav.unet_streaming import UNetStreaming
 from common.token2wav.vocoder import MelChunk, StreamingVocoder
 from scripts.parity import flow_dit, flow_unet, hift
 from scripts.parity.fixture import Check, Fixture
@@ -36,14 +37,14 @@ Outputs = Iterator[tuple[str, Tensor]]
 class RestartingTape(NoiseTape):
     """Upstream's fixture draws the vocoder's noise from row 0 of the table in every call."""
 
-    def read(self, start: int, length: int) -> Tensor:
-        return super().read(0, length)
+    def at(self, index: Tensor) -> Tensor:
+        return super().at(index - index[..., :1])
 
 
 def _vocoder(fixture: Fixture) -> StreamingVocoder:
     """The vocoder with upstream's window, whose halves add up to 1.08, and the fixture's noise."""
     network = hift.build(fixture, _file(fixture, "hift"))
-    return StreamingVocoder(network, RestartingTape(fixture["in/noise_table"]), raw_hamming_window())
+    return StreamingVocoder(network, RestartingTape(fixture["in/noise_table"]), raw_hamming_window(), max_streams=2)
 
 
 def _file(fixture: Fixture, part: str) -> str:
@@ -107,8 +108,8 @@ def check_dit(fixture: Fixture) -> Outputs:
         yield from _where_stored(
             fixture,
             {
-                f"out/{tag}/cache_source": state.source[None, None],
-                f"out/{tag}/cache_speech": state.speech[None],
+                f"out/{tag}/cache_source": vocoder.pool.source[state.slot][None, None],
+                f"out/{tag}/cache_speech": vocoder.pool.speech[state.slot][None],
                 f"mid/{tag}/mel": mel[None],
             },
         )
@@ -178,7 +179,7 @@ def check_unet(fixture: Fixture) -> Outputs:
             finalize=last,
             steps=steps,
         )[0, :, offset * network.config.encoder.ratio :]
-        rendered = torch.cat([theirs.mel, mel], dim=1)
+        rendered = torch.cat([vocoder.pool.mel[theirs.slot], mel], dim=1) if theirs.begun else mel
         (speech,) = vocoder.step([MelChunk(theirs, mel, last)])
         same_rules = same_rules and call["stream"]
         if same_rules:

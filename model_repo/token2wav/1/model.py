@@ -5,7 +5,7 @@ from typing import Any
 from common import triton_io
 from common.config import Token2WavConfig
 from common.speech_tokens import speech_token_offset
-from common.token2wav.engine import Token2Wav
+from common.token2wav.engine import Precision, Token2Wav
 from common.token2wav.service import Token2WavService
 from common.token2wav.tensors import CONTROLS, PROMPT_TENSORS, chunk_request
 
@@ -19,7 +19,13 @@ class TritonPythonModel:
         config = Token2WavConfig.from_triton(args)
         self._name = args["model_name"]
         self._token_offset = speech_token_offset(config.llm_tokenizer_dir)
-        engine = Token2Wav.load_unet(config.model_dir, device=config.device, steps=config.n_timesteps)
+        engine = Token2Wav.load_unet(
+            config.model_dir,
+            device=config.device,
+            steps=config.n_timesteps,
+            max_streams=config.max_streams,
+            precision=Precision.named(config.flow_precision, config.vocoder_precision, config.device),
+        )
         self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
 
     def execute(self, requests: list[Any]) -> None:

@@ -7,7 +7,7 @@ from common import triton_io
 from common.config import Token2WavConfig
 from common.prompt import ReferenceEncoder
 from common.speech_tokens import speech_token_offset
-from common.token2wav.engine import Token2Wav
+from common.token2wav.engine import Precision, Token2Wav
 from common.token2wav.service import Token2WavService
 from common.token2wav.tensors import CONTROLS, PROMPT_TENSORS, chunk_request
 
@@ -30,6 +30,7 @@ class TritonPythonModel:
             steps=config.n_timesteps,
             max_streams=config.max_streams,
             voice_cache_bytes=config.voice_cache_mb << 20,
+            precision=Precision.named(config.flow_precision, config.vocoder_precision, config.device),
         )
         self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
 

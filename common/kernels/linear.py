@@ -1,0 +1,241 @@
+"""A linear layer with what stands before and behind it.
+
+A network of small layers spends its time on launches and on writing what the next kernel reads. Here the norm, the
+activation and the shifted frames of a causal convolution are made on the way into the matrix product; bias, activation,
+gate and residual are applied while it stores.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW_ROWS = 128  # up to here small tiles: there are too few large ones for all multiprocessors
+
+
+@triton.jit
+def _moments(x_ptr, rows, inside, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean and mean square of rows (BM,) of x (M, C), float32."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros(rows.shape, tl.float32)
+    squares = tl.zeros(rows.shape, tl.float32)
+    for start in range(0, C, BLOCK):
+        mask = inside[:, None] & (start + lane < C)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * C + start + lane[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(x, 1)
+        squares += tl.sum(x * x, 1)
+    return total / C, squares / C
+
+
+@triton.jit
+def _mish(x):
+    grown = tl.exp(tl.minimum(x, 20.0))
+    grown = grown * (grown + 2)
+    return x * grown / (grown + 2)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu_tanh":
+        x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    if ACTIVATION == "gelu":
+        x *= 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    return x
+
+
+@triton.jit
+def _head_normed(x, part, norm_ptr, QK_NORM: tl.constexpr, D: tl.constexpr):
+    """x (M, D) of one head; part 0 are queries, 1 keys, 2 values, which are not normed."""
+    if QK_NORM:
+        if part < 2:
+            d = tl.arange(0, D)
+            norm = norm_ptr + part * 2 * D
+            x -= (tl.sum(x, 1) / D)[:, None]
+            x *= (1 / tl.sqrt(tl.sum(x * x, 1) / D + 1e-5))[:, None]
+            x = x * tl.load(norm + d).to(tl.float32)[None, :] + tl.load(norm + D + d).to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def _normed(x, mean, rstd, scale_ptr, shift_ptr, extra_ptr, k, wide, MISH: tl.constexpr, EXTRA: tl.constexpr):
+    """x (M, K) float32 -> the same, behind the norm's scale and shift, Mish and a vector."""
+    scale = tl.load(scale_ptr + k, mask=wide, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + k, mask=wide, other=0.0).to(tl.float32)
+    y = (x - mean[:, None]) * rstd[:, None] * scale[None, :] + shift[None, :]
+    if MISH:
+        y = _mish(y)
+    if EXTRA:
+        y += tl.load(extra_ptr + k, mask=wide, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit(do_not_specialize=["T", "B", "rows"])
+def _prepare(
+    x_ptr, scale_ptr, shift_ptr, extra_ptr, history_ptr, new_history_ptr, frames_ptr, out_ptr, rows, T, B, eps,
+    C: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr, EXTRA: tl.constexpr,
+    HISTORY: tl.constexpr, BM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * BM + tl.arange(0, BM)  # in (R, PAD + T)
+    row, j = at // (T + PAD), at % (T + PAD)
+    k = tl.arange(0, WIDE)
+    wide = k < C
+    own = (at < rows) & (j >= PAD)
+    mask = own[:, None] & wide[None, :]
+    x = tl.load(x_ptr + (row * T + j - PAD)[:, None] * C + k[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        mean = tl.sum(x, 1) / C
+        away = tl.where(mask, x - mean[:, None], 0.0)
+        rstd = 1 / tl.sqrt(tl.sum(away * away, 1) / C + eps)
+        x = tl.where(mask, _normed(x, mean, rstd, scale_ptr, shift_ptr, extra_ptr, k, wide, MISH, EXTRA), 0.0)
+    y = x.to(out_ptr.dtype.element_ty)
+    if HISTORY:
+        old = ((at < rows) & (j < PAD))[:, None] & wide[None, :]
+        y = tl.where(old, tl.load(history_ptr + (row * PAD + j)[:, None] * C + k[None, :], mask=old, other=0.0), y)
+        place = j - tl.load(frames_ptr + row % B, mask=at < rows, other=0).to(tl.int32)
+        kept = ((at < rows) & (place >= 0) & (place < PAD))[:, None] & wide[None, :]
+        tl.store(new_history_ptr + (row * PAD + place)[:, None] * C + k[None, :], y, mask=kept)
+    tl.store(out_ptr + at[:, None] * C + k[None, :], y, mask=(at < rows)[:, None] & wide[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "T"])
+def _linear(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, shift_ptr, gate_ptr, extra_ptr,
+    keys_ptr, values_ptr, qk_norm_ptr,
+    M, T, N, eps,
+    C: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr, EXTRA: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
+    HEADS: tl.constexpr, QK_NORM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    row, t = m // T, m % T
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    lane = tl.arange(0, BK)
+    K: tl.constexpr = (PAD + 1) * C  # the frames that a convolution sees lie side by side
+    x_rows = x_ptr + (m + row * PAD)[:, None] * C
+    weights = weight_ptr + n[:, None] * K
+    acc = tl.zeros((BM, BN), tl.float32)
+    if NORM:
+        mean, square = _moments(x_ptr, m, m < M, C, BK)
+        rstd = 1 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
+    for start in range(0, K, BK):
+        k = start + lane
+        x = tl.load(x_rows + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+        if NORM:
+            y = _normed(x.to(tl.float32), mean, rstd, scale_ptr, shift_ptr, extra_ptr, k, k < K, MISH, EXTRA)
+            x = y.to(x.dtype)
+        w = tl.load(weights + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    acc = _activated(acc, ACTIVATION)
+    if HEADS:  # a tile is one head of the queries, keys or values
+        part = tl.program_id(1) // HEADS
+        places = ((row * HEADS + tl.program_id(1) % HEADS) * T + t)[:, None] * BN + tl.arange(0, BN)[None, :]
+        acc = _head_normed(acc, part, qk_norm_ptr, QK_NORM, BN).to(out_ptr.dtype.element_ty)
+        if part == 0:
+            tl.store(out_ptr + places, acc, mask=mask)
+        elif part == 1:
+            tl.store(keys_ptr + places, acc, mask=mask)
+        else:
+            tl.store(values_ptr + places, acc, mask=mask)
+    else:
+        places = m[:, None] * N + n[None, :]
+        if GATE:
+            acc *= tl.load(gate_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if RESIDUAL:
+            acc += tl.load(out_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, Tensor] | None = None,
+    eps: float = 1e-5,
+    mish: bool = False,
+    extra: Tensor | None = None,
+    history: tuple[Tensor, Tensor, Tensor] | None = None,
+    activation: str = "",
+    gate: Tensor | None = None,
+    add_to: Tensor | None = None,
+    heads: tuple[Tensor, Tensor, Tensor] | None = None,
+    qk_norm: Tensor | None = None,
+    config: tuple[int, int, int, int, int] | None = None,
+) -> Tensor:
+    """x (R, T, C), weight (N, taps * C) -> (R, T, N), in place in `add_to` where it is given.
+
+    norm: scale and shift (C,) of a layer norm before, then `mish`, then plus `extra` (C,). taps > 1: a causal
+    convolution, the oldest frame's tap first, behind zeros or behind `history`: old and new (R, taps - 1, C) and the
+    frames (B,) of each stream's own, B dividing R. activation: "gelu" or "gelu_tanh". add_to += gate (N,) * result.
+    heads: queries, keys and values (R, H, T, D) that the result is cut into, queries and keys normed by `qk_norm`
+    (2, 2, D): scale and shift of each.
+    """
+    R, T, C = x.shape
+    N, pad = weight.shape[0], weight.shape[1] // C - 1
+    M, D = R * T, 0
+    scale, shift = norm or (x, x)
+    if pad or (norm is not None and M > FEW_ROWS):  # else each tile norms its rows, which few tiles do faster
+        old, new, frames = history or (x, x, x)
+        prepared, rows = x.new_empty(R, pad + T, C), R * (pad + T)
+        few = 2 if rows <= FEW_ROWS else 8
+        _prepare[(triton.cdiv(rows, few),)](
+            x, scale, shift, extra, old, new, frames, prepared, rows, T, len(frames), eps,
+            C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None, HISTORY=history is not None,
+            BM=few, WIDE=triton.next_power_of_2(C),
+        )  # fmt: skip
+        x, norm, mish, extra = prepared, None, False, None
+    if heads is not None:
+        out, keys, values = heads
+        D = out.shape[-1]
+    else:
+        out = keys = values = x.new_empty(R, T, N) if add_to is None else add_to
+    bm, bn, bk, warps, stages = config or _tiles(M, N, weight.shape[1], D)
+    bn = D or bn
+    _linear[(triton.cdiv(M, bm), triton.cdiv(N, bn))](
+        x, weight, bias, out, scale, shift, gate, extra, keys, values, qk_norm, M, T, N, eps,
+        C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None,
+        BIAS=bias is not None, ACTIVATION=activation, RESIDUAL=add_to is not None, GATE=gate is not None,
+        HEADS=N // (3 * D) if D else 0, QK_NORM=qk_norm is not None,
+        BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def _tiles(M: int, N: int, K: int, D: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and depth of a tile, warps, stages, as measured on an H200; `D`: a tile is a head of that width."""
+    if M <= FEW_ROWS:
+        return (16, D, 128, 4, 4) if D else (16, 64 if N > 1024 else 32, 128, 4, 4)
+    if D:
+        return (64, D, 64, 4, 3) if M <= 1024 else (128, D, 64, 8, 3)
+    if M * N <= 512 * 512:
+        return 64, 32, 64, 4, 4
+    if M * N <= 4096 * 512:
+        return 64, 64, 64, 4, 4
+    return (128, 256, 64, 8, 3) if K >= 1536 and M >= 4096 else (128, 128, 64, 8, 3)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _add_norm_mish(x_ptr, scale_ptr, shift_ptr, out_ptr, M, C: tl.constexpr, BM: tl.constexpr, WIDE: tl.constexpr):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    k = tl.arange(0, WIDE)
+    mask = (m < M)[:, None] & (k < C)[None, :]
+    places = m[:, None] * C + k[None, :]
+    x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    x = tl.where(mask, x - (tl.sum(x, 1) / C)[:, None], 0.0)
+    x *= (1 / tl.sqrt(tl.sum(x * x, 1) / C + 1e-5))[:, None]
+    scale = tl.load(scale_ptr + k, mask=k < C, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + k, mask=k < C, other=0.0).to(tl.float32)
+    y = _mish(x * scale[None, :] + shift[None, :]) + tl.load(out_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def add_norm_mish(x: Tensor, norm: tuple[Tensor, Tensor], add_to: Tensor) -> Tensor:
+    """add_to + mish(layer norm of x), in place: x and add_to (..., C), norm: scale and shift (C,)."""
+    C = x.shape[-1]
+    rows = x.numel() // C
+    _add_norm_mish[(triton.cdiv(rows, 8),)](x, *norm, add_to, rows, C=C, BM=8, WIDE=triton.next_power_of_2(C))
+    return add_to
