@@ -158,7 +158,8 @@ class Token2WavConfig(ModelConfig):
     """Both vocoders. `model_dir` holds flow.pt and hift.pt; an empty `llm_tokenizer_dir` means the official offset.
 
     `n_timesteps`: Euler steps. `max_streams`: live streams per instance. `idle_seconds`: a stream that is silent for
-    longer is freed. `voice_cache_mb`: prompt caches of recently used voices, MiB (only the DiT flow has them).
+    longer is freed. `voice_cache_mb`: prompt caches of voices, MiB (only the DiT flow has them; on a GPU 33 per second
+    of prompt): those that are spoken in, which it limits, and as many others as there is room for.
     `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16 on a GPU, float32 on a CPU.
     """
 
@@ -167,7 +168,7 @@ class Token2WavConfig(ModelConfig):
     n_timesteps: int = EULER_STEPS
     max_streams: int = 64
     idle_seconds: float = 60.0
-    voice_cache_mb: int = 1024
+    voice_cache_mb: int = 4096
     flow_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vocoder_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "cpu"

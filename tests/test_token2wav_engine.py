@@ -182,7 +182,7 @@ def test_a_chunk_in_error_does_not_spoil_its_batch(kind, request):
 
 
 def test_the_dit_renders_like_its_reference_while_nothing_is_forgotten_and_like_the_trimmed_one_after(dit_network):
-    flow = DiTStreaming(dit_network, flow_noise(), VoiceCache(0), max_streams=1, steps=3)
+    flow = DiTStreaming(dit_network, flow_noise(), VoiceCache(VOICES_BYTES), max_streams=1, steps=3)
     voice, tokens = _voice(prompt(4)), ids(4, 160)
     state = flow.open(voice)
     noise = flow_noise().read(0, 24).T[None]
@@ -216,19 +216,32 @@ def test_places_are_bounded_and_come_back(dit):
     dit.close(dit.open(prompt(5)))
 
 
-def test_the_voice_cache_is_bounded_in_bytes_and_forgets_the_least_recently_used(dit_network, vocoder):
-    def engine(voices: VoiceCache) -> Token2Wav:
-        return Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, max_streams=9, steps=4), vocoder)
-
-    size = engine(VoiceCache(0)).open(prompt(0)).flow.voice.nbytes
+def test_voices_are_bounded_in_bytes_and_the_least_recently_used_that_nobody_speaks_in_goes(dit_network, vocoder):
+    size = DiTStreaming(dit_network, flow_noise(), VoiceCache(0), max_streams=1, steps=4)._pool.voice_bytes(24)
     voices = VoiceCache(2 * size)
-    bounded = engine(voices)
-    first = bounded.open(prompt(0)).flow.voice
-    for seed in (1, 0, 2):
-        bounded.open(prompt(seed))
-        assert voices.nbytes <= 2 * size
-    assert bounded.open(prompt(0)).flow.voice is first
+    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, max_streams=9, steps=4), vocoder)
+    spoken = engine.open(prompt(0))
+    assert spoken.flow.voice.nbytes == size
+    for seed in (1, 2, 3):
+        engine.close(engine.open(prompt(seed)))
+        assert voices.nbytes == 2 * size
+    assert engine.open(prompt(0)).flow.voice is spoken.flow.voice
+    third = engine.open(prompt(3))
+    with pytest.raises(UnavailableError, match="no room for another voice: .* the 2 voices"):
+        engine.open(prompt(4))
+    engine.close(third)
+    engine.close(engine.open(prompt(4)))
     assert len(voices) == 2
+
+
+def test_a_voice_is_let_go_where_its_stream_finds_no_place(dit_network, vocoder):
+    voices = VoiceCache(VOICES_BYTES)
+    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, max_streams=1, steps=4), vocoder)
+    stream = engine.open(prompt(0))
+    with pytest.raises(UnavailableError, match="all 1 streams"):
+        engine.open(prompt(1))
+    engine.close(stream)
+    assert all(entry.streams == 0 for entry in voices._entries.values())
 
 
 def test_audio_too_short_for_the_overlap_is_kept_for_the_next_chunk(vocoder):

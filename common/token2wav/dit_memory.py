@@ -66,6 +66,11 @@ class TailPool:
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes + self.history.nbytes
 
+    def voice_bytes(self, frames: int) -> int:
+        """What a `DiTVoice` of so many frames takes."""
+        keys, history = self.keys[0], self.history[0]
+        return 2 * keys.nbytes // self.frames * frames + history.nbytes
+
     def acquire(self, voice: DiTVoice) -> Tail:
         """A slot for a stream that begins after its prompt. UnavailableError when all are taken."""
         if not self._free:

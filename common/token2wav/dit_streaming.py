@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.constants import EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
+from common.errors import UnavailableError
 from common.flow.dit_flow import DiTFlow
 from common.token2wav.dit_memory import DiTVoice, GatheredSolve, Row, Solve, Tail, TailPool
 from common.token2wav.dit_solver import DiTSolver
@@ -17,39 +19,53 @@ from common.token2wav.noise import NoiseTape
 from common.token2wav.window import CONTEXT_TOKENS, Window, with_ahead
 
 
-class VoiceCache:
-    """Prompt caches of recently used voices: bounded in bytes, least recently used out first.
+@dataclass
+class _Entry:
+    voice: DiTVoice
+    streams: int = 0
 
-    A voice that streams still speak in lives on with them after it has been forgotten here.
-    """
+
+class VoiceCache:
+    """Prompt caches of voices, bounded in bytes. Those that nobody speaks in make room, least recently used first."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, DiTVoice] = OrderedDict()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self.nbytes = 0
 
-    def get(self, key: bytes) -> DiTVoice | None:
-        cache = self._entries.get(key)
-        if cache is not None:
-            self._entries.move_to_end(key)
-        return cache
+    def acquire(self, key: bytes, nbytes: int, make: Callable[[], DiTVoice]) -> DiTVoice:
+        """The voice for one more stream, made if it is not there; UnavailableError if there is no room for it."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self._make_room(nbytes)
+            entry = self._entries[key] = _Entry(make())
+            self.nbytes += entry.voice.nbytes
+        self._entries.move_to_end(key)
+        entry.streams += 1
+        return entry.voice
 
-    def put(self, key: bytes, cache: DiTVoice) -> None:
-        """Keep `cache`, unless it alone is over the bound."""
-        if cache.nbytes > self._max_bytes:
-            return
-        self._entries[key] = cache
-        self.nbytes += cache.nbytes
-        while self.nbytes > self._max_bytes:
-            self.nbytes -= self._entries.popitem(last=False)[1].nbytes
+    def release(self, key: bytes) -> None:
+        """One of its streams has ended."""
+        self._entries[key].streams -= 1
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def _make_room(self, nbytes: int) -> None:
+        for key in [key for key, entry in self._entries.items() if entry.streams == 0]:
+            if self.nbytes + nbytes > self._max_bytes:
+                self.nbytes -= self._entries.pop(key).voice.nbytes
+        if self.nbytes + nbytes > self._max_bytes:
+            raise UnavailableError(
+                f"no room for another voice: it takes {nbytes / 2**20:.1f} MiB, the {len(self)} voices that are spoken "
+                f"in take {self.nbytes / 2**20:.1f} of {self._max_bytes / 2**20:.1f} MiB (voice_cache_mb)"
+            )
 
 
 @dataclass(kw_only=True)
 class DiTState(FlowState):
     voice: DiTVoice
+    voice_key: bytes
     tail: Tail
     tokens: np.ndarray  # those it remembers, look-ahead excluded
     cuts: list[int]  # how many tokens were rendered after each of its chunks
@@ -93,15 +109,17 @@ class DiTStreaming(StreamingFlow[DiTState]):
 
     def open(self, voice: Voice) -> DiTState:
         key = _digest(voice)
-        shared = self._voices.get(key)
-        if shared is None:
-            shared = self._listen(voice)
-            self._voices.put(key, shared)
-        tail = self._pool.acquire(shared)
-        return DiTState(voice=shared, tail=tail, tokens=np.zeros(0, np.int64), cuts=[])
+        shared = self._voices.acquire(key, self._pool.voice_bytes(voice.mel.shape[1]), lambda: self._listen(voice))
+        try:
+            tail = self._pool.acquire(shared)
+        except UnavailableError:
+            self._voices.release(key)
+            raise
+        return DiTState(voice=shared, voice_key=key, tail=tail, tokens=np.zeros(0, np.int64), cuts=[])
 
     def close(self, state: DiTState) -> None:
         self._pool.release(state.tail)
+        self._voices.release(state.voice_key)
 
     def tokens(self, state: DiTState, chunk: Chunk) -> int:
         return self.new_tokens(state, chunk)

@@ -86,11 +86,12 @@ class LoadResult:
 
     def line(self) -> str:
         s = self.summary()
+        first = f"first chunk p50 {s['first_chunk_p50_ms']:.1f}, p95 {s['first_chunk_p95_ms']:.1f} ms"
         return (
-            f"{s['utterances']:3.0f} utterances within {self.window:.3g} s: first chunk p50 "
-            f"{s['first_chunk_p50_ms']:.1f}, p95 {s['first_chunk_p95_ms']:.1f} ms; later p95 {s['later_chunk_p95_ms']:.1f} ms; without a gap "
-            f"{100 * s['share_without_gap']:.1f} %, worst {s['worst_gap_ms']:.0f} ms; least slack p5 "
-            f"{s['least_slack_p5_ms']:.0f} ms; errors {s['errors']:.0f}; mean batch {s['mean_batch']:.1f}"
+            f"{s['utterances']:3.0f} utterances within {self.window:.3g} s: {first}; "
+            f"later p95 {s['later_chunk_p95_ms']:.1f} ms; without a gap {100 * s['share_without_gap']:.1f} %, "
+            f"worst {s['worst_gap_ms']:.0f} ms; least slack p5 {s['least_slack_p5_ms']:.0f} ms; "
+            f"errors {s['errors']:.0f}; mean batch {s['mean_batch']:.1f}"
         )
 
 

@@ -92,7 +92,7 @@ def check_dit(fixture: Fixture) -> Outputs:
     noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_mel")
     steps = steps_of(fixture)
-    engine = Token2Wav(DiTStreaming(network, noise, VoiceCache(0), max_streams=1, steps=steps), vocoder)
+    engine = Token2Wav(DiTStreaming(network, noise, VoiceCache(1 << 30), max_streams=1, steps=steps), vocoder)
     ours, upstream = engine.open(prompt), _UpstreamDiT(network, noise, prompt, steps)
     theirs = vocoder.open()
     same_rules = _served(network.config)
