@@ -24,7 +24,7 @@ GUIDANCE = 0.7  # classifier-free guidance: (1 + g) * conditional - g * uncondit
 DIT_TAIL_FRAMES = 100  # generated frames that the DiT's cache keeps beside the whole prompt
 
 # --- limits of an utterance --------------------------------------------------------------------------------------
-MAX_STREAM_TOKENS = 3_000  # two minutes; the UNet flow renders the whole prefix anew, the DiT's encoder cache grows
+MAX_STREAM_TOKENS = 3_000  # two minutes
 
 # --- vocoder streaming -------------------------------------------------------------------------------------------
 OVERLAP_FRAMES = 8  # mel frames that a chunk repeats from the one before

@@ -20,7 +20,7 @@ from common.token2wav.dit_streaming import DiTStreaming, VoiceCache
 from common.token2wav.flows import Chunk, Voice
 from common.token2wav.noise import flow_noise, source_noise
 from common.token2wav.unet_streaming import PlainUNetSolve, UNetStreaming
-from common.token2wav.vocoder import OverlapPool, OverlapRenderer
+from common.token2wav.vocoder import MelChunk, OverlapPool, OverlapRenderer, StreamingVocoder
 from scripts.bench_token2wav import randomise
 
 pytestmark = [
@@ -151,3 +151,31 @@ def test_a_fused_layer_is_its_parts(rows: int) -> None:
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
     kept = torch.stack([padded[row, int(frames[row % 2]) :][:2] for row in range(rows)])
     torch.testing.assert_close(following, kept, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_windows_too_many_for_one_graph_are_rendered_in_parts(unet: UNetFlow) -> None:
+    """Short windows stand before long ones, so that the parts alone would be of other sizes."""
+    flow = UNetStreaming(copy.deepcopy(unet).half(), flow_noise("cuda"), steps=STEPS)
+    tokens = np.random.default_rng(0).integers(0, 6561, 400)
+    hops = [25] * 12 + [330] * 12
+    chunks = [Chunk(tokens[: hop + LOOKAHEAD_TOKENS], last=False) for hop in hops]
+    voice = voices()[2]
+    together = [mel.clone() for mel in flow.render([(flow.open(voice), chunk) for chunk in chunks])]
+    for index in (0, 11, 12, 23):
+        (alone,) = flow.render([(flow.open(voice), chunks[index])])
+        assert relative_error(together[index], alone.float()) < 3e-3
+
+
+@torch.inference_mode()
+def test_mels_too_many_for_one_graph_are_vocoded_in_parts() -> None:
+    hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
+    hift.conv_post.weight *= 0.1
+    noise = source_noise(hift.config.harmonics + 1, "cuda")
+    vocoder = StreamingVocoder(hift, noise, hamming_window(), max_streams=70)
+    mels = torch.randn(40, 80, 200, device="cuda") - 4
+    states = [vocoder.open() for _ in range(41)]
+    for part in (mels[:, :, :30], mels):  # a first chunk, then a long one
+        together = vocoder.step([MelChunk(states[i], part[i], last=False) for i in range(40)])
+        (alone,) = vocoder.step([MelChunk(states[40], part[39], last=False)])
+        assert relative_error(together[39], alone) < 1e-2

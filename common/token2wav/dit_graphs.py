@@ -1,7 +1,5 @@
 """The DiT's solve on a GPU: fused kernels over memory that lies apart, as CUDA graphs by batch and chunk size."""
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -10,12 +8,10 @@ from common.flow.dit import NORM_EPS
 from common.flow.dit_flow import DiTFlow
 from common.token2wav.dit_memory import Row, TailPool
 from common.token2wav.dit_solver import Context, DiTSolver, Scratch
-from common.token2wav.graphs import Graphs
+from common.token2wav.graphs import CHUNK_FRAMES, Graphs, sizes_up_to
 from common.token2wav.noise import NoiseTape
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-FRAMES = (32, 64, 104, 128, 208)
-MAX_FRAMES = 64 * 104  # of a batch together: bounds the scratch memory, 0.65 MB a frame in fp16
+MAX_FRAMES = 64 * 104  # of a batch together: 0.65 MB of scratch a frame in fp16
 TABLE_ROWS = 8  # those of `kernels.attend_paged`, the ring's next place, the first frame's index
 
 
@@ -71,8 +67,7 @@ class GraphedSolve:
         self._solver = FusedDiTSolver(network, steps)
         self._pool = pool
         self._noise = noise
-        sizes = [(B, T) for B, T in itertools.product(BATCHES, FRAMES) if B * T <= MAX_FRAMES]
-        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow")
+        self._graphs = Graphs(self._solve, self._inputs, sizes_up_to(MAX_FRAMES, CHUNK_FRAMES), "the flow")
 
     def run(self, rows: list[Row], mu: Tensor) -> Tensor:
         B, T, _ = mu.shape

@@ -3,6 +3,7 @@
 A chunk is thousands of kernels, most of them short; launched one by one they would wait for the host.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,9 +12,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CHUNK_FRAMES = (32, 64, 104, 128, 208)  # classes of chunk lengths, mel frames
 WARM_UPS = 2
 
 Size = tuple[int, ...]
+
+
+def sizes_up_to(most: int, lengths: Iterable[int]) -> list[Size]:
+    """Batch sizes and lengths of which a batch together is not over `most`, which bounds its memory."""
+    return [(B, T) for B, T in itertools.product(BATCHES, lengths) if B * T <= most]
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,25 @@
 Run kernel by kernel, the convolution library would plan each new shape for tens of milliseconds.
 """
 
-import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from common.hift.generator import HiFTGenerator
 from common.overlap import FadeWindow
-from common.token2wav.graphs import Graphs
+from common.token2wav.graphs import CHUNK_FRAMES, Graphs, sizes_up_to
 from common.token2wav.noise import NoiseTape
-from common.token2wav.vocoder import FRAMES, OverlapPool, OverlapRenderer
+from common.token2wav.vocoder import OverlapPool, OverlapRenderer
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-MAX_FRAMES = 64 * 64  # of a batch together: bounds the memory of activations
+MAX_FRAMES = 64 * 64  # of a batch together
 MAX_FIRST = 64  # a first chunk is a short one
 
 
 class GraphedRenderer(OverlapRenderer):
     def __init__(self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape, window: FadeWindow):
         super().__init__(hift, pool, noise, window)
-        sizes = [(B, T) for B, T in itertools.product(BATCHES, FRAMES) if B * T <= MAX_FRAMES]
+        sizes = sizes_up_to(MAX_FRAMES, CHUNK_FRAMES)
         first = [(B, T) for B, T in sizes if T <= MAX_FIRST]
         self._later = Graphs(super().later, self._inputs, sizes, "the vocoder")
         self._first = Graphs(super().first, self._inputs, first, "the vocoder's first chunks")
@@ -33,14 +32,15 @@ class GraphedRenderer(OverlapRenderer):
     def later(self, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor) -> Tensor:
         return self._run(self._later, super().later, mel, slots, starts, frames)
 
-    def _run(self, graphs: Graphs, plain, *inputs: Tensor) -> Tensor:
+    def _run(self, graphs: Graphs, plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         mel = inputs[0]
         size = graphs.fitting(len(mel), mel.shape[2])
         if size is None and len(mel) > 1:
-            halves = zip(*(x.tensor_split(2) for x in inputs), strict=True)
-            first, second = (self._run(graphs, plain, *half).clone() for half in halves)  # a graph's result is its own
-            common = min(first.shape[1], second.shape[1])
-            return torch.cat([first[:, :common], second[:, :common]])
+            first, second = zip(*(x.tensor_split(2) for x in inputs), strict=True)
+            samples = (mel.shape[2] + self.pool.mel.shape[2]) * self.hift.config.hop
+            # The first half is copied: the second one's graph writes where its result is.
+            speech = self._run(graphs, plain, *first)[:, :samples].clone()
+            return torch.cat([speech, self._run(graphs, plain, *second)[:, :samples]])
         if size is None:
             return plain(*inputs)
         graphs.inputs(size)[1][len(mel) :] = len(self.pool.mel) - 1  # rows of padding write to nobody's slot

@@ -1,6 +1,5 @@
 """The UNet flow's solve on a GPU: fused kernels, as CUDA graphs by batch size and window length."""
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +9,12 @@ from common import kernels
 from common.flow.matching import time_schedule
 from common.flow.unet import CausalBlock, ResnetBlock, TransformerBlock, UNetEstimator
 from common.flow.unet_flow import UNetFlow
-from common.token2wav.graphs import Graphs
+from common.token2wav.graphs import Graphs, sizes_up_to
 from common.token2wav.noise import NoiseTape
 from common.token2wav.unet_streaming import UNetRow, noise_indices
 
-BATCHES = (1, 2, 4, 8, 16, 32)
 FRAMES = (320, 416, 512, 640, 832, 1024, 1536, 2560)  # those of the encoder's windows
-MAX_FRAMES = 16 * 832  # of a batch together: above it, the kernels are busy and larger batches gain nothing
+MAX_FRAMES = 16 * 832  # of a batch together: larger ones gain nothing
 
 
 class ConvWeights(NamedTuple):
@@ -105,18 +103,19 @@ class GraphedUNetSolve:
         self._noise = noise
         weight = network.encoder_proj.weight
         self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
-        sizes = [(B, T) for B, T in itertools.product(BATCHES, FRAMES) if B * T <= MAX_FRAMES or B == 1]
-        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow")
+        self._graphs = Graphs(self._solve, self._inputs, sizes_up_to(MAX_FRAMES, FRAMES), "the flow")
 
     def run(self, rows: list[UNetRow], mu: Tensor) -> Tensor:
-        frames = max(row.frames for row in rows)
+        return self._run(rows, mu, max(row.frames for row in rows))
+
+    def _run(self, rows: list[UNetRow], mu: Tensor, frames: int) -> Tensor:
+        """Their mel (B, >= frames, mel)."""
         size = self._graphs.fitting(len(rows), frames)
         if size is None and len(rows) > 1:
             half = len(rows) // 2
-            first = self.run(rows[:half], mu[:half]).clone()  # a graph's result is overwritten by the next one's
-            second = self.run(rows[half:], mu[half:])
-            common = min(first.shape[1], second.shape[1])
-            return torch.cat([first[:, :common], second[:, :common]])
+            # The first half is copied: the second one's graph writes where its result is.
+            first = self._run(rows[:half], mu[:half], frames)[:, :frames].clone()
+            return torch.cat([first, self._run(rows[half:], mu[half:], frames)[:, :frames]])
         B, T = size or (1, frames)
         inputs = self._graphs.inputs(size) if size else self._inputs(B, T)
         condition = inputs[2]

@@ -15,14 +15,13 @@ from torch import Tensor
 from common.errors import UnavailableError
 from common.hift.generator import HiFTGenerator
 from common.overlap import FadeWindow, cross_fade
+from common.token2wav.graphs import CHUNK_FRAMES
 from common.token2wav.noise import NoiseTape
-
-FRAMES = (32, 64, 104, 128, 208)  # classes of chunk lengths: chunks of one share a pass
 
 
 def frames_class(frames: int) -> int:
-    """The least of FRAMES that holds so many, or their own number."""
-    return next((most for most in FRAMES if most >= frames), frames)
+    """The least of CHUNK_FRAMES that holds so many, or their own number."""
+    return next((most for most in CHUNK_FRAMES if most >= frames), frames)
 
 
 @dataclass
@@ -125,7 +124,7 @@ class StreamingVocoder:
         self._hop = config.hop
         self._overlap = len(window.rising)
         self.pool = OverlapPool(max_streams, config.mel_bins, self._overlap // config.hop, self._overlap, device)
-        self._renderer = OverlapRenderer(hift, self.pool, noise, window)
+        self._plain = self._renderer = OverlapRenderer(hift, self.pool, noise, window)
         if device.type == "cuda":
             from common.token2wav.hift_graphs import GraphedRenderer  # for GPUs only
 
@@ -180,4 +179,4 @@ class StreamingVocoder:
         """mel (80, T) of a whole utterance -> audio (N,) on the CPU."""
         nobody = torch.tensor([len(self.pool.mel) - 1], device=mel.device)
         frames = torch.full_like(nobody, mel.shape[1])
-        return OverlapRenderer.first(self._renderer, mel[None], nobody, torch.zeros_like(nobody), frames)[0].cpu()
+        return self._plain.first(mel[None], nobody, torch.zeros_like(nobody), frames)[0].cpu()

@@ -5,7 +5,6 @@ and moving caches of it. A stream remembers `CONTEXT_TOKENS`; what is older drop
 been spoken.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from common.constants import LOOKAHEAD_TOKENS
 from common.flow.base import MelFlow
-from common.token2wav.graphs import Graphs
+from common.token2wav.graphs import Graphs, sizes_up_to
 
 CONTEXT_TOKENS = 375  # 15 s
 ABSENT = -1
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TOKENS = (160, 208, 256, 320, 416, 512, 768, 1024, 1280)  # the last: a prompt of 30 s, all context, the largest hop
-MAX_TOKENS = 64 * 416  # of a batch together: bounds the memory of activations
+MAX_TOKENS = 64 * 416
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class WindowEncoder:
         if self._device.type == "cuda":
             # It plans every new shape of an attention for tens of milliseconds.
             torch.backends.cuda.enable_cudnn_sdp(False)
-            sizes = [(B, T) for B, T in itertools.product(BATCHES, TOKENS) if B * T <= MAX_TOKENS]
+            sizes = sizes_up_to(MAX_TOKENS, TOKENS)
             self._graphs = Graphs(network.encode_window, self._inputs, sizes, "the encoder")
 
     def encode(self, windows: Sequence[Window]) -> Tensor:
