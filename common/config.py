@@ -180,7 +180,8 @@ class OrchestratorConfig(ModelConfig):
     `llm_transport`: "triton" asks the model `llm_model` of the same server, "openai" the servers at `llm_urls` (base
     URLs, tried in turn). Sampling values are the defaults of a request's own parameters. Hops count speech tokens.
     Timeouts in seconds: to the LLM's first tokens, between later ones, and of any other model's answer. The first two
-    stay below 5 s, because a dead LLM has to be an error within that time.
+    stay below 5 s, because a dead LLM has to be an error within that time. `voices_dir` holds registered voices (see
+    `voices`); `default_speaker` is the one of requests that name none.
     """
 
     model_dir: str
@@ -199,7 +200,9 @@ class OrchestratorConfig(ModelConfig):
     first_token_timeout: float = 4.5
     token_timeout: float = 4.5
     model_timeout: float = 15.0
-    max_text_chars: int = 2000
+    max_text_chars: int = 4096
+    voices_dir: str = ""
+    default_speaker: str = ""
     decoupled: bool = False
 
     def __post_init__(self) -> None:

@@ -16,6 +16,8 @@ from common.ports import TritonPromptEncoder, TritonVocoder
 from common.request import RequestInputs
 from common.speech_tokens import LLMTokenizer
 from common.synthesis import Synthesizer
+from common.text import TextFrontend
+from common.voices import VoiceBook
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,12 @@ class Orchestrator:
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir)
         call = partial(triton_io.call, timeout=config.model_timeout)
         self._llm = _speech_lm(config, tokenizer)
+        voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode)
+        if config.default_speaker:
+            voices.get(config.default_speaker)  # one that cannot be used must not be found out by requests
         self._synthesizer = Synthesizer(
+            TextFrontend(tokenizer.count).segments,
+            voices.get,
             TritonPromptEncoder(call, tokenizer.offset),
             self._llm,
             TritonVocoder(call, vocoder.model, cumulative=vocoder.cumulative, token_offset=tokenizer.offset),
@@ -83,12 +90,13 @@ class Orchestrator:
             repetition_penalty=config.repetition_penalty,
             max_tokens=config.max_tokens,
         )
+        self._default_speaker = config.default_speaker
         self._max_text_chars = config.max_text_chars
         self._decoupled = config.decoupled
 
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
         """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all that was begun for it."""
-        speech = _inputs(request).check(self._sampling, self._max_text_chars)
+        speech = _inputs(request).check(self._sampling, self._max_text_chars, self._default_speaker)
         if not self._decoupled:
             responder.send({"waveform": (await self._synthesizer.offline(speech))[None]})
             return
@@ -108,6 +116,7 @@ def _inputs(request: Any) -> RequestInputs:
         reference_wav_len=triton_io.scalar(request, "reference_wav_len"),
         reference_text=triton_io.text(request, "reference_text"),
         speaker=triton_io.text(request, "speaker"),
+        instruct_text=triton_io.text(request, "instruct_text"),
         parameters=triton_io.parameters(request),
     )
 

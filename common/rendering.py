@@ -102,9 +102,10 @@ def parse(config: str, name: str) -> Any:
 class StackOptions:
     """Everything that a rendering depends on.
 
-    `models_dir`: cosyvoice2_llm/, CosyVoice2-0.5B/, Step-Audio-2-mini/token2wav/ and, for the python LLM backend,
-    cosyvoice2_llm_genai/. `decoupled`: streamed answers. `device`: of the prompt models and the vocoder. `llm_urls`
-    and `llm_model`: for `llm_transport` "openai". `llm_backend`, `llm_engine_dir`: of the model `tensorrt_llm`.
+    `models_dir`: cosyvoice2_llm/, CosyVoice2-0.5B/, Step-Audio-2-mini/token2wav/, for the python LLM backend
+    cosyvoice2_llm_genai/, and voices/ if any are registered. `decoupled`: streamed answers. `device`: of the prompt
+    models and the vocoder. `llm_urls` and `llm_model`: for `llm_transport` "openai". `llm_backend`, `llm_engine_dir`:
+    of the model `tensorrt_llm`.
     `settings`: further template keys, for every model that has them.
     """
 
@@ -181,6 +182,7 @@ class StackOptions:
             "llm_transport": self.llm_transport,
             "llm_urls": format_setting(self.llm_urls),
             "llm_model": self.llm_model,
+            "voices_dir": str(self.models_dir.resolve() / "voices"),
             "bls_instance_num": str(self.orchestrator_instances),
             "triton_max_batch_size": str(self.max_batch_size),
             "max_queue_delay_microseconds": str(self.max_queue_delay_microseconds),

@@ -2,14 +2,20 @@
 
 It knows the parts that do the work only as ports, and no server:
 
-    reference -+-> speech tokens, mel --> LLM, read by its own task into a backlog --+
-               +-> x-vector ------------> vocoder opened, prompt caches built -------+--> chunks --> waveforms
+    voice -+-> speech tokens, mel --+--> LLM, read by its own task into a backlog --+
+           +-> x-vector ------------|--> vocoder opened, prompt caches built -------+--> chunks --> waveforms
+    text ----> segments ------------+
+
+A text is spoken segment by segment, each by a request to the LLM and a stream of the vocoder of its own, both of which
+hear the same voice. The LLM is one segment ahead of the vocoder, and no further.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -18,8 +24,9 @@ from common.chunking import Chunk, HopRules
 from common.constants import TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.llm.base import LLMPrompt, SpeechLM, TokenStream
-from common.prompt import Prompt
+from common.prompt import Prompt, Recording
 from common.request import SpeechRequest
+from common.speech_tokens import instruction
 from common.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
@@ -67,8 +74,20 @@ class Vocoder(Protocol):
         ...
 
 
+class TextSegments(Protocol):
+    """Cuts a text, see `text.TextFrontend.segments`; asked in a thread."""
+
+    def __call__(self, text: str, in_words: bool) -> Iterator[str]: ...
+
+
+class Voices(Protocol):
+    """Registered voices by name, see `voices.VoiceBook.get`; asked in a thread."""
+
+    def __call__(self, name: str) -> Recording | Prompt: ...
+
+
 class TokenBacklog:
-    """Speech tokens of one utterance: the LLM's stream fills it, the chunks use it up."""
+    """Speech tokens of one segment: the LLM's stream fills it, the chunks use it up."""
 
     def __init__(self, target_text: str) -> None:
         self.tokens: list[int] = []
@@ -99,17 +118,25 @@ class TokenBacklog:
         self._news.clear()
 
 
+# Segments of a request; None is the end. One may wait, so that the LLM is no further ahead than that one.
+Backlogs = asyncio.Queue[TokenBacklog | None]
+
+
 class Synthesizer:
     """Turns requests into audio. Requests share nothing but the ports."""
 
     def __init__(
         self,
+        segments: TextSegments,
+        voices: Voices,
         encoder: PromptEncoder,
         llm: SpeechLM,
         vocoder: Vocoder,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
     ):
+        self._segments = segments
+        self._voices = voices
         self._encoder = encoder
         self._llm = llm
         self._vocoder = vocoder
@@ -125,44 +152,81 @@ class Synthesizer:
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; a streamed one is spoken at speed 1")
         async with TaskScope() as scope:
-            prompt, backlog = await self._begin(request, scope)
-            vocoder = self._vocoder.open(prompt)
-            try:
-                await scope.result(vocoder.start())
-                schedule = self._rules.schedule(len(prompt.tokens), self._clock)
-                final = False
-                while not final:
-                    while (chunk := schedule.next_chunk(len(backlog.tokens), backlog.ended)) is None:
-                        await scope.result(backlog.more())
-                    yield await scope.result(vocoder.chunk(backlog.tokens, chunk))
-                    final = chunk.final
-            finally:
-                await vocoder.abort()
+            prompt, backlogs = await self._begin(request, scope)
+            while (backlog := await scope.result(backlogs.get())) is not None:
+                async with aclosing(self._rendered(prompt, backlog, scope)) as waveforms:
+                    async for waveform in waveforms:
+                        yield waveform
 
     async def offline(self, request: SpeechRequest) -> np.ndarray:
         """The whole utterance, (N,) float32. Raises as `stream` does."""
         async with TaskScope() as scope:
-            prompt, backlog = await self._begin(request, scope)
-            while not backlog.ended:
-                await scope.result(backlog.more())
-            return await scope.result(self._vocoder.offline(prompt, backlog.tokens, request.speed))
+            prompt, backlogs = await self._begin(request, scope)
+            waveforms = []
+            while (backlog := await scope.result(backlogs.get())) is not None:
+                while not backlog.ended:
+                    await scope.result(backlog.more())
+                waveforms.append(await scope.result(self._vocoder.offline(prompt, backlog.tokens, request.speed)))
+            return np.concatenate(waveforms)
 
-    async def _begin(self, request: SpeechRequest, scope: TaskScope) -> tuple[Prompt, TokenBacklog]:
-        """Encode the prompt, and set the LLM going as soon as its part of the prompt is known."""
-        tokens = scope.spawn(self._encoder.tokens(request.reference))
-        mel = scope.spawn(self._encoder.mel(request.reference))
-        embedding = scope.spawn(self._encoder.embedding(request.reference))
-        llm_prompt = LLMPrompt(request.target_text)
-        if request.reference_text:
+    async def _rendered(
+        self, prompt: Prompt, backlog: TokenBacklog, scope: TaskScope
+    ) -> AsyncGenerator[np.ndarray, None]:
+        """The waveforms of one segment."""
+        vocoder = self._vocoder.open(prompt)
+        try:
+            await scope.result(vocoder.start())
+            schedule = self._rules.schedule(len(prompt.tokens), self._clock)
+            final = False
+            while not final:
+                while (chunk := schedule.next_chunk(len(backlog.tokens), backlog.ended)) is None:
+                    await scope.result(backlog.more())
+                yield await scope.result(vocoder.chunk(backlog.tokens, chunk))
+                final = chunk.final
+        finally:
+            await vocoder.abort()
+
+    async def _begin(self, request: SpeechRequest, scope: TaskScope) -> tuple[Prompt, Backlogs]:
+        """Find or encode the voice, and set the LLM going as soon as its part of the voice is known."""
+        texts = self._segments(request.target_text, request.in_words)
+        first = scope.spawn(asyncio.to_thread(next, texts, None))
+        backlogs: Backlogs = asyncio.Queue(maxsize=1)
+
+        async def speak(llm_prompt: LLMPrompt) -> None:
+            text = await first
+            while text is not None:
+                backlog = TokenBacklog(text)
+                await backlogs.put(backlog)
+                await backlog.fill(self._llm.generate(replace(llm_prompt, target_text=text), request.sampling))
+                text = await asyncio.to_thread(next, texts, None)
+            await backlogs.put(None)
+
+        named = request.voice
+        voice = named if isinstance(named, Recording) else await scope.result(asyncio.to_thread(self._voices, named))
+        if isinstance(voice, Prompt):
+            scope.spawn(speak(_llm_prompt(request, voice.text, voice.tokens)))
+            return voice, backlogs
+        tokens = scope.spawn(self._encoder.tokens(voice.wav))
+        mel = scope.spawn(self._encoder.mel(voice.wav))
+        embedding = scope.spawn(self._encoder.embedding(voice.wav))
+        spoken = np.zeros(0, np.int64)
+        if _continues(request, voice.text):
             # As many tokens as Prompt.aligned will keep.
             spoken = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
-            llm_prompt = LLMPrompt(request.target_text, request.reference_text, spoken.tolist())
-        backlog = TokenBacklog(request.target_text)
-        scope.spawn(backlog.fill(self._llm.generate(llm_prompt, request.sampling)))
+        scope.spawn(speak(_llm_prompt(request, voice.text, spoken)))
         prompt = Prompt.aligned(
-            await scope.result(tokens),
-            await scope.result(mel),
-            await scope.result(embedding),
-            request.reference_text,
+            await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
-        return prompt, backlog
+        return prompt, backlogs
+
+
+def _continues(request: SpeechRequest, transcript: str) -> bool:
+    """Whether the LLM is to continue the voice's recording."""
+    return bool(transcript) and not (request.instruct_text or request.cross_lingual)
+
+
+def _llm_prompt(request: SpeechRequest, transcript: str, tokens: np.ndarray) -> LLMPrompt:
+    """What the LLM hears before each segment, whose text is still to be put in."""
+    if request.instruct_text:
+        return LLMPrompt("", instruction(request.instruct_text))
+    return LLMPrompt("", transcript, tokens.tolist()) if _continues(request, transcript) else LLMPrompt("")

@@ -16,6 +16,7 @@ from tokenizers.models import WordLevel
 
 from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from common.orchestrator import Orchestrator
+from common.speech_tokens import END_OF_PROMPT
 from tests import fake_triton
 from tests.conftest import ROOT, load_model
 from tests.fake_triton import Callee, InferenceRequest, InferenceResponse, TritonError
@@ -33,7 +34,7 @@ WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = ["[UNK]", "<|sos|>", "<|task_id|>", "<|eos1|>", *(f"word{i}" for i in range(4, OFFSET))]
+    words = ["[UNK]", "<|sos|>", "<|task_id|>", "<|eos1|>", END_OF_PROMPT, *(f"word{i}" for i in range(5, OFFSET))]
     vocabulary = {word: index for index, word in enumerate([*words, *(f"<|s_{i}|>" for i in range(SPEECH_VOCAB))])}
     directory = tmp_path_factory.mktemp("tokenizer")
     Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(directory / "tokenizer.json"))
@@ -125,7 +126,7 @@ def started(name: str, tokenizer_dir: Path, decoupled: bool = True, **settings: 
 def client_request(
     decoupled: bool = True, parameters: Mapping[str, Any] | None = None, **inputs: Any
 ) -> InferenceRequest:
-    texts = {"target_text": "word4", "reference_text": "word5"} | {
+    texts = {"target_text": "word5.", "reference_text": "word6"} | {
         k: v for k, v in inputs.items() if isinstance(v, str)
     }
     tensors = {name: np.array([[text.encode()]], object) for name, text in texts.items()}
@@ -195,7 +196,7 @@ def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(
     (llm,) = neighbours.llm_requests
     names = ("temperature", "runtime_top_k", "request_output_len", "random_seed")
     assert [llm[name].item() for name in names] == [0.25, 5, 300, 11]
-    # <|sos|> word5word4 <|task_id|> and the prompt's tokens
+    # <|sos|> the texts <|task_id|> and the prompt's tokens
     assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(OFFSET, OFFSET + PROMPT))
 
 
@@ -220,7 +221,7 @@ def test_padding_of_the_reference_reaches_no_model(tokenizer_dir: Path, triton_m
     ("inputs", "message"),
     [
         ({"target_text": "<|s_1|><|eos1|>"}, "target_text has nothing to speak"),
-        ({"speaker": "anna"}, "unknown speaker 'anna'"),
+        ({"speaker": "anna"}, "speaker 'anna' with a reference_wav"),
         ({"length": 10**6}, "reference_wav_len 1000000"),
         ({"parameters": {"top_p": 2}}, "top_p"),
     ],
@@ -241,7 +242,7 @@ def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
     ("fault", "message"),
     [
         ({"vocoder_fails": True}, "out of memory"),
-        ({"llm_tokens": 0}, "the LLM returned no speech token for the text 'word4'"),
+        ({"llm_tokens": 0}, "the LLM returned no speech token for the text 'word five.'"),
     ],
 )
 def test_a_part_that_fails_makes_the_request_unavailable_and_leaves_no_sequence(
@@ -253,7 +254,8 @@ def test_a_part_that_fails_makes_the_request_unavailable_and_leaves_no_sequence(
     with started("cosyvoice2_dit", tokenizer_dir) as model:
         serve(model, request)
     assert failure(request)[0] == TritonError.UNAVAILABLE and message in failure(request)[1]
-    assert len(neighbours.ended) == 1 and not neighbours.sequences
+    assert len(neighbours.ended) <= 1  # the LLM may fail before one is begun
+    assert not neighbours.sequences
 
 
 def test_an_llm_server_that_is_down_is_an_error_naming_it(

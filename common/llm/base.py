@@ -17,7 +17,8 @@ FinishReason = Literal["stop", "length"]
 class LLMPrompt:
     """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, which says `prompt_text`.
 
-    Cross-lingual mode leaves both empty: the LLM then knows the text alone.
+    Cross-lingual mode leaves both empty: the LLM then knows the text alone. In instruct mode `prompt_text` is an
+    `instruction` and there are no prompt tokens.
     """
 
     target_text: str

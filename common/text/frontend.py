@@ -1,0 +1,28 @@
+"""A text, as long as it may be, to the segments that are spoken one after another."""
+
+from collections.abc import Iterator
+
+from common.text.segments import CountTokens, fitting, segments, sentences
+from common.text.spoken import half_width, language_of, spoken_form
+
+
+class TextFrontend:
+    """Cuts texts into segments. `count` is the number of the LLM's tokens in a text."""
+
+    def __init__(self, count: CountTokens) -> None:
+        self._count = count
+        for language in ("zh", "en", "ja"):
+            spoken_form("1", language)  # reads the grammar: half a second that no request should wait for
+
+    def segments(self, text: str, in_words: bool = True) -> Iterator[str]:
+        """At least one, made as it is asked for. text: from `clean_text`. `in_words`: numbers and signs are spelled."""
+        return segments(self._spoken(text) if in_words else sentences(text), self._count)
+
+    def _spoken(self, text: str) -> Iterator[str]:
+        text = half_width(text)
+        language = language_of(text)  # for sentences without letters of their own
+        for sentence in sentences(text):
+            own = language_of(sentence) if any(char.isalpha() for char in sentence) else language
+            # In parts that fit a segment, since a reading of all at once would hold up every stream of the process.
+            parts = fitting(sentence, self._count)
+            yield "".join(spoken_form(part, own) for part in parts) if own else sentence
