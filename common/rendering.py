@@ -158,6 +158,10 @@ class StackOptions:
         return self.models_dir.resolve() / "cosyvoice2_llm"
 
     @property
+    def voices_dir(self) -> Path:
+        return self.models_dir.resolve() / "voices"
+
+    @property
     def engine_dir(self) -> Path:
         return (self.llm_engine_dir or self.models_dir / "cosyvoice2_llm_genai").resolve()
 
@@ -182,7 +186,7 @@ class StackOptions:
             "llm_transport": self.llm_transport,
             "llm_urls": format_setting(self.llm_urls),
             "llm_model": self.llm_model,
-            "voices_dir": str(self.models_dir.resolve() / "voices"),
+            "voices_dir": str(self.voices_dir),
             "bls_instance_num": str(self.orchestrator_instances),
             "triton_max_batch_size": str(self.max_batch_size),
             "max_queue_delay_microseconds": str(self.max_queue_delay_microseconds),

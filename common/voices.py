@@ -11,7 +11,6 @@ or taken away while the server runs.
 import io
 import os
 import pickle
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -159,10 +158,12 @@ def save_voice(path: Path, prompt: Prompt) -> None:
         }
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as work:
-        work.write(content)
-    os.chmod(work.name, 0o644)
-    os.replace(work.name, path)
+    work = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        work.write_bytes(content)
+        work.replace(path)
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def read_recording(path: Path) -> Recording:

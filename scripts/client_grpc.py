@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     server = f"{args.server_addr}:{args.server_port}"
     try:
-        request = speech.Utterance.from_files(args.target_text, args.reference_audio, args.reference_text, args.seed)
+        request = speech.Utterance.from_arguments(args)
         answer = asyncio.run(synthesize(server, args.model_name, request, args.mode, args.timeout))
         answer.save(args.output_audio)
     except speech.ClientError as error:

@@ -18,7 +18,7 @@ from common import client as speech
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        request = speech.Utterance.from_files(args.target_text, args.reference_audio, args.reference_text, args.seed)
+        request = speech.Utterance.from_arguments(args)
         answer = synthesize(args.server_url, args.model_name, request, args.timeout)
         answer.save(args.output_audio)
     except speech.ClientError as error:
