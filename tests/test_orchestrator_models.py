@@ -15,11 +15,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
+from common.errors import UnavailableError
 from common.orchestrator import Orchestrator
-from common.speech_tokens import END_OF_PROMPT
+from common.speech_tokens import END_OF_PROMPT, LLMTokenizer
+from common.voices import save_voice
 from tests import fake_triton
 from tests.conftest import ROOT, load_model
 from tests.fake_triton import Callee, InferenceRequest, InferenceResponse, TritonError
+from tests.fakes import PROMPT_TOKENS, fake_prompt
 
 MODEL_FILES = {
     "cosyvoice2": ROOT / "model_repo/cosyvoice2/1/model.py",
@@ -131,6 +134,8 @@ def client_request(
     }
     tensors = {name: np.array([[text.encode()]], object) for name, text in texts.items()}
     wav = inputs.get("reference_wav", WAV)
+    if wav is None:
+        return InferenceRequest.from_client(tensors, parameters=parameters, decoupled=decoupled)
     tensors |= {"reference_wav": wav[None], "reference_wav_len": np.array([[inputs.get("length", len(wav))]], np.int32)}
     return InferenceRequest.from_client(tensors, parameters=parameters, decoupled=decoupled)
 
@@ -198,6 +203,44 @@ def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(
     assert [llm[name].item() for name in names] == [0.25, 5, 300, 11]
     # <|sos|> the texts <|task_id|> and the prompt's tokens
     assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(OFFSET, OFFSET + PROMPT))
+
+
+def test_a_registered_voice_and_an_instruction_reach_the_llm_and_the_vocoder(
+    tokenizer_dir: Path, triton_models: dict[str, Callee], tmp_path: Path
+) -> None:
+    neighbours = Neighbours()
+    neighbours.install(triton_models)
+    save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
+    by_name = client_request(reference_wav=None, speaker="anna", reference_text="")
+    by_default = client_request(reference_wav=None, reference_text="", instruct_text="word8")
+    with started("cosyvoice2_dit", tokenizer_dir, voices_dir=str(tmp_path), default_speaker="anna") as model:
+        serve(model, by_name)
+        serve(model, by_default)
+    for request in (by_name, by_default):
+        np.testing.assert_array_equal(audio(request), 2000 + np.arange(TOKENS))
+    zero_shot, instructed = (request["input_ids"][0].tolist() for request in neighbours.llm_requests)
+    assert zero_shot[-PROMPT_TOKENS:] == [OFFSET + 2] * PROMPT_TOKENS
+    assert instructed[-1] == LLMTokenizer.from_dir(tokenizer_dir).task_id
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"default_speaker": "bert"}, "unknown speaker 'bert'; known speakers: anna"),
+        ({"default_speaker": "damaged"}, "speaker 'damaged' cannot be used"),
+    ],
+)
+def test_a_default_speaker_that_cannot_be_used_stops_the_model_from_loading(
+    settings: dict[str, str], message: str, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    save_voice(tmp_path / "anna.safetensors", fake_prompt(2))
+    if settings["default_speaker"] == "damaged":
+        (tmp_path / "damaged.wav").write_bytes(b"no audio")
+    with (
+        pytest.raises((ValueError, UnavailableError), match=message),
+        started("cosyvoice2", tokenizer_dir, voices_dir=str(tmp_path), **settings),
+    ):
+        pass
 
 
 def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
