@@ -66,10 +66,6 @@ class LLMTokenizer:
         token_id(END_OF_PROMPT)  # not used by its id, but the text of it must be one token
         return cls(tokenizer, offset, end_ids, sos_id=token_id(SOS), task_id=token_id(TASK_ID))
 
-    def count(self, text: str) -> int:
-        """How many tokens `text` is."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
         return str(self.tokenizer.decode(list(ids)))
@@ -82,6 +78,10 @@ class LLMTokenizer:
         text = _spoken(prompt_text, target_text)
         text_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [self.sos_id, *text_ids, self.task_id, *self.to_llm_ids(prompt_tokens)]
+
+    def text_length(self, text: str) -> int:
+        """How many tokens `text` is to the LLM."""
+        return len(self.tokenizer.encode(strip_control_tokens(text), add_special_tokens=False).ids)
 
     def prompt_string(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> str:
         """The same template as text, for servers that tokenize themselves."""

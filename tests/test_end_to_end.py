@@ -113,7 +113,7 @@ def test_a_long_text_is_one_stream_that_sounds_as_its_segments_do(
 ) -> None:
     """Each segment alone gives the audio that it has within the long answer: one voice, one seed, nothing lost."""
     address, model = serve(stack=stack).grpc_url, MODELS[stack]
-    segments = list(TextFrontend(LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").count).segments(LONG_TEXT))
+    segments = list(TextFrontend(LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").text_length).segments(LONG_TEXT))
     assert len(segments) > 2 and "three point five dollars" in segments[0]
     whole = stream(address, model, Utterance(LONG_TEXT, voice, VOICE_TEXT, {"seed": 3}))
     parts = [stream(address, model, Utterance(text, voice, VOICE_TEXT, {"seed": 3})) for text in segments]

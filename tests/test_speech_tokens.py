@@ -78,7 +78,7 @@ def test_an_instruction_is_ended_by_its_token_and_no_other_control_token_passes(
 
 def test_text_is_counted_in_tokens_and_comes_back_from_them(tokenizer):
     ids = tokenizer.tokenizer.encode("Text 文本", add_special_tokens=False).ids
-    assert tokenizer.count("Text 文本") == len(ids)
+    assert tokenizer.text_length("Text 文本") == len(ids)
     assert tokenizer.decode(ids) == "Text 文本"
 
 

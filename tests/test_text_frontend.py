@@ -168,8 +168,8 @@ def test_segments_are_made_as_they_are_asked_for() -> None:
 )
 def test_no_word_is_lost_and_every_segment_fits(text: str, in_words: bool, frontend: TextFrontend) -> None:
     tokenizer = LLMTokenizer(build_tokenizer(), 0, (), 0, 0)
-    made = list(TextFrontend(tokenizer.count).segments(clean_text(text, name="t", max_chars=4096), in_words))
-    assert all(tokenizer.count(segment) <= SEGMENT_TOKENS + LEAST_TOKENS for segment in made)
+    made = list(TextFrontend(tokenizer.text_length).segments(clean_text(text, name="t", max_chars=4096), in_words))
+    assert all(tokenizer.text_length(segment) <= SEGMENT_TOKENS + LEAST_TOKENS for segment in made)
     if not in_words:
         letters = [char for char in "".join(made) if char.isalnum()]
         assert letters == [char for char in text if char.isalnum()]
