@@ -71,7 +71,7 @@ class Orchestrator:
         if config.default_speaker:
             voices.get(config.default_speaker)  # one that cannot be used must not be found out by requests
         self._synthesizer = Synthesizer(
-            TextFrontend(tokenizer.text_length).segments,
+            TextFrontend(tokenizer.text_length),
             voices.get,
             TritonPromptEncoder(call, tokenizer.offset),
             self._llm,

@@ -23,7 +23,7 @@ import numpy as np
 from common.chunking import Chunk, HopRules
 from common.constants import TOKEN_MEL_RATIO
 from common.errors import UnavailableError
-from common.llm.base import LLMPrompt, SpeechLM, TokenStream
+from common.llm.base import LLMPrompt, Sampling, SpeechLM, TokenStream
 from common.prompt import Prompt, Recording
 from common.request import SpeechRequest
 from common.speech_tokens import instruction
@@ -74,10 +74,12 @@ class Vocoder(Protocol):
         ...
 
 
-class TextSegments(Protocol):
-    """Cuts a text, see `text.TextFrontend.segments`; asked in a thread."""
+class Texts(Protocol):
+    """What the LLM is given to read, see `text.TextFrontend`; asked in a thread."""
 
-    def __call__(self, text: str, in_words: bool) -> Iterator[str]: ...
+    def segments(self, text: str, in_words: bool) -> Iterator[str]: ...
+
+    def transcript(self, text: str, in_words: bool) -> str: ...
 
 
 class Voices(Protocol):
@@ -127,7 +129,7 @@ class Synthesizer:
 
     def __init__(
         self,
-        segments: TextSegments,
+        texts: Texts,
         voices: Voices,
         encoder: PromptEncoder,
         llm: SpeechLM,
@@ -135,7 +137,7 @@ class Synthesizer:
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._segments = segments
+        self._texts = texts
         self._voices = voices
         self._encoder = encoder
         self._llm = llm
@@ -188,45 +190,53 @@ class Synthesizer:
 
     async def _begin(self, request: SpeechRequest, scope: TaskScope) -> tuple[Prompt, Backlogs]:
         """Find or encode the voice, and set the LLM going as soon as its part of the voice is known."""
-        texts = self._segments(request.target_text, request.in_words)
-        first = scope.spawn(asyncio.to_thread(next, texts, None))
-        backlogs: Backlogs = asyncio.Queue(maxsize=1)
-
-        async def speak(llm_prompt: LLMPrompt) -> None:
-            text = await first
-            while text is not None:
-                backlog = TokenBacklog(text)
-                await backlogs.put(backlog)
-                await backlog.fill(self._llm.generate(replace(llm_prompt, target_text=text), request.sampling))
-                text = await asyncio.to_thread(next, texts, None)
-            await backlogs.put(None)
-
+        texts = self._texts.segments(request.target_text, request.in_words)
+        first = scope.spawn(_next(texts))
         named = request.voice
         voice = named if isinstance(named, Recording) else await scope.result(asyncio.to_thread(self._voices, named))
-        if isinstance(voice, Prompt):
-            scope.spawn(speak(_llm_prompt(request, voice.text, voice.tokens)))
-            return voice, backlogs
-        tokens = scope.spawn(self._encoder.tokens(voice.wav))
-        mel = scope.spawn(self._encoder.mel(voice.wav))
-        embedding = scope.spawn(self._encoder.embedding(voice.wav))
-        spoken = np.zeros(0, np.int64)
-        if _continues(request, voice.text):
+        transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.in_words))
+        tokens, mel, embedding = self._encoded(voice, scope)
+        llm_prompt = LLMPrompt("", instruction(request.instruct_text) if request.instruct_text else "")
+        if voice.text and not (request.instruct_text or request.cross_lingual):
             # As many tokens as Prompt.aligned will keep.
             spoken = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
-        scope.spawn(speak(_llm_prompt(request, voice.text, spoken)))
+            llm_prompt = LLMPrompt("", await scope.result(transcript), spoken.tolist())
+        backlogs: Backlogs = asyncio.Queue(maxsize=1)
+        scope.spawn(self._speak(first, texts, llm_prompt, request.sampling, backlogs))
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
         return prompt, backlogs
 
+    def _encoded(self, voice: Recording | Prompt, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
+        """Tokens, mel and x-vector, each on its way."""
+        if isinstance(voice, Prompt):
+            return [scope.spawn(_known(part)) for part in (voice.tokens, voice.mel, voice.embedding)]
+        encoder = self._encoder
+        return [scope.spawn(part(voice.wav)) for part in (encoder.tokens, encoder.mel, encoder.embedding)]
 
-def _continues(request: SpeechRequest, transcript: str) -> bool:
-    """Whether the LLM is to continue the voice's recording."""
-    return bool(transcript) and not (request.instruct_text or request.cross_lingual)
+    async def _speak(
+        self,
+        first: asyncio.Task[str | None],
+        rest: Iterator[str],
+        llm_prompt: LLMPrompt,
+        sampling: Sampling,
+        backlogs: Backlogs,
+    ) -> None:
+        """Fill a backlog for each text, one after another."""
+        text = await first
+        while text is not None:
+            backlog = TokenBacklog(text)
+            await backlogs.put(backlog)
+            await backlog.fill(self._llm.generate(replace(llm_prompt, target_text=text), sampling))
+            text = await _next(rest)
+        await backlogs.put(None)
 
 
-def _llm_prompt(request: SpeechRequest, transcript: str, tokens: np.ndarray) -> LLMPrompt:
-    """What the LLM hears before each segment, whose text is still to be put in."""
-    if request.instruct_text:
-        return LLMPrompt("", instruction(request.instruct_text))
-    return LLMPrompt("", transcript, tokens.tolist()) if _continues(request, transcript) else LLMPrompt("")
+async def _next(texts: Iterator[str]) -> str | None:
+    """The next text, made in a thread; None at the end."""
+    return await asyncio.to_thread(next, texts, None)
+
+
+async def _known(part: np.ndarray) -> np.ndarray:
+    return part

@@ -32,9 +32,14 @@ def fake_prompt(voice: int, text: str = "reference") -> Prompt:
     )
 
 
-def bars(text: str, in_words: bool) -> Iterator[str]:
-    """The segments of a text that has bars between them."""
-    yield from text.split("|")
+class FakeTexts:
+    """Segments of a text are between its bars; transcripts are as they are."""
+
+    def segments(self, text: str, in_words: bool) -> Iterator[str]:
+        yield from text.split("|")
+
+    def transcript(self, text: str, in_words: bool) -> str:
+        return text
 
 
 @dataclass

@@ -16,8 +16,17 @@ from common.errors import UnavailableError
 from common.llm.base import LLMPrompt
 from common.prompt import Prompt, Recording
 from common.request import SpeechRequest
-from common.synthesis import Synthesizer, TextSegments
-from tests.fakes import PROMPT_TOKENS, FakeLM, FakePromptEncoder, FakeVocoder, Step, bars, fake_prompt, speech_request
+from common.synthesis import Synthesizer
+from tests.fakes import (
+    PROMPT_TOKENS,
+    FakeLM,
+    FakePromptEncoder,
+    FakeTexts,
+    FakeVocoder,
+    Step,
+    fake_prompt,
+    speech_request,
+)
 
 
 class Pipeline:
@@ -36,12 +45,12 @@ class Pipeline:
         self.encoder = encoder or FakePromptEncoder()
         self.vocoder = vocoder or FakeVocoder()
         self.voices: dict[str, Recording | Prompt] = {}
-        self.segments: TextSegments = bars
+        self.texts = FakeTexts()
         self.rules = rules or HopRules()
 
     @property
     def synthesizer(self) -> Synthesizer:
-        ports = (self.segments, self.voices.__getitem__, self.encoder, self.llm, self.vocoder)
+        ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, self.vocoder)
         return Synthesizer(*ports, self.rules, self.clock)
 
     async def speak(self, request: SpeechRequest | None = None) -> list[np.ndarray]:
@@ -220,6 +229,22 @@ def test_a_registered_voice_speaks_as_the_recording_it_was_made_of(registered: P
     assert bool(pipeline.encoder.begun) == isinstance(registered, Recording)
 
 
+def test_texts_are_spelled_out_as_the_request_asks_the_transcript_too() -> None:
+    class Shouting(FakeTexts):
+        def segments(self, text: str, in_words: bool) -> Iterator[str]:
+            yield text.upper() if in_words else text
+
+        def transcript(self, text: str, in_words: bool) -> str:
+            return text.upper() if in_words else text
+
+    pipeline = Pipeline(FakeLM([1]))
+    pipeline.texts = Shouting()
+    for in_words in (True, False):
+        pipeline.run(pipeline.speak(dataclasses.replace(speech_request(), in_words=in_words)))
+    texts = [(prompt.target_text, prompt.prompt_text) for prompt in pipeline.llm.prompts]
+    assert texts == [("HELLO", "REFERENCE"), ("hello", "reference")]
+
+
 def test_an_unknown_voice_ends_the_request_before_anything_is_asked() -> None:
     pipeline = Pipeline(FakeLM([1]))
     with pytest.raises(KeyError, match="anna"):
@@ -277,13 +302,14 @@ def test_the_llm_speaks_the_next_segment_while_one_is_rendered_and_no_further() 
 def test_the_first_segment_is_heard_before_the_text_is_cut_to_its_end() -> None:
     released = threading.Event()
 
-    def segments(text: str, in_words: bool) -> Iterator[str]:
-        yield "0-40"
-        assert released.wait(10)
-        yield "40-60"
+    class Slow(FakeTexts):
+        def segments(self, text: str, in_words: bool) -> Iterator[str]:
+            yield "0-40"
+            assert released.wait(10)
+            yield "40-60"
 
     pipeline = Pipeline(CountingLM())
-    pipeline.segments = segments
+    pipeline.texts = Slow()
 
     async def scenario() -> list[np.ndarray]:
         async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
@@ -296,9 +322,10 @@ def test_the_first_segment_is_heard_before_the_text_is_cut_to_its_end() -> None:
 
 @pytest.mark.parametrize("failing", ["llm", "vocoder", "segments"])
 def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: str) -> None:
-    def segments(text: str, in_words: bool) -> Iterator[str]:
-        yield from ("0-20", "20-40")
-        raise ValueError("segments")
+    class FailingTexts(FakeTexts):
+        def segments(self, text: str, in_words: bool) -> Iterator[str]:
+            yield from ("0-20", "20-40")
+            raise ValueError("segments")
 
     class Failing(CountingLM):
         def script(self, prompt: LLMPrompt) -> Sequence[Step]:
@@ -313,7 +340,7 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
         Failing() if failing == "llm" else CountingLM(),
         vocoder=FailingVocoder() if failing == "vocoder" else FakeVocoder(),
     )
-    pipeline.segments = segments if failing == "segments" else bars
+    pipeline.texts = FailingTexts() if failing == "segments" else FakeTexts()
     with pytest.raises((ValueError, UnavailableError, RuntimeError), match=failing):
         pipeline.run(pipeline.speak(speech_request(text="0-20|20-40|40-60")))
 

@@ -180,6 +180,12 @@ def test_numbers_are_left_alone_when_asked(frontend: TextFrontend) -> None:
     assert list(frontend.segments("It costs $5.")) == ["It costs five dollars."]
 
 
+def test_a_transcript_is_spelled_out_whole_unless_asked_otherwise(frontend: TextFrontend) -> None:
+    text = "I have 3. " * 60 + "好"
+    assert frontend.transcript(text) == "I have three. " * 60 + "好。"
+    assert frontend.transcript(text, in_words=False) == text
+
+
 def test_a_number_without_letters_is_read_in_the_language_around_it(frontend: TextFrontend) -> None:
     assert list(frontend.segments("价格是多少？\n25\n好。")) == ["价格是多少？二十五. 好。"]
     assert list(frontend.segments("12")) == ["twelve."]
