@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -419,6 +420,27 @@ def test_cancelled_streams_leave_no_thread_behind(stack: str, serve: Serve, voic
     while threads() > before + 2:  # the last ones may still be ending
         assert time.monotonic() < deadline, f"{before} threads have become {threads()}"
         time.sleep(0.1)
+
+
+def test_long_texts_given_up_again_and_again_leave_every_process_alive(serve: Serve, voice: np.ndarray) -> None:
+    """Each has the LLM speaking ahead when it is given up; Triton 2.51 used to damage the heap then, see calls.py."""
+    server = serve(stack="dit")
+    address, before = server.grpc_url, server.model_processes()
+    long = Utterance("word " * 100, voice, VOICE_TEXT)
+
+    async def cancel_after(chunks: int) -> None:
+        async with client_grpc.triton.InferenceServerClient(address) as connection:
+            async with aclosing(client_grpc.chunks(connection, MODELS["dit"], long, 60.0)) as waveforms:
+                for _ in range(chunks):
+                    await anext(waveforms)
+
+    async def four_at_once() -> None:
+        await asyncio.gather(*map(cancel_after, (1, 2, 3, 4)))
+
+    for _ in range(50):
+        asyncio.run(four_at_once())
+    assert server.model_processes() == before
+    assert_speech(stream(address, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT), timeout=20))
 
 
 def test_the_death_of_a_models_process_ends_live_streams_and_is_told(serve: Serve, voice: np.ndarray) -> None:

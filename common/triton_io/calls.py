@@ -20,6 +20,10 @@ ResultT = TypeVar("ResultT")
 # Threads whose caller waits no longer. Triton 2.51 cannot cancel a call, so they last as long as the other model takes.
 _given_up: set[threading.Thread] = set()
 MAX_GIVEN_UP = 256  # far above what cancelled streams leave for a moment, and 256 threads do no harm
+# Triton 2.51 lets go of a finished stream in a thread of its own, a moment after us. The last one to do so frees the
+# responses, and that thread does it without Python's lock: the heap is damaged, and soon the process dies. So we keep
+# them for longer.
+KEPT_SECONDS = 1.0
 
 
 async def call(
@@ -87,8 +91,11 @@ async def stream(
 
     def forward() -> None:
         try:
-            for response in request.exec(decoupled=True):
+            responses = request.exec(decoupled=True)
+            for response in responses:
                 put(response)
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(loop.call_later, KEPT_SECONDS, _drop, responses)
         except Exception as error:
             put(error)
         put(finished)
@@ -99,6 +106,10 @@ async def stream(
                 raise item
             if arrived := _outputs(model, item):  # the last response may only say that it is the last
                 yield arrived
+
+
+def _drop(responses: Any) -> None:
+    """The end of what was kept: it is freed here, where Python's lock is held."""
 
 
 async def _in_thread(function: Callable[[], ResultT]) -> ResultT:
