@@ -132,7 +132,8 @@ _TENSORRTLLM_PARAMETERS = frozenset(
 class TensorrtLLMConfig(ModelConfig):
     """The LLM as a Triton model, python backend.
 
-    `engine_dir`: what the engine loads. `tokenizer_dir`: HuggingFace directory; empty if the engine's own holds it.
+    `engine_dir`: what the engine loads. `engine`: "auto" is the best one that can be imported and reads `engine_dir`,
+    see common/llm/loading.py. `tokenizer_dir`: HuggingFace directory; empty if the engine's own holds it.
     `max_requests`: generated at the same time; one more is refused as unavailable. As many as a vocoder has streams.
     Each has a row of key/value cache, of which only the tokens written so far take memory: 24 kB a token for the
     official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37 MB for 30 s of recording and 30 s of
@@ -144,7 +145,7 @@ class TensorrtLLMConfig(ModelConfig):
     # Named as the C++ backend names it, so that one template serves both.
     engine_dir: str = dataclasses.field(metadata={"key": "gpt_model_path"})
     tokenizer_dir: str = ""
-    engine: Literal["onnxruntime_genai"] = "onnxruntime_genai"
+    engine: Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"] = "auto"
     max_requests: int = 64
     device: str = "cpu"
     decoupled: bool = False
@@ -178,7 +179,8 @@ class OrchestratorConfig(ModelConfig):
     """Both orchestrators.
 
     `llm_transport`: "triton" asks the model `llm_model` of the same server, "openai" the servers at `llm_urls` (base
-    URLs, tried in turn). Sampling values are the defaults of a request's own parameters. Hops count speech tokens.
+    URLs, tried in turn). Sampling values are the defaults of a request's own parameters. The token ratios are the
+    fewest and most speech tokens per token of the text. Hops count speech tokens.
     Timeouts in seconds: to the LLM's first tokens, between later ones, and of any other model's answer. The first two
     stay below 5 s, because a dead LLM has to be an error within that time.
     """
@@ -196,6 +198,10 @@ class OrchestratorConfig(ModelConfig):
     top_k: int = 50
     repetition_penalty: float = 1.1
     max_tokens: int = 750
+    ras_window: int = 0
+    ras_tau: float = 0.1
+    min_token_ratio: float = 2.0
+    max_token_ratio: float = 20.0
     first_token_timeout: float = 4.5
     token_timeout: float = 4.5
     model_timeout: float = 15.0

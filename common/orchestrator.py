@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from common import triton_io
 from common.chunking import HopRules
 from common.config import OrchestratorConfig
 from common.constants import FLOW_CHUNK_TOKENS
-from common.llm.base import Sampling, SpeechLM, Timeouts
+from common.llm.base import LengthRatios, Sampling, SpeechLM, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.llm.triton_llm import TritonLM
 from common.ports import TritonPromptEncoder, TritonVocoder
@@ -82,6 +84,8 @@ class Orchestrator:
             top_k=config.top_k,
             repetition_penalty=config.repetition_penalty,
             max_tokens=config.max_tokens,
+            ras_window=config.ras_window,
+            ras_tau=config.ras_tau,
         )
         self._max_text_chars = config.max_text_chars
         self._decoupled = config.decoupled
@@ -89,12 +93,13 @@ class Orchestrator:
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
         """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all that was begun for it."""
         speech = _inputs(request).check(self._sampling, self._max_text_chars)
+        warnings: list[str] = []
         if not self._decoupled:
-            responder.send({"waveform": (await self._synthesizer.offline(speech))[None]})
+            responder.send(_outputs(await self._synthesizer.offline(speech, warnings.append), warnings))
             return
-        async with aclosing(self._synthesizer.stream(speech)) as waveforms:
+        async with aclosing(self._synthesizer.stream(speech, warnings.append)) as waveforms:
             async for waveform in waveforms:
-                responder.send({"waveform": waveform[None]})
+                responder.send(_outputs(waveform, warnings))
 
     async def aclose(self) -> None:
         """Release the LLM's connections."""
@@ -112,8 +117,18 @@ def _inputs(request: Any) -> RequestInputs:
     )
 
 
+def _outputs(waveform: np.ndarray, warnings: list[str]) -> dict[str, np.ndarray]:
+    """One response: (N,) -> (1, N), and what there is to warn of so far.
+
+    An output, because Triton 2.51's python backend cannot set parameters of a response.
+    """
+    warning = {"warning": np.array([["; ".join(warnings)]], np.object_)} if warnings else {}
+    return {"waveform": waveform[None], **warning}
+
+
 def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
     timeouts = Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
+    ratios = LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
     if config.llm_transport == "openai":
-        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts)
-    return TritonLM(partial(triton_io.stream, config.llm_model, outputs=LLM_OUTPUTS), tokenizer, timeouts)
+        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios)
+    return TritonLM(partial(triton_io.stream, config.llm_model, outputs=LLM_OUTPUTS), tokenizer, timeouts, ratios)

@@ -65,6 +65,10 @@ class LLMTokenizer:
         text_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [self.sos_id, *text_ids, self.task_id, *self.to_llm_ids(prompt_tokens)]
 
+    def text_length(self, text: str) -> int:
+        """How many tokens `text` is to the LLM."""
+        return len(self.tokenizer.encode(strip_control_tokens(text), add_special_tokens=False).ids)
+
     def prompt_string(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> str:
         """The same template as text, for servers that tokenize themselves."""
         return f"{SOS}{_spoken(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"

@@ -67,13 +67,21 @@ class Vocoder(Protocol):
         ...
 
 
+Warn = Callable[[str], object]  # told what the caller should know although there is audio
+
+
+def _nobody(warning: str) -> None:
+    """Nobody is told; the log has it all the same."""
+
+
 class TokenBacklog:
     """Speech tokens of one utterance: the LLM's stream fills it, the chunks use it up."""
 
-    def __init__(self, target_text: str) -> None:
+    def __init__(self, target_text: str, warn: Warn) -> None:
         self.tokens: list[int] = []
         self.ended = False
         self._target_text = target_text
+        self._warn = warn
         self._news = asyncio.Event()
 
     async def fill(self, stream: TokenStream) -> None:
@@ -87,9 +95,9 @@ class TokenBacklog:
         if not self.tokens:
             raise UnavailableError(f"the LLM returned no speech token for the text {self._target_text[:80]!r}")
         if stream.finish_reason == "length":
-            logger.warning(
-                "speech was cut short by max_tokens after %d tokens: %r", len(self.tokens), self._target_text[:80]
-            )
+            warning = f"speech was cut short by max_tokens after {len(self.tokens)} tokens: {self._target_text[:80]!r}"
+            logger.warning(warning)
+            self._warn(warning)
         self.ended = True
         self._news.set()
 
@@ -116,8 +124,10 @@ class Synthesizer:
         self._rules = rules
         self._clock = clock
 
-    async def stream(self, request: SpeechRequest) -> AsyncGenerator[np.ndarray, None]:
+    async def stream(self, request: SpeechRequest, warn: Warn = _nobody) -> AsyncGenerator[np.ndarray, None]:
         """Waveforms (N,) float32 as they become ready. Closing the generator ends everything begun for it.
+
+        `warn` is called before the last one where speech was cut short.
 
         Raises what a port raises, as soon as it does, UnavailableError where the LLM says nothing, and ValueError
         for a speed other than 1.
@@ -125,7 +135,7 @@ class Synthesizer:
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; a streamed one is spoken at speed 1")
         async with TaskScope() as scope:
-            prompt, backlog = await self._begin(request, scope)
+            prompt, backlog = await self._begin(request, scope, warn)
             vocoder = self._vocoder.open(prompt)
             try:
                 await scope.result(vocoder.start())
@@ -139,15 +149,15 @@ class Synthesizer:
             finally:
                 await vocoder.abort()
 
-    async def offline(self, request: SpeechRequest) -> np.ndarray:
-        """The whole utterance, (N,) float32. Raises as `stream` does."""
+    async def offline(self, request: SpeechRequest, warn: Warn = _nobody) -> np.ndarray:
+        """The whole utterance, (N,) float32. Warns and raises as `stream` does."""
         async with TaskScope() as scope:
-            prompt, backlog = await self._begin(request, scope)
+            prompt, backlog = await self._begin(request, scope, warn)
             while not backlog.ended:
                 await scope.result(backlog.more())
             return await scope.result(self._vocoder.offline(prompt, backlog.tokens, request.speed))
 
-    async def _begin(self, request: SpeechRequest, scope: TaskScope) -> tuple[Prompt, TokenBacklog]:
+    async def _begin(self, request: SpeechRequest, scope: TaskScope, warn: Warn) -> tuple[Prompt, TokenBacklog]:
         """Encode the prompt, and set the LLM going as soon as its part of the prompt is known."""
         tokens = scope.spawn(self._encoder.tokens(request.reference))
         mel = scope.spawn(self._encoder.mel(request.reference))
@@ -157,7 +167,7 @@ class Synthesizer:
             # As many tokens as Prompt.aligned will keep.
             spoken = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
             llm_prompt = LLMPrompt(request.target_text, request.reference_text, spoken.tolist())
-        backlog = TokenBacklog(request.target_text)
+        backlog = TokenBacklog(request.target_text, warn)
         scope.spawn(backlog.fill(self._llm.generate(llm_prompt, request.sampling)))
         prompt = Prompt.aligned(
             await scope.result(tokens),

@@ -72,11 +72,13 @@ def test_a_model_names_the_tensors_that_its_template_declares(path, tmp_path):
 
 
 def strings_of(name: str, model: Path) -> set[str]:
-    """The string constants of a model.py, of the adapter, and of what the orchestrators read by."""
+    """The string constants of a model.py, of the adapter, and of what the orchestrators and the LLM read by."""
     common = TEMPLATES / "common"
     sources = [model, *(common / "triton_io").glob("*.py"), common / "ports.py"]
     if name.startswith("cosyvoice2"):
         sources += [common / "orchestrator.py", common / "request.py"]
+    if name == "tensorrt_llm":
+        sources.append(common / "llm" / "tensors.py")
     trees = [ast.parse(source.read_text()) for source in sources if source.exists()]
     return {
         node.value
