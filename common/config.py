@@ -123,6 +123,8 @@ _TENSORRTLLM_PARAMETERS = frozenset(
         "max_attention_window_size",
         "kv_cache_free_gpu_mem_fraction",
         "exclude_input_in_output",
+        "batch_scheduler_policy",
+        "cancellation_check_period_ms",
         "enable_kv_cache_reuse",
     )
 )
@@ -178,11 +180,11 @@ class Token2WavConfig(ModelConfig):
 class OrchestratorConfig(ModelConfig):
     """Both orchestrators.
 
-    `llm_transport`: "triton" asks the model `llm_model` of the same server, "openai" the servers at `llm_urls` (base
-    URLs, tried in turn). Sampling values are the defaults of a request's own parameters. The token ratios are the
-    fewest and most speech tokens per token of the text. Hops count speech tokens.
-    Timeouts in seconds: to the LLM's first tokens, between later ones, and of any other model's answer. The first two
-    stay below 5 s, because a dead LLM has to be an error within that time.
+    `llm_transport`: "triton" asks the model `llm_model` of the same server, which `llm_backend` serves; "openai" the
+    servers at `llm_urls` (base URLs) in their `llm_dialect`, see common/llm/openai_dialects.py. Sampling values are the
+    defaults of a request's own parameters. The token ratios are the fewest and most speech tokens per token of the
+    text. Hops count speech tokens. Timeouts in seconds: to the LLM's first tokens, between later ones, and of any other
+    model's answer. The first two stay below 5 s, because a dead LLM has to be an error within that time.
     """
 
     model_dir: str
@@ -190,6 +192,8 @@ class OrchestratorConfig(ModelConfig):
     llm_transport: Literal["triton", "openai"] = "triton"
     llm_urls: tuple[str, ...] = ()
     llm_model: str = "tensorrt_llm"
+    llm_backend: Literal["python", "tensorrtllm"] = "python"
+    llm_dialect: Literal["auto", "vllm", "trtllm", "text", "transformers", "chat"] = "auto"
     dynamic_chunk_strategy: Literal["exponential", "equal", "time_based"] = "exponential"
     first_hop_tokens: int = 15
     max_hop_tokens: int = 100

@@ -12,6 +12,7 @@ from common.chunking import HopRules
 from common.config import OrchestratorConfig
 from common.constants import FLOW_CHUNK_TOKENS
 from common.llm.base import LengthRatios, Sampling, SpeechLM, Timeouts
+from common.llm.checkpoint import read_limits, speech_bias
 from common.llm.openai_client import OpenAILM
 from common.llm.triton_llm import TritonLM
 from common.ports import TritonPromptEncoder, TritonVocoder
@@ -130,5 +131,10 @@ def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
     timeouts = Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
     ratios = LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
     if config.llm_transport == "openai":
-        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios)
-    return TritonLM(partial(triton_io.stream, config.llm_model, outputs=LLM_OUTPUTS), tokenizer, timeouts, ratios)
+        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios, config.llm_dialect)
+    bias = None
+    if config.llm_backend == "tensorrtllm":  # our own backend knows by itself what can be uttered
+        limits = read_limits(config.llm_tokenizer_dir)
+        bias = speech_bias(config.llm_tokenizer_dir, tokenizer, limits.vocab_size)
+    stream = partial(triton_io.stream, config.llm_model, outputs=LLM_OUTPUTS)
+    return TritonLM(stream, tokenizer, timeouts, ratios, bias)

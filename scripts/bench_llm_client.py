@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
+
 from common.llm.base import LengthRatios, LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.speech_tokens import LLMTokenizer

@@ -113,11 +113,12 @@ def test_concurrent_requests_get_the_tokens_they_get_alone(decoupled_model, toke
 
 
 def test_a_cancelled_request_ends_and_frees_its_place(decoupled_model, tokenizer):
-    request = send(decoupled_model, tokenizer.encode_prompt("", "Hello", []), min_length=200)
+    endless = {"request_output_len": 3000, "min_length": 3000}
+    request = send(decoupled_model, tokenizer.encode_prompt("", "Hello", []), **endless)
     wait_until(lambda: request.sender.responses)
     request.sender.cancelled = True
     assert finished(request)[-1].error().code() == TritonError.CANCELLED
-    assert len(request.sender.responses) < 200
+    assert len(request.sender.responses) < 3000
     wait_until(lambda: decoupled_model._engine.live == 0)
 
 

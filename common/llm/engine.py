@@ -7,7 +7,8 @@ from typing import Protocol
 import numpy as np
 
 from common.constants import SPEECH_VOCAB
-from common.llm.base import Sampling, TokenChunk
+from common.errors import UnavailableError
+from common.llm.base import FinishReason, Sampling, TokenChunk
 from common.speech_tokens import LLMTokenizer
 
 
@@ -51,6 +52,14 @@ class Engine(Protocol):
     def close(self) -> None:
         """End what is live, and the engine."""
         ...
+
+
+def finish_reason(reason: str | None) -> FinishReason | None:
+    """Why a GPU engine ended a request, None while it runs; UnavailableError where it gave up."""
+    known: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
+    if reason not in known:
+        raise UnavailableError(f"the LLM engine ended the answer with {reason!r}")
+    return known[reason]
 
 
 def require_speech_tokens(tokenizer: LLMTokenizer, vocab_size: int, source: object) -> None:

@@ -1,6 +1,7 @@
 """Which engine serves a directory: the one that is named, or the best that can be imported and reads it."""
 
 import importlib
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -42,6 +43,11 @@ def load_engine(name: str, model_dir: str | Path, tokenizer: LLMTokenizer, max_r
         f"no engine for {model_dir}, a directory of {kind}: {'; '.join(obstacles)}. "
         "scripts/convert_genai.py converts a HuggingFace directory for the CPU"
     )
+
+
+def gpu_engine_installed() -> bool:
+    """Whether there is an engine that reads a HuggingFace directory as it is. Imports none."""
+    return any(importlib.util.find_spec(name) for name, (_, kinds) in _ENGINES.items() if "HuggingFace" in kinds)
 
 
 def _kind_of(model_dir: Path) -> str:

@@ -97,55 +97,57 @@ class OpenAILM:
 
         Leaving it early closes the connection, which aborts the generation.
         """
-        wait = self._timeouts.first_token
-        watch: _Deadline | None = None
+        watch = _Deadline(deadline, self._timeouts.first_token)
         response: aiohttp.ClientResponse | None = None
-        reader = EventReader(self._tokenizer, endpoint.url)
-        generated, most = 0, asked.sampling.max_tokens
         try:
-            response = await self._open(endpoint, asked, deadline)
-            # One deadline over pings and events without tokens; only a token moves it.
-            watch = _Deadline(deadline, response.close)
-            async for data in response.content.iter_any():
-                chunk = reader.feed(data)
-                if chunk.tokens:
-                    generated, wait = generated + len(chunk.tokens), self._timeouts.token
-                    watch.move(wait)
-                    if generated > most:
-                        raise UnavailableError(f"LLM server {endpoint.url} ignores max_tokens {most}")
-                if chunk.tokens or chunk.finish_reason:
-                    yield chunk
-                if reader.ended:
-                    break
-            if not reader.ended:
-                raise UnavailableError(f"LLM server {endpoint.url} ended in the middle of an answer")
+            response = await self._open(endpoint, asked, watch.remaining())
+            watch.start(response.close)
+            async for chunk in self._read(endpoint, response, asked, watch):
+                yield chunk
             await _read_leftover(response)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            if watch is None and isinstance(error, aiohttp.ClientError):
-                raise UnavailableError(
-                    f"LLM server {endpoint.url} cannot be reached: {error or type(error).__name__}"
-                ) from error
-            if watch is None or watch.passed:
-                raise UnavailableError(f"LLM server {endpoint.url} sent no token for {wait} s") from None
-            raise UnavailableError(f"LLM server {endpoint.url}: {error or type(error).__name__}") from error
+            if watch.remaining() <= 0:
+                raise UnavailableError(f"LLM server {endpoint.url} sent no token for {watch.wait} s") from None
+            reason = f"{error or type(error).__name__}"
+            if response is None:
+                reason = f"cannot be reached: {reason}"
+            raise UnavailableError(f"LLM server {endpoint.url} {reason}") from error
         finally:
-            if watch is not None:
-                watch.cancel()
+            watch.cancel()
             if response is not None:
                 response.close()  # closes the connection unless all of the answer was read
 
-    async def _open(self, endpoint: _Endpoint, asked: Asked, deadline: float) -> aiohttp.ClientResponse:
-        """Send the request in the server's dialect, which its first answer tells."""
+    async def _read(
+        self, endpoint: _Endpoint, response: aiohttp.ClientResponse, asked: Asked, watch: "_Deadline"
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """The chunks of an answer up to its end. One deadline over pings and events without tokens: tokens move it."""
+        reader = EventReader(self._tokenizer, endpoint.url)
+        generated, most = 0, asked.sampling.max_tokens
+        async for data in response.content.iter_any():
+            chunk = reader.feed(data)
+            if chunk.tokens:
+                generated += len(chunk.tokens)
+                watch.move(self._timeouts.token)
+            if generated > most:
+                raise UnavailableError(f"LLM server {endpoint.url} ignores max_tokens {most}")
+            if chunk.tokens or chunk.finish_reason:
+                yield chunk
+            if reader.ended:
+                return
+        raise UnavailableError(f"LLM server {endpoint.url} ended in the middle of an answer")
+
+    async def _open(self, endpoint: _Endpoint, asked: Asked, seconds: float) -> aiohttp.ClientResponse:
+        """Send the request in the server's dialect, which its first answer tells. TimeoutError after `seconds`."""
         session = self._open_session()
-        refusals, absent = [], True
+        refusals: list[str] = []
+        absent = True
         for dialect in [endpoint.dialect] if endpoint.dialect else DIALECTS.values():
             try:
                 body = dialect.request(self._model, asked)
             except ValueError as error:
                 refusals, absent = [*refusals, str(error)], False
                 continue
-            remaining = deadline - asyncio.get_running_loop().time()
-            response = await asyncio.wait_for(session.post(endpoint.url + dialect.path, json=body), remaining)
+            response = await asyncio.wait_for(session.post(endpoint.url + dialect.path, json=body), seconds)
             if response.status == 200:
                 endpoint.dialect, endpoint.down_until = dialect, 0.0
                 return response
@@ -170,28 +172,39 @@ class OpenAILM:
 
 
 class _Deadline:
-    """Calls `expire` when it has passed. Moving it is an assignment: its one timer looks only when it rings."""
+    """When the next token has to be there. Moving it is an assignment: its one timer looks only when it rings.
 
-    def __init__(self, at: float, expire: Callable[[], object]) -> None:
-        self.passed = False
+    wait: the seconds that it grants, for messages.
+    """
+
+    def __init__(self, at: float, wait: float) -> None:
+        self.wait = wait
         self._loop = asyncio.get_running_loop()
         self._at = at
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, expire: Callable[[], object]) -> None:
+        """Call `expire` when it has passed."""
         self._expire = expire
-        self._timer = self._loop.call_at(at, self._ring)
+        self._timer = self._loop.call_at(self._at, self._ring)
 
     def move(self, seconds: float) -> None:
         """Put it off until `seconds` from now."""
+        self.wait = seconds
         self._at = self._loop.time() + seconds
 
+    def remaining(self) -> float:
+        return self._at - self._loop.time()
+
     def cancel(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _ring(self) -> None:
-        if self._loop.time() < self._at:
-            self._timer = self._loop.call_at(self._at, self._ring)
-            return
-        self.passed = True
-        self._expire()
+        if self.remaining() > 0:
+            self.start(self._expire)
+        else:
+            self._expire()
 
 
 async def _read_leftover(response: aiohttp.ClientResponse) -> None:

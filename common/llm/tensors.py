@@ -21,15 +21,18 @@ NumberT = TypeVar("NumberT", int, float)
 # Triton 2.51 loses an error there. The C++ backend never sends it.
 FAILED = -1
 
-INPUTS = ("input_ids", "input_lengths", "request_output_len", "end_id", "min_length", "streaming", "stop")
-# Inputs that set the sampling, and what `Sampling` calls them.
+INPUTS = ("input_ids", "input_lengths", "request_output_len", "end_id", "streaming", "stop")
+# Inputs that set the sampling, and what `Sampling` calls them. The backend has renamed two: an old one reads the first
+# name and passes over the second, a new one the other way round.
 SAMPLING_INPUTS = {
     "temperature": "temperature",
     "runtime_top_k": "top_k",
     "runtime_top_p": "top_p",
     "repetition_penalty": "repetition_penalty",
     "random_seed": "seed",
+    "seed": "seed",
     "min_length": "min_tokens",
+    "min_tokens": "min_tokens",
 }
 # What the C++ backend offers and our python backend does not: refused, unless it has the value that changes nothing.
 UNSUPPORTED_INPUTS = ("stop_words_list", "bad_words_list", "embedding_bias", "encoder_input_features")
@@ -54,12 +57,14 @@ def request_tensors(input_ids: Sequence[int], sampling: Sampling, end_id: int) -
         "end_id": np.array([[end_id]], np.int32),
         "pad_id": np.array([[end_id]], np.int32),
         "min_length": np.array([[sampling.min_tokens]], np.int32),
+        "min_tokens": np.array([[sampling.min_tokens]], np.int32),
         "streaming": np.array([[True]]),
         "temperature": np.array([[sampling.temperature]], np.float32),
         "runtime_top_k": np.array([[sampling.top_k]], np.int32),
         "runtime_top_p": np.array([[sampling.top_p]], np.float32),
         "repetition_penalty": np.array([[sampling.repetition_penalty]], np.float32),
         "random_seed": np.array([[seed]], np.uint64),
+        "seed": np.array([[seed]], np.uint64),
     }
 
 

@@ -32,7 +32,10 @@ class ResponseStream(Protocol):
 
 
 class TritonLM:
-    """Speech from the `tensorrt_llm` model, over an injected stream function."""
+    """Speech from the `tensorrt_llm` model, over an injected stream function.
+
+    bias (vocabulary,): for the C++ backend, to be added to its logits: minus infinity for what is no speech.
+    """
 
     def __init__(
         self,
@@ -40,11 +43,13 @@ class TritonLM:
         tokenizer: LLMTokenizer,
         timeouts: Timeouts | None = None,
         ratios: LengthRatios | None = None,
+        bias: np.ndarray | None = None,
     ) -> None:
         self._stream = stream
         self._tokenizer = tokenizer
         self._timeouts = timeouts or Timeouts()
         self._ratios = ratios or LengthRatios()
+        self._bias = bias
 
     def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
         return TokenStream(self._generate(prompt, sampling))
@@ -57,6 +62,10 @@ class TritonLM:
         input_ids = self._tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
         inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
         parameters = request_parameters(sampling)
+        if self._bias is not None:
+            inputs["embedding_bias"] = self._bias[None]
+            if parameters:
+                raise ValueError(f"ras_window {sampling.ras_window}: TensorRT-LLM has no repetition-aware sampling")
         request_id = str(uuid.uuid4())
         wait = self._timeouts.first_token
         generated, ended, closed_by_llm = 0, False, False

@@ -15,7 +15,7 @@ from tensorrt_llm.llmapi import KvCacheConfig
 from common.errors import UnavailableError
 from common.llm.base import TokenChunk
 from common.llm.checkpoint import Limits, read_limits, speech_bias
-from common.llm.engine import GenerationRequest, require_speech_tokens
+from common.llm.engine import GenerationRequest, finish_reason, require_speech_tokens
 from common.speech_tokens import LLMTokenizer
 
 GPU_SHARE = 0.5  # of the free GPU memory, for keys and values; the vocoder needs the rest
@@ -45,9 +45,7 @@ class TensorRTLLMEngine:
         try:
             async for output in answer:
                 (completion,) = output.outputs
-                reason = completion.finish_reason
-                if reason not in (None, "stop", "length"):
-                    raise UnavailableError(f"the LLM engine ended the answer with {reason!r}")
+                reason = finish_reason(completion.finish_reason)
                 yield TokenChunk(list(completion.token_ids_diff), reason)
         except RuntimeError as error:  # its RequestError is one
             raise UnavailableError(f"the LLM engine failed: {error}") from error

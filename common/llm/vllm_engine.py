@@ -13,9 +13,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from common.errors import UnavailableError
-from common.llm.base import FinishReason, TokenChunk
+from common.llm.base import TokenChunk
 from common.llm.checkpoint import Limits, read_limits
-from common.llm.engine import GenerationRequest, require_speech_tokens
+from common.llm.engine import GenerationRequest, finish_reason, require_speech_tokens
 from common.llm.vllm_logits import SpeechLogits
 from common.speech_tokens import LLMTokenizer
 
@@ -46,7 +46,7 @@ class VLLMEngine:
             async with aclosing(self._llm.generate(prompt, parameters, uuid.uuid4().hex)) as outputs:
                 async for output in outputs:
                     (completion,) = output.outputs
-                    yield TokenChunk(list(completion.token_ids), _finish_reason(completion.finish_reason))
+                    yield TokenChunk(list(completion.token_ids), finish_reason(completion.finish_reason))
         except (EngineDeadError, EngineGenerateError) as error:
             raise UnavailableError(f"the LLM engine failed: {error}") from error
         finally:
@@ -95,9 +95,3 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         output_kind=RequestOutputKind.DELTA,
         extra_args={"ras_window": sampling.ras_window, "ras_tau": sampling.ras_tau},
     )
-
-
-def _finish_reason(reason: str | None) -> FinishReason | None:
-    if reason not in (None, "stop", "length"):
-        raise UnavailableError(f"the LLM engine ended the answer with {reason!r}")
-    return reason
