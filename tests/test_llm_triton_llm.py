@@ -107,6 +107,21 @@ def test_repetition_aware_sampling_travels_as_parameters(tokenizer):
     assert model.parameters == [{}, {"ras_window": "10", "ras_tau": "0.1"}]
 
 
+def test_the_c_plus_plus_backend_gets_a_bias_and_no_repetition_aware_sampling(tokenizer):
+    bias = np.zeros(9, np.float32)
+
+    async def run(**sampling):
+        model = ScriptedModel([tokenizer.end_ids[0]])
+        stream = TritonLM(model.stream, tokenizer, QUICK, bias=bias).generate(LLMPrompt("Hi"), Sampling(**sampling))
+        assert [tokens async for tokens in stream] == []
+        return model
+
+    ((inputs, _),) = asyncio.run(run()).requests
+    assert inputs["embedding_bias"].shape == (1, 9)
+    with pytest.raises(ValueError, match="ras_window 10: TensorRT-LLM has no"):
+        asyncio.run(run(ras_window=10))
+
+
 def test_without_a_seed_each_request_gets_another(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     for _ in range(3):

@@ -16,12 +16,12 @@ from common.errors import UnavailableError
 from common.llm.base import TokenChunk
 from common.llm.checkpoint import Limits, read_limits
 from common.llm.engine import GenerationRequest, finish_reason, require_speech_tokens
-from common.llm.vllm_logits import SpeechLogits
 from common.speech_tokens import LLMTokenizer
 
 # Graphs of whole steps for every size of batch up to the largest: under mixed load the default ones double the time to
 # a stream's first tokens (docs/performance.md).
 GRAPHS = {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
+LOGITS_PROCESSOR = "common.llm.vllm_logits:SpeechLogits"  # by name: vLLM imports it in another process
 GPU_SHARE = 0.5  # of the GPU's memory; the vocoder needs the rest
 
 
@@ -68,7 +68,7 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
         max_num_seqs=max_requests,
         gpu_memory_utilization=GPU_SHARE,
         compilation_config=GRAPHS,
-        logits_processors=[SpeechLogits],
+        logits_processors=[LOGITS_PROCESSOR],
         disable_log_stats=True,
     )
     return VLLMEngine(AsyncLLM.from_engine_args(arguments), limits, max_requests)
