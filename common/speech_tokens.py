@@ -14,6 +14,13 @@ SOS = "<|sos|>"
 TASK_ID = "<|task_id|>"
 END_TOKENS = ("<|eos1|>", "<|eos2|>", "<|eos3|>")
 
+# CosyVoice2's prompt as a chat, for servers that take messages.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    f"{{{{ '{SOS}' + message['content'] + '{TASK_ID}' }}}}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
 _STREAMED_TOKEN = re.compile(r"<\|(?:s_(\d{1,4})|eos[123])\|>")
 _LONGEST_TOKEN = len(f"<|s_{SPEECH_VOCAB}|>")
 
@@ -21,6 +28,11 @@ _LONGEST_TOKEN = len(f"<|s_{SPEECH_VOCAB}|>")
 def speech_token_text(tokens: Sequence[int]) -> str:
     """Speech ids 0..6560 as the LLM writes them: `<|s_5|><|s_17|>`."""
     return "".join(f"<|s_{token}|>" for token in tokens)
+
+
+def added_tokens() -> list[str]:
+    """What CosyVoice2's LLM has behind Qwen2's vocabulary, in the order of the ids."""
+    return [*(f"<|s_{token}|>" for token in range(SPEECH_VOCAB)), *END_TOKENS, SOS, TASK_ID]
 
 
 @dataclass(frozen=True)
