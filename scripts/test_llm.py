@@ -27,7 +27,7 @@ from common.llm.engine import GenerationRequest
 from common.llm.loading import load_engine
 from common.llm.openai_client import OpenAILM
 from common.llm.openai_dialects import DIALECTS
-from common.speech_tokens import LLMTokenizer
+from common.speech_tokens import LLMTokenizer, speech_token_text
 
 FIRST_AUDIO = OrchestratorConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # tokens that the first chunk of audio waits for
 NO_RATIOS = LengthRatios(min=0, max=1e6)
@@ -42,6 +42,11 @@ class Answer:
     arrivals: list[float] = field(default_factory=list)
     reason: str | None = None
 
+    def rate(self) -> float:
+        """Tokens per second after the first."""
+        seconds = self.arrivals[-1] - self.arrivals[0]
+        return (len(self.tokens) - 1) / seconds if seconds else float("inf")
+
 
 async def ask(generate: Generate, prompt: LLMPrompt, sampling: Sampling) -> Answer:
     answer, begun = Answer(), time.perf_counter()
@@ -53,22 +58,23 @@ async def ask(generate: Generate, prompt: LLMPrompt, sampling: Sampling) -> Answ
     return answer
 
 
-async def measure(generate: Generate, prompt: LLMPrompt, samplings: Sequence[Sampling]) -> str:
-    """The figures of so many requests at once."""
+async def ask_all(generate: Generate, prompt: LLMPrompt, samplings: Sequence[Sampling]) -> list[Answer]:
+    """The answers to so many requests at once, and a line of their figures."""
     begun = time.perf_counter()
     answers = await asyncio.gather(*(ask(generate, prompt, sampling) for sampling in samplings))
     seconds = time.perf_counter() - begun
-    firsts = [answer.arrivals[min(FIRST_AUDIO, len(answer.tokens)) - 1] for answer in answers]
-    rates = [
-        (len(answer.tokens) - 1) / (answer.arrivals[-1] - answer.arrivals[0])
-        for answer in answers
-        if len(answer.tokens) > 1
-    ]
-    return (
-        f"{len(answers)} stream(s): first token {statistics.median(a.arrivals[0] for a in answers) * 1e3:.0f} ms, "
-        f"token {FIRST_AUDIO} {statistics.median(firsts) * 1e3:.0f} ms, "
-        f"{statistics.median(rates):.1f} tokens/s each, {sum(len(a.tokens) for a in answers) / seconds:.1f} in total"
+    spoken = [answer for answer in answers if answer.tokens]
+    if not spoken:
+        raise UnavailableError("the LLM returned no speech token")
+    firsts = statistics.median(answer.arrivals[0] for answer in spoken)
+    chunks = statistics.median(answer.arrivals[min(FIRST_AUDIO, len(answer.tokens)) - 1] for answer in spoken)
+    print(
+        f"{len(answers)} stream(s): first token {firsts * 1e3:.0f} ms, token {FIRST_AUDIO} {chunks * 1e3:.0f} ms, "
+        f"{statistics.median(map(Answer.rate, spoken)):.1f} tokens/s each, "
+        f"{sum(len(answer.tokens) for answer in spoken) / seconds:.1f} in total",
+        flush=True,
     )
+    return answers
 
 
 async def run(args: argparse.Namespace, tokenizer: LLMTokenizer, generate: Generate) -> None:
@@ -80,12 +86,11 @@ async def run(args: argparse.Namespace, tokenizer: LLMTokenizer, generate: Gener
         name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "max_tokens", "ras_window", "seed")
     }
     sampling = Sampling(**given, min_tokens=args.max_tokens if args.exact_length else 0)
-    if not args.streams:
-        answer = await ask(generate, prompt, sampling)
-        print("".join(f"<|s_{token}|>" for token in answer.tokens))
-        print(f"{len(answer.tokens)} tokens, finish reason {answer.reason}")
     for streams in args.streams or [1]:
-        print(await measure(generate, prompt, [sampling] * streams), flush=True)
+        answers = await ask_all(generate, prompt, [sampling] * streams)
+    if not args.streams:
+        print(speech_token_text(answers[0].tokens))
+        print(f"{len(answers[0].tokens)} tokens, finish reason {answers[0].reason}")
 
 
 def generator_of_server(args: argparse.Namespace, tokenizer: LLMTokenizer) -> tuple[Generate, OpenAILM]:

@@ -8,7 +8,7 @@ from tests.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 def test_one_prompt_through_the_cpu_engine_prints_tokens_speed_and_reason(llm_dir, genai_dir, capsys):  # noqa: F811
     arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--seed", "1"]
     assert main([*arguments, "--max_tokens", "20", "--exact_length"]) == 0
-    tokens, end, figures = capsys.readouterr().out.splitlines()
+    figures, tokens, end = capsys.readouterr().out.splitlines()
     assert tokens.count("<|s_") == 20
     assert end == "20 tokens, finish reason length"
     assert "1 stream(s): first token" in figures and "tokens/s each" in figures
