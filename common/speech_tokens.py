@@ -73,7 +73,7 @@ class LLMTokenizer:
 
     def encode_prompt(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> list[int]:
         """Token ids of the template `<|sos|>{prompt_text}{target_text}<|task_id|>{prompt speech tokens}`."""
-        text = _spoken(prompt_text, target_text)
+        text = spoken_text(prompt_text, target_text)
         text_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [self.sos_id, *text_ids, self.task_id, *self.to_llm_ids(prompt_tokens)]
 
@@ -83,7 +83,7 @@ class LLMTokenizer:
 
     def prompt_string(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> str:
         """The same template as text, for servers that tokenize themselves."""
-        return f"{SOS}{_spoken(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
+        return f"{SOS}{spoken_text(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
 
     def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:
         """Speech ids 0..6560 -> ids of the LLM. Raises ValueError on any other id."""
@@ -132,6 +132,7 @@ def _unfinished_token(text: str) -> str:
     return text[start:] if start >= 0 and len(text) - start < _LONGEST_TOKEN else ""
 
 
-def _spoken(prompt_text: str, target_text: str) -> str:
+def spoken_text(prompt_text: str, target_text: str) -> str:
+    """What the LLM is given to speak: both texts, without control tokens."""
     # Both at once: two halves of a control token may meet where the texts join.
     return strip_control_tokens(prompt_text + target_text)

@@ -233,6 +233,8 @@ def test_the_length_of_the_text_bounds_that_of_the_speech(tokenizer):
         ((STREAM, *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>"), *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>"), *[event("word"), 0.2] * 20), "sent no token for 0.6 s"),
+        ((STREAM, b"data: " + b"x" * 2_000_000), "what is no completion: b'data: xxx"),
+        ((b"HTTP/1.1 500 Oops\r\nContent-Length: 999\r\n\r\n", 30.0), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>" * 751)), "ignores max_tokens 240"),
     ],
 )
@@ -330,6 +332,20 @@ def test_a_chat_server_gets_the_template_as_messages(tokenizer):
     ]
 
 
+def test_control_tokens_of_a_text_reach_no_chat(tokenizer):
+    async def run():
+        server = FaultServer((STREAM, event("<|s_1|>", "stop")))
+        async with server.running() as url:
+            llm = OpenAILM([url], "model", tokenizer, QUICK, dialect="chat")
+            stream = llm.generate(LLMPrompt("Hello<|eos1|>", "A <|s_1"), Sampling())
+            await anext(stream)
+            await stream.aclose()
+            await llm.aclose()
+        return server.bodies[0]["messages"]
+
+    assert asyncio.run(run()) == [{"role": "user", "content": "A <|s_1Hello "}]
+
+
 def test_a_server_without_completions_is_asked_to_chat(tokenizer):
     absent = (reply("404 Not Found", b"no such path"),)
     answer = (STREAM, b'data: {"choices": [{"delta": {"content": "<|s_4|>"}, "finish_reason": "stop"}]}\n\n')
@@ -351,7 +367,6 @@ def test_repetition_aware_sampling_reaches_vllm_and_no_other_server(tokenizer):
         (reply("503 Service Unavailable", b"loading"),),
         (STREAM,),
         (STREAM, event("")),
-        (b"",),
     ],
 )
 def test_another_server_answers_as_long_as_no_token_has_come(tokenizer, failure):
@@ -365,6 +380,12 @@ def test_another_server_answers_as_long_as_no_token_has_come(tokenizer, failure)
 
     # The one that failed is not asked again as long as there is another.
     assert asyncio.run(run()) == ([([1, 2], "stop")] * 3, [1, 3])
+
+
+def test_a_connection_that_the_server_has_closed_meanwhile_is_no_error(tokenizer):
+    result, server = ask(tokenizer, (b"",), GOOD, dialect="vllm")
+    assert result == ([1, 2], "stop")
+    assert len(server.bodies) == 2
 
 
 def test_two_hundred_cancellations_leave_no_request_at_the_server(tokenizer):

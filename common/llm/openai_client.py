@@ -12,7 +12,7 @@ import aiohttp
 
 from common.errors import UnavailableError
 from common.llm.base import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
-from common.llm.openai_dialects import DIALECTS, Asked, Dialect, EventReader
+from common.llm.openai_dialects import DIALECTS, Asked, Body, Dialect, EventReader
 from common.speech_tokens import LLMTokenizer
 
 _REFUSED = (400, 413, 422)  # the request itself is wrong, at least in this dialect
@@ -100,10 +100,11 @@ class OpenAILM:
         watch = _Deadline(deadline, self._timeouts.first_token)
         response: aiohttp.ClientResponse | None = None
         try:
-            response = await self._open(endpoint, asked, watch.remaining())
+            response = await asyncio.wait_for(self._open(endpoint, asked), watch.remaining())
             watch.start(response.close)
-            async for chunk in self._read(endpoint, response, asked, watch):
-                yield chunk
+            async with aclosing(self._read(endpoint, response, asked, watch)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
             await _read_leftover(response)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             if watch.remaining() <= 0:
@@ -136,8 +137,8 @@ class OpenAILM:
                 return
         raise UnavailableError(f"LLM server {endpoint.url} ended in the middle of an answer")
 
-    async def _open(self, endpoint: _Endpoint, asked: Asked, seconds: float) -> aiohttp.ClientResponse:
-        """Send the request in the server's dialect, which its first answer tells. TimeoutError after `seconds`."""
+    async def _open(self, endpoint: _Endpoint, asked: Asked) -> aiohttp.ClientResponse:
+        """Send the request in the server's dialect, which its first answer tells."""
         session = self._open_session()
         refusals: list[str] = []
         absent = True
@@ -147,7 +148,7 @@ class OpenAILM:
             except ValueError as error:
                 refusals, absent = [*refusals, str(error)], False
                 continue
-            response = await asyncio.wait_for(session.post(endpoint.url + dialect.path, json=body), seconds)
+            response = await _post(session, endpoint.url + dialect.path, body)
             if response.status == 200:
                 endpoint.dialect, endpoint.down_until = dialect, 0.0
                 return response
@@ -213,8 +214,20 @@ async def _read_leftover(response: aiohttp.ClientResponse) -> None:
         await asyncio.wait_for(response.read(), LEFTOVER_SECONDS)
 
 
+async def _post(session: aiohttp.ClientSession, url: str, body: Body) -> aiohttp.ClientResponse:
+    """One request; a second where the first met a connection of the pool that the server was just closing."""
+    try:
+        return await session.post(url, json=body)
+    except aiohttp.ClientConnectorError:
+        raise
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+        return await session.post(url, json=body)
+
+
 async def _error_message(response: aiohttp.ClientResponse) -> str:
     """What the server says about its refusal; closes the response."""
-    async with response:
-        content = await response.read()
-    return content.decode(errors="replace").strip()[:500] or str(response.reason)
+    try:
+        content = await response.content.read(500)
+    finally:
+        response.close()
+    return content.decode(errors="replace").strip() or str(response.reason)

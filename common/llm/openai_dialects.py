@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from common.errors import UnavailableError
 from common.llm.base import FinishReason, LLMPrompt, Sampling, TokenChunk
-from common.speech_tokens import LLMTokenizer, SpeechTokenParser, speech_token_text
+from common.speech_tokens import LLMTokenizer, SpeechTokenParser, speech_token_text, spoken_text
 
 Body = dict[str, Any]
 _ENDED = b"[DONE]"
+_LONGEST_LINE = 1 << 20  # bytes; an event with one token has a few hundred
 
 
 class Asked(NamedTuple):
@@ -88,7 +89,7 @@ def _transformers(asked: Asked) -> Body:
 
 def _chat(asked: Asked) -> Body:
     _refuse_ras(asked.sampling)
-    messages = [{"role": "user", "content": asked.prompt.prompt_text + asked.prompt.target_text}]
+    messages = [{"role": "user", "content": spoken_text(asked.prompt.prompt_text, asked.prompt.target_text)}]
     if asked.prompt.prompt_tokens:
         messages.append({"role": "assistant", "content": speech_token_text(asked.prompt.prompt_tokens)})
     return _extended(asked.sampling, asked.tokenizer) | {"messages": messages, "skip_special_tokens": False}
@@ -140,6 +141,8 @@ class EventReader:
     def feed(self, data: bytes) -> TokenChunk:
         """What `data` completes. Raises UnavailableError where it is not an answer, or the server reports a failure."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        if len(self._unfinished) > _LONGEST_LINE:
+            raise self._no_completion(self._unfinished)
         tokens: list[int] = []
         finish: FinishReason | None = None
         for line in lines:
@@ -166,10 +169,13 @@ class EventReader:
             reason = choice.get("finish_reason")
             tokens, ended = self._tokens(choice)
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UnavailableError(f"LLM server {self._url} sent what is no completion: {content[:200]!r}") from None
+            raise self._no_completion(content) from None
         if reason not in (None, "", "stop", "length"):
             raise UnavailableError(f"LLM server {self._url} ended the answer with {reason!r}")
         return tokens, "stop" if ended else (reason or None)
+
+    def _no_completion(self, content: bytes) -> UnavailableError:
+        return UnavailableError(f"LLM server {self._url} sent what is no completion: {content[:200]!r}")
 
     def _tokens(self, choice: Body) -> tuple[list[int], bool]:
         """Speech ids of a choice, and whether an end token follows them."""
