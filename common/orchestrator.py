@@ -119,12 +119,15 @@ def _inputs(request: Any) -> RequestInputs:
 
 
 def _outputs(waveform: np.ndarray, warnings: list[str]) -> dict[str, np.ndarray]:
-    """One response: (N,) -> (1, N), and what there is to warn of so far.
+    """One response: (N,) -> (1, N), and once what there is to warn of; `warnings` is emptied.
 
     An output, because Triton 2.51's python backend cannot set parameters of a response.
     """
-    warning = {"warning": np.array([["; ".join(warnings)]], np.object_)} if warnings else {}
-    return {"waveform": waveform[None], **warning}
+    outputs = {"waveform": waveform[None]}
+    if warnings:
+        outputs["warning"] = np.array([["; ".join(warnings)]], np.object_)
+        warnings.clear()
+    return outputs
 
 
 def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:

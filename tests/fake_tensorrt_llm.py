@@ -88,11 +88,14 @@ class LLM:
         self.options = {"model": model, "max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
         self.live: set[RequestOutput] = set()
         self.asked: list[RequestOutput] = []
-        self.fails: Exception | None = None
+        self.fails: Exception | None = None  # while it speaks
+        self.refuses: Exception | None = None  # to begin
         self.is_shut_down = False
 
     def generate_async(self, inputs: list[int], sampling_params: SamplingParams, *, streaming: bool = False) -> Any:
         assert streaming and all(type(token) is int for token in inputs)
+        if self.refuses:
+            raise self.refuses
         self.asked.append(RequestOutput(self, sampling_params))
         return self.asked[-1]
 

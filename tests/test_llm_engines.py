@@ -116,10 +116,11 @@ def test_a_dead_vllm_is_unavailable(install, llm_dir, tokenizer, kind):  # noqa:
     assert engine.live == 0
 
 
-def test_a_dead_tensorrt_llm_is_unavailable(install, llm_dir, tokenizer):  # noqa: F811
+@pytest.mark.parametrize("when", ["fails", "refuses"])
+def test_a_dead_tensorrt_llm_is_unavailable(install, llm_dir, tokenizer, when):  # noqa: F811
     install("tensorrt_llm")
     engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
-    engine._llm.fails = RuntimeError("the worker is gone")
+    setattr(engine._llm, when, RuntimeError("the worker is gone"))
     with pytest.raises(UnavailableError, match="the worker is gone"):
         asyncio.run(collect(engine, make_request(tokenizer)))
     assert engine.live == 0

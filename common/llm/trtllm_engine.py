@@ -40,9 +40,9 @@ class TensorRTLLMEngine:
         if self.live >= self._max_requests:
             raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
         self.live += 1
-        answer = self._llm.generate_async(list(request.input_ids), parameters, streaming=True)
-        reason = None
+        answer, reason = None, None
         try:
+            answer = self._llm.generate_async(list(request.input_ids), parameters, streaming=True)
             async for output in answer:
                 (completion,) = output.outputs
                 reason = finish_reason(completion.finish_reason)
@@ -51,7 +51,7 @@ class TensorRTLLMEngine:
             raise UnavailableError(f"the LLM engine failed: {error}") from error
         finally:
             self.live -= 1
-            if reason is None:
+            if answer is not None and reason is None:
                 answer.abort()
 
     def close(self) -> None:
