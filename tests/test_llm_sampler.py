@@ -107,7 +107,7 @@ def test_forbidden_end_tokens_are_not_drawn_anew_either():
 
 
 @pytest.mark.parametrize(
-    ("text_tokens", "bounds"), [(1, (2, 20)), (10, (20, 200)), (100, (200, 750)), (500, (750, 750))]
+    ("text_tokens", "bounds"), [(1, (2, 20)), (10, (20, 200)), (100, (200, 750)), (500, (375, 750))]
 )
 def test_the_length_of_the_text_bounds_that_of_the_speech(text_tokens, bounds):
     bounded = LengthRatios().bound(Sampling(), text_tokens)

@@ -75,9 +75,12 @@ class LengthRatios:
             raise ValueError(f"token ratios must be numbers with 0 <= min <= max, not {self.min!r} and {self.max!r}")
 
     def bound(self, sampling: Sampling, text_tokens: int) -> Sampling:
-        """`sampling` with the length of its speech held within the ratios, and never above its own max_tokens."""
+        """`sampling` with the length of its speech held within the ratios, and never above its own max_tokens.
+
+        A text too long for max_tokens is held to half of them at least, lest its speech is cut for certain.
+        """
         most = max(1, min(sampling.max_tokens, int(self.max * text_tokens)))
-        least = min(most, max(sampling.min_tokens, int(self.min * text_tokens)))
+        least = min(most, max(sampling.min_tokens, min(int(self.min * text_tokens), most // 2)))
         return dataclasses.replace(sampling, min_tokens=least, max_tokens=most)
 
 

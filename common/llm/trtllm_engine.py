@@ -1,6 +1,6 @@
 """The engine `tensorrt_llm`: TensorRT-LLM's LLM API over a HuggingFace directory or built engines, on a GPU.
 
-Needs TensorRT-LLM, which is no dependency: NVIDIA's image has it.
+Needs TensorRT-LLM 1.0 or newer, which is no dependency: NVIDIA's image has it.
 """
 
 import json

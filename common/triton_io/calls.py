@@ -77,7 +77,7 @@ async def stream(
         requested_output_names=list(outputs),
         inputs=[to_tensor(name, array) for name, array in inputs.items()],
         request_id=request_id,
-        parameters=dict(parameters or {}),
+        **({"parameters": dict(parameters)} if parameters else {}),
     )
     loop = asyncio.get_running_loop()
     arrivals: asyncio.Queue[Any] = asyncio.Queue()
