@@ -5,6 +5,7 @@ in and this module loads neither.
 """
 
 import argparse
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,10 @@ import numpy as np
 from common.audio import load_audio, save_audio
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 
+logger = logging.getLogger(__name__)
+
 WAVEFORM = "waveform"
+WARNING = "warning"
 
 
 class ClientError(RuntimeError):
@@ -74,6 +78,13 @@ class Utterance:
 
 def _text_tensor(text: str) -> np.ndarray:
     return np.array([[text.encode("utf-8")]], dtype=np.object_)
+
+
+def waveform_of(result: Any) -> np.ndarray | None:
+    """The audio of a response, None if it has none; what it warns of is logged, which shows on standard error."""
+    if (warning := result.as_numpy(WARNING)) is not None:
+        logger.warning("%s", warning.item().decode())
+    return result.as_numpy(WAVEFORM)
 
 
 def read_reference(path: Path) -> np.ndarray:

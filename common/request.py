@@ -22,6 +22,8 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "top_k": int,
     "repetition_penalty": float,
     "max_tokens": int,
+    "ras_window": int,
+    "ras_tau": float,
 }
 
 

@@ -15,6 +15,13 @@ TASK_ID = "<|task_id|>"
 END_OF_PROMPT = "<|endofprompt|>"
 END_TOKENS = ("<|eos1|>", "<|eos2|>", "<|eos3|>")
 
+# CosyVoice2's prompt as a chat, for servers that take messages.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    f"{{{{ '{SOS}' + message['content'] + '{TASK_ID}' }}}}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
 _STREAMED_TOKEN = re.compile(r"<\|(?:s_(\d{1,4})|eos[123])\|>")
 _LONGEST_TOKEN = len(f"<|s_{SPEECH_VOCAB}|>")
 
@@ -27,6 +34,11 @@ def instruction(text: str) -> str:
 def speech_token_text(tokens: Sequence[int]) -> str:
     """Speech ids 0..6560 as the LLM writes them: `<|s_5|><|s_17|>`."""
     return "".join(f"<|s_{token}|>" for token in tokens)
+
+
+def added_tokens() -> list[str]:
+    """What CosyVoice2's LLM has behind Qwen2's vocabulary, in the order of the ids."""
+    return [*(f"<|s_{token}|>" for token in range(SPEECH_VOCAB)), *END_TOKENS, SOS, TASK_ID]
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class LLMTokenizer:
 
         prompt_text: what the prompt's speech says, or an `instruction`.
         """
-        text = _spoken(prompt_text, target_text)
+        text = spoken_text(prompt_text, target_text)
         text_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [self.sos_id, *text_ids, self.task_id, *self.to_llm_ids(prompt_tokens)]
 
@@ -85,7 +97,7 @@ class LLMTokenizer:
 
     def prompt_string(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> str:
         """The same template as text, for servers that tokenize themselves."""
-        return f"{SOS}{_spoken(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
+        return f"{SOS}{spoken_text(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
 
     def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:
         """Speech ids 0..6560 -> ids of the LLM. Raises ValueError on any other id."""
@@ -134,8 +146,8 @@ def _unfinished_token(text: str) -> str:
     return text[start:] if start >= 0 and len(text) - start < _LONGEST_TOKEN else ""
 
 
-def _spoken(prompt_text: str, target_text: str) -> str:
-    """The text of the template. The only control token that it may hold is the one that ends an `instruction`."""
+def spoken_text(prompt_text: str, target_text: str) -> str:
+    """What the LLM is given to speak: both texts, with no control token but the one that ends an `instruction`."""
     if prompt_text.endswith(END_OF_PROMPT):
         prompt_text = instruction(strip_control_tokens(prompt_text.removesuffix(END_OF_PROMPT)))
         return prompt_text + strip_control_tokens(target_text)

@@ -88,13 +88,21 @@ class Voices(Protocol):
     def __call__(self, name: str) -> Recording | Prompt: ...
 
 
+Warn = Callable[[str], object]  # told what the caller should know although there is audio
+
+
+def _nobody(warning: str) -> None:
+    """Nobody is told; the log has it all the same."""
+
+
 class TokenBacklog:
     """Speech tokens of one segment: the LLM's stream fills it, the chunks use it up."""
 
-    def __init__(self, target_text: str) -> None:
+    def __init__(self, target_text: str, warn: Warn) -> None:
         self.tokens: list[int] = []
         self.ended = False
         self._target_text = target_text
+        self._warn = warn
         self._news = asyncio.Event()
 
     async def fill(self, stream: TokenStream) -> None:
@@ -108,9 +116,9 @@ class TokenBacklog:
         if not self.tokens:
             raise UnavailableError(f"the LLM returned no speech token for the text {self._target_text[:80]!r}")
         if stream.finish_reason == "length":
-            logger.warning(
-                "speech was cut short by max_tokens after %d tokens: %r", len(self.tokens), self._target_text[:80]
-            )
+            warning = f"speech was cut short by max_tokens after {len(self.tokens)} tokens: {self._target_text[:80]!r}"
+            logger.warning(warning)
+            self._warn(warning)
         self.ended = True
         self._news.set()
 
@@ -145,8 +153,10 @@ class Synthesizer:
         self._rules = rules
         self._clock = clock
 
-    async def stream(self, request: SpeechRequest) -> AsyncGenerator[np.ndarray, None]:
+    async def stream(self, request: SpeechRequest, warn: Warn = _nobody) -> AsyncGenerator[np.ndarray, None]:
         """Waveforms (N,) float32 as they become ready. Closing the generator ends everything begun for it.
+
+        `warn` is called before the last one where speech was cut short.
 
         Raises what a port raises, as soon as it does, UnavailableError where the LLM says nothing, and ValueError
         for a speed other than 1.
@@ -154,16 +164,16 @@ class Synthesizer:
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; a streamed one is spoken at speed 1")
         async with TaskScope() as scope:
-            prompt, backlogs = await self._begin(request, scope)
+            prompt, backlogs = await self._begin(request, scope, warn)
             while (backlog := await scope.result(backlogs.get())) is not None:
                 async with aclosing(self._rendered(prompt, backlog, scope)) as waveforms:
                     async for waveform in waveforms:
                         yield waveform
 
-    async def offline(self, request: SpeechRequest) -> np.ndarray:
-        """The whole utterance, (N,) float32. Raises as `stream` does."""
+    async def offline(self, request: SpeechRequest, warn: Warn = _nobody) -> np.ndarray:
+        """The whole utterance, (N,) float32. Warns and raises as `stream` does."""
         async with TaskScope() as scope:
-            prompt, backlogs = await self._begin(request, scope)
+            prompt, backlogs = await self._begin(request, scope, warn)
             waveforms = []
             while (backlog := await scope.result(backlogs.get())) is not None:
                 while not backlog.ended:
@@ -188,7 +198,7 @@ class Synthesizer:
         finally:
             await vocoder.abort()
 
-    async def _begin(self, request: SpeechRequest, scope: TaskScope) -> tuple[Prompt, Backlogs]:
+    async def _begin(self, request: SpeechRequest, scope: TaskScope, warn: Warn) -> tuple[Prompt, Backlogs]:
         """Find or encode the voice, and set the LLM going as soon as its part of the voice is known."""
         texts = self._texts.segments(request.target_text, request.in_words)
         first = scope.spawn(_next(texts))
@@ -202,7 +212,7 @@ class Synthesizer:
             spoken = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
             llm_prompt = LLMPrompt("", await scope.result(transcript), spoken.tolist())
         backlogs: Backlogs = asyncio.Queue(maxsize=1)
-        scope.spawn(self._speak(first, texts, llm_prompt, request.sampling, backlogs))
+        scope.spawn(self._speak(first, texts, llm_prompt, request.sampling, backlogs, warn))
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
@@ -222,11 +232,12 @@ class Synthesizer:
         llm_prompt: LLMPrompt,
         sampling: Sampling,
         backlogs: Backlogs,
+        warn: Warn,
     ) -> None:
         """Fill a backlog for each text, one after another."""
         text = await first
         while text is not None:
-            backlog = TokenBacklog(text)
+            backlog = TokenBacklog(text, warn)
             await backlogs.put(backlog)
             await backlog.fill(self._llm.generate(replace(llm_prompt, target_text=text), sampling))
             text = await _next(rest)

@@ -83,7 +83,7 @@ async def complete(
     """The waveform of an offline request, (1, N) or (N,)."""
     inputs = request.tensors(InferInput)
     result = await connection.infer(model, inputs, client_timeout=timeout, parameters=request.parameters or None)
-    return result.as_numpy(speech.WAVEFORM)
+    return speech.waveform_of(result)
 
 
 async def chunks(
@@ -107,7 +107,7 @@ async def chunks(
         async for result, error in responses:
             if error is not None:
                 raise error
-            yield result.as_numpy(speech.WAVEFORM)
+            yield speech.waveform_of(result)
     finally:
         responses.cancel()
 

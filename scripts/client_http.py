@@ -49,7 +49,7 @@ def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: 
             inputs = request.tensors(triton.InferInput)
             recorder = speech.Recorder()
             result = connection.infer(model, inputs, parameters=request.parameters or None)
-            recorder.add(result.as_numpy(speech.WAVEFORM))
+            recorder.add(speech.waveform_of(result))
             return recorder.finish()
     except InferenceServerException as error:
         raise speech.refused(error.message()) from None

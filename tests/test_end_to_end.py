@@ -20,7 +20,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from common.audio import resample
-from common.client import ClientError, Speech, Utterance, read_reference
+from common.client import WARNING, ClientError, Speech, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.server import ServerError, free_port
 from common.speech_tokens import LLMTokenizer
@@ -176,6 +176,22 @@ def test_an_instruction_changes_what_is_said_and_is_not_spoken(stack: str, serve
     assert not np.array_equal(sad.waveform, plain.waveform) and not np.array_equal(sad.waveform, happy.waveform)
 
 
+def test_a_cut_by_max_tokens_is_a_warning_beside_the_audio(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    address, arrays = serve(stack=stack).grpc_url, request_arrays(voice)
+    cut = ask(address, MODELS[stack], arrays, {"max_tokens": 20, "seed": 1})
+    assert cut.error is None and cut.waveform.size > 0
+    assert cut.warning is not None and "cut short by max_tokens after 20 tokens" in cut.warning
+    assert ask(address, MODELS[stack], arrays, {"seed": 1}).warning is None
+
+
+def test_repetition_aware_sampling_reaches_the_llm(serve: Serve, voice: np.ndarray) -> None:
+    address, arrays = serve(stack="dit").grpc_url, request_arrays(voice)
+    narrow = {"seed": 1, "top_k": 1, "repetition_penalty": "1.0"}
+    looping, free = (ask(address, MODELS["dit"], arrays, narrow | {"ras_window": window}) for window in (0, 10))
+    assert looping.error is free.error is None
+    assert looping.waveform.shape != free.waveform.shape or not np.array_equal(looping.waveform, free.waveform)
+
+
 # --- bad requests ------------------------------------------------------------------------------------------------
 
 
@@ -195,10 +211,11 @@ def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Answer:
-    """How one request ended: with its audio, or with the message of its error."""
+    """How one request ended: with its audio and perhaps a warning, or with the message of its error."""
 
     waveform: np.ndarray
     error: str | None
+    warning: str | None = None
 
 
 def ask(address: str, model: str, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Answer:
@@ -222,7 +239,7 @@ async def collect(address: str, model: str, inputs: list[Any], parameters: dict[
     async def requests() -> Any:
         yield {"model_name": model, "inputs": inputs, "parameters": parameters}
 
-    chunks, error = [np.zeros(0, np.float32)], None
+    chunks, error, warning = [np.zeros(0, np.float32)], None, None
     async with client_grpc.triton.InferenceServerClient(address) as connection:
         async for result, problem in connection.stream_infer(requests()):
             if problem is not None:
@@ -230,7 +247,9 @@ async def collect(address: str, model: str, inputs: list[Any], parameters: dict[
                 error = problem.message()
                 continue
             chunks.append(result.as_numpy("waveform").reshape(-1))
-    return Answer(np.concatenate(chunks), error)
+            if (told := result.as_numpy(WARNING)) is not None:
+                warning = told.item().decode()
+    return Answer(np.concatenate(chunks), error, warning)
 
 
 def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -523,7 +542,7 @@ def test_a_failing_llm_server_is_an_error_within_five_seconds(
 def test_an_llm_server_that_is_down_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
     server = serve(stack="dit", llm_transport="openai", llm_urls=(f"http://127.0.0.1:{free_port()}",))
     begun = time.monotonic()
-    with pytest.raises(ClientError, match="no LLM server can be reached"):
+    with pytest.raises(ClientError, match="cannot be reached"):
         stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
     assert time.monotonic() - begun < 5
 

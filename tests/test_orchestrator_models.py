@@ -63,6 +63,7 @@ class Neighbours:
     pause: float = 0.0
     vocoder_fails: bool = False
     llm_tokens: int = TOKENS
+    llm_ends: bool = True  # by an end token; otherwise its tokens are all that were asked for
     llm_requests: list[dict[str, np.ndarray]] = field(default_factory=list)
     sequences: dict[int, float] = field(default_factory=dict)  # live ones, and their voices
     ended: list[int] = field(default_factory=list)
@@ -86,7 +87,8 @@ class Neighbours:
         if "stop" in inputs:
             return
         self.llm_requests.append(inputs)
-        for token in [*range(OFFSET, OFFSET + self.llm_tokens), EOS]:
+        tokens = range(OFFSET, OFFSET + self.llm_tokens)
+        for token in [*tokens, EOS] if self.llm_ends else tokens:
             time.sleep(self.pause)
             yield answer(output_ids=np.array([[[token]]], np.int32), sequence_length=np.array([[1]], np.int32))
 
@@ -196,11 +198,11 @@ def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(
     neighbours = Neighbours()
     neighbours.install(triton_models)
     request = client_request(parameters={"top_k": 5, "seed": 11, "triton_enable_empty_final_response": True})
-    with started("cosyvoice2_dit", tokenizer_dir, temperature="0.25", top_k="7", max_tokens="300") as model:
+    with started("cosyvoice2_dit", tokenizer_dir, temperature="0.25", top_k="7", max_tokens="12") as model:
         serve(model, request)
     (llm,) = neighbours.llm_requests
-    names = ("temperature", "runtime_top_k", "request_output_len", "random_seed")
-    assert [llm[name].item() for name in names] == [0.25, 5, 300, 11]
+    names = ("temperature", "runtime_top_k", "request_output_len", "min_length", "random_seed")
+    assert [llm[name].item() for name in names] == [0.25, 5, 12, 2, 11]
     # <|sos|> the texts <|task_id|> and the prompt's tokens
     assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(OFFSET, OFFSET + PROMPT))
 
@@ -241,6 +243,19 @@ def test_a_default_speaker_that_cannot_be_used_stops_the_model_from_loading(
         started("cosyvoice2", tokenizer_dir, voices_dir=str(tmp_path), **settings),
     ):
         pass
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_cut_by_max_tokens_reaches_the_caller_as_a_warning(
+    tokenizer_dir: Path, triton_models: dict[str, Callee], decoupled: bool
+) -> None:
+    Neighbours(llm_tokens=20, llm_ends=False).install(triton_models)
+    request = client_request(decoupled)
+    with started("cosyvoice2_dit", tokenizer_dir, decoupled) as model:
+        serve(model, request)
+    answers = [response.arrays() for response in request.sender.responses]
+    (warning,) = (outputs["warning"].item() for outputs in answers if "warning" in outputs)
+    assert warning == "speech was cut short by max_tokens after 20 tokens: 'word five.'"
 
 
 def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:

@@ -442,9 +442,16 @@ def test_an_llm_that_says_nothing_is_an_error_naming_the_text(offline: bool) -> 
 
 def test_truncation_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(20), finish_reason="length"))
+    told: list[str] = []
+
+    async def scenario() -> list[np.ndarray]:
+        async with aclosing(pipeline.synthesizer.stream(speech_request(), told.append)) as waveforms:
+            return [waveform async for waveform in waveforms]
+
     with caplog.at_level(logging.WARNING):
-        assert sum(map(len, pipeline.run())) == 20
-    assert "cut short by max_tokens after 20 tokens" in caplog.text
+        assert sum(map(len, pipeline.run(scenario()))) == 20
+    assert told == ["speech was cut short by max_tokens after 20 tokens: 'hello'"]
+    assert told[0] in caplog.text
 
 
 STAGES: dict[str, Callable[[Pipeline], bool]] = {

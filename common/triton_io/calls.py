@@ -68,6 +68,7 @@ async def stream(
     outputs: Sequence[str],
     *,
     request_id: str = "",
+    parameters: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[dict[str, np.ndarray], None]:
     """The outputs of each response of a decoupled `model`, as they arrive; the caller bounds the waiting.
 
@@ -80,6 +81,7 @@ async def stream(
         requested_output_names=list(outputs),
         inputs=[to_tensor(name, array) for name, array in inputs.items()],
         request_id=request_id,
+        **({"parameters": dict(parameters)} if parameters else {}),
     )
     loop = asyncio.get_running_loop()
     arrivals: asyncio.Queue[Any] = asyncio.Queue()
