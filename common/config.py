@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from common.constants import EULER_STEPS
 
+LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"]  # see common/llm/loading.py
+
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
@@ -147,7 +149,7 @@ class TensorrtLLMConfig(ModelConfig):
     # Named as the C++ backend names it, so that one template serves both.
     engine_dir: str = dataclasses.field(metadata={"key": "gpt_model_path"})
     tokenizer_dir: str = ""
-    engine: Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"] = "auto"
+    engine: LLMEngine = "auto"
     max_requests: int = 64
     device: str = "cpu"
     decoupled: bool = False

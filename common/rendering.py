@@ -19,6 +19,7 @@ from tritonclient.grpc import model_config_pb2
 
 from common.config import (
     AudioTokenizerConfig,
+    LLMEngine,
     ModelConfig,
     OrchestratorConfig,
     SpeakerEmbeddingConfig,
@@ -107,11 +108,10 @@ class StackOptions:
     """Everything that a rendering depends on.
 
     `models_dir`: cosyvoice2_llm/, CosyVoice2-0.5B/, Step-Audio-2-mini/token2wav/ and what the LLM's engine loads where
-    it is not cosyvoice2_llm/: cosyvoice2_llm_genai/ on the CPU, trt_engines_bfloat16/ for the C++ backend. voices/ if
-    any are registered.
-    `decoupled`: streamed answers. `device`: of the prompt models and the vocoder. `llm_urls` and `llm_model`: for
-    `llm_transport` "openai". `llm_backend`, `llm_engine` of the python one, and `llm_engine_dir`: of the model
-    `tensorrt_llm`. `settings`: further template keys, for every model that has them.
+    it is not cosyvoice2_llm/: cosyvoice2_llm_genai/ on the CPU, trt_engines_bfloat16/ for the C++ backend; and
+    voices/ if any are registered. `decoupled`: streamed answers. `device`: of the prompt models and the vocoder.
+    `llm_urls` and `llm_model`: for `llm_transport` "openai". `llm_backend`, `llm_engine` of the python one, and
+    `llm_engine_dir`: of the model `tensorrt_llm`. `settings`: further template keys, for every model that has them.
     """
 
     models_dir: Path
@@ -122,7 +122,7 @@ class StackOptions:
     llm_urls: tuple[str, ...] = ()
     llm_model: str = "tensorrt_llm"
     llm_backend: Literal["python", "tensorrtllm"] = "python"
-    llm_engine: Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"] = "auto"
+    llm_engine: LLMEngine = "auto"
     llm_engine_dir: Path | None = None
     orchestrator_instances: int = 1
     max_batch_size: int = 16

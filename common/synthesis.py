@@ -116,7 +116,10 @@ class TokenBacklog:
         if not self.tokens:
             raise UnavailableError(f"the LLM returned no speech token for the text {self._target_text[:80]!r}")
         if stream.finish_reason == "length":
-            warning = f"speech was cut short by max_tokens after {len(self.tokens)} tokens: {self._target_text[:80]!r}"
+            warning = (
+                f"speech was cut short after {len(self.tokens)} tokens, the most that max_tokens and max_token_ratio "
+                f"allow: {self._target_text[:80]!r}"
+            )
             logger.warning(warning)
             self._warn(warning)
         self.ended = True

@@ -12,7 +12,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+from common.config import LLMEngine
 from common.rendering import StackOptions, render
 
 
@@ -27,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")
     parser.add_argument("--llm-model", default="tensorrt_llm", help="the LLM's name at its server")
     parser.add_argument("--llm-backend", choices=("python", "tensorrtllm"), default="python")
-    parser.add_argument("--llm-engine", choices=("auto", "tensorrt_llm", "vllm", "onnxruntime_genai"), default="auto")
+    parser.add_argument("--llm-engine", choices=get_args(LLMEngine), default="auto")
     parser.add_argument("--llm-engine-dir", type=Path, help="default: what the engine reads among the models")
     parser.add_argument("--max-batch-size", type=int, default=16)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")

@@ -16,10 +16,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
 
-from common.config import OrchestratorConfig
+from common.config import LLMEngine, OrchestratorConfig
 from common.constants import LOOKAHEAD_TOKENS
 from common.errors import UnavailableError
 from common.llm.base import LengthRatios, LLMPrompt, Sampling, Timeouts
@@ -30,6 +31,7 @@ from common.llm.openai_dialects import DIALECTS
 from common.speech_tokens import LLMTokenizer, speech_token_text
 
 FIRST_AUDIO = OrchestratorConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # tokens that the first chunk of audio waits for
+SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "ras_window", "ras_tau")
 NO_RATIOS = LengthRatios(min=0, max=1e6)
 Generate = Callable[[LLMPrompt, Sampling], AsyncGenerator[tuple[list[int], str | None], None]]
 
@@ -82,10 +84,11 @@ async def run(args: argparse.Namespace, tokenizer: LLMTokenizer, generate: Gener
     missing = args.prompt_ids - len(tokenizer.encode_prompt("", args.input_text, []))
     if missing > 0:
         prompt = LLMPrompt(args.input_text, "", [token % 100 for token in range(missing)])
-    given = {
-        name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "max_tokens", "ras_window", "seed")
-    }
-    sampling = Sampling(**given, min_tokens=args.max_tokens if args.exact_length else 0)
+    sampling = Sampling(
+        **{name: getattr(args, name) for name in SAMPLING},
+        seed=args.seed,
+        min_tokens=args.max_tokens if args.exact_length else 0,
+    )
     for streams in args.streams or [1]:
         answers = await ask_all(generate, prompt, [sampling] * streams)
     if not args.streams:
@@ -139,14 +142,12 @@ def build_parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--engine_dir", type=Path, help="what the engine loads")
     where.add_argument("--urls", nargs="+", help="OpenAI-compatible servers instead of an engine of this process")
-    parser.add_argument("--engine", choices=("auto", "tensorrt_llm", "vllm", "onnxruntime_genai"), default="auto")
+    parser.add_argument("--engine", choices=get_args(LLMEngine), default="auto")
     parser.add_argument("--llm_model", default="cosyvoice2_llm", help="the LLM's name at its server")
     parser.add_argument("--llm_dialect", choices=("auto", *DIALECTS), default="auto")
-    parser.add_argument("--temperature", type=float, default=Sampling.temperature)
-    parser.add_argument("--top_k", type=int, default=Sampling.top_k)
-    parser.add_argument("--top_p", type=float, default=Sampling.top_p)
-    parser.add_argument("--max_tokens", type=int, default=Sampling.max_tokens)
-    parser.add_argument("--ras_window", type=int, default=Sampling.ras_window)
+    for name in SAMPLING:
+        default = getattr(Sampling, name)
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--prompt_ids", type=int, default=0, help="fill the prompt up to so many with speech tokens")
     parser.add_argument("--exact_length", action="store_true", help="no end token before max_tokens")

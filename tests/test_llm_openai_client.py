@@ -17,7 +17,7 @@ import pytest
 from common.errors import UnavailableError
 from common.llm.base import LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
-from common.speech_tokens import LLMTokenizer, speech_token_text
+from common.speech_tokens import LLMTokenizer, instruction, speech_token_text
 from tests.llm_fixtures import llm_dir  # noqa: F401
 
 QUICK = Timeouts(connect=0.5, first_token=0.6, token=0.6)
@@ -332,18 +332,22 @@ def test_a_chat_server_gets_the_template_as_messages(tokenizer):
     ]
 
 
-def test_control_tokens_of_a_text_reach_no_chat(tokenizer):
+@pytest.mark.parametrize(
+    ("prompt_text", "content"),
+    [("A <|s_1", "A <|s_1Hello "), (instruction("sadly<|s_1|>"), "sadly <|endofprompt|>Hello ")],
+)
+def test_the_mark_of_an_instruction_is_the_only_control_token_that_reaches_a_chat(tokenizer, prompt_text, content):
     async def run():
         server = FaultServer((STREAM, event("<|s_1|>", "stop")))
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer, QUICK, dialect="chat")
-            stream = llm.generate(LLMPrompt("Hello<|eos1|>", "A <|s_1"), Sampling())
+            stream = llm.generate(LLMPrompt("Hello<|eos1|>", prompt_text), Sampling())
             await anext(stream)
             await stream.aclose()
             await llm.aclose()
         return server.bodies[0]["messages"]
 
-    assert asyncio.run(run()) == [{"role": "user", "content": "A <|s_1Hello "}]
+    assert asyncio.run(run()) == [{"role": "user", "content": content}]
 
 
 def test_a_server_without_completions_is_asked_to_chat(tokenizer):

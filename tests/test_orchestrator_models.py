@@ -255,7 +255,7 @@ def test_a_cut_by_max_tokens_reaches_the_caller_as_a_warning(
         serve(model, request)
     answers = [response.arrays() for response in request.sender.responses]
     (warning,) = (outputs["warning"].item() for outputs in answers if "warning" in outputs)
-    assert warning == "speech was cut short by max_tokens after 20 tokens: 'word five.'"
+    assert warning.startswith("speech was cut short after 20 tokens") and warning.endswith("'word five.'")
 
 
 def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:

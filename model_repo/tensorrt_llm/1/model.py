@@ -25,11 +25,11 @@ class TritonPythonModel:
         tokenizer = LLMTokenizer.from_dir(config.tokenizer_dir or config.engine_dir)
         self._end_ids = tokenizer.end_ids
         self._decoupled = config.decoupled
+        self._engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests)
         # By request id, for `stop`; touched in the loop's thread only.
         self._live: dict[str, asyncio.Task] = {}
         self._stopped: set[str] = set()
         self._requests = triton_io.RequestLoop(self._serve, model="tensorrt_llm", decoupled=config.decoupled)
-        self._engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests)
 
     def execute(self, requests):
         for request in requests:
