@@ -5,6 +5,7 @@ in and this module loads neither.
 """
 
 import argparse
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,10 @@ import numpy as np
 from common.audio import load_audio, save_audio
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 
+logger = logging.getLogger(__name__)
+
 WAVEFORM = "waveform"
+WARNING = "warning"
 
 
 class ClientError(RuntimeError):
@@ -27,25 +31,31 @@ class ClientError(RuntimeError):
 class Utterance:
     """What to ask for.
 
-    reference: float32 (T,) at 16 kHz, mono; None leaves the voice to the server. Without `reference_text` the voice
-    is cloned cross-lingually. parameters: request parameters such as `seed`.
+    reference: float32 (T,) at 16 kHz, mono; without `reference_text` the voice is cloned cross-lingually. `speaker`: a
+    voice that the server knows, instead of a recording. `instruct_text`: how to speak. parameters: request parameters
+    such as `seed`.
     """
 
     target_text: str
     reference: np.ndarray | None = None
     reference_text: str | None = None
-    parameters: dict[str, int | float | str] = field(default_factory=dict)
+    parameters: dict[str, int | float | str | bool] = field(default_factory=dict)
+    speaker: str | None = None
+    instruct_text: str | None = None
 
     @classmethod
-    def from_files(
-        cls, target_text: str, reference_audio: Path | None, reference_text: str | None, seed: int | None
-    ) -> "Utterance":
-        """The request of a command line; ClientError when the recording cannot be read."""
+    def from_arguments(cls, args: argparse.Namespace) -> "Utterance":
+        """The request of a command line, see `add_request_arguments`; ClientError when the recording is unreadable."""
+        parameters: dict[str, int | float | str | bool] = {} if args.seed is None else {"seed": args.seed}
+        if args.cross_lingual:
+            parameters["cross_lingual"] = True
         return cls(
-            target_text=target_text,
-            reference=None if reference_audio is None else read_reference(reference_audio),
-            reference_text=reference_text or None,
-            parameters={} if seed is None else {"seed": seed},
+            target_text=args.target_text,
+            reference=None if args.reference_audio is None else read_reference(args.reference_audio),
+            reference_text=args.reference_text or None,
+            parameters=parameters,
+            speaker=args.speaker or None,
+            instruct_text=args.instruct_text or None,
         )
 
     def tensors(self, infer_input: Callable[[str, list[int], str], Any]) -> list[Any]:
@@ -55,9 +65,9 @@ class Utterance:
             wav = np.ascontiguousarray(self.reference, dtype=np.float32)
             arrays["reference_wav"] = ("FP32", wav[None])  # (T,) -> (1, T)
             arrays["reference_wav_len"] = ("INT32", np.array([[wav.size]], dtype=np.int32))
-        if self.reference_text is not None:
-            arrays["reference_text"] = ("BYTES", _text_tensor(self.reference_text))
-        arrays["target_text"] = ("BYTES", _text_tensor(self.target_text))
+        for name in ("reference_text", "speaker", "instruct_text", "target_text"):
+            if (text := getattr(self, name)) is not None:
+                arrays[name] = ("BYTES", _text_tensor(text))
         inputs = []
         for name, (datatype, array) in arrays.items():
             tensor = infer_input(name, list(array.shape), datatype)
@@ -68,6 +78,13 @@ class Utterance:
 
 def _text_tensor(text: str) -> np.ndarray:
     return np.array([[text.encode("utf-8")]], dtype=np.object_)
+
+
+def waveform_of(result: Any) -> np.ndarray | None:
+    """The audio of a response, None if it has none; what it warns of is logged, which shows on standard error."""
+    if (warning := result.as_numpy(WARNING)) is not None:
+        logger.warning("%s", warning.item().decode())
+    return result.as_numpy(WAVEFORM)
 
 
 def read_reference(path: Path) -> np.ndarray:
@@ -148,6 +165,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-text", required=True, help="what to say")
     parser.add_argument("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
     parser.add_argument("--reference-text", help="what the reference audio says; without it: cross-lingual cloning")
+    parser.add_argument("--speaker", help="a voice that the server knows, instead of --reference-audio")
+    parser.add_argument("--instruct-text", help='how to speak, such as "Speak slowly."; not with --reference-text')
+    parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre, not their language")
     parser.add_argument("--model-name", default="cosyvoice2_dit", help="cosyvoice2_dit (default) or cosyvoice2")
     parser.add_argument("--output-audio", type=Path, default=Path("output.wav"), help="24 kHz, 16-bit WAV")
     parser.add_argument("--seed", type=int, help="the same seed gives the same audio")

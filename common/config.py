@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from common.constants import EULER_STEPS
 
+LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"]  # see common/llm/loading.py
+
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
@@ -123,6 +125,8 @@ _TENSORRTLLM_PARAMETERS = frozenset(
         "max_attention_window_size",
         "kv_cache_free_gpu_mem_fraction",
         "exclude_input_in_output",
+        "batch_scheduler_policy",
+        "cancellation_check_period_ms",
         "enable_kv_cache_reuse",
     )
 )
@@ -132,7 +136,8 @@ _TENSORRTLLM_PARAMETERS = frozenset(
 class TensorrtLLMConfig(ModelConfig):
     """The LLM as a Triton model, python backend.
 
-    `engine_dir`: what the engine loads. `tokenizer_dir`: HuggingFace directory; empty if the engine's own holds it.
+    `engine_dir`: what the engine loads. `engine`: "auto" is the best one that can be imported and reads `engine_dir`,
+    see common/llm/loading.py. `tokenizer_dir`: HuggingFace directory; empty if the engine's own holds it.
     `max_requests`: generated at the same time; one more is refused as unavailable. As many as a vocoder has streams.
     Each has a row of key/value cache, of which only the tokens written so far take memory: 24 kB a token for the
     official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37 MB for 30 s of recording and 30 s of
@@ -144,7 +149,7 @@ class TensorrtLLMConfig(ModelConfig):
     # Named as the C++ backend names it, so that one template serves both.
     engine_dir: str = dataclasses.field(metadata={"key": "gpt_model_path"})
     tokenizer_dir: str = ""
-    engine: Literal["onnxruntime_genai"] = "onnxruntime_genai"
+    engine: LLMEngine = "auto"
     max_requests: int = 64
     device: str = "cpu"
     decoupled: bool = False
@@ -181,10 +186,12 @@ class Token2WavConfig(ModelConfig):
 class OrchestratorConfig(ModelConfig):
     """Both orchestrators.
 
-    `llm_transport`: "triton" asks the model `llm_model` of the same server, "openai" the servers at `llm_urls` (base
-    URLs, tried in turn). Sampling values are the defaults of a request's own parameters. Hops count speech tokens.
-    Timeouts in seconds: to the LLM's first tokens, between later ones, and of any other model's answer. The first two
-    stay below 5 s, because a dead LLM has to be an error within that time.
+    `llm_transport`: "triton" asks the model `llm_model` of the same server, which `llm_backend` serves; "openai" the
+    servers at `llm_urls` (base URLs) in their `llm_dialect`, see common/llm/openai_dialects.py. Sampling values are the
+    defaults of a request's own parameters. The token ratios are the fewest and most speech tokens per token of the
+    text. Hops count speech tokens. Timeouts in seconds: to the LLM's first tokens, between later ones, and of any other
+    model's answer. The first two stay below 5 s, because a dead LLM has to be an error within that time. `voices_dir`
+    holds registered voices (see `voices`); `default_speaker` is the one of requests that name none.
     """
 
     model_dir: str
@@ -192,6 +199,8 @@ class OrchestratorConfig(ModelConfig):
     llm_transport: Literal["triton", "openai"] = "triton"
     llm_urls: tuple[str, ...] = ()
     llm_model: str = "tensorrt_llm"
+    llm_backend: Literal["python", "tensorrtllm"] = "python"
+    llm_dialect: Literal["auto", "vllm", "trtllm", "text", "transformers", "chat"] = "auto"
     dynamic_chunk_strategy: Literal["exponential", "equal", "time_based"] = "exponential"
     first_hop_tokens: int = 15
     max_hop_tokens: int = 100
@@ -200,10 +209,16 @@ class OrchestratorConfig(ModelConfig):
     top_k: int = 50
     repetition_penalty: float = 1.1
     max_tokens: int = 750
+    ras_window: int = 0
+    ras_tau: float = 0.1
+    min_token_ratio: float = 2.0
+    max_token_ratio: float = 20.0
     first_token_timeout: float = 4.5
     token_timeout: float = 4.5
     model_timeout: float = 15.0
-    max_text_chars: int = 2000
+    max_text_chars: int = 4096
+    voices_dir: str = ""
+    default_speaker: str = ""
     decoupled: bool = False
 
     def __post_init__(self) -> None:

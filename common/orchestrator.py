@@ -5,17 +5,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from common import triton_io
 from common.chunking import HopRules
 from common.config import OrchestratorConfig
 from common.constants import FLOW_CHUNK_TOKENS
-from common.llm.base import Sampling, SpeechLM, Timeouts
+from common.llm.base import LengthRatios, Sampling, SpeechLM, Timeouts
+from common.llm.checkpoint import read_limits, speech_bias
 from common.llm.openai_client import OpenAILM
 from common.llm.triton_llm import TritonLM
 from common.ports import TritonPromptEncoder, TritonVocoder
 from common.request import RequestInputs
 from common.speech_tokens import LLMTokenizer
 from common.synthesis import Synthesizer
+from common.text import TextFrontend
+from common.voices import VoiceBook
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,12 @@ class Orchestrator:
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir)
         call = partial(triton_io.call, timeout=config.model_timeout)
         self._llm = _speech_lm(config, tokenizer)
+        voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode)
+        if config.default_speaker:
+            voices.get(config.default_speaker)  # one that cannot be used must not be found out by requests
         self._synthesizer = Synthesizer(
+            TextFrontend(tokenizer.text_length),
+            voices.get,
             TritonPromptEncoder(call, tokenizer.offset),
             self._llm,
             TritonVocoder(call, vocoder.model, cumulative=vocoder.cumulative, token_offset=tokenizer.offset),
@@ -82,19 +92,23 @@ class Orchestrator:
             top_k=config.top_k,
             repetition_penalty=config.repetition_penalty,
             max_tokens=config.max_tokens,
+            ras_window=config.ras_window,
+            ras_tau=config.ras_tau,
         )
+        self._default_speaker = config.default_speaker
         self._max_text_chars = config.max_text_chars
         self._decoupled = config.decoupled
 
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
         """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all that was begun for it."""
-        speech = _inputs(request).check(self._sampling, self._max_text_chars)
+        speech = _inputs(request).check(self._sampling, self._max_text_chars, self._default_speaker)
+        warnings: list[str] = []
         if not self._decoupled:
-            responder.send({"waveform": (await self._synthesizer.offline(speech))[None]})
+            responder.send(_outputs(await self._synthesizer.offline(speech, warnings.append), warnings))
             return
-        async with aclosing(self._synthesizer.stream(speech)) as waveforms:
+        async with aclosing(self._synthesizer.stream(speech, warnings.append)) as waveforms:
             async for waveform in waveforms:
-                responder.send({"waveform": waveform[None]})
+                responder.send(_outputs(waveform, warnings))
 
     async def aclose(self) -> None:
         """Release the LLM's connections."""
@@ -108,12 +122,31 @@ def _inputs(request: Any) -> RequestInputs:
         reference_wav_len=triton_io.scalar(request, "reference_wav_len"),
         reference_text=triton_io.text(request, "reference_text"),
         speaker=triton_io.text(request, "speaker"),
+        instruct_text=triton_io.text(request, "instruct_text"),
         parameters=triton_io.parameters(request),
     )
 
 
+def _outputs(waveform: np.ndarray, warnings: list[str]) -> dict[str, np.ndarray]:
+    """One response: (N,) -> (1, N), and once what there is to warn of; `warnings` is emptied.
+
+    An output, because Triton 2.51's python backend cannot set parameters of a response.
+    """
+    outputs = {"waveform": waveform[None]}
+    if warnings:
+        outputs["warning"] = np.array([["; ".join(warnings)]], np.object_)
+        warnings.clear()
+    return outputs
+
+
 def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
     timeouts = Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
+    ratios = LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
     if config.llm_transport == "openai":
-        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts)
-    return TritonLM(partial(triton_io.stream, config.llm_model, outputs=LLM_OUTPUTS), tokenizer, timeouts)
+        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios, config.llm_dialect)
+    bias = None
+    if config.llm_backend == "tensorrtllm":  # our own backend knows by itself what can be uttered
+        limits = read_limits(config.llm_tokenizer_dir)
+        bias = speech_bias(config.llm_tokenizer_dir, tokenizer, limits.vocab_size)
+    stream = partial(triton_io.stream, config.llm_model, outputs=LLM_OUTPUTS)
+    return TritonLM(stream, tokenizer, timeouts, ratios, bias)

@@ -1,5 +1,6 @@
 """One voice as the networks see it, and the two models that make it from a 16 kHz recording.
 
+    Recording          a 16 kHz recording and its transcript
     Prompt             speech tokens, mel, x-vector and transcript of one recording, cut to one length
     AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2, package s3tokenizer)
     SpeakerEncoder     recordings -> x-vectors       (CAM++, onnxruntime)
@@ -12,7 +13,7 @@ Both models read the official ONNX files, at any size. Checking a recording is `
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -34,6 +35,14 @@ from common.constants import (
 
 SESSION_THREADS = 2  # of the CAM++ session: by default onnxruntime takes every core from the other models
 S3_HEAD_DIM = 64  # of the S3 tokenizer's attention; no weight has it as a dimension
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A voice to continue, as it was recorded: `wav` (T,) float32 at 16 kHz, which says `text` (empty: unknown)."""
+
+    wav: np.ndarray = field(repr=False)
+    text: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from tritonclient.grpc import model_config_pb2
 
 from common.config import (
     AudioTokenizerConfig,
+    LLMEngine,
     ModelConfig,
     OrchestratorConfig,
     SpeakerEmbeddingConfig,
@@ -26,6 +27,7 @@ from common.config import (
     Token2WavConfig,
     format_setting,
 )
+from common.llm.loading import gpu_engine_installed
 
 TEMPLATES = Path(__file__).resolve().parent.parent  # the checkout that holds model_repo/ and model_repo_dit/
 MARKER = ".rendered.json"  # says that a directory is a rendering, and of what; Triton looks at directories only
@@ -44,6 +46,9 @@ SETTINGS: dict[str, type[ModelConfig]] = {
 _TEMPLATE_DEFAULTS = {
     "instance_kind": "KIND_AUTO",  # the GPU if there is one
     "instance_count": "1",
+    # Of the C++ LLM backend: a stream that has begun is never set back, and one that was given up frees its place soon.
+    "batch_scheduler_policy": "guaranteed_no_evict",
+    "cancellation_check_period_ms": "100",
 }
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
@@ -102,10 +107,11 @@ def parse(config: str, name: str) -> Any:
 class StackOptions:
     """Everything that a rendering depends on.
 
-    `models_dir`: cosyvoice2_llm/, CosyVoice2-0.5B/, Step-Audio-2-mini/token2wav/ and, for the python LLM backend,
-    cosyvoice2_llm_genai/. `decoupled`: streamed answers. `device`: of the prompt models and the vocoder. `llm_urls`
-    and `llm_model`: for `llm_transport` "openai". `llm_backend`, `llm_engine_dir`: of the model `tensorrt_llm`.
-    `settings`: further template keys, for every model that has them.
+    `models_dir`: cosyvoice2_llm/, CosyVoice2-0.5B/, Step-Audio-2-mini/token2wav/ and what the LLM's engine loads where
+    it is not cosyvoice2_llm/: cosyvoice2_llm_genai/ on the CPU, trt_engines_bfloat16/ for the C++ backend; and
+    voices/ if any are registered. `decoupled`: streamed answers. `device`: of the prompt models and the vocoder.
+    `llm_urls` and `llm_model`: for `llm_transport` "openai". `llm_backend`, `llm_engine` of the python one, and
+    `llm_engine_dir`: of the model `tensorrt_llm`. `settings`: further template keys, for every model that has them.
     """
 
     models_dir: Path
@@ -116,6 +122,7 @@ class StackOptions:
     llm_urls: tuple[str, ...] = ()
     llm_model: str = "tensorrt_llm"
     llm_backend: Literal["python", "tensorrtllm"] = "python"
+    llm_engine: LLMEngine = "auto"
     llm_engine_dir: Path | None = None
     orchestrator_instances: int = 1
     max_batch_size: int = 16
@@ -157,8 +164,20 @@ class StackOptions:
         return self.models_dir.resolve() / "cosyvoice2_llm"
 
     @property
+    def voices_dir(self) -> Path:
+        return self.models_dir.resolve() / "voices"
+
+    @property
     def engine_dir(self) -> Path:
-        return (self.llm_engine_dir or self.models_dir / "cosyvoice2_llm_genai").resolve()
+        if self.llm_engine_dir is not None:
+            return self.llm_engine_dir.resolve()
+        if self.llm_backend == "tensorrtllm":
+            return self.models_dir.resolve() / "trt_engines_bfloat16"
+        if self.llm_engine in ("tensorrt_llm", "vllm") or (
+            self.llm_engine == "auto" and self.device != "cpu" and gpu_engine_installed()
+        ):
+            return self.tokenizer_dir
+        return self.models_dir.resolve() / "cosyvoice2_llm_genai"
 
     def missing_files(self) -> list[Path]:
         """What the stack would load and is not there."""
@@ -178,9 +197,12 @@ class StackOptions:
             "engine_dir": str(self.engine_dir),
             "decoupled_mode": format_setting(self.decoupled),
             "instance_kind": f"KIND_{self.device.upper()}",
+            "engine": self.llm_engine,
             "llm_transport": self.llm_transport,
+            "llm_backend": self.llm_backend,
             "llm_urls": format_setting(self.llm_urls),
             "llm_model": self.llm_model,
+            "voices_dir": str(self.voices_dir),
             "bls_instance_num": str(self.orchestrator_instances),
             "triton_max_batch_size": str(self.max_batch_size),
             "max_queue_delay_microseconds": str(self.max_queue_delay_microseconds),

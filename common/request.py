@@ -11,7 +11,8 @@ import numpy as np
 from common import audio
 from common.constants import MAX_SPEED, MIN_SPEED
 from common.llm.base import Sampling
-from common.text import normalise_text
+from common.prompt import Recording
+from common.text import clean_line, clean_text
 
 # Request parameters that set the sampling, and their kinds. Others are not ours to judge: Triton adds its own.
 _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
@@ -21,20 +22,25 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "top_k": int,
     "repetition_penalty": float,
     "max_tokens": int,
+    "ras_window": int,
+    "ras_tau": float,
 }
 
 
 @dataclass(frozen=True)
 class SpeechRequest:
-    """Say `target_text` in the voice of `reference`, (T,) float32 at 16 kHz, padding removed.
+    """Say `target_text` in a voice: a recording of it, or the name of a registered one.
 
-    `reference_text` is what the reference says. Empty is cross-lingual mode: the LLM continues no recording, and the
-    flow alone keeps the voice. `speed` above 1 speaks faster; only whole utterances can be stretched.
+    The LLM continues the voice's recording where it knows what that says (zero-shot). With an `instruct_text`, which
+    says how to speak, and in `cross_lingual` mode it does not: the flow alone keeps the voice. `in_words`: numbers and
+    signs of the text are spelled out. `speed` above 1 speaks faster; only whole utterances can be stretched.
     """
 
     target_text: str
-    reference: np.ndarray = dataclasses.field(repr=False)
-    reference_text: str = ""
+    voice: Recording | str
+    instruct_text: str = ""
+    cross_lingual: bool = False
+    in_words: bool = True
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     speed: float = 1.0
 
@@ -48,32 +54,50 @@ class RequestInputs:
     reference_wav_len: int | None = None
     reference_text: str | None = None
     speaker: str | None = None
+    instruct_text: str | None = None
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def check(self, defaults: Sampling, max_text_chars: int) -> SpeechRequest:
+    def check(self, defaults: Sampling, max_text_chars: int, default_speaker: str = "") -> SpeechRequest:
         """The request they make. Raises ValueError naming the value that is wrong."""
         if self.target_text is None:
             raise ValueError("target_text is missing")
-        target_text = normalise_text(self.target_text, name="target_text", max_chars=max_text_chars)
-        sampling = sampling_of(self.parameters, defaults)
-        speed = _speed_of(self.parameters)
-        reference = self._reference()
-        # No words are no transcript; control tokens alone are a mistake.
-        reference_text = (self.reference_text or "").strip()
-        if reference_text:
-            reference_text = normalise_text(reference_text, name="reference_text", max_chars=max_text_chars)
-        return SpeechRequest(target_text, reference, reference_text, sampling, speed)
+        target_text = clean_text(self.target_text, name="target_text", max_chars=max_text_chars)
+        instruct_text = self._line("instruct_text", max_text_chars)
+        cross_lingual = _flag("cross_lingual", self.parameters.get("cross_lingual", False))
+        if instruct_text and cross_lingual:
+            raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: the LLM follows one of them")
+        voice = self._voice(default_speaker, max_text_chars)
+        if self.reference_text and (instruct_text or cross_lingual):
+            other = f"instruct_text {instruct_text!r}" if instruct_text else "cross_lingual"
+            raise ValueError(f"{other} with the reference_text {self.reference_text!r}: the LLM would not hear it")
+        return SpeechRequest(
+            target_text=target_text,
+            voice=voice,
+            instruct_text=instruct_text,
+            cross_lingual=cross_lingual,
+            in_words=_flag("text_frontend", self.parameters.get("text_frontend", True)),
+            sampling=sampling_of(self.parameters, defaults),
+            speed=_speed_of(self.parameters),
+        )
 
-    def _reference(self) -> np.ndarray:
-        if self.speaker:
-            raise ValueError(f"unknown speaker {self.speaker!r}; known speakers: none")
+    def _voice(self, default_speaker: str, max_text_chars: int) -> Recording | str:
+        """The recording, else the speaker, else the default one; not two of them."""
         if self.reference_wav is not None:
-            return audio.validate_reference(self.reference_wav, self.reference_wav_len)
-        if self.reference_text:
-            raise ValueError(f"reference_text {self.reference_text!r} without a reference_wav")
-        if self.reference_wav_len is not None:
-            raise ValueError(f"reference_wav_len {self.reference_wav_len} without a reference_wav")
+            if self.speaker:
+                raise ValueError(f"speaker {self.speaker!r} with a reference_wav: a request has one voice")
+            wav = audio.validate_reference(self.reference_wav, self.reference_wav_len)
+            return Recording(wav, self._line("reference_text", max_text_chars))
+        for name in ("reference_text", "reference_wav_len"):
+            if (value := getattr(self, name)) not in (None, ""):
+                raise ValueError(f"{name} {value!r} without a reference_wav")
+        if speaker := self.speaker or default_speaker:
+            return speaker
         raise ValueError("no voice to speak in: the request has neither a reference_wav nor a speaker")
+
+    def _line(self, name: str, max_text_chars: int) -> str:
+        """An optional text. No words are none; control tokens alone are a mistake."""
+        text = (getattr(self, name) or "").strip()
+        return clean_line(text, name=name, max_chars=max_text_chars) if text else ""
 
 
 def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
@@ -89,6 +113,14 @@ def _speed_of(parameters: Mapping[str, Any]) -> float:
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise ValueError(f"request parameter speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
     return speed
+
+
+def _flag(name: str, value: Any) -> bool:
+    """`value` as a boolean. One may come as text, since not every client can send a boolean parameter."""
+    flags: dict[str, bool] = {"true": True, "1": True, "false": False, "0": False}
+    if (flag := flags.get(str(value).lower())) is None:
+        raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
+    return flag
 
 
 def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:

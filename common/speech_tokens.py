@@ -8,19 +8,37 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from common.constants import OFFICIAL_TOKEN_OFFSET, SPEECH_VOCAB
-from common.text import strip_control_tokens
+from common.text.cleaning import strip_control_tokens
 
 SOS = "<|sos|>"
 TASK_ID = "<|task_id|>"
+END_OF_PROMPT = "<|endofprompt|>"
 END_TOKENS = ("<|eos1|>", "<|eos2|>", "<|eos3|>")
+
+# CosyVoice2's prompt as a chat, for servers that take messages.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    f"{{{{ '{SOS}' + message['content'] + '{TASK_ID}' }}}}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
 
 _STREAMED_TOKEN = re.compile(r"<\|(?:s_(\d{1,4})|eos[123])\|>")
 _LONGEST_TOKEN = len(f"<|s_{SPEECH_VOCAB}|>")
 
 
+def instruction(text: str) -> str:
+    """`text` as the prompt text of CosyVoice2's instruct mode: it says how to speak, and is not spoken."""
+    return text + END_OF_PROMPT
+
+
 def speech_token_text(tokens: Sequence[int]) -> str:
     """Speech ids 0..6560 as the LLM writes them: `<|s_5|><|s_17|>`."""
     return "".join(f"<|s_{token}|>" for token in tokens)
+
+
+def added_tokens() -> list[str]:
+    """What CosyVoice2's LLM has behind Qwen2's vocabulary, in the order of the ids."""
+    return [*(f"<|s_{token}|>" for token in range(SPEECH_VOCAB)), *END_TOKENS, SOS, TASK_ID]
 
 
 @dataclass(frozen=True)
@@ -57,17 +75,29 @@ class LLMTokenizer:
         # The official vocabulary has all three end tokens, of which only the first is used in training.
         others = (tokenizer.token_to_id(token) for token in END_TOKENS[1:])
         end_ids = (token_id(END_TOKENS[0]), *(found for found in others if found is not None))
+        token_id(END_OF_PROMPT)  # not used by its id, but the text of it must be one token
         return cls(tokenizer, offset, end_ids, sos_id=token_id(SOS), task_id=token_id(TASK_ID))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, without special tokens."""
+        return str(self.tokenizer.decode(list(ids)))
+
     def encode_prompt(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> list[int]:
-        """Token ids of the template `<|sos|>{prompt_text}{target_text}<|task_id|>{prompt speech tokens}`."""
-        text = _spoken(prompt_text, target_text)
+        """Token ids of the template `<|sos|>{prompt_text}{target_text}<|task_id|>{prompt speech tokens}`.
+
+        prompt_text: what the prompt's speech says, or an `instruction`.
+        """
+        text = spoken_text(prompt_text, target_text)
         text_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [self.sos_id, *text_ids, self.task_id, *self.to_llm_ids(prompt_tokens)]
 
+    def text_length(self, text: str) -> int:
+        """How many tokens `text` is to the LLM."""
+        return len(self.tokenizer.encode(strip_control_tokens(text), add_special_tokens=False).ids)
+
     def prompt_string(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> str:
         """The same template as text, for servers that tokenize themselves."""
-        return f"{SOS}{_spoken(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
+        return f"{SOS}{spoken_text(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
 
     def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:
         """Speech ids 0..6560 -> ids of the LLM. Raises ValueError on any other id."""
@@ -116,6 +146,10 @@ def _unfinished_token(text: str) -> str:
     return text[start:] if start >= 0 and len(text) - start < _LONGEST_TOKEN else ""
 
 
-def _spoken(prompt_text: str, target_text: str) -> str:
+def spoken_text(prompt_text: str, target_text: str) -> str:
+    """What the LLM is given to speak: both texts, with no control token but the one that ends an `instruction`."""
+    if prompt_text.endswith(END_OF_PROMPT):
+        prompt_text = instruction(strip_control_tokens(prompt_text.removesuffix(END_OF_PROMPT)))
+        return prompt_text + strip_control_tokens(target_text)
     # Both at once: two halves of a control token may meet where the texts join.
     return strip_control_tokens(prompt_text + target_text)

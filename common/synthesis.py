@@ -2,14 +2,20 @@
 
 It knows the parts that do the work only as ports, and no server:
 
-    reference -+-> speech tokens, mel --> LLM, read by its own task into a backlog --+
-               +-> x-vector ------------> vocoder opened, prompt caches built -------+--> chunks --> waveforms
+    voice -+-> speech tokens, mel --+--> LLM, read by its own task into a backlog --+
+           +-> x-vector ------------|--> vocoder opened, prompt caches built -------+--> chunks --> waveforms
+    text ----> segments ------------+
+
+A text is spoken segment by segment, each by a request to the LLM and a stream of the vocoder of its own, both of which
+hear the same voice. The LLM is one segment ahead of the vocoder, and no further.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,9 +23,10 @@ import numpy as np
 from common.chunking import Chunk, HopRules
 from common.constants import TOKEN_MEL_RATIO
 from common.errors import UnavailableError
-from common.llm.base import LLMPrompt, SpeechLM, TokenStream
-from common.prompt import Prompt
+from common.llm.base import LLMPrompt, Sampling, SpeechLM, TokenStream
+from common.prompt import Prompt, Recording
 from common.request import SpeechRequest
+from common.speech_tokens import instruction
 from common.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
@@ -67,13 +74,35 @@ class Vocoder(Protocol):
         ...
 
 
-class TokenBacklog:
-    """Speech tokens of one utterance: the LLM's stream fills it, the chunks use it up."""
+class Texts(Protocol):
+    """What the LLM is given to read, see `text.TextFrontend`; asked in a thread."""
 
-    def __init__(self, target_text: str) -> None:
+    def segments(self, text: str, in_words: bool) -> Iterator[str]: ...
+
+    def transcript(self, text: str, in_words: bool) -> str: ...
+
+
+class Voices(Protocol):
+    """Registered voices by name, see `voices.VoiceBook.get`; asked in a thread."""
+
+    def __call__(self, name: str) -> Recording | Prompt: ...
+
+
+Warn = Callable[[str], object]  # told what the caller should know although there is audio
+
+
+def _nobody(warning: str) -> None:
+    """Nobody is told; the log has it all the same."""
+
+
+class TokenBacklog:
+    """Speech tokens of one segment: the LLM's stream fills it, the chunks use it up."""
+
+    def __init__(self, target_text: str, warn: Warn) -> None:
         self.tokens: list[int] = []
         self.ended = False
         self._target_text = target_text
+        self._warn = warn
         self._news = asyncio.Event()
 
     async def fill(self, stream: TokenStream) -> None:
@@ -87,9 +116,12 @@ class TokenBacklog:
         if not self.tokens:
             raise UnavailableError(f"the LLM returned no speech token for the text {self._target_text[:80]!r}")
         if stream.finish_reason == "length":
-            logger.warning(
-                "speech was cut short by max_tokens after %d tokens: %r", len(self.tokens), self._target_text[:80]
+            warning = (
+                f"speech was cut short after {len(self.tokens)} tokens, the most that max_tokens and max_token_ratio "
+                f"allow: {self._target_text[:80]!r}"
             )
+            logger.warning(warning)
+            self._warn(warning)
         self.ended = True
         self._news.set()
 
@@ -99,25 +131,35 @@ class TokenBacklog:
         self._news.clear()
 
 
+# Segments of a request; None is the end. One may wait, so that the LLM is no further ahead than that one.
+Backlogs = asyncio.Queue[TokenBacklog | None]
+
+
 class Synthesizer:
     """Turns requests into audio. Requests share nothing but the ports."""
 
     def __init__(
         self,
+        texts: Texts,
+        voices: Voices,
         encoder: PromptEncoder,
         llm: SpeechLM,
         vocoder: Vocoder,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
     ):
+        self._texts = texts
+        self._voices = voices
         self._encoder = encoder
         self._llm = llm
         self._vocoder = vocoder
         self._rules = rules
         self._clock = clock
 
-    async def stream(self, request: SpeechRequest) -> AsyncGenerator[np.ndarray, None]:
+    async def stream(self, request: SpeechRequest, warn: Warn = _nobody) -> AsyncGenerator[np.ndarray, None]:
         """Waveforms (N,) float32 as they become ready. Closing the generator ends everything begun for it.
+
+        `warn` is called before the last one where speech was cut short.
 
         Raises what a port raises, as soon as it does, UnavailableError where the LLM says nothing, and ValueError
         for a speed other than 1.
@@ -125,44 +167,90 @@ class Synthesizer:
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; a streamed one is spoken at speed 1")
         async with TaskScope() as scope:
-            prompt, backlog = await self._begin(request, scope)
-            vocoder = self._vocoder.open(prompt)
-            try:
-                await scope.result(vocoder.start())
-                schedule = self._rules.schedule(len(prompt.tokens), self._clock)
-                final = False
-                while not final:
-                    while (chunk := schedule.next_chunk(len(backlog.tokens), backlog.ended)) is None:
-                        await scope.result(backlog.more())
-                    yield await scope.result(vocoder.chunk(backlog.tokens, chunk))
-                    final = chunk.final
-            finally:
-                await vocoder.abort()
+            prompt, backlogs = await self._begin(request, scope, warn)
+            while (backlog := await scope.result(backlogs.get())) is not None:
+                async with aclosing(self._rendered(prompt, backlog, scope)) as waveforms:
+                    async for waveform in waveforms:
+                        yield waveform
 
-    async def offline(self, request: SpeechRequest) -> np.ndarray:
-        """The whole utterance, (N,) float32. Raises as `stream` does."""
+    async def offline(self, request: SpeechRequest, warn: Warn = _nobody) -> np.ndarray:
+        """The whole utterance, (N,) float32. Warns and raises as `stream` does."""
         async with TaskScope() as scope:
-            prompt, backlog = await self._begin(request, scope)
-            while not backlog.ended:
-                await scope.result(backlog.more())
-            return await scope.result(self._vocoder.offline(prompt, backlog.tokens, request.speed))
+            prompt, backlogs = await self._begin(request, scope, warn)
+            waveforms = []
+            while (backlog := await scope.result(backlogs.get())) is not None:
+                while not backlog.ended:
+                    await scope.result(backlog.more())
+                waveforms.append(await scope.result(self._vocoder.offline(prompt, backlog.tokens, request.speed)))
+            return np.concatenate(waveforms)
 
-    async def _begin(self, request: SpeechRequest, scope: TaskScope) -> tuple[Prompt, TokenBacklog]:
-        """Encode the prompt, and set the LLM going as soon as its part of the prompt is known."""
-        tokens = scope.spawn(self._encoder.tokens(request.reference))
-        mel = scope.spawn(self._encoder.mel(request.reference))
-        embedding = scope.spawn(self._encoder.embedding(request.reference))
-        llm_prompt = LLMPrompt(request.target_text)
-        if request.reference_text:
+    async def _rendered(
+        self, prompt: Prompt, backlog: TokenBacklog, scope: TaskScope
+    ) -> AsyncGenerator[np.ndarray, None]:
+        """The waveforms of one segment."""
+        vocoder = self._vocoder.open(prompt)
+        try:
+            await scope.result(vocoder.start())
+            schedule = self._rules.schedule(len(prompt.tokens), self._clock)
+            final = False
+            while not final:
+                while (chunk := schedule.next_chunk(len(backlog.tokens), backlog.ended)) is None:
+                    await scope.result(backlog.more())
+                yield await scope.result(vocoder.chunk(backlog.tokens, chunk))
+                final = chunk.final
+        finally:
+            await vocoder.abort()
+
+    async def _begin(self, request: SpeechRequest, scope: TaskScope, warn: Warn) -> tuple[Prompt, Backlogs]:
+        """Find or encode the voice, and set the LLM going as soon as its part of the voice is known."""
+        texts = self._texts.segments(request.target_text, request.in_words)
+        first = scope.spawn(_next(texts))
+        named = request.voice
+        voice = named if isinstance(named, Recording) else await scope.result(asyncio.to_thread(self._voices, named))
+        transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.in_words))
+        tokens, mel, embedding = self._encoded(voice, scope)
+        llm_prompt = LLMPrompt("", instruction(request.instruct_text) if request.instruct_text else "")
+        if voice.text and not (request.instruct_text or request.cross_lingual):
             # As many tokens as Prompt.aligned will keep.
             spoken = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
-            llm_prompt = LLMPrompt(request.target_text, request.reference_text, spoken.tolist())
-        backlog = TokenBacklog(request.target_text)
-        scope.spawn(backlog.fill(self._llm.generate(llm_prompt, request.sampling)))
+            llm_prompt = LLMPrompt("", await scope.result(transcript), spoken.tolist())
+        backlogs: Backlogs = asyncio.Queue(maxsize=1)
+        scope.spawn(self._speak(first, texts, llm_prompt, request.sampling, backlogs, warn))
         prompt = Prompt.aligned(
-            await scope.result(tokens),
-            await scope.result(mel),
-            await scope.result(embedding),
-            request.reference_text,
+            await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
-        return prompt, backlog
+        return prompt, backlogs
+
+    def _encoded(self, voice: Recording | Prompt, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
+        """Tokens, mel and x-vector, each on its way."""
+        if isinstance(voice, Prompt):
+            return [scope.spawn(_known(part)) for part in (voice.tokens, voice.mel, voice.embedding)]
+        encoder = self._encoder
+        return [scope.spawn(part(voice.wav)) for part in (encoder.tokens, encoder.mel, encoder.embedding)]
+
+    async def _speak(
+        self,
+        first: asyncio.Task[str | None],
+        rest: Iterator[str],
+        llm_prompt: LLMPrompt,
+        sampling: Sampling,
+        backlogs: Backlogs,
+        warn: Warn,
+    ) -> None:
+        """Fill a backlog for each text, one after another."""
+        text = await first
+        while text is not None:
+            backlog = TokenBacklog(text, warn)
+            await backlogs.put(backlog)
+            await backlog.fill(self._llm.generate(replace(llm_prompt, target_text=text), sampling))
+            text = await _next(rest)
+        await backlogs.put(None)
+
+
+async def _next(texts: Iterator[str]) -> str | None:
+    """The next text, made in a thread; None at the end."""
+    return await asyncio.to_thread(next, texts, None)
+
+
+async def _known(part: np.ndarray) -> np.ndarray:
+    return part

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     server = f"{args.server_addr}:{args.server_port}"
     try:
-        request = speech.Utterance.from_files(args.target_text, args.reference_audio, args.reference_text, args.seed)
+        request = speech.Utterance.from_arguments(args)
         answer = asyncio.run(synthesize(server, args.model_name, request, args.mode, args.timeout))
         answer.save(args.output_audio)
     except speech.ClientError as error:
@@ -83,7 +83,7 @@ async def complete(
     """The waveform of an offline request, (1, N) or (N,)."""
     inputs = request.tensors(InferInput)
     result = await connection.infer(model, inputs, client_timeout=timeout, parameters=request.parameters or None)
-    return result.as_numpy(speech.WAVEFORM)
+    return speech.waveform_of(result)
 
 
 async def chunks(
@@ -107,7 +107,7 @@ async def chunks(
         async for result, error in responses:
             if error is not None:
                 raise error
-            yield result.as_numpy(speech.WAVEFORM)
+            yield speech.waveform_of(result)
     finally:
         responses.cancel()
 

@@ -18,7 +18,7 @@ from common import client as speech
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        request = speech.Utterance.from_files(args.target_text, args.reference_audio, args.reference_text, args.seed)
+        request = speech.Utterance.from_arguments(args)
         answer = synthesize(args.server_url, args.model_name, request, args.timeout)
         answer.save(args.output_audio)
     except speech.ClientError as error:
@@ -49,7 +49,7 @@ def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: 
             inputs = request.tensors(triton.InferInput)
             recorder = speech.Recorder()
             result = connection.infer(model, inputs, parameters=request.parameters or None)
-            recorder.add(result.as_numpy(speech.WAVEFORM))
+            recorder.add(speech.waveform_of(result))
             return recorder.finish()
     except InferenceServerException as error:
         raise speech.refused(error.message()) from None

@@ -2,25 +2,38 @@
 
     python -m scripts.convert_genai --model-dir models/official/cosyvoice2_llm \\
         --output-dir models/official/cosyvoice2_llm_genai
+
+The output head keeps its rows of speech and end tokens alone, so that text cannot be uttered and each token reads a
+quarter less of the official weights, and it gets the bias that the checkpoint has for them.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
+from common.llm.checkpoint import read_head_bias
+from common.llm.engine import utterable_ids
+from common.speech_tokens import LLMTokenizer
+
 
 def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
     """Write `output_dir`, whole or not at all; False if it is there already.
 
-    Raises ValueError where `model_dir` is no model or `output_dir` is something else, RuntimeError on failure.
+    Raises ValueError where `model_dir` is no CosyVoice2 LLM or `output_dir` is something else, RuntimeError on failure.
     """
     if (output_dir / "genai_config.json").is_file():
         return False
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"{model_dir} is no HuggingFace model directory: it has no config.json")
+    utterable = utterable_ids(LLMTokenizer.from_dir(model_dir))
+    if utterable[-1] - utterable[0] >= len(utterable):
+        raise ValueError(f"{model_dir}: its end tokens do not follow its speech tokens")
     if output_dir.exists():
         raise ValueError(f"{output_dir} exists and is no conversion; remove it or name another directory")
     output_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -28,6 +41,7 @@ def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         built = Path(scratch) / "model"
         _build(model_dir, built, Path(scratch) / "cache", precision)
+        _keep_speech_logits(built, slice(int(utterable[0]), int(utterable[-1]) + 1), read_head_bias(model_dir))
         built.rename(output_dir)
     return True
 
@@ -43,6 +57,42 @@ def _build(model_dir: Path, built: Path, cache: Path, precision: str) -> None:
     if finished.returncode:
         print(finished.stdout, file=sys.stderr)
         raise RuntimeError(f"the model builder exited with {finished.returncode} on {model_dir}")
+
+
+def _keep_speech_logits(built: Path, ids: slice, bias: np.ndarray | None) -> None:
+    """Cut the output head of the model in `built` down to these ids, and add their bias."""
+    import onnx
+    from onnx import helper, numpy_helper
+
+    path, config_path = built / "model.onnx", built / "genai_config.json"
+    model = onnx.load(path)
+    graph = model.graph
+    (head,) = (node for node in graph.node if "logits" in node.output)
+    if head.op_type not in ("MatMul", "MatMulNBits"):
+        raise RuntimeError(f"the model builder made an output head of {head.op_type}, not a matrix product")
+    quantised, width = head.op_type == "MatMulNBits", ids.stop - ids.start
+    for tensor in graph.initializer:
+        if tensor.name in head.input[1:]:
+            matrix = numpy_helper.to_array(tensor)  # quantised: (V, blocks, ...), else (hidden, V)
+            kept = matrix[ids] if quantised else matrix[:, ids]
+            tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(kept), tensor.name))
+    for attribute in head.attribute:
+        if attribute.name == "N":
+            attribute.i = width
+    if bias is not None:
+        head.output[0] = "logits_without_bias"
+        graph.initializer.append(numpy_helper.from_array(bias[ids].astype(np.float32), "lm_head.bias"))
+        graph.node.append(helper.make_node("Add", ["logits_without_bias", "lm_head.bias"], ["logits"]))
+    (output,) = (value for value in graph.output if value.name == "logits")
+    output.type.tensor_type.shape.dim[-1].dim_value = width
+    del graph.value_info[:]  # the shapes in between, of which the head's are no longer true
+    path.unlink()
+    path.with_name("model.onnx.data").unlink()
+    onnx.save(model, path, save_as_external_data=True, location="model.onnx.data")
+    path.with_name("model.onnx.data").chmod(0o644)  # as the others: onnx makes it readable to its owner only
+    config = json.loads(config_path.read_text())
+    config["model"]["first_logit_id"] = ids.start
+    config_path.write_text(json.dumps(config, indent=4) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

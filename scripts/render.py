@@ -12,7 +12,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
+from common.config import LLMEngine
 from common.rendering import StackOptions, render
 
 
@@ -27,7 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")
     parser.add_argument("--llm-model", default="tensorrt_llm", help="the LLM's name at its server")
     parser.add_argument("--llm-backend", choices=("python", "tensorrtllm"), default="python")
-    parser.add_argument("--llm-engine-dir", type=Path, help="default: cosyvoice2_llm_genai among the models")
+    parser.add_argument("--llm-engine", choices=get_args(LLMEngine), default="auto")
+    parser.add_argument("--llm-engine-dir", type=Path, help="default: what the engine reads among the models")
     parser.add_argument("--max-batch-size", type=int, default=16)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     return parser
@@ -43,6 +46,8 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
 
 def _remedy(options: StackOptions, missing: Path) -> str:
     """The command that makes a missing part of the checkpoint."""
+    if missing == options.engine_dir and options.llm_backend == "tensorrtllm":
+        return "convert the LLM with scripts/convert_checkpoint.py and build it with trtllm-build, see docs/llm.md"
     if missing == options.engine_dir and options.tokenizer_dir.exists():
         return f"run: python -m scripts.convert_genai --model-dir {options.tokenizer_dir} --output-dir {missing}"
     return f"for the demo checkpoint run: python -m scripts.make_demo_model {options.models_dir}"
@@ -60,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             llm_urls=tuple(args.llm_urls),
             llm_model=args.llm_model,
             llm_backend=args.llm_backend,
+            llm_engine=args.llm_engine,
             llm_engine_dir=args.llm_engine_dir,
             max_batch_size=args.max_batch_size,
             settings=parse_settings(args.settings),

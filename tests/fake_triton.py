@@ -116,12 +116,16 @@ class InferenceRequest:
         request_id: str = "",
         correlation_id: int = 0,
         flags: int = 0,
+        parameters: dict[str, str | int | bool] | None = None,
     ) -> None:
         assert all(isinstance(tensor, Tensor) for tensor in inputs)
+        for key, value in (parameters or {}).items():
+            if not isinstance(key, str) or not isinstance(value, (str, int, bool)):
+                raise TritonModelException(f"parameter {key!r}: the real backend takes str, int and bool only")
         self._model, self._inputs, self._id = model_name, inputs, request_id
         self._outputs = requested_output_names or []
         self._correlation_id, self._flags = correlation_id, flags
-        self._parameters = ""
+        self._parameters = json.dumps(parameters) if parameters else ""
         self.declared: frozenset[str] | None = None
         self.sender = ResponseSender(decoupled=False)
 

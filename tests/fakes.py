@@ -1,7 +1,7 @@
 """Typed fake ports of the pipeline. Each keeps a record of what was asked of it; audio tells which tokens made it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from common.chunking import Chunk
 from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
 from common.llm.base import FinishReason, LLMPrompt, Sampling, TokenChunk, TokenStream
-from common.prompt import Prompt
+from common.prompt import Prompt, Recording
 from common.request import SpeechRequest
 
 PROMPT_TOKENS = 30
@@ -18,7 +18,28 @@ Step = list[int] | BaseException | asyncio.Event
 
 def speech_request(voice: int = 0, text: str = "hello", reference_text: str = "reference") -> SpeechRequest:
     """A request whose reference samples all have the value `voice`."""
-    return SpeechRequest(text, np.full(PROMPT_SAMPLE_RATE, voice, np.float32), reference_text, Sampling(seed=1))
+    recording = Recording(np.full(PROMPT_SAMPLE_RATE, voice, np.float32), reference_text)
+    return SpeechRequest(text, recording, sampling=Sampling(seed=1))
+
+
+def fake_prompt(voice: int, text: str = "reference") -> Prompt:
+    """As the fake encoder makes it of a reference of that value."""
+    return Prompt(
+        np.full(PROMPT_TOKENS, voice, np.int64),
+        np.full((PROMPT_TOKENS * TOKEN_MEL_RATIO, MEL_BINS), voice, np.float32),
+        np.full(SPEAKER_DIM, voice, np.float32),
+        text,
+    )
+
+
+class FakeTexts:
+    """Segments of a text are between its bars; transcripts are as they are."""
+
+    def segments(self, text: str, in_words: bool) -> Iterator[str]:
+        yield from text.split("|")
+
+    def transcript(self, text: str, in_words: bool) -> str:
+        return text
 
 
 @dataclass

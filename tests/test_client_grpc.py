@@ -143,6 +143,20 @@ def test_without_a_reference_only_the_target_text_is_sent(tmp_path: Path) -> Non
     assert [tensor.name for tensor in triton.requests[0].inputs] == ["target_text"]
 
 
+def test_a_speaker_an_instruction_and_the_cross_lingual_mode_are_sent_as_they_are_given(tmp_path: Path) -> None:
+    triton = FakeTriton([audio_response(np.ones((1, 10)))])
+    more = ("--speaker", "中文女", "--instruct-text", "Speak slowly.", "--cross-lingual")
+    with serving(triton) as address:
+        assert client_grpc.main(command(address, tmp_path / "a.wav", *more)) == 0
+    (request,) = triton.requests
+    texts = {
+        tensor.name: raw[4:].decode()  # a length before each string
+        for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+    assert texts == {"speaker": "中文女", "instruct_text": "Speak slowly.", "target_text": "你好"}
+    assert request.parameters["cross_lingual"].bool_param
+
+
 def test_an_offline_answer_is_written(tmp_path: Path) -> None:
     triton = FakeTriton([audio_response(np.ones((1, 480)))], decoupled=False)
     with serving(triton) as address:

@@ -3,9 +3,11 @@
 import asyncio
 import os
 import queue
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -13,14 +15,17 @@ from typing import Any, get_args
 import grpc
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from common.audio import resample
-from common.client import ClientError, Speech, Utterance, read_reference
+from common.client import WARNING, ClientError, Speech, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.server import ServerError, free_port
-from scripts import client_grpc, client_http
+from common.speech_tokens import LLMTokenizer
+from common.text import TextFrontend
+from scripts import add_voice, client_grpc, client_http
 from tests import faulty_llm
 
 pytestmark = pytest.mark.server
@@ -99,6 +104,94 @@ def test_zeros_behind_the_recording_change_nothing(stack: str, seconds: int, ser
     np.testing.assert_allclose(answer.waveform, plain.waveform, atol=1e-3)
 
 
+# --- long texts, modes and registered voices ---------------------------------------------------------------------
+
+LONG_TEXT = "The first sentence costs $3.50 and is spoken by nobody. " * 5 + "今天是2023年11月5日，一切都好。"
+
+
+def test_a_long_text_is_one_stream_that_sounds_as_its_segments_do(
+    stack: str, serve: Serve, demo_models: Path, voice: np.ndarray
+) -> None:
+    """Each segment alone gives the audio that it has within the long answer: one voice, one seed, nothing lost."""
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    segments = list(TextFrontend(LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").text_length).segments(LONG_TEXT))
+    assert len(segments) > 2 and "three point five dollars" in segments[0]
+    whole = stream(address, model, Utterance(LONG_TEXT, voice, VOICE_TEXT, {"seed": 3}))
+    parts = [stream(address, model, Utterance(text, voice, VOICE_TEXT, {"seed": 3})) for text in segments]
+    assert whole.first_chunk < whole.total / 2
+    np.testing.assert_allclose(whole.waveform, np.concatenate([part.waveform for part in parts]), atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def anna(demo_models: Path, stack: str) -> str:
+    """The English recording, registered as it is."""
+    (demo_models / "voices").mkdir(exist_ok=True)
+    shutil.copy(VOICE, demo_models / "voices" / "anna.wav")
+    (demo_models / "voices" / "anna.txt").write_text(VOICE_TEXT)
+    return "anna"
+
+
+@pytest.mark.parametrize("parameters", [{}, {"cross_lingual": True}])
+def test_a_speaker_by_name_sounds_as_the_recording_does(
+    stack: str, parameters: dict[str, Any], serve: Serve, voice: np.ndarray, anna: str
+) -> None:
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    named = Utterance(TEXT, parameters={"seed": 4} | parameters, speaker=anna)
+    sent = Utterance(TEXT, voice, None if parameters else VOICE_TEXT, {"seed": 4})
+    np.testing.assert_allclose(stream(address, model, named).waveform, stream(address, model, sent).waveform, atol=1e-3)
+
+
+def test_a_voice_is_added_while_the_server_runs_and_spoken_in_by_the_client(
+    stack: str, serve: Serve, demo_models: Path, tmp_path: Path
+) -> None:
+    host, port = serve(stack=stack).grpc_url.split(":")
+    arguments = ["--server-addr", host, "--server-port", port, "--model-name", MODELS[stack], "--target-text", TEXT]
+    arguments += ["--speaker", f"new-{stack}", "--output-audio", str(tmp_path / "speech.wav")]
+    assert client_grpc.main(arguments) == 1
+    register = [str(demo_models), f"new-{stack}", "--stack", stack, "--reference-audio", str(VOICE)]
+    assert add_voice.main([*register, "--reference-text", VOICE_TEXT]) == 0
+    assert client_grpc.main(arguments) == 0
+
+
+def test_a_speaker_of_spk2info_is_spoken_in(stack: str, serve: Serve, demo_models: Path) -> None:
+    rng = np.random.default_rng(0)
+    speaker = {
+        "prompt_text": "What it says.",
+        "speech_token": torch.from_numpy(rng.integers(0, 6561, (1, 50))),
+        "speech_feat": torch.from_numpy(rng.normal(-6, 1, (1, 100, 80))).float(),
+        "embedding": torch.from_numpy(rng.normal(0, 1, (1, 192))).float(),
+    }
+    (demo_models / "voices").mkdir(exist_ok=True)
+    torch.save({"001": speaker}, demo_models / "voices" / "spk2info.pt")
+    assert_speech(stream(serve(stack=stack).grpc_url, MODELS[stack], Utterance(TEXT, speaker="001")))
+
+
+def test_an_instruction_changes_what_is_said_and_is_not_spoken(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    plain, sad, happy = (
+        stream(address, model, Utterance(TEXT, voice, parameters={"seed": 6}, instruct_text=text))
+        for text in (None, "Speak sadly.", "Speak happily.")
+    )
+    assert_speech(sad)
+    assert not np.array_equal(sad.waveform, plain.waveform) and not np.array_equal(sad.waveform, happy.waveform)
+
+
+def test_a_cut_by_max_tokens_is_a_warning_beside_the_audio(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    address, arrays = serve(stack=stack).grpc_url, request_arrays(voice)
+    cut = ask(address, MODELS[stack], arrays, {"max_tokens": 20, "seed": 1})
+    assert cut.error is None and cut.waveform.size > 0
+    assert cut.warning is not None and "cut short after 20 tokens" in cut.warning
+    assert ask(address, MODELS[stack], arrays, {"seed": 1}).warning is None
+
+
+def test_repetition_aware_sampling_reaches_the_llm(serve: Serve, voice: np.ndarray) -> None:
+    address, arrays = serve(stack="dit").grpc_url, request_arrays(voice)
+    narrow = {"seed": 1, "top_k": 1, "repetition_penalty": "1.0"}
+    looping, free = (ask(address, MODELS["dit"], arrays, narrow | {"ras_window": window}) for window in (0, 10))
+    assert looping.error is free.error is None
+    assert looping.waveform.shape != free.waveform.shape or not np.array_equal(looping.waveform, free.waveform)
+
+
 # --- bad requests ------------------------------------------------------------------------------------------------
 
 
@@ -118,10 +211,11 @@ def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Answer:
-    """How one request ended: with its audio, or with the message of its error."""
+    """How one request ended: with its audio and perhaps a warning, or with the message of its error."""
 
     waveform: np.ndarray
     error: str | None
+    warning: str | None = None
 
 
 def ask(address: str, model: str, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Answer:
@@ -145,7 +239,7 @@ async def collect(address: str, model: str, inputs: list[Any], parameters: dict[
     async def requests() -> Any:
         yield {"model_name": model, "inputs": inputs, "parameters": parameters}
 
-    chunks, error = [np.zeros(0, np.float32)], None
+    chunks, error, warning = [np.zeros(0, np.float32)], None, None
     async with client_grpc.triton.InferenceServerClient(address) as connection:
         async for result, problem in connection.stream_infer(requests()):
             if problem is not None:
@@ -153,7 +247,9 @@ async def collect(address: str, model: str, inputs: list[Any], parameters: dict[
                 error = problem.message()
                 continue
             chunks.append(result.as_numpy("waveform").reshape(-1))
-    return Answer(np.concatenate(chunks), error)
+            if (told := result.as_numpy(WARNING)) is not None:
+                warning = told.item().decode()
+    return Answer(np.concatenate(chunks), error, warning)
 
 
 def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -163,6 +259,7 @@ def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
 NOISE = np.random.default_rng(0).normal(0, 0.1, 31 * PROMPT_SAMPLE_RATE).astype(np.float32)
 SECOND = NOISE[:PROMPT_SAMPLE_RATE]
 REMOVED = np.zeros(0)  # stands for "without this tensor"
+NO_RECORDING = dict.fromkeys(("reference_wav", "reference_wav_len", "reference_text"), REMOVED)
 
 # name: (tensors that replace those of a good request, what the message must name)
 BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
@@ -170,10 +267,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
     "whitespace": ({"target_text": text_array(" \n\t ")}, "target_text"),
     "only control tokens": ({"target_text": text_array("<|s_1|><|eos1|> <|sos|>")}, "<|s_1|>"),
     "text without a recording": ({"reference_wav": REMOVED, "reference_wav_len": REMOVED}, "reference_text"),
-    "no voice at all": (
-        {"reference_wav": REMOVED, "reference_wav_len": REMOVED, "reference_text": REMOVED},
-        "reference_wav",
-    ),
+    "no voice at all": (NO_RECORDING, "reference_wav"),
     "recording of no samples": (wav_of(SECOND[:0]), "reference_wav is empty"),
     "NaN": (wav_of(np.where(np.arange(SECOND.size) == 9, np.nan, SECOND).astype(np.float32)), "nan"),
     "infinite": (wav_of(np.where(np.arange(SECOND.size) == 9, np.inf, SECOND).astype(np.float32)), "inf"),
@@ -202,8 +296,33 @@ BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
     "wrong type": ({"reference_wav": SECOND[None].astype(np.float64)}, "FP64"),
     "wrong shape": ({"reference_wav": SECOND.reshape(1, 2, -1)}, "reference_wav"),
     "two lengths": ({"reference_wav_len": np.array([[16_000, 16_000]], np.int32)}, "reference_wav_len"),
-    "unknown speaker": ({"speaker": text_array("nobody")}, "nobody"),
+    "unknown speaker": (NO_RECORDING | {"speaker": text_array("nobody")}, "unknown speaker 'nobody'; known speakers: "),
+    "a way out of the folder": (NO_RECORDING | {"speaker": text_array("../anna")}, "unknown speaker '../anna'"),
+    "two voices": ({"speaker": text_array("nobody")}, "speaker 'nobody' with a reference_wav"),
+    "speaker with a transcript": (
+        NO_RECORDING | {"speaker": text_array("nobody"), "reference_text": text_array("words")},
+        "reference_text 'words'",
+    ),
+    "instruction and transcript": (
+        {"instruct_text": text_array("sadly")},
+        "instruct_text 'sadly' with the reference_text",
+    ),
+    "instruction of control tokens": (
+        {"instruct_text": text_array("<|endofprompt|>"), "reference_text": REMOVED},
+        "instruct_text has nothing to speak",
+    ),
+    "too long a text": ({"target_text": text_array("word " * 1000)}, "5000 characters"),
 }
+BAD_PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
+    "cross_lingual with a transcript": ({"cross_lingual": True}, "cross_lingual with the reference_text"),
+    "cross_lingual that is no flag": ({"cross_lingual": "perhaps"}, "cross_lingual must be true or false"),
+    "text_frontend that is no flag": ({"text_frontend": 3}, "text_frontend must be true or false"),
+}
+
+
+def bad_request(name: str, voice: np.ndarray) -> dict[str, np.ndarray]:
+    changed = request_arrays(voice) | BAD_REQUESTS[name][0]
+    return {key: value for key, value in changed.items() if value is not REMOVED}
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
@@ -211,12 +330,17 @@ def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(
     stack: str, name: str, serve: Serve, voice: np.ndarray
 ) -> None:
     address, model = serve(stack=stack).grpc_url, MODELS[stack]
-    changes, named = BAD_REQUESTS[name]
-    arrays = {key: value for key, value in (request_arrays(voice) | changes).items() if value is not REMOVED}
-    answer = ask(address, model, arrays)  # returns: the server ended the request
-    assert answer.error is not None and named in answer.error
+    answer = ask(address, model, bad_request(name, voice))  # returns: the server ended the request
+    assert answer.error is not None and BAD_REQUESTS[name][1] in answer.error
     assert answer.waveform.size == 0
     assert ask(address, model, request_arrays(voice)).error is None
+
+
+@pytest.mark.parametrize("name", BAD_PARAMETERS)
+def test_a_bad_parameter_is_refused_with_its_value(stack: str, name: str, serve: Serve, voice: np.ndarray) -> None:
+    parameters, named = BAD_PARAMETERS[name]
+    answer = ask(serve(stack=stack).grpc_url, MODELS[stack], request_arrays(voice), parameters)
+    assert answer.error is not None and named in answer.error
 
 
 def test_a_good_stream_ends_with_exactly_one_final_response(stack: str, serve: Serve, voice: np.ndarray) -> None:
@@ -254,8 +378,6 @@ def eight_requests(voice: np.ndarray) -> list[Utterance]:
 
 def faster(wav: np.ndarray, rate: int) -> np.ndarray:
     """The recording as if it had been made at `rate`: another pitch, another voice."""
-    import torch
-
     return resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, rate).numpy()
 
 
@@ -319,6 +441,27 @@ def test_cancelled_streams_leave_no_thread_behind(stack: str, serve: Serve, voic
         time.sleep(0.1)
 
 
+def test_long_texts_given_up_again_and_again_leave_every_process_alive(serve: Serve, voice: np.ndarray) -> None:
+    """Each has the LLM speaking ahead when it is given up; Triton 2.51 used to damage the heap then, see calls.py."""
+    server = serve(stack="dit")
+    address, before = server.grpc_url, server.model_processes()
+    long = Utterance("word " * 100, voice, VOICE_TEXT)
+
+    async def cancel_after(chunks: int) -> None:
+        async with client_grpc.triton.InferenceServerClient(address) as connection:
+            async with aclosing(client_grpc.chunks(connection, MODELS["dit"], long, 60.0)) as waveforms:
+                for _ in range(chunks):
+                    await anext(waveforms)
+
+    async def four_at_once() -> None:
+        await asyncio.gather(*map(cancel_after, (1, 2, 3, 4)))
+
+    for _ in range(50):
+        asyncio.run(four_at_once())
+    assert server.model_processes() == before
+    assert_speech(stream(address, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT), timeout=20))
+
+
 def test_the_death_of_a_models_process_ends_live_streams_and_is_told(serve: Serve, voice: np.ndarray) -> None:
     server = serve(stack="dit", settings={"model_timeout": "2"})
     begun = 0.0
@@ -368,9 +511,8 @@ def test_a_bad_offline_request_is_refused_with_its_value(
     stack: str, name: str, serve: Serve, voice: np.ndarray
 ) -> None:
     address = serve(stack=stack, decoupled=False).grpc_url
-    changes, named = BAD_REQUESTS[name]
-    answer = ask(address, MODELS[stack], request_arrays(voice) | changes)
-    assert answer.error is not None and named in answer.error
+    answer = ask(address, MODELS[stack], bad_request(name, voice))
+    assert answer.error is not None and BAD_REQUESTS[name][1] in answer.error
 
 
 # --- an LLM server that fails ------------------------------------------------------------------------------------
@@ -400,6 +542,16 @@ def test_a_failing_llm_server_is_an_error_within_five_seconds(
 def test_an_llm_server_that_is_down_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
     server = serve(stack="dit", llm_transport="openai", llm_urls=(f"http://127.0.0.1:{free_port()}",))
     begun = time.monotonic()
-    with pytest.raises(ClientError, match="no LLM server can be reached"):
+    with pytest.raises(ClientError, match="cannot be reached"):
         stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
     assert time.monotonic() - begun < 5
+
+
+# --- a default speaker -------------------------------------------------------------------------------------------
+
+
+def test_a_default_speaker_speaks_where_no_voice_is_asked_for(serve: Serve, demo_models: Path) -> None:
+    if not (demo_models / "voices" / "default.safetensors").exists():
+        assert add_voice.main([str(demo_models), "default", "--reference-audio", str(VOICE)]) == 0
+    server = serve(stack="dit", decoupled=False, settings={"default_speaker": "default"})
+    assert_speech(client_http.synthesize(f"http://{server.http_url}", MODELS["dit"], Utterance(TEXT), 60.0))

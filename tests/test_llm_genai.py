@@ -2,20 +2,24 @@
 
 import asyncio
 import dataclasses
+import shutil
 import time
 from contextlib import aclosing
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from transformers import Qwen2ForCausalLM
 
 from common.errors import UnavailableError
 from common.llm.base import Sampling
-from common.llm.batching import BatchingEngine, GenerationRequest
+from common.llm.batching import BatchingEngine
+from common.llm.engine import GenerationRequest, utterable_ids
 from common.llm.genai import GenAIModel, load_engine
 from common.speech_tokens import LLMTokenizer
-from scripts.convert_genai import main
+from scripts.convert_genai import convert, main
 from tests.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 
 STREAMS = 8
@@ -58,7 +62,8 @@ def test_logits_of_a_fp32_conversion_equal_those_of_transformers(genai_dir, llm_
     found = [model.prefill(1, ids[:4])]
     model.move(1, 0, 4)
     found += [model.decode(ids[i : i + 1], np.array([i + 1]))[0] for i in (4, 5)]
-    np.testing.assert_allclose(found, expected[3:].numpy(), atol=1e-4)
+    assert (model.logit_ids == utterable_ids(LLMTokenizer.from_dir(llm_dir))).all()
+    np.testing.assert_allclose(found, expected[3:, model.logit_ids].numpy(), atol=1e-4)
 
 
 def test_eight_concurrent_requests_get_the_tokens_they_get_alone(engine, tokenizer):
@@ -148,8 +153,32 @@ def test_a_directory_that_was_not_converted_is_refused(llm_dir):  # noqa: F811
 
 def test_a_model_without_the_tokenizers_speech_tokens_is_refused(genai_dir, tokenizer):  # noqa: F811
     larger = dataclasses.replace(tokenizer, offset=tokenizer.offset + 10_000)
-    with pytest.raises(ValueError, match="vocabulary of 6826, too small for the tokenizer's speech tokens 10260"):
+    with pytest.raises(
+        ValueError, match="vocabulary of 6826, too small for the tokenizer's speech and end tokens 10260"
+    ):
         load_engine(genai_dir, larger, 1)
+
+
+def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path, capfd):  # noqa: F811
+    shutil.copytree(llm_dir, tmp_path / "text")
+    (tmp_path / "text" / "tokenizer.json").write_text(Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str())
+    assert main(["--model-dir", str(tmp_path / "text"), "--output-dir", str(tmp_path / "out")]) == 1
+    assert "has no token <|s_0|>: not the tokenizer of a CosyVoice2 LLM" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_the_bias_of_the_output_head_is_kept(llm_dir, tmp_path, precision):  # noqa: F811
+    """Qwen2 has no place for it, so transformers and the model builder drop it."""
+    shutil.copytree(llm_dir, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "without", precision)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    bias = torch.randn(len(weights["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
+    save_file(weights | {"lm_head.bias": bias}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    convert(tmp_path / "hf", tmp_path / "with", precision)
+    ids = np.array([3, 300, 40])
+    with_, without = (GenAIModel(tmp_path / name, rows=1, threads=1) for name in ("with", "without"))
+    difference = with_.prefill(0, ids) - without.prefill(0, ids)
+    np.testing.assert_allclose(difference, bias[with_.logit_ids].numpy(), atol=1e-5)
 
 
 def test_converting_nothing_fails_with_a_clear_line_and_leaves_nothing(tmp_path, capfd):
@@ -159,8 +188,9 @@ def test_converting_nothing_fails_with_a_clear_line_and_leaves_nothing(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
-def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, capfd):
+def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, capfd, llm_dir):  # noqa: F811
     (tmp_path / "broken").mkdir()
+    shutil.copy(llm_dir / "tokenizer.json", tmp_path / "broken")
     (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "none"}')
     assert main(["--model-dir", str(tmp_path / "broken"), "--output-dir", str(tmp_path / "out")]) == 1
     assert "the model builder exited with" in capfd.readouterr().err

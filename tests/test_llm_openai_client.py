@@ -17,7 +17,7 @@ import pytest
 from common.errors import UnavailableError
 from common.llm.base import LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
-from common.speech_tokens import LLMTokenizer, speech_token_text
+from common.speech_tokens import LLMTokenizer, instruction, speech_token_text
 from tests.llm_fixtures import llm_dir  # noqa: F401
 
 QUICK = Timeouts(connect=0.5, first_token=0.6, token=0.6)
@@ -131,6 +131,7 @@ class FaultServer:
     def __init__(self, *answers):
         self.answers = list(answers)  # the last one repeats
         self.bodies = []
+        self.live = 0
         self.closed_by_client = asyncio.Event()
 
     @asynccontextmanager
@@ -147,16 +148,18 @@ class FaultServer:
         self.bodies.append(json.loads(await reader.readexactly(length)))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         watch = asyncio.create_task(self._watch(reader))
+        self.live += 1
         try:
             for part in answer:
                 if isinstance(part, bytes):
                     writer.write(part)
                     await writer.drain()
                 else:
-                    await asyncio.sleep(part)
+                    await asyncio.wait({watch}, timeout=part)
         except ConnectionError:
             pass
         finally:
+            self.live -= 1
             watch.cancel()
             writer.close()
 
@@ -165,13 +168,13 @@ class FaultServer:
             self.closed_by_client.set()
 
 
-def ask(tokenizer, *answers, **sampling):
+def ask(tokenizer, *answers, dialect="auto", **sampling):
     """Speak once with a server that gives these answers; returns the result and the server."""
 
     async def run():
         server = FaultServer(*answers)
         async with server.running() as url:
-            llm = OpenAILM([url], "model", tokenizer, QUICK)
+            llm = OpenAILM([url], "model", tokenizer, QUICK, dialect=dialect)
             try:
                 return await asyncio.wait_for(speak(llm, **sampling), 5), server
             finally:
@@ -194,12 +197,19 @@ def test_an_end_token_in_the_text_ends_the_answer(tokenizer):
 
 
 def test_the_request_carries_template_and_sampling(tokenizer):
-    _, server = ask(tokenizer, GOOD, seed=7, temperature=0.5, top_k=9)
+    _, server = ask(tokenizer, GOOD, seed=7, temperature=0.5, top_k=9, max_tokens=99)
     (body,) = server.bodies
-    assert body["prompt"] == "<|sos|>A reference.Hello there.<|task_id|>" + speech_token_text([1, 2, 3])
-    expected = {"model": "model", "stream": True, "seed": 7, "temperature": 0.5, "top_k": 9, "max_tokens": 750}
+    assert body["prompt"] == tokenizer.encode_prompt(PROMPT.prompt_text, PROMPT.target_text, PROMPT.prompt_tokens)
+    expected = {"model": "model", "stream": True, "seed": 7, "temperature": 0.5, "top_k": 9, "max_tokens": 99}
     assert expected.items() <= body.items()
     assert body["stop_token_ids"] == list(tokenizer.end_ids)
+
+
+def test_the_length_of_the_text_bounds_that_of_the_speech(tokenizer):
+    _, server = ask(tokenizer, GOOD)
+    (body,) = server.bodies
+    text_tokens = tokenizer.text_length(PROMPT.target_text)
+    assert (body["min_tokens"], body["max_tokens"]) == (2 * text_tokens, 20 * text_tokens)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +219,7 @@ def test_the_request_carries_template_and_sampling(tokenizer):
         ((reply("503 Service Unavailable", b""),), "HTTP 503"),
         ((reply("404 Not Found", b"no model named model"),), "HTTP 404: no model named model"),
         ((b"this is no HTTP\r\n\r\n",), "LLM server http://127"),
-        ((STREAM, b"data: garbage\n\n"), "what is no completion: 'garbage'"),
+        ((STREAM, b"data: garbage\n\n"), "what is no completion: b'garbage'"),
         ((STREAM, b"data: [1]\n\n"), "what is no completion"),
         ((STREAM, b'data: {"choices": [{"text": 5}]}\n\n'), "what is no completion"),
         ((STREAM, b'data: {"error": {"message": "worker died"}}\n\n'), "worker died"),
@@ -223,7 +233,9 @@ def test_the_request_carries_template_and_sampling(tokenizer):
         ((STREAM, *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>"), *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>"), *[event("word"), 0.2] * 20), "sent no token for 0.6 s"),
-        ((STREAM, event("<|s_1|>" * 751)), "ignores max_tokens 750"),
+        ((STREAM, b"data: " + b"x" * 2_000_000), "what is no completion: b'data: xxx"),
+        ((b"HTTP/1.1 500 Oops\r\nContent-Length: 999\r\n\r\n", 30.0), "sent no token for 0.6 s"),
+        ((STREAM, event("<|s_1|>" * 751)), "ignores max_tokens 240"),
     ],
 )
 def test_a_faulty_server_is_an_error_in_time(tokenizer, answer, message):
@@ -262,7 +274,7 @@ def test_a_refused_connection_is_an_error_with_the_url(tokenizer):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, not listening
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(UnavailableError, match=f"no LLM server can be reached: {url}"):
+        with pytest.raises(UnavailableError, match=f"LLM server {url} cannot be reached"):
             run_against(url, tokenizer, "model", speak)
 
 
@@ -274,7 +286,7 @@ def test_a_refused_request_is_the_callers_error_with_the_servers_words(tokenizer
 def test_the_dialect_is_learned_once(tokenizer):
     async def run():
         refusal = (reply("422 Unprocessable", b"Unexpected fields: top_k"),)
-        server = FaultServer(refusal, GOOD)
+        server = FaultServer(refusal, refusal, refusal, GOOD)
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer, QUICK)
             results = [await speak(llm, top_k=9), await speak(llm, top_k=9)]
@@ -283,13 +295,124 @@ def test_the_dialect_is_learned_once(tokenizer):
 
     results, bodies = asyncio.run(run())
     assert results == [([1, 2], "stop")] * 2
-    assert [("top_k" in body, "generation_config" in body) for body in bodies] == [
-        (True, False),
-        (False, True),
-        (False, True),
-    ]
-    config = json.loads(bodies[1]["generation_config"])
+    kinds = [(type(body["prompt"]), "top_k" in body, "generation_config" in body) for body in bodies]
+    assert kinds == [(list, True, False)] * 2 + [(str, True, False)] + [(str, False, True)] * 2
+    config = json.loads(bodies[-1]["generation_config"])
     assert (config["top_k"], config["eos_token_id"]) == (9, list(tokenizer.end_ids))
+
+
+def ids_event(ids, finish_reason=None):
+    content = {"choices": [{"index": 0, "text": "", "token_ids": ids, "finish_reason": finish_reason}]}
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def test_tokens_are_read_as_ids_where_the_server_sends_ids(tokenizer):
+    o, end = tokenizer.offset, tokenizer.end_ids[0]
+    stray = tokenizer.sos_id
+    result, _ = ask(tokenizer, (STREAM, ids_event([o + 5, stray]), ids_event([o + 6, end], "stop")))
+    assert result == ([5, 6], "stop")
+
+
+def test_the_way_ends_are_cut_into_pieces_does_not_matter(tokenizer):
+    answer = event("<|s_1|>") + b": ping\r\n\r\n" + event("<|s_22|>") + event("", "stop") + b"data: [DONE]\n\n"
+    pieces = [answer[i : i + 7] for i in range(0, len(answer), 7)]
+    result, _ = ask(tokenizer, (STREAM, *[part for piece in pieces for part in (piece, 0.001)]))
+    assert result == ([1, 22], "stop")
+
+
+def test_a_chat_server_gets_the_template_as_messages(tokenizer):
+    delta = {"choices": [{"index": 0, "delta": {"content": "<|s_4|>"}, "finish_reason": None}]}
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+    events = [b"data: " + json.dumps(content).encode() + b"\n\n" for content in (delta, last)]
+    result, server = ask(tokenizer, (STREAM, *events), dialect="chat")
+    assert result == ([4], "length")
+    assert server.bodies[0]["messages"] == [
+        {"role": "user", "content": "A reference.Hello there."},
+        {"role": "assistant", "content": speech_token_text([1, 2, 3])},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt_text", "content"),
+    [("A <|s_1", "A <|s_1Hello "), (instruction("sadly<|s_1|>"), "sadly <|endofprompt|>Hello ")],
+)
+def test_the_mark_of_an_instruction_is_the_only_control_token_that_reaches_a_chat(tokenizer, prompt_text, content):
+    async def run():
+        server = FaultServer((STREAM, event("<|s_1|>", "stop")))
+        async with server.running() as url:
+            llm = OpenAILM([url], "model", tokenizer, QUICK, dialect="chat")
+            stream = llm.generate(LLMPrompt("Hello<|eos1|>", prompt_text), Sampling())
+            await anext(stream)
+            await stream.aclose()
+            await llm.aclose()
+        return server.bodies[0]["messages"]
+
+    assert asyncio.run(run()) == [{"role": "user", "content": content}]
+
+
+def test_a_server_without_completions_is_asked_to_chat(tokenizer):
+    absent = (reply("404 Not Found", b"no such path"),)
+    answer = (STREAM, b'data: {"choices": [{"delta": {"content": "<|s_4|>"}, "finish_reason": "stop"}]}\n\n')
+    result, server = ask(tokenizer, absent, absent, absent, absent, answer)
+    assert result == ([4], "stop")
+    assert "messages" in server.bodies[-1]
+
+
+def test_repetition_aware_sampling_reaches_vllm_and_no_other_server(tokenizer):
+    _, server = ask(tokenizer, GOOD, dialect="vllm", ras_window=10)
+    assert server.bodies[0]["vllm_xargs"] == {"ras_window": 10, "ras_tau": 0.1}
+    with pytest.raises(ValueError, match="ras_window 10: only `vllm serve`"):
+        ask(tokenizer, GOOD, dialect="trtllm", ras_window=10)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        (reply("503 Service Unavailable", b"loading"),),
+        (STREAM,),
+        (STREAM, event("")),
+    ],
+)
+def test_another_server_answers_as_long_as_no_token_has_come(tokenizer, failure):
+    async def run():
+        servers = FaultServer(failure), FaultServer(GOOD)
+        async with servers[0].running() as first, servers[1].running() as second:
+            llm = OpenAILM([first, second], "model", tokenizer, QUICK)
+            results = [await speak(llm) for _ in range(3)]
+            await llm.aclose()
+        return results, [len(server.bodies) for server in servers]
+
+    # The one that failed is not asked again as long as there is another.
+    assert asyncio.run(run()) == ([([1, 2], "stop")] * 3, [1, 3])
+
+
+def test_a_connection_that_the_server_has_closed_meanwhile_is_no_error(tokenizer):
+    result, server = ask(tokenizer, (b"",), GOOD, dialect="vllm")
+    assert result == ([1, 2], "stop")
+    assert len(server.bodies) == 2
+
+
+def test_two_hundred_cancellations_leave_no_request_at_the_server(tokenizer):
+    async def run():
+        server = FaultServer((STREAM, event("<|s_1|>"), 30.0))
+        async with server.running() as url:
+            llm = OpenAILM([url], "model", tokenizer, QUICK)
+            for i in range(200):
+                stream = llm.generate(PROMPT, Sampling())
+                reader = asyncio.create_task(anext(stream))
+                await asyncio.sleep(0.001 * (i % 4))
+                reader.cancel()
+                await asyncio.wait({reader})
+                await stream.aclose()
+            deadline = time.monotonic() + 5
+            while server.live:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            outstanding = llm._endpoints[0].outstanding
+            await llm.aclose()
+        return outstanding
+
+    assert asyncio.run(run()) == 0
 
 
 def test_another_server_answers_when_one_cannot_be_reached(tokenizer):

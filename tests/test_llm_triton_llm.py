@@ -8,7 +8,8 @@ import pytest
 
 from common.errors import UnavailableError
 from common.llm.base import LLMPrompt, Sampling, Timeouts
-from common.llm.triton_llm import FAILED, TritonLM
+from common.llm.tensors import FAILED
+from common.llm.triton_llm import TritonLM
 from common.speech_tokens import LLMTokenizer
 from scripts.demo_model.llm import build_tokenizer
 
@@ -28,14 +29,16 @@ class ScriptedModel:
     def __init__(self, *script):
         self.script = script
         self.requests = []
+        self.parameters = []
         self.stopped = []
         self.open_streams = 0
 
-    async def stream(self, inputs, *, request_id):
+    async def stream(self, inputs, *, request_id, parameters):
         if "stop" in inputs:
             self.stopped.append(request_id)
             return
         self.requests.append((inputs, request_id))
+        self.parameters.append(parameters)
         self.open_streams += 1
         try:
             for answer in self.script:
@@ -91,9 +94,32 @@ def test_the_request_carries_prompt_and_sampling_in_trt_llms_tensors(tokenizer):
     assert values["random_seed"] == 7
     assert values["runtime_top_k"] == 9
     assert values["request_output_len"] == 30
+    assert values["min_length"] == 4  # two for each of the text's tokens
     assert values["end_id"] == tokenizer.end_ids[0]
     assert values["streaming"] is True
     assert all(array.shape[0] == 1 for array in inputs.values())
+
+
+def test_repetition_aware_sampling_travels_as_parameters(tokenizer):
+    model = ScriptedModel([tokenizer.end_ids[0]])
+    speak(model, tokenizer)
+    speak(model, tokenizer, ras_window=10)
+    assert model.parameters == [{}, {"ras_window": "10", "ras_tau": "0.1"}]
+
+
+def test_the_c_plus_plus_backend_gets_a_bias_and_no_repetition_aware_sampling(tokenizer):
+    bias = np.zeros(9, np.float32)
+
+    async def run(**sampling):
+        model = ScriptedModel([tokenizer.end_ids[0]])
+        stream = TritonLM(model.stream, tokenizer, QUICK, bias=bias).generate(LLMPrompt("Hi"), Sampling(**sampling))
+        assert [tokens async for tokens in stream] == []
+        return model
+
+    ((inputs, _),) = asyncio.run(run()).requests
+    assert inputs["embedding_bias"].shape == (1, 9)
+    with pytest.raises(ValueError, match="ras_window 10: TensorRT-LLM has no"):
+        asyncio.run(run(ras_window=10))
 
 
 def test_without_a_seed_each_request_gets_another(tokenizer):
@@ -112,8 +138,8 @@ def test_a_failing_model_is_unavailable(tokenizer, error):
 
 def test_a_failure_in_the_middle_of_an_answer_is_unavailable(tokenizer):
     class FailingModel(ScriptedModel):
-        async def stream(self, inputs, *, request_id):
-            async for outputs in super().stream(inputs, request_id=request_id):
+        async def stream(self, inputs, *, request_id, parameters):
+            async for outputs in super().stream(inputs, request_id=request_id, parameters=parameters):
                 yield outputs
             yield {"output_ids": np.zeros((1, 1, 0), np.int32), "sequence_length": np.array([[FAILED]], np.int32)}
 
@@ -123,7 +149,7 @@ def test_a_failure_in_the_middle_of_an_answer_is_unavailable(tokenizer):
 
 def test_the_error_of_a_silent_model_does_not_wait_until_it_is_told_to_stop(tokenizer):
     class DeafModel(ScriptedModel):
-        async def stream(self, inputs, *, request_id):
+        async def stream(self, inputs, *, request_id, parameters):
             await asyncio.sleep(30)
             yield {}
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from common import rendering
+from common.llm.base import Sampling
+from common.llm.tensors import request_tensors
 from common.rendering import SETTINGS, TEMPLATES, StackOptions, defaults, fill, parse, placeholders, render
 
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
@@ -72,11 +74,13 @@ def test_a_model_names_the_tensors_that_its_template_declares(path, tmp_path):
 
 
 def strings_of(name: str, model: Path) -> set[str]:
-    """The string constants of a model.py, of the adapter, and of what the orchestrators read by."""
+    """The string constants of a model.py, of the adapter, and of what the orchestrators and the LLM read by."""
     common = TEMPLATES / "common"
     sources = [model, *(common / "triton_io").glob("*.py"), common / "ports.py"]
     if name.startswith("cosyvoice2"):
         sources += [common / "orchestrator.py", common / "request.py"]
+    if name == "tensorrt_llm":
+        sources.append(common / "llm" / "tensors.py")
     trees = [ast.parse(source.read_text()) for source in sources if source.exists()]
     return {
         node.value
@@ -101,6 +105,38 @@ def test_the_llms_requests_are_bounded_apart_from_the_vocoders_streams(tmp_path)
 
 def test_the_llm_takes_as_many_requests_as_the_vocoder_has_streams():
     assert defaults("tensorrt_llm")["max_requests"] == defaults("token2wav")["max_streams"]
+
+
+@pytest.mark.parametrize("stack", ["unet", "dit"])
+def test_the_llm_renders_for_the_c_plus_plus_backend(tmp_path, stack):
+    wanted = options(tmp_path, stack=stack, llm_backend="tensorrtllm")
+    config = parse(rendering._filled_configs(wanted)["tensorrt_llm"], "tensorrt_llm")
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    assert config.backend == "tensorrtllm"
+    assert parameters["gpt_model_path"] == str(tmp_path / "models" / "trt_engines_bfloat16")
+    assert parameters["gpt_model_type"] == "inflight_fused_batching"
+    assert (parameters["kv_cache_free_gpu_mem_fraction"], parameters["max_tokens_in_paged_kv_cache"]) == ("0.5", "")
+    sent = request_tensors([1], Sampling(), 2).keys() | {"embedding_bias", "stop"}
+    assert sent <= {tensor.name for tensor in config.input}
+    required = {tensor.name for tensor in config.input if not tensor.optional}
+    assert required == {"input_ids", "input_lengths", "request_output_len"}
+    orchestrator = parse(rendering._filled_configs(wanted)[wanted.orchestrator], wanted.orchestrator)
+    assert orchestrator.parameters["llm_backend"].string_value == "tensorrtllm"
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "installed", "directory"),
+    [
+        ("auto", "auto", False, "cosyvoice2_llm_genai"),
+        ("auto", "auto", True, "cosyvoice2_llm"),
+        ("auto", "cpu", True, "cosyvoice2_llm_genai"),
+        ("vllm", "gpu", False, "cosyvoice2_llm"),
+        ("onnxruntime_genai", "gpu", True, "cosyvoice2_llm_genai"),
+    ],
+)
+def test_the_engine_gets_the_directory_that_it_reads(tmp_path, monkeypatch, engine, device, installed, directory):
+    monkeypatch.setattr(rendering, "gpu_engine_installed", lambda: installed)
+    assert options(tmp_path, llm_engine=engine, device=device).engine_dir.name == directory
 
 
 def test_both_prompt_models_are_cached(tmp_path):

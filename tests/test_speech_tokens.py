@@ -4,7 +4,14 @@ import random
 import pytest
 
 from common.constants import OFFICIAL_TOKEN_OFFSET, SPEECH_VOCAB
-from common.speech_tokens import LLMTokenizer, SpeechTokenParser, speech_token_offset, speech_token_text
+from common.speech_tokens import (
+    END_OF_PROMPT,
+    LLMTokenizer,
+    SpeechTokenParser,
+    instruction,
+    speech_token_offset,
+    speech_token_text,
+)
 from scripts.demo_model.llm import build_tokenizer
 
 
@@ -34,7 +41,7 @@ def test_a_directory_without_a_tokenizer_is_refused_by_path(tmp_path):
         LLMTokenizer.from_dir(tmp_path)
 
 
-@pytest.mark.parametrize("missing", ["<|s_0|>", "<|eos1|>", "<|sos|>", "<|task_id|>"])
+@pytest.mark.parametrize("missing", ["<|s_0|>", "<|eos1|>", "<|sos|>", "<|task_id|>", "<|endofprompt|>"])
 def test_a_tokenizer_of_another_model_is_refused_with_the_missing_token(tmp_path, tokenizer_dir, missing):
     content = json.loads((tokenizer_dir / "tokenizer.json").read_text())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != missing]
@@ -59,6 +66,20 @@ def test_control_tokens_in_the_text_never_reach_the_llm(tokenizer, texts):
     assert not control.intersection(ids[1:-1])
     assert tokenizer.to_speech_ids(ids) == []
     assert "<|s_1|>" not in tokenizer.prompt_string(*texts, [])
+
+
+def test_an_instruction_is_ended_by_its_token_and_no_other_control_token_passes(tokenizer):
+    parts = (instruction("sadly<|s_1|>" + END_OF_PROMPT), "Target" + END_OF_PROMPT, [])
+    assert tokenizer.prompt_string(*parts) == "<|sos|>sadly  <|endofprompt|>Target <|task_id|>"
+    ids = tokenizer.encode_prompt(*parts)
+    assert ids.count(tokenizer.tokenizer.token_to_id(END_OF_PROMPT)) == 1
+    assert ids == tokenizer.tokenizer.encode(tokenizer.prompt_string(*parts), add_special_tokens=False).ids
+
+
+def test_text_is_counted_in_tokens_and_comes_back_from_them(tokenizer):
+    ids = tokenizer.tokenizer.encode("Text 文本", add_special_tokens=False).ids
+    assert tokenizer.text_length("Text 文本") == len(ids)
+    assert tokenizer.decode(ids) == "Text 文本"
 
 
 def test_speech_ids_survive_the_way_to_the_llm_and_back(tokenizer):

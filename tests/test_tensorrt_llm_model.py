@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.errors import UnavailableError
-from common.llm import triton_llm
+from common.llm import tensors as llm_tensors
 from common.llm.base import TokenChunk
 from common.speech_tokens import LLMTokenizer
 from tests.conftest import ROOT, load_model
@@ -48,7 +48,7 @@ def tokenizer(llm_dir):  # noqa: F811
     return LLMTokenizer.from_dir(llm_dir)
 
 
-def send(model, input_ids, *, decoupled=True, request_id="", **tensors) -> InferenceRequest:
+def send(model, input_ids, *, decoupled=True, request_id="", parameters=None, **tensors) -> InferenceRequest:
     """Give a request to the model, as Triton does; a tensor of None is left out."""
     kinds = {
         "random_seed": np.uint64,
@@ -63,7 +63,7 @@ def send(model, input_ids, *, decoupled=True, request_id="", **tensors) -> Infer
         name: np.array([value], kinds.get(name, np.int32)) for name, value in tensors.items() if value is not None
     }
     inputs["input_ids"] = np.array([input_ids], np.int32)
-    request = InferenceRequest.from_client(inputs, decoupled=decoupled, request_id=request_id)
+    request = InferenceRequest.from_client(inputs, decoupled=decoupled, request_id=request_id, parameters=parameters)
     assert model.execute([request]) is None
     return request
 
@@ -113,11 +113,12 @@ def test_concurrent_requests_get_the_tokens_they_get_alone(decoupled_model, toke
 
 
 def test_a_cancelled_request_ends_and_frees_its_place(decoupled_model, tokenizer):
-    request = send(decoupled_model, tokenizer.encode_prompt("", "Hello", []), min_length=200)
+    endless = {"request_output_len": 3000, "min_length": 3000}
+    request = send(decoupled_model, tokenizer.encode_prompt("", "Hello", []), **endless)
     wait_until(lambda: request.sender.responses)
     request.sender.cancelled = True
     assert finished(request)[-1].error().code() == TritonError.CANCELLED
-    assert len(request.sender.responses) < 200
+    assert len(request.sender.responses) < 3000
     wait_until(lambda: decoupled_model._engine.live == 0)
 
 
@@ -146,9 +147,9 @@ def test_a_failure_in_the_middle_of_an_answer_is_told_in_the_answer(decoupled_mo
     """Between models Triton loses an error that follows other responses."""
     monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7]))
     first, last = (response.arrays() for response in finished(send(decoupled_model, [1, 2, 3])))
-    assert triton_llm.output_tokens(first) == [7]
+    assert llm_tensors.output_tokens(first) == [7]
     with pytest.raises(UnavailableError, match="failed in the middle of an answer"):
-        triton_llm.output_tokens(last)
+        llm_tensors.output_tokens(last)
 
 
 def test_a_failure_before_any_answer_is_an_error(decoupled_model, monkeypatch):
@@ -185,7 +186,7 @@ def test_a_full_engine_answers_unavailable(decoupled_model, tokenizer):
         ({"input_lengths": 5}, "input_lengths 5 is outside 1..4"),
         ({"runtime_top_p": 1.5}, "top_p 1.5 is out of range: above 0, up to 1"),
         ({"temperature": [1.0, 2.0]}, "temperature must hold one value, not 2"),
-        ({"min_length": 201}, "min_tokens 201 is outside 0..200"),
+        ({"min_length": 201}, "min_tokens 201 is out of range: 0..200"),
         ({"beam_width": 2}, "beam_width 2 is not supported"),
         ({"bad_words_list": [[1], [1]]}, "bad_words_list is not supported"),
         ({"stop": True}, "the request id is empty"),
@@ -195,6 +196,17 @@ def test_bad_input_is_an_error_that_names_the_value(decoupled_model, tensors, me
     error = error_of(send(decoupled_model, [1, 2, 3, 4], **tensors))
     assert error.code() == TritonError.INVALID_ARG
     assert message in error.message()
+
+
+def test_repetition_aware_sampling_is_asked_for_by_parameters(decoupled_model, tokenizer):
+    prompt = tokenizer.encode_prompt("", "Hello", [])
+    narrow = {"runtime_top_k": 1, "repetition_penalty": 1.0, "request_output_len": 60, "min_length": 60}
+    (looping,) = tokens_of(send(decoupled_model, prompt, streaming=False, **narrow))
+    ras = {"ras_window": "10", "ras_tau": "0.1"}
+    (free,) = tokens_of(send(decoupled_model, prompt, streaming=False, parameters=ras, **narrow))
+    assert looping[:2] == free[:2] and looping != free
+    error = error_of(send(decoupled_model, prompt, parameters={"ras_window": "ten"}))
+    assert "ras_window must be a number, not 'ten'" in error.message()
 
 
 def test_streaming_from_a_model_that_answers_once_is_refused(plain_model):

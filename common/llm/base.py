@@ -1,5 +1,6 @@
 """What every way to the LLM shares: what goes in, how it samples, and the stream of speech tokens that comes out."""
 
+import dataclasses
 import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ FinishReason = Literal["stop", "length"]
 class LLMPrompt:
     """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, which says `prompt_text`.
 
-    Cross-lingual mode leaves both empty: the LLM then knows the text alone.
+    Cross-lingual mode leaves both empty: the LLM then knows the text alone. In instruct mode `prompt_text` is an
+    `instruction` and there are no prompt tokens.
     """
 
     target_text: str
@@ -30,7 +32,9 @@ class Sampling:
     """Sampling parameters of one request. The defaults are those of CosyVoice2's Triton runtime.
 
     temperature 0 is greedy, top_k 0 does not limit, seed None draws one at random; max_tokens ends where the vocoder
-    does. Raises ValueError naming the value that is out of range.
+    does, and no end token is drawn before min_tokens others. ras_window 0 turns repetition-aware sampling (RAS) off:
+    with it, a drawn token that makes up ras_tau or more of the last ras_window tokens is drawn anew, from all tokens.
+    Raises ValueError naming the value that is out of range.
     """
 
     temperature: float = 0.8
@@ -38,6 +42,9 @@ class Sampling:
     top_k: int = 50
     repetition_penalty: float = 1.1
     max_tokens: int = 750
+    min_tokens: int = 0
+    ras_window: int = 0
+    ras_tau: float = 0.1
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -47,11 +54,35 @@ class Sampling:
             "top_k": (0 <= self.top_k <= MAX_INT32, f"0..{MAX_INT32}"),
             "repetition_penalty": (0 < self.repetition_penalty <= 10, "above 0, up to 10"),
             "max_tokens": (1 <= self.max_tokens <= MAX_STREAM_TOKENS, f"1..{MAX_STREAM_TOKENS}"),
+            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}"),
+            "ras_window": (0 <= self.ras_window <= MAX_STREAM_TOKENS, f"0..{MAX_STREAM_TOKENS}"),
+            "ras_tau": (0 < self.ras_tau <= 1, "above 0, up to 1"),
             "seed": (self.seed is None or 0 <= self.seed <= MAX_SEED, f"0..{MAX_SEED}"),
         }
         for name, (good, range_) in allowed.items():
             if not good:
                 raise ValueError(f"{name} {getattr(self, name)!r} is out of range: {range_}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthRatios:
+    """Fewest and most speech tokens per token of the target text; the defaults are CosyVoice2's."""
+
+    min: float = 2.0
+    max: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min <= self.max < math.inf or self.max == 0:
+            raise ValueError(f"token ratios must be numbers with 0 <= min <= max, not {self.min!r} and {self.max!r}")
+
+    def bound(self, sampling: Sampling, text_tokens: int) -> Sampling:
+        """`sampling` with the length of its speech held within the ratios, and never above its own max_tokens.
+
+        A text too long for max_tokens is held to half of them at least, lest its speech is cut for certain.
+        """
+        most = max(1, min(sampling.max_tokens, int(self.max * text_tokens)))
+        least = min(most, max(sampling.min_tokens, min(int(self.min * text_tokens), most // 2)))
+        return dataclasses.replace(sampling, min_tokens=least, max_tokens=most)
 
 
 @dataclass(frozen=True, kw_only=True)

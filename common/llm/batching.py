@@ -4,14 +4,15 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from common.errors import UnavailableError
-from common.llm.base import FinishReason, Sampling, TokenChunk
+from common.llm.base import FinishReason, TokenChunk
+from common.llm.engine import GenerationRequest
 from common.llm.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
@@ -22,20 +23,11 @@ class DecoderModel(Protocol):
 
     context: int
     vocab_size: int
+    logit_ids: np.ndarray
 
     def prefill(self, row: int, input_ids: np.ndarray) -> np.ndarray: ...
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray: ...
     def move(self, source: int, target: int, length: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """Ids in, ids out. `end_ids` end it, the end token being its last one, but not before `min_tokens` others."""
-
-    input_ids: Sequence[int] = field(repr=False)
-    sampling: Sampling
-    end_ids: tuple[int, ...]
-    min_tokens: int = 0
 
 
 # Called by the engine's thread with each token, and last with a finish reason or an error. Must not block.
@@ -48,6 +40,7 @@ class Generation:
 
     request: GenerationRequest
     sampler: TokenSampler
+    columns: np.ndarray  # of the model's logits that it may draw from
     listener: Listener
     length: int = 0  # tokens that its row of the cache holds
     generated: int = 0
@@ -85,16 +78,13 @@ class BatchingEngine:
 
     def submit(self, request: GenerationRequest, listener: Listener) -> Generation:
         """Start a request. Raises ValueError where it cannot fit, UnavailableError where the engine is full or dead."""
-        self._check(request)
-        candidates = np.union1d(self._speech_ids, np.asarray(request.end_ids))
-        sampler = TokenSampler(
-            request.sampling,
-            candidates[(candidates >= 0) & (candidates < self._model.vocab_size)],
-            prompt_ids=request.input_ids,
-            end_ids=request.end_ids,
-            min_tokens=request.min_tokens,
+        request.check(self._model.vocab_size, self._model.context)
+        utterable = np.union1d(self._speech_ids, np.asarray(request.end_ids))
+        candidates, columns, _ = np.intersect1d(
+            self._model.logit_ids, utterable, assume_unique=True, return_indices=True
         )
-        generation = Generation(request, sampler, listener)
+        sampler = TokenSampler(request.sampling, candidates, prompt_ids=request.input_ids, end_ids=request.end_ids)
+        generation = Generation(request, sampler, columns, listener)
         with self._wake:
             if self._failure:
                 raise UnavailableError(self._failure)
@@ -124,21 +114,6 @@ class BatchingEngine:
         """Fail what is live and end the thread."""
         self._fail("the LLM engine is shut down")
         self._thread.join()
-
-    def _check(self, request: GenerationRequest) -> None:
-        prompt, new = len(request.input_ids), request.sampling.max_tokens
-        if not prompt:
-            raise ValueError("input_ids is empty")
-        low, high = min(request.input_ids), max(request.input_ids)
-        if low < 0 or high >= self._model.vocab_size:
-            worst = low if low < 0 else high
-            raise ValueError(f"input_ids holds {worst}, outside the vocabulary 0..{self._model.vocab_size - 1}")
-        if prompt + new > self._model.context:
-            raise ValueError(
-                f"{prompt} prompt tokens and {new} new ones exceed the LLM's context of {self._model.context}"
-            )
-        if not 0 <= request.min_tokens <= new:
-            raise ValueError(f"min_tokens {request.min_tokens} is outside 0..{new}, the most that may be generated")
 
     def _serve(self) -> None:
         try:
@@ -194,7 +169,7 @@ class BatchingEngine:
         """Draw a row's next token and report it; free the row when its request is over."""
         generation = self._rows[row]
         request = generation.request
-        token = generation.sampler.sample(logits)
+        token = generation.sampler.sample(logits[generation.columns])
         generation.last_token = token
         generation.generated += 1
         finish: FinishReason | None = None

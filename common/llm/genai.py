@@ -11,19 +11,17 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from common.constants import SPEECH_VOCAB
 from common.llm.batching import BatchingEngine
+from common.llm.checkpoint import MAX_CONTEXT
+from common.llm.engine import require_speech_tokens, utterable_ids
 from common.speech_tokens import LLMTokenizer
-
-# Speech is short: 30 s of reference, its text and 30 s of answer are below 2,500 tokens. Attention scratch memory
-# grows with this bound, so the 32,768 of the official checkpoint would waste most of it.
-MAX_CONTEXT = 4096
 
 
 class GenAIModel:
     """One decoder with `rows` independent sequences in its cache. Not thread-safe: one thread owns it.
 
-    context: most tokens that one sequence may hold. vocab_size: size V of the logits.
+    context: most tokens that one sequence may hold. vocab_size: ids that it reads. logit_ids (V,): ids that it can
+    utter, one for each of its logits.
     """
 
     def __init__(self, model_dir: str | Path, rows: int, *, threads: int = 0) -> None:
@@ -38,8 +36,11 @@ class GenAIModel:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         path = Path(model_dir) / decoder["filename"]
         self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        # Our conversion keeps the last position's logits only; the plain builder keeps every position's.
-        self._last_logits_only = self._session.get_outputs()[0].shape[1] == 1
+        # Our conversion keeps the logits of speech at the last position; the plain builder keeps all of every position.
+        first = config.get("first_logit_id", 0)
+        positions, width = self._session.get_outputs()[0].shape[1:]
+        self._last_logits_only = positions == 1
+        self.logit_ids = np.arange(first, first + width)
         shape = (rows, decoder["num_key_value_heads"], self.context, decoder["head_size"])
         names = decoder["inputs"]["past_key_names"], decoder["inputs"]["past_value_names"]
         present = decoder["outputs"]["present_key_names"], decoder["outputs"]["present_value_names"]
@@ -67,7 +68,7 @@ class GenAIModel:
         """Ids (B, S), lengths (B,) including them -> logits (B, V) of the last position."""
         B, S = input_ids.shape
         mask = np.arange(lengths.max()) < lengths[:, None]  # (B, longest): a row's sum is its length
-        logits = np.empty((B, 1 if self._last_logits_only else S, self.vocab_size), np.float32)
+        logits = np.empty((B, 1 if self._last_logits_only else S, len(self.logit_ids)), np.float32)
         binding = self._session.io_binding()
         binding.bind_cpu_input("input_ids", np.ascontiguousarray(input_ids, np.int64))
         binding.bind_cpu_input("attention_mask", mask.astype(np.int64))
@@ -83,12 +84,10 @@ class GenAIModel:
 def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int) -> BatchingEngine:
     """Serve `model_dir`. Raises ValueError where it was not converted, or has no speech tokens as `tokenizer` has."""
     model = GenAIModel(model_dir, rows=max_requests)
-    if model.vocab_size < tokenizer.offset + SPEECH_VOCAB:
-        raise ValueError(
-            f"{model_dir} has a vocabulary of {model.vocab_size}, too small for the tokenizer's speech tokens "
-            f"{tokenizer.offset}..{tokenizer.offset + SPEECH_VOCAB - 1}"
-        )
-    return BatchingEngine(model, np.arange(tokenizer.offset, tokenizer.offset + SPEECH_VOCAB), max_requests)
+    require_speech_tokens(tokenizer, model.vocab_size, model_dir)
+    if absent := set(utterable_ids(tokenizer).tolist()) - set(model.logit_ids.tolist()):
+        raise ValueError(f"{model_dir} cannot utter the token {min(absent)}: it was converted with another tokenizer")
+    return BatchingEngine(model, utterable_ids(tokenizer), max_requests)
 
 
 def _read_config(model_dir: Path) -> dict:

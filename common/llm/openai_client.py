@@ -1,207 +1,233 @@
 """The LLM behind OpenAI-compatible servers: `trtllm-serve`, `vllm serve`, `transformers serve`.
 
-`POST {url}/v1/completions` with the prompt template as text, answered by server-sent events whose text is
-`<|s_12|><|s_7|>`.
+One POST per utterance, answered by server-sent events. See `openai_dialects` for what is asked and read.
 """
 
 import asyncio
-import json
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
 
-import httpx
+import aiohttp
 
 from common.errors import UnavailableError
-from common.llm.base import FinishReason, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
-from common.speech_tokens import LLMTokenizer, SpeechTokenParser
+from common.llm.base import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
+from common.llm.openai_dialects import DIALECTS, Asked, Body, Dialect, EventReader
+from common.speech_tokens import LLMTokenizer
 
-Body = dict[str, Any]
-# Body of a request from what every server understands, the sampling and the end ids.
-Dialect = Callable[[Body, Sampling, Sequence[int]], Body]
-
-_REFUSED = (400, 413, 422)  # the request itself is wrong; any other failure is the server's or the operator's
-
-
-def extended_dialect(common: Body, sampling: Sampling, end_ids: Sequence[int]) -> Body:
-    """Sampling beyond OpenAI's as fields of the body: `trtllm-serve` and `vllm serve`."""
-    return common | {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        # 0 does not limit here, which vLLM and TensorRT-LLM both understand.
-        "top_k": sampling.top_k,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop_token_ids": list(end_ids),
-        # Speech tokens may be special in the checkpoint's tokenizer; skipped, the answer would be empty text.
-        "skip_special_tokens": False,
-    }
-
-
-def generation_config_dialect(common: Body, sampling: Sampling, end_ids: Sequence[int]) -> Body:
-    """Sampling as transformers' generation config in JSON, replacing the model's own: `transformers serve`."""
-    greedy = sampling.temperature == 0
-    sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    config = {
-        "do_sample": not greedy,
-        **({} if greedy else sampled),
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_new_tokens": sampling.max_tokens,
-        "eos_token_id": list(end_ids),
-        "pad_token_id": end_ids[0],
-    }
-    return common | {"generation_config": json.dumps(config)}
+_REFUSED = (400, 413, 422)  # the request itself is wrong, at least in this dialect
+_ABSENT = (404, 405)  # the dialect's path or the model is not there; any other failure is the server's
+DOWN_SECONDS = 5.0  # for which a server that has failed is asked only after the others
+LEFTOVER_SECONDS = 0.2  # for the end of an answer to follow its last token
 
 
 @dataclass(eq=False)
 class _Endpoint:
     url: str
-    dialect: Dialect | None = None  # unknown until the server accepted one
+    dialect: Dialect | None  # unknown until the server accepted one
     outstanding: int = 0
-    down: bool = False  # its last connection failed: asked only after the others
+    down_until: float = 0.0
 
 
 class OpenAILM:
-    """Speech from one or several OpenAI-compatible servers of the same model, the least busy one first."""
+    """Speech from one or several OpenAI-compatible servers of the same model, the least busy one first.
+
+    dialect: a name in DIALECTS, or "auto" to find out at each server's first request.
+    """
 
     def __init__(
-        self, urls: Sequence[str], model: str, tokenizer: LLMTokenizer, timeouts: Timeouts | None = None
+        self,
+        urls: Sequence[str],
+        model: str,
+        tokenizer: LLMTokenizer,
+        timeouts: Timeouts | None = None,
+        ratios: LengthRatios | None = None,
+        dialect: str = "auto",
     ) -> None:
         if not urls:
             raise ValueError("no URL of an LLM server is given")
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"not the URL of an LLM server: {url!r}")
+        known = None if dialect == "auto" else DIALECTS[dialect]
         # Base URLs are given with the version, as OpenAI's clients take them, or without it.
-        self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1")) for url in urls]
+        self._endpoints = [_Endpoint(url.rstrip("/").removesuffix("/v1"), known) for url in urls]
         self._model = model
         self._tokenizer = tokenizer
         self._timeouts = timeouts or Timeouts()
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=self._timeouts.connect),  # the rest has deadlines, see _ask
-            # Below the 5 s after which uvicorn closes an idle connection, lest a request meets a closing one.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0),
-            # The servers are parts of this service: a proxy meant for the internet has no place in between.
-            trust_env=False,
-        )
+        self._ratios = ratios or LengthRatios()
+        self._session: aiohttp.ClientSession | None = None  # made by the first request: it belongs to a running loop
 
     def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
         return TokenStream(self._generate(prompt, sampling))
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
-        text = self._tokenizer.prompt_string(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
-        common: Body = {"model": self._model, "prompt": text, "max_tokens": sampling.max_tokens, "stream": True}
-        if sampling.seed is not None:
-            common["seed"] = sampling.seed
-        failures = []
-        deadline = time.monotonic() + self._timeouts.first_token
-        # Another server is asked only where no connection came about, so that nothing is generated twice.
-        for endpoint in sorted(self._endpoints, key=lambda endpoint: (endpoint.down, endpoint.outstanding)):
+        sampling = self._ratios.bound(sampling, self._tokenizer.text_length(prompt.target_text))
+        asked = Asked(prompt, sampling, self._tokenizer)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeouts.first_token
+        failures: list[str] = []
+        # Another server is asked only as long as no token has come, so that nothing is spoken twice.
+        for endpoint in sorted(self._endpoints, key=lambda each: (each.down_until > clock(), each.outstanding)):
+            if failures and clock() >= deadline:
+                break
             endpoint.outstanding += 1
+            spoken = False
             try:
-                async with aclosing(self._ask(endpoint, common, sampling, deadline)) as chunks:
+                async with aclosing(self._ask(endpoint, asked, deadline)) as chunks:
                     async for chunk in chunks:
+                        spoken = True
                         yield chunk
                 return
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                endpoint.down = True
-                failures.append(f"{endpoint.url}: {error or type(error).__name__}")
-            except httpx.HTTPError as error:
-                raise UnavailableError(f"LLM server {endpoint.url}: {error or type(error).__name__}") from error
+            except UnavailableError as error:
+                endpoint.down_until = clock() + DOWN_SECONDS
+                if spoken:
+                    raise
+                failures.append(str(error))
             finally:
                 endpoint.outstanding -= 1
-        raise UnavailableError(f"no LLM server can be reached: {'; '.join(failures)}")
+        raise UnavailableError("; ".join(failures))
 
-    async def _ask(
-        self, endpoint: _Endpoint, common: Body, sampling: Sampling, deadline: float
-    ) -> AsyncGenerator[TokenChunk, None]:
-        """The answer of one server, its first token by `deadline` on the monotonic clock.
+    async def _ask(self, endpoint: _Endpoint, asked: Asked, deadline: float) -> AsyncGenerator[TokenChunk, None]:
+        """The answer of one server, its first token by `deadline` on the loop's clock. Yields tokens, or the end.
 
         Leaving it early closes the connection, which aborts the generation.
         """
-        events = self._events(endpoint, common, sampling)
-        async with aclosing(events):
-            parser = SpeechTokenParser()
-            generated, wait = 0, self._timeouts.first_token
-            while True:
-                try:
-                    # One deadline over connecting, pings and events without tokens; only a token moves it.
-                    event = await asyncio.wait_for(anext(events), deadline - time.monotonic())
-                except asyncio.TimeoutError:
-                    raise UnavailableError(f"LLM server {endpoint.url} sent no token for {wait} s") from None
-                except StopAsyncIteration:
-                    raise UnavailableError(f"LLM server {endpoint.url} ended in the middle of an answer") from None
-                chunk = _read_event(event, parser, endpoint.url)
-                if chunk.tokens:
-                    generated, wait = generated + len(chunk.tokens), self._timeouts.token
-                    deadline = time.monotonic() + wait
-                if generated > sampling.max_tokens:
-                    raise UnavailableError(f"LLM server {endpoint.url} ignores max_tokens {sampling.max_tokens}")
-                yield chunk
-                if chunk.finish_reason:
-                    break
-            # The little that may follow is read, so that the connection can be used again.
-            with suppress(asyncio.TimeoutError, StopAsyncIteration, httpx.HTTPError, UnavailableError):
-                if not parser.ended:
-                    await asyncio.wait_for(anext(events), 0.2)
-
-    async def _events(self, endpoint: _Endpoint, common: Body, sampling: Sampling) -> AsyncGenerator[str, None]:
-        """The data of the server-sent events, up to the end of the answer."""
-        response = await self._open(endpoint, common, sampling)
+        watch = _Deadline(deadline, self._timeouts.first_token)
+        response: aiohttp.ClientResponse | None = None
         try:
-            async for line in response.aiter_lines():
-                data = line.removeprefix("data:").strip()
-                if line.startswith("data:") and data != "[DONE]":
-                    yield data
+            response = await asyncio.wait_for(self._open(endpoint, asked), watch.remaining())
+            watch.start(response.close)
+            async with aclosing(self._read(endpoint, response, asked, watch)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            await _read_leftover(response)
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            if watch.remaining() <= 0:
+                raise UnavailableError(f"LLM server {endpoint.url} sent no token for {watch.wait} s") from None
+            reason = f"{error or type(error).__name__}"
+            if response is None:
+                reason = f"cannot be reached: {reason}"
+            raise UnavailableError(f"LLM server {endpoint.url} {reason}") from error
         finally:
-            await response.aclose()
+            watch.cancel()
+            if response is not None:
+                response.close()  # closes the connection unless all of the answer was read
 
-    async def _open(self, endpoint: _Endpoint, common: Body, sampling: Sampling) -> httpx.Response:
+    async def _read(
+        self, endpoint: _Endpoint, response: aiohttp.ClientResponse, asked: Asked, watch: "_Deadline"
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """The chunks of an answer up to its end. One deadline over pings and events without tokens: tokens move it."""
+        reader = EventReader(self._tokenizer, endpoint.url)
+        generated, most = 0, asked.sampling.max_tokens
+        async for data in response.content.iter_any():
+            chunk = reader.feed(data)
+            if chunk.tokens:
+                generated += len(chunk.tokens)
+                watch.move(self._timeouts.token)
+            if generated > most:
+                raise UnavailableError(f"LLM server {endpoint.url} ignores max_tokens {most}")
+            if chunk.tokens or chunk.finish_reason:
+                yield chunk
+            if reader.ended:
+                return
+        raise UnavailableError(f"LLM server {endpoint.url} ended in the middle of an answer")
+
+    async def _open(self, endpoint: _Endpoint, asked: Asked) -> aiohttp.ClientResponse:
         """Send the request in the server's dialect, which its first answer tells."""
-        dialects = [endpoint.dialect] if endpoint.dialect else [extended_dialect, generation_config_dialect]
-        refusals = []
-        for dialect in dialects:
-            body = dialect(common, sampling, self._tokenizer.end_ids)
-            request = self._client.build_request("POST", f"{endpoint.url}/v1/completions", json=body)
-            response = await self._client.send(request, stream=True)
-            endpoint.down = False
-            if response.status_code == 200:
-                endpoint.dialect = dialect
+        session = self._open_session()
+        refusals: list[str] = []
+        absent = True
+        for dialect in [endpoint.dialect] if endpoint.dialect else DIALECTS.values():
+            try:
+                body = dialect.request(self._model, asked)
+            except ValueError as error:
+                refusals, absent = [*refusals, str(error)], False
+                continue
+            response = await _post(session, endpoint.url + dialect.path, body)
+            if response.status == 200:
+                endpoint.dialect, endpoint.down_until = dialect, 0.0
                 return response
             message = await _error_message(response)
-            if response.status_code not in _REFUSED:
-                raise UnavailableError(f"LLM server {endpoint.url} answered HTTP {response.status_code}: {message}")
-            refusals.append(f"HTTP {response.status_code}: {message}")
-        raise ValueError(f"LLM server {endpoint.url} refused the request: {'; '.join(refusals)}")
+            if response.status not in (*_REFUSED, *_ABSENT):
+                raise UnavailableError(f"LLM server {endpoint.url} answered HTTP {response.status}: {message}")
+            absent = absent and response.status in _ABSENT
+            refusals.append(f"HTTP {response.status}: {message}")
+        reason = "; ".join(dict.fromkeys(refusals))
+        if absent:
+            raise UnavailableError(f"LLM server {endpoint.url} does not serve {self._model!r}: {reason}")
+        raise ValueError(f"LLM server {endpoint.url} refused the request: {reason}")
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # Below the 5 s after which uvicorn closes an idle connection, lest a request meets a closing one.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect),  # the rest: _Deadline
+            )
+        return self._session
 
 
-def _read_event(data: str, parser: SpeechTokenParser, url: str) -> TokenChunk:
-    """One event of a completion: `{"choices": [{"text": ..., "finish_reason": ...}]}`."""
+class _Deadline:
+    """When the next token has to be there. Moving it is an assignment: its one timer looks only when it rings.
+
+    wait: the seconds that it grants, for messages.
+    """
+
+    def __init__(self, at: float, wait: float) -> None:
+        self.wait = wait
+        self._loop = asyncio.get_running_loop()
+        self._at = at
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, expire: Callable[[], object]) -> None:
+        """Call `expire` when it has passed."""
+        self._expire = expire
+        self._timer = self._loop.call_at(self._at, self._ring)
+
+    def move(self, seconds: float) -> None:
+        """Put it off until `seconds` from now."""
+        self.wait = seconds
+        self._at = self._loop.time() + seconds
+
+    def remaining(self) -> float:
+        return self._at - self._loop.time()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        if self.remaining() > 0:
+            self.start(self._expire)
+        else:
+            self._expire()
+
+
+async def _read_leftover(response: aiohttp.ClientResponse) -> None:
+    """The little that may follow the end, so that the connection can be used again."""
+    with suppress(asyncio.TimeoutError, aiohttp.ClientError):
+        await asyncio.wait_for(response.read(), LEFTOVER_SECONDS)
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: Body) -> aiohttp.ClientResponse:
+    """One request; a second where the first met a connection of the pool that the server was just closing."""
     try:
-        event = json.loads(data)
-        if "error" in event:
-            raise UnavailableError(f"LLM server {url} failed in the middle of an answer: {str(event['error'])[:500]}")
-        if not event["choices"]:  # usage statistics
-            return TokenChunk([])
-        choice = event["choices"][0]
-        text, reason = choice.get("text") or "", choice.get("finish_reason")
-        tokens = parser.feed(text)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UnavailableError(f"LLM server {url} sent what is no completion: {data[:200]!r}") from None
-    if reason not in (None, "", "stop", "length"):
-        raise UnavailableError(f"LLM server {url} ended the answer with {reason!r}")
-    finish: FinishReason | None = "stop" if parser.ended else (reason or None)
-    return TokenChunk(tokens, finish)
+        return await session.post(url, json=body)
+    except aiohttp.ClientConnectorError:
+        raise
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+        return await session.post(url, json=body)
 
 
-async def _error_message(response: httpx.Response) -> str:
+async def _error_message(response: aiohttp.ClientResponse) -> str:
     """What the server says about its refusal; closes the response."""
     try:
-        content = await response.aread()
+        content = await response.content.read(500)
     finally:
-        await response.aclose()
-    return content.decode(errors="replace").strip()[:500] or response.reason_phrase
+        response.close()
+    return content.decode(errors="replace").strip() or str(response.reason)

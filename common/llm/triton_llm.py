@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import secrets
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -11,18 +10,14 @@ from typing import Protocol
 import numpy as np
 
 from common.errors import UnavailableError
-from common.llm.base import MAX_SEED, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
+from common.llm.base import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
+from common.llm.tensors import Tensors, output_tokens, request_parameters, request_tensors
 from common.speech_tokens import LLMTokenizer
 
 logger = logging.getLogger(__name__)
 
-# The `sequence_length` by which our python backend of the model tells that it failed in the middle of an answer, since
-# Triton 2.51 loses an error there. The C++ backend never sends it.
-FAILED = -1
 # To tell a request's end, which is on its way at once; longer than that the error which ended it must not wait.
 STOP_SECONDS = 0.3
-
-Tensors = Mapping[str, np.ndarray]
 
 
 class ResponseStream(Protocol):
@@ -31,16 +26,30 @@ class ResponseStream(Protocol):
     Raises ValueError, UnavailableError or RuntimeError as the model's error says.
     """
 
-    def __call__(self, inputs: Tensors, *, request_id: str) -> AsyncGenerator[Tensors, None]: ...
+    def __call__(
+        self, inputs: Tensors, *, request_id: str, parameters: Mapping[str, str]
+    ) -> AsyncGenerator[Tensors, None]: ...
 
 
 class TritonLM:
-    """Speech from the `tensorrt_llm` model, over an injected stream function."""
+    """Speech from the `tensorrt_llm` model, over an injected stream function.
 
-    def __init__(self, stream: ResponseStream, tokenizer: LLMTokenizer, timeouts: Timeouts | None = None) -> None:
+    bias (vocabulary,): for the C++ backend, to be added to its logits: minus infinity for what is no speech.
+    """
+
+    def __init__(
+        self,
+        stream: ResponseStream,
+        tokenizer: LLMTokenizer,
+        timeouts: Timeouts | None = None,
+        ratios: LengthRatios | None = None,
+        bias: np.ndarray | None = None,
+    ) -> None:
         self._stream = stream
         self._tokenizer = tokenizer
         self._timeouts = timeouts or Timeouts()
+        self._ratios = ratios or LengthRatios()
+        self._bias = bias
 
     def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
         return TokenStream(self._generate(prompt, sampling))
@@ -49,13 +58,19 @@ class TritonLM:
         """Nothing is held between requests."""
 
     async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        sampling = self._ratios.bound(sampling, self._tokenizer.text_length(prompt.target_text))
         input_ids = self._tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
         inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
+        parameters = request_parameters(sampling)
+        if self._bias is not None:
+            inputs["embedding_bias"] = self._bias[None]
+            if parameters:
+                raise ValueError(f"ras_window {sampling.ras_window}: TensorRT-LLM has no repetition-aware sampling")
         request_id = str(uuid.uuid4())
         wait = self._timeouts.first_token
         generated, ended, closed_by_llm = 0, False, False
         try:
-            async with aclosing(self._stream(inputs, request_id=request_id)) as responses:
+            async with aclosing(self._stream(inputs, request_id=request_id, parameters=parameters)) as responses:
                 while not ended:
                     outputs = await asyncio.wait_for(anext(responses, None), wait)
                     if outputs is None:
@@ -84,7 +99,7 @@ class TritonLM:
         stop = {**inputs, "stop": np.array([[True]])}
 
         async def send() -> None:
-            async with aclosing(self._stream(stop, request_id=request_id)) as responses:
+            async with aclosing(self._stream(stop, request_id=request_id, parameters={})) as responses:
                 async for _ in responses:
                     pass
 
@@ -93,32 +108,3 @@ class TritonLM:
         except (asyncio.TimeoutError, RuntimeError, ValueError) as error:
             # The request may have ended meanwhile, or the LLM be down: nothing is left to free then.
             logger.info("could not stop LLM request %s: %s", request_id, error or type(error).__name__)
-
-
-def request_tensors(input_ids: list[int], sampling: Sampling, end_id: int) -> dict[str, np.ndarray]:
-    """A streaming request of one prompt: every tensor has the shape (1, n) with its batch dimension."""
-    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
-    return {
-        "input_ids": np.array([input_ids], np.int32),
-        "input_lengths": np.array([[len(input_ids)]], np.int32),
-        "request_output_len": np.array([[sampling.max_tokens]], np.int32),
-        "end_id": np.array([[end_id]], np.int32),
-        "pad_id": np.array([[end_id]], np.int32),
-        "streaming": np.array([[True]]),
-        "temperature": np.array([[sampling.temperature]], np.float32),
-        "runtime_top_k": np.array([[sampling.top_k]], np.int32),
-        "runtime_top_p": np.array([[sampling.top_p]], np.float32),
-        "repetition_penalty": np.array([[sampling.repetition_penalty]], np.float32),
-        "random_seed": np.array([[seed]], np.uint64),
-    }
-
-
-def output_tokens(outputs: Tensors) -> list[int]:
-    """New ids in one response: `output_ids` (1, 1, n), padded beyond `sequence_length` (1, 1).
-
-    UnavailableError where the response says that the LLM has failed.
-    """
-    length = int(outputs["sequence_length"].reshape(-1)[0])
-    if length == FAILED:
-        raise UnavailableError("the LLM failed in the middle of an answer; its log says why")
-    return outputs["output_ids"].reshape(-1)[:length].tolist()

@@ -20,6 +20,10 @@ ResultT = TypeVar("ResultT")
 # Threads whose caller waits no longer. Triton 2.51 cannot cancel a call, so they last as long as the other model takes.
 _given_up: set[threading.Thread] = set()
 MAX_GIVEN_UP = 256  # far above what cancelled streams leave for a moment, and 256 threads do no harm
+# Triton 2.51 lets go of a finished stream in a thread of its own, a moment after us. The last one to do so frees the
+# responses, and that thread does it without Python's lock: the heap is damaged, and soon the process dies. So we keep
+# them for longer.
+KEPT_SECONDS = 1.0
 
 
 async def call(
@@ -64,6 +68,7 @@ async def stream(
     outputs: Sequence[str],
     *,
     request_id: str = "",
+    parameters: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[dict[str, np.ndarray], None]:
     """The outputs of each response of a decoupled `model`, as they arrive; the caller bounds the waiting.
 
@@ -76,6 +81,7 @@ async def stream(
         requested_output_names=list(outputs),
         inputs=[to_tensor(name, array) for name, array in inputs.items()],
         request_id=request_id,
+        **({"parameters": dict(parameters)} if parameters else {}),
     )
     loop = asyncio.get_running_loop()
     arrivals: asyncio.Queue[Any] = asyncio.Queue()
@@ -87,8 +93,11 @@ async def stream(
 
     def forward() -> None:
         try:
-            for response in request.exec(decoupled=True):
+            responses = request.exec(decoupled=True)
+            for response in responses:
                 put(response)
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(loop.call_later, KEPT_SECONDS, _drop, responses)
         except Exception as error:
             put(error)
         put(finished)
@@ -99,6 +108,10 @@ async def stream(
                 raise item
             if arrived := _outputs(model, item):  # the last response may only say that it is the last
                 yield arrived
+
+
+def _drop(responses: Any) -> None:
+    """The end of what was kept: it is freed here, where Python's lock is held."""
 
 
 async def _in_thread(function: Callable[[], ResultT]) -> ResultT:

@@ -15,14 +15,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from common.config import OrchestratorConfig
 from common.constants import SPEECH_VOCAB
-from common.speech_tokens import END_TOKENS, SOS, TASK_ID, LLMTokenizer, speech_token_text
+from common.speech_tokens import CHAT_TEMPLATE, LLMTokenizer, added_tokens
 
 TEXT_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|endofprompt|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '<|sos|>' + message['content'] + '<|task_id|>' }}"
-    "{% elif message['role'] == 'assistant' %}{{ message['content'] }}{% endif %}{% endfor %}"
-)
 # How Qwen2 cuts text into words before it looks for byte pairs.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,9 +67,8 @@ def build_tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in TEXT_SPECIALS])
-    speech = speech_token_text(range(SPEECH_VOCAB)).replace("><", "> <").split()
     # Not special: servers that skip special tokens when they decode would otherwise answer with empty text.
-    tokenizer.add_tokens([AddedToken(token, special=False) for token in (*speech, *END_TOKENS, SOS, TASK_ID)])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in added_tokens()])
     return tokenizer
 
 

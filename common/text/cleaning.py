@@ -7,8 +7,8 @@ import unicodedata
 # stray "<|" and a far "|>" from being swallowed.
 _CONTROL_TOKEN = re.compile(r"<\|[^<|>]{0,64}\|>")
 
-# Separators and format characters: text of nothing else, such as a zero-width space, is as empty as none.
-_UNHEARD = ("Zs", "Zl", "Zp", "Cf")
+# Letters, numbers and symbols: text without any of them, such as "?!" or a zero-width space, has no sound.
+_SPEAKABLE = ("L", "N", "S")
 
 
 def strip_control_tokens(text: str) -> str:
@@ -22,18 +22,33 @@ def strip_control_tokens(text: str) -> str:
     return text
 
 
-def normalise_text(text: str, *, name: str, max_chars: int) -> str:
-    """Return speakable text on one line.
+def is_speakable(text: str) -> bool:
+    """Whether anything in `text` has a sound."""
+    return any(unicodedata.category(char)[0] in _SPEAKABLE for char in text)
+
+
+def clean_text(text: str, *, name: str, max_chars: int) -> str:
+    """Return speakable text: lines without blanks at their ends, none of them empty, joined by line feeds.
 
     `name` is the input's name for the messages. Raises ValueError where the text is longer than `max_chars`, or
     where nothing is left of it.
     """
     if len(text) > max_chars:
         raise ValueError(f"{name} has {len(text)} characters, more than the limit of {max_chars}")
-    # Unprintable control characters go first: left in, they would survive the split and reach the tokenizer.
-    printable = "".join(" " if unicodedata.category(char) == "Cc" else char for char in text)
-    spoken = " ".join(strip_control_tokens(printable).split())
-    if all(unicodedata.category(char) in _UNHEARD for char in spoken):
+    lines = (" ".join(line.split()) for line in strip_control_tokens(_printable(text)).split("\n"))
+    spoken = "\n".join(line for line in lines if line)
+    if not is_speakable(spoken):
         shown = text if len(text) <= 80 else text[:80] + "..."
         raise ValueError(f"{name} has nothing to speak: {shown!r}")
     return spoken
+
+
+def clean_line(text: str, *, name: str, max_chars: int) -> str:
+    """`clean_text` as one line."""
+    return clean_text(text, name=name, max_chars=max_chars).replace("\n", " ")
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which would survive the split into lines and words and reach the tokenizer."""
+    lines = "\n".join(text.splitlines())
+    return "".join(" " if char != "\n" and unicodedata.category(char) == "Cc" else char for char in lines)

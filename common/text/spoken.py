@@ -1,0 +1,80 @@
+"""Numbers, dates, units and currencies as words, by WeTextProcessing's grammars for Chinese, English and Japanese.
+
+The grammars come with the package `wetext`, which reads them without a network.
+"""
+
+import logging
+import re
+from functools import cache
+from typing import Any, Literal
+
+from common.text.cleaning import is_speakable
+
+logger = logging.getLogger(__name__)
+
+Language = Literal["zh", "en", "ja"]
+
+_HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
+_KANA = re.compile(r"[\u3040-\u30ff]")
+# Scripts that none of the grammars knows: English words for the numbers in a Korean sentence would be wrong.
+_OTHER_SCRIPT = re.compile(r"[\u0370-\u03ff\u0400-\u052f\u0590-\u08ff\u0900-\u0fff\u1100-\u11ff\uac00-\ud7af]")
+
+# Left as it is: what the LLM knows as a sound ("[laughter]", "<strong>"), what the package would escape (quotation
+# marks, backslashes), and what its grammar misreads ("1990s" as seconds, "2.0.1" as two decimals).
+_AS_IS = re.compile(r"""(\[[a-z_-]+\]|</?[a-z]+>|["\\]|\b\d+0s\b|\b\d+(?:\.\d+){2,})""")
+
+# Full-width forms, which the grammars do not know as numbers. Other full-width punctuation is Chinese and stays.
+_FULL_WIDTH = "０１２３４５６７８９ＡＢＣＤＥＦＧＨＩＪＫＬＭＮＯＰＱＲＳＴＵＶＷＸＹＺ％＄￥"
+_HALF_WIDTH = str.maketrans(_FULL_WIDTH, "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ%$¥")
+_IN_NUMBER = re.compile(r"(?<=\d)[：．](?=\d)")
+
+# The English grammar knows no reading of a number that touches a symbol on its wrong side: "#1", "100€".
+_TOUCHING = re.compile(r"(?<=\d)(?=[^\w\s.,:])|(?<=[^\w\s.,:])(?=\d)")
+
+
+def language_of(text: str) -> Language | None:
+    """The grammar for `text`, by its script; None where there is none. Text without letters counts as English."""
+    if _KANA.search(text):
+        return "ja"
+    if _HAN.search(text):
+        return "zh"
+    return None if _OTHER_SCRIPT.search(text) else "en"
+
+
+def half_width(text: str) -> str:
+    """`text` with the full-width forms in numbers replaced: "３．５％" as "3.5%"."""
+    text = text.translate(_HALF_WIDTH)
+    return _IN_NUMBER.sub(lambda match: {"：": ":", "．": "."}[match[0]], text)
+
+
+def spoken_form(sentence: str, language: Language) -> str:
+    """`sentence` with its numbers and signs in words, blanks at its ends kept; what cannot be read stays as it is.
+
+    Takes about 0.1 ms a character, in which no other thread of the process runs: so sentence by sentence.
+    """
+    parts = _AS_IS.split(sentence)  # every second part is one to leave
+    parts[::2] = [_in_words(part, language) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _in_words(text: str, language: Language) -> str:
+    """`text` in words, between the blanks that it had at its ends."""
+    core = text.strip()
+    if not is_speakable(core):
+        return text
+    for attempt in dict.fromkeys((core, _TOUCHING.sub(" ", core))):
+        try:
+            words = _grammar(language).normalize(attempt)
+        except Exception as error:  # an assertion of the package, mostly; its errors are no promise
+            logger.info("no %s reading of %r: %s", language, attempt[:80], error or type(error).__name__)
+        else:
+            return text.replace(core, words) if is_speakable(words) else text
+    return text
+
+
+@cache
+def _grammar(language: Language) -> Any:
+    """The package's normaliser. Imported here, because most models of the server read no text."""
+    from wetext import Normalizer
+
+    return Normalizer(lang=language, operator="tn")

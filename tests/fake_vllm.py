@@ -1,0 +1,169 @@
+"""A strict stand-in for vLLM: the names, signatures and behaviour that the library relies on, read from vLLM 0.25.1.
+
+What the real one would refuse fails here at once: unknown arguments, another kind of prompt, an id that is in use.
+"""
+
+import asyncio
+import enum
+import sys
+import types
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypedDict
+
+import torch
+
+
+class RequestOutputKind(enum.Enum):
+    CUMULATIVE, DELTA, FINAL_ONLY = range(3)
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop_token_ids: list[int] | None = None
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    extra_args: dict[str, Any] | None = None
+
+
+@dataclass
+class AsyncEngineArgs:
+    model: str
+    skip_tokenizer_init: bool = False
+    generation_config: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    gpu_memory_utilization: float = 0.9
+    compilation_config: dict[str, Any] = field(default_factory=dict)
+    logits_processors: list[str] | None = None
+    disable_log_stats: bool = False
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+@dataclass
+class CompletionOutput:
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass
+class RequestOutput:
+    outputs: list[CompletionOutput]
+
+
+class EngineDeadError(Exception):
+    """As in vllm.v1.engine.exceptions."""
+
+
+class EngineGenerateError(Exception):
+    """As in vllm.v1.engine.exceptions."""
+
+
+class AsyncLLM:
+    """Says 7, 8, 9, ... in groups of two until the request's end; remembers what it was asked."""
+
+    def __init__(self, arguments: AsyncEngineArgs) -> None:
+        self.arguments = arguments
+        self.live: dict[str, SamplingParams] = {}
+        self.prompts: list[list[int]] = []
+        self.aborted: list[str] = []
+        self.fails: Exception | None = None
+        self.is_shut_down = False
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":
+        return cls(engine_args)
+
+    async def generate(
+        self, prompt: TokensPrompt, sampling_params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        assert self.arguments.skip_tokenizer_init and set(prompt) == {"prompt_token_ids"}
+        assert sampling_params.output_kind is RequestOutputKind.DELTA and sampling_params.max_tokens is not None
+        assert request_id not in self.live
+        self.live[request_id] = sampling_params
+        self.prompts.append(prompt["prompt_token_ids"])
+        ids = list(range(7, 7 + sampling_params.max_tokens))
+        try:
+            for begin in range(0, len(ids), 2):
+                await asyncio.sleep(0)
+                if self.fails:
+                    raise self.fails
+                last = begin + 2 >= len(ids)
+                yield RequestOutput([CompletionOutput(ids[begin : begin + 2], "length" if last else None)])
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.append(request_id)
+            raise
+        finally:
+            del self.live[request_id]
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+@dataclass
+class ModelConfig:
+    model: str
+    vocab_size: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+@dataclass
+class VllmConfig:
+    model_config: ModelConfig
+
+
+class AdapterLogitsProcessor:
+    """Per-request processors over the rows of a batch; `add` stands for vLLM's updates of the batch."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.req_info: dict[int, Any] = {}
+
+    def add(self, row: int, params: SamplingParams, output_ids: list[int]) -> None:
+        if processor := self.new_req_logits_processor(params):
+            self.req_info[row] = partial(processor, output_ids)
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        raise NotImplementedError
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, processor in self.req_info.items():
+            logits[row] = processor(logits[row])
+        return logits
+
+
+MODULES = {
+    "vllm": ["SamplingParams"],
+    "vllm.config": ["VllmConfig"],
+    "vllm.engine": [],
+    "vllm.engine.arg_utils": ["AsyncEngineArgs"],
+    "vllm.inputs": ["TokensPrompt"],
+    "vllm.sampling_params": ["RequestOutputKind", "SamplingParams"],
+    "vllm.v1": [],
+    "vllm.v1.engine": [],
+    "vllm.v1.engine.async_llm": ["AsyncLLM"],
+    "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
+    "vllm.v1.sample": [],
+    "vllm.v1.sample.logits_processor": ["AdapterLogitsProcessor"],
+}
+
+
+def modules() -> dict[str, types.ModuleType]:
+    """This file under the names by which the library imports vLLM."""
+    made = {}
+    for name, members in MODULES.items():
+        made[name] = types.ModuleType(name)
+        made[name].__dict__.update({member: getattr(sys.modules[__name__], member) for member in members})
+    return made
