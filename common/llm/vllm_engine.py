@@ -19,7 +19,7 @@ from common.llm.engine import GenerationRequest, finish_reason, require_speech_t
 from common.speech_tokens import LLMTokenizer
 
 # Graphs of whole steps for every size of batch up to the largest: under mixed load the default ones double the time to
-# a stream's first tokens (docs/performance.md).
+# a stream's first tokens.
 GRAPHS = {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
 LOGITS_PROCESSOR = "common.llm.vllm_logits:SpeechLogits"  # by name: vLLM imports it in another process
 GPU_SHARE = 0.5  # of the GPU's memory; the vocoder needs the rest
