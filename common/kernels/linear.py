@@ -164,7 +164,6 @@ def linear(
     add_to: Tensor | None = None,
     heads: tuple[Tensor, Tensor, Tensor] | None = None,
     qk_norm: Tensor | None = None,
-    config: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """x (R, T, C), weight (N, taps * C) -> (R, T, N), in place in `add_to` where it is given.
 
@@ -193,8 +192,7 @@ def linear(
         D = out.shape[-1]
     else:
         out = keys = values = x.new_empty(R, T, N) if add_to is None else add_to
-    bm, bn, bk, warps, stages = config or _tiles(M, N, weight.shape[1], D)
-    bn = D or bn
+    bm, bn, bk, warps, stages = _tiles(M, N, weight.shape[1], D)
     _linear[(triton.cdiv(M, bm), triton.cdiv(N, bn))](
         x, weight, bias, out, scale, shift, gate, extra, keys, values, qk_norm, M, T, N, eps,
         C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None,
