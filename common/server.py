@@ -11,7 +11,6 @@ import logging
 import os
 import platform
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -31,13 +30,14 @@ MIN_GLIBC = (2, 35)  # the wheel's platform tag: manylinux_2_35
 READY_POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.5  # between two looks at the models' processes
 STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the group is killed
-_PR_SET_PDEATHSIG = 1
 
-# Ends what is left of a server and removes its shared memory, also when the process that started both was killed: a
-# stub that hangs outlives its tritonserver. Arguments: process group, prefix of the regions, seconds of grace. A line
-# on stdin says that the server has had its time; end of file, that the parent is dead and the server was just told.
+# Ends what is left of a server and removes its shared memory, also when the process that started both was killed, so
+# that no server holds the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix of the
+# regions, seconds of grace. A line on stdin says that the server has had its time; end of file, that the parent is dead.
+# (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's handlers in a forked child abort it now and then.)
 _SWEEP = """
 if ! read -r _; then
+    kill -s TERM "$1"
     while [ "$3" -gt 0 ] && kill -s 0 -- "-$1"; do sleep 1; set -- "$1" "$2" $(($3 - 1)); done
 fi
 kill -s KILL -- "-$1"
@@ -203,7 +203,6 @@ class TritonServer:
             require_free(port, self.host)
         backends = self._arrange_backends(installation)
         command = [str(installation.binary), *self._options(backends, installation.caches)]
-        libc = ctypes.CDLL(None)  # loaded before the fork: the child may only call what is there already
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -212,8 +211,6 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 env=_environment(installation.libraries),
                 start_new_session=True,
-                # A killed parent must not leave a server behind that holds the ports.
-                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
         self._sweeper = subprocess.Popen(
             ["/bin/sh", "-c", _SWEEP, "sweep", str(self._process.pid), self._shm_prefix, f"{STOP_SECONDS:.0f}"],
