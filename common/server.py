@@ -33,7 +33,7 @@ STOP_SECONDS = 12.0  # to finish running requests and unload the models; then th
 
 # Ends what is left of a server and removes its shared memory, also when the process that started both was killed, so
 # that no server holds the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix of the
-# regions, seconds of grace. A line on stdin says that the server has had its time; end of file, that the parent is dead.
+# regions, seconds of grace. A line on stdin: the server has had its time; end of file: the parent is dead.
 # (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's handlers in a forked child abort it now and then.)
 _SWEEP = """
 if ! read -r _; then

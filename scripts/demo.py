@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, 
 import torch
 
 from common.client import Speech, Utterance, read_reference
+from common.grpc_client import synthesize
 from common.rendering import StackOptions, render
 from common.server import Ports, TritonServer
-from scripts import client_grpc
 from scripts.convert_genai import convert
 from scripts.make_demo_model import make_demo_model
 
@@ -65,7 +65,7 @@ def run(stack: Literal["dit", "unet"], text: str, ports: Ports) -> Speech:
         print(f"      ready after {time.monotonic() - begun:.1f} s: HTTP {server.http_url}, gRPC {server.grpc_url}")
         step(4, f"one streaming request in the voice of {shown(VOICE)}: {text}")
         utterance = Utterance(text, read_reference(VOICE), transcript(VOICE))
-        speech = asyncio.run(client_grpc.synthesize(server.grpc_url, options.orchestrator, utterance))
+        speech = asyncio.run(synthesize(server.grpc_url, options.orchestrator, utterance))
     return speech
 
 

@@ -14,6 +14,7 @@ import pytest
 import soundfile as sf
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
+from common import grpc_client
 from common.client import ClientError, Utterance
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.server import free_port
@@ -208,7 +209,7 @@ def test_cancelling_the_client_cancels_the_request_on_the_server() -> None:
     async def give_up(address: str) -> None:
         request = Utterance("hello")
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(client_grpc.synthesize(address, MODEL, request), 0.5)
+            await asyncio.wait_for(grpc_client.synthesize(address, MODEL, request), 0.5)
 
     with serving(triton) as address:
         asyncio.run(give_up(address))
@@ -225,4 +226,4 @@ def test_a_timeout_that_is_no_positive_number_is_refused(value: str, capsys: pyt
 
 def test_a_client_error_is_raised_to_callers_of_the_module() -> None:
     with pytest.raises(ClientError, match="no tritonserver answers"):
-        asyncio.run(client_grpc.synthesize(f"127.0.0.1:{free_port()}", MODEL, Utterance("hello")))
+        asyncio.run(grpc_client.synthesize(f"127.0.0.1:{free_port()}", MODEL, Utterance("hello")))

@@ -19,6 +19,7 @@ import torch
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from common import grpc_client
 from common.audio import resample
 from common.client import WARNING, ClientError, Speech, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
@@ -52,7 +53,7 @@ def voice() -> np.ndarray:
 
 
 def stream(address: str, model: str, utterance: Utterance, timeout: float = 60.0) -> Speech:
-    return asyncio.run(client_grpc.synthesize(address, model, utterance, timeout=timeout))
+    return asyncio.run(grpc_client.synthesize(address, model, utterance, timeout=timeout))
 
 
 def assert_speech(speech: Speech) -> None:
@@ -240,7 +241,7 @@ async def collect(address: str, model: str, inputs: list[Any], parameters: dict[
         yield {"model_name": model, "inputs": inputs, "parameters": parameters}
 
     chunks, error, warning = [np.zeros(0, np.float32)], None, None
-    async with client_grpc.triton.InferenceServerClient(address) as connection:
+    async with grpc_client.triton.InferenceServerClient(address) as connection:
         async for result, problem in connection.stream_infer(requests()):
             if problem is not None:
                 assert error is None, f"two errors: {error} and {problem}"
@@ -388,7 +389,7 @@ def test_eight_streams_at_once_sound_as_each_does_alone(stack: str, serve: Serve
 
     async def at_once() -> list[Speech]:
         return await asyncio.gather(
-            *(client_grpc.synthesize(address, model, utterance, timeout=120.0) for utterance in utterances)
+            *(grpc_client.synthesize(address, model, utterance, timeout=120.0) for utterance in utterances)
         )
 
     together = asyncio.run(at_once())
@@ -404,8 +405,8 @@ def test_cancelled_streams_free_their_places(stack: str, serve: Serve, voice: np
     long, short = Utterance("word " * 100, voice, VOICE_TEXT), Utterance(TEXT, voice, VOICE_TEXT)
 
     async def cancel_after_the_first_chunk() -> None:
-        async with client_grpc.triton.InferenceServerClient(server.grpc_url) as connection:
-            async for waveform in client_grpc.chunks(connection, MODELS[stack], long, 60.0):
+        async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
+            async for waveform in grpc_client.chunks(connection, MODELS[stack], long, 60.0):
                 assert waveform is not None and waveform.size
                 break
 
@@ -424,8 +425,8 @@ def test_cancelled_streams_leave_no_thread_behind(stack: str, serve: Serve, voic
     long = Utterance("word " * 100, voice, VOICE_TEXT)
 
     async def cancel_after_the_first_chunk() -> None:
-        async with client_grpc.triton.InferenceServerClient(server.grpc_url) as connection:
-            async for _ in client_grpc.chunks(connection, MODELS[stack], long, 60.0):
+        async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
+            async for _ in grpc_client.chunks(connection, MODELS[stack], long, 60.0):
                 break
 
     def threads() -> int:
@@ -449,8 +450,8 @@ def test_long_texts_given_up_again_and_again_leave_every_process_alive(serve: Se
     long = Utterance("word " * 100, voice, VOICE_TEXT)
 
     async def cancel_after(chunks: int) -> None:
-        async with client_grpc.triton.InferenceServerClient(address) as connection:
-            async with aclosing(client_grpc.chunks(connection, MODELS["dit"], long, 60.0)) as waveforms:
+        async with grpc_client.triton.InferenceServerClient(address) as connection:
+            async with aclosing(grpc_client.chunks(connection, MODELS["dit"], long, 60.0)) as waveforms:
                 for _ in range(chunks):
                     await anext(waveforms)
 
@@ -470,8 +471,8 @@ def test_the_death_of_a_models_process_ends_live_streams_and_is_told(serve: Serv
     async def kill_after_the_first_chunk() -> None:
         nonlocal begun
         utterance = Utterance("word " * 100, voice, VOICE_TEXT)
-        async with client_grpc.triton.InferenceServerClient(server.grpc_url) as connection:
-            async for _ in client_grpc.chunks(connection, MODELS["dit"], utterance, 60.0):
+        async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
+            async for _ in grpc_client.chunks(connection, MODELS["dit"], utterance, 60.0):
                 if not begun:
                     begun = time.monotonic()
                     os.kill(process_of(server, "token2wav_dit"), signal.SIGKILL)
@@ -502,7 +503,7 @@ def test_offline_requests_give_the_same_audio_over_http_and_grpc(stack: str, ser
     server = serve(stack=stack, decoupled=False)
     utterance = Utterance(TEXT, voice, VOICE_TEXT, {"seed": 5})
     by_http = client_http.synthesize(f"http://{server.http_url}", MODELS[stack], utterance, 60.0)
-    by_grpc = asyncio.run(client_grpc.synthesize(server.grpc_url, MODELS[stack], utterance, "offline"))
+    by_grpc = asyncio.run(grpc_client.synthesize(server.grpc_url, MODELS[stack], utterance, "offline"))
     assert_speech(by_http)
     np.testing.assert_allclose(by_http.waveform, by_grpc.waveform, atol=1e-3)
 
