@@ -13,6 +13,7 @@ OUTPUT ?= out/demo.wav
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+HEALTH_PORT ?= 8003
 # An index with CPU builds of torch, where pip's own index offers only the much larger CUDA builds.
 TORCH_INDEX ?=
 FOLDER ?= tests/assets/golden
@@ -35,7 +36,7 @@ help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'settings: STACK=dit|unet  MODE=streaming|offline  MODELS=models/demo  TEXT="..."'
-	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
+	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  HEALTH_PORT=8003  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
 
 setup: $(VENV)/.server ## make .venv and install what serving and the clients need (pinned, CPU)
 setup-dev: $(VENV)/.dev ## the same and what tests and checks need
@@ -63,8 +64,8 @@ demo: $(VENV)/.server ## start a stack with random weights, send one streaming r
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
 	@$(IN_VENV) -m scripts.demo --stack $(STACK) --text "$$TEXT" --output $(OUTPUT) $(PORTS)
 
-serve: render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics) until Ctrl-C
-	@$(IN_VENV) -m scripts.serve build/$(STACK) $(PORTS) --log-file build/tritonserver.log
+serve: render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health) until Ctrl-C
+	@$(IN_VENV) -m scripts.serve build/$(STACK) $(PORTS) --health-port $(HEALTH_PORT) --log-file build/tritonserver.log
 
 render: demo-checkpoint ## write the model repository of a stack to build/STACK
 	@$(IN_VENV) -m scripts.render $(MODELS) build/$(STACK) --stack $(STACK) $(OFFLINE)

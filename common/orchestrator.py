@@ -11,10 +11,12 @@ from common import triton_io
 from common.chunking import HopRules
 from common.config import OrchestratorConfig
 from common.constants import FLOW_CHUNK_TOKENS
+from common.drain import DrainMark
 from common.llm.base import LengthRatios, Sampling, SpeechLM, Timeouts
 from common.llm.checkpoint import read_limits, speech_bias
 from common.llm.openai_client import OpenAILM
 from common.llm.triton_llm import TritonLM
+from common.metrics import RequestStats
 from common.ports import TritonPromptEncoder, TritonVocoder
 from common.request import RequestInputs
 from common.speech_tokens import LLMTokenizer
@@ -50,6 +52,7 @@ class OrchestratorModel:
         self._loop = triton_io.RequestLoop(
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
         )
+        self._published = triton_io.Published(self._orchestrator.stats.take, args)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -61,6 +64,7 @@ class OrchestratorModel:
             self._loop.run(self._orchestrator.aclose(), CLOSE_SECONDS)
         finally:
             self._loop.close()
+            self._published.close()
 
 
 class Orchestrator:
@@ -98,17 +102,26 @@ class Orchestrator:
         self._default_speaker = config.default_speaker
         self._max_text_chars = config.max_text_chars
         self._decoupled = config.decoupled
+        self._drain = DrainMark.of_environment()
+        self.stats = RequestStats()
 
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
         """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all that was begun for it."""
-        speech = _inputs(request).check(self._sampling, self._max_text_chars, self._default_speaker)
         warnings: list[str] = []
-        if not self._decoupled:
-            responder.send(_outputs(await self._synthesizer.offline(speech, warnings.append), warnings))
-            return
-        async with aclosing(self._synthesizer.stream(speech, warnings.append)) as waveforms:
-            async for waveform in waveforms:
+        with self.stats.request() as speaking:
+            self._drain.check()
+            speech = _inputs(request).check(self._sampling, self._max_text_chars, self._default_speaker)
+
+            def send(waveform: np.ndarray) -> None:
                 responder.send(_outputs(waveform, warnings))
+                speaking.sent(waveform.size)
+
+            if not self._decoupled:
+                send(await self._synthesizer.offline(speech, warnings.append))
+                return
+            async with aclosing(self._synthesizer.stream(speech, warnings.append)) as waveforms:
+                async for waveform in waveforms:
+                    send(waveform)
 
     async def aclose(self) -> None:
         """Release the LLM's connections."""

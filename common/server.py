@@ -1,20 +1,14 @@
-"""The tritonserver inside the nvidia-pytriton wheel, as a context manager: start, wait until ready, stop.
+"""A tritonserver as a context manager: start, wait until ready, let live requests end, stop.
 
-The wheel holds the server (2.51), the python backend, a stub for each Python version and the local response cache;
-only their arrangement in one backend directory and the library path are missing. What the machine lacks is a
-`ServerError` of one line that ends with the command that mends it.
+What the machine lacks is a `ServerError` of one line that ends with the command that mends it.
 """
 
-import ctypes
-import importlib.util
 import logging
 import os
-import platform
 import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import urllib.error
@@ -24,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from common.drain import DrainMark
+from common.installation import Installation, ServerError
+from common.metrics import LIVE, sum_of
+
 logger = logging.getLogger(__name__)
 
-MIN_GLIBC = (2, 35)  # the wheel's platform tag: manylinux_2_35
 READY_POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.5  # between two looks at the models' processes
+LOCAL_CACHE = "local,size=67108864"  # 64 MiB in the memory of this server
 STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the group is killed
 
 # Ends what is left of a server and removes its shared memory, also when the process that started both was killed, so
@@ -45,10 +43,6 @@ rm -f /dev/shm/"$2"*
 """
 
 
-class ServerError(RuntimeError):
-    """The server cannot start here, or ended before it was ready; the message says what to do."""
-
-
 @dataclass(frozen=True)
 class Ports:
     """Where the server listens; 0 = a free port, chosen at start."""
@@ -56,70 +50,6 @@ class Ports:
     http: int = 8000
     grpc: int = 8001
     metrics: int = 8002
-
-
-@dataclass(frozen=True)
-class Installation:
-    """The parts of the wheel, and the directory of the libpython that the stub is linked to."""
-
-    binary: Path
-    backend: Path
-    stub: Path
-    caches: Path
-    libraries: tuple[Path, ...]
-
-    @classmethod
-    def find(cls) -> "Installation":
-        """The wheel of the running interpreter; ServerError when it or something that it needs is not there."""
-        _require_glibc()
-        spec = importlib.util.find_spec("pytriton")  # located, not imported: only its files are needed
-        if spec is None or not spec.submodule_search_locations:
-            raise ServerError("tritonserver is not installed; run: make setup")
-        package = Path(spec.submodule_search_locations[0])
-        root = package / "tritonserver"
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        stub = root / "python_backend_stubs" / version / "triton_python_backend_stub"
-        if not stub.exists():
-            raise ServerError(f"tritonserver has no stub for Python {version}; run: make clean setup PYTHON=python3.11")
-        return cls(
-            binary=root / "bin" / "tritonserver",
-            backend=root / "backends" / "python",
-            stub=stub,
-            caches=root / "caches",
-            libraries=(package.parent / "nvidia_pytriton.libs", *_libpython_directories(version)),
-        )
-
-
-def _require_glibc() -> None:
-    name, release = platform.libc_ver()
-    if name != "glibc" or tuple(int(part) for part in release.split(".")[:2]) < MIN_GLIBC:
-        needed = ".".join(map(str, MIN_GLIBC))
-        raise ServerError(
-            f"tritonserver needs glibc {needed} or newer, this machine has {name or 'another C library'} {release}; "
-            "run: docker run -it --network host -v $PWD:/src -w /src python:3.11-bookworm make demo"
-        )
-
-
-def _libpython_directories(version: str) -> tuple[Path, ...]:
-    """Where the shared libpython of this interpreter lies; empty if the loader finds it by itself."""
-    library = f"libpython{version}.so.1.0"
-    for directory in (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"):
-        if directory and (Path(directory) / library).exists():
-            return (Path(directory),)
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        raise ServerError(
-            f"the python backend needs {library}, which this Python does not bring; "
-            f"run: sudo apt-get install libpython{version}"
-        ) from None
-    return ()
-
-
-def require_machine() -> tuple[Path, ...]:
-    """Directories of the shared libpython; ServerError when the machine lacks it or a C library of the wheel's age."""
-    _require_glibc()
-    return _libpython_directories(f"{sys.version_info.major}.{sys.version_info.minor}")
 
 
 def free_port() -> int:
@@ -138,15 +68,16 @@ def require_free(port: int, host: str) -> None:
         except OSError as error:
             raise ServerError(
                 f"port {port} is busy ({error.strerror}); stop what listens there (see: ss -ltnp 'sport = :{port}') "
-                "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102"
+                "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 HEALTH_PORT=8103"
             ) from None
 
 
 class TritonServer:
     """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
 
-    `cache_bytes`: size of the response cache. `log_file`: where the server writes; by default inside a temporary
-    directory that `stop` removes. The server and its stubs form one process group, which ends with this process.
+    `cache`: Triton's --cache-config, the response cache of the prompt models. `log_file`: where the server writes; by
+    default inside a temporary directory that `stop` removes. The server and its stubs form one process group, which
+    ends with this process.
     """
 
     def __init__(
@@ -155,16 +86,17 @@ class TritonServer:
         *,
         ports: Ports = Ports(),
         host: str = "127.0.0.1",
-        cache_bytes: int = 64 << 20,
+        cache: str = LOCAL_CACHE,
         log_file: Path | None = None,
     ) -> None:
         self.repository = repository
         self.host = host
         chosen = [port or free_port() for port in (ports.http, ports.grpc, ports.metrics)]
         self.ports = Ports(*chosen)
-        self._cache_bytes = cache_bytes
+        self._cache = cache
         self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
         self.log_file = log_file or self._work / "server.log"
+        self._drain = DrainMark(self._work / "draining")
         self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._sweeper: subprocess.Popen[bytes] | None = None
@@ -201,7 +133,7 @@ class TritonServer:
         installation = Installation.find()
         for port in (self.ports.http, self.ports.grpc, self.ports.metrics):
             require_free(port, self.host)
-        backends = self._arrange_backends(installation)
+        backends = installation.backend_directory(self._work)
         command = [str(installation.binary), *self._options(backends, installation.caches)]
         with self.log_file.open("wb") as log:
             self._process = subprocess.Popen(
@@ -209,7 +141,7 @@ class TritonServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(installation.libraries),
+                env=_environment(installation.libraries) | self._drain.environment(),
                 start_new_session=True,
             )
         self._sweeper = subprocess.Popen(
@@ -224,13 +156,35 @@ class TritonServer:
         """Return when every model is ready; ServerError with the log's own words when the server ends before that."""
         assert self._process is not None, "start() comes first"
         deadline = time.monotonic() + timeout
-        while not self._answers_ready():
+        while not self.answers_ready():
             if self._process.poll() is not None:
                 raise ServerError(f"tritonserver ended with code {self._process.returncode}: {self._failure()}")
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
             time.sleep(READY_POLL_SECONDS)
         self._models = self.model_processes()
+
+    def answers_ready(self) -> bool:
+        """Every model is loaded and the metrics can be read."""
+        # gRPC listens before HTTP, the metrics only after it.
+        pages = f"http://{self.http_url}/v2/health/ready", f"http://{self.metrics_url}/metrics"
+        try:
+            for page in pages:
+                with urllib.request.urlopen(page, timeout=2) as answer:
+                    if answer.status != 200:
+                        return False
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def refuse_new(self) -> None:
+        """From now on the orchestrators answer new requests with UNAVAILABLE; those that live go on."""
+        self._drain.set()
+
+    def live_requests(self) -> int:
+        """Requests to the orchestrators that have not ended; half a second old. OSError when the server is gone."""
+        with urllib.request.urlopen(f"http://{self.metrics_url}/metrics", timeout=2) as page:
+            return int(sum_of(page.read().decode(), LIVE.name))
 
     def wait(self) -> int:
         """Block until the server ends by itself; its exit code. ServerError when the process of a model has died.
@@ -243,7 +197,7 @@ class TritonServer:
                 return self._process.wait(WATCH_SECONDS)
             except subprocess.TimeoutExpired:
                 dead = self._models.keys() - self.model_processes().keys()
-            if dead and self._answers_ready():  # otherwise the server is unloading them
+            if dead and self.answers_ready():  # otherwise the server is unloading them
                 names = ", ".join(sorted({self._models[process] for process in dead}))
                 raise ServerError(f"the process of model {names} has died; tritonserver has to be started again")
 
@@ -275,24 +229,12 @@ class TritonServer:
             self._process = None
         shutil.rmtree(self._work, ignore_errors=True)
 
-    def _arrange_backends(self, installation: Installation) -> Path:
-        """A backend directory with the python backend and, beside it, the stub of the running Python version."""
-        directory = self._work / "backends" / "python"
-        directory.mkdir(parents=True)
-        for part in installation.backend.iterdir():
-            if part.is_file():
-                (directory / part.name).symlink_to(part)
-        # A copy, because wheels are unpacked without the run bit on some installers.
-        shutil.copy(installation.stub, directory / installation.stub.name)
-        (directory / installation.stub.name).chmod(0o755)
-        return directory.parent
-
     def _options(self, backends: Path, caches: Path) -> list[str]:
         return [
             f"--model-repository={self.repository}",
             f"--backend-directory={backends}",
             f"--cache-directory={caches}",
-            f"--cache-config=local,size={self._cache_bytes}",
+            f"--cache-config={self._cache}",
             f"--http-address={self.host}",
             f"--http-port={self.ports.http}",
             f"--grpc-address={self.host}",
@@ -304,18 +246,6 @@ class TritonServer:
             "--backend-config=python,stub-timeout-seconds=300",  # loading a checkpoint takes longer than the 30 s
             f"--exit-timeout-secs={int(STOP_SECONDS) - 4}",
         ]
-
-    def _answers_ready(self) -> bool:
-        # gRPC listens before HTTP, the metrics only after it.
-        pages = f"http://{self.http_url}/v2/health/ready", f"http://{self.metrics_url}/metrics"
-        try:
-            for page in pages:
-                with urllib.request.urlopen(page, timeout=2) as answer:
-                    if answer.status != 200:
-                        return False
-        except (urllib.error.URLError, OSError):
-            return False
-        return True
 
     def _failure(self) -> str:
         """The log's error lines, or its end when there are none."""

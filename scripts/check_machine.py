@@ -33,7 +33,7 @@ def lacking(disk_gigabytes: float) -> "list[str]":
             f"Python 3.10, 3.11 or 3.12 is needed, {sys.executable} is {platform.python_version()}; "
             "name another interpreter: make demo PYTHON=python3.11"
         ]
-    from common import server  # only now: an old Python cannot import it
+    from common import installation  # only now: an old Python cannot import it
 
     missing = []
     if platform.system() != "Linux" or platform.machine() != "x86_64":
@@ -45,8 +45,8 @@ def lacking(disk_gigabytes: float) -> "list[str]":
     if not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
         missing.append(f"this Python cannot make environments; run: sudo apt-get install python{version}-venv")
     try:
-        server.require_machine()
-    except server.ServerError as error:
+        installation.require_machine()
+    except installation.ServerError as error:
         missing.append(str(error))
     free = shutil.disk_usage(ROOT).free / 1e9
     if free < disk_gigabytes:

@@ -1,19 +1,31 @@
-"""Serve a rendered repository with the tritonserver of the nvidia-pytriton wheel, until Ctrl-C or a model's death.
+"""Serve a rendered repository until SIGTERM, Ctrl-C or a model's death: the first process of the containers.
 
     python -m scripts.render models/demo build/dit
     python -m scripts.serve build/dit
 
-Inside NVIDIA's image run its own tritonserver on the same repository instead.
+Runs the tritonserver of the nvidia-pytriton wheel, or that of NVIDIA's image where the wheel is not installed.
+SIGTERM: the health page says 503, new requests are refused, live ones have --drain-seconds to end, then the server
+does. Ctrl-C, or a second SIGTERM, ends it at once. Health: http://HOST:8003/ready and /live.
 """
 
 import argparse
+import logging
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from common.server import Ports, ServerError, TritonServer
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
+
+from common.server import Ports, ServerError, TritonServer, require_free
+from common.supervisor import HealthPage, drain
+
+REDIS_PORT = 6379
+
+
+class Terminated(BaseException):
+    """SIGTERM came."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -23,9 +35,38 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--http-port", type=int, default=8000, help="0: any free port; so for the others")
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--metrics-port", type=int, default=8002)
-    parser.add_argument("--cache-mib", type=int, default=64, help="response cache of the prompt models")
+    parser.add_argument("--health-port", type=int, default=8003)
+    parser.add_argument("--cache-mib", type=int, default=64, help="response cache of the prompt models, in memory")
+    parser.add_argument(
+        "--redis",
+        default="",
+        metavar="HOST[:PORT]",
+        help="response cache shared by several servers instead; password in TRITONCACHE_REDIS_PASSWORD",
+    )
+    parser.add_argument("--drain-seconds", type=float, default=60, help="for live requests to end after SIGTERM (60)")
+    parser.add_argument(
+        "--notice-seconds",
+        type=float,
+        default=0,
+        help="after SIGTERM still take requests while the health page says 503, so that balancers turn away (0)",
+    )
     parser.add_argument("--log-file", type=Path, default=Path("tritonserver.log"))
     return parser
+
+
+def cache_option(redis: str, mib: int) -> str:
+    """The value of Triton's --cache-config."""
+    if not redis:
+        return f"local,size={mib << 20}"
+    host, _, port = redis.partition(":")
+    if not host or not (port or str(REDIS_PORT)).isdigit():
+        raise ValueError(f"--redis {redis!r} is not HOST or HOST:PORT")
+    return f"redis,host={host},port={port or REDIS_PORT}"
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, _interrupt)  # the second one means it
+    raise Terminated
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -34,33 +75,49 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if not args.repository.is_dir():
         print(
             f"{args.repository} is not there; run: python -m scripts.render MODELS {args.repository}", file=sys.stderr
         )
         return 1
-    signal.signal(signal.SIGTERM, _interrupt)  # `kill` ends the server in order, as Ctrl-C does
+    signal.signal(signal.SIGTERM, _terminate)
+    print(f"starting tritonserver over {args.repository}, log in {args.log_file} ...", flush=True)
+    try:
+        return serve(args)
+    except (ValueError, ServerError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, Terminated):
+        print("stopped")
+        return 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Until the server ends; the exit code."""
+    if args.health_port:
+        require_free(args.health_port, args.host)
     server = TritonServer(
         args.repository.resolve(),
         ports=Ports(args.http_port, args.grpc_port, args.metrics_port),
         host=args.host,
-        cache_bytes=args.cache_mib << 20,
+        cache=cache_option(args.redis, args.cache_mib),
         log_file=args.log_file,
     )
-    print(f"starting tritonserver over {args.repository}, log in {args.log_file} ...", flush=True)
-    try:
-        with server:
-            print(f"ready: http {server.http_url}  grpc {server.grpc_url}  metrics {server.metrics_url}/metrics")
-            print("Ctrl-C to stop", flush=True)
+    with HealthPage(server, args.host, args.health_port) as health, server:
+        health.state = "ready"
+        print(f"ready: http {server.http_url}  grpc {server.grpc_url}  metrics {server.metrics_url}/metrics")
+        print(f"health {health.url}/ready", flush=True)
+        print("Ctrl-C to stop", flush=True)
+        try:
             code = server.wait()
-            print(f"tritonserver ended by itself with code {code}; see {args.log_file}", file=sys.stderr)
-            return 1
-    except ServerError as error:
-        print(error, file=sys.stderr)
+        except Terminated:
+            drain(server, health, args.notice_seconds, args.drain_seconds)
+            return 0
+        finally:
+            health.state = "stopping"
+        print(f"tritonserver ended by itself with code {code}; see {args.log_file}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("stopped")
-        return 0
 
 
 if __name__ == "__main__":

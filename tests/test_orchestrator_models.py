@@ -121,7 +121,7 @@ def started(name: str, tokenizer_dir: Path, decoupled: bool = True, **settings: 
         "model_transaction_policy": {"decoupled": decoupled},
     }
     model = load_model(MODEL_FILES[name]).TritonPythonModel()
-    model.initialize({"model_name": name, "model_config": json.dumps(config)})
+    model.initialize({"model_name": name, "model_instance_name": f"{name}_0", "model_config": json.dumps(config)})
     try:
         yield model
     finally:

@@ -73,7 +73,7 @@ def test_a_busy_port_is_named(repository):
 @pytest.mark.server
 def test_a_model_whose_process_died_ends_serve_which_names_it(repository, tmp_path):
     command = [sys.executable, "-m", "scripts.serve", str(repository), "--log-file", str(tmp_path / "log")]
-    command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--health-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
         while "ready" not in (line := serving.stdout.readline()):

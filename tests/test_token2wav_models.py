@@ -34,7 +34,9 @@ class Served:
         parameters |= {"n_timesteps": "2", "max_streams": "3"}
         config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
         self.model = module.TritonPythonModel()
-        self.model.initialize({"model_name": name, "model_config": json.dumps(config)})
+        self.model.initialize(
+            {"model_name": name, "model_instance_name": f"{name}_0", "model_config": json.dumps(config)}
+        )
 
     def post(self, stream: int, *, start: bool = False, end: bool = False, **tensors: np.ndarray) -> Any:
         controls = {

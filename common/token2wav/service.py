@@ -18,6 +18,7 @@ import numpy as np
 
 from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
+from common.metrics import BATCHES, CACHE, CHUNKS, QUEUED, STREAMS, WAITED, Values
 from common.prompt import Prompt
 from common.token2wav.engine import Stream, Token2Wav
 from common.token2wav.flows import Chunk
@@ -99,6 +100,10 @@ class Stats(NamedTuple):
     batches: int
     chunks: int
     waited_seconds: float
+
+    def values(self) -> Values:
+        """As metrics."""
+        return dict(zip((STREAMS, QUEUED, CACHE, BATCHES, CHUNKS, WAITED), self, strict=True))
 
 
 class Token2WavService:

@@ -33,6 +33,7 @@ class TritonPythonModel:
             precision=Precision.named(config.flow_precision, config.vocoder_precision, config.device),
         )
         self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
+        self._published = triton_io.Published(lambda: self._service.stats().values(), args)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -49,4 +50,5 @@ class TritonPythonModel:
             self._service.submit(chunk_request(tensors, self._token_offset, prompt), answer, answer.is_cancelled)
 
     def finalize(self) -> None:
+        self._published.close()
         self._service.close()
