@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 READY_POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.5  # between two looks at the models' processes
+INHERITED = Path("-")
 LOCAL_CACHE = "local,size=67108864"  # 64 MiB in the memory of this server
 STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the group is killed
 
@@ -76,8 +78,8 @@ class TritonServer:
     """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
 
     `cache`: Triton's --cache-config, the response cache of the prompt models. `log_file`: where the server writes; by
-    default inside a temporary directory that `stop` removes. The server and its stubs form one process group, which
-    ends with this process.
+    default inside a temporary directory that `stop` removes; INHERITED: where this process does. The server and its
+    stubs form one process group, which ends with this process.
     """
 
     def __init__(
@@ -135,7 +137,8 @@ class TritonServer:
             require_free(port, self.host)
         backends = installation.backend_directory(self._work)
         command = [str(installation.binary), *self._options(backends, installation.caches)]
-        with self.log_file.open("wb") as log:
+        with ExitStack() as files:
+            log = None if self.log_file == INHERITED else files.enter_context(self.log_file.open("wb"))
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -249,6 +252,8 @@ class TritonServer:
 
     def _failure(self) -> str:
         """The log's error lines, or its end when there are none."""
+        if self.log_file == INHERITED:
+            return "see above"
         lines = self.log_file.read_text(errors="replace").splitlines()
         errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() or "UNAVAILABLE: " in line]
         return "\n".join((errors or lines)[-12:]) or "its log is empty"

@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=0,
         help="after SIGTERM still take requests while the health page says 503, so that balancers turn away (0)",
     )
-    parser.add_argument("--log-file", type=Path, default=Path("tritonserver.log"))
+    parser.add_argument("--log-file", type=Path, default=Path("tritonserver.log"), help="-: this command's own output")
     return parser
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -50,11 +51,20 @@ class Served:
         self.process.send_signal(signal.SIGTERM)
 
     def kill_tritonserver(self) -> None:
-        """As a machine that goes away: tritonserver, with all connections, at once."""
-        children = subprocess.run(
-            ["pgrep", "-P", str(self.process.pid), "tritonserver"], capture_output=True, text=True
-        )
-        os.kill(int(children.stdout), signal.SIGKILL)
+        """As a machine that goes away: tritonserver at once, with all its connections."""
+        command = ["pgrep", "-P", str(self.process.pid), "tritonserver"]
+        (victim,) = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        os.kill(int(victim), signal.SIGKILL)
+        while not dead(int(victim)):  # a request that comes earlier is one of its own
+            time.sleep(0.01)
+
+
+def dead(process: int) -> bool:
+    """Whether it has ended, and its sockets with it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def get(url: str) -> tuple[int, str]:
@@ -67,9 +77,9 @@ def get(url: str) -> tuple[int, str]:
             return error.code, error.read().decode().strip()
 
 
-def rendered(models: Path, directory: Path) -> Path:
+def rendered(models: Path, directory: Path, **settings: str) -> Path:
     """The dit stack over the demo checkpoint, everything in one tritonserver."""
-    render(StackOptions(models_dir=models, stack="dit", device="cpu"), directory)
+    render(StackOptions(models_dir=models, stack="dit", device="cpu", settings=settings), directory)
     return directory
 
 
