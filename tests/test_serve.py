@@ -85,7 +85,7 @@ def test_the_page_of_metrics_tells_what_was_spoken(server: Served) -> None:
     time.sleep(1)
     page = server.page()
     counted = {line.split(" ")[0]: float(line.split(" ")[1]) for line in page.splitlines() if line.startswith("tts_")}
-    labels = 'instance="cosyvoice2_dit_0_0",model="cosyvoice2_dit"'
+    labels = 'model="cosyvoice2_dit",model_instance="cosyvoice2_dit_0_0"'
     assert counted[f'tts_requests_total{{{labels},outcome="ok"}}'] == 1, page
     assert counted[f'tts_requests_total{{{labels},outcome="invalid"}}'] == 1
     assert sum_of(page, ENDED.name) == 2 and sum_of(page, LIVE.name) == 0

@@ -23,7 +23,7 @@ class Published:
     def __init__(self, read: Callable[[], Values], args: dict[str, str]) -> None:
         """`args`: Triton's own, of `initialize`; they name the model and its instance."""
         self._read = read
-        self._labels = {"model": args["model_name"], "instance": args["model_instance_name"]}
+        self._labels = {"model": args["model_name"], "model_instance": args["model_instance_name"]}
         self._families: dict[str, Any] = {}
         self._metrics: dict[Metric, Any] = {}
         self._sums: dict[Metric, float] = {}

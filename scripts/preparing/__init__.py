@@ -1,0 +1,1 @@
+"""Parts of scripts/prepare.py: checkpoints fetched and verified, the LLM's engine built."""

@@ -1,0 +1,99 @@
+"""The LLM's TensorRT-LLM engine, built once for a checkpoint, a GPU and a version of TensorRT-LLM."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+STAMP = ".built.json"
+ENGINE = "trt_engines_bfloat16"  # upstream's name, which is also the model's name at trtllm-serve
+MAX_TOKENS = 32768  # in one step, upstream's
+
+
+class EngineError(RuntimeError):
+    """The engine could not be built; what the tools said is above."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is built for: streams at a time, and GPUs of tensor and pipeline parallelism."""
+
+    max_batch_size: int = 64
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+def build_engine(models: Path, options: EngineOptions) -> bool:
+    """Build MODELS/trt_engines_bfloat16 from MODELS/cosyvoice2_llm; False if the same is there already.
+
+    Another checkpoint, GPU, version or option builds it anew; it appears complete or not at all.
+    """
+    source, destination = models / "cosyvoice2_llm", models / ENGINE
+    wanted = {"options": asdict(options), "checkpoint": _fingerprint(source), "machine": _machine()}
+    if _stamp(destination) == wanted:
+        return False
+    with tempfile.TemporaryDirectory(dir=models, prefix=f".{ENGINE}.") as scratch:
+        weights, built = Path(scratch) / "weights", Path(scratch) / "engine"
+        sizes = [f"--tp_size={options.tp_size}", f"--pp_size={options.pp_size}"]
+        convert = ["-m", "scripts.convert_checkpoint", f"--model_dir={source}", f"--output_dir={weights}"]
+        _run([_python(), *convert, "--dtype=bfloat16", *sizes])
+        limits = [f"--max_batch_size={options.max_batch_size}", f"--max_num_tokens={MAX_TOKENS}"]
+        workers = [f"--workers={options.tp_size * options.pp_size}"]
+        directories = [f"--checkpoint_dir={weights}", f"--output_dir={built}"]
+        _run(["trtllm-build", *directories, *limits, "--gemm_plugin=bfloat16", *workers])
+        (built / STAMP).write_text(json.dumps(wanted, indent=1) + "\n")
+        if destination.exists():
+            shutil.rmtree(destination)
+        built.rename(destination)
+    return True
+
+
+def _python() -> str:
+    """The interpreter that has TensorRT-LLM: in the image another one than ours."""
+    return os.environ.get("TRTLLM_PYTHON") or sys.executable
+
+
+def _run(command: list[str]) -> None:
+    print("+", *command, flush=True)
+    try:
+        finished = subprocess.run(command, check=False)
+    except FileNotFoundError:
+        raise EngineError(
+            f"{command[0]} is not installed: build the engine in NVIDIA's image with TensorRT-LLM (Dockerfile.server)"
+        ) from None
+    if finished.returncode:
+        raise EngineError(f"{command[0]} ended with code {finished.returncode}")
+
+
+def _fingerprint(source: Path) -> dict[str, list[int]]:
+    """Size and time of what the engine is made from."""
+    files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
+    if len(files) < 2 or not files[0].is_file():
+        raise EngineError(f"{source} is no HuggingFace directory of the LLM; run: python -m scripts.prepare download")
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+
+
+def _machine() -> list[str]:
+    """The GPU and the version of TensorRT-LLM; a tool that is not there is named when it is needed."""
+    gpu = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    version = [_python(), "-c", "import importlib.metadata as m; print(m.version('tensorrt_llm'))"]
+    answers = []
+    for command in (gpu, version):
+        try:
+            told = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            answers.append("")
+        else:
+            answers.append(told.stdout.strip() if told.returncode == 0 else "")
+    return answers
+
+
+def _stamp(destination: Path) -> object:
+    try:
+        return json.loads((destination / STAMP).read_text())
+    except (OSError, ValueError):
+        return None

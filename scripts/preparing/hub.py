@@ -1,0 +1,186 @@
+"""Checkpoints from the HuggingFace hub: whole or not at all, each file compared with the hub's own checksum.
+
+The commit that was fetched first is kept: a fetch that was interrupted goes on with it, and later starts ask nobody.
+What was verified is written down in `.downloads.json` beside the checkpoints.
+"""
+
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+RECORD = ".downloads.json"
+HASH_BYTES = 8 << 20
+SPARE_BYTES = 1 << 30  # for what is made from the files
+
+COSYVOICE2 = "FunAudioLLM/CosyVoice2-0.5B"
+STEP_AUDIO2 = "stepfun-ai/Step-Audio-2-mini"
+
+
+class DownloadError(RuntimeError):
+    """The checkpoints could not be fetched; the message says what to do. What has arrived is kept."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of a repository of the hub and the directory, below the checkpoints' own, that they go to."""
+
+    repository: str
+    directory: str
+    patterns: tuple[str, ...]
+
+
+def sources(stack: Literal["dit", "unet"]) -> tuple[Source, ...]:
+    """What a stack is made of: the LLM is CosyVoice2's for both."""
+    llm = ("llm.pt", "CosyVoice-BlankEN/*")
+    vocoder = ("flow.pt", "hift.pt", "campplus.onnx")
+    if stack == "unet":
+        return (Source(COSYVOICE2, "CosyVoice2-0.5B", (*llm, *vocoder, "speech_tokenizer_v2.onnx")),)
+    names = (*vocoder, "speech_tokenizer_v2_25hz.onnx")
+    return (
+        Source(COSYVOICE2, "CosyVoice2-0.5B", llm),
+        Source(STEP_AUDIO2, "Step-Audio-2-mini", tuple(f"token2wav/{name}" for name in names)),
+    )
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a commit. `digest`: sha256 of large files; of others git's own, "git:SHA1"."""
+
+    name: str
+    size: int
+    digest: str
+
+    def is_at(self, path: Path) -> bool:
+        """Whether a file of the right size is there; `verify` reads it."""
+        return path.is_file() and path.stat().st_size == self.size
+
+    def verify(self, path: Path) -> None:
+        """DownloadError, and the file removed, unless it is what the hub says."""
+        if (found := digest_of(path, git=self.digest.startswith("git:"))) != self.digest:
+            path.unlink()
+            raise DownloadError(
+                f"{path} arrived damaged (its checksum is {found}, the hub's {self.digest}) and was removed; run again"
+            )
+
+
+def digest_of(path: Path, *, git: bool) -> str:
+    """sha256 of a file, or the name that git gives it."""
+    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode()) if git else hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BYTES):
+            digest.update(block)
+    return f"git:{digest.hexdigest()}" if git else digest.hexdigest()
+
+
+def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
+    """Complete a source below `models`; False if everything was there. `revision`: commit, branch or tag to move to.
+
+    DownloadError when the hub cannot be reached, has no such file, the disk is too full or a file arrives damaged.
+    """
+    record = read_record(models)
+    known = record.get(source.repository)
+    if known and (revision is None or revision in (known["commit"], known["revision"])):
+        if all(file.is_at(models / source.directory / file.name) for file in _wanted(source, known)):
+            return False
+        revision = known["commit"]
+    commit, files = _listing(source, revision)
+    missing = [file for file in files if not file.is_at(models / source.directory / file.name)]
+    require_space(models, sum(file.size for file in missing))
+    for file in files:
+        path = models / source.directory / file.name
+        if file in missing:
+            _download(source, file, commit, models)
+        file.verify(path)
+    all_files = (known or {}).get("files", []) if known and known["commit"] == commit else []
+    names = {file.name for file in files}
+    all_files = [old for old in all_files if old["name"] not in names] + [asdict(file) for file in files]
+    entry = {"commit": commit, "revision": revision, "files": sorted(all_files, key=lambda entry: entry["name"])}
+    _write_record(models, record | {source.repository: entry})
+    return True
+
+
+def read_record(models: Path) -> dict[str, Any]:
+    """What was fetched and verified, by repository."""
+    try:
+        return dict(json.loads((models / RECORD).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def require_space(models: Path, size: int) -> None:
+    """DownloadError unless `size` bytes and some more fit."""
+    free = shutil.disk_usage(models).free
+    if size and free < size + SPARE_BYTES:
+        needed = (size + SPARE_BYTES) / 1e9
+        raise DownloadError(
+            f"{needed:.1f} GB are needed at {models}, {free / 1e9:.1f} GB are free; make room, run again"
+        )
+
+
+def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
+    """The recorded files of a source; one that stands for each pattern without any, and is nowhere."""
+    files = [RemoteFile(**entry) for entry in known["files"]]
+    found = []
+    for pattern in source.patterns:
+        found += [file for file in files if fnmatch.fnmatch(file.name, pattern)] or [RemoteFile(pattern, -1, "")]
+    return found
+
+
+def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
+    """The commit of a revision and its files that match."""
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi(endpoint=_endpoint()).model_info(source.repository, revision=revision, files_metadata=True)
+    except Exception as error:  # also those of its HTTP library, which another version replaces
+        raise DownloadError(_unreachable(source, error)) from error
+    found: list[RemoteFile] = []
+    for pattern in source.patterns:
+        matching = [one for one in info.siblings or [] if fnmatch.fnmatch(one.rfilename, pattern)]
+        if not matching:
+            raise DownloadError(f"{source.repository} at {info.sha} has no {pattern}; name another revision")
+        for one in matching:
+            digest = one.lfs.sha256 if one.lfs else f"git:{one.blob_id}"
+            found.append(RemoteFile(one.rfilename, int(one.size or 0), digest))
+    return str(info.sha), found
+
+
+def _download(source: Source, file: RemoteFile, commit: str, models: Path) -> None:
+    """Fetch one file with a progress bar; what an interrupted try has left is completed."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(
+            source.repository,
+            file.name,
+            revision=commit,
+            local_dir=models / source.directory,
+            endpoint=_endpoint(),
+        )
+    except Exception as error:  # as above
+        raise DownloadError(_unreachable(source, error)) from error
+
+
+def _endpoint() -> str | None:
+    """A mirror, if the environment names one. Empty counts as none: compose files pass it on that way."""
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def _unreachable(source: Source, error: Exception) -> str:
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    return (
+        f"{source.repository} could not be fetched: {words[0]}; what has arrived is kept: run again "
+        "(HF_ENDPOINT names a mirror, HF_TOKEN who you are)"
+    )
+
+
+def _write_record(models: Path, record: Mapping[str, Any]) -> None:
+    fresh = models / f"{RECORD}.new"
+    fresh.write_text(json.dumps(record, indent=1) + "\n")
+    fresh.rename(models / RECORD)

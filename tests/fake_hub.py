@@ -1,0 +1,99 @@
+"""A HuggingFace hub of one repository on this machine, that can break off, damage what it sends, and be counted."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class FakeHub:
+    """`files`: large ones, by name. `cut`: bytes of a file after which the connection breaks, once. `damage`: flip."""
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
+    damage: set[str] = field(default_factory=set)
+    asked: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=list)
+
+    def listing(self) -> dict[str, Any]:
+        siblings = []
+        for name, content in self.files.items():
+            sha256 = hashlib.sha256(content).hexdigest()
+            lfs = {"sha256": sha256, "size": len(content), "pointerSize": 130}
+            siblings.append({"rfilename": name, "size": len(content), "blobId": "0" * 40, "lfs": lfs})
+        return {"id": "any", "sha": COMMIT, "siblings": siblings}
+
+
+class Handler(BaseHTTPRequestHandler):
+    hub: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        name = path.partition(f"/resolve/{COMMIT}/")[2]
+        self.hub.asked.append(path)
+        if path.startswith("/api/models/"):
+            self.send(json.dumps(self.hub.listing()).encode(), {"Content-Type": "application/json"}, with_body)
+        elif name in self.hub.files:
+            self.send_file(name, with_body)
+        else:
+            self.send(b"", {"X-Error-Code": "EntryNotFound"}, with_body, 404)
+
+    def send_file(self, name: str, with_body: bool) -> None:
+        content = self.hub.files[name]
+        etag = f'"{hashlib.sha256(content).hexdigest()}"'
+        headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if name in self.hub.damage:
+            content = bytes([content[0] ^ 1]) + content[1:]
+        begin, status = 0, 200
+        if with_body and (wanted := self.headers.get("Range")):
+            self.hub.ranges.append(wanted)
+            begin, status = int(wanted.removeprefix("bytes=").split("-")[0]), 206
+            headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+        limit = self.hub.cut.pop(name, None) if with_body else None
+        self.send(content[begin:], headers, with_body, status, limit)
+
+    def send(
+        self, body: bytes, headers: dict[str, str], with_body: bool, status: int = 200, limit: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body[:limit])
+        if limit is not None:
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def fake_hub(files: dict[str, bytes]) -> Iterator[FakeHub]:
+    hub = FakeHub(files=files)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
