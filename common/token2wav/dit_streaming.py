@@ -151,20 +151,6 @@ class DiTStreaming(StreamingFlow[DiTState]):
         frames = frames.clamp(max=mu.shape[1] - 1).to(mu.device)
         return mu.gather(1, frames[:, :, None].expand(-1, -1, mu.shape[2]))
 
-    def _render_whole(self, voice: Voice, tokens: Tensor) -> Tensor:
-        tokens = torch.cat([voice.tokens, tokens], dim=1)
-        frames = voice.mel.shape[1]
-        mel = self._network.inference(
-            tokens,
-            tokens.new_tensor([tokens.shape[1]]),
-            voice.mel,
-            tokens.new_tensor([frames]),
-            voice.embedding,
-            noise=self._noise_of(0, TOKEN_MEL_RATIO * tokens.shape[1]),
-            steps=self._steps,
-        )
-        return mel[0, :, frames:]
-
 
 def _row(job: Job[DiTState]) -> Row:
     state = job.state

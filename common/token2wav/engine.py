@@ -151,19 +151,27 @@ class Token2Wav:
             results[index] = audio.numpy()
         return results
 
-    @torch.inference_mode()
     def whole(self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0) -> np.ndarray:
         """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz.
 
         speed: its mel is stretched to 1 / speed of its length, as CosyVoice2 does, which keeps the pitch.
         """
-        self._check(tokens)
-        if len(tokens) == 0:
-            raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-        mel = self._flow.whole(self._voice(prompt), torch.from_numpy(tokens).to(self._device, torch.int64)[None])
+        (audio,) = self.whole_batch([(prompt, tokens)], speed)
+        return audio
+
+    @torch.inference_mode()
+    def whole_batch(self, utterances: Sequence[tuple[Prompt, np.ndarray]], speed: float = 1.0) -> list[np.ndarray]:
+        """Whole utterances together, each as `whole` renders it alone. One that cannot be spoken is a ValueError for
+        all of them.
+        """
+        for _, tokens in utterances:
+            self._check(tokens)
+            if len(tokens) == 0:
+                raise ValueError("target_speech_tokens is empty: there is nothing to speak")
+        mels = self._flow.whole([(self._voice(prompt), tokens) for prompt, tokens in utterances])
         if speed != 1.0:
-            mel = F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0]
-        return self._vocoder.whole(mel).numpy()
+            mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
+        return [audio.numpy() for audio in self._vocoder.whole(mels)]
 
     def _check(self, tokens: np.ndarray) -> None:
         bad = tokens[(tokens < 0) | (tokens >= self._flow.vocab_size)]

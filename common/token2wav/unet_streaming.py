@@ -102,19 +102,6 @@ class UNetStreaming(StreamingFlow[UNetState]):
         chunk = np.arange(count) // self._chunk
         return Window(with_ahead(tokens, count), np.minimum((chunk + 1) * self._chunk, count))
 
-    def _render_whole(self, voice: Voice, tokens: Tensor) -> Tensor:
-        mel = self._network.inference(
-            tokens,
-            voice.tokens,
-            voice.mel,
-            voice.embedding,
-            noise=self._noise_of(0, TOKEN_MEL_RATIO * (voice.tokens.shape[1] + tokens.shape[1])),
-            streaming=False,
-            finalize=True,
-            steps=self._steps,
-        )
-        return mel[0]
-
 
 def noise_indices(rows: list[UNetRow], frames: int) -> Tensor:
     """Absolute index of each window's frames: (B, frames)."""

@@ -175,8 +175,11 @@ class StreamingVocoder:
         return audio
 
     @torch.inference_mode()
-    def whole(self, mel: Tensor) -> Tensor:
-        """mel (80, T) of a whole utterance -> audio (N,) on the CPU."""
-        nobody = torch.tensor([len(self.pool.mel) - 1], device=mel.device)
-        frames = torch.full_like(nobody, mel.shape[1])
-        return self._plain.first(mel[None], nobody, torch.zeros_like(nobody), frames)[0].cpu()
+    def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
+        """mels (80, T) of whole utterances -> the audio (N,) of each on the CPU."""
+        lengths = [mel.shape[1] for mel in mels]
+        mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for mel in mels])
+        frames = torch.tensor(lengths, device=mel.device)
+        nobody = torch.full_like(frames, len(self.pool.mel) - 1)
+        speech = self._plain.first(mel, nobody, torch.zeros_like(frames), frames).cpu()
+        return [row[: length * self._hop] for row, length in zip(speech, lengths, strict=True)]
