@@ -91,14 +91,15 @@ class DiTStreaming(StreamingFlow[DiTState]):
         max_streams: int,
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
+        graphs: bool = True,
     ):
-        super().__init__(network, noise, steps, max_tokens)
+        super().__init__(network, noise, steps, max_tokens, graphs)
         self._network = network
         self._voices = voices
         solver = DiTSolver(network, steps)
         self._pool = TailPool(solver, max_streams)
         self._solve: Solve = GatheredSolve(solver, self._pool, noise)
-        if solver.device.type == "cuda":
+        if graphs and solver.device.type == "cuda":
             from common.token2wav.dit_graphs import GraphedSolve  # its kernels need Triton
 
             self._solve = GraphedSolve(network, self._pool, noise, steps)

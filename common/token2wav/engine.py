@@ -59,13 +59,24 @@ class Token2Wav:
 
     @classmethod
     def load_unet(
-        cls, model_dir: str | Path, *, device: str, max_streams: int, precision: Precision, steps: int = EULER_STEPS
+        cls,
+        model_dir: str | Path,
+        *,
+        device: str,
+        max_streams: int,
+        precision: Precision,
+        steps: int = EULER_STEPS,
+        graphs: bool = True,
     ) -> "Token2Wav":
-        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`."""
+        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`.
+
+        graphs: on a GPU, streams run as CUDA graphs. Whole utterances need none: without them nothing is captured at
+        the start, and most of the memory stays free.
+        """
         _use(device)
         network = load_unet_flow(Path(model_dir) / "flow.pt", device, precision.flow)
-        flow = UNetStreaming(network, flow_noise(device), steps=steps)
-        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
+        flow = UNetStreaming(network, flow_noise(device), steps=steps, graphs=graphs)
+        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)
 
     @classmethod
     def load_dit(
@@ -77,13 +88,15 @@ class Token2Wav:
         voice_cache_bytes: int,
         precision: Precision,
         steps: int = EULER_STEPS,
+        graphs: bool = True,
     ) -> "Token2Wav":
-        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`."""
+        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`. graphs: as `load_unet`'s."""
         _use(device)
         network = load_dit_flow(Path(model_dir) / "flow.pt", device, precision.flow)
         voices = VoiceCache(voice_cache_bytes)
-        flow = DiTStreaming(network, flow_noise(device), voices, max_streams=max_streams, steps=steps)
-        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
+        noise = flow_noise(device)
+        flow = DiTStreaming(network, noise, voices, max_streams=max_streams, steps=steps, graphs=graphs)
+        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)
 
     def warm_up(self) -> None:
         """Speak once to nobody: what is set up at first use is set up, and a checkpoint that cannot speak is found."""
@@ -195,7 +208,9 @@ def _use(device: torch.device | str) -> None:
         torch.cuda.set_device(device)
 
 
-def _load_vocoder(model_dir: str | Path, device: str, max_streams: int, precision: Precision) -> StreamingVocoder:
+def _load_vocoder(
+    model_dir: str | Path, device: str, max_streams: int, precision: Precision, graphs: bool
+) -> StreamingVocoder:
     hift = load_hift(Path(model_dir) / "hift.pt", device).body_to(precision.vocoder)
     noise = source_noise(hift.config.harmonics + 1, device)
-    return StreamingVocoder(hift, noise, hamming_window(), max_streams=max_streams)
+    return StreamingVocoder(hift, noise, hamming_window(), max_streams=max_streams, graphs=graphs)

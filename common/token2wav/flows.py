@@ -57,11 +57,11 @@ class StreamingFlow(ABC, Generic[State]):
     cumulative: bool  # a chunk carries all tokens of its stream so far, not only the new ones
     batch_tokens: int  # of a batch, counted as `tokens` does: some 80 ms on an H200
 
-    def __init__(self, network: DiTFlow | UNetFlow, noise: NoiseTape, steps: int, max_tokens: int):
+    def __init__(self, network: DiTFlow | UNetFlow, noise: NoiseTape, steps: int, max_tokens: int, graphs: bool):
         self._solve_whole = network.solve
         self.vocab_size = network.config.vocab
         self.speaker_dim = network.config.speaker_dim
-        self._encoder = WindowEncoder(network)
+        self._encoder = WindowEncoder(network, graphs)
         self._noise = noise
         self._steps = steps
         self._max_tokens = max_tokens

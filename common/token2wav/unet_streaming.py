@@ -58,13 +58,14 @@ class UNetStreaming(StreamingFlow[UNetState]):
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
         context_tokens: int = CONTEXT_TOKENS,
+        graphs: bool = True,
     ):
-        super().__init__(network, noise, steps, max_tokens)
+        super().__init__(network, noise, steps, max_tokens, graphs)
         self._network = network
         self._chunk = network.config.encoder.chunk_tokens
         self._context = context_tokens
         self._solve: UNetSolve = PlainUNetSolve(network, noise, steps)
-        if network.encoder_proj.weight.is_cuda:
+        if graphs and network.encoder_proj.weight.is_cuda:
             from common.token2wav.unet_graphs import GraphedUNetSolve  # its kernels need Triton
 
             self._solve = GraphedUNetSolve(network, noise, steps)

@@ -117,15 +117,20 @@ def _last(ends: Tensor, count: int) -> Tensor:
 
 
 class StreamingVocoder:
-    """Renders mel chunks of any number of streams. Chunks overlap by as much audio as the window fades over."""
+    """Renders mel chunks of any number of streams. Chunks overlap by as much audio as the window fades over.
 
-    def __init__(self, hift: HiFTGenerator, noise: NoiseTape, window: FadeWindow, *, max_streams: int):
+    graphs: on a GPU, chunks of streams are CUDA graphs.
+    """
+
+    def __init__(
+        self, hift: HiFTGenerator, noise: NoiseTape, window: FadeWindow, *, max_streams: int, graphs: bool = True
+    ):
         config, device = hift.config, hift.conv_pre.weight.device
         self._hop = config.hop
         self._overlap = len(window.rising)
         self.pool = OverlapPool(max_streams, config.mel_bins, self._overlap // config.hop, self._overlap, device)
         self._plain = self._renderer = OverlapRenderer(hift, self.pool, noise, window)
-        if device.type == "cuda":
+        if graphs and device.type == "cuda":
             from common.token2wav.hift_graphs import GraphedRenderer  # for GPUs only
 
             self._renderer = GraphedRenderer(hift, self.pool, noise, window)
