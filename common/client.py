@@ -49,7 +49,12 @@ class Utterance:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Utterance":
-        """The request of a command line, see `add_request_arguments`; ClientError when the recording is unreadable."""
+        """The request of a command line, see `add_voice_arguments`.
+
+        ClientError without a text and when the recording is unreadable.
+        """
+        if args.target_text is None:
+            raise ClientError("there is nothing to say: give --target-text")
         return cls(
             target_text=args.target_text,
             reference=None if args.reference_audio is None else read_reference(args.reference_audio),
@@ -138,9 +143,14 @@ class Recorder:
         """Of each chunk."""
         return [chunk.size for chunk in self._chunks]
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
+
     def finish(self) -> "Speech":
         """The whole answer; ClientError when no sample came."""
-        total = self._clock() - self._start
+        total = self.elapsed
         if not self._chunks:
             raise ClientError("the server ended the request without audio; see its log for the reason")
         return Speech(np.concatenate(self._chunks), tuple(self.arrivals), total)
@@ -187,15 +197,20 @@ class Speech:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that both clients have, under upstream's names."""
-    parser.add_argument("--target-text", required=True, help="what to say")
+    """The options that all clients have, under upstream's names."""
+    add_voice_arguments(parser)
+    parser.add_argument("--output-audio", type=Path, default=Path("output.wav"), help="24 kHz, 16-bit WAV")
+
+
+def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to say in which voice, and of whom to ask it."""
+    parser.add_argument("--target-text", help="what to say")
     parser.add_argument("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
     parser.add_argument("--reference-text", help="what the reference audio says; without it: cross-lingual cloning")
     parser.add_argument("--speaker", help="a voice that the server knows, instead of --reference-audio")
     parser.add_argument("--instruct-text", help='how to speak, such as "Speak slowly."; not with --reference-text')
     parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre, not their language")
     parser.add_argument("--model-name", default="cosyvoice2_dit", help="cosyvoice2_dit (default) or cosyvoice2")
-    parser.add_argument("--output-audio", type=Path, default=Path("output.wav"), help="24 kHz, 16-bit WAV")
     parser.add_argument("--seed", type=int, help="the same seed gives the same audio")
     parser.add_argument(
         "--parameter",
@@ -209,7 +224,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def request_parameters(args: argparse.Namespace) -> Parameters:
-    """The request parameters of a command line, see `add_request_arguments`."""
+    """The request parameters of a command line, see `add_voice_arguments`."""
     named = {"seed": args.seed, "cross_lingual": args.cross_lingual or None}
     return {name: value for name, value in named.items() if value is not None} | dict(args.parameter)
 

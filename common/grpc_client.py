@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
@@ -32,34 +32,55 @@ async def synthesize(
     server: host:port. mode: "streaming" or "offline". timeout: seconds until the answer must be complete.
     ClientError for everything that goes wrong.
     """
-    async with triton.InferenceServerClient(server) as connection:
-        await require_model(connection, server, model, mode)
+    async with AsyncConnection(server) as connection:
+        await require_model(connection.client, server, model, mode)
         recorder = speech.Recorder()
-        await record(connection, server, model, request, mode, timeout, recorder)
+        await connection.record(model, request, mode, timeout, recorder)
     return recorder.finish()
 
 
-async def record(
-    connection: triton.InferenceServerClient,
-    server: str,
-    model: str,
-    request: speech.Utterance,
-    mode: str,
-    timeout: float,
-    recorder: speech.Recorder,
-) -> None:
-    """One request over a connection to `server`; what comes is in the recorder, also when a ClientError ends it."""
-    try:
-        if mode == "offline":
-            recorder.take(await _whole(connection, model, request, timeout))
-        else:
-            async with aclosing(_responses(connection, model, request, timeout)) as responses:
+class Connection(Protocol):
+    """A way to one server."""
+
+    async def record(
+        self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
+    ) -> None:
+        """One request; what comes is in the recorder, also when a ClientError ends it. Cancelled with its task."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class AsyncConnection:
+    """tritonclient's asyncio client."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self.client = triton.InferenceServerClient(server)
+
+    async def record(
+        self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
+    ) -> None:
+        try:
+            if mode == "offline":
+                recorder.take(await _whole(self.client, model, request, timeout))
+                return
+            async with aclosing(_responses(self.client, model, request, timeout)) as responses:
                 async for result in responses:
                     recorder.take(result)
-    except InferenceServerException as error:
-        raise explained(error.status(), error.message(), server, timeout) from None
-    except grpc.aio.AioRpcError as error:
-        raise explained(str(error.code()), error.details(), server, timeout) from None
+        except InferenceServerException as error:
+            raise explained(error.status(), error.message(), self._server, timeout) from None
+        except grpc.aio.AioRpcError as error:
+            raise explained(str(error.code()), error.details(), self._server, timeout) from None
+
+    async def aclose(self) -> None:
+        await self.client.close()
+
+    async def __aenter__(self) -> "AsyncConnection":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 async def require_model(connection: triton.InferenceServerClient, server: str, model: str, mode: str) -> None:
@@ -127,10 +148,7 @@ async def _responses(
 
 
 class ThreadConnection:
-    """tritonclient's thread client, behind the same `record`: for measuring what its users see.
-
-    Requests come one after another. Everything that blocks is in one thread of its own.
-    """
+    """tritonclient's thread client. Requests come one after another; what blocks is in one thread of its own."""
 
     def __init__(self, server: str) -> None:
         self._server = server
@@ -140,7 +158,6 @@ class ThreadConnection:
     async def record(
         self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
     ) -> None:
-        """As the function of that name. Cancelling the task that awaits it cancels the request."""
         answers: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue()
         ask = self._stream if mode == "streaming" else self._infer
         loop = asyncio.get_running_loop()
@@ -150,6 +167,7 @@ class ThreadConnection:
         except asyncio.CancelledError:
             answers.put((None, InferenceServerException("cancelled by the client")))
             await asyncio.wait({asked})
+            asked.exception()  # that of the cancelling, read so that asyncio does not report it
             raise
         except InferenceServerException as error:
             raise explained(error.status(), error.message(), self._server, timeout) from None
