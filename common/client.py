@@ -220,7 +220,7 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="another request parameter, such as max_tokens=250 or temperature=0.7; may be repeated",
     )
-    parser.add_argument("--timeout", type=_positive_seconds, default=120.0, help="seconds for the complete answer")
+    parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds for the complete answer")
 
 
 def request_parameters(args: argparse.Namespace) -> Parameters:
@@ -241,11 +241,12 @@ def _parameter(text: str) -> tuple[str, int | str | bool]:
         return name, value  # fractions too: the server reads them from text, Triton 2.51 knows no such parameter
 
 
-def _positive_seconds(text: str) -> float:
-    seconds = float(text)  # argparse reports the ValueError with the option's name
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of seconds")
-    return seconds
+def positive_number(text: str) -> float:
+    """A type of argparse, which reports the ValueError with the option's name."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return number
 
 
 def unreachable(server: str, reason: object) -> ClientError:

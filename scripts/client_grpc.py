@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, 
 from common import client as speech
 from common.grpc_client import synthesize
 from scripts.load.jobs import Jobs, add_job_arguments, positive_int
+from scripts.load.plan import Load, add_load_arguments
 from scripts.load.progress import measured
 from scripts.load.report import closing_lines, write_run
-from scripts.load.runner import Load, add_load_arguments
 from scripts.load.samples import SampleError
 
 LOG_DIR = Path("tmp")  # upstream's
@@ -95,7 +95,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_job_arguments(parser)
     load = add_load_arguments(parser)
     load.add_argument("--num-tasks", type=positive_int, default=1, help="requests under way at once (default: 1)")
-    load.add_argument("--request-rate", type=float, help="requests per second at random (Poisson), instead of tasks")
+    load.add_argument(
+        "--request-rate", type=speech.positive_number, help="requests per second at random (Poisson), instead of tasks"
+    )
     load.add_argument("--log-dir", type=Path, help="where audio, figures and pictures go (default: tmp)")
     return parser.parse_args(argv)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
+import numpy as np
+
 from common.client import TIMELINE, Parameters, Utterance, request_parameters
 from scripts.load.samples import Sample, read_dataset, read_manifest
 
@@ -15,17 +17,18 @@ ONE_REQUEST = "test"  # its id and its split, as upstream names them
 
 @dataclass(frozen=True)
 class Job:
-    """One request; `id` names its audio file. voice: makes the recording one that no cache of the server has met."""
+    """One request; `id` names its audio file. new_voice: the recording is sent as one that no server has met."""
 
     id: str
     base: Utterance
-    voice: int | None = None
+    new_voice: bool = False
 
     def utterance(self) -> Utterance:
-        if self.voice is None or self.base.reference is None:
+        if not self.new_voice or self.base.reference is None:
             return self.base
         reference = self.base.reference.copy()
-        reference[-1] = (self.voice + 1) * 2**-20  # inaudible, and another recording to whoever compares them
+        # Inaudible, and another recording to any cache; of no seed, since a server remembers earlier runs.
+        reference[-8:] = np.random.default_rng().uniform(-1e-3, 1e-3, 8)
         return dataclasses.replace(self.base, reference=reference)
 
 
@@ -82,12 +85,12 @@ class Jobs:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def take(self, count: int, first_voice: int = 0) -> list[Job]:
-        """So many jobs, the rows in turn. first_voice: number of the first new voice."""
+    def take(self, count: int) -> list[Job]:
+        """So many jobs, the rows in turn."""
         jobs = []
         for index, (base, name) in enumerate(islice(cycle(zip(self.requests, self.ids, strict=True)), count)):
-            round_, voice = index // len(self), first_voice + index if self.new_voices else None
-            jobs.append(Job(f"{name}@{round_ + 1}" if round_ else name, base, voice))
+            turn = index // len(self) + 1
+            jobs.append(Job(f"{name}@{turn}" if turn > 1 else name, base, self.new_voices))
         return jobs
 
 
@@ -105,7 +108,8 @@ def _utterance(sample: Sample, parameters: Parameters, args: argparse.Namespace)
 
 
 def positive_int(text: str) -> int:
-    number = int(text)  # argparse reports the ValueError with the option's name
+    """A type of argparse, which reports the ValueError with the option's name."""
+    number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
     return number

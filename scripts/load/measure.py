@@ -55,12 +55,12 @@ class Outcome:
         """Of audio."""
         return sum(self.samples) / SAMPLE_RATE
 
-    @property
-    def worst_gap(self) -> float:
+    def played(self) -> Player:
+        """What its listener heard."""
         player = Player()
         for arrival, samples in zip(self.arrivals, self.samples, strict=True):
             player.hear(arrival, samples / SAMPLE_RATE)
-        return player.worst_gap
+        return player
 
     def stages(self) -> dict[str, float]:
         """Where the time until the first chunk went: each stage's own share, in the order they were reached.
@@ -77,6 +77,7 @@ class Outcome:
         return {}
 
     def as_json(self) -> dict[str, Any]:
+        player = self.played()
         return {
             "id": self.id,
             "server": self.server,
@@ -84,7 +85,8 @@ class Outcome:
             "arrivals_ms": [_ms(arrival) for arrival in self.arrivals],
             "samples": list(self.samples),
             "total_ms": _ms(self.total),
-            "worst_gap_ms": _ms(self.worst_gap),
+            "worst_gap_ms": _ms(player.worst_gap),
+            "least_slack_ms": _ms(player.least_slack) if len(self.arrivals) > 1 else None,
             "stages_ms": {stage: _ms(share) for stage, share in self.stages().items()},
             "error": self.error,
         }
@@ -123,7 +125,7 @@ class Run:
         """Of the requests that were answered in full; JSON-ready."""
         good = self.good
         audio = sum(outcome.seconds for outcome in good)
-        gaps = [outcome.worst_gap for outcome in good]
+        gaps = [outcome.played().worst_gap for outcome in good]
         stages = [outcome.stages() for outcome in good]
         names = list(dict.fromkeys(name for shares in stages for name in shares))
         return {

@@ -41,12 +41,12 @@ def plot_run(summary: Figures, title: str, path: Path) -> None:
     picture.suptitle(title)
     _latencies(axes[0][0], streams)
     _chunks(axes[0][1], streams)
-    _gaps(axes[0][2], streams, summary)
+    _slack(axes[0][2], streams, summary)
     save(picture, path)
 
 
 def _latencies(axes: Any, streams: Sequence[Figures]) -> None:
-    axes.set(title="latencies", xlabel="ms", ylabel="share of requests", ylim=(0, 1.02))
+    axes.set(title="latencies", xlabel="ms", ylabel="share of requests", ylim=(0, 1.02), xscale="log")
     arrivals = [stream["arrivals_ms"] for stream in streams]
     steps = [[after - before for before, after in zip(at, at[1:], strict=False)] for at in arrivals]
     for name, values in (
@@ -56,9 +56,9 @@ def _latencies(axes: Any, streams: Sequence[Figures]) -> None:
         ("whole answer", [stream["total_ms"] for stream in streams]),
     ):
         if values:
-            axes.ecdf(values, label=name)
+            axes.ecdf([max(value, 0.1) for value in values], label=name)
     if streams:
-        axes.legend(loc="lower right", fontsize=8)
+        axes.legend(loc="upper left", fontsize=8)
     axes.grid(alpha=0.3)
 
 
@@ -70,30 +70,33 @@ def _chunks(axes: Any, streams: Sequence[Figures]) -> None:
         axes.plot([begun, at[-1]], [line, line], color="0.8", linewidth=1, zorder=1)
         axes.scatter(begun, line, marker="|", color="black", s=25, zorder=2)
         sizes = [8 + 30 * samples / SAMPLE_RATE for samples in stream["samples"]]
-        axes.scatter(at, [line] * len(at), s=sizes, color="tab:blue", alpha=0.7, linewidths=0, zorder=3)
-    more = f" (the first {len(shown)} of {len(streams)})" if len(shown) < len(streams) else ""
+        color = "tab:red" if stream["worst_gap_ms"] > 0 else "tab:blue"
+        axes.scatter(at, [line] * len(at), s=sizes, color=color, alpha=0.7, linewidths=0, zorder=3)
+    more = f", the first {len(shown)} of {len(streams)}" if len(shown) < len(streams) else ""
     axes.set(
-        title=f"chunks as they come: | sent, ● by length{more}",
-        xlabel="seconds since the run began",
+        title=f"chunks as they come{more}",
+        xlabel="seconds since the run began  (| sent, ● chunk by length, red: a stream with a gap)",
         ylabel="stream",
         ylim=(len(shown), -1),
     )
 
 
-def _gaps(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
+def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
+    gaps = sum(stream["worst_gap_ms"] > 0 for stream in streams)
     axes.set(
-        title=f"worst gap of each stream, player starts {summary['player_buffer_ms']:.0f} ms after its first chunk",
-        xlabel="ms of silence",
+        title=f"playback: {len(streams) - gaps} of {len(streams)} streams without a gap",
+        xlabel=f"least audio left when a chunk comes, ms  (player starts {summary['player_buffer_ms']:.0f} ms after "
+        "the first)",
         ylabel="streams",
     )
-    gaps = [stream["worst_gap_ms"] for stream in streams]
-    without = sum(gap <= 0 for gap in gaps)
-    if any(gap > 0 for gap in gaps):
-        axes.hist(gaps, bins=30, color="tab:red")
-    else:
-        axes.set(xlim=(-1, 1), xticks=[0])
-        axes.bar([0], [len(gaps)], width=0.2, color="tab:green")
-    axes.text(0.97, 0.95, f"{without} of {len(gaps)} without a gap", transform=axes.transAxes, ha="right", va="top")
+    slack = [stream["least_slack_ms"] for stream in streams if stream["least_slack_ms"] is not None]
+    if not slack:
+        axes.text(0.5, 0.5, "every answer came in one chunk", transform=axes.transAxes, ha="center")
+        return
+    _, edges, bars = axes.hist(slack, bins=min(30, max(5, len(slack))))
+    for edge, bar in zip(edges[1:], bars, strict=True):
+        bar.set_color("tab:red" if edge <= 0 else "tab:green")
+    axes.axvline(0, color="black", linewidth=1)
 
 
 # --- sweeps --------------------------------------------------------------------------------------------------------

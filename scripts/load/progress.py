@@ -6,7 +6,8 @@ import numpy as np
 from tqdm import tqdm
 
 from scripts.load.measure import Outcome, Run
-from scripts.load.runner import Load, run
+from scripts.load.plan import Load
+from scripts.load.runner import run
 
 SHOWN_ERRORS = 5  # the others are in the report
 
@@ -14,6 +15,7 @@ SHOWN_ERRORS = 5  # the others are in the report
 def measured(load: Load, title: str, interval: int) -> Run:
     """Do `load`. interval: the percentiles are computed anew after so many requests. ClientError as `runner.run`."""
     with tqdm(total=len(load.jobs), desc=title, unit="request") as bar:
+        bar.set_postfix_str("warming up")
         return asyncio.run(run(load, _Progress(bar, interval)))
 
 
