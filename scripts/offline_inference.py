@@ -40,8 +40,9 @@ from common.constants import PROMPT_SAMPLE_RATE
 from common.llm.base import LLMPrompt, Sampling
 from common.speech_tokens import LLMTokenizer
 from common.text import TextFrontend
+from scripts.load.jobs import positive_int
 from scripts.load.samples import Sample
-from scripts.offline.inputs import Voices, add_data_arguments, positive, read_samples
+from scripts.offline.inputs import Voices, add_data_arguments, read_samples
 from scripts.offline.llm import BACKENDS, BatchLM, connect, engine_dir, load_llm
 from scripts.offline.pipeline import Pipeline
 from scripts.offline.results import OutputFolder, identity
@@ -207,8 +208,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-text", help="what that recording says; without it: cross-lingual cloning")
     parser.add_argument("--backend", choices=BACKENDS, default="hf", help="what runs the LLM (default: %(default)s)")
     parser.add_argument("--engine-dir", type=Path, help="what trtllm or onnxruntime_genai loads")
-    parser.add_argument("--batch-size", type=positive, default=1, help="samples at once in the LLM")
-    parser.add_argument("--token2wav-batch-size", type=positive, default=1, help="utterances at once in the vocoder")
+    parser.add_argument("--batch-size", type=positive_int, default=1, help="samples at once in the LLM")
+    parser.add_argument(
+        "--token2wav-batch-size", type=positive_int, default=1, help="utterances at once in the vocoder"
+    )
     parser.add_argument("--temperature", type=float, default=Sampling.temperature)
     parser.add_argument("--top-p", type=float, default=Sampling.top_p)
     parser.add_argument("--top-k", type=int, default=Sampling.top_k)

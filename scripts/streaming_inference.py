@@ -14,8 +14,8 @@ The folder gets <id>.wav (streamed), offline/<id>.wav (at once), streaming-<stra
 of the sample whose two mels differ most. The two are not equal by design: a chunk does not hear what comes after it.
 
 The figures: one pass with voices that nobody has spoken in yet (recording to prompt, and the flow's caches of it), one
-with the same voices again. A forward call renders one chunk of each stream of a batch. First chunk: from the batch's
-beginning to its first audio.
+with the same voices again. A forward call renders one chunk of each stream of a batch. First chunk: from the prompts of
+a batch to its first audio; where voices are new, that includes the flow's caches of them and not the prompts' making.
 """
 
 import argparse
@@ -36,9 +36,10 @@ from tqdm import tqdm
 
 from common.chunking import Strategy
 from common.constants import SAMPLE_RATE
+from scripts.load.jobs import positive_int
 from scripts.load.samples import Sample
 from scripts.offline.compare import Difference, compare, plot
-from scripts.offline.inputs import Voices, add_vocoder_arguments, positive, read_samples, with_tokens
+from scripts.offline.inputs import Voices, add_vocoder_arguments, read_samples, with_tokens
 from scripts.offline.pipeline import Failure, batches
 from scripts.offline.results import save_wav, write_text
 from scripts.offline.stages import table
@@ -196,7 +197,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_vocoder_arguments(parser)
     parser.add_argument("--strategy", choices=("equal", "exponential"), default="equal", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=positive, default=1, help="streams at once")
+    parser.add_argument("--batch-size", type=positive_int, default=1, help="streams at once")
     return parser.parse_args(argv)
 
 

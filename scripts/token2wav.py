@@ -29,8 +29,9 @@ from tqdm import tqdm
 
 from common.chunking import HopRules
 from common.constants import SAMPLE_RATE
+from scripts.load.jobs import positive_int
 from scripts.load.samples import Sample
-from scripts.offline.inputs import Voices, add_vocoder_arguments, positive, read_samples, with_tokens
+from scripts.offline.inputs import Voices, add_vocoder_arguments, read_samples, with_tokens
 from scripts.offline.pipeline import Failure, batches
 from scripts.offline.results import save_wav, write_text
 from scripts.offline.stages import Stages, table
@@ -139,8 +140,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add_vocoder_arguments(parser)
-    parser.add_argument("--batch-size", type=positive, default=4, help="utterances at once (default: %(default)s)")
-    parser.add_argument("--warmup", type=positive, default=1, help="passes, of which the last is measured")
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="utterances at once (default: %(default)s)")
+    parser.add_argument("--warmup", type=positive_int, default=1, help="passes, of which the last is measured")
     parser.add_argument("--streaming", action="store_true", help="chunk by chunk instead of whole")
     parser.add_argument("--strategy", choices=("equal", "exponential"), default="exponential", help="of --streaming")
     return parser.parse_args(argv)

@@ -103,6 +103,8 @@ def test_other_settings_and_texts_are_made_anew(speak, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "1 of 2 samples are finished" in printed and "1 samples in" in printed and "made anew" in printed
     assert records(tmp_path / "out")["first"] == before["first"]
+    assert speak(rows=[{**ROWS[1], "target_text": "?!"}]) == 1
+    assert not (tmp_path / "out" / "second.wav").exists(), "what it said before is not what it should say now"
     assert speak("--seed", "1", rows=ROWS[:1]) == 0
     assert "1 samples in" in capsys.readouterr().out
     assert (

@@ -18,7 +18,7 @@ DECIBELS = 20 / math.log(10)  # of a difference of log magnitudes
 @dataclass(frozen=True)
 class Difference:
     """mel_db: mean distance of the log mels; joint_db: the same where two chunks are cross-faded, None where none are;
-    snr_db: energy of the audio at once over that of the difference of both.
+    snr_db: energy of the audio at once over that of the difference of both, None where there is no difference.
 
     A joint that can be heard makes joint_db larger than mel_db.
     """
@@ -26,7 +26,7 @@ class Difference:
     id: str
     mel_db: float
     joint_db: float | None
-    snr_db: float
+    snr_db: float | None
 
 
 def compare(name: str, offline: np.ndarray, waveforms: Sequence[np.ndarray]) -> Difference:
@@ -45,7 +45,7 @@ def compare(name: str, offline: np.ndarray, waveforms: Sequence[np.ndarray]) -> 
         id=name,
         mel_db=float(distance.mean()),
         joint_db=float(distance[faded].mean()) if faded.any() else None,
-        snr_db=10 * math.log10(energy / noise) if energy and noise else math.inf,
+        snr_db=10 * math.log10(energy / noise) if energy and noise else None,
     )
 
 

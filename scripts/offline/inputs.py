@@ -62,13 +62,6 @@ def add_vocoder_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    if (number := int(text)) < 1:  # argparse reports the ValueError with the option's name
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
-    return number
-
-
 def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
     """The samples with the tokens of `path`: JSON lines of `id` and `target_audio_cosy2_tokens`."""
     if path is None:

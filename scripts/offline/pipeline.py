@@ -95,6 +95,8 @@ class Pipeline:
 
     def _make(self, samples: Sequence[Sample], folder: OutputFolder) -> bool:
         """Whether the LLM is there, as far as these samples tell."""
+        for sample in samples:
+            folder.discard(sample)
         jobs = [job for sample in samples if (job := self._prepare(sample))]
         errors = self._speak(jobs)
         spoken = [job for job in jobs if job not in errors]

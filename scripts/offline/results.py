@@ -82,6 +82,10 @@ class OutputFolder:
         """Whether there is something of that name that was made otherwise."""
         return sample.id in self._records and not self.holds(sample)
 
+    def discard(self, sample: Sample) -> None:
+        """Take away audio of that name that was made otherwise: should the sample fail now, it must not look made."""
+        self._audio(sample).unlink(missing_ok=True)
+
     def save(self, sample: Sample, audio: np.ndarray, tokens: np.ndarray, cut_short: bool) -> None:
         """Audio (N,) float32 and the speech tokens (n,) that it was rendered from."""
         save_wav(self._audio(sample), audio)
