@@ -22,10 +22,10 @@ a second of the audio that this run made.
 """
 
 import argparse
-import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -47,23 +47,17 @@ from scripts.offline.llm import BACKENDS, BatchLM, connect, engine_dir, load_llm
 from scripts.offline.pipeline import Pipeline
 from scripts.offline.results import OutputFolder, identity
 from scripts.offline.stages import table
+from scripts.offline.tool import exit_code, show_failures
 from scripts.offline.vocoder import OfflineVocoder
 
 WARM_UP = LLMPrompt("Hello.")
-FAILURES_SHOWN = 20
+CUT_SHORT_SHOWN = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
-        return run(args)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"offline_inference: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("offline_inference: interrupted; what is finished is kept, the same command goes on", file=sys.stderr)
-        return 130
+    resume = "interrupted; what is finished is kept, the same command goes on"
+    return exit_code("offline_inference", lambda: run(args), resume)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,34 +72,41 @@ def run(args: argparse.Namespace) -> int:
         if not wanted:
             return 0
         begun = time.perf_counter()
-        tokenizer = LLMTokenizer.from_dir(args.llm_model_name_or_path)
-        vocoder = OfflineVocoder.load(args.token2wav_path, args.device, streams=0)
-        llm = backend_of(args, tokenizer)
-        try:
-            voices = Voices(args.token2wav_path, args.device)
-            voices.warm_up()
-            llm.generate([WARM_UP], Sampling(max_tokens=8, seed=0))
+        with loaded_pipeline(args, sampling) as pipeline:
             loaded = time.perf_counter() - begun
-            pipeline = Pipeline(
-                voices=voices,
-                texts=TextFrontend(tokenizer.text_length),
-                llm=llm,
-                vocoder=vocoder,
-                batch_size=args.batch_size,
-                token2wav_batch_size=args.token2wav_batch_size,
-                sampling=sampling,
-            )
             try:
                 with tqdm(total=len(wanted), desc="speaking", unit="sample") as progress:
                     pipeline.run(wanted, folder, progress)
             finally:
                 figures = figures_of(args, pipeline, kept=len(samples) - len(wanted), read=read, loaded=loaded)
                 log = folder.log(figures)
-        finally:
-            llm.close()
     show(args, pipeline, figures)
     print(f"figures: {log}")
+    show_failures(pipeline.outcome.failures, log.name)
     return 1 if pipeline.outcome.failures else 0
+
+
+@contextmanager
+def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pipeline]:
+    """Everything loaded and used once, so that the first sample finds it as the last one does."""
+    tokenizer = LLMTokenizer.from_dir(args.llm_model_name_or_path)
+    vocoder = OfflineVocoder.load(args.token2wav_path, args.device, streams=0)
+    voices = Voices(args.token2wav_path, args.device)
+    voices.warm_up()
+    llm = backend_of(args, tokenizer)
+    try:
+        llm.generate([WARM_UP], Sampling(max_tokens=8, seed=0))
+        yield Pipeline(
+            voices=voices,
+            texts=TextFrontend(tokenizer.text_length),
+            llm=llm,
+            vocoder=vocoder,
+            batch_size=args.batch_size,
+            token2wav_batch_size=args.token2wav_batch_size,
+            sampling=sampling,
+        )
+    finally:
+        llm.close()
 
 
 def in_one_voice(args: argparse.Namespace, samples: list[Sample]) -> list[Sample]:
@@ -128,8 +129,11 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
         directories.append(engine_dir(args.backend, args.llm_model_name_or_path, args.engine_dir))
     for directory in directories:
         if not directory.is_dir():
-            raise ValueError(f"{directory} is not a directory: name a checkpoint (--help), or run `make demo` first")
-    return settings | {"checkpoints": [[str(path.resolve()), identity(path)] for path in directories]}
+            raise ValueError(
+                f"{directory} is not a directory: name a checkpoint, or make the demo's with `make demo`; "
+                "scripts/convert_genai.py makes what onnxruntime_genai loads"
+            )
+    return settings | {"checkpoints": [[str(path.resolve()), identity(path)] for path in dict.fromkeys(directories)]}
 
 
 def backend_of(args: argparse.Namespace, tokenizer: LLMTokenizer) -> BatchLM:
@@ -168,7 +172,7 @@ def figures_of(
 
 
 def show(args: argparse.Namespace, pipeline: Pipeline, figures: dict[str, Any]) -> None:
-    """The tables, what was cut short and what failed."""
+    """The tables, and what was cut short."""
     outcome = pipeline.outcome
     print(f"{outcome.finished} samples, {outcome.audio_seconds:.1f} s of audio, {pipeline.vocoder.name}")
     stages = [*pipeline.stages.seconds, "pipeline"]
@@ -178,11 +182,8 @@ def show(args: argparse.Namespace, pipeline: Pipeline, figures: dict[str, Any]) 
     header = ("Backend", "Batch Size", "llm_time_seconds", "total_time_seconds", "RTF")
     print(table(header, [(*row, figures["pipeline_rtf"])]))
     if outcome.cut_short:
-        print(f"cut short by the LLM's limit of tokens: {', '.join(outcome.cut_short[:FAILURES_SHOWN])}")
-    for failure in outcome.failures[:FAILURES_SHOWN]:
-        print(f"failed: {failure.id} ({failure.stage}): {failure.error}", file=sys.stderr)
-    if hidden := outcome.failures[FAILURES_SHOWN:]:
-        print(f"failed: {len(hidden)} more, all in log.txt", file=sys.stderr)
+        shown = ", ".join(outcome.cut_short[:CUT_SHORT_SHOWN])
+        print(f"{len(outcome.cut_short)} samples were cut short by the limit of tokens (log.txt: cut_short): {shown}")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

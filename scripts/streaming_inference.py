@@ -20,7 +20,6 @@ a batch to its first audio; where voices are new, that includes the flow's cache
 
 import argparse
 import json
-import logging
 import statistics
 import sys
 import time
@@ -40,9 +39,10 @@ from scripts.load.jobs import positive_int
 from scripts.load.samples import Sample
 from scripts.offline.compare import Difference, compare, plot
 from scripts.offline.inputs import Voices, add_vocoder_arguments, read_samples, with_tokens
-from scripts.offline.pipeline import Failure, batches
+from scripts.offline.pipeline import batches
 from scripts.offline.results import save_wav, write_text
 from scripts.offline.stages import table
+from scripts.offline.tool import Failure, exit_code, show_failures, show_resynthesis
 from scripts.offline.vocoder import OfflineVocoder, Streamed, Utterance
 
 
@@ -131,15 +131,7 @@ class Study:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
-        return run(args)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"streaming_inference: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("streaming_inference: interrupted", file=sys.stderr)
-        return 130
+    return exit_code("streaming_inference", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -160,12 +152,13 @@ def run(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace, study: Study, new: Pass, known: Pass) -> None:
     """The figures on the screen, as JSON and as a picture."""
     name = args.output_dir / f"streaming-{args.strategy}"
-    resynthesised = sum(sample.target_audio_cosy2_tokens is None for sample in study.samples)
+    size = f"batches of {args.batch_size}"
+    print(f"{study.vocoder.name}, {args.strategy}, {size}: {known.audio_seconds:.1f} s of audio")
     figures = {
         "args": vars(args),
         "vocoder": study.vocoder.name,
         "samples": len(study.samples),
-        "samples_that_say_their_recording": resynthesised,
+        "samples_that_say_their_recording": show_resynthesis(study.samples),
         "total_audio_duration_seconds": known.audio_seconds,
         "voices_new": new.figures(),
         "voices_known": known.figures(),
@@ -173,9 +166,6 @@ def report(args: argparse.Namespace, study: Study, new: Pass, known: Pass) -> No
         "failures": [failure._asdict() for failure in study.failures.values()],
     }
     write_text(name.with_suffix(".json"), json.dumps(figures, indent=4, default=str) + "\n")
-    print(f"{study.vocoder.name}, {args.strategy}, batches of {args.batch_size}: {known.audio_seconds:.1f} s")
-    if resynthesised:
-        print(f"{resynthesised} of {len(study.samples)} samples have no tokens and say their recordings again")
     header = ("voices", "seconds", "RTF", "first chunk, median ms", "forward calls", "chunks")
     print(table(header, [(voices, *one.figures().values()) for voices, one in (("new", new), ("known", known))]))
     print(f"Total flow matching forward calls: {known.forward_calls}")
@@ -187,8 +177,7 @@ def report(args: argparse.Namespace, study: Study, new: Pass, known: Pass) -> No
         title = f"{study.vocoder.name}, {args.strategy}"
         plot(*study.worst, title, name.with_suffix(".png"))
         print(f"largest: {study.worst[0].mel_db:.2f} dB in {study.worst[0].id}, see {name.with_suffix('.png')}")
-    for failure in study.failures.values():
-        print(f"failed: {failure.id} ({failure.stage}): {failure.error}", file=sys.stderr)
+    show_failures(list(study.failures.values()), name.with_suffix(".json").name)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -16,7 +16,6 @@ voices made anew. Loading the networks and a warm-up come before the first one; 
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,9 +31,10 @@ from common.constants import SAMPLE_RATE
 from scripts.load.jobs import positive_int
 from scripts.load.samples import Sample
 from scripts.offline.inputs import Voices, add_vocoder_arguments, read_samples, with_tokens
-from scripts.offline.pipeline import Failure, batches
+from scripts.offline.pipeline import batches
 from scripts.offline.results import save_wav, write_text
 from scripts.offline.stages import Stages, table
+from scripts.offline.tool import Failure, exit_code, show_failures, show_resynthesis
 from scripts.offline.vocoder import OfflineVocoder, Utterance
 
 STAGES = ("voice", "token2wav")
@@ -42,15 +42,7 @@ STAGES = ("voice", "token2wav")
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
-        return run(args)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"token2wav: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("token2wav: interrupted", file=sys.stderr)
-        return 130
+    return exit_code("token2wav", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,26 +105,23 @@ class Epoch:
 def report(args: argparse.Namespace, samples: Sequence[Sample], vocoder: OfflineVocoder, epoch: Epoch) -> None:
     """The figures on the screen and as JSON."""
     total = sum(epoch.stages.seconds.values())
-    resynthesised = sum(sample.target_audio_cosy2_tokens is None for sample in samples)
+    how = f"streamed ({args.strategy})" if args.streaming else "whole"
+    print(f"{vocoder.name}, {how}, batches of {args.batch_size}: {epoch.audio_seconds:.1f} s of audio")
     figures = {
         "args": vars(args),
         "vocoder": vocoder.name,
         "samples": len(samples),
-        "samples_that_say_their_recording": resynthesised,
+        "samples_that_say_their_recording": show_resynthesis(samples),
         "total_audio_duration_seconds": epoch.audio_seconds,
         **epoch.stages.figures(epoch.audio_seconds, total),
         "failures": [failure._asdict() for failure in epoch.failures],
     }
-    write_text(args.output_dir / "token2wav.json", json.dumps(figures, indent=4, default=str) + "\n")
-    how = f"streamed ({args.strategy})" if args.streaming else "whole"
-    print(f"{vocoder.name}, {how}, batches of {args.batch_size}: {epoch.audio_seconds:.1f} s of audio")
-    if resynthesised:
-        print(f"{resynthesised} of {len(samples)} samples have no tokens and say their recordings again")
+    path = args.output_dir / "token2wav.json"
+    write_text(path, json.dumps(figures, indent=4, default=str) + "\n")
     rows = [(stage, figures[f"{stage}_time_seconds"], figures[f"{stage}_rtf"]) for stage in (*STAGES, "pipeline")]
     print(table(("stage", "seconds", "RTF"), rows))
     print(f"Measurement epoch time taken: {total:.4f} seconds")
-    for failure in epoch.failures:
-        print(f"failed: {failure.id} ({failure.stage}): {failure.error}", file=sys.stderr)
+    show_failures(epoch.failures, path.name)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

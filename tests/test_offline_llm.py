@@ -14,6 +14,7 @@ from scripts.offline.llm import Answer, connect, engine_dir, load_llm
 from tests import fake_tensorrt_llm, fake_vllm
 from tests.faulty_llm import TOKENS, faulty_llm
 from tests.llm_fixtures import genai_dir, llm_dir  # noqa: F401
+from tests.offline_fixtures import one_thread  # noqa: F401
 
 PROMPTS = [
     LLMPrompt("Hello."),
@@ -23,15 +24,6 @@ PROMPTS = [
 GREEDY = Sampling(temperature=0, max_tokens=24)
 FAKES = {"vllm": fake_vllm, "trtllm": fake_tensorrt_llm}
 ENGINE_MODULES = ("common.llm.vllm_engine", "common.llm.vllm_logits", "common.llm.trtllm_engine")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other crawl where another process has the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ Stages take turns, so that each one's time is its own. What fails fails for its 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -21,6 +21,7 @@ from scripts.offline.inputs import Voices
 from scripts.offline.llm import Answer, BatchLM
 from scripts.offline.results import OutputFolder
 from scripts.offline.stages import Stages
+from scripts.offline.tool import Failure
 from scripts.offline.vocoder import OfflineVocoder
 
 STAGES = ("voice", "text", "llm", "token2wav", "audio_save")
@@ -28,21 +29,6 @@ MAX_TEXT_CHARS = 4096
 GIVE_UP_BATCHES = 3  # in a row to which the LLM gave no answer because it is down
 
 T = TypeVar("T")
-
-
-class Failure(NamedTuple):
-    """Why a sample has no audio."""
-
-    id: str
-    stage: str
-    error: str
-
-    @classmethod
-    def of(cls, sample: Sample, stage: str, error: Exception) -> "Failure":
-        reason = " ".join(str(error).split())
-        if not isinstance(error, (ValueError, UnavailableError, OSError)):
-            reason = f"{type(error).__name__}: {reason}"  # memory that ran out, or a bug
-        return cls(sample.id, stage, reason)
 
 
 @dataclass(eq=False)

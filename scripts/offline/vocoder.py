@@ -78,27 +78,28 @@ class OfflineVocoder:
     ) -> list[Streamed | Exception]:
         """The same chunk by chunk, all utterances in step."""
         begun = clock()
-        streams: list[_Stream] = []
+        streams: list[_Stream | Exception] = []
         try:
             for prompt, tokens in batch:
                 streams.append(self._open(prompt, tokens, rules))
-            while live := [stream for stream in streams if stream.live]:
+            opened = [stream for stream in streams if isinstance(stream, _Stream)]
+            while live := [stream for stream in opened if stream.live]:
                 self._advance(live)
                 for stream in live:
                     stream.spoken.first_chunk = stream.spoken.first_chunk or clock() - begun
         finally:
-            for stream in streams:
-                if stream.stream is not None:
-                    self._engine.close(stream.stream)
-        return [stream.error or stream.spoken for stream in streams]
+            for each in streams:
+                if isinstance(each, _Stream):
+                    self._engine.close(each.stream)
+        return [each if isinstance(each, Exception) else each.error or each.spoken for each in streams]
 
-    def _open(self, prompt: Prompt, tokens: np.ndarray, rules: HopRules) -> "_Stream":
+    def _open(self, prompt: Prompt, tokens: np.ndarray, rules: HopRules) -> "_Stream | Exception":
+        if len(tokens) == 0:
+            return ValueError("there are no speech tokens to speak")
         try:
-            if len(tokens) == 0:
-                raise ValueError("there are no speech tokens to speak")
             return _Stream(self._engine.open(prompt), tokens, rules.schedule(len(prompt.tokens)))
         except Exception as error:
-            return _Stream(None, tokens, rules.schedule(0), error=error)
+            return error
 
     def _advance(self, live: Sequence["_Stream"]) -> None:
         """One more chunk for each."""
@@ -106,9 +107,7 @@ class OfflineVocoder:
         parts: Sequence[np.ndarray | Exception]
         self.calls += 1
         try:
-            parts = self._engine.step(
-                [(each.stream, chunk) for each, chunk in zip(live, chunks, strict=True) if each.stream]
-            )
+            parts = self._engine.step([(each.stream, chunk) for each, chunk in zip(live, chunks, strict=True)])
         except Exception as error:
             parts = [error] * len(live)
         for stream, chunk, part in zip(live, chunks, parts, strict=True):
@@ -127,9 +126,9 @@ class OfflineVocoder:
 
 @dataclass
 class _Stream:
-    """An utterance on its way; `stream` None: it was never opened."""
+    """An utterance on its way."""
 
-    stream: Stream | None
+    stream: Stream
     tokens: np.ndarray
     schedule: HopSchedule
     spoken: Streamed = field(default_factory=Streamed)
