@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -161,8 +162,8 @@ def fbank(
     return features - features.mean(dim=0) if mean_normalised else features
 
 
-def load_audio(path: str | Path, rate: int) -> np.ndarray:
-    """A file of any rate and channel count as float32 (N,) at `rate`, its channels averaged.
+def load_audio(path: str | Path | BinaryIO, rate: int) -> np.ndarray:
+    """A file (also an open one) of any rate and channel count as float32 (N,) at `rate`, its channels averaged.
 
     Raises soundfile.LibsndfileError (a RuntimeError) when the file cannot be opened or is no audio.
     """

@@ -12,13 +12,13 @@ Shapes = Mapping[str, torch.Size]
 Network = TypeVar("Network", bound=nn.Module)
 
 
-def read_state(path: str | Path) -> dict[str, Tensor]:
-    """A file of nothing but named tensors, on the CPU. Only tensors are unpickled, never code.
+def read_state(path: str | Path, device: str = "cpu") -> dict[str, Tensor]:
+    """A file of nothing but named tensors, on a device; on "meta" without their values. No code is unpickled.
 
     ValueError naming the file when it is missing or holds something else.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"checkpoint {path} does not exist") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -5,6 +5,7 @@ in and this module loads neither.
 """
 
 import argparse
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 WAVEFORM = "waveform"
 WARNING = "warning"
+TIMELINE = "timeline"  # the request parameter and the output
+
+Parameters = dict[str, int | float | str | bool]
 
 
 class ClientError(RuntimeError):
@@ -39,21 +43,23 @@ class Utterance:
     target_text: str
     reference: np.ndarray | None = None
     reference_text: str | None = None
-    parameters: dict[str, int | float | str | bool] = field(default_factory=dict)
+    parameters: Parameters = field(default_factory=dict)
     speaker: str | None = None
     instruct_text: str | None = None
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Utterance":
-        """The request of a command line, see `add_request_arguments`; ClientError when the recording is unreadable."""
-        parameters: dict[str, int | float | str | bool] = {} if args.seed is None else {"seed": args.seed}
-        if args.cross_lingual:
-            parameters["cross_lingual"] = True
+        """The request of a command line, see `add_voice_arguments`.
+
+        ClientError without a text and when the recording is unreadable.
+        """
+        if args.target_text is None:
+            raise ClientError("there is nothing to say: give --target-text")
         return cls(
             target_text=args.target_text,
             reference=None if args.reference_audio is None else read_reference(args.reference_audio),
             reference_text=args.reference_text or None,
-            parameters=parameters,
+            parameters=request_parameters(args),
             speaker=args.speaker or None,
             instruct_text=args.instruct_text or None,
         )
@@ -87,6 +93,16 @@ def waveform_of(result: Any) -> np.ndarray | None:
     return result.as_numpy(WAVEFORM)
 
 
+def timeline_of(result: Any) -> list[tuple[str, float]]:
+    """The stages that the server has reached, in seconds since it took the request up; empty unless it tells.
+
+    The names are those of `common.synthesis.Note`.
+    """
+    if (told := result.as_numpy(TIMELINE)) is None:
+        return []
+    return [(stage, milliseconds / 1000) for stage, milliseconds in json.loads(told.item())]
+
+
 def read_reference(path: Path) -> np.ndarray:
     """A recording of any rate and channel count as float32 (T,) at 16 kHz; ClientError when it cannot be read."""
     try:
@@ -98,23 +114,43 @@ def read_reference(path: Path) -> np.ndarray:
 
 
 class Recorder:
-    """Collects one answer's chunks and when they came; the clock starts when it is made."""
+    """Collects one answer's chunks and when they came. The clock starts when it is made, or at `start`."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, start: float | None = None) -> None:
         self._clock = clock
-        self._start = clock()
+        self._start = clock() if start is None else start
         self._chunks: list[np.ndarray] = []
         self.arrivals: list[float] = []  # seconds after the start, one per chunk with audio
+        self.timeline: list[tuple[str, float]] = []  # see timeline_of
+
+    def take(self, result: Any) -> None:
+        """One response: its audio, its warning, its timeline."""
+        now = self._clock()
+        self.timeline += timeline_of(result)
+        self._add(waveform_of(result), now)
 
     def add(self, waveform: np.ndarray | None) -> None:
         """Take one response's waveform, (N,) or (1, N); a response without samples is not a chunk."""
+        self._add(waveform, self._clock())
+
+    def _add(self, waveform: np.ndarray | None, now: float) -> None:
         if waveform is not None and waveform.size:
             self._chunks.append(waveform.reshape(-1))
-            self.arrivals.append(self._clock() - self._start)
+            self.arrivals.append(now - self._start)
+
+    @property
+    def samples(self) -> list[int]:
+        """Of each chunk."""
+        return [chunk.size for chunk in self._chunks]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
 
     def finish(self) -> "Speech":
         """The whole answer; ClientError when no sample came."""
-        total = self._clock() - self._start
+        total = self.elapsed
         if not self._chunks:
             raise ClientError("the server ended the request without audio; see its log for the reason")
         return Speech(np.concatenate(self._chunks), tuple(self.arrivals), total)
@@ -161,24 +197,56 @@ class Speech:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that both clients have, under upstream's names."""
-    parser.add_argument("--target-text", required=True, help="what to say")
+    """The options that all clients have, under upstream's names."""
+    add_voice_arguments(parser)
+    parser.add_argument("--output-audio", type=Path, default=Path("output.wav"), help="24 kHz, 16-bit WAV")
+
+
+def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to say in which voice, and of whom to ask it."""
+    parser.add_argument("--target-text", help="what to say")
     parser.add_argument("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
     parser.add_argument("--reference-text", help="what the reference audio says; without it: cross-lingual cloning")
     parser.add_argument("--speaker", help="a voice that the server knows, instead of --reference-audio")
     parser.add_argument("--instruct-text", help='how to speak, such as "Speak slowly."; not with --reference-text')
     parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre, not their language")
     parser.add_argument("--model-name", default="cosyvoice2_dit", help="cosyvoice2_dit (default) or cosyvoice2")
-    parser.add_argument("--output-audio", type=Path, default=Path("output.wav"), help="24 kHz, 16-bit WAV")
     parser.add_argument("--seed", type=int, help="the same seed gives the same audio")
-    parser.add_argument("--timeout", type=_positive_seconds, default=120.0, help="seconds for the complete answer")
+    parser.add_argument(
+        "--parameter",
+        type=_parameter,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another request parameter, such as max_tokens=250 or temperature=0.7; may be repeated",
+    )
+    parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds for the complete answer")
 
 
-def _positive_seconds(text: str) -> float:
-    seconds = float(text)  # argparse reports the ValueError with the option's name
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of seconds")
-    return seconds
+def request_parameters(args: argparse.Namespace) -> Parameters:
+    """The request parameters of a command line, see `add_voice_arguments`."""
+    named = {"seed": args.seed, "cross_lingual": args.cross_lingual or None}
+    return {name: value for name, value in named.items() if value is not None} | dict(args.parameter)
+
+
+def _parameter(text: str) -> tuple[str, int | str | bool]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=VALUE")
+    if value in ("true", "false"):
+        return name, value == "true"
+    try:
+        return name, int(value)
+    except ValueError:
+        return name, value  # fractions too: the server reads them from text, Triton 2.51 knows no such parameter
+
+
+def positive_number(text: str) -> float:
+    """A type of argparse, which reports the ValueError with the option's name."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return number
 
 
 def unreachable(server: str, reason: object) -> ClientError:
@@ -194,6 +262,11 @@ def not_served(server: str, model: str) -> ClientError:
         f"{server} does not serve the model '{model}': name another with --model-name, "
         "or start its stack with `make serve STACK=unet` or `make serve STACK=dit`"
     )
+
+
+def unavailable(server: str, reason: object) -> ClientError:
+    """The connection broke, or the server refuses for now."""
+    return ClientError(f"{server} cannot answer ({one_line(reason)}): see whether it still runs, and its log")
 
 
 def timed_out(server: str, seconds: float) -> ClientError:

@@ -1,5 +1,8 @@
 """The Triton models `cosyvoice2` and `cosyvoice2_dit`, which differ in their vocoder."""
 
+import json
+import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -107,19 +110,21 @@ class Orchestrator:
 
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
         """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all that was begun for it."""
+        timeline = Timeline()
         warnings: list[str] = []
         with self.stats.request() as speaking:
             self._drain.check()
             speech = _inputs(request).check(self._sampling, self._max_text_chars, self._default_speaker)
 
             def send(waveform: np.ndarray) -> None:
-                responder.send(_outputs(waveform, warnings))
+                stages = timeline.news()
+                responder.send(_outputs(waveform, warnings, stages if speech.timeline else []))
                 speaking.sent(waveform.size)
 
             if not self._decoupled:
                 send(await self._synthesizer.offline(speech, warnings.append))
                 return
-            async with aclosing(self._synthesizer.stream(speech, warnings.append)) as waveforms:
+            async with aclosing(self._synthesizer.stream(speech, warnings.append, timeline.note)) as waveforms:
                 async for waveform in waveforms:
                     send(waveform)
 
@@ -140,12 +145,33 @@ def _inputs(request: Any) -> RequestInputs:
     )
 
 
-def _outputs(waveform: np.ndarray, warnings: list[str]) -> dict[str, np.ndarray]:
-    """One response: (N,) -> (1, N), and once what there is to warn of; `warnings` is emptied.
+class Timeline:
+    """When each stage of a request was reached, in milliseconds since it was taken up."""
 
-    An output, because Triton 2.51's python backend cannot set parameters of a response.
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._news: list[tuple[str, float]] = []
+
+    def note(self, stage: str) -> None:
+        self._news.append((stage, round(1e3 * (time.perf_counter() - self._begun), 3)))
+
+    def news(self) -> list[tuple[str, float]]:
+        """What was noted since the last call."""
+        news, self._news = self._news, []
+        return news
+
+
+def _outputs(
+    waveform: np.ndarray, warnings: list[str], stages: Sequence[tuple[str, float]] = ()
+) -> dict[str, np.ndarray]:
+    """One response: (N,) -> (1, N), and where there are some, once what to warn of, and the stages reached as JSON;
+    `warnings` is emptied.
+
+    Outputs, because Triton 2.51's python backend cannot set parameters of a response.
     """
     outputs = {"waveform": waveform[None]}
+    if stages:
+        outputs["timeline"] = np.array([[json.dumps(stages)]], np.object_)
     if warnings:
         outputs["warning"] = np.array([["; ".join(warnings)]], np.object_)
         warnings.clear()

@@ -34,6 +34,7 @@ class SpeechRequest:
     The LLM continues the voice's recording where it knows what that says (zero-shot). With an `instruct_text`, which
     says how to speak, and in `cross_lingual` mode it does not: the flow alone keeps the voice. `in_words`: numbers and
     signs of the text are spelled out. `speed` above 1 speaks faster; only whole utterances can be stretched.
+    `timeline`: the caller is told when each stage of a streamed answer was reached.
     """
 
     target_text: str
@@ -43,6 +44,7 @@ class SpeechRequest:
     in_words: bool = True
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     speed: float = 1.0
+    timeline: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,7 @@ class RequestInputs:
             in_words=_flag("text_frontend", self.parameters.get("text_frontend", True)),
             sampling=sampling_of(self.parameters, defaults),
             speed=_speed_of(self.parameters),
+            timeline=_flag("timeline", self.parameters.get("timeline", False)),
         )
 
     def _voice(self, default_speaker: str, max_text_chars: int) -> Recording | str:

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -90,25 +91,32 @@ class Voices(Protocol):
 
 Warn = Callable[[str], object]  # told what the caller should know although there is audio
 
+# Told each stage when it is reached: "voice", once what the LLM hears of the voice is known; then for each segment
+# "llm", its first tokens, and "vocoder", the voice's caches; for each chunk "tokens", all that it needs, and "audio".
+Note = Callable[[str], object]
 
-def _nobody(warning: str) -> None:
-    """Nobody is told; the log has it all the same."""
+
+def _nobody(word: str) -> None:
+    """Nobody is told; the log has warnings all the same."""
 
 
 class TokenBacklog:
     """Speech tokens of one segment: the LLM's stream fills it, the chunks use it up."""
 
-    def __init__(self, target_text: str, warn: Warn) -> None:
+    def __init__(self, target_text: str, warn: Warn, note: Note) -> None:
         self.tokens: list[int] = []
         self.ended = False
         self._target_text = target_text
         self._warn = warn
+        self._note = note
         self._news = asyncio.Event()
 
     async def fill(self, stream: TokenStream) -> None:
         """Read `stream` to its end and close it, however this ends. No token at all is an UnavailableError."""
         try:
             async for tokens in stream:
+                if not self.tokens:
+                    self._note("llm")
                 self.tokens.extend(tokens)
                 self._news.set()
         finally:
@@ -156,10 +164,12 @@ class Synthesizer:
         self._rules = rules
         self._clock = clock
 
-    async def stream(self, request: SpeechRequest, warn: Warn = _nobody) -> AsyncGenerator[np.ndarray, None]:
+    async def stream(
+        self, request: SpeechRequest, warn: Warn = _nobody, note: Note = _nobody
+    ) -> AsyncGenerator[np.ndarray, None]:
         """Waveforms (N,) float32 as they become ready. Closing the generator ends everything begun for it.
 
-        `warn` is called before the last one where speech was cut short.
+        `warn` is called before the last one where speech was cut short, `note` as `Note` says.
 
         Raises what a port raises, as soon as it does, UnavailableError where the LLM says nothing, and ValueError
         for a speed other than 1.
@@ -167,16 +177,16 @@ class Synthesizer:
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; a streamed one is spoken at speed 1")
         async with TaskScope() as scope:
-            prompt, backlogs = await self._begin(request, scope, warn)
+            prompt, backlogs = await self._begin(request, scope, warn, note)
             while (backlog := await scope.result(backlogs.get())) is not None:
-                async with aclosing(self._rendered(prompt, backlog, scope)) as waveforms:
+                async with aclosing(self._rendered(prompt, backlog, scope, note)) as waveforms:
                     async for waveform in waveforms:
                         yield waveform
 
     async def offline(self, request: SpeechRequest, warn: Warn = _nobody) -> np.ndarray:
         """The whole utterance, (N,) float32. Warns and raises as `stream` does."""
         async with TaskScope() as scope:
-            prompt, backlogs = await self._begin(request, scope, warn)
+            prompt, backlogs = await self._begin(request, scope, warn, _nobody)
             waveforms = []
             while (backlog := await scope.result(backlogs.get())) is not None:
                 while not backlog.ended:
@@ -185,23 +195,27 @@ class Synthesizer:
             return np.concatenate(waveforms)
 
     async def _rendered(
-        self, prompt: Prompt, backlog: TokenBacklog, scope: TaskScope
+        self, prompt: Prompt, backlog: TokenBacklog, scope: TaskScope, note: Note
     ) -> AsyncGenerator[np.ndarray, None]:
         """The waveforms of one segment."""
         vocoder = self._vocoder.open(prompt)
         try:
             await scope.result(vocoder.start())
+            note("vocoder")
             schedule = self._rules.schedule(len(prompt.tokens), self._clock)
             final = False
             while not final:
                 while (chunk := schedule.next_chunk(len(backlog.tokens), backlog.ended)) is None:
                     await scope.result(backlog.more())
-                yield await scope.result(vocoder.chunk(backlog.tokens, chunk))
+                note("tokens")
+                waveform = await scope.result(vocoder.chunk(backlog.tokens, chunk))
+                note("audio")
+                yield waveform
                 final = chunk.final
         finally:
             await vocoder.abort()
 
-    async def _begin(self, request: SpeechRequest, scope: TaskScope, warn: Warn) -> tuple[Prompt, Backlogs]:
+    async def _begin(self, request: SpeechRequest, scope: TaskScope, warn: Warn, note: Note) -> tuple[Prompt, Backlogs]:
         """Find or encode the voice, and set the LLM going as soon as its part of the voice is known."""
         texts = self._texts.segments(request.target_text, request.in_words)
         first = scope.spawn(_next(texts))
@@ -214,8 +228,10 @@ class Synthesizer:
             # As many tokens as Prompt.aligned will keep.
             spoken = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
             llm_prompt = LLMPrompt("", await scope.result(transcript), spoken.tolist())
+        note("voice")
         backlogs: Backlogs = asyncio.Queue(maxsize=1)
-        scope.spawn(self._speak(first, texts, llm_prompt, request.sampling, backlogs, warn))
+        backlog_of = partial(TokenBacklog, warn=warn, note=note)
+        scope.spawn(self._speak(first, texts, llm_prompt, request.sampling, backlogs, backlog_of))
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
@@ -235,12 +251,12 @@ class Synthesizer:
         llm_prompt: LLMPrompt,
         sampling: Sampling,
         backlogs: Backlogs,
-        warn: Warn,
+        backlog_of: Callable[[str], TokenBacklog],
     ) -> None:
         """Fill a backlog for each text, one after another."""
         text = await first
         while text is not None:
-            backlog = TokenBacklog(text, warn)
+            backlog = backlog_of(text)
             await backlogs.put(backlog)
             await backlog.fill(self._llm.generate(replace(llm_prompt, target_text=text), sampling))
             text = await _next(rest)

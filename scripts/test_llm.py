@@ -12,8 +12,7 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -23,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, 
 from common.config import LLMEngine, OrchestratorConfig
 from common.constants import LOOKAHEAD_TOKENS
 from common.errors import UnavailableError
-from common.llm.base import LengthRatios, LLMPrompt, Sampling, Timeouts
-from common.llm.engine import GenerationRequest
+from common.llm.base import FinishReason, LengthRatios, LLMPrompt, Sampling, SpeechLM, Timeouts
+from common.llm.engine import EngineLM
 from common.llm.loading import load_engine
 from common.llm.openai_client import OpenAILM
 from common.llm.openai_dialects import DIALECTS
@@ -33,7 +32,6 @@ from common.speech_tokens import LLMTokenizer, speech_token_text
 FIRST_AUDIO = OrchestratorConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # tokens that the first chunk of audio waits for
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "ras_window", "ras_tau")
 NO_RATIOS = LengthRatios(min=0, max=1e6)
-Generate = Callable[[LLMPrompt, Sampling], AsyncGenerator[tuple[list[int], str | None], None]]
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
-    reason: str | None = None
+    reason: FinishReason | None = None
 
     def rate(self) -> float:
         """Tokens per second after the first."""
@@ -50,20 +48,23 @@ class Answer:
         return (len(self.tokens) - 1) / seconds if seconds else float("inf")
 
 
-async def ask(generate: Generate, prompt: LLMPrompt, sampling: Sampling) -> Answer:
+async def ask(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> Answer:
     answer, begun = Answer(), time.perf_counter()
-    async with aclosing(generate(prompt, sampling)) as chunks:
-        async for tokens, reason in chunks:
+    stream = llm.generate(prompt, sampling)
+    try:
+        async for tokens in stream:
             answer.arrivals += [time.perf_counter() - begun] * len(tokens)
             answer.tokens += tokens
-            answer.reason = reason or answer.reason
+    finally:
+        await stream.aclose()
+    answer.reason = stream.finish_reason
     return answer
 
 
-async def ask_all(generate: Generate, prompt: LLMPrompt, samplings: Sequence[Sampling]) -> list[Answer]:
+async def ask_all(llm: SpeechLM, prompt: LLMPrompt, samplings: Sequence[Sampling]) -> list[Answer]:
     """The answers to so many requests at once, and a line of their figures."""
     begun = time.perf_counter()
-    answers = await asyncio.gather(*(ask(generate, prompt, sampling) for sampling in samplings))
+    answers = await asyncio.gather(*(ask(llm, prompt, sampling) for sampling in samplings))
     seconds = time.perf_counter() - begun
     spoken = [answer for answer in answers if answer.tokens]
     if not spoken:
@@ -79,7 +80,7 @@ async def ask_all(generate: Generate, prompt: LLMPrompt, samplings: Sequence[Sam
     return answers
 
 
-async def run(args: argparse.Namespace, tokenizer: LLMTokenizer, generate: Generate) -> None:
+async def run(args: argparse.Namespace, tokenizer: LLMTokenizer, llm: SpeechLM) -> None:
     prompt = LLMPrompt(args.input_text)
     missing = args.prompt_ids - len(tokenizer.encode_prompt("", args.input_text, []))
     if missing > 0:
@@ -90,49 +91,26 @@ async def run(args: argparse.Namespace, tokenizer: LLMTokenizer, generate: Gener
         min_tokens=args.max_tokens if args.exact_length else 0,
     )
     for streams in args.streams or [1]:
-        answers = await ask_all(generate, prompt, [sampling] * streams)
+        answers = await ask_all(llm, prompt, [sampling] * streams)
     if not args.streams:
         print(speech_token_text(answers[0].tokens))
         print(f"{len(answers[0].tokens)} tokens, finish reason {answers[0].reason}")
 
 
-def generator_of_server(args: argparse.Namespace, tokenizer: LLMTokenizer) -> tuple[Generate, OpenAILM]:
-    llm = OpenAILM(args.urls, args.llm_model, tokenizer, Timeouts(first_token=60), NO_RATIOS, args.llm_dialect)
-
-    async def generate(prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[tuple[list[int], str | None], None]:
-        stream = llm.generate(prompt, sampling)
-        try:
-            async for tokens in stream:
-                yield tokens, None
-            yield [], stream.finish_reason
-        finally:
-            await stream.aclose()
-
-    return generate, llm
+def speech_lm(args: argparse.Namespace, tokenizer: LLMTokenizer) -> SpeechLM:
+    """The server or the engine that the command line names. Raises ValueError."""
+    if args.urls:
+        return OpenAILM(args.urls, args.llm_model, tokenizer, Timeouts(first_token=60), NO_RATIOS, args.llm_dialect)
+    engine = load_engine(args.engine, args.engine_dir, tokenizer, max(args.streams or [1]))
+    return EngineLM(engine, tokenizer, NO_RATIOS)
 
 
-async def ask_server(args: argparse.Namespace, tokenizer: LLMTokenizer) -> None:
-    generate, llm = generator_of_server(args, tokenizer)
+async def ask_and_close(args: argparse.Namespace, tokenizer: LLMTokenizer) -> None:
+    llm = speech_lm(args, tokenizer)
     try:
-        await run(args, tokenizer, generate)
+        await run(args, tokenizer, llm)
     finally:
         await llm.aclose()
-
-
-async def ask_engine(args: argparse.Namespace, tokenizer: LLMTokenizer) -> None:
-    engine = load_engine(args.engine, args.engine_dir, tokenizer, max(args.streams or [1]))
-
-    async def generate(prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[tuple[list[int], str | None], None]:
-        ids = tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
-        request = GenerationRequest(ids, sampling, tokenizer.end_ids)
-        async with aclosing(engine.generate(request)) as chunks:
-            async for chunk in chunks:
-                yield tokenizer.to_speech_ids(chunk.tokens), chunk.finish_reason
-
-    try:
-        await run(args, tokenizer, generate)
-    finally:
-        engine.close()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -159,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         tokenizer = LLMTokenizer.from_dir(args.tokenizer_dir)
-        asyncio.run((ask_server if args.urls else ask_engine)(args, tokenizer))
+        asyncio.run(ask_and_close(args, tokenizer))
     except (ValueError, UnavailableError, OSError) as error:
         print(f"test_llm: {error}", file=sys.stderr)
         return 1

@@ -14,6 +14,8 @@ from typing import Any, TypedDict
 
 import torch
 
+FIRST_ID = 7  # of every answer
+
 
 class RequestOutputKind(enum.Enum):
     CUMULATIVE, DELTA, FINAL_ONLY = range(3)
@@ -93,7 +95,7 @@ class AsyncLLM:
         assert request_id not in self.live
         self.live[request_id] = sampling_params
         self.prompts.append(prompt["prompt_token_ids"])
-        ids = list(range(7, 7 + sampling_params.max_tokens))
+        ids = list(range(FIRST_ID, FIRST_ID + sampling_params.max_tokens))
         try:
             for begin in range(0, len(ids), 2):
                 await asyncio.sleep(0)

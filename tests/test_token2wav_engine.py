@@ -249,7 +249,7 @@ def test_audio_too_short_for_the_overlap_is_kept_for_the_next_chunk(vocoder):
     state = vocoder.open()
     assert len(vocoder.step([MelChunk(state, mel[:, : OVERLAP_FRAMES - 2], last=False)])[0]) == 0
     (rest,) = vocoder.step([MelChunk(state, mel[:, OVERLAP_FRAMES - 2 :], last=True)])
-    torch.testing.assert_close(rest, vocoder.whole(mel))
+    torch.testing.assert_close(rest, *vocoder.whole([mel]))
 
 
 def test_an_empty_last_chunk_lets_go_of_the_withheld_audio(dit):
@@ -264,6 +264,44 @@ def test_whole_utterances_are_reproducible_and_as_long_as_their_tokens(dit, unet
         audio = engine.whole(prompt(7), ids(7, 21))
         assert len(audio) == 21 * TOKEN_MEL_RATIO * HOP_SAMPLES
         np.testing.assert_array_equal(audio, engine.whole(prompt(7), ids(7, 21)))
+
+
+def test_a_whole_utterance_is_what_the_networks_render(dit_network, unet_network, voices):
+    voice, tokens = _voice(prompt(3, tokens=8)), torch.from_numpy(ids(3, 40))[None]
+    spoken, feat = torch.cat([voice.tokens, tokens], dim=1), voice.mel
+    noise = flow_noise().read(0, TOKEN_MEL_RATIO * 48).T[None]
+    lengths = torch.tensor([48]), feat, torch.tensor([feat.shape[1]])
+    expected = {
+        DiTStreaming(dit_network, flow_noise(), voices, max_streams=1, steps=4): dit_network.inference(
+            spoken, *lengths, voice.embedding, noise=noise, steps=4
+        )[0, :, feat.shape[1] :],
+        UNetStreaming(unet_network, flow_noise(), steps=4): unet_network.inference(
+            tokens, voice.tokens, feat, voice.embedding, noise=noise, streaming=False, finalize=True, steps=4
+        )[0],
+    }
+    for flow, mel in expected.items():
+        torch.testing.assert_close(*flow.whole([(voice, tokens[0].numpy())]), mel, atol=1e-4, rtol=0)
+
+
+def test_whole_utterances_of_a_batch_equal_the_same_utterances_alone(dit, unet):
+    """Voices and utterances of different lengths: each is padded, and the longest pads the others' look-ahead."""
+    utterances = [
+        (prompt(seed, tokens), ids(seed, length)) for seed, tokens, length in [(7, 12, 21), (8, 5, 40), (9, 20, 3)]
+    ]
+    for engine in (dit, unet):
+        for together, utterance in zip(engine.whole_batch(utterances), utterances, strict=True):
+            np.testing.assert_allclose(together, engine.whole(*utterance), atol=1e-3, rtol=0)
+
+
+def test_a_batch_of_whole_utterances_names_the_one_that_cannot_be_spoken(dit):
+    good = (prompt(7), ids(7, 21))
+    for tokens, message in [
+        (ids(7, 0), "is empty"),
+        (np.array([120]), "speech token 120"),
+        (ids(7, 201), "limit is 200"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dit.whole_batch([good, (prompt(8), tokens)])
 
 
 @pytest.mark.parametrize(("speed", "frames"), [(0.5, 84), (1.0, 42), (2.0, 21), (3.0, 14)])

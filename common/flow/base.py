@@ -31,6 +31,33 @@ class MelFlow(nn.Module, Generic[Estimator]):
         h = self.encoder.forward_window(self.input_embedding(tokens.clamp(min=0)), tokens >= 0, visible)
         return self.encoder_proj(h)
 
+    def solve(
+        self,
+        mu: Tensor,
+        valid: Tensor,
+        prompt_feat: Tensor,
+        embedding: Tensor,
+        *,
+        noise: Tensor,
+        steps: int,
+        **mask: bool,
+    ) -> Tensor:
+        """Mel (B, mel, T) of utterances as far as they go, the prompt's included. No row hears another or its padding.
+
+        mu (B, mel, T): encoder output, valid (B, 1, T): of each row's own frames, prompt_feat (B, P, mel): zeros behind
+        a row's own, noise (1 or B, mel, T). `mask`: options of the estimator's attention.
+        """
+        valid = valid.repeat(2, 1, 1)  # rows of the guidance batch
+        estimator = self.decoder.estimator
+        return self.decoder.solve(
+            lambda _, *rows: estimator(*rows, valid=valid, **mask),
+            noise,
+            mu,
+            self.project_speaker(embedding),
+            self.prompt_condition(prompt_feat, mu.shape[2]),
+            steps,
+        )
+
     def project_speaker(self, embedding: Tensor) -> Tensor:
         """x-vector (B, speaker_dim) of any length -> (B, mel)"""
         return self.spk_embed_affine_layer(F.normalize(embedding, dim=1).to(self.encoder_proj.weight.dtype))

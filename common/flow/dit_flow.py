@@ -78,16 +78,7 @@ class DiTFlow(MelFlow[DiTEstimator]):
         h, valid = self.encoder(self.input_embedding(token) * valid, token_len)
         mu = self.encoder_proj(h).transpose(1, 2)  # (B, 2N, mel) -> (B, mel, 2N)
         prompt_feat = prompt_feat * valid_frames(prompt_feat_len, prompt_feat.shape[1]).transpose(1, 2)
-        valid = valid.repeat(2, 1, 1)  # rows of the guidance batch
-        estimator = self.decoder.estimator
-        return self.decoder.solve(
-            lambda _, *rows: estimator(*rows, valid=valid),
-            noise,
-            mu,
-            self.project_speaker(embedding),
-            self.prompt_condition(prompt_feat, mu.shape[2]),
-            steps,
-        )
+        return self.solve(mu, valid, prompt_feat, embedding, noise=noise, steps=steps)
 
     def _advance(
         self, token: Tensor, cache: DiTFlowCache, condition: Tensor, last: bool, noise: Tensor

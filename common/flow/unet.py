@@ -159,7 +159,14 @@ class UNetEstimator(nn.Module):
         self.final_proj = nn.Conv1d(channels, config.out_channels, 1)
 
     def forward(
-        self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor, streaming: bool
+        self,
+        x: Tensor,
+        t: Tensor,
+        mu: Tensor,
+        speaker: Tensor,
+        condition: Tensor,
+        valid: Tensor,
+        streaming: bool = False,
     ) -> Tensor:
         """x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool -> velocity (B, mel, T).
 

@@ -37,16 +37,9 @@ class UNetFlow(MelFlow[UNetEstimator]):
         """
         mu = self.encode(torch.cat([prompt_token, token], dim=1), streaming=streaming, finalize=finalize)
         B, _, T = mu.shape
-        valid = valid_frames(torch.full((B,), T, device=mu.device), T).repeat(2, 1, 1)  # rows of the guidance batch
-        estimator = self.decoder.estimator
-        mel = self.decoder.solve(
-            lambda _, *rows: estimator(*rows, valid=valid, streaming=streaming),
-            noise[:, :, :T],
-            mu,
-            self.project_speaker(embedding),
-            self.prompt_condition(prompt_feat, T),
-            steps,
-        )
+        valid = valid_frames(torch.full((B,), T, device=mu.device), T)
+        noise = noise[:, :, :T]
+        mel = self.solve(mu, valid, prompt_feat, embedding, noise=noise, steps=steps, streaming=streaming)
         return mel[:, :, prompt_feat.shape[1] :]
 
     def encode(self, token: Tensor, *, streaming: bool, finalize: bool) -> Tensor:

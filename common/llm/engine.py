@@ -1,6 +1,7 @@
-"""What an engine of the model `tensorrt_llm` is: a live LLM that turns token ids into token ids, many at a time."""
+"""What an engine of the LLM is: a live model that turns token ids into token ids, many at a time."""
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from common.constants import SPEECH_VOCAB
 from common.errors import UnavailableError
-from common.llm.base import FinishReason, Sampling, TokenChunk
+from common.llm.base import FinishReason, LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
 from common.speech_tokens import LLMTokenizer
 
 
@@ -52,6 +53,29 @@ class Engine(Protocol):
     def close(self) -> None:
         """End what is live, and the engine."""
         ...
+
+
+class EngineLM:
+    """Speech from an engine of this process, which it owns."""
+
+    def __init__(self, engine: Engine, tokenizer: LLMTokenizer, ratios: LengthRatios | None = None) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._ratios = ratios or LengthRatios()
+
+    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
+        return TokenStream(self._generate(prompt, sampling))
+
+    async def aclose(self) -> None:
+        self._engine.close()
+
+    async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        tokenizer = self._tokenizer
+        ids = tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
+        sampling = self._ratios.bound(sampling, tokenizer.text_length(prompt.target_text))
+        async with aclosing(self._engine.generate(GenerationRequest(ids, sampling, tokenizer.end_ids))) as chunks:
+            async for tokens, reason in chunks:
+                yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)
 
 
 def finish_reason(reason: str | None) -> FinishReason | None:

@@ -91,14 +91,15 @@ class DiTStreaming(StreamingFlow[DiTState]):
         max_streams: int,
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
+        graphs: bool = True,
     ):
-        super().__init__(network, noise, steps, max_tokens)
+        super().__init__(network, noise, steps, max_tokens, graphs)
         self._network = network
         self._voices = voices
         solver = DiTSolver(network, steps)
         self._pool = TailPool(solver, max_streams)
         self._solve: Solve = GatheredSolve(solver, self._pool, noise)
-        if solver.device.type == "cuda":
+        if graphs and solver.device.type == "cuda":
             from common.token2wav.dit_graphs import GraphedSolve  # its kernels need Triton
 
             self._solve = GraphedSolve(network, self._pool, noise, steps)
@@ -150,20 +151,6 @@ class DiTStreaming(StreamingFlow[DiTState]):
         frames = starts[:, None] + torch.arange(TOKEN_MEL_RATIO * max(job.new for job in jobs))
         frames = frames.clamp(max=mu.shape[1] - 1).to(mu.device)
         return mu.gather(1, frames[:, :, None].expand(-1, -1, mu.shape[2]))
-
-    def _render_whole(self, voice: Voice, tokens: Tensor) -> Tensor:
-        tokens = torch.cat([voice.tokens, tokens], dim=1)
-        frames = voice.mel.shape[1]
-        mel = self._network.inference(
-            tokens,
-            tokens.new_tensor([tokens.shape[1]]),
-            voice.mel,
-            tokens.new_tensor([frames]),
-            voice.embedding,
-            noise=self._noise_of(0, TOKEN_MEL_RATIO * tokens.shape[1]),
-            steps=self._steps,
-        )
-        return mel[0, :, frames:]
 
 
 def _row(job: Job[DiTState]) -> Row:

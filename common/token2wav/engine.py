@@ -59,13 +59,24 @@ class Token2Wav:
 
     @classmethod
     def load_unet(
-        cls, model_dir: str | Path, *, device: str, max_streams: int, precision: Precision, steps: int = EULER_STEPS
+        cls,
+        model_dir: str | Path,
+        *,
+        device: str,
+        max_streams: int,
+        precision: Precision,
+        steps: int = EULER_STEPS,
+        graphs: bool = True,
     ) -> "Token2Wav":
-        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`."""
+        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`.
+
+        graphs: on a GPU, streams run as CUDA graphs. Whole utterances need none: without them nothing is captured at
+        the start, and most of the memory stays free.
+        """
         _use(device)
         network = load_unet_flow(Path(model_dir) / "flow.pt", device, precision.flow)
-        flow = UNetStreaming(network, flow_noise(device), steps=steps)
-        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
+        flow = UNetStreaming(network, flow_noise(device), steps=steps, graphs=graphs)
+        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)
 
     @classmethod
     def load_dit(
@@ -77,13 +88,15 @@ class Token2Wav:
         voice_cache_bytes: int,
         precision: Precision,
         steps: int = EULER_STEPS,
+        graphs: bool = True,
     ) -> "Token2Wav":
-        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`."""
+        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`. graphs: as `load_unet`'s."""
         _use(device)
         network = load_dit_flow(Path(model_dir) / "flow.pt", device, precision.flow)
         voices = VoiceCache(voice_cache_bytes)
-        flow = DiTStreaming(network, flow_noise(device), voices, max_streams=max_streams, steps=steps)
-        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
+        noise = flow_noise(device)
+        flow = DiTStreaming(network, noise, voices, max_streams=max_streams, steps=steps, graphs=graphs)
+        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)
 
     def warm_up(self) -> None:
         """Speak once to nobody: what is set up at first use is set up, and a checkpoint that cannot speak is found."""
@@ -151,19 +164,27 @@ class Token2Wav:
             results[index] = audio.numpy()
         return results
 
-    @torch.inference_mode()
     def whole(self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0) -> np.ndarray:
         """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz.
 
         speed: its mel is stretched to 1 / speed of its length, as CosyVoice2 does, which keeps the pitch.
         """
-        self._check(tokens)
-        if len(tokens) == 0:
-            raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-        mel = self._flow.whole(self._voice(prompt), torch.from_numpy(tokens).to(self._device, torch.int64)[None])
+        (audio,) = self.whole_batch([(prompt, tokens)], speed)
+        return audio
+
+    @torch.inference_mode()
+    def whole_batch(self, utterances: Sequence[tuple[Prompt, np.ndarray]], speed: float = 1.0) -> list[np.ndarray]:
+        """Whole utterances together, each as `whole` renders it alone. One that cannot be spoken is a ValueError for
+        all of them.
+        """
+        for _, tokens in utterances:
+            self._check(tokens)
+            if len(tokens) == 0:
+                raise ValueError("target_speech_tokens is empty: there is nothing to speak")
+        mels = self._flow.whole([(self._voice(prompt), tokens) for prompt, tokens in utterances])
         if speed != 1.0:
-            mel = F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0]
-        return self._vocoder.whole(mel).numpy()
+            mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
+        return [audio.numpy() for audio in self._vocoder.whole(mels)]
 
     def _check(self, tokens: np.ndarray) -> None:
         bad = tokens[(tokens < 0) | (tokens >= self._flow.vocab_size)]
@@ -187,7 +208,9 @@ def _use(device: torch.device | str) -> None:
         torch.cuda.set_device(device)
 
 
-def _load_vocoder(model_dir: str | Path, device: str, max_streams: int, precision: Precision) -> StreamingVocoder:
+def _load_vocoder(
+    model_dir: str | Path, device: str, max_streams: int, precision: Precision, graphs: bool
+) -> StreamingVocoder:
     hift = load_hift(Path(model_dir) / "hift.pt", device).body_to(precision.vocoder)
     noise = source_noise(hift.config.harmonics + 1, device)
-    return StreamingVocoder(hift, noise, hamming_window(), max_streams=max_streams)
+    return StreamingVocoder(hift, noise, hamming_window(), max_streams=max_streams, graphs=graphs)

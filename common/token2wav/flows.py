@@ -8,12 +8,14 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from common.constants import LOOKAHEAD_TOKENS, MEL_BINS
+from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.flow.dit_flow import DiTFlow
+from common.flow.layers import valid_frames
 from common.flow.unet_flow import UNetFlow
 from common.token2wav.noise import NoiseTape
-from common.token2wav.window import WindowEncoder
+from common.token2wav.window import Window, WindowEncoder, with_ahead
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,11 @@ class StreamingFlow(ABC, Generic[State]):
     cumulative: bool  # a chunk carries all tokens of its stream so far, not only the new ones
     batch_tokens: int  # of a batch, counted as `tokens` does: some 80 ms on an H200
 
-    def __init__(self, network: DiTFlow | UNetFlow, noise: NoiseTape, steps: int, max_tokens: int):
+    def __init__(self, network: DiTFlow | UNetFlow, noise: NoiseTape, steps: int, max_tokens: int, graphs: bool):
+        self._solve_whole = network.solve
         self.vocab_size = network.config.vocab
         self.speaker_dim = network.config.speaker_dim
-        self._encoder = WindowEncoder(network)
+        self._encoder = WindowEncoder(network, graphs)
         self._noise = noise
         self._steps = steps
         self._max_tokens = max_tokens
@@ -103,16 +106,29 @@ class StreamingFlow(ABC, Generic[State]):
             job.state.rendered += job.new
         return rendered
 
-    def whole(self, voice: Voice, tokens: Tensor) -> Tensor:
-        """The mel (80, 2N) of a whole utterance, tokens (1, N), under full attention."""
-        self._check_length(tokens.shape[1])
-        return self._render_whole(voice, tokens)
+    def whole(self, utterances: Sequence[tuple[Voice, np.ndarray]]) -> list[Tensor]:
+        """The mels (80, 2N) of whole utterances of N tokens each, together, under full attention."""
+        for _, tokens in utterances:
+            self._check_length(len(tokens))
+        spoken = [np.concatenate([voice.tokens[0].cpu().numpy(), tokens]) for voice, tokens in utterances]
+        windows = [Window(with_ahead(ids, len(ids)), np.full(len(ids), len(ids))) for ids in spoken]
+        mu = self._encoder.encode(windows)[:, : TOKEN_MEL_RATIO * max(map(len, spoken))].transpose(1, 2)
+        frames = torch.tensor([TOKEN_MEL_RATIO * len(ids) for ids in spoken], device=mu.device)
+        mel = self._solve_whole(
+            mu,  # (B, T, C) -> (B, C, T)
+            valid_frames(frames, mu.shape[2]),
+            pad_sequence([voice.mel[0] for voice, _ in utterances], batch_first=True),
+            torch.cat([voice.embedding for voice, _ in utterances]),
+            noise=self._noise_of(0, mu.shape[2]),
+            steps=self._steps,
+        )
+        return [
+            row[:, voice.mel.shape[1] : TOKEN_MEL_RATIO * len(ids)]
+            for row, (voice, _), ids in zip(mel, utterances, spoken, strict=True)
+        ]
 
     @abstractmethod
     def _render(self, jobs: list["Job[State]"]) -> list[Tensor]: ...
-
-    @abstractmethod
-    def _render_whole(self, voice: Voice, tokens: Tensor) -> Tensor: ...
 
     def _noise_of(self, start: int, frames: int) -> Tensor:
         return self._noise.read(start, frames).T[None]  # (T, C) -> (1, C, T)

@@ -58,13 +58,14 @@ class UNetStreaming(StreamingFlow[UNetState]):
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
         context_tokens: int = CONTEXT_TOKENS,
+        graphs: bool = True,
     ):
-        super().__init__(network, noise, steps, max_tokens)
+        super().__init__(network, noise, steps, max_tokens, graphs)
         self._network = network
         self._chunk = network.config.encoder.chunk_tokens
         self._context = context_tokens
         self._solve: UNetSolve = PlainUNetSolve(network, noise, steps)
-        if network.encoder_proj.weight.is_cuda:
+        if graphs and network.encoder_proj.weight.is_cuda:
             from common.token2wav.unet_graphs import GraphedUNetSolve  # its kernels need Triton
 
             self._solve = GraphedUNetSolve(network, noise, steps)
@@ -101,19 +102,6 @@ class UNetStreaming(StreamingFlow[UNetState]):
         count = len(job.state.prompt) + job.state.rendered + job.new - self._forgotten(job.state)
         chunk = np.arange(count) // self._chunk
         return Window(with_ahead(tokens, count), np.minimum((chunk + 1) * self._chunk, count))
-
-    def _render_whole(self, voice: Voice, tokens: Tensor) -> Tensor:
-        mel = self._network.inference(
-            tokens,
-            voice.tokens,
-            voice.mel,
-            voice.embedding,
-            noise=self._noise_of(0, TOKEN_MEL_RATIO * (voice.tokens.shape[1] + tokens.shape[1])),
-            streaming=False,
-            finalize=True,
-            steps=self._steps,
-        )
-        return mel[0]
 
 
 def noise_indices(rows: list[UNetRow], frames: int) -> Tensor:

@@ -117,15 +117,20 @@ def _last(ends: Tensor, count: int) -> Tensor:
 
 
 class StreamingVocoder:
-    """Renders mel chunks of any number of streams. Chunks overlap by as much audio as the window fades over."""
+    """Renders mel chunks of any number of streams. Chunks overlap by as much audio as the window fades over.
 
-    def __init__(self, hift: HiFTGenerator, noise: NoiseTape, window: FadeWindow, *, max_streams: int):
+    graphs: on a GPU, chunks of streams are CUDA graphs.
+    """
+
+    def __init__(
+        self, hift: HiFTGenerator, noise: NoiseTape, window: FadeWindow, *, max_streams: int, graphs: bool = True
+    ):
         config, device = hift.config, hift.conv_pre.weight.device
         self._hop = config.hop
         self._overlap = len(window.rising)
         self.pool = OverlapPool(max_streams, config.mel_bins, self._overlap // config.hop, self._overlap, device)
         self._plain = self._renderer = OverlapRenderer(hift, self.pool, noise, window)
-        if device.type == "cuda":
+        if graphs and device.type == "cuda":
             from common.token2wav.hift_graphs import GraphedRenderer  # for GPUs only
 
             self._renderer = GraphedRenderer(hift, self.pool, noise, window)
@@ -175,8 +180,11 @@ class StreamingVocoder:
         return audio
 
     @torch.inference_mode()
-    def whole(self, mel: Tensor) -> Tensor:
-        """mel (80, T) of a whole utterance -> audio (N,) on the CPU."""
-        nobody = torch.tensor([len(self.pool.mel) - 1], device=mel.device)
-        frames = torch.full_like(nobody, mel.shape[1])
-        return self._plain.first(mel[None], nobody, torch.zeros_like(nobody), frames)[0].cpu()
+    def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
+        """mels (80, T) of whole utterances -> the audio (N,) of each on the CPU."""
+        lengths = [mel.shape[1] for mel in mels]
+        mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for mel in mels])
+        frames = torch.tensor(lengths, device=mel.device)
+        nobody = torch.full_like(frames, len(self.pool.mel) - 1)
+        speech = self._plain.first(mel, nobody, torch.zeros_like(frames), frames).cpu()
+        return [row[: length * self._hop] for row, length in zip(speech, lengths, strict=True)]

@@ -53,15 +53,16 @@ def stacked(windows: Sequence[Window], length: int) -> tuple[Tensor, Tensor]:
 
 
 class WindowEncoder:
-    """The flow's encoder over batches of windows; on a GPU as CUDA graphs."""
+    """The flow's encoder over batches of windows; on a GPU as CUDA graphs where they are wanted."""
 
-    def __init__(self, network: MelFlow):
+    def __init__(self, network: MelFlow, graphs: bool = True):
         self._network = network
         self._device = network.encoder_proj.weight.device
         self._graphs: Graphs | None = None
         if self._device.type == "cuda":
             # It plans every new shape of an attention for tens of milliseconds.
             torch.backends.cuda.enable_cudnn_sdp(False)
+        if graphs and self._device.type == "cuda":
             sizes = sizes_up_to(MAX_TOKENS, TOKENS)
             self._graphs = Graphs(network.encode_window, self._inputs, sizes, "the encoder")
 

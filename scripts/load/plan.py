@@ -1,0 +1,89 @@
+"""What a run asks of whom, and the options that say so."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from common.client import ClientError
+from scripts.load.jobs import Job, Jobs
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to ask of whom.
+
+    servers: host:port each; tasks and requests are dealt out to them in turn. tasks: of the closed loop, in all.
+    rate: requests per second of the open loop, None for the closed one. warmup: jobs that are done first and not
+    counted. audio_dir: where the audio goes, None to drop it.
+    """
+
+    servers: Sequence[str]
+    model: str
+    mode: Literal["streaming", "offline"]
+    jobs: Sequence[Job]
+    warmup: Sequence[Job] = ()
+    tasks: int = 1
+    rate: float | None = None
+    timeout: float = 120.0
+    client: Literal["asyncio", "sync"] = "asyncio"
+    audio_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and self.client == "sync":
+            raise ClientError("the thread client has one request per thread: use --client asyncio with a request rate")
+
+    @classmethod
+    def from_arguments(
+        cls,
+        args: argparse.Namespace,
+        servers: Sequence[str],
+        jobs: Jobs,
+        count: int,
+        tasks: int,
+        rate: float | None,
+        audio_dir: Path | None,
+    ) -> "Load":
+        """`count` of the jobs after the warm-up; the other settings as `add_load_arguments` parsed them."""
+        warmup = args.warmup_requests if args.warmup_requests is not None else tasks
+        return cls(
+            servers=servers,
+            model=args.model_name,
+            mode=args.mode,
+            jobs=jobs.take(count),
+            warmup=jobs.take(warmup),
+            tasks=tasks,
+            rate=rate,
+            timeout=args.timeout,
+            client=args.client,
+            audio_dir=audio_dir,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """What was asked of whom, JSON-ready."""
+        return {
+            "servers": list(self.servers),
+            "model": self.model,
+            "mode": self.mode,
+            "num_tasks": None if self.rate is not None else self.tasks,
+            "request_rate": self.rate,
+            "warmup_requests": len(self.warmup),
+            "timeout_seconds": self.timeout,
+            "client": self.client,
+        }
+
+    def shape(self) -> str:
+        """The load in words."""
+        return f"{self.tasks} at once" if self.rate is None else f"{self.rate:g} requests per second"
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
+    """How many requests are asked; the caller adds how many at once."""
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--warmup-requests", type=int, help="made first and not counted (default: one per task)")
+    group.add_argument("--log-interval", type=int, default=5, help="requests between two looks at the percentiles")
+    group.add_argument(
+        "--client", choices=("asyncio", "sync"), default="asyncio", help="tritonclient's asyncio or thread client"
+    )
+    return group

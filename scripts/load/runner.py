@@ -1,0 +1,214 @@
+"""Asks for many utterances at once and notes how each request ended.
+
+Closed loop: `tasks` tasks, each of which sends its next request when the one before is answered. Open loop: requests
+leave at `rate`, at random (Poisson), whether the ones before are answered or not; their times count from when they
+should have left. No request waits for another's failure, and a server that stops answering is given up in seconds.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc.aio as triton
+
+from common.client import ClientError, Recorder
+from common.grpc_client import AsyncConnection, Connection, ThreadConnection, require_model
+from scripts.load.audio import AudioWriter
+from scripts.load.jobs import Job
+from scripts.load.measure import Outcome, Run
+from scripts.load.plan import Load
+from scripts.load.statistics import ModelTimes, between, model_times
+from scripts.load.watch import ServerWatch, interruptible, lags
+
+logger = logging.getLogger(__name__)
+
+START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not come in one instant
+MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
+MAX_IN_FLIGHT = 1024  # at a given rate: beyond this the server is overrun, and memory is finite
+
+OnOutcome = Callable[[Outcome, int], None]
+
+
+async def run(load: Load, on_outcome: OnOutcome) -> Run:
+    """Do it all. ClientError where a server is not there to begin with or an audio file cannot be written.
+
+    on_outcome: told each counted outcome as it comes, and how many requests are under way. Ctrl-C and SIGTERM end the
+    run early; what was measured until then is returned.
+    """
+    async with AsyncExitStack() as stack:
+        probes, connections = {}, {}
+        for server in load.servers:
+            probes[server] = await stack.enter_async_context(triton.InferenceServerClient(server))
+            await require_model(probes[server], server, load.model, load.mode)
+            connections[server] = _connections(load, server)
+            for connection in connections[server]:
+                stack.push_async_callback(connection.aclose)
+        writer = AudioWriter(load.audio_dir)
+        stack.push_async_callback(writer.aclose)
+        return await _Runner(load, probes, connections, writer, on_outcome).run()
+
+
+def _connections(load: Load, server: str) -> list[Connection]:
+    share = -(-load.tasks // len(load.servers))
+    if load.client == "sync":
+        return [ThreadConnection(server) for _ in range(share)]
+    most = share if load.rate is None else MAX_SHARED_CONNECTIONS
+    return [AsyncConnection(server) for _ in range(min(most, MAX_SHARED_CONNECTIONS))]
+
+
+class _Runner:
+    def __init__(
+        self,
+        load: Load,
+        probes: dict[str, triton.InferenceServerClient],
+        connections: dict[str, list[Connection]],
+        writer: AudioWriter,
+        on_outcome: OnOutcome,
+    ) -> None:
+        self._load = load
+        self._probes = probes
+        self._connections = connections
+        self._writer = writer
+        self._on_outcome = on_outcome
+        self._watch = ServerWatch(probes, self._give_up)
+        self._tasks: dict[asyncio.Task[None], str] = {}  # what asks, and which server
+        self._live = 0
+        self._outcomes: list[Outcome] = []
+        self._counts = False  # whether outcomes are of the run, not of its warm-up
+        self._begun = 0.0
+
+    async def run(self) -> Run:
+        load, interrupted = self._load, False
+        before: list[ModelTimes] = []
+        async with self._watch.running(), lags() as late:
+            try:
+                with interruptible():
+                    await self._closed(load.warmup)
+                    before = await self._model_times()
+                    late.clear()
+                    self._counts, self._begun = True, time.perf_counter()
+                    await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
+            except asyncio.CancelledError:
+                interrupted = True
+        await self._writer.finish()
+        return Run(
+            outcomes=self._outcomes,
+            elapsed=max((outcome.begun + outcome.total for outcome in self._outcomes), default=0.0),
+            unsent=len(load.jobs) - len(self._outcomes),
+            lost=self._watch.lost,
+            interrupted=interrupted,
+            client_lag=float(np.percentile(late, 95)) if late else 0.0,
+            models=between(before, await self._model_times()),
+        )
+
+    # --- who asks when -------------------------------------------------------------------------------------------
+
+    async def _closed(self, jobs: Sequence[Job]) -> None:
+        left = deque(jobs)
+        for index in range(min(self._load.tasks, len(jobs))):
+            server, connection = self._way(self._load.servers, index)
+            self._start(self._work(left, server, connection, index * START_SPACING), server)
+        await self._finish()
+
+    async def _work(self, jobs: deque[Job], server: str, connection: Connection, delay: float) -> None:
+        await asyncio.sleep(delay)
+        while jobs and server not in self._watch.lost:
+            await self._request(jobs.popleft(), server, connection, time.perf_counter())
+
+    async def _open(self, jobs: Sequence[Job], rate: float) -> None:
+        due = self._begun + np.cumsum(np.random.default_rng(0).exponential(1 / rate, len(jobs)))
+        try:
+            for index, (job, at) in enumerate(zip(jobs, due.tolist(), strict=True)):
+                await asyncio.sleep(at - time.perf_counter())
+                if not (servers := [server for server in self._load.servers if server not in self._watch.lost]):
+                    break
+                server, connection = self._way(servers, index)
+                if self._live >= MAX_IN_FLIGHT:
+                    refusal = f"not sent: {MAX_IN_FLIGHT} requests are unanswered; the rate is beyond the server"
+                    self._note(Outcome(job.id, server, at - self._begun, (), (), 0.0, refusal))
+                else:
+                    self._start(self._request(job, server, connection, at), server)
+        except asyncio.CancelledError:
+            for task in self._tasks:
+                task.cancel()
+            raise
+        finally:
+            await self._finish()
+
+    def _way(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
+        """Servers in turn, and each one's connections in turn."""
+        server = servers[index % len(servers)]
+        connections = self._connections[server]
+        return server, connections[index // len(servers) % len(connections)]
+
+    def _start(self, work: Coroutine[Any, Any, None], server: str) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = server
+        task.add_done_callback(self._tasks.pop)
+
+    async def _finish(self) -> None:
+        """Wait for what was started; cancelled, take it along."""
+        tasks = list(self._tasks)
+        try:
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        except asyncio.CancelledError:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def _give_up(self, server: str) -> None:
+        """The server is lost, and with it what waits for its answers."""
+        for task, asked in self._tasks.items():
+            if asked == server and task is not asyncio.current_task():
+                task.cancel()
+
+    # --- one request ---------------------------------------------------------------------------------------------
+
+    async def _request(self, job: Job, server: str, connection: Connection, start: float) -> None:
+        load, recorder, error = self._load, Recorder(start=start), ""
+        self._live += 1
+        try:
+            await connection.record(load.model, job.utterance(), load.mode, load.timeout, recorder)
+            speech = recorder.finish()
+        except ClientError as problem:
+            error = str(problem)
+        except asyncio.CancelledError:
+            if server not in self._watch.lost:
+                raise
+            error = self._watch.lost[server]
+        finally:
+            self._live -= 1
+        self._note(
+            Outcome(
+                id=job.id,
+                server=server,
+                begun=start - self._begun,
+                arrivals=tuple(recorder.arrivals),
+                samples=tuple(recorder.samples),
+                total=recorder.elapsed,
+                error=error,
+                timeline=tuple(recorder.timeline),
+            )
+        )
+        if error:
+            await self._watch.check(server)
+        elif self._counts:
+            await self._writer.write(job.id, speech)
+
+    def _note(self, outcome: Outcome) -> None:
+        if self._counts:
+            self._outcomes.append(outcome)
+            self._on_outcome(outcome, self._live)
+        elif outcome.error:
+            logger.warning("warm-up, %s: %s", outcome.id, outcome.error)
+
+    async def _model_times(self) -> list[ModelTimes]:
+        servers = [server for server in self._load.servers if server not in self._watch.lost]
+        return [model for server in servers for model in await model_times(self._probes[server], server)]

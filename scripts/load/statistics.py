@@ -1,0 +1,70 @@
+"""What Triton itself counted while a run lasted: per model, how long its requests waited and were computed.
+
+The models whose work goes on after their `execute` has returned (the orchestrators, `tensorrt_llm`, `token2wav*`) have
+compute times near zero here; the stages of a request (`Outcome.stages`) tell of those.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException
+
+STATISTICS_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ModelTimes:
+    """Sums over the requests of one model, times in seconds. `executions`: batches; the cache answers without any."""
+
+    server: str
+    name: str
+    requests: int = 0
+    failures: int = 0
+    executions: int = 0
+    cache_hits: int = 0
+    queue: float = 0.0
+    compute_input: float = 0.0
+    compute_infer: float = 0.0
+    compute_output: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.server, self.name
+
+    def since(self, before: "ModelTimes") -> "ModelTimes":
+        sums = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)[2:]}
+        return ModelTimes(self.server, self.name, **sums)
+
+
+async def model_times(client: triton.InferenceServerClient, server: str) -> list[ModelTimes]:
+    """The counters of every model; none where the server does not tell."""
+    try:
+        answer = await client.get_inference_statistics("", client_timeout=STATISTICS_SECONDS)
+    except InferenceServerException:
+        return []
+    return [_of(server, model) for model in answer.model_stats]
+
+
+def _of(server: str, model: Any) -> ModelTimes:
+    stats = model.inference_stats
+    return ModelTimes(
+        server,
+        model.name,
+        requests=stats.success.count,
+        failures=stats.fail.count,
+        executions=model.execution_count,
+        cache_hits=stats.cache_hit.count,
+        queue=stats.queue.ns / 1e9,
+        compute_input=stats.compute_input.ns / 1e9,
+        compute_infer=stats.compute_infer.ns / 1e9,
+        compute_output=stats.compute_output.ns / 1e9,
+    )
+
+
+def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[ModelTimes]:
+    """What was counted between two looks, of the models that were asked at all."""
+    known = {model.key: model for model in before}
+    added = [model.since(known.get(model.key, ModelTimes(*model.key))) for model in after]
+    return [model for model in added if model.requests or model.failures]
