@@ -3,7 +3,7 @@
 A connection carries any number of requests at once; each belongs to the task that awaits it and is cancelled with it.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -15,6 +15,7 @@ from tritonclient.utils import InferenceServerException
 from common import client as speech
 
 CONNECT_SECONDS = 10.0
+_WITH_STATUS = {"triton_grpc_error": "true"}  # an error of a stream ends the call with a status, not only with words
 
 
 async def synthesize(
@@ -64,11 +65,12 @@ async def complete(
 
 async def chunks(
     connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
-) -> AsyncIterator[np.ndarray | None]:
+) -> AsyncGenerator[np.ndarray | None, None]:
     """The waveforms of a streaming request as they arrive; closing the iterator cancels the request.
 
-    InferenceServerException carries the server's error. The requests end after the first, which half-closes the
-    call: the server closes its side once it has sent that request's final response, so no mark of the end is needed.
+    AioRpcError or InferenceServerException carries the server's error. The requests end after the first, which
+    half-closes the call: the server closes its side once it has sent that request's final response, so no mark of the
+    end is needed.
     """
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
@@ -78,7 +80,7 @@ async def chunks(
             "parameters": request.parameters or None,
         }
 
-    responses = connection.stream_infer(requests(), stream_timeout=timeout)
+    responses = connection.stream_infer(requests(), stream_timeout=timeout, headers=_WITH_STATUS)
     try:
         async for result, error in responses:
             if error is not None:
