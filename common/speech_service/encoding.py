@@ -109,7 +109,7 @@ class _Writer:
         self._container = av.open(
             self._sink, "w", format=kind.container, options={**kind.options, "flush_packets": "1"}
         )
-        extra = {} if kind.bit_rate is None else {"bit_rate": kind.bit_rate}
+        extra: dict[str, Any] = {} if kind.bit_rate is None else {"bit_rate": kind.bit_rate}
         self._stream: Any = self._container.add_stream(kind.codec, rate=rate, layout="mono", **extra)
 
     def write(self, pcm: np.ndarray) -> bytes:

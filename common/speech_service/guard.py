@@ -88,8 +88,10 @@ class Guard:
 def check_key(authorization: str, keys: Iterable[str]) -> None:
     """ApiError 401 unless `authorization` is "Bearer KEY" with one of `keys`, or there are none."""
     keys = tuple(keys)
-    given = authorization.removeprefix("Bearer ").encode()
-    if keys and not any(secrets.compare_digest(given, key.encode()) for key in keys):
+    scheme, _, given = authorization.partition(" ")
+    if keys and not any(
+        scheme.lower() == "bearer" and secrets.compare_digest(given.encode(), key.encode()) for key in keys
+    ):
         raise ApiError(
             401, "the API key is missing or unknown: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
         )

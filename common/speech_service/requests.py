@@ -110,7 +110,9 @@ def utterance(
         raise invalid("ref_text without a ref_audio that says it", "ref_text")
     else:
         voice = _registered(wanted.voice_name, shelf)
-    parameters = {name: value for name in _SAMPLING if (value := getattr(wanted, name)) is not None}
+    # Fractions as text, which the models read too: Triton 2.51 knows no such parameter.
+    sampling = {name: value for name in _SAMPLING if (value := getattr(wanted, name)) is not None}
+    parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
     if _other_language(wanted.language, voice.pop("words", "") or voice.get("reference_text") or ""):
         if voice.pop("reference_text", None) is None:
             parameters["cross_lingual"] = True

@@ -22,12 +22,11 @@ from common.errors import UnavailableError
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.requests import SpeechRequest, parse
 from common.speech_service.service import Service
-from common.tasks import TaskScope
 from common.text import is_speakable
 
 IDLE_SECONDS = 300.0
 MAX_WAITING_CHARS = 65_536  # of sentences that were not spoken yet
-_TRY_AGAIN_LATER = 1013
+_POLICY_VIOLATION, _TRY_AGAIN_LATER = 1008, 1013  # RFC 6455's codes
 
 router = APIRouter()
 
@@ -44,8 +43,11 @@ async def converse(socket: WebSocket) -> None:
     service.sessions += 1
     sessions.set(service.sessions)
     try:
-        async with TaskScope() as tasks:
-            await Session(socket, service, tasks).run()
+        session = Session(socket, service)
+        try:
+            await session.run()
+        finally:
+            await session.silence()
     except WebSocketDisconnect:
         pass
     finally:
@@ -59,10 +61,9 @@ class Session:
     The reader never waits for the speaker, so that a cancel is heard at once.
     """
 
-    def __init__(self, socket: WebSocket, service: Service, tasks: TaskScope) -> None:
+    def __init__(self, socket: WebSocket, service: Service) -> None:
         self._socket = socket
         self._service = service
-        self._tasks = tasks
         self._config: dict[str, Any] = {"response_format": "pcm"}
         self._tail = ""  # text whose sentence may go on
         self._waiting: deque[str] = deque()
@@ -148,12 +149,16 @@ class Session:
 
     def _wake(self) -> None:
         if not self._speaking:
-            self._speaker = self._tasks.spawn(self._speak())
+            self._speaker = asyncio.create_task(self._speak())
 
     async def _speak(self) -> None:
         """Whatever is waiting, then the end of the utterance if it has come."""
         while self._waiting:
-            await self._speak_sentence(self._waiting.popleft())
+            try:
+                await self._speak_sentence(self._waiting.popleft())
+            except asyncio.TimeoutError:
+                await self._socket.close(_POLICY_VIOLATION, "the audio is not read")
+                return
         if self._finished:
             done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
             self._utterance, self._sentences, self._finished = self._utterance + 1, 0, False
@@ -183,11 +188,15 @@ class Session:
         """Barge-in: nothing of what was said so far is spoken any more, nor sent after the answer to this."""
         self._waiting.clear()
         self._tail, self._finished = "", False
+        await self.silence()
+        cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
+        await self._say("audio.cancelled", utterance_index=cancelled)
+
+    async def silence(self) -> None:
+        """Stop speaking; returns when nothing of it goes on."""
         if self._speaker is not None:
             self._speaker.cancel()
             await asyncio.gather(self._speaker, return_exceptions=True)
-        cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
-        await self._say("audio.cancelled", utterance_index=cancelled)
 
     async def _say(self, kind: str, **fields: Any) -> None:
         await self._socket.send_json({"type": kind, **fields})

@@ -1,0 +1,82 @@
+"""Speech services and Tritons for them, on real sockets, in threads of the tests' process."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+
+from common.server import free_port
+from common.speech_service.app import build
+from common.speech_service.runtime_grpc import Endpoint
+from common.speech_service.settings import Settings
+from scripts.bench.triton_stub import TritonStub
+
+
+class Loop:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float = 20) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@contextlib.contextmanager
+def stub_triton(stub: TritonStub, port: int = 0) -> Iterator[str]:
+    """The address of a stub that listens."""
+    loop = Loop()
+    try:
+        server, address = loop.run(stub.start(port=port))
+        try:
+            yield address
+        finally:
+            loop.run(server.stop(None))
+    finally:
+        loop.close()
+
+
+@contextlib.contextmanager
+def serving(settings: Settings, runtime: Endpoint | None = None) -> Iterator[str]:
+    """http://host:port of the service, ready."""
+    port = free_port()
+    config = uvicorn.Config(
+        build(settings, runtime),
+        port=port,
+        log_config=None,
+        access_log=False,
+        ws="websockets-sansio",
+        ws_max_size=settings.max_body_bytes,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive())
+        assert server.started
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(15)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    """How many seconds it took `condition` to hold."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, "it did not happen in time"
+        time.sleep(0.01)
+    return time.monotonic() - begun
