@@ -2,13 +2,12 @@
 the WebSocket, clients of the plain runtime. The weights are random, so lengths are compared and words are not."""
 
 import asyncio
+import contextlib
 import json
-import re
 import shutil
 import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,44 +21,37 @@ from websockets.sync.client import connect
 
 from common.audio import load_audio
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.server import TritonServer, free_port
+from common.server import free_port
 from common.speech_service.encoding import FORMATS
 from common.speech_service.runtime_grpc import PROTO, Endpoint
 from common.speech_service.settings import Settings
 from scripts.demo import transcript
 from tests.conftest import ROOT
-from tests.speech_fixtures import serving, until
+from tests.speech_fixtures import serving
 from tests.test_speech_encoding import decoded
 
 pytestmark = pytest.mark.server
 
 RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
 TEXT = "Hello there. This is said by a machine."
+PLACES = 2  # of the vocoder
 LONG = "This sentence is one of many that follow each other for quite a while. " * 12
 SAID = {"model": "tts-1", "voice": "anna", "input": TEXT}
 SAME = {"seed": 7}  # the same seed gives the same audio, so that formats can be compared
 
 
 class Stack:
-    """The running service and the Triton behind it."""
+    """The running service, before a Triton."""
 
-    def __init__(self, url: str, triton: TritonServer, runtime_port: int) -> None:
+    def __init__(self, url: str, runtime_port: int) -> None:
         self.url = url
-        self.triton = triton
         self.runtime_port = runtime_port
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-    def streams_in_triton(self) -> int:
-        """Requests to the orchestrator that have not ended, by Triton's own count."""
-        with urllib.request.urlopen(f"http://{self.triton.metrics_url}/metrics", timeout=5) as page:
-            figures = page.read().decode()
-        (pending,) = re.findall(r'nv_inference_pending_request_count\{model="token2wav_dit".*\} (\d+)', figures)
-        return int(pending)
 
 
 @pytest.fixture(scope="module")
 def stack(serve: Any, demo_models: Path) -> Iterator[Stack]:
-    triton = serve()
+    triton = serve(settings={"max_streams": str(PLACES), "idle_seconds": "600"})
     voices = demo_models / "voices"
     port = free_port()
     settings = Settings(urls=(triton.grpc_url,), voices_dir=voices)
@@ -67,7 +59,7 @@ def stack(serve: Any, demo_models: Path) -> Iterator[Stack]:
         files = {"audio_sample": ("anna.wav", RECORDING.read_bytes())}
         words = {"name": "anna", "ref_text": transcript(RECORDING)}
         assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
-        yield Stack(url, triton, port)
+        yield Stack(url, port)
     shutil.rmtree(voices)
 
 
@@ -146,18 +138,30 @@ def test_curl_uploads_a_recording_and_gets_a_wav(stack: Stack, tmp_path: Path) -
     assert load_audio(path, SAMPLE_RATE).size > SAMPLE_RATE / 2
 
 
-def test_a_client_that_leaves_frees_its_stream_in_triton_within_a_second(stack: Stack) -> None:
-    until(lambda: stack.streams_in_triton() == 0)
-    with stack.client.audio.speech.with_streaming_response.create(
-        **{**SAID, "input": LONG}, response_format="pcm"
-    ) as answer:
-        next(parts := answer.iter_bytes(4096))
-        assert parts is not None
-    left = time.monotonic()
-    until(lambda: "speech_live_streams 0.0" in httpx.get(f"{stack.url}/metrics").text)
-    said = stack.client.audio.speech.create(**{**SAID, "input": "Hi."}, response_format="pcm").content
-    assert said and time.monotonic() - left < 10
-    until(lambda: stack.streams_in_triton() == 0, 1.0)
+def test_clients_that_leave_free_their_places_in_triton_within_a_second(stack: Stack) -> None:
+    """The vocoder has two places and no stream there is forgotten by itself: one that kept its place would be felt."""
+
+    def first_byte(said: dict[str, Any]) -> tuple[contextlib.ExitStack, float]:
+        """A listener who has heard the first of it, and how long that took."""
+        listening, begun = contextlib.ExitStack(), time.monotonic()
+        create = stack.client.audio.speech.with_streaming_response.create
+        parts = listening.enter_context(create(**said, response_format="pcm")).iter_bytes(4096)
+        listening.callback(parts.close)
+        next(parts)
+        return listening, time.monotonic() - begun
+
+    def freed_after() -> float:
+        """What a newcomer waits longer for a place that somebody has just left than for a free one."""
+        alone, usual = first_byte({**SAID, "input": "Hi."})
+        alone.close()
+        leaving = [first_byte({**SAID, "input": LONG})[0] for _ in range(PLACES)]
+        for listener in leaving:
+            listener.close()
+        newcomer, waited = first_byte({**SAID, "input": "Hi."})
+        newcomer.close()
+        return waited - usual
+
+    assert min(freed_after() for _ in range(3)) < 1.0  # the best of three, since machines are busy at times
 
 
 def test_the_socket_speaks_a_text_that_comes_in_pieces(stack: Stack) -> None:
