@@ -2,18 +2,53 @@
 
 import asyncio
 import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
+import openai
 import uvicorn
 
-from common.server import free_port
+from common.server import TritonServer, free_port
 from common.speech_service.app import build
 from common.speech_service.runtime_grpc import Endpoint
 from common.speech_service.settings import Settings
 from scripts.bench.triton_stub import TritonStub
+from scripts.demo import transcript
+from tests.conftest import ROOT
+
+RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
+VOICE = "anna"
+PLACES = 2  # of the vocoder
+
+
+@dataclass(frozen=True)
+class SpeechStack:
+    """A service with the voice VOICE, before the real tritonserver."""
+
+    url: str
+    runtime_port: int
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@contextlib.contextmanager
+def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStack]:
+    """The voice is put there by the route for it, and its folder is taken away."""
+    port = free_port()
+    with serving(Settings(urls=(triton.grpc_url,), voices_dir=voices), Endpoint("127.0.0.1", port)) as url:
+        files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
+        words = {"name": VOICE, "ref_text": transcript(RECORDING)}
+        assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
+        yield SpeechStack(url, port)
+    shutil.rmtree(voices)
 
 
 class Loop:

@@ -4,11 +4,9 @@ the WebSocket, clients of the plain runtime. The weights are random, so lengths 
 import asyncio
 import contextlib
 import json
-import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,52 +19,24 @@ from websockets.sync.client import connect
 
 from common.audio import load_audio
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.server import free_port
 from common.speech_service.encoding import FORMATS
-from common.speech_service.runtime_grpc import PROTO, Endpoint
-from common.speech_service.settings import Settings
+from common.speech_service.runtime_grpc import PROTO
 from scripts.demo import transcript
-from tests.conftest import ROOT
-from tests.speech_fixtures import serving
+from tests.speech_fixtures import PLACES, RECORDING, SpeechStack
 from tests.test_speech_encoding import decoded
 
 pytestmark = pytest.mark.server
 
-RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
 TEXT = "Hello there. This is said by a machine."
-PLACES = 2  # of the vocoder
 LONG = "This sentence is one of many that follow each other for quite a while. " * 12
 SAID = {"model": "tts-1", "voice": "anna", "input": TEXT}
 SAME = {"seed": 7}  # the same seed gives the same audio, so that formats can be compared
 
 
-class Stack:
-    """The running service, before a Triton."""
-
-    def __init__(self, url: str, runtime_port: int) -> None:
-        self.url = url
-        self.runtime_port = runtime_port
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-
 @pytest.fixture(scope="module")
-def stack(serve: Any, demo_models: Path) -> Iterator[Stack]:
-    triton = serve(settings={"max_streams": str(PLACES), "idle_seconds": "600"})
-    voices = demo_models / "voices"
-    port = free_port()
-    settings = Settings(urls=(triton.grpc_url,), voices_dir=voices)
-    with serving(settings, Endpoint("127.0.0.1", port)) as url:
-        files = {"audio_sample": ("anna.wav", RECORDING.read_bytes())}
-        words = {"name": "anna", "ref_text": transcript(RECORDING)}
-        assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
-        yield Stack(url, port)
-    shutil.rmtree(voices)
-
-
-@pytest.fixture(scope="module")
-def pcm(stack: Stack) -> np.ndarray:
+def pcm(speech_stack: SpeechStack) -> np.ndarray:
     """What every format should hold, int16."""
-    data = stack.client.audio.speech.create(**SAID, response_format="pcm", extra_body=SAME).content
+    data = speech_stack.client.audio.speech.create(**SAID, response_format="pcm", extra_body=SAME).content
     samples = np.frombuffer(data, "<i2")
     assert samples.size > SAMPLE_RATE and np.abs(samples).max() > 100
     return samples
@@ -74,10 +44,10 @@ def pcm(stack: Stack) -> np.ndarray:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_sdk_streams_every_format_to_a_file_of_the_right_length(
-    stack: Stack, pcm: np.ndarray, tmp_path: Path, name: Any
+    speech_stack: SpeechStack, pcm: np.ndarray, tmp_path: Path, name: Any
 ) -> None:
     path = tmp_path / "speech"
-    create = stack.client.audio.speech.with_streaming_response.create
+    create = speech_stack.client.audio.speech.with_streaming_response.create
     with create(**SAID, response_format=name, extra_body=SAME) as answer:
         assert answer.headers["transfer-encoding"] == "chunked"
         answer.stream_to_file(path)
@@ -85,14 +55,14 @@ def test_the_sdk_streams_every_format_to_a_file_of_the_right_length(
     assert wav.size / rate == pytest.approx(pcm.size / SAMPLE_RATE, abs=0.15)
 
 
-def test_the_sdks_default_is_an_mp3(stack: Stack) -> None:
-    wav, rate = decoded("mp3", stack.client.audio.speech.create(**SAID).content, SAMPLE_RATE)
+def test_the_sdks_default_is_an_mp3(speech_stack: SpeechStack) -> None:
+    wav, rate = decoded("mp3", speech_stack.client.audio.speech.create(**SAID).content, SAMPLE_RATE)
     assert rate == SAMPLE_RATE and wav.size > rate / 2
 
 
-def test_the_asynchronous_sdk_hears_the_first_chunk_long_before_the_last(stack: Stack) -> None:
+def test_the_asynchronous_sdk_hears_the_first_chunk_long_before_the_last(speech_stack: SpeechStack) -> None:
     async def listen() -> tuple[float, float, int]:
-        async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=f"{speech_stack.url}/v1", api_key="none") as client:
             begun, first, size = time.monotonic(), 0.0, 0
             async with client.audio.speech.with_streaming_response.create(
                 **{**SAID, "input": LONG}, response_format="pcm"
@@ -106,45 +76,45 @@ def test_the_asynchronous_sdk_hears_the_first_chunk_long_before_the_last(stack: 
     assert first < total / 2 and size > 2 * SAMPLE_RATE
 
 
-def test_the_sdk_lists_models_and_names_errors(stack: Stack) -> None:
-    assert [model.id for model in stack.client.models.list()] == ["cosyvoice2_dit"]
+def test_the_sdk_lists_models_and_names_errors(speech_stack: SpeechStack) -> None:
+    assert [model.id for model in speech_stack.client.models.list()] == ["cosyvoice2_dit"]
     with pytest.raises(openai.NotFoundError, match="not served"):
-        stack.client.audio.speech.create(**{**SAID, "model": "nobody"})
+        speech_stack.client.audio.speech.create(**{**SAID, "model": "nobody"})
     with pytest.raises(openai.BadRequestError, match="unknown speaker 'alloy'; known speakers: anna"):
-        stack.client.audio.speech.create(**{**SAID, "voice": "alloy"})
+        speech_stack.client.audio.speech.create(**{**SAID, "voice": "alloy"})
     with pytest.raises(openai.BadRequestError, match="temperature"):
-        stack.client.audio.speech.create(**SAID, extra_body={"temperature": -1.5})
+        speech_stack.client.audio.speech.create(**SAID, extra_body={"temperature": -1.5})
 
 
-def test_events_by_the_sdk(stack: Stack) -> None:
-    with stack.client.audio.speech.with_streaming_response.create(**SAID, stream_format="sse") as answer:
+def test_events_by_the_sdk(speech_stack: SpeechStack) -> None:
+    with speech_stack.client.audio.speech.with_streaming_response.create(**SAID, stream_format="sse") as answer:
         events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
     assert [event["type"] for event in events[-2:]] == ["speech.audio.delta", "speech.audio.done"]
     assert events[-1]["usage"]["output_tokens"] > 10
 
 
-def test_speed_and_rate_while_streaming(stack: Stack, pcm: np.ndarray) -> None:
+def test_speed_and_rate_while_streaming(speech_stack: SpeechStack, pcm: np.ndarray) -> None:
     body = {**SAME, "sample_rate": PROMPT_SAMPLE_RATE}
-    data = stack.client.audio.speech.create(**SAID, response_format="pcm", speed=2.0, extra_body=body).content
+    data = speech_stack.client.audio.speech.create(**SAID, response_format="pcm", speed=2.0, extra_body=body).content
     assert len(data) / 2 / PROMPT_SAMPLE_RATE == pytest.approx(pcm.size / SAMPLE_RATE / 2, abs=0.1)
 
 
-def test_curl_uploads_a_recording_and_gets_a_wav(stack: Stack, tmp_path: Path) -> None:
+def test_curl_uploads_a_recording_and_gets_a_wav(speech_stack: SpeechStack, tmp_path: Path) -> None:
     path = tmp_path / "said.wav"
     fields = {"input": TEXT, "response_format": "wav", "ref_audio": f"@{RECORDING}", "ref_text": transcript(RECORDING)}
     forms = [part for name, value in fields.items() for part in ("-F", f"{name}={value}")]
-    command = ["curl", "-sS", "--fail-with-body", "-o", str(path), f"{stack.url}/v1/audio/speech", *forms]
+    command = ["curl", "-sS", "--fail-with-body", "-o", str(path), f"{speech_stack.url}/v1/audio/speech", *forms]
     subprocess.run(command, check=True, timeout=60)
     assert load_audio(path, SAMPLE_RATE).size > SAMPLE_RATE / 2
 
 
-def test_clients_that_leave_free_their_places_in_triton_within_a_second(stack: Stack) -> None:
+def test_clients_that_leave_free_their_places_in_triton_within_a_second(speech_stack: SpeechStack) -> None:
     """The vocoder has two places and no stream there is forgotten by itself: one that kept its place would be felt."""
 
     def first_byte(said: dict[str, Any]) -> tuple[contextlib.ExitStack, float]:
         """A listener who has heard the first of it, and how long that took."""
         listening, begun = contextlib.ExitStack(), time.monotonic()
-        create = stack.client.audio.speech.with_streaming_response.create
+        create = speech_stack.client.audio.speech.with_streaming_response.create
         parts = listening.enter_context(create(**said, response_format="pcm")).iter_bytes(4096)
         listening.callback(parts.close)
         next(parts)
@@ -164,8 +134,8 @@ def test_clients_that_leave_free_their_places_in_triton_within_a_second(stack: S
     assert min(freed_after() for _ in range(3)) < 1.0  # the best of three, since machines are busy at times
 
 
-def test_the_socket_speaks_a_text_that_comes_in_pieces(stack: Stack) -> None:
-    with connect(stack.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+def test_the_socket_speaks_a_text_that_comes_in_pieces(speech_stack: SpeechStack) -> None:
+    with connect(speech_stack.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
         socket.send(json.dumps({"type": "session.config", "voice": "anna"}))
         for word in TEXT.split(" "):
             socket.send(json.dumps({"type": "input.text", "text": f"{word} "}))
@@ -190,12 +160,12 @@ def test_the_socket_speaks_a_text_that_comes_in_pieces(stack: Stack) -> None:
     ],
 )
 def test_the_plain_runtimes_http_clients_are_answered(
-    stack: Stack, method: str, route: str, fields: dict[str, Any]
+    speech_stack: SpeechStack, method: str, route: str, fields: dict[str, Any]
 ) -> None:
     """Samples alone, as its server sends them; with every field missing in turn, an error."""
     texts = {"tts_text": "Hello.", **{name: value for name, value in fields.items() if name != "prompt_wav"}}
     files = {"prompt_wav": ("prompt_wav", RECORDING.read_bytes())} if "prompt_wav" in fields else {}
-    url = f"{stack.url}/inference_{route}"
+    url = f"{speech_stack.url}/inference_{route}"
     answer = httpx.request(method, url, data=texts, files=files, timeout=30)
     assert answer.status_code == 200, answer.text
     assert np.abs(np.frombuffer(answer.content, "<i2")).max() > 100
@@ -207,7 +177,7 @@ def test_the_plain_runtimes_http_clients_are_answered(
         assert httpx.request(method, url, data=texts, timeout=30).status_code == 400
 
 
-def test_the_plain_runtimes_grpc_clients_are_answered(stack: Stack) -> None:
+def test_the_plain_runtimes_grpc_clients_are_answered(speech_stack: SpeechStack) -> None:
     messages, services = grpc.protos_and_services(PROTO)
     wav = (load_audio(RECORDING, PROMPT_SAMPLE_RATE) * (1 << 15)).astype("<i2").tobytes()
     said = {"tts_text": "Hello."}
@@ -217,7 +187,7 @@ def test_the_plain_runtimes_grpc_clients_are_answered(stack: Stack) -> None:
         messages.Request(cross_lingual_request={**said, "prompt_audio": wav}),
         messages.Request(instruct_request={**said, "spk_id": "anna", "instruct_text": "Speak slowly."}),
     ]
-    with grpc.insecure_channel(f"127.0.0.1:{stack.runtime_port}") as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{speech_stack.runtime_port}") as channel:
         client = services.CosyVoiceStub(channel)
         for request in requests:
             parts = [response.tts_audio for response in client.Inference(request, timeout=30)]
@@ -244,11 +214,11 @@ def test_the_wire_format_is_that_of_the_plain_runtime() -> None:
     assert messages.Response(tts_audio=b"a").SerializeToString() == b"\x0a\x01a"
 
 
-def test_several_listeners_at_once_hear_all_of_it(stack: Stack, pcm: np.ndarray) -> None:
+def test_several_listeners_at_once_hear_all_of_it(speech_stack: SpeechStack, pcm: np.ndarray) -> None:
     heard: list[int] = []
 
     def listen() -> None:
-        answer = stack.client.audio.speech.create(**SAID, response_format="pcm", extra_body=SAME)
+        answer = speech_stack.client.audio.speech.create(**SAID, response_format="pcm", extra_body=SAME)
         heard.append(len(answer.content) // 2)
 
     threads = [threading.Thread(target=listen) for _ in range(6)]

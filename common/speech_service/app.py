@@ -25,7 +25,7 @@ from common.speech_service.triton import TritonPool
 STATIC = Path(__file__).parent / "static"
 # The page uses its own files and nobody else's.
 _PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; media-src 'self' blob:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
