@@ -14,6 +14,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 HEALTH_PORT ?= 8003
+SPEECH_PORT ?= 10086
 # An index with CPU builds of torch, where pip's own index offers only the much larger CUDA builds.
 TORCH_INDEX ?=
 FOLDER ?= tests/assets/golden
@@ -36,7 +37,7 @@ help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'settings: STACK=dit|unet  MODE=streaming|offline  MODELS=models/demo  TEXT="..."'
-	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  HEALTH_PORT=8003  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
+	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  HEALTH_PORT=8003  SPEECH_PORT=10086  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
 
 setup: $(VENV)/.server ## make .venv and install what serving and the clients need (pinned, CPU)
 setup-dev: $(VENV)/.dev ## the same and what tests and checks need
@@ -51,13 +52,13 @@ $(VENV)/.python:
 
 $(VENV)/.server: $(VENV)/.python pyproject.toml
 	@echo 'setup: installing tritonserver, torch, the models'\'' libraries and the clients: 2 GB, a few minutes'
-	@$(PIP) install $(EXTRA_INDEX) -e '.[client,server]'
+	@$(PIP) install $(EXTRA_INDEX) -e '.[client,http,server]'
 	@$(PIP) install --no-deps --group s3tokenizer
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.server
 	@echo 'setup: installing what tests and checks need'
-	@$(PIP) install $(EXTRA_INDEX) -e '.[client,server,dev]'
+	@$(PIP) install $(EXTRA_INDEX) -e '.[client,http,server,dev]'
 	@touch $@
 
 demo: $(VENV)/.server ## start a stack with random weights, send one streaming request, write out/demo.wav

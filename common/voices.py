@@ -81,6 +81,14 @@ class VoiceBook:
                 raise ValueError(f"unknown speaker {name!r}; known speakers: {_listed(self._names())}")
             return voice
 
+    def names(self) -> list[str]:
+        """The known names, sorted. UnavailableError where a spk2info.pt is damaged."""
+        with self._lock:
+            try:
+                return self._names()
+            except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+                raise UnavailableError(f"the voices cannot be listed: {error}") from error
+
     def _find(self, name: str) -> Voice | None:
         if self._folder is not None and is_voice_name(name):
             prompt = self._cached(self._folder / f"{name}.safetensors", read_voice)

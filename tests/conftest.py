@@ -72,6 +72,17 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     _stop(running)
 
 
+@pytest.fixture(scope="module")
+def speech_stack(serve: Callable[..., object], demo_models: Path) -> Iterator[object]:
+    """The speech service before the real server, see tests/speech_fixtures.py."""
+    from tests.speech_fixtures import PLACES, speech_stack_over
+
+    # No stream is forgotten by itself: one that kept its place would be felt.
+    triton = serve(settings={"max_streams": str(PLACES), "idle_seconds": "600"})
+    with speech_stack_over(triton, demo_models / "voices") as stack:
+        yield stack
+
+
 def _stop(running: list) -> None:
     while running:
         running.pop()[1].stop()

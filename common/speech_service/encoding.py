@@ -1,0 +1,174 @@
+"""Audio to bytes of a format, chunk by chunk, so that what was spoken is on its way while the rest is made.
+
+FFmpeg's encoders and filters, by PyAV. A renderer belongs to one answer; its calls take milliseconds and release the
+interpreter, so those of compressed formats belong into a thread.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import av
+import numpy as np
+from av.filter import Graph
+
+from common.constants import MAX_SPEED, MIN_SPEED, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.speech_service.settings import RATES
+
+_INT16_PEAK = 32767
+_SLICE = 1024
+_TEMPO_RANGE = (0.5, 2.0)  # of one atempo filter; beyond it, it leaves out samples instead of blending them
+
+ANY_RATE = frozenset((*RATES, PROMPT_SAMPLE_RATE, SAMPLE_RATE))
+
+
+@dataclass(frozen=True)
+class Format:
+    """A container and its codec as FFmpeg names them; no container: the samples alone."""
+
+    media_type: str
+    container: str = ""
+    codec: str = ""
+    bit_rate: int | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    rates: frozenset[int] = ANY_RATE
+
+
+FORMATS = {
+    # The header of an MP3 or a WAV file holds its length, which nobody knows yet: players take one without, or with
+    # the largest that fits.
+    "mp3": Format("audio/mpeg", "mp3", "libmp3lame", 96_000, {"write_xing": "0", "id3v2_version": "0"}),
+    "opus": Format(
+        "audio/ogg",
+        "ogg",
+        "libopus",
+        48_000,
+        {"page_duration": "20000"},  # microseconds; by default a page leaves when it holds a second
+        frozenset((8_000, 12_000, PROMPT_SAMPLE_RATE, SAMPLE_RATE, 48_000)),
+    ),
+    "aac": Format("audio/aac", "adts", "aac", 64_000),
+    "flac": Format("audio/flac", "flac", "flac"),
+    "wav": Format("audio/wav", "wav", "pcm_s16le", options={"fflags": "+bitexact"}),  # no tag of the encoder's name
+    "pcm": Format("audio/pcm"),
+}
+
+
+class Renderer:
+    """Float chunks at the models' rate in, bytes of `name` out, at `rate` and `speed`. ValueError for what cannot be.
+
+    `direct`: samples pass through almost as they are, too little work for a thread.
+    """
+
+    def __init__(self, name: str, rate: int = SAMPLE_RATE, speed: float = 1.0) -> None:
+        if name not in FORMATS:
+            raise ValueError(f"response_format {name!r} is none of {', '.join(FORMATS)}")
+        self.format = FORMATS[name]
+        if rate not in self.format.rates:
+            raise ValueError(f"sample_rate {rate} is none of {_listed(self.format.rates)}, which {name} can have")
+        if not MIN_SPEED <= speed <= MAX_SPEED:
+            raise ValueError(f"speed {speed:g} is not in {MIN_SPEED:g}..{MAX_SPEED:g}")
+        self.rate = rate
+        self._filter = _filter_of(rate, speed)
+        self.direct = self._filter is None and self.format.codec in ("", "pcm_s16le")
+        self._writer = _Writer(self.format, rate) if self.format.container else None
+
+    def push(self, chunk: np.ndarray) -> bytes:
+        """float32 (N,) -> what is complete of its bytes, possibly none."""
+        return b"".join(self._bytes(part) for part in self._filtered(chunk))
+
+    def finish(self) -> bytes:
+        """What was still held back, and the container's end."""
+        rest = b"".join(self._bytes(part) for part in self._filtered(None))
+        return rest if self._writer is None else rest + self._writer.close()
+
+    def _filtered(self, chunk: np.ndarray | None) -> Iterator[np.ndarray]:
+        if self._filter is None:
+            yield from () if chunk is None else (chunk,)
+            return
+        # In slices, since atempo answers a frame with the one before.
+        slices = [None] if chunk is None else np.split(chunk, range(_SLICE, chunk.size, _SLICE))
+        for part in slices:
+            self._filter.push(None if part is None else _frame(np.ascontiguousarray(part), "flt", SAMPLE_RATE))
+            while True:
+                try:
+                    yield self._filter.pull().to_ndarray().reshape(-1)
+                except (av.BlockingIOError, av.EOFError):  # nothing more for now, or ever
+                    break
+
+    def _bytes(self, wave: np.ndarray) -> bytes:
+        pcm = np.rint(np.clip(wave, -1.0, 1.0) * _INT16_PEAK).astype("<i2")
+        return pcm.tobytes() if self._writer is None else self._writer.write(pcm)
+
+
+class _Writer:
+    """An encoder and its container, which writes to memory that cannot be gone back in, as a network cannot."""
+
+    def __init__(self, kind: Format, rate: int) -> None:
+        self._sink = _Sink()
+        self._rate = rate
+        self._container = av.open(
+            self._sink, "w", format=kind.container, options={**kind.options, "flush_packets": "1"}
+        )
+        extra: dict[str, Any] = {} if kind.bit_rate is None else {"bit_rate": kind.bit_rate}
+        self._stream: Any = self._container.add_stream(kind.codec, rate=rate, layout="mono", **extra)
+
+    def write(self, pcm: np.ndarray) -> bytes:
+        self._container.mux(self._stream.encode(_frame(pcm, "s16", self._rate)))
+        return self._sink.take()
+
+    def close(self) -> bytes:
+        self._container.mux(self._stream.encode(None))
+        self._container.close()
+        return self._sink.take()
+
+
+class _Sink:
+    """What PyAV writes to."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def write(self, data: bytes) -> int:
+        self._data += data
+        return len(data)
+
+    def take(self) -> bytes:
+        data = bytes(self._data)
+        self._data.clear()
+        return data
+
+
+def _frame(samples: np.ndarray, kind: str, rate: int) -> av.AudioFrame:
+    frame = av.AudioFrame.from_ndarray(samples[None], format=kind, layout="mono")  # (N,) -> (1, N)
+    frame.sample_rate = rate
+    return frame
+
+
+def _filter_of(rate: int, speed: float) -> Graph | None:
+    """A time-stretch that keeps the pitch, then a change of rate; None where neither is asked for."""
+    tempos = list(_tempos(speed))
+    if not tempos and rate == SAMPLE_RATE:
+        return None
+    graph = Graph()
+    source = graph.add_abuffer(format="flt", sample_rate=SAMPLE_RATE, layout="mono", time_base=None)
+    stages = [source, *(graph.add("atempo", f"{tempo:.6f}") for tempo in tempos)]
+    stages.append(graph.add("aresample", str(rate)))
+    stages.append(graph.add("aformat", "sample_fmts=flt:channel_layouts=mono"))
+    stages.append(graph.add("abuffersink"))
+    graph.link_nodes(*stages).configure()
+    return graph
+
+
+def _tempos(speed: float) -> Iterator[float]:
+    """Factors that make `speed`, each within one filter's range."""
+    least, most = _TEMPO_RANGE
+    while speed < least or speed > most:
+        factor = least if speed < least else most
+        yield factor
+        speed /= factor
+    if speed != 1.0:
+        yield speed
+
+
+def _listed(rates: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(rates)))

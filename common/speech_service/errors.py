@@ -1,0 +1,60 @@
+"""What goes wrong, in OpenAI's words: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+_PREFIX = "invalid request: "  # of the models' own messages; the type says it already
+
+_CLIENTS_FAULT = {
+    str(grpc.StatusCode.INVALID_ARGUMENT): 400,
+    str(grpc.StatusCode.NOT_FOUND): 404,
+}
+_SERVERS_FAULT = {
+    str(grpc.StatusCode.UNAVAILABLE): (503, "unavailable"),
+    str(grpc.StatusCode.RESOURCE_EXHAUSTED): (503, "unavailable"),
+    str(grpc.StatusCode.DEADLINE_EXCEEDED): (504, "timeout"),
+}
+
+
+class ApiError(Exception):
+    """An answer with status `status`. `param`: the field that is wrong. `retry_after`: seconds, where waiting helps."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        return names.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"Retry-After": str(self.retry_after)} if self.retry_after else {}
+
+
+def invalid(message: object, param: str | None = None, code: str | None = None) -> ApiError:
+    """The client's mistake."""
+    return ApiError(400, str(message), code=code, param=param)
+
+
+def from_triton(status: str | None, message: str | None) -> ApiError:
+    """What a failed call to a model means; `status` and `message` as gRPC gives them."""
+    text = " ".join((message or "the model gave no reason").split()).removeprefix(_PREFIX)
+    if status in _CLIENTS_FAULT:
+        return ApiError(_CLIENTS_FAULT[status], text)
+    http, code = _SERVERS_FAULT.get(status or "", (502, "upstream_error"))
+    return ApiError(http, text, code=code, retry_after=1 if http == 503 else 0)

@@ -1,0 +1,60 @@
+"""Uploaded recordings: decoded and judged here, before they travel to a model or become a voice.
+
+Only libsndfile reads them (WAV, FLAC, OGG, MP3): FFmpeg's demuxers would open what a playlist names.
+"""
+
+import base64
+import binascii
+import io
+
+import numpy as np
+import soundfile as sf
+import torch
+
+from common.audio import resample, validate_reference
+from common.constants import MAX_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
+
+# The resampling filter has a row for every phase between two rates: rates with few factors in common would take
+# gigabytes. Every rate in use is a multiple of 25.
+_RATE_STEP = 25
+_RATES = (4_000, 192_000)
+
+
+def decode(data: bytes, max_bytes: int) -> np.ndarray:
+    """A sound file as float32 (T,) at 16 kHz, channels averaged. ValueError saying what is wrong with it."""
+    if len(data) > max_bytes:
+        raise ValueError(f"the recording has {len(data)} bytes, more than the limit of {max_bytes}")
+    try:
+        with sf.SoundFile(io.BytesIO(data)) as file:
+            if file.samplerate % _RATE_STEP or not _RATES[0] <= file.samplerate <= _RATES[1]:
+                raise ValueError(f"the recording's sample rate is {file.samplerate}: use 16000, 24000, 44100 or 48000")
+            limit = int(MAX_REFERENCE_SECONDS * file.samplerate)
+            samples = file.read(limit + 1, dtype="float32", always_2d=True)  # (N, channels)
+            if len(samples) > limit:
+                raise ValueError(f"the recording is longer than {MAX_REFERENCE_SECONDS:g} s")
+            wav = resample(torch.from_numpy(samples.mean(axis=1)), file.samplerate, PROMPT_SAMPLE_RATE)
+    except sf.SoundFileError:
+        raise ValueError("the recording is no sound file that can be read: send WAV, FLAC, OGG or MP3") from None
+    return validate_reference(wav.numpy())
+
+
+def decode_base64(text: str, max_bytes: int) -> np.ndarray:
+    """`decode` of base64, plain or as a data URL. ValueError, also for the address of a file: none is fetched."""
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    elif "://" in text[:16]:
+        raise ValueError("ref_audio is an address, and no address is fetched: send the file itself, in base64")
+    if len(text) > max_bytes * 4 // 3 + 4:
+        raise ValueError(f"ref_audio is longer than {max_bytes} bytes in base64")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"ref_audio is not base64: {error}") from None
+    return decode(data, max_bytes)
+
+
+def from_pcm16(data: bytes, max_bytes: int) -> np.ndarray:
+    """16-bit samples at 16 kHz, as the plain runtime's gRPC clients send them -> float32 (T,). ValueError."""
+    if len(data) > max_bytes or len(data) % 2:
+        raise ValueError(f"prompt_audio has {len(data)} bytes: expected whole 16-bit samples, up to {max_bytes} bytes")
+    return validate_reference(np.frombuffer(data, "<i2").astype(np.float32) / (1 << 15))

@@ -1,0 +1,96 @@
+"""The gRPC service of CosyVoice's plain runtime, over the same core."""
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from common.errors import UnavailableError
+from common.speech_service.core import Job
+from common.speech_service.encoding import Renderer
+from common.speech_service.errors import ApiError, invalid
+from common.speech_service.guard import check_key
+from common.speech_service.recordings import from_pcm16
+from common.speech_service.requests import SpeechRequest
+from common.speech_service.service import Service
+
+logger = logging.getLogger(__name__)
+
+PROTO = "common/speech_service/cosyvoice.proto"
+GRACE_SECONDS = 5.0
+
+_FIELDS = (("spk_id", "voice"), ("instruct_text", "instructions"), ("prompt_text", "ref_text"))  # theirs, ours
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to listen; port 0: any free one."""
+
+    host: str
+    port: int
+
+
+@contextlib.asynccontextmanager
+async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[None]:
+    """The gRPC server, while the block runs; none without an endpoint. OSError where the port is taken."""
+    if endpoint is None:
+        yield
+        return
+    _, services = grpc.protos_and_services(PROTO)  # compiled here: no generated code to go stale
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", service.settings.max_body_bytes)])
+    services.add_CosyVoiceServicer_to_server(Bridge(service), server)
+    try:
+        port = server.add_insecure_port(f"{endpoint.host}:{endpoint.port}")
+    except RuntimeError as error:
+        raise OSError(f"port {endpoint.port} of the plain runtime's gRPC service cannot be used: {error}") from None
+    await server.start()
+    logger.info("the plain runtime's gRPC service listens on %s:%d", endpoint.host, port)
+    try:
+        yield
+    finally:
+        await server.stop(GRACE_SECONDS)
+
+
+class Bridge:
+    """The servicer."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._messages, _ = grpc.protos_and_services(PROTO)
+
+    async def Inference(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:  # noqa: N802
+        """Answer one request in pieces, each 16-bit samples."""
+        try:
+            metadata = dict(context.invocation_metadata() or ())
+            check_key(str(metadata.get("authorization", "")), self._service.settings.api_keys)
+            job = await self._job(request)
+            async with contextlib.aclosing(self._service.audio(job, Renderer("pcm"))) as parts:
+                async for part in parts:
+                    yield self._messages.Response(tts_audio=part)
+        except ApiError as error:
+            await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
+        except UnavailableError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def _job(self, request: Any) -> Job:
+        kind = request.WhichOneof("RequestPayload")
+        if kind is None:
+            raise invalid("the request is empty")
+        asked = getattr(request, kind)
+        values = {"input": asked.tts_text}
+        for field, name in _FIELDS:
+            if field in asked.DESCRIPTOR.fields_by_name:
+                values[name] = getattr(asked, field)
+        recording = asked.prompt_audio if "prompt_audio" in asked.DESCRIPTOR.fields_by_name else None
+        return await self._service.job(SpeechRequest(**values), recording, from_pcm16)

@@ -1,0 +1,54 @@
+"""The FastAPI routes of CosyVoice's plain runtime: forms in, 16-bit samples at 24 kHz out.
+
+Its own clients send a form with GET, and so may others with POST.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from common.speech_service.encoding import Renderer
+from common.speech_service.errors import invalid
+from common.speech_service.requests import SpeechRequest
+from common.speech_service.responses import AudioResponse
+from common.speech_service.service import Service
+from common.speech_service.speech_routes import read_fields
+
+router = APIRouter()
+
+# Route -> fields of its form, `prompt_wav` being a file, and what each is of a request to speak.
+_INPUT = {"tts_text": "input"}
+ROUTES: Mapping[str, Mapping[str, str]] = {
+    "/inference_sft": {**_INPUT, "spk_id": "voice"},
+    "/inference_zero_shot": {**_INPUT, "prompt_text": "ref_text", "prompt_wav": "ref_audio"},
+    "/inference_cross_lingual": {**_INPUT, "prompt_wav": "ref_audio"},
+    "/inference_instruct": {**_INPUT, "spk_id": "voice", "instruct_text": "instructions"},
+    "/inference_instruct2": {**_INPUT, "instruct_text": "instructions", "prompt_wav": "ref_audio"},
+}
+
+
+async def infer(request: Request) -> Response:
+    """Answer any of them."""
+    service = Service.of(request)
+    names = ROUTES[request.url.path]
+    fields, upload = await read_fields(request, "prompt_wav")
+    values: dict[str, Any] = {}
+    for field, name in names.items():
+        if field == "prompt_wav":
+            if upload is None:
+                raise invalid("prompt_wav is missing: send the recording as a file", field)
+        elif not str(fields.get(field, "")).strip():
+            raise invalid(f"{field} is missing", field)
+        else:
+            values[name] = str(fields[field])
+    job = await service.job(SpeechRequest(**values), upload)
+    renderer = Renderer("pcm")
+    return AudioResponse(
+        service.audio(job, renderer), renderer.format.media_type, service.settings.stall, renderer.rate
+    )
+
+
+for path in ROUTES:
+    router.add_api_route(path, infer, methods=["GET", "POST"], include_in_schema=False)

@@ -1,0 +1,71 @@
+"""What can be set, checked once. The options and the environment are read by scripts/speech_server.py."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from common.constants import SAMPLE_RATE
+
+RATES = (8_000, 11_025, 12_000, 22_050, 32_000, 44_100, 48_000)  # besides the models' own two
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of the service; ValueError naming one that is wrong.
+
+    urls: gRPC addresses of Triton. voices_dir: the folder of the voices. model: what requests without a served name
+    get; empty: the first that is served. sample_rate: of answers to requests that name none. timeout: seconds for one
+    whole answer. stall: seconds that a client may leave its audio unread.
+    """
+
+    urls: tuple[str, ...] = ("localhost:8001",)
+    voices_dir: Path = Path("models/demo/voices")
+    model: str = ""
+    sample_rate: int = SAMPLE_RATE
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_streams: int = 64
+    max_sessions: int = 256
+    max_input_chars: int = 4096
+    max_reference_mb: int = 10
+    max_batch: int = 32
+    timeout: float = 300.0
+    stall: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise ValueError("no address of a Triton was given")
+        object.__setattr__(self, "urls", tuple(grpc_address(url) for url in self.urls))
+        for name in ("max_streams", "max_sessions", "max_input_chars", "max_reference_mb", "max_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} is not positive")
+        for name in ("timeout", "stall"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} {getattr(self, name)} is not a positive number of seconds")
+
+    @property
+    def max_reference_bytes(self) -> int:
+        return self.max_reference_mb * MIB
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of any request: one recording in base64, and the texts."""
+        return self.max_reference_bytes * 4 // 3 + 2 * MIB
+
+
+def grpc_address(url: str) -> str:
+    """host:port of Triton's gRPC endpoint. ValueError naming an address that is none.
+
+    `http://host:8000`, as the documented bridge is given it, is Triton's HTTP endpoint, which cannot stream: its gRPC
+    port is the next one by Triton's own convention (8000/8001, 18000/18001).
+    """
+    parts = urlsplit(url if "://" in url else f"grpc://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme not in ("grpc", "http") or not parts.hostname or not port or parts.path.strip("/"):
+        raise ValueError(f"{url!r} is no address of a Triton: it must look like localhost:8001")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{host}:{port + 1 if parts.scheme == 'http' else port}"

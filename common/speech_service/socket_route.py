@@ -1,0 +1,205 @@
+"""WS /v1/audio/speech/stream: text in piece by piece, as an LLM writes it; sentence by sentence out; barge-in.
+
+    client  session.config {fields of /v1/audio/speech}   input.text {text}   input.done   input.cancel   session.close
+    server  audio.start {utterance_index, sentence_index, sentence_text, format, sample_rate}, binary frames, audio.done
+            session.done {utterance_index, total_sentences}   audio.cancelled {utterance_index}   error {error}
+
+A sentence is spoken as soon as the next one begins. Each is an answer of its own: with a container (mp3, wav, …) a
+file of its own; pcm, the default here, goes on without a seam.
+"""
+
+import asyncio
+import json
+from collections import deque
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, WebSocket
+from sentencex import segment as sentence_ends
+from starlette.websockets import WebSocketDisconnect
+
+from common.errors import UnavailableError
+from common.speech_service.errors import ApiError, invalid
+from common.speech_service.requests import SpeechRequest, parse
+from common.speech_service.service import Service
+from common.text import is_speakable
+
+IDLE_SECONDS = 300.0
+MAX_WAITING_CHARS = 65_536  # of sentences that were not spoken yet
+_POLICY_VIOLATION, _TRY_AGAIN_LATER = 1008, 1013  # RFC 6455's codes
+
+router = APIRouter()
+
+
+@router.websocket("/v1/audio/speech/stream")
+async def converse(socket: WebSocket) -> None:
+    """One connection, any number of utterances."""
+    service = Service.of(socket)
+    await socket.accept()
+    sessions = service.metrics.sessions
+    if service.sessions >= service.settings.max_sessions:
+        await socket.close(_TRY_AGAIN_LATER, "as many sessions are open as may be")
+        return
+    service.sessions += 1
+    sessions.set(service.sessions)
+    try:
+        session = Session(socket, service)
+        try:
+            await session.run()
+        finally:
+            await session.silence()
+    except WebSocketDisconnect:
+        pass
+    finally:
+        service.sessions -= 1
+        sessions.set(service.sessions)
+
+
+class Session:
+    """What one client said so far, and what of it is still to be spoken.
+
+    The reader never waits for the speaker, so that a cancel is heard at once.
+    """
+
+    def __init__(self, socket: WebSocket, service: Service) -> None:
+        self._socket = socket
+        self._service = service
+        self._config: dict[str, Any] = {"response_format": "pcm"}
+        self._tail = ""  # text whose sentence may go on
+        self._waiting: deque[str] = deque()
+        self._finished = False  # the client has said that the utterance ends with what is waiting
+        self._utterance = 0
+        self._sentences = 0  # spoken of this utterance
+        self._speaker: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Until the client closes the session, leaves, or is silent for too long."""
+        while True:
+            try:
+                message = await asyncio.wait_for(self._socket.receive_text(), IDLE_SECONDS)
+            except asyncio.TimeoutError:
+                await self._socket.close(1000, "idle")
+                return
+            except KeyError:  # starlette's answer to a binary frame
+                await self._say_error(invalid("a binary message: send JSON"))
+                continue
+            try:
+                if not await self._take(message):
+                    return
+            except ApiError as error:
+                await self._say_error(error)
+
+    async def _take(self, message: str) -> bool:
+        """One message; False when it was the last."""
+        try:
+            fields = json.loads(message)
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"the message is not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise invalid("the message is no JSON object")
+        kind = fields.pop("type", None)
+        if kind == "session.config":
+            self._configure(fields)
+        elif kind == "input.text":
+            self._hear(fields.get("text"))
+        elif kind == "input.done":
+            self._finish()
+        elif kind == "input.cancel":
+            await self._cancel()
+        elif kind == "session.close":
+            await self._cancel()
+            await self._socket.close()
+            return False
+        else:
+            raise invalid(f"the message type {kind!r} is unknown", "type")
+        return True
+
+    def _configure(self, fields: dict[str, Any]) -> None:
+        """Fields of a request, for everything from now on. Not amid an utterance, which would change its voice."""
+        if self._tail or self._waiting or self._speaking:
+            raise invalid("session.config amid an utterance: send it before input.text, or after session.done")
+        config = {"response_format": "pcm", **fields}
+        self._service.renderer(parse(SpeechRequest, {**config, "input": "."}))
+        self._config = config
+
+    def _hear(self, text: Any) -> None:
+        if not isinstance(text, str):
+            raise invalid("input.text has no text", "text")
+        if len(text) + len(self._tail) + sum(map(len, self._waiting)) > MAX_WAITING_CHARS:
+            raise ApiError(
+                429, f"more than {MAX_WAITING_CHARS} characters are waiting to be spoken", code="too_much_text"
+            )
+        whole = list(sentence_ends("en", self._tail + text))
+        self._tail = whole.pop() if whole else ""
+        self._queue(whole)
+
+    def _finish(self) -> None:
+        self._queue([self._tail])
+        self._tail, self._finished = "", True
+        self._wake()
+
+    def _queue(self, sentences: list[str]) -> None:
+        self._waiting.extend(sentence.strip() for sentence in sentences if is_speakable(sentence))
+        if self._waiting:
+            self._wake()
+
+    @property
+    def _speaking(self) -> bool:
+        return self._speaker is not None and not self._speaker.done()
+
+    def _wake(self) -> None:
+        if not self._speaking:
+            self._speaker = asyncio.create_task(self._speak())
+
+    async def _speak(self) -> None:
+        """Whatever is waiting, then the end of the utterance if it has come."""
+        while self._waiting:
+            try:
+                await self._speak_sentence(self._waiting.popleft())
+            except asyncio.TimeoutError:
+                await self._socket.close(_POLICY_VIOLATION, "the audio is not read")
+                return
+        if self._finished:
+            done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
+            self._utterance, self._sentences, self._finished = self._utterance + 1, 0, False
+            await self._say("session.done", **done)
+
+    async def _speak_sentence(self, text: str) -> None:
+        index = {"utterance_index": self._utterance, "sentence_index": self._sentences}
+        self._sentences += 1
+        sent, failed = 0, False
+        try:
+            wanted: SpeechRequest = parse(SpeechRequest, {**self._config, "input": text})
+            renderer = self._service.renderer(wanted)
+            job = await self._service.job(wanted)
+            await self._say(
+                "audio.start", **index, sentence_text=text, format=wanted.response_format, sample_rate=renderer.rate
+            )
+            async with aclosing(self._service.audio(job, renderer)) as parts:
+                async for part in parts:
+                    sent += len(part)
+                    await asyncio.wait_for(self._socket.send_bytes(part), self._service.settings.stall)
+        except (ApiError, UnavailableError) as error:
+            failed = True
+            await self._say_error(error if isinstance(error, ApiError) else ApiError(503, str(error)))
+        await self._say("audio.done", **index, total_bytes=sent, error=failed)
+
+    async def _cancel(self) -> None:
+        """Barge-in: nothing of what was said so far is spoken any more, nor sent after the answer to this."""
+        self._waiting.clear()
+        self._tail, self._finished = "", False
+        await self.silence()
+        cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
+        await self._say("audio.cancelled", utterance_index=cancelled)
+
+    async def silence(self) -> None:
+        """Stop speaking; returns when nothing of it goes on."""
+        if self._speaker is not None:
+            self._speaker.cancel()
+            await asyncio.gather(self._speaker, return_exceptions=True)
+
+    async def _say(self, kind: str, **fields: Any) -> None:
+        await self._socket.send_json({"type": kind, **fields})
+
+    async def _say_error(self, error: ApiError) -> None:
+        await self._say("error", **error.body)

@@ -1,0 +1,133 @@
+"""POST /v1/audio/speech and its batch; GET /v1/models."""
+
+import asyncio
+import base64
+import json
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.datastructures import UploadFile
+from starlette.responses import JSONResponse, Response
+
+from common.speech_service.errors import ApiError, invalid
+from common.speech_service.requests import BatchRequest, SpeechRequest, parse
+from common.speech_service.responses import AudioResponse, events
+from common.speech_service.service import Service
+from common.tasks import TaskScope
+
+BATCH_STREAMS = 4  # of one batch at a time, so that it leaves room for those who listen
+MAX_FIELDS = 64
+
+router = APIRouter()
+
+
+def _body(model: type[SpeechRequest] | type[BatchRequest]) -> dict[str, Any]:
+    """For the OpenAPI document; the body is parsed here, so that every error is in OpenAI's form."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+@router.post("/v1/audio/speech", openapi_extra=_body(SpeechRequest))
+@router.post("/audio/speech", include_in_schema=False)
+async def speech(request: Request) -> Response:
+    """Speak a text. The audio leaves as it is made."""
+    service = Service.of(request)
+    fields, upload = await read_fields(request, "ref_audio")
+    wanted: SpeechRequest = parse(SpeechRequest, fields)
+    renderer = service.renderer(wanted)
+    job = await service.job(wanted, upload)
+    audio = service.audio(job, renderer)
+    if wanted.stream_format == "sse":
+        return AudioResponse(events(audio, job), "text/event-stream", service.settings.stall, renderer.rate)
+    return AudioResponse(audio, renderer.format.media_type, service.settings.stall, renderer.rate)
+
+
+@router.post("/v1/audio/speech/batch", openapi_extra=_body(BatchRequest))
+async def batch(request: Request) -> Response:
+    """Speak several texts; the answer comes when all are spoken. One that fails does not keep the others."""
+    service = Service.of(request)
+    fields, _ = await read_fields(request)
+    wanted: BatchRequest = parse(BatchRequest, fields)
+    if len(wanted.items) > service.settings.max_batch:
+        raise invalid(
+            f"a batch of {len(wanted.items)} items, more than the limit of {service.settings.max_batch}", "items"
+        )
+    places = asyncio.Semaphore(BATCH_STREAMS)
+
+    async def one(index: int, item: dict[str, Any]) -> dict[str, Any]:
+        async with places:
+            try:
+                return {"index": index, "status": "success", **await _whole(service, item)}
+            except ApiError as error:
+                return {"index": index, "status": "error", **error.body}
+
+    async with TaskScope() as tasks:
+        work = [tasks.spawn(one(index, item)) for index, item in enumerate(wanted.requests())]
+        gone = tasks.spawn(_left(request))
+        done = asyncio.gather(*work)
+        await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+        results = done.result() if done.done() else []
+    succeeded = sum(result["status"] == "success" for result in results)
+    return JSONResponse({"results": results, "succeeded": succeeded, "failed": len(results) - succeeded})
+
+
+async def _whole(service: Service, item: dict[str, Any]) -> dict[str, Any]:
+    """One item of a batch, complete."""
+    wanted: SpeechRequest = parse(SpeechRequest, item)
+    renderer = service.renderer(wanted)
+    job = await service.job(wanted)
+    async with aclosing(service.audio(job, renderer)) as parts:
+        audio = b"".join([part async for part in parts])
+    return {
+        "audio_data": base64.b64encode(audio).decode(),
+        "media_type": renderer.format.media_type,
+        "sample_rate": renderer.rate,
+        "usage": job.usage,
+    }
+
+
+async def _left(request: Request) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.2)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The served models. OpenAI's own names are understood too, see docs/http.md."""
+    return {"object": "list", "data": [_model(name) for name in Service.of(request).core.pool.models]}
+
+
+@router.get("/v1/models/{name}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """One of them."""
+    if name not in Service.of(request).core.pool.models:
+        raise ApiError(404, f"the model {name!r} is not served", code="model_not_found", param="model")
+    return _model(name)
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "cosyvoice"}
+
+
+async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any], bytes | None]:
+    """The fields of a JSON object or a form, and what the file in the field `upload` holds, if it came. ApiError."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=16 << 20) as form:
+            fields: dict[str, Any] = dict(form)
+            data = None
+            if isinstance(file := fields.get(upload), UploadFile):
+                data = await file.read()
+                del fields[upload]
+        if stray := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
+            raise invalid(f"{stray[0]} cannot be a file", stray[0])
+        return fields, data
+    if kind != "application/json":
+        raise ApiError(415, f"the body is {kind!r}: send application/json or multipart/form-data")
+    try:
+        fields = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise invalid(f"the body is a JSON {type(fields).__name__}, not an object")
+    return fields, None

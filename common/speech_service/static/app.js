@@ -1,0 +1,214 @@
+// The page: asks the service as any client would, and plays the answer while it comes.
+
+import { Player, draw } from "/static/player.js";
+import { Microphone, asWav } from "/static/recorder.js";
+import { SampleReader, wavOf } from "/static/wav.js";
+
+const $ = (id) => document.getElementById(id);
+const OWN = "\u0000own"; // no voice can be called so
+const microphone = new Microphone();
+let own = null; // { wav, seconds }
+let player = null;
+let request = null; // AbortController of what is being spoken
+
+// --- the service ---------------------------------------------------------------------------------------------------
+
+async function call(path, options = {}) {
+  const key = $("key").value.trim();
+  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
+  const answer = await fetch(path, { ...options, headers });
+  if (answer.ok) return answer;
+  if (answer.status === 401) $("settings").open = true;
+  const body = await answer.json().catch(() => null);
+  throw new Error(body?.error?.message ?? `the service answered ${answer.status}`);
+}
+
+async function showVoices(chosen) {
+  const names = (await (await call("/v1/audio/voices")).json()).voices;
+  const options = [...names.map((name) => new Option(name, name)), new Option("Your recording", OWN)];
+  if (!names.length) options.unshift(new Option("the server's default", ""));
+  $("voice").replaceChildren(...options);
+  $("voice").value = chosen ?? options[0].value;
+}
+
+async function showService() {
+  try {
+    const { data } = await (await call("/v1/models")).json();
+    $("service").textContent = data.length ? data.map((model) => model.id).join(", ") : "No Triton answers.";
+    await showVoices();
+  } catch (error) {
+    $("service").textContent = error.message;
+  }
+}
+
+// --- speaking ------------------------------------------------------------------------------------------------------
+
+function say(text, wrong = false) {
+  $("state").textContent = text;
+  $("state").classList.toggle("wrong", wrong);
+}
+
+function bodyOf(text) {
+  const fields = new FormData();
+  const put = { input: text, response_format: "pcm", speed: $("speed").value, instructions: $("instructions").value };
+  Object.entries(put).forEach(([name, value]) => fields.append(name, value));
+  if ($("voice").value !== OWN) {
+    fields.append("voice", $("voice").value);
+  } else if (own) {
+    fields.append("ref_audio", own.wav, "recording.wav");
+    if (!$("instructions").value.trim()) fields.append("ref_text", $("own-text").value);
+  } else {
+    $("own").open = true;
+    throw new Error("Record a voice or choose a file first.");
+  }
+  return fields;
+}
+
+async function speak() {
+  stop();
+  player = null;
+  const context = new AudioContext();
+  const mine = new AbortController();
+  request = mine;
+  $("play").disabled = true;
+  $("stop").disabled = false;
+  $("download").hidden = true;
+  ["first", "factor", "length", "gaps"].forEach((id) => { $(id).textContent = "–"; });
+  say("Waiting for the first audio …");
+  const begun = performance.now();
+  try {
+    const answer = await call("/v1/audio/speech", { method: "POST", body: bodyOf($("text").value), signal: mine.signal });
+    player = new Player(context, Number(answer.headers.get("x-sample-rate")));
+    const reader = new SampleReader();
+    const stream = answer.body.getReader();
+    for (let piece = await stream.read(); !piece.done; piece = await stream.read()) {
+      if (!player.samples) {
+        $("first").textContent = `${Math.round(performance.now() - begun)} ms`;
+        say("Speaking …");
+        requestAnimationFrame(keepPainting);
+      }
+      player.add(reader.take(piece.value));
+    }
+    const seconds = (performance.now() - begun) / 1000;
+    $("factor").textContent = (seconds / player.seconds).toFixed(2);
+    offer();
+    while (player.sounding && !mine.signal.aborted) await new Promise((wait) => setTimeout(wait, 50));
+    if (!mine.signal.aborted) say(`Done: ${player.seconds.toFixed(1)} seconds.`);
+  } catch (error) {
+    if (mine.signal.aborted) say("Stopped.");
+    else say(player?.samples ? `The answer broke off: ${error.message}` : error.message, true);
+  } finally {
+    await context.close();
+    if (request === mine) { // and not what was asked for since
+      request = null;
+      $("play").disabled = false;
+      $("stop").disabled = true;
+    }
+  }
+}
+
+function stop() {
+  request?.abort();
+  player?.stop();
+}
+
+function offer() {
+  URL.revokeObjectURL($("download").href);
+  $("download").href = URL.createObjectURL(wavOf(player.parts, player.rate));
+  $("download").hidden = false;
+}
+
+function paint() {
+  if (!player) return;
+  const { parts, samples, seconds, heard } = player;
+  draw($("wave"), parts, samples, seconds ? heard / seconds : 0);
+  $("wave").setAttribute("aria-label", `Waveform of ${seconds.toFixed(1)} seconds`);
+  $("length").textContent = `${seconds.toFixed(2)} s`;
+  $("gaps").textContent = String(player.gaps);
+}
+
+function keepPainting() {
+  paint();
+  if (request) requestAnimationFrame(keepPainting);
+}
+
+// --- a voice of one's own --------------------------------------------------------------------------------------------
+
+async function keep(blob) {
+  try {
+    own = await asWav(blob);
+  } catch {
+    $("own-state").textContent = "The browser cannot read this as sound.";
+    return;
+  }
+  URL.revokeObjectURL($("own-player").src);
+  $("own-player").src = URL.createObjectURL(own.wav);
+  $("own-player").hidden = false;
+  $("own-state").textContent = `${own.seconds.toFixed(1)} seconds, chosen as the voice.`;
+  $("voice").value = OWN;
+  $("save").disabled = false;
+}
+
+async function record() {
+  if (microphone.running) {
+    microphone.stop();
+    return;
+  }
+  try {
+    const recorded = microphone.record((seconds) => { $("own-state").textContent = `Recording: ${seconds.toFixed(0)} s`; });
+    $("record").textContent = "Stop recording";
+    await keep(await recorded);
+  } catch (error) {
+    $("own-state").textContent = `The microphone cannot be used: ${error.message}`;
+  } finally {
+    $("record").textContent = "Record";
+  }
+}
+
+async function save() {
+  const fields = new FormData();
+  fields.append("name", $("name").value.trim());
+  fields.append("ref_text", $("own-text").value);
+  fields.append("audio_sample", own.wav, "recording.wav");
+  const voice = await (await call("/v1/audio/voices", { method: "POST", body: fields })).json();
+  await showVoices(voice.id);
+  $("own-state").textContent = `Saved as ${voice.id}.`;
+}
+
+async function remove() {
+  const name = $("voice").value;
+  if (name === OWN || !name || !window.confirm(`Delete the voice ${name}?`)) return;
+  await call(`/v1/audio/voices/${encodeURIComponent(name)}`, { method: "DELETE" });
+  await showVoices();
+  $("own-state").textContent = `Deleted ${name}.`;
+}
+
+const telling = (work) => () => work().catch((error) => { $("own-state").textContent = error.message; });
+
+// --- what people do --------------------------------------------------------------------------------------------------
+
+const count = () => { $("count").textContent = `${[...$("text").value].length} characters`; };
+$("text").addEventListener("input", count);
+$("speed").addEventListener("input", () => { $("speed-shown").textContent = `${$("speed").value}×`; });
+$("speech").addEventListener("submit", (event) => {
+  event.preventDefault();
+  speak();
+});
+$("stop").addEventListener("click", stop);
+$("file").addEventListener("change", () => { if ($("file").files.length) keep($("file").files[0]); });
+$("record").addEventListener("click", record);
+$("save").addEventListener("click", telling(save));
+$("remove").addEventListener("click", telling(remove));
+$("key").value = sessionStorage.getItem("key") ?? "";
+$("key").addEventListener("change", () => {
+  sessionStorage.setItem("key", $("key").value);
+  showService();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("speech").requestSubmit();
+  if (event.key === "Escape") stop();
+});
+window.addEventListener("resize", paint);
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+count();
+showService();

@@ -1,0 +1,52 @@
+// A recording of one's own: from a file or the microphone, always turned into what the service reads.
+
+import { wavOf } from "/static/wav.js";
+
+const RATE = 16000; // of a reference recording
+const MAX_SECONDS = 30;
+
+/** Any sound that the browser can play, as a 16-bit WAV at 16 kHz, and its seconds. */
+export async function asWav(blob) {
+  const probe = new OfflineAudioContext(1, 1, RATE); // decodes to its own rate
+  const sound = await probe.decodeAudioData(await blob.arrayBuffer());
+  const mixer = new OfflineAudioContext(1, Math.min(sound.length, MAX_SECONDS * RATE), RATE);
+  const source = mixer.createBufferSource();
+  source.buffer = sound;
+  source.connect(mixer.destination);
+  source.start();
+  const floats = (await mixer.startRendering()).getChannelData(0);
+  const samples = Int16Array.from(floats, (value) => Math.round(Math.max(-1, Math.min(1, value)) * 32767));
+  return { wav: wavOf([samples], RATE), seconds: samples.length / RATE };
+}
+
+export class Microphone {
+  #recorder = null;
+
+  get running() { return this.#recorder !== null; }
+
+  /** onSeconds: told how long it has recorded. Resolves to a Blob when `stop` is called or the limit is reached. */
+  async record(onSeconds) {
+    const stream = await navigator.mediaDevices.getUserMedia({ audio: { channelCount: 1 } });
+    const recorder = new MediaRecorder(stream);
+    const pieces = [];
+    const begun = performance.now();
+    this.#recorder = recorder;
+    const clock = setInterval(() => {
+      const seconds = (performance.now() - begun) / 1000;
+      onSeconds(seconds);
+      if (seconds >= MAX_SECONDS) this.stop();
+    }, 200);
+    return new Promise((resolve) => {
+      recorder.ondataavailable = (event) => pieces.push(event.data);
+      recorder.onstop = () => {
+        clearInterval(clock);
+        stream.getTracks().forEach((track) => track.stop());
+        this.#recorder = null;
+        resolve(new Blob(pieces, { type: recorder.mimeType }));
+      };
+      recorder.start();
+    });
+  }
+
+  stop() { this.#recorder?.stop(); }
+}

@@ -1,0 +1,117 @@
+"""Speech services and Tritons for them, on real sockets, in threads of the tests' process."""
+
+import asyncio
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import uvicorn
+
+from common.server import TritonServer, free_port
+from common.speech_service.app import build
+from common.speech_service.runtime_grpc import Endpoint
+from common.speech_service.settings import Settings
+from scripts.bench.triton_stub import TritonStub
+from scripts.demo import transcript
+from tests.conftest import ROOT
+
+RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
+VOICE = "anna"
+PLACES = 2  # of the vocoder
+
+
+@dataclass(frozen=True)
+class SpeechStack:
+    """A service with the voice VOICE, before the real tritonserver."""
+
+    url: str
+    runtime_port: int
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@contextlib.contextmanager
+def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStack]:
+    """The voice is put there by the route for it, and its folder is taken away."""
+    port = free_port()
+    with serving(Settings(urls=(triton.grpc_url,), voices_dir=voices), Endpoint("127.0.0.1", port)) as url:
+        files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
+        words = {"name": VOICE, "ref_text": transcript(RECORDING)}
+        assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
+        yield SpeechStack(url, port)
+    shutil.rmtree(voices)
+
+
+class Loop:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float = 20) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@contextlib.contextmanager
+def stub_triton(stub: TritonStub, port: int = 0) -> Iterator[str]:
+    """The address of a stub that listens."""
+    loop = Loop()
+    try:
+        server, address = loop.run(stub.start(port=port))
+        try:
+            yield address
+        finally:
+            loop.run(server.stop(None))
+    finally:
+        loop.close()
+
+
+@contextlib.contextmanager
+def serving(settings: Settings, runtime: Endpoint | None = None) -> Iterator[str]:
+    """http://host:port of the service, ready."""
+    port = free_port()
+    config = uvicorn.Config(
+        build(settings, runtime),
+        port=port,
+        log_config=None,
+        access_log=False,
+        ws="websockets-sansio",
+        ws_max_size=settings.max_body_bytes,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive())
+        assert server.started
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(15)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    """How many seconds it took `condition` to hold."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, "it did not happen in time"
+        time.sleep(0.01)
+    return time.monotonic() - begun

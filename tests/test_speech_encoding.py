@@ -1,0 +1,96 @@
+"""Formats, rates and speeds: what is encoded chunk by chunk is decoded again by a library, and has its length."""
+
+import io
+import wave
+
+import av
+import numpy as np
+import pytest
+import soundfile as sf
+
+from common.constants import SAMPLE_RATE
+from common.speech_service.encoding import FORMATS, Renderer
+
+SECONDS = 2.0
+TONE_HZ = 440.0
+
+
+def tone(rate: int = SAMPLE_RATE) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * TONE_HZ * np.arange(int(SECONDS * rate)) / rate)).astype(np.float32)
+
+
+def rendered(name: str, rate: int = SAMPLE_RATE, speed: float = 1.0) -> list[bytes]:
+    renderer = Renderer(name, rate, speed)
+    chunks = np.array_split(tone(), 7)
+    return [*(renderer.push(chunk) for chunk in chunks), renderer.finish()]
+
+
+def decoded(name: str, data: bytes, rate: int) -> tuple[np.ndarray, int]:
+    """float (N,) and its rate, by FFmpeg."""
+    if name == "pcm":
+        return np.frombuffer(data, "<i2") / (1 << 15), rate
+    with av.open(io.BytesIO(data)) as container:
+        resampler = av.AudioResampler(format="flt", layout="mono")
+        frames = [part for frame in container.decode(audio=0) for part in resampler.resample(frame)]
+    return np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames]), frames[0].sample_rate
+
+
+def pitch(wav: np.ndarray, rate: int) -> float:
+    spectrum = np.abs(np.fft.rfft(wav * np.hanning(wav.size)))
+    return float(np.argmax(spectrum) * rate / wav.size)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "speed"),
+    [
+        *((name, SAMPLE_RATE, 1.0) for name in FORMATS),
+        *((name, 8_000, 1.5) for name in FORMATS),
+        ("pcm", 48_000, 0.25),
+        ("mp3", SAMPLE_RATE, 4.0),
+    ],
+)
+def test_every_format_decodes_to_the_length_and_the_pitch_that_was_spoken(name: str, rate: int, speed: float) -> None:
+    parts = rendered(name, rate, speed)
+    wav, got = decoded(name, b"".join(parts), rate)
+    assert got == (48_000 if name == "opus" else rate)  # an Opus decoder has one rate
+    # An encoder's frame and its delay, and the window of the time-stretch.
+    assert wav.size / got == pytest.approx(SECONDS / speed, abs=3000 / rate + 0.01 * SECONDS / speed)
+    middle = wav[wav.size // 4 : -wav.size // 4]
+    assert pitch(middle, got) == pytest.approx(TONE_HZ, rel=0.02)
+    assert np.sqrt(np.mean(middle**2)) == pytest.approx(0.5 / np.sqrt(2), abs=0.05)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_audio_leaves_with_the_chunk_that_it_is_made_of(name: str) -> None:
+    first, *others, last = map(len, rendered(name))
+    assert first > 0 and min(others) > 0
+    assert last < sum(others) / 3
+
+
+def test_the_header_of_a_streamed_wav_is_accepted_by_other_readers() -> None:
+    data = b"".join(rendered("wav"))
+    samples, rate = sf.read(io.BytesIO(data), dtype="float32")
+    assert rate == SAMPLE_RATE
+    np.testing.assert_allclose(samples, tone(), atol=1e-4)
+    with wave.open(io.BytesIO(data)) as file:
+        assert len(file.readframes(10**6)) == 2 * tone().size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ogg",), "response_format 'ogg' is none of mp3, opus"),
+        (("mp3", 1000), "sample_rate 1000 is none of 8000"),
+        (("opus", 44_100), "which opus can have"),
+        (("pcm", SAMPLE_RATE, 0.2), "speed 0.2 is not in 0.25..4"),
+        (("pcm", SAMPLE_RATE, float("nan")), "speed nan"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused_by_its_value(arguments: tuple, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Renderer(*arguments)
+
+
+def test_samples_beyond_full_scale_are_clipped() -> None:
+    pcm = np.frombuffer(Renderer("pcm").push(np.array([2.0, -2.0, 0.0], np.float32)), "<i2")
+    assert pcm.tolist() == [32767, -32767, 0]
