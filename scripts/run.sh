@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# The unet stack, stage by stage:  bash scripts/run.sh START STOP [streaming|offline]
+#
+#   -1  check the machine              3  serve; ends with the script, Ctrl-C where it is the last stage
+#    0  get the checkpoints            4  one request over HTTP (offline only: HTTP carries one answer)
+#    1  build the LLM's engine, try it 5  gRPC benchmark
+#    2  render the model repository    6  offline benchmark, without a server
+#
+#   bash scripts/run.sh 0 3                    from nothing to a server, inside the image of Dockerfile.server
+#   bash scripts/run.sh 5 5                    benchmark a server that runs already
+#   LOCAL=1 bash scripts/run.sh -1 6 offline   everything on a CPU, with random weights
+#
+# Settings, from the environment: MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT,
+# MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA (options that choose what the benchmarks say).
+
+# shellcheck source-path=SCRIPTDIR source=stages.sh
+source "$(dirname "${BASH_SOURCE[0]}")/stages.sh"
+
+LOCAL=${LOCAL:-0}
+MODE=${3:-streaming}
+HTTP_PORT=${HTTP_PORT:-8000}
+GRPC_PORT=${GRPC_PORT:-8001}
+METRICS_PORT=${METRICS_PORT:-8002}
+HEALTH_PORT=${HEALTH_PORT:-8003}
+MAX_BATCH_SIZE=${MAX_BATCH_SIZE:-16}
+NUM_TASKS=${NUM_TASKS:-2}
+VOICE=(--reference-audio tests/assets/reference_en.wav --reference-text
+    "Your call is now first in line and will be answered by the next available representative.")
+
+if ((LOCAL)); then
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores, and the demo's networks are small
+    MODELS=${MODELS:-models/demo}
+    REPOSITORY=${REPOSITORY:-build/unet}
+    DATA=${DATA:---manifest-path tests/assets/manifest.jsonl}
+    OFFLINE_DATA=${OFFLINE_DATA:---manifest-path tests/assets/manifest.jsonl}
+    CHECKPOINTS=(demo)
+    ENGINE=(--kind onnxruntime_genai)
+    ENGINE_DIR=$MODELS/cosyvoice2_llm_genai
+    ENGINE_PYTHON=$PYTHON
+    RENDER=(--device cpu)
+    BACKENDS=(hf onnxruntime_genai)
+else
+    MODELS=${MODELS:-models/official}
+    REPOSITORY=${REPOSITORY:-model_repo_cosyvoice2}
+    DATA=${DATA:---huggingface-dataset yuekai/seed_tts --split-name wenetspeech4tts}
+    OFFLINE_DATA=${OFFLINE_DATA:---split-name wenetspeech4tts}
+    CHECKPOINTS=(download --stack unet)
+    ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
+    ENGINE_DIR=$MODELS/trt_engines_bfloat16
+    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON}  # the image has TensorRT-LLM in another one
+    RENDER=(--device gpu --llm-backend tensorrtllm --max-batch-size "$MAX_BATCH_SIZE")
+    BACKENDS=(hf trtllm)
+fi
+OUT=${OUT:-out/unet}
+read -ra DATA <<<"$DATA"
+read -ra OFFLINE_DATA <<<"$OFFLINE_DATA"
+
+read_stages -1 6 "$@"
+case $MODE in
+streaming) ;;
+offline) RENDER+=(--offline) ;;
+*) echo "the third argument is streaming or offline, not '$MODE'" >&2 && exit 2 ;;
+esac
+
+if stage -1 "check the machine"; then
+    "$PYTHON" -m scripts.check_machine
+fi
+
+if stage 0 "get the checkpoints"; then
+    "$PYTHON" -m scripts.prepare "${CHECKPOINTS[@]}" "$MODELS"
+fi
+
+if stage 1 "build the LLM's engine and try it"; then
+    "$PYTHON" -m scripts.prepare engine "$MODELS" "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m scripts.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" \
+        --engine_dir "$ENGINE_DIR" --max_tokens 50
+fi
+
+if stage 2 "render the model repository, $MODE"; then
+    "$PYTHON" -m scripts.render "$MODELS" "$REPOSITORY" --stack unet "${RENDER[@]}"
+fi
+
+if stage 3 "serve"; then
+    start triton "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file - --http-port "$HTTP_PORT" \
+        --grpc-port "$GRPC_PORT" --metrics-port "$METRICS_PORT" --health-port "$HEALTH_PORT"
+    await triton "http://127.0.0.1:$HEALTH_PORT/ready"
+    hold
+fi
+
+if stage 4 "one request over HTTP"; then
+    if [[ $MODE == offline ]]; then
+        "$PYTHON" scripts/client_http.py --server-url "http://127.0.0.1:$HTTP_PORT" --model-name cosyvoice2 \
+            --target-text "Hello from an HTTP request." "${VOICE[@]}" --output-audio "$OUT/http.wav"
+    else
+        echo "passed over: Triton's HTTP endpoint gives one answer per request; bash $0 2 4 offline"
+    fi
+fi
+
+if stage 5 "gRPC benchmark, $NUM_TASKS tasks, $MODE"; then
+    "$PYTHON" scripts/client_grpc.py --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2 \
+        --num-tasks "$NUM_TASKS" --mode "$MODE" "${DATA[@]}" --log-dir "$OUT/grpc_${MODE}_${NUM_TASKS}_tasks"
+fi
+
+if stage 6 "offline benchmark, without a server"; then
+    for backend in "${BACKENDS[@]}"; do
+        "$PYTHON" scripts/offline_inference.py --backend "$backend" --engine-dir "$ENGINE_DIR" \
+            --llm-model-name-or-path "$MODELS/cosyvoice2_llm" --token2wav-path "$MODELS/CosyVoice2-0.5B" \
+            --batch-size "$MAX_BATCH_SIZE" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" \
+            --output-dir "$OUT/offline_$backend"
+    done
+fi

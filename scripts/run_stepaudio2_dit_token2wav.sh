@@ -1,0 +1,161 @@
+#!/usr/bin/env bash
+# The dit stack, stage by stage:  bash scripts/run_stepaudio2_dit_token2wav.sh START STOP
+#
+#   -1  check the machine                    4  gRPC benchmark
+#    0  get the checkpoints                  5  offline benchmark, LLM server and vocoder
+#    1  build the LLM's engine, try it       6  the vocoder alone: whole, in chunks, and both compared
+#    2  render the model repository          7  serve disaggregated: the LLM on GPU 0, vocoders on the others
+#    3  serve: an LLM server and Triton      8  benchmark that over numbers of GPUs and tasks
+#
+# Servers of stages 3 and 7 end with the script; where one of them is the last stage, with Ctrl-C.
+#
+#   bash scripts/run_stepaudio2_dit_token2wav.sh 0 3            from nothing to a server, in the image of Dockerfile.server
+#   bash scripts/run_stepaudio2_dit_token2wav.sh 4 4            benchmark servers that run already
+#   LOCAL=1 bash scripts/run_stepaudio2_dit_token2wav.sh -1 8   everything on a CPU, with random weights
+#
+# Settings, from the environment: MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT LLM_PORT,
+# MAX_BATCH_SIZE NUM_TASKS, TOKEN2WAV_GPUS INSTANCES_PER_GPU TASKS_PER_INSTANCE (stages 7 and 8; tasks: a list) and the
+# first of their ports, TOKEN2WAV_HTTP_PORT TOKEN2WAV_GRPC_PORT TOKEN2WAV_METRICS_PORT TOKEN2WAV_HEALTH_PORT;
+# DATA, OFFLINE_DATA and VOCODER_DATA (options that choose what the benchmarks say).
+
+# shellcheck source-path=SCRIPTDIR source=stages.sh
+source "$(dirname "${BASH_SOURCE[0]}")/stages.sh"
+
+LOCAL=${LOCAL:-0}
+HTTP_PORT=${HTTP_PORT:-18000} # the LLM server has 8000
+GRPC_PORT=${GRPC_PORT:-8001}
+METRICS_PORT=${METRICS_PORT:-8002}
+HEALTH_PORT=${HEALTH_PORT:-8003}
+LLM_PORT=${LLM_PORT:-8000}
+MAX_BATCH_SIZE=${MAX_BATCH_SIZE:-64}
+NUM_TASKS=${NUM_TASKS:-2}
+TOKEN2WAV_HTTP_PORT=${TOKEN2WAV_HTTP_PORT:-17000}
+TOKEN2WAV_GRPC_PORT=${TOKEN2WAV_GRPC_PORT:-18000}
+TOKEN2WAV_METRICS_PORT=${TOKEN2WAV_METRICS_PORT:-16000}
+TOKEN2WAV_HEALTH_PORT=${TOKEN2WAV_HEALTH_PORT:-15000}
+# Upstream runs 2, because each of its vocoders renders one stream at a time. Ours batches them and takes 30 GiB.
+INSTANCES_PER_GPU=${INSTANCES_PER_GPU:-1}
+
+if ((LOCAL)); then
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores, and the demo's networks are small
+    MODELS=${MODELS:-models/demo}
+    REPOSITORY=${REPOSITORY:-build/dit_openai}
+    DATA=${DATA:---manifest-path tests/assets/manifest.jsonl}
+    OFFLINE_DATA=${OFFLINE_DATA:---manifest-path tests/assets/manifest.jsonl}
+    VOCODER_DATA=$OFFLINE_DATA
+    TOKEN2WAV_GPUS=${TOKEN2WAV_GPUS:-2} # servers of this one machine
+    TASKS_PER_INSTANCE=${TASKS_PER_INSTANCE:-1 2}
+    CHECKPOINTS=(demo)
+    ENGINE=(--kind onnxruntime_genai)
+    ENGINE_DIR=$MODELS/cosyvoice2_llm_genai
+    ENGINE_PYTHON=$PYTHON
+    # An LLM server that answers one request after another: the others must not give up meanwhile.
+    RENDER=(--device cpu --set first_token_timeout=60 --set token_timeout=60)
+    LLM_MODEL=$MODELS/cosyvoice2_llm
+    LLM_COMMAND=("$PYTHON" -c "from transformers.cli.transformers import main; main()" serve "$LLM_MODEL"
+        --device cpu --host 127.0.0.1 --port "$LLM_PORT")
+    LLM_OPTIONS=(--backend onnxruntime_genai --engine-dir "$ENGINE_DIR" --batch-size 4)
+else
+    MODELS=${MODELS:-models/official}
+    REPOSITORY=${REPOSITORY:-model_repo_cosyvoice2_dit}
+    DATA=${DATA:---huggingface-dataset yuekai/seed_tts_cosy2 --split-name wenetspeech4tts}
+    OFFLINE_DATA=${OFFLINE_DATA:---split-name wenetspeech4tts}
+    VOCODER_DATA=${VOCODER_DATA:---huggingface-dataset-split wenetspeech4tts}
+    TOKEN2WAV_GPUS=${TOKEN2WAV_GPUS:-3}
+    TASKS_PER_INSTANCE=${TASKS_PER_INSTANCE:-1 2 3 4 5 6}
+    CHECKPOINTS=(download --stack dit)
+    ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
+    ENGINE_DIR=$MODELS/trt_engines_bfloat16
+    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # the image has TensorRT-LLM in another one
+    RENDER=(--device gpu)
+    LLM_MODEL=trt_engines_bfloat16
+    LLM_COMMAND=(trtllm-serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm" --host 127.0.0.1 --port "$LLM_PORT"
+        --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
+    LLM_OPTIONS=(--backend trtllm-serve --openai-model-name "$LLM_MODEL" --batch-size 16
+        --openai-api-base "http://127.0.0.1:$LLM_PORT/v1")
+fi
+OUT=${OUT:-out/dit}
+VOCODER=$MODELS/Step-Audio-2-mini/token2wav
+read -ra DATA <<<"$DATA"
+read -ra OFFLINE_DATA <<<"$OFFLINE_DATA"
+read -ra VOCODER_DATA <<<"$VOCODER_DATA"
+read -ra TASKS_PER_INSTANCE <<<"$TASKS_PER_INSTANCE"
+
+start_llm() {
+    CUDA_VISIBLE_DEVICES=0 start llm "${LLM_COMMAND[@]}"
+    await llm "http://127.0.0.1:$LLM_PORT/health"
+}
+
+start_triton() { # NAME GPU HTTP GRPC METRICS HEALTH
+    CUDA_VISIBLE_DEVICES=$2 start "$1" "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file - --http-port "$3" \
+        --grpc-port "$4" --metrics-port "$5" --health-port "$6"
+}
+
+read_stages -1 8 "$@"
+
+if stage -1 "check the machine"; then
+    "$PYTHON" -m scripts.check_machine
+fi
+
+if stage 0 "get the checkpoints"; then
+    "$PYTHON" -m scripts.prepare "${CHECKPOINTS[@]}" "$MODELS"
+fi
+
+if stage 1 "build the LLM's engine and try it"; then
+    "$PYTHON" -m scripts.prepare engine "$MODELS" "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m scripts.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" --engine_dir "$ENGINE_DIR" \
+        --max_tokens 50
+fi
+
+if stage 2 "render the model repository"; then
+    "$PYTHON" -m scripts.render "$MODELS" "$REPOSITORY" --stack dit --llm-transport openai \
+        --llm-urls "http://127.0.0.1:$LLM_PORT/v1" --llm-model "$LLM_MODEL" "${RENDER[@]}"
+fi
+
+if stage 3 "serve: an LLM server and Triton"; then
+    start_llm
+    start_triton triton 0 "$HTTP_PORT" "$GRPC_PORT" "$METRICS_PORT" "$HEALTH_PORT"
+    await triton "http://127.0.0.1:$HEALTH_PORT/ready"
+    hold
+fi
+
+if stage 4 "gRPC benchmark, $NUM_TASKS tasks"; then
+    "$PYTHON" scripts/client_grpc.py --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2_dit \
+        --num-tasks "$NUM_TASKS" --mode streaming "${DATA[@]}" --log-dir "$OUT/grpc_streaming_${NUM_TASKS}_tasks"
+fi
+
+if stage 5 "offline benchmark, the LLM and the vocoder in turn"; then
+    "$PYTHON" scripts/offline_inference.py "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
+        --token2wav-path "$VOCODER" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" --output-dir "$OUT/offline"
+fi
+
+if stage 6 "the vocoder alone"; then
+    "$PYTHON" scripts/token2wav.py --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --warmup 3 --output-dir "$OUT/token2wav"
+    for strategy in equal exponential; do
+        "$PYTHON" scripts/streaming_inference.py --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --strategy "$strategy" \
+            --output-dir "$OUT/streaming_$strategy"
+    done
+fi
+
+if stage 7 "serve disaggregated: the LLM on GPU 0, $TOKEN2WAV_GPUS x $INSTANCES_PER_GPU vocoders on the others"; then
+    stop_servers # of stage 3
+    start_llm
+    for ((i = 0; i < TOKEN2WAV_GPUS * INSTANCES_PER_GPU; i++)); do
+        start_triton "token2wav-$i" $((1 + i / INSTANCES_PER_GPU)) $((TOKEN2WAV_HTTP_PORT + i)) \
+            $((TOKEN2WAV_GRPC_PORT + i)) $((TOKEN2WAV_METRICS_PORT + i)) $((TOKEN2WAV_HEALTH_PORT + i))
+    done
+    for ((i = 0; i < TOKEN2WAV_GPUS * INSTANCES_PER_GPU; i++)); do
+        await "token2wav-$i" "http://127.0.0.1:$((TOKEN2WAV_HEALTH_PORT + i))/ready"
+    done
+    hold
+fi
+
+if stage 8 "benchmark of the disaggregated servers"; then
+    for ((gpus = 1; gpus <= TOKEN2WAV_GPUS; gpus++)); do
+        servers=()
+        for ((i = 0; i < gpus * INSTANCES_PER_GPU; i++)); do servers+=("127.0.0.1:$((TOKEN2WAV_GRPC_PORT + i))"); done
+        "$PYTHON" scripts/benchmark.py --servers "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus 1 \
+            --model-name cosyvoice2_dit --concurrency "${TASKS_PER_INSTANCE[@]}" "${DATA[@]}" \
+            --title "disaggregated, $gpus x $INSTANCES_PER_GPU vocoders" --output "$OUT/disaggregated_${gpus}_gpus"
+    done
+fi

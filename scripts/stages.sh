@@ -1,0 +1,82 @@
+# Sourced by run.sh and run_stepaudio2_dit_token2wav.sh: stages by number, servers that end with the script.
+# shellcheck shell=bash
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
+LOGS=${LOGS:-out/logs}
+READY_SECONDS=${READY_SECONDS:-1800}
+
+declare -A SERVERS=() # process by name
+STAGE=
+STAGE_STOP=
+
+# The comment at the top of the script that was called.
+usage() { sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0"; }
+
+# Takes START and STOP from the script's arguments; FIRST and LAST are the stages there are.
+read_stages() { # FIRST LAST [START STOP ...]
+    local first=$1 last=$2
+    shift 2
+    if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+        usage
+        exit 0
+    fi
+    if ! [[ ${1:-} =~ ^-?[0-9]+$ && ${2:-} =~ ^-?[0-9]+$ ]] || (($1 < first || $2 > last || $1 > $2)); then
+        echo "START and STOP are stages from $first to $last, START first; not '${1:-}' '${2:-}'. See: bash $0 --help" >&2
+        exit 2
+    fi
+    STAGE_START=$1 STAGE_STOP=$2
+    mkdir -p "$LOGS"
+    trap at_exit EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+}
+
+stage() { # NUMBER TITLE: whether it is to be run
+    (($1 >= STAGE_START && $1 <= STAGE_STOP)) || return 1
+    STAGE=$1
+    echo "=== stage $1: $2"
+}
+
+# Starts a server; its words go to a log of its name.
+start() { # NAME COMMAND...
+    local name=$1
+    shift
+    echo "starting $name, log: $LOGS/$name.log"
+    "$@" >"$LOGS/$name.log" 2>&1 &
+    SERVERS[$name]=$!
+}
+
+await() { # NAME URL: until it is ready; its last words if it never is
+    "$PYTHON" -m scripts.wait_ready --process "${SERVERS[$1]}" --seconds "$READY_SECONDS" "$2" && return
+    tail -n 20 "$LOGS/$1.log" >&2
+    echo "$1 did not become ready; its log: $LOGS/$1.log" >&2
+    return 1
+}
+
+stop_servers() {
+    local name
+    for name in "${!SERVERS[@]}"; do kill -s TERM "${SERVERS[$name]}" 2>/dev/null || true; done
+    for name in "${!SERVERS[@]}"; do wait "${SERVERS[$name]}" 2>/dev/null || true; done
+    SERVERS=()
+}
+
+# Where the stage that has started servers is the last one: until Ctrl-C, or until one of them ends.
+hold() {
+    ((STAGE == STAGE_STOP)) || return 0
+    echo "serving; Ctrl-C to stop"
+    wait -n "${SERVERS[@]}" || true
+    echo "a server has ended; logs in $LOGS" >&2
+    return 1
+}
+
+at_exit() {
+    local code=$?
+    trap - EXIT INT TERM
+    if ((code != 0 && code != 130 && code != 143)); then
+        echo "stage $STAGE failed with code $code; logs of servers: $LOGS" >&2
+    fi
+    stop_servers
+    exit "$code"
+}
