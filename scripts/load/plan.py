@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.client import ClientError
-from scripts.load.jobs import Job, Jobs
+from scripts.load.jobs import Job, Jobs, positive_int
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGr
     """How many requests are asked; the caller adds how many at once."""
     group = parser.add_argument_group("measuring")
     group.add_argument("--warmup-requests", type=int, help="made first and not counted (default: one per task)")
-    group.add_argument("--log-interval", type=int, default=5, help="requests between two looks at the percentiles")
+    group.add_argument(
+        "--log-interval", type=positive_int, default=5, help="requests between two looks at the percentiles"
+    )
     group.add_argument(
         "--client", choices=("asyncio", "sync"), default="asyncio", help="tritonclient's asyncio or thread client"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.constants import SAMPLE_RATE
-from scripts.load.report import stage_names
+from scripts.load.report import STAGES, stage_names
 
 Figures = Mapping[str, Any]
 
@@ -128,8 +128,13 @@ def plot_sweep(sweeps: Mapping[str, Sequence[Figures]], label: str, title: str, 
         _playback_notes(axes[1][0], points, xs, rows)
     axes[1][0].set(title="throughput, and the share of streams without a gap", ylabel="audio seconds per second")
     _stage_bars(axes[1][1], sweeps)
+    swept = sorted({float(row["label"]) for rows in sweeps.values() for row in rows})
     for place in (axes[0][0], axes[0][1], axes[1][0]):
-        place.set(xlabel=label, ylim=(0, None))
+        place.set_xscale("log")  # sweeps double, or go in tens
+        place.set_xticks(swept, [f"{x:g}" for x in swept])
+        place.set_xticks([], minor=True)
+        place.margins(x=0.1)
+        place.set(xlabel=label, ylim=(0, 1.08 * place.get_ylim()[1]))
         place.grid(alpha=0.3)
         place.legend(fontsize=8)
     save(picture, path)
@@ -158,11 +163,11 @@ def _stage_bars(axes: Any, sweeps: Mapping[str, Sequence[Figures]]) -> None:
     names, left = stage_names([row for _, row in bars]), [0.0] * len(bars)
     for name in names:
         shares = [row["stages_ms"][name]["mean"] if name in row["stages_ms"] else 0.0 for _, row in bars]
-        axes.barh([text for text, _ in bars], shares, left=left, label=name)
+        axes.barh([text for text, _ in bars], shares, left=left, label=STAGES[name].short)
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     axes.set(title="where the first chunk's time goes, mean", xlabel="ms")
     axes.invert_yaxis()
     if names:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     else:
         axes.text(0.5, 0.5, "the server told no stages", transform=axes.transAxes, ha="center")

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import grpc
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 from common.client import one_line
 
 WATCH_SECONDS = 1.0  # between two looks at a server
-PROBE_SECONDS = 3.0  # for its answer; two looks without one, and it is lost
+PROBE_SECONDS = 2.0  # for its answer; two looks without one, and it is lost
 LAG_SECONDS = 0.02  # between two looks at this process's own lateness
 
 
@@ -53,6 +54,8 @@ class ServerWatch:
                 return ""
             return "it says that it is not live"
         except InferenceServerException as error:
+            if error.status() == str(grpc.StatusCode.DEADLINE_EXCEEDED):
+                return f"nothing came within {PROBE_SECONDS:g} s"
             return one_line(error.message())
 
     def _lose(self, server: str, reason: str) -> None:
