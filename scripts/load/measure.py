@@ -98,7 +98,7 @@ class Run:
 
     elapsed: from the first request's beginning to the last one's end. unsent: requests that were not made because no
     server was left or the run was interrupted. lost: servers that stopped answering, and how. client_lag: how late
-    this process noticed what came, 95th percentile.
+    this process noticed what came, 95th percentile. models, vocoder: what the servers counted, see `statistics`.
     """
 
     outcomes: Sequence[Outcome]
@@ -108,6 +108,7 @@ class Run:
     interrupted: bool = False
     client_lag: float = 0.0
     models: Sequence[ModelTimes] = ()
+    vocoder: dict[str, float] | None = None
 
     @property
     def good(self) -> list[Outcome]:
@@ -146,6 +147,7 @@ class Run:
             "share_without_gap": sum(gap <= 0 for gap in gaps) / len(gaps) if gaps else None,
             "worst_gap_ms": _ms(max(gaps)) if gaps else None,
             "stages_ms": {name: distribution(shares[name] for shares in stages if name in shares) for name in names},
+            "vocoder": self.vocoder,
             "client_lag_p95_ms": _ms(self.client_lag),
         }
 

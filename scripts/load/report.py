@@ -155,6 +155,14 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
             ],
         ),
     ]
+    if any(row["vocoder"] for row in rows):
+        parts += [
+            "\n#### token2wav: Wait for a Batch, Size of a Batch\n",
+            table(
+                [label, "Mean Wait of a Chunk (ms)", "Mean Batch"],
+                [[row["label"], *_values(row["vocoder"], ["mean_wait_ms", "mean_batch"])] for row in rows],
+            ),
+        ]
     if stages := stage_names(rows):
         parts += [
             "\n#### Where the First Chunk's Time Goes, Mean / 95th Percentile (ms)\n",

@@ -22,7 +22,7 @@ from scripts.load.audio import AudioWriter
 from scripts.load.jobs import Job
 from scripts.load.measure import Outcome, Run
 from scripts.load.plan import Load
-from scripts.load.statistics import ModelTimes, between, model_times
+from scripts.load.statistics import ModelTimes, between, model_times, vocoder_counters, vocoder_figures
 from scripts.load.watch import ServerWatch, interruptible, lags
 
 logger = logging.getLogger(__name__)
@@ -94,12 +94,13 @@ class _Runner:
     async def run(self) -> Run:
         load, interrupted = self._load, False
         before: list[ModelTimes] = []
+        vocoder_before: dict[str, float] = {}
         async with self._watch.running(), lags() as late:
             try:
                 with interruptible():
                     self._observer.begins("warming up")
                     await self._closed(load.warmup)
-                    before = await self._model_times()
+                    before, vocoder_before = await self._model_times(), await vocoder_counters(load.metrics)
                     late.clear()
                     self._observer.begins("measuring")
                     self._counts, self._begun = True, time.perf_counter()
@@ -114,7 +115,8 @@ class _Runner:
             lost=self._watch.lost,
             interrupted=interrupted,
             client_lag=float(np.percentile(late, 95)) if late else 0.0,
-            models=between(before, await self._model_times()),
+            models=between(before, await self._model_times()) if self._counts else [],
+            vocoder=vocoder_figures(vocoder_before, await vocoder_counters(load.metrics)),
         )
 
     # --- who asks when -------------------------------------------------------------------------------------------
