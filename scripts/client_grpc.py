@@ -43,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     except (speech.ClientError, SampleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"error: cannot write the report: {error}; choose another place with --log-dir", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("error: interrupted; the request was cancelled", file=sys.stderr)
         return 130

@@ -19,6 +19,7 @@ from scripts import client_grpc
 from tests.stub_triton import CHUNK, ROOT, SCHEDULE, Stub, stub_server
 
 VOICE = str(ROOT / "tests" / "assets" / "reference_zh.wav")
+MANIFEST = str(ROOT / "tests" / "assets" / "manifest.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +163,13 @@ def test_ctrl_c_tells_what_was_measured(stub: Stub, tmp_path: Path) -> None:
     assert summary(tmp_path / "log")["requests"] >= 1
 
 
-def test_an_audio_file_that_cannot_be_written_is_told(
+def test_a_place_that_cannot_be_written_to_is_told_before_the_first_request(
     stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log").touch()
     assert client_grpc.main(command(stub, tmp_path / "log", "--target-text", "Hello.")) == 1
-    assert "cannot write" in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("error: cannot write to ") and complaint.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,7 @@ def test_an_audio_file_that_cannot_be_written_is_told(
         (("--manifest-path", "away.jsonl"), "cannot read the manifest away.jsonl"),
         (("--client", "sync", "--request-rate", 2, "--target-text", "a"), "use --client asyncio with a request rate"),
         ((), "there is nothing to say: give --target-text"),
+        (("--manifest-path", MANIFEST, "--target-text", "a"), "--target-text beside manifest: each row brings its own"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(
@@ -186,7 +189,10 @@ def test_a_mistake_on_the_command_line_is_one_line(
     assert words in complaint and complaint.startswith("error: ") and complaint.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", [("--num-tasks", "0"), ("--request-rate", "-1"), ("--parameter", "seed")])
+@pytest.mark.parametrize(
+    "option",
+    [("--num-tasks", "0"), ("--request-rate", "-1"), ("--parameter", "seed"), ("--warmup-requests", "-1")],
+)
 def test_a_value_that_cannot_be_is_refused_by_name(
     option: tuple[str, str], stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

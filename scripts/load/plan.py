@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.client import ClientError
-from scripts.load.jobs import Job, Jobs, positive_int
+from scripts.load.jobs import Job, Jobs, natural_int, positive_int
 
 MIN_WARMUP = 8  # so that the voices of a small manifest are known to the server, unless --new-voices
 
@@ -89,7 +89,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGr
     group = parser.add_argument_group("measuring")
     group.add_argument(
         "--warmup-requests",
-        type=int,
+        type=natural_int,
         help=f"made first and not counted (default: one per task, {MIN_WARMUP} of different rows at least)",
     )
     group.add_argument(
