@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.constants import SAMPLE_RATE
 from scripts.load.report import STAGES, stage_names
 
@@ -75,7 +77,7 @@ def _chunks(axes: Any, streams: Sequence[Figures]) -> None:
     more = f", the first {len(shown)} of {len(streams)}" if len(shown) < len(streams) else ""
     axes.set(
         title=f"chunks as they come{more}",
-        xlabel="seconds since the run began  (| sent, ● chunk by length, red: a stream with a gap)",
+        xlabel="seconds since the run began\n| sent, ● chunk by length, red: a stream with a gap",
         ylabel="stream",
         ylim=(len(shown), -1),
     )
@@ -85,17 +87,19 @@ def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
     gaps = sum(stream["worst_gap_ms"] > 0 for stream in streams)
     axes.set(
         title=f"playback: {len(streams) - gaps} of {len(streams)} streams without a gap",
-        xlabel=f"least audio left when a chunk comes, ms  (player starts {summary['player_buffer_ms']:.0f} ms after "
-        "the first)",
+        xlabel="least audio left when a chunk comes, ms (negative: a gap)\n"
+        f"the player starts {summary['player_buffer_ms']:.0f} ms after the first chunk",
         ylabel="streams",
     )
     slack = [stream["least_slack_ms"] for stream in streams if stream["least_slack_ms"] is not None]
     if not slack:
         axes.text(0.5, 0.5, "every answer came in one chunk", transform=axes.transAxes, ha="center")
         return
-    _, edges, bars = axes.hist(slack, bins=min(30, max(5, len(slack))))
-    for edge, bar in zip(edges[1:], bars, strict=True):
-        bar.set_color("tab:red" if edge <= 0 else "tab:green")
+    width = max((max(slack) - min(slack)) / 20, 1.0)
+    edges = width * np.arange(np.floor(min(slack) / width), np.floor(max(slack) / width) + 2)  # zero is one of them
+    _, _, bars = axes.hist(slack, bins=edges)
+    for edge, bar in zip(edges, bars, strict=False):
+        bar.set_color("tab:red" if edge < 0 else "tab:green")
     axes.axvline(0, color="black", linewidth=1)
 
 

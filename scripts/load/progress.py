@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections import deque
 
 import numpy as np
 from tqdm import tqdm
@@ -10,6 +11,7 @@ from scripts.load.measure import Outcome, Run
 from scripts.load.plan import Load
 from scripts.load.runner import run
 
+RECENT = 1000  # requests that the percentiles on the screen are of
 SHOWN_ERRORS = 5  # the others are in the report
 
 
@@ -28,7 +30,8 @@ class _Progress:
         self._title = title
         self._interval = interval
         self._bar: tqdm[None] | None = None
-        self._first_chunks: list[float] = []
+        self._first_chunks: deque[float] = deque(maxlen=RECENT)
+        self._answered = 0
         self._errors = 0
         self._percentiles = ""
 
@@ -44,8 +47,9 @@ class _Progress:
                 more = "; further ones are in the report" if self._errors == SHOWN_ERRORS else ""
                 self._bar.write(f"failed: {outcome.id}: {outcome.error}{more}", file=sys.stderr)
         else:
+            self._answered += 1
             self._first_chunks.append(1000 * outcome.arrivals[0])
-            if len(self._first_chunks) % self._interval in (0, 1):
+            if self._answered == 1 or self._answered % self._interval == 0:
                 p50, p95 = np.percentile(self._first_chunks, (50, 95))
                 self._percentiles = f"first chunk p50 {p50:.0f} p95 {p95:.0f} ms, "
         self._bar.set_postfix_str(f"{self._percentiles}{live} under way, {self._errors} failed", refresh=False)
