@@ -85,6 +85,8 @@ class Outcome:
             "arrivals_ms": [_ms(arrival) for arrival in self.arrivals],
             "samples": list(self.samples),
             "total_ms": _ms(self.total),
+            "audio_seconds": self.seconds,
+            "rtf": self.total / self.seconds if self.samples else None,
             "worst_gap_ms": _ms(player.worst_gap),
             "least_slack_ms": _ms(player.least_slack) if len(self.arrivals) > 1 else None,
             "stages_ms": {stage: _ms(share) for stage, share in self.stages().items()},
