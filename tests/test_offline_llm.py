@@ -13,10 +13,9 @@ from common.errors import UnavailableError
 from common.llm.base import LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
 from common.speech_tokens import LLMTokenizer
 from scripts.offline.llm import Answer, StreamedLM, connect, engine_dir, load_llm
-from tests import fake_tensorrt_llm, fake_vllm
 from tests.faulty_llm import TOKENS, faulty_llm
 from tests.llm_fixtures import genai_dir, llm_dir  # noqa: F401
-from tests.offline_fixtures import one_thread  # noqa: F401
+from tests.offline_fixtures import ENGINE_MODULES, FAKES, one_thread  # noqa: F401
 
 PROMPTS = [
     LLMPrompt("Hello."),
@@ -24,8 +23,6 @@ PROMPTS = [
     LLMPrompt("你好，请问你叫什么？"),
 ]
 GREEDY = Sampling(temperature=0, max_tokens=24)
-FAKES = {"vllm": fake_vllm, "trtllm": fake_tensorrt_llm}
-ENGINE_MODULES = ("common.llm.vllm_engine", "common.llm.vllm_logits", "common.llm.trtllm_engine")
 
 
 @pytest.fixture(scope="module")
