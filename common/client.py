@@ -64,8 +64,8 @@ class Utterance:
             instruct_text=args.instruct_text or None,
         )
 
-    def tensors(self, infer_input: Callable[[str, list[int], str], Any]) -> list[Any]:
-        """The input tensors, each with its batch dimension of one: wav (1, T), everything else (1, 1)."""
+    def arrays(self) -> dict[str, tuple[str, np.ndarray]]:
+        """Name -> Triton's type and the array, with its batch dimension of one: wav (1, T), everything else (1, 1)."""
         arrays: dict[str, tuple[str, np.ndarray]] = {}
         if self.reference is not None:
             wav = np.ascontiguousarray(self.reference, dtype=np.float32)
@@ -74,8 +74,12 @@ class Utterance:
         for name in ("reference_text", "speaker", "instruct_text", "target_text"):
             if (text := getattr(self, name)) is not None:
                 arrays[name] = ("BYTES", _text_tensor(text))
+        return arrays
+
+    def tensors(self, infer_input: Callable[[str, list[int], str], Any]) -> list[Any]:
+        """The input tensors of a request."""
         inputs = []
-        for name, (datatype, array) in arrays.items():
+        for name, (datatype, array) in self.arrays().items():
             tensor = infer_input(name, list(array.shape), datatype)
             tensor.set_data_from_numpy(array)
             inputs.append(tensor)

@@ -22,6 +22,7 @@ from tritonclient.utils import InferenceServerException
 from common import client as speech
 
 CONNECT_SECONDS = 10.0
+_WITH_STATUS = {"triton_grpc_error": "true"}  # an error of a stream ends the call with a status, not only with words
 
 
 async def synthesize(
@@ -107,7 +108,7 @@ async def chunks(
 ) -> AsyncGenerator[np.ndarray | None, None]:
     """The waveforms of a streaming request as they arrive; closing the iterator cancels the request.
 
-    InferenceServerException carries the server's error.
+    AioRpcError or InferenceServerException carries the server's error.
     """
     async with aclosing(_responses(connection, model, request, timeout)) as responses:
         async for result in responses:
@@ -137,7 +138,7 @@ async def _responses(
             "parameters": request.parameters or None,
         }
 
-    responses = connection.stream_infer(requests(), stream_timeout=timeout)
+    responses = connection.stream_infer(requests(), stream_timeout=timeout, headers=_WITH_STATUS)
     try:
         async for result, error in responses:
             if error is not None:

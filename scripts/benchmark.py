@@ -24,14 +24,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
 
 from common.client import ClientError, add_voice_arguments, positive_number
-from scripts.load.jobs import Jobs, add_job_arguments, positive_int
+from scripts.load.jobs import Jobs, add_job_arguments, natural_int, positive_int
 from scripts.load.plan import Load, add_load_arguments
 from scripts.load.progress import measured
 from scripts.load.samples import SampleError
 from scripts.load.sweep import Sweep, write_comparison
 
 MANIFEST = Path(__file__).resolve().parents[1] / "tests" / "assets" / "manifest.jsonl"
-REQUESTS_PER_TASK = 4  # at least; with fewer, the beginning and the end of a run are all of it
+REQUESTS_PER_TASK = 4  # with fewer, the beginning and the end of a run are all of it
+MIN_REQUESTS = 40  # with fewer, a 95th percentile is the worst but one
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
         return run_sweep(args, sys.argv[1:] if argv is None else argv)
     except (ClientError, SampleError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: cannot write the report: {error}; choose another place with --output", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted before there was anything to report", file=sys.stderr)
@@ -68,7 +72,7 @@ def run_sweep(args: argparse.Namespace, command: list[str]) -> int:
     )
     code = 0
     for rate, tasks in steps:
-        count = args.num_requests or max(len(jobs), REQUESTS_PER_TASK * tasks)
+        count = args.num_requests or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
         load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None)
         run = measured(load, load.shape(), args.log_interval)
         sweep.add(load, run)
@@ -97,7 +101,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--request-rates", type=positive_number, nargs="+", help="requests per second at random, of all servers"
     )
     load.add_argument("--token2wav-gpus", type=positive_int, default=1, help="GPUs that the servers are on")
-    load.add_argument("--llm-gpus", type=int, default=0, help="GPUs of the LLM alone; 0: it shares the others")
+    load.add_argument("--llm-gpus", type=natural_int, default=0, help="GPUs of the LLM alone; 0: it shares the others")
     report = parser.add_argument_group("report")
     report.add_argument("--title", default="", help="what was measured: machine, weights, settings of the server")
     report.add_argument("--output", type=Path, default=Path("out/benchmark"), help="path without a suffix")

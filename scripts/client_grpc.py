@@ -27,6 +27,7 @@ from common import client as speech
 from common.grpc_client import synthesize
 from scripts.load.jobs import Jobs, add_job_arguments, positive_int
 from scripts.load.plan import Load, add_load_arguments
+from scripts.load.plot import plot_run
 from scripts.load.progress import measured
 from scripts.load.report import closing_lines, write_run
 from scripts.load.samples import SampleError
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         return measure(args) if is_measured(args) else ask_once(args)
     except (speech.ClientError, SampleError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: cannot write the report: {error}; choose another place with --log-dir", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted; the request was cancelled", file=sys.stderr)
@@ -72,8 +76,6 @@ def measure(args: argparse.Namespace) -> int:
     run = measured(load, f"{load.model} {load.mode}", args.log_interval)
     summary = write_run(run, load.settings(), jobs.split, directory)
     print("\n".join(closing_lines(summary)))
-    from scripts.load.plot import plot_run
-
     title = f"{load.model} at {server_of(args)}, {load.mode}, {load.shape()}"
     plot_run(summary, title, directory / "summary.png")
     print(f"written to {directory}: audio, rtf-{jobs.split}.txt, stats_summary-{jobs.split}.txt, summary.json and .png")

@@ -180,6 +180,22 @@ def test_a_decoupled_model_streams_every_token_once(
     assert len(neighbours.ended) == 1 and not neighbours.sequences
 
 
+def test_a_request_that_asks_is_told_when_each_stage_was_reached(
+    tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
+    Neighbours().install(triton_models)
+    asks, does_not = client_request(parameters={"timeline": True}), client_request()
+    with started("cosyvoice2_dit", tokenizer_dir) as model:
+        serve(model, asks, does_not)
+    told = [json.loads(r.arrays()["timeline"].item()) for r in asks.sender.responses if r.arrays()]
+    assert len(told) > 1, "a chunk's stages come beside it"
+    assert {stage for stage, _ in told[0]} == {"voice", "llm", "vocoder", "tokens", "audio"}
+    times = [at for stages in told for _, at in stages]
+    assert times == sorted(times) and times[0] >= 0
+    assert all([stage for stage, _ in stages][-2:] == ["tokens", "audio"] for stages in told)
+    assert not any("timeline" in r.arrays() for r in does_not.sender.responses)
+
+
 @pytest.mark.parametrize("name", MODEL_FILES)
 def test_a_model_that_is_not_decoupled_answers_once(
     name: str, tokenizer_dir: Path, triton_models: dict[str, Callee]

@@ -42,10 +42,15 @@ def test_every_script_explains_itself_as_a_file_and_as_a_module(script: str) -> 
 
 
 def test_options_of_the_documented_commands_are_known() -> None:
-    blocks = re.sub(r"\\\n\s*", " ", README)
+    blocks = re.sub(r"\\\n\s*", " ", README + (ROOT / "docs" / "benchmark.md").read_text())
     commands = re.findall(r"\.venv/bin/python (?:-m scripts\.|scripts/)(\w+)(?:\.py)?([^`\n]*)", blocks)
     assert commands
     for script, arguments in commands:
         options = set(re.findall(r"--[a-z-]+", arguments)) - {"--help"}
-        source = (ROOT / "scripts" / f"{script}.py").read_text() + (ROOT / "common" / "client.py").read_text()
+        files = [
+            ROOT / "scripts" / f"{script}.py",
+            ROOT / "common" / "client.py",
+            *(ROOT / "scripts" / "load").glob("*.py"),
+        ]
+        source = "".join(path.read_text() for path in files)
         assert [option for option in options if f'"{option}"' not in source] == [], script

@@ -16,9 +16,9 @@ from common.prompt import Prompt
 from common.token2wav.engine import Token2Wav
 from common.token2wav.flows import Chunk
 from common.token2wav.service import ChunkRequest, Stats, Token2WavService
+from scripts.load.measure import Player
 
 FEED_RATE = 2 * TOKEN_RATE  # tokens per second
-PLAYER_BUFFER = 0.25  # seconds that a player waits before it starts
 
 
 @dataclass
@@ -31,9 +31,7 @@ class Listener:
     asked: float = 0.0
     next: int = -1  # the chunk asked for; -1 is the stream's start
     latencies: list[float] = field(default_factory=list)
-    played_until: float = 0.0  # by a player that starts PLAYER_BUFFER after the first audio
-    worst_gap: float = 0.0
-    least_slack: float = float("inf")  # audio that such a player has left when more arrives
+    player: Player = field(default_factory=Player)
     error: str = ""
 
     @property
@@ -46,12 +44,7 @@ class Listener:
             return
         if self.next >= 0:
             self.latencies.append(now - self.asked)
-            if self.next == 0:
-                self.played_until = now + PLAYER_BUFFER
-            else:
-                self.least_slack = min(self.least_slack, self.played_until - now)
-                self.worst_gap = max(self.worst_gap, now - self.played_until)
-            self.played_until = max(self.played_until, now) + len(answer) / SAMPLE_RATE
+            self.player.hear(now, len(answer) / SAMPLE_RATE)
         self.next += 1
 
 
@@ -68,7 +61,7 @@ class LoadResult:
     def summary(self) -> dict[str, float]:
         first = [1e3 * listener.latencies[0] for listener in self.listeners if listener.latencies]
         later = [1e3 * latency for listener in self.listeners for latency in listener.latencies[1:]]
-        gaps = [listener.worst_gap for listener in self.listeners if not listener.error]
+        gaps = [listener.player.worst_gap for listener in self.listeners if not listener.error]
         return {
             "utterances": len(self.listeners),
             "window_seconds": self.window,
@@ -79,7 +72,7 @@ class LoadResult:
             "later_chunk_p95_ms": float(np.percentile(later, 95)),
             "share_without_gap": sum(gap <= 0 for gap in gaps) / len(self.listeners),
             "worst_gap_ms": 1e3 * max(gaps),
-            "least_slack_p5_ms": 1e3 * float(np.percentile([x.least_slack for x in self.listeners], 5)),
+            "least_slack_p5_ms": 1e3 * float(np.percentile([x.player.least_slack for x in self.listeners], 5)),
             "mean_batch": self.stats.chunks / max(self.stats.batches, 1),
             "mean_wait_ms": 1e3 * self.stats.waited_seconds / max(self.stats.chunks, 1),
         }

@@ -4,16 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.load import LoadResult
+from scripts.load.plot import figure, save
 
 
 def plot(result: dict[str, Any], loads: list[LoadResult], path: Path) -> None:
-    import matplotlib  # here: nothing else needs it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    figure.suptitle(f"token2wav, {result['stack']} stack, {result['weights']}, {result['device']}")
+    picture, [[left, right]] = figure(1, 2, 12, 4.5)
+    picture.suptitle(f"token2wav, {result['stack']} stack, {result['weights']}, {result['device']}")
     _first_chunks(left, result, loads)
     if "batches" in result:
         for hop in result["hops"]:
@@ -30,8 +26,7 @@ def plot(result: dict[str, Any], loads: list[LoadResult], path: Path) -> None:
         ratio = result["cpu_time_batch8_over_8_single"]
         right.bar(["one by one", "together"], [1.0, ratio])
         right.set(title="CPU time of 8 streams", ylabel="relative")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(picture, path)
 
 
 def _first_chunks(axes: Any, result: dict[str, Any], loads: list[LoadResult]) -> None:

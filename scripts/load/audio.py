@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.client import Speech
+from common.client import ClientError, Speech
 
 UNWRITTEN = 64  # files that may wait
 
@@ -13,6 +13,12 @@ class AudioWriter:
     """Writes audio files in a thread of its own; `UNWRITTEN` of them may wait."""
 
     def __init__(self, directory: Path | None) -> None:
+        """ClientError where the directory cannot be made: before the first request, not after the last."""
+        try:
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ClientError(f"cannot write to {directory}: {error}; choose another place with --log-dir") from None
         self._directory = directory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audio")
         self._places = asyncio.Semaphore(UNWRITTEN)

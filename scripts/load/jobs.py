@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.client import TIMELINE, Parameters, Utterance, request_parameters
+from common.client import TIMELINE, ClientError, Utterance, request_parameters
 from scripts.load.samples import Sample, read_dataset, read_manifest
 
 ONE_REQUEST = "test"  # its id and its split, as upstream names them
@@ -69,17 +69,20 @@ class Jobs:
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Jobs":
         """What the command line names; SampleError or ClientError where it cannot be read."""
-        if args.manifest_path is None and args.huggingface_dataset is None:
-            base = Utterance.from_arguments(args)
-            base = dataclasses.replace(base, parameters=base.parameters | {TIMELINE: True})
-            return cls(ONE_REQUEST, [base], [ONE_REQUEST], args.new_voices)
         if args.manifest_path is not None:
             split, samples = args.manifest_path.stem, read_manifest(args.manifest_path, limit=args.num_requests)
-        else:
+        elif args.huggingface_dataset is not None:
             split = args.split_name
             samples = read_dataset(args.huggingface_dataset, split, limit=args.num_requests)
-        parameters = request_parameters(args) | {TIMELINE: True}
-        requests = [_utterance(sample, parameters, args) for sample in samples]
+        else:
+            base = Utterance.from_arguments(args)
+            base = Utterance(base.target_text) if args.use_spk2info_cache else base
+            base = dataclasses.replace(base, parameters=request_parameters(args) | {TIMELINE: True})
+            return cls(ONE_REQUEST, [base], [ONE_REQUEST], args.new_voices)
+        for option in ("target_text", "reference_audio", "reference_text"):
+            if getattr(args, option) is not None:
+                raise ClientError(f"--{option.replace('_', '-')} beside {split}: each row brings its own")
+        requests = [_utterance(sample, args) for sample in samples]
         return cls(split, requests, [sample.id for sample in samples], args.new_voices)
 
     def __len__(self) -> int:
@@ -94,24 +97,36 @@ class Jobs:
         return jobs
 
 
-def _utterance(sample: Sample, parameters: Parameters, args: argparse.Namespace) -> Utterance:
-    if args.use_spk2info_cache:
-        return Utterance(sample.target_text, parameters=parameters)
-    return Utterance(
+def _utterance(sample: Sample, args: argparse.Namespace) -> Utterance:
+    """A row in its own voice, or in that of --speaker, or in the server's."""
+    text_only = Utterance(
         sample.target_text,
+        parameters=request_parameters(args) | {TIMELINE: True},
+        speaker=args.speaker or None,
+        instruct_text=args.instruct_text or None,
+    )
+    if args.speaker or args.use_spk2info_cache:
+        return text_only
+    return dataclasses.replace(
+        text_only,
         reference=sample.prompt_audio,
         reference_text=None if args.cross_lingual or args.instruct_text else sample.prompt_text or None,
-        parameters=parameters,
         speaker=sample.speaker or None,
-        instruct_text=args.instruct_text or None,
     )
 
 
 def positive_int(text: str) -> int:
     """A type of argparse, which reports the ValueError with the option's name."""
-    number = int(text)
-    if number < 1:
+    if (number := natural_int(text)) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return number
+
+
+def natural_int(text: str) -> int:
+    """The same, and zero will do."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is negative")
     return number
 
 

@@ -85,6 +85,8 @@ class Outcome:
             "arrivals_ms": [_ms(arrival) for arrival in self.arrivals],
             "samples": list(self.samples),
             "total_ms": _ms(self.total),
+            "audio_seconds": self.seconds,
+            "rtf": self.total / self.seconds if self.samples else None,
             "worst_gap_ms": _ms(player.worst_gap),
             "least_slack_ms": _ms(player.least_slack) if len(self.arrivals) > 1 else None,
             "stages_ms": {stage: _ms(share) for stage, share in self.stages().items()},
@@ -98,7 +100,7 @@ class Run:
 
     elapsed: from the first request's beginning to the last one's end. unsent: requests that were not made because no
     server was left or the run was interrupted. lost: servers that stopped answering, and how. client_lag: how late
-    this process noticed what came, 95th percentile.
+    this process noticed what came, 95th percentile. models, vocoder: what the servers counted, see `statistics`.
     """
 
     outcomes: Sequence[Outcome]
@@ -108,6 +110,7 @@ class Run:
     interrupted: bool = False
     client_lag: float = 0.0
     models: Sequence[ModelTimes] = ()
+    vocoder: dict[str, float] | None = None
 
     @property
     def good(self) -> list[Outcome]:
@@ -146,6 +149,7 @@ class Run:
             "share_without_gap": sum(gap <= 0 for gap in gaps) / len(gaps) if gaps else None,
             "worst_gap_ms": _ms(max(gaps)) if gaps else None,
             "stages_ms": {name: distribution(shares[name] for shares in stages if name in shares) for name in names},
+            "vocoder": self.vocoder,
             "client_lag_p95_ms": _ms(self.client_lag),
         }
 

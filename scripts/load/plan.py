@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.client import ClientError
-from scripts.load.jobs import Job, Jobs
+from scripts.load.jobs import Job, Jobs, natural_int, positive_int
+
+MIN_WARMUP = 8  # so that the voices of a small manifest are known to the server, unless --new-voices
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Load:
 
     servers: host:port each; tasks and requests are dealt out to them in turn. tasks: of the closed loop, in all.
     rate: requests per second of the open loop, None for the closed one. warmup: jobs that are done first and not
-    counted. audio_dir: where the audio goes, None to drop it.
+    counted. audio_dir: where the audio goes, None to drop it. metrics: host:port of the servers' metrics pages.
     """
 
     servers: Sequence[str]
@@ -29,6 +31,7 @@ class Load:
     timeout: float = 120.0
     client: Literal["asyncio", "sync"] = "asyncio"
     audio_dir: Path | None = None
+    metrics: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.rate is not None and self.client == "sync":
@@ -46,7 +49,9 @@ class Load:
         audio_dir: Path | None,
     ) -> "Load":
         """`count` of the jobs after the warm-up; the other settings as `add_load_arguments` parsed them."""
-        warmup = args.warmup_requests if args.warmup_requests is not None else tasks
+        warmup = args.warmup_requests
+        if warmup is None:
+            warmup = max(tasks, min(len(jobs), MIN_WARMUP))
         return cls(
             servers=servers,
             model=args.model_name,
@@ -58,6 +63,7 @@ class Load:
             timeout=args.timeout,
             client=args.client,
             audio_dir=audio_dir,
+            metrics=args.metrics,
         )
 
     def settings(self) -> dict[str, Any]:
@@ -81,8 +87,21 @@ class Load:
 def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
     """How many requests are asked; the caller adds how many at once."""
     group = parser.add_argument_group("measuring")
-    group.add_argument("--warmup-requests", type=int, help="made first and not counted (default: one per task)")
-    group.add_argument("--log-interval", type=int, default=5, help="requests between two looks at the percentiles")
+    group.add_argument(
+        "--warmup-requests",
+        type=natural_int,
+        help=f"made first and not counted (default: one per task, {MIN_WARMUP} of different rows at least)",
+    )
+    group.add_argument(
+        "--log-interval", type=positive_int, default=5, help="requests between two looks at the percentiles"
+    )
+    group.add_argument(
+        "--metrics",
+        nargs="+",
+        default=[],
+        metavar="HOST:PORT",
+        help="metrics pages, such as localhost:8002: adds the vocoder's mean wait and batch to the report",
+    )
     group.add_argument(
         "--client", choices=("asyncio", "sync"), default="asyncio", help="tritonclient's asyncio or thread client"
     )

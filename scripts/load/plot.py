@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.constants import SAMPLE_RATE
-from scripts.load.report import stage_names
+from scripts.load.report import STAGES, stage_names
 
 Figures = Mapping[str, Any]
 
@@ -75,7 +77,7 @@ def _chunks(axes: Any, streams: Sequence[Figures]) -> None:
     more = f", the first {len(shown)} of {len(streams)}" if len(shown) < len(streams) else ""
     axes.set(
         title=f"chunks as they come{more}",
-        xlabel="seconds since the run began  (| sent, ● chunk by length, red: a stream with a gap)",
+        xlabel="seconds since the run began\n| sent, ● chunk by length, red: a stream with a gap",
         ylabel="stream",
         ylim=(len(shown), -1),
     )
@@ -85,17 +87,19 @@ def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
     gaps = sum(stream["worst_gap_ms"] > 0 for stream in streams)
     axes.set(
         title=f"playback: {len(streams) - gaps} of {len(streams)} streams without a gap",
-        xlabel=f"least audio left when a chunk comes, ms  (player starts {summary['player_buffer_ms']:.0f} ms after "
-        "the first)",
+        xlabel="least audio left when a chunk comes, ms (negative: a gap)\n"
+        f"the player starts {summary['player_buffer_ms']:.0f} ms after the first chunk",
         ylabel="streams",
     )
     slack = [stream["least_slack_ms"] for stream in streams if stream["least_slack_ms"] is not None]
     if not slack:
         axes.text(0.5, 0.5, "every answer came in one chunk", transform=axes.transAxes, ha="center")
         return
-    _, edges, bars = axes.hist(slack, bins=min(30, max(5, len(slack))))
-    for edge, bar in zip(edges[1:], bars, strict=True):
-        bar.set_color("tab:red" if edge <= 0 else "tab:green")
+    width = max((max(slack) - min(slack)) / 20, 1.0)
+    edges = width * np.arange(np.floor(min(slack) / width), np.floor(max(slack) / width) + 2)  # zero is one of them
+    _, _, bars = axes.hist(slack, bins=edges)
+    for edge, bar in zip(edges, bars, strict=False):
+        bar.set_color("tab:red" if edge < 0 else "tab:green")
     axes.axvline(0, color="black", linewidth=1)
 
 
@@ -128,8 +132,13 @@ def plot_sweep(sweeps: Mapping[str, Sequence[Figures]], label: str, title: str, 
         _playback_notes(axes[1][0], points, xs, rows)
     axes[1][0].set(title="throughput, and the share of streams without a gap", ylabel="audio seconds per second")
     _stage_bars(axes[1][1], sweeps)
+    swept = sorted({float(row["label"]) for rows in sweeps.values() for row in rows})
     for place in (axes[0][0], axes[0][1], axes[1][0]):
-        place.set(xlabel=label, ylim=(0, None))
+        place.set_xscale("log")  # sweeps double, or go in tens
+        place.set_xticks(swept, [f"{x:g}" for x in swept])
+        place.set_xticks([], minor=True)
+        place.margins(x=0.1)
+        place.set(xlabel=label, ylim=(0, 1.08 * place.get_ylim()[1]))
         place.grid(alpha=0.3)
         place.legend(fontsize=8)
     save(picture, path)
@@ -158,11 +167,11 @@ def _stage_bars(axes: Any, sweeps: Mapping[str, Sequence[Figures]]) -> None:
     names, left = stage_names([row for _, row in bars]), [0.0] * len(bars)
     for name in names:
         shares = [row["stages_ms"][name]["mean"] if name in row["stages_ms"] else 0.0 for _, row in bars]
-        axes.barh([text for text, _ in bars], shares, left=left, label=name)
+        axes.barh([text for text, _ in bars], shares, left=left, label=STAGES[name].short)
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
     axes.set(title="where the first chunk's time goes, mean", xlabel="ms")
     axes.invert_yaxis()
     if names:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     else:
         axes.text(0.5, 0.5, "the server told no stages", transform=axes.transAxes, ha="center")

@@ -3,20 +3,28 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.load.measure import PERCENTILES, TRANSPORT, Run
 from scripts.load.statistics import ModelTimes
 
 Figures = Mapping[str, Any]
 
-STAGE_NAMES = {
-    "voice": "prompt (speech tokens, mel and text of the voice)",
-    "llm": "LLM, until its first token",
-    "vocoder": "caches of the voice in token2wav",
-    "tokens": "LLM, until the chunk's last token",
-    "audio": "token2wav: its queue, flow and vocoder",
-    TRANSPORT: "queue of the request, network, client",
+
+class Stage(NamedTuple):
+    """A stage in a picture and in a table."""
+
+    short: str
+    long: str
+
+
+STAGES = {  # in the order of the bars; see `common.synthesis.Note` and `measure.Outcome.stages`
+    "voice": Stage("prompt", "Prompt: Tokens, Mel, Text of the Voice"),
+    "llm": Stage("LLM, first token", "LLM, until its First Token"),
+    "vocoder": Stage("voice's caches in token2wav", "token2wav, Caches of the Voice"),
+    "tokens": Stage("LLM, the chunk's tokens", "LLM, until the Chunk's Last Token"),
+    "audio": Stage("token2wav: queue, flow, vocoder", "token2wav: Queue, Flow, Vocoder"),
+    TRANSPORT: Stage("request's queue, network", "Request's Queue, Network, Client"),
 }
 
 
@@ -147,11 +155,19 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
             ],
         ),
     ]
+    if any(row["vocoder"] for row in rows):
+        parts += [
+            "\n#### token2wav: Wait for a Batch, Size of a Batch\n",
+            table(
+                [label, "Mean Wait of a Chunk (ms)", "Mean Batch"],
+                [[row["label"], *_values(row["vocoder"], ["mean_wait_ms", "mean_batch"])] for row in rows],
+            ),
+        ]
     if stages := stage_names(rows):
         parts += [
             "\n#### Where the First Chunk's Time Goes, Mean / 95th Percentile (ms)\n",
             table(
-                [label, *(STAGE_NAMES.get(name, name) for name in stages)],
+                [label, *(STAGES[name].long for name in stages)],
                 [[row["label"], *(_stage(row["stages_ms"].get(name)) for name in stages)] for row in rows],
             ),
         ]
@@ -174,7 +190,7 @@ def disaggregated_table(rows: Sequence[Figures], gpus: int) -> str:
 
 def stage_names(rows: Sequence[Figures]) -> list[str]:
     told = {name for row in rows for name in row["stages_ms"]}
-    return [name for name in STAGE_NAMES if name in told]
+    return [name for name in STAGES if name in told]
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

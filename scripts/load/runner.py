@@ -9,9 +9,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tritonclient.grpc.aio as triton
@@ -22,7 +22,7 @@ from scripts.load.audio import AudioWriter
 from scripts.load.jobs import Job
 from scripts.load.measure import Outcome, Run
 from scripts.load.plan import Load
-from scripts.load.statistics import ModelTimes, between, model_times
+from scripts.load.statistics import ModelTimes, between, model_times, vocoder_counters, vocoder_figures
 from scripts.load.watch import ServerWatch, interruptible, lags
 
 logger = logging.getLogger(__name__)
@@ -31,14 +31,23 @@ START_SPACING = 0.004  # seconds between the tasks' first requests: real callers
 MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
 MAX_IN_FLIGHT = 1024  # at a given rate: beyond this the server is overrun, and memory is finite
 
-OnOutcome = Callable[[Outcome, int], None]
+
+class Observer(Protocol):
+    """Is told how the run goes."""
+
+    def begins(self, phase: str) -> None:
+        """The servers are there; the warm-up begins, or the run."""
+        ...
+
+    def ended(self, outcome: Outcome, live: int) -> None:
+        """A counted request has ended; `live` others are under way."""
+        ...
 
 
-async def run(load: Load, on_outcome: OnOutcome) -> Run:
+async def run(load: Load, observer: Observer) -> Run:
     """Do it all. ClientError where a server is not there to begin with or an audio file cannot be written.
 
-    on_outcome: told each counted outcome as it comes, and how many requests are under way. Ctrl-C and SIGTERM end the
-    run early; what was measured until then is returned.
+    Ctrl-C and SIGTERM end the run early; what was measured until then is returned.
     """
     async with AsyncExitStack() as stack:
         probes, connections = {}, {}
@@ -50,7 +59,7 @@ async def run(load: Load, on_outcome: OnOutcome) -> Run:
                 stack.push_async_callback(connection.aclose)
         writer = AudioWriter(load.audio_dir)
         stack.push_async_callback(writer.aclose)
-        return await _Runner(load, probes, connections, writer, on_outcome).run()
+        return await _Runner(load, probes, connections, writer, observer).run()
 
 
 def _connections(load: Load, server: str) -> list[Connection]:
@@ -68,13 +77,13 @@ class _Runner:
         probes: dict[str, triton.InferenceServerClient],
         connections: dict[str, list[Connection]],
         writer: AudioWriter,
-        on_outcome: OnOutcome,
+        observer: Observer,
     ) -> None:
         self._load = load
         self._probes = probes
         self._connections = connections
         self._writer = writer
-        self._on_outcome = on_outcome
+        self._observer = observer
         self._watch = ServerWatch(probes, self._give_up)
         self._tasks: dict[asyncio.Task[None], str] = {}  # what asks, and which server
         self._live = 0
@@ -85,12 +94,15 @@ class _Runner:
     async def run(self) -> Run:
         load, interrupted = self._load, False
         before: list[ModelTimes] = []
+        vocoder_before: dict[str, float] = {}
         async with self._watch.running(), lags() as late:
             try:
                 with interruptible():
+                    self._observer.begins("warming up")
                     await self._closed(load.warmup)
-                    before = await self._model_times()
+                    before, vocoder_before = await self._model_times(), await vocoder_counters(load.metrics)
                     late.clear()
+                    self._observer.begins("measuring")
                     self._counts, self._begun = True, time.perf_counter()
                     await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
             except asyncio.CancelledError:
@@ -103,7 +115,8 @@ class _Runner:
             lost=self._watch.lost,
             interrupted=interrupted,
             client_lag=float(np.percentile(late, 95)) if late else 0.0,
-            models=between(before, await self._model_times()),
+            models=between(before, await self._model_times()) if self._counts else [],
+            vocoder=vocoder_figures(vocoder_before, await vocoder_counters(load.metrics)),
         )
 
     # --- who asks when -------------------------------------------------------------------------------------------
@@ -205,7 +218,7 @@ class _Runner:
     def _note(self, outcome: Outcome) -> None:
         if self._counts:
             self._outcomes.append(outcome)
-            self._on_outcome(outcome, self._live)
+            self._observer.ended(outcome, self._live)
         elif outcome.error:
             logger.warning("warm-up, %s: %s", outcome.id, outcome.error)
 

@@ -1,10 +1,15 @@
-"""What Triton itself counted while a run lasted: per model, how long its requests waited and were computed.
+"""What the servers themselves counted while a run lasted.
 
-The models whose work goes on after their `execute` has returned (the orchestrators, `tensorrt_llm`, `token2wav*`) have
-compute times near zero here; the stages of a request (`Outcome.stages`) tell of those.
+Triton's statistics tell of each model how long its requests waited and were computed. The models whose work goes on
+after their `execute` has returned (the orchestrators, `tensorrt_llm`, `token2wav*`) have compute times near zero there;
+the stages of a request (`Outcome.stages`) tell of those, and of the vocoder's queue and batches its own counters on
+Triton's metrics page.
 """
 
-from collections.abc import Iterable
+import asyncio
+import re
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +17,7 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 STATISTICS_SECONDS = 10.0
+VOCODER_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_vocoder_..._total
 
 
 @dataclass(frozen=True)
@@ -68,3 +74,35 @@ def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[M
     known = {model.key: model for model in before}
     added = [model.since(known.get(model.key, ModelTimes(*model.key))) for model in after]
     return [model for model in added if model.requests or model.failures]
+
+
+async def vocoder_counters(pages: Sequence[str]) -> dict[str, float]:
+    """The sums of the vocoders' counters on the metrics pages host:port; empty where a page cannot be had."""
+    try:
+        texts = [await asyncio.to_thread(_page, page) for page in pages]
+    except (OSError, ValueError):  # urllib's own errors are OSErrors; ValueError: what answers does not speak HTTP
+        return {}
+    return {
+        name: sum(float(value) for text in texts for value in re.findall(_line_of(name), text, re.MULTILINE))
+        for name in VOCODER_COUNTERS
+    }
+
+
+def _page(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=STATISTICS_SECONDS) as answer:
+        return str(answer.read().decode())
+
+
+def _line_of(name: str) -> str:
+    return rf"^tts_vocoder_{name}_total(?:\{{[^}}]*\}})? (\S+)"
+
+
+def vocoder_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:
+    """Mean wait of a chunk for its batch, ms, and mean size of a batch; None without counters or chunks."""
+    added = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in VOCODER_COUNTERS}
+    if not before or added["chunks"] <= 0 or added["batches"] <= 0:
+        return None
+    return {
+        "mean_wait_ms": 1000 * added["waited_seconds"] / added["chunks"],
+        "mean_batch": added["chunks"] / added["batches"],
+    }

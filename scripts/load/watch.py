@@ -1,6 +1,7 @@
 """Are the servers there, is this process in time, has somebody pressed Ctrl-C: what a run has to know beside it."""
 
 import asyncio
+import logging
 import signal
 import threading
 import time
@@ -8,13 +9,16 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import grpc
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 from common.client import one_line
 
+logger = logging.getLogger(__name__)
+
 WATCH_SECONDS = 1.0  # between two looks at a server
-PROBE_SECONDS = 3.0  # for its answer; two looks without one, and it is lost
+PROBE_SECONDS = 2.0  # for its answer; two looks without one, and it is lost
 LAG_SECONDS = 0.02  # between two looks at this process's own lateness
 
 
@@ -53,6 +57,8 @@ class ServerWatch:
                 return ""
             return "it says that it is not live"
         except InferenceServerException as error:
+            if error.status() == str(grpc.StatusCode.DEADLINE_EXCEEDED):
+                return f"nothing came within {PROBE_SECONDS:g} s"
             return one_line(error.message())
 
     def _lose(self, server: str, reason: str) -> None:
@@ -84,7 +90,9 @@ async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("a watch of the run has failed: %r", result)
 
 
 @contextmanager
