@@ -14,6 +14,7 @@ from common.flow import (
     load_dit_flow,
     load_unet_flow,
 )
+from common.flow.checkpoint import flow_kind
 
 ENCODER = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=1)
 UNET = UNetFlowConfig(
@@ -77,6 +78,14 @@ def test_the_checkpoint_of_the_other_flow_is_refused_by_name(tmp_path):
         load_dit_flow(saved(UNetFlow(UNET), tmp_path))
     with pytest.raises(ValueError, match=r"decoder\.estimator\.down_blocks"):
         load_unet_flow(saved(DiTFlow(DIT), tmp_path))
+
+
+def test_whose_flow_it_is_is_read_from_its_names(tmp_path):
+    assert flow_kind(saved(UNetFlow(UNET), tmp_path)) == "unet"
+    assert flow_kind(saved(DiTFlow(DIT), tmp_path)) == "dit"
+    torch.save({"spk_embed_affine_layer.weight": torch.zeros(1)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="other.pt is neither the UNet flow of CosyVoice2 nor the DiT flow"):
+        flow_kind(tmp_path / "other.pt")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

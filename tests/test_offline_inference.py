@@ -1,18 +1,20 @@
 """scripts/offline_inference.py over the demo checkpoint, whose weights are random."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 
 from common.audio import load_audio
 from common.constants import SAMPLE_RATE
+from common.speech_tokens import LLMTokenizer
 from scripts import offline_inference
 from scripts.offline.pipeline import GIVE_UP_BATCHES
 from scripts.offline.results import JOURNAL, LOG, OutputFolder
 from scripts.offline.vocoder import OfflineVocoder
 from tests.faulty_llm import TOKENS, faulty_llm
-from tests.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
+from tests.offline_fixtures import ENGINE_MODULES, FAKES, ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
 
 UPSTREAMS_KEYS = {
     "args",
@@ -135,6 +137,25 @@ def test_one_voice_for_all(speak, tmp_path, capsys):
 def test_transformers_need_no_conversion(speak, tmp_path):
     assert speak(rows=ROWS[:1], backend="hf") == 0
     assert sorted(records(tmp_path / "out")) == ["first"]
+
+
+@pytest.mark.parametrize("backend", sorted(FAKES))
+def test_gpu_engines_load_the_directory_as_it_is(speak, tmp_path, demo_models, monkeypatch, backend):
+    """Stand-ins of the libraries: neither runs on this machine."""
+    for module, content in FAKES[backend].modules().items():
+        monkeypatch.setitem(sys.modules, module, content)
+    monkeypatch.setattr(FAKES[backend], "FIRST_ID", LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").offset)
+    try:
+        assert speak("--batch-size", "2", backend=backend) == 0
+    finally:
+        for module in ENGINE_MODULES:
+            sys.modules.pop(module, None)
+    assert sorted(records(tmp_path / "out")) == ["first", "second", "third"]
+    assert sorted(log_of(tmp_path / "out")["cut_short"]) == [
+        "first",
+        "second",
+        "third",
+    ]  # they never stop by themselves
 
 
 def test_a_server_of_the_llm_and_its_end(speak, tmp_path):

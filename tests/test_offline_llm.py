@@ -1,5 +1,7 @@
 """The offline tool's ways to the LLM: transformers, this project's engines, servers. The GPU engines are stand-ins."""
 
+import asyncio
+import signal
 import sys
 
 import numpy as np
@@ -8,13 +10,12 @@ import torch
 
 from common.constants import SPEECH_VOCAB
 from common.errors import UnavailableError
-from common.llm.base import LengthRatios, LLMPrompt, Sampling
+from common.llm.base import LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
 from common.speech_tokens import LLMTokenizer
-from scripts.offline.llm import Answer, connect, engine_dir, load_llm
-from tests import fake_tensorrt_llm, fake_vllm
+from scripts.offline.llm import Answer, StreamedLM, connect, engine_dir, load_llm
 from tests.faulty_llm import TOKENS, faulty_llm
 from tests.llm_fixtures import genai_dir, llm_dir  # noqa: F401
-from tests.offline_fixtures import one_thread  # noqa: F401
+from tests.offline_fixtures import ENGINE_MODULES, FAKES, one_thread  # noqa: F401
 
 PROMPTS = [
     LLMPrompt("Hello."),
@@ -22,8 +23,6 @@ PROMPTS = [
     LLMPrompt("你好，请问你叫什么？"),
 ]
 GREEDY = Sampling(temperature=0, max_tokens=24)
-FAKES = {"vllm": fake_vllm, "trtllm": fake_tensorrt_llm}
-ENGINE_MODULES = ("common.llm.vllm_engine", "common.llm.vllm_logits", "common.llm.trtllm_engine")
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +140,29 @@ def test_a_silent_server_is_an_error_in_time(tokenizer, monkeypatch):
         answers = llm.generate(PROMPTS, Sampling())
         llm.close()
     assert all(isinstance(answer, UnavailableError) for answer in answers)
+
+
+def test_an_interrupted_batch_leaves_nothing_running():
+    ended = []
+
+    class Endless:
+        def generate(self, prompt, sampling):
+            return TokenStream(self._generate(prompt))
+
+        async def _generate(self, prompt):
+            try:
+                yield TokenChunk([1])
+                if prompt is PROMPTS[2]:
+                    signal.raise_signal(signal.SIGINT)
+                await asyncio.sleep(60)
+            finally:
+                ended.append(prompt)
+
+        async def aclose(self):
+            ended.append("connections")
+
+    llm = StreamedLM(Endless(), at_once=3)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, Sampling())
+    llm.close()
+    assert len(ended) == 4 and ended[-1] == "connections"

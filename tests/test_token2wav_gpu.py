@@ -107,6 +107,22 @@ def test_the_unet_on_a_gpu_stays_near_its_plain_form(unet: UNetFlow, dtype: torc
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_whole_utterances_need_no_graphs(kind: str, request: pytest.FixtureRequest) -> None:
+    network = request.getfixturevalue(kind)
+
+    def flow(graphs: bool) -> DiTStreaming | UNetStreaming:
+        if kind == "unet":
+            return UNetStreaming(network, flow_noise("cuda"), steps=STEPS, graphs=graphs)
+        return DiTStreaming(network, flow_noise("cuda"), VoiceCache(1 << 33), max_streams=1, steps=STEPS, graphs=graphs)
+
+    utterances = [(voice, np.arange(count)) for voice, count in zip(voices(), (40, 100, 3), strict=True)]
+    expected = flow(graphs=True).whole(utterances)
+    for actual, mel in zip(flow(graphs=False).whole(utterances), expected, strict=True):
+        assert relative_error(actual, mel) < BOUNDS[0][1]
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.float16, 3e-2)])
 def test_the_vocoder_on_a_gpu_stays_near_its_plain_form(dtype: torch.dtype, bound: float) -> None:
     """Rows of different lengths, first chunks and later ones; pitch and source are float32 in both."""

@@ -10,6 +10,7 @@ All but `hf` batch by themselves: so many prompts as a batch has are under way a
 """
 
 import asyncio
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,9 @@ class BatchLM(Protocol):
 
 
 class StreamedLM:
-    """A way to the LLM that batches by itself, kept busy with `at_once` requests on an event loop of its own."""
+    """A way to the LLM that batches by itself, kept busy with `at_once` requests. For the main thread: it has an event
+    loop of its own, which takes interruptions.
+    """
 
     def __init__(self, llm: SpeechLM, at_once: int) -> None:
         self._llm = llm
@@ -61,22 +64,20 @@ class StreamedLM:
         self._loop = asyncio.new_event_loop()
 
     def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
-        return self._loop.run_until_complete(self._generate(prompts, sampling))
+        batch = self._loop.create_task(self._generate(prompts, sampling))
+        # An interruption ends the requests first; raised among them it would leave them running.
+        self._loop.add_signal_handler(signal.SIGINT, batch.cancel)
+        try:
+            return self._loop.run_until_complete(batch)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        finally:
+            self._loop.remove_signal_handler(signal.SIGINT)
 
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        try:
-            self._loop.run_until_complete(self._aclose())
-        finally:
+        if not self._loop.is_closed():
+            self._loop.run_until_complete(self._llm.aclose())
             self._loop.close()
-
-    async def _aclose(self) -> None:
-        left = asyncio.all_tasks() - {asyncio.current_task()}  # of a batch that was interrupted
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        await self._llm.aclose()
 
     async def _generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
         places = asyncio.Semaphore(self._at_once)
