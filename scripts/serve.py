@@ -7,6 +7,7 @@ Inside NVIDIA's image run its own tritonserver on the same repository instead.
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from common.server import Ports, ServerError, TritonServer
+from common.speech_service.beside import speech_service
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,8 +26,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--metrics-port", type=int, default=8002)
     parser.add_argument("--cache-mib", type=int, default=64, help="response cache of the prompt models")
+    parser.add_argument("--speech-port", type=int, help="serve speech over HTTP there too, see docs/http.md")
+    parser.add_argument("--voices", type=Path, default=Path("models/demo/voices"), help="of the speech service")
     parser.add_argument("--log-file", type=Path, default=Path("tritonserver.log"))
     return parser
+
+
+def beside(server: TritonServer, args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """The speech service, where it is asked for."""
+    if args.speech_port is None:
+        return contextlib.nullcontext()
+    print(f"speech http://{args.host}:{args.speech_port}")
+    return speech_service(server.grpc_url, args.voices, args.host, args.speech_port)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -49,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(f"starting tritonserver over {args.repository}, log in {args.log_file} ...", flush=True)
     try:
-        with server:
+        with server, beside(server, args):
             print(f"ready: http {server.http_url}  grpc {server.grpc_url}  metrics {server.metrics_url}/metrics")
             print("Ctrl-C to stop", flush=True)
             code = server.wait()

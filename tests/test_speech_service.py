@@ -363,7 +363,7 @@ def test_an_answer_that_takes_too_long_is_a_timeout(tmp_path: Path) -> None:
 
 
 def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path) -> None:
-    stub = TritonStub(samples=SAMPLE_RATE)
+    stub = TritonStub(samples=20 * SAMPLE_RATE)
     with stub_triton(stub) as address, serving(Settings(urls=(address,), stall=0.5)) as url:
         with httpx.stream("POST", url + SPEECH, json={**TEXT, "input": "endless"}) as answer:
             assert answer.status_code == 200
