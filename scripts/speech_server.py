@@ -61,7 +61,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         settings = Settings(
             urls=tuple(args.url),
@@ -84,8 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     import uvicorn  # here, so that --help and a wrong option take no seconds
 
     from common.speech_service.app import build
+    from common.speech_service.guard import NamesRequest
     from common.speech_service.runtime_grpc import Endpoint
 
+    log = logging.StreamHandler()
+    log.addFilter(NamesRequest())
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s [%(request)s] %(message)s", handlers=[log]
+    )
+    if args.host not in ("127.0.0.1", "localhost", "::1") and not settings.api_keys:
+        logging.warning("whoever reaches %s:%d may speak and add voices: set --api_keys", args.host, args.port)
     runtime = None if args.runtime_port is None else Endpoint(args.host, args.runtime_port)
     server = uvicorn.Server(
         uvicorn.Config(

@@ -1,6 +1,7 @@
 """The speech service as a process: its options and environment, its end, beside a tritonserver, under load."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -13,13 +14,15 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import soundfile as sf
 
 from common.server import ServerError, free_port
 from common.speech_service.beside import speech_service
+from common.speech_service.settings import Settings
 from scripts import bench_speech_server, speech_server
 from scripts.bench.triton_stub import TritonStub
 from tests.conftest import ROOT
-from tests.speech_fixtures import stub_triton, until
+from tests.speech_fixtures import RECORDING, serving, stub_triton, until
 
 BODY = {"input": "Hello.", "response_format": "pcm"}
 
@@ -104,3 +107,23 @@ def test_a_small_load_is_carried_and_forgotten(tmp_path: Path, capfd: pytest.Cap
     settled = len(figures["memory_mib"]) // 3
     assert figures["memory_mib"][-1] - figures["memory_mib"][settled] < 10
     assert "added" in capfd.readouterr().out
+
+
+@pytest.mark.server
+def test_the_other_stack_served_for_whole_answers(serve: Any, tmp_path: Path) -> None:
+    triton = serve(stack="unet", decoupled=False)
+    with serving(Settings(urls=(triton.grpc_url,), voices_dir=tmp_path)) as url:
+        files = {"ref_audio": RECORDING.read_bytes()}
+        fields = {
+            "input": "Hello.",
+            "model": "cosyvoice2",
+            "response_format": "wav",
+            "speed": "2",
+            "seed": "1",
+            "max_tokens": "40",
+        }
+        fast = httpx.post(f"{url}/v1/audio/speech", data=fields, files=files, timeout=60)
+        usual = httpx.post(f"{url}/v1/audio/speech", data={**fields, "speed": "1"}, files=files, timeout=60)
+        assert fast.status_code == usual.status_code == 200, fast.text
+        lengths = [sf.info(io.BytesIO(answer.content)).duration for answer in (fast, usual)]
+        assert lengths[0] == pytest.approx(lengths[1] / 2, abs=0.1)

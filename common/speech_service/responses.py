@@ -22,6 +22,8 @@ from common.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
+_AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second is what nginx obeys
+
 
 def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, dict(error.headers))
@@ -31,7 +33,7 @@ class AudioResponse(Response):
     """Bytes as `parts` makes them. stall: seconds that a client may leave them unread."""
 
     def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, stall: float, rate: int) -> None:
-        super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), "Cache-Control": "no-store"})
+        super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_AS_IT_COMES})
         del self.headers["content-length"]  # not known, so the body is chunked
         self._parts = parts
         self._stall = stall

@@ -48,7 +48,7 @@ async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[
         yield
         return
     _, services = grpc.protos_and_services(PROTO)  # compiled here: no generated code to go stale
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", service.settings.max_body_bytes)])
+    server = grpc.aio.server(options=_options(service))
     services.add_CosyVoiceServicer_to_server(Bridge(service), server)
     try:
         port = server.add_insecure_port(f"{endpoint.host}:{endpoint.port}")
@@ -60,6 +60,13 @@ async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[
         yield
     finally:
         await server.stop(GRACE_SECONDS)
+
+
+def _options(service: Service) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", service.settings.max_body_bytes),
+        ("grpc.so_reuseport", 0),  # or a second service would share the port without a word
+    ]
 
 
 class Bridge:

@@ -7,7 +7,7 @@ A text that begins with one of these words is answered otherwise:
     refuse   an error about the request              lost     a model that is not available
     break    one chunk, then an error                silent   no audio at all
     endless  chunks until the client leaves          stall    nothing until the client leaves
-    quick    its chunks at once
+    quick    three chunks at once
 """
 
 import argparse
@@ -82,7 +82,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
             )
             await asyncio.sleep(first)
             noise = np.random.default_rng(0).uniform(-0.5, 0.5, self.samples).astype(np.float32)
-            count = {"silent": 0, "break": 1, "endless": 1 << 30}.get(manner, self.chunks)
+            count = {"silent": 0, "break": 1, "quick": 3, "endless": 1 << 30}.get(manner, self.chunks)
             for _ in range(count):
                 yield noise
                 await asyncio.sleep(pause)
@@ -102,7 +102,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, str]:
         """Listen; the server and its address."""
-        server = grpc.aio.server()
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, server)
         bound = server.add_insecure_port(f"{host}:{port}")
         await server.start()
