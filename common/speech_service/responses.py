@@ -9,7 +9,7 @@ import asyncio
 import base64
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -76,13 +76,14 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def events(parts: AsyncIterator[bytes], job: Job) -> AsyncGenerator[bytes, None]:
+async def events(parts: AsyncGenerator[bytes, None], job: Job) -> AsyncGenerator[bytes, None]:
     """Server-sent events around the parts of an answer: deltas, then `done` with the usage, or `error`."""
     begun = False
     try:
-        async for part in parts:
-            begun = True
-            yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(part).decode()})
+        async with aclosing(parts):
+            async for part in parts:
+                begun = True
+                yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(part).decode()})
     except ApiError as error:
         if not begun:
             raise

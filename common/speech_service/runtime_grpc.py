@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 
-from common.errors import UnavailableError
 from common.speech_service.core import Job
 from common.speech_service.encoding import Renderer
 from common.speech_service.errors import ApiError, invalid
@@ -87,8 +86,6 @@ class Bridge:
                     yield self._messages.Response(tts_audio=part)
         except ApiError as error:
             await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
-        except UnavailableError as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def _job(self, request: Any) -> Job:
         kind = request.WhichOneof("RequestPayload")

@@ -19,7 +19,6 @@ from fastapi import APIRouter, WebSocket
 from sentencex import segment as sentence_ends
 from starlette.websockets import WebSocketDisconnect
 
-from common.errors import UnavailableError
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.requests import SpeechRequest, parse
 from common.speech_service.service import Service
@@ -190,9 +189,9 @@ class Session:
                 async for part in parts:
                     sent += len(part)
                     await asyncio.wait_for(self._socket.send_bytes(part), self._service.settings.stall)
-        except (ApiError, UnavailableError) as error:
+        except ApiError as error:
             failed = True
-            await self._say_error(error if isinstance(error, ApiError) else ApiError(503, str(error)))
+            await self._say_error(error)
         await self._say("audio.done", **index, total_bytes=sent, error=failed)
 
     async def _cancel(self) -> None:
