@@ -65,8 +65,9 @@ demo: $(VENV)/.server ## start a stack with random weights, send one streaming r
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
 	@$(IN_VENV) -m scripts.demo --stack $(STACK) --text "$$TEXT" --output $(OUTPUT) $(PORTS)
 
-serve: render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health) until Ctrl-C
-	@$(IN_VENV) -m scripts.serve build/$(STACK) $(PORTS) --health-port $(HEALTH_PORT) --log-file build/tritonserver.log
+serve: render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
+	@$(IN_VENV) -m scripts.serve build/$(STACK) $(PORTS) --health-port $(HEALTH_PORT) --log-file build/tritonserver.log \
+		--speech-port $(SPEECH_PORT) --voices $(MODELS)/voices
 
 render: demo-checkpoint ## write the model repository of a stack to build/STACK
 	@$(IN_VENV) -m scripts.render $(MODELS) build/$(STACK) --stack $(STACK) $(OFFLINE)

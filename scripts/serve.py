@@ -9,7 +9,9 @@ does. Ctrl-C, or a second SIGTERM, ends it at once. Health: http://HOST:8003/rea
 """
 
 import argparse
+import contextlib
 import logging
+import threading
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from types import FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
 
 from common.server import Ports, ServerError, TritonServer, require_free
+from common.speech_service.beside import speech_service
 from common.supervisor import HealthPage, drain
 
 REDIS_PORT = 6379
@@ -43,6 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="HOST[:PORT]",
         help="response cache shared by several servers instead; password in TRITONCACHE_REDIS_PASSWORD",
     )
+    parser.add_argument("--speech-port", type=int, help="serve speech over HTTP there too, see docs/http.md")
+    parser.add_argument("--voices", type=Path, default=Path("models/demo/voices"), help="of the speech service")
     parser.add_argument("--drain-seconds", type=float, default=60, help="for live requests to end after SIGTERM (60)")
     parser.add_argument(
         "--notice-seconds",
@@ -62,6 +67,13 @@ def cache_option(redis: str, mib: int) -> str:
     if not host or not (port or str(REDIS_PORT)).isdigit():
         raise ValueError(f"--redis {redis!r} is not HOST or HOST:PORT")
     return f"redis,host={host},port={port or REDIS_PORT}"
+
+
+def beside(server: TritonServer, args: argparse.Namespace) -> contextlib.AbstractContextManager[threading.Event]:
+    """The speech service, where it is asked for."""
+    if args.speech_port is None:
+        return contextlib.nullcontext(threading.Event())
+    return speech_service(server.grpc_url, args.voices, args.host, args.speech_port)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
@@ -104,15 +116,20 @@ def serve(args: argparse.Namespace) -> int:
         cache=cache_option(args.redis, args.cache_mib),
         log_file=args.log_file,
     )
-    with HealthPage(server, args.host, args.health_port) as health, server:
+    with HealthPage(server, args.host, args.health_port) as health, server, beside(server, args) as speech_ended:
         health.state = "ready"
         print(f"ready: http {server.http_url}  grpc {server.grpc_url}  metrics {server.metrics_url}/metrics")
         print(f"health {health.url}/ready", flush=True)
+        if args.speech_port is not None:
+            print(f"speech http://{args.host}:{args.speech_port}")
         print("Ctrl-C to stop", flush=True)
         try:
             code = server.wait()
         except Terminated:
             drain(server, health, args.notice_seconds, args.drain_seconds)
+            if speech_ended.is_set():
+                print("the speech service ended by itself", file=sys.stderr)
+                return 1
             return 0
         finally:
             health.state = "stopping"

@@ -12,6 +12,7 @@ listens on this machine alone unless --host says otherwise. docs/http.md has the
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
 
 from common.constants import SAMPLE_RATE
+from common.speech_service.settings import Settings
 
 DRAIN_SECONDS = 30
 ENVIRONMENT = "SPEECH_"
@@ -59,13 +61,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    import uvicorn  # here, so that --help takes no second
-
-    from common.speech_service.app import build
-    from common.speech_service.runtime_grpc import Endpoint
-    from common.speech_service.settings import Settings
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         settings = Settings(
             urls=tuple(args.url),
@@ -85,6 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    import uvicorn  # here, so that --help and a wrong option take no seconds
+
+    from common.speech_service.app import build
+    from common.speech_service.guard import NamesRequest
+    from common.speech_service.runtime_grpc import Endpoint
+
+    log = logging.StreamHandler()
+    log.addFilter(NamesRequest())
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s [%(request)s] %(message)s", handlers=[log]
+    )
+    if args.host not in ("127.0.0.1", "localhost", "::1") and not settings.api_keys:
+        logging.warning("whoever reaches %s:%d may speak and add voices: set --api_keys", args.host, args.port)
     runtime = None if args.runtime_port is None else Endpoint(args.host, args.runtime_port)
     server = uvicorn.Server(
         uvicorn.Config(
@@ -98,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout_graceful_shutdown=DRAIN_SECONDS,  # what is being spoken when SIGTERM comes may end
         )
     )
-    server.run()
+    with contextlib.suppress(KeyboardInterrupt):  # raised once more when it has ended
+        server.run()
     return 0 if server.started else 1
 
 

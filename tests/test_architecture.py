@@ -24,6 +24,10 @@ FORBIDDEN = {
     "common/hift": ("common.token2wav", "common.llm", "common.synthesis", "common.triton_io", "common.flow"),
     "common/llm": ("common.token2wav", "common.synthesis", "common.triton_io", "common.flow", "common.hift"),
     "common/token2wav": ("common.llm", "common.synthesis", "common.triton_io"),
+    "common/speech_service": (
+        *("common.token2wav", "common.llm", "common.synthesis", "common.triton_io", "common.flow", "common.hift"),
+        *("common.orchestrator", "common.ports", "common.request"),
+    ),
     "common/synthesis.py": ("common.triton_io", "common.ports", "common.token2wav", "common.flow", "common.hift"),
 }
 

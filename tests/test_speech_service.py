@@ -269,6 +269,24 @@ def test_a_batch_answers_for_each_item(served: Served) -> None:
     assert third["media_type"] == "audio/wav"
 
 
+def test_a_batch_ends_with_the_client_who_asked_for_it(served: Served) -> None:
+    cancelled = served.stub.cancelled
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{served.url}{SPEECH}/batch", json={"items": [{"input": "stall"}] * 3}, timeout=0.5)
+    until(lambda: served.stub.cancelled == cancelled + 3)
+
+
+def test_a_damaged_voice_is_not_available_and_nobody_else_notices(served: Served) -> None:
+    damaged = served.voices / "torn.safetensors"
+    damaged.write_bytes(b"not safe")
+    try:
+        items = [{**TEXT, "voice": "torn"}, TEXT]
+        assert served.post(items[0]).status_code == 503
+        assert served.post({"items": items}, f"{SPEECH}/batch").json()["succeeded"] == 1
+    finally:
+        damaged.unlink()
+
+
 @pytest.mark.parametrize("body", [{}, {"items": []}, {"items": [{"input": "x"}] * 4}, {"items": "x"}, {"items": [1]}])
 def test_a_batch_that_is_none_is_refused(served: Served, body: Any) -> None:
     assert served.post(body, f"{SPEECH}/batch").status_code == 400
@@ -363,7 +381,7 @@ def test_an_answer_that_takes_too_long_is_a_timeout(tmp_path: Path) -> None:
 
 
 def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path) -> None:
-    stub = TritonStub(samples=SAMPLE_RATE)
+    stub = TritonStub(samples=20 * SAMPLE_RATE)
     with stub_triton(stub) as address, serving(Settings(urls=(address,), stall=0.5)) as url:
         with httpx.stream("POST", url + SPEECH, json={**TEXT, "input": "endless"}) as answer:
             assert answer.status_code == 200

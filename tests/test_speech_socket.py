@@ -112,6 +112,7 @@ def test_a_client_that_leaves_ends_the_work(url: str, stub: TritonStub) -> None:
         ('{"type": "session.config", "speed": 9}', "speed"),
         ('{"type": "session.config", "voise": "x"}', "voise"),
         (json.dumps({"type": "input.text", "text": "a" * 70_000}), "waiting to be spoken"),
+        (json.dumps({"type": "input.text", "text": "a" * 5000}), "more than 4096 characters"),
     ],
 )
 def test_a_mistake_is_an_error_event_and_the_session_goes_on(url: str, message: str | bytes, words: str) -> None:

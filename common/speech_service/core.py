@@ -9,6 +9,7 @@ An `ApiError` before the first item can still become a status; one after it must
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -24,6 +25,8 @@ from common.speech_service.errors import ApiError
 from common.speech_service.metrics import Metrics
 from common.speech_service.settings import Settings
 from common.speech_service.triton import Address, TritonPool
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -125,4 +128,6 @@ class SpeechCore:
             yield
         except ApiError as error:
             self.metrics.errors.labels(str(error.status)).inc()
+            if error.status >= 500:
+                logger.warning("a stream failed: %s", error.message)
             raise

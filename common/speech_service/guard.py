@@ -3,8 +3,11 @@
 Plain ASGI, since a middleware of Starlette's own would stand between a streamed answer and its client.
 """
 
+import logging
 import secrets
+import uuid
 from collections.abc import Iterable
+from contextvars import ContextVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -20,6 +23,18 @@ OPEN_PATHS = ("/", "/health", "/metrics", "/static", "/favicon.ico")
 _POLICY_VIOLATION = 1008
 
 
+# Of the request that a task works for, so that every line of the log can name it; clients get it as x-request-id.
+REQUEST_ID: ContextVar[str] = ContextVar("request", default="-")
+
+
+class NamesRequest(logging.Filter):
+    """Gives each record the attribute `request`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request = REQUEST_ID.get()
+        return True
+
+
 class Guard:
     """Wraps the application."""
 
@@ -32,12 +47,14 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        status = "gone"
+        status, name = "gone", uuid.uuid4().hex[:16]
+        REQUEST_ID.set(name)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
             elif message["type"] == "websocket.accept":
                 status = "101"
             await send(message)

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -22,6 +22,8 @@ from common.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
+_AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second is what nginx obeys
+
 
 def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, dict(error.headers))
@@ -31,7 +33,7 @@ class AudioResponse(Response):
     """Bytes as `parts` makes them. stall: seconds that a client may leave them unread."""
 
     def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, stall: float, rate: int) -> None:
-        super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), "Cache-Control": "no-store"})
+        super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_AS_IT_COMES})
         del self.headers["content-length"]  # not known, so the body is chunked
         self._parts = parts
         self._stall = stall
@@ -74,13 +76,14 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def events(parts: AsyncIterator[bytes], job: Job) -> AsyncGenerator[bytes, None]:
+async def events(parts: AsyncGenerator[bytes, None], job: Job) -> AsyncGenerator[bytes, None]:
     """Server-sent events around the parts of an answer: deltas, then `done` with the usage, or `error`."""
     begun = False
     try:
-        async for part in parts:
-            begun = True
-            yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(part).decode()})
+        async with aclosing(parts):
+            async for part in parts:
+                begun = True
+                yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(part).decode()})
     except ApiError as error:
         if not begun:
             raise

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 
-from common.errors import UnavailableError
 from common.speech_service.core import Job
 from common.speech_service.encoding import Renderer
 from common.speech_service.errors import ApiError, invalid
@@ -48,7 +47,7 @@ async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[
         yield
         return
     _, services = grpc.protos_and_services(PROTO)  # compiled here: no generated code to go stale
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", service.settings.max_body_bytes)])
+    server = grpc.aio.server(options=_options(service))
     services.add_CosyVoiceServicer_to_server(Bridge(service), server)
     try:
         port = server.add_insecure_port(f"{endpoint.host}:{endpoint.port}")
@@ -60,6 +59,13 @@ async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[
         yield
     finally:
         await server.stop(GRACE_SECONDS)
+
+
+def _options(service: Service) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", service.settings.max_body_bytes),
+        ("grpc.so_reuseport", 0),  # or a second service would share the port without a word
+    ]
 
 
 class Bridge:
@@ -80,8 +86,6 @@ class Bridge:
                     yield self._messages.Response(tts_audio=part)
         except ApiError as error:
             await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
-        except UnavailableError as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def _job(self, request: Any) -> Job:
         kind = request.WhichOneof("RequestPayload")

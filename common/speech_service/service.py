@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 from starlette.requests import HTTPConnection
 
+from common.errors import UnavailableError
 from common.speech_service.core import Job, SpeechCore
 from common.speech_service.encoding import Renderer
-from common.speech_service.errors import invalid
+from common.speech_service.errors import ApiError, invalid
 from common.speech_service.metrics import Metrics
 from common.speech_service.recordings import decode
 from common.speech_service.requests import SpeechRequest, utterance
@@ -39,7 +40,10 @@ class Service:
     async def job(self, wanted: SpeechRequest, upload: bytes | None = None, decode: Decoder = decode) -> Job:
         """What to speak, in the voice of a recording that came beside the fields, if one did. ApiError."""
         recorded = None if upload is None else partial(decode, upload, self.settings.max_reference_bytes)
-        spoken = await asyncio.to_thread(utterance, wanted, recorded, self.shelf, self.settings)
+        try:
+            spoken = await asyncio.to_thread(utterance, wanted, recorded, self.shelf, self.settings)
+        except UnavailableError as error:  # the file of a voice
+            raise ApiError(503, str(error), code="unavailable", param="voice") from None
         return Job(spoken, wanted.served_model(self.settings.model))
 
     def renderer(self, wanted: SpeechRequest) -> Renderer:

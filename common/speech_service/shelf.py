@@ -37,11 +37,9 @@ class Shelf:
 
     def get(self, name: str) -> Recording | Prompt | None:
         """None where the folder has no such voice. UnavailableError where its file is damaged."""
-        if name not in self._book.names():
-            return None
         try:
             return self._book.get(name)
-        except ValueError:  # taken away meanwhile
+        except ValueError:
             return None
 
     def add(self, name: str, data: bytes, text: str) -> float:

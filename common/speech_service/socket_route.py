@@ -10,6 +10,7 @@ file of its own; pcm, the default here, goes on without a seam.
 
 import asyncio
 import json
+import logging
 from collections import deque
 from contextlib import aclosing
 from typing import Any
@@ -18,7 +19,6 @@ from fastapi import APIRouter, WebSocket
 from sentencex import segment as sentence_ends
 from starlette.websockets import WebSocketDisconnect
 
-from common.errors import UnavailableError
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.requests import SpeechRequest, parse
 from common.speech_service.service import Service
@@ -26,8 +26,9 @@ from common.text import is_speakable
 
 IDLE_SECONDS = 300.0
 MAX_WAITING_CHARS = 65_536  # of sentences that were not spoken yet
-_POLICY_VIOLATION, _TRY_AGAIN_LATER = 1008, 1013  # RFC 6455's codes
+_POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # the protocol's codes
 
+logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
@@ -132,6 +133,9 @@ class Session:
         whole = list(sentence_ends("en", self._tail + text))
         self._tail = whole.pop() if whole else ""
         self._queue(whole)
+        if len(self._tail) > (most := self._service.settings.max_input_chars):
+            self._tail = ""
+            raise invalid(f"a sentence of more than {most} characters: it is not spoken", "text")
 
     def _finish(self) -> None:
         self._queue([self._tail])
@@ -156,8 +160,14 @@ class Session:
         while self._waiting:
             try:
                 await self._speak_sentence(self._waiting.popleft())
+            except WebSocketDisconnect:
+                return
             except asyncio.TimeoutError:
                 await self._socket.close(_POLICY_VIOLATION, "the audio is not read")
+                return
+            except Exception:
+                logger.exception("a sentence failed")
+                await self._socket.close(_INTERNAL_ERROR, "an error of the service itself")
                 return
         if self._finished:
             done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
@@ -179,9 +189,9 @@ class Session:
                 async for part in parts:
                     sent += len(part)
                     await asyncio.wait_for(self._socket.send_bytes(part), self._service.settings.stall)
-        except (ApiError, UnavailableError) as error:
+        except ApiError as error:
             failed = True
-            await self._say_error(error if isinstance(error, ApiError) else ApiError(503, str(error)))
+            await self._say_error(error)
         await self._say("audio.done", **index, total_bytes=sent, error=failed)
 
     async def _cancel(self) -> None:

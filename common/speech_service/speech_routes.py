@@ -113,7 +113,9 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
     """The fields of a JSON object or a form, and what the file in the field `upload` holds, if it came. ApiError."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-        async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=16 << 20) as form:
+        async with request.form(
+            max_files=1, max_fields=MAX_FIELDS, max_part_size=Service.of(request).settings.max_body_bytes
+        ) as form:
             fields: dict[str, Any] = dict(form)
             data = None
             if isinstance(file := fields.get(upload), UploadFile):

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 ORCHESTRATORS = ("cosyvoice2_dit", "cosyvoice2")
 PROBE_SECONDS = 2.0
 PROBE_TIMEOUT = 3.0
+MISSES = 3
 _CHANNEL = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -40,17 +41,22 @@ class Address:
     connection: triton.InferenceServerClient
     models: dict[str, bool] = field(default_factory=dict)
     outstanding: int = 0
+    misses: int = 0  # looks in a row that had no answer
 
     async def probe(self) -> None:
-        """Look what it serves; never raises. One that does not answer serves nothing."""
+        """Look what it serves; never raises. One that nobody listens at serves nothing, one that is slow is trusted
+        for MISSES looks."""
         try:
             index = await self.connection.get_model_repository_index(client_timeout=PROBE_TIMEOUT)
             ready = {model.name for model in index.models if model.state == "READY"}
             self.models = {name: await self._streams(name) for name in ORCHESTRATORS if name in ready}
-        except (InferenceServerException, grpc.aio.AioRpcError) as error:
-            if self.models:
+            self.misses = 0
+        except Exception as error:  # whatever it is, the next look must come
+            self.misses += 1
+            gone = isinstance(error, InferenceServerException) and error.status() == str(grpc.StatusCode.UNAVAILABLE)
+            if self.models and (gone or self.misses >= MISSES):
                 logger.warning("Triton at %s does not answer any more: %s", self.url, _reason(error))
-            self.models = {}
+                self.models = {}
 
     async def _streams(self, model: str) -> bool:
         """Whether a model is served for streaming, which only loading it anew could change."""

@@ -7,6 +7,7 @@ A text that begins with one of these words is answered otherwise:
     refuse   an error about the request              lost     a model that is not available
     break    one chunk, then an error                silent   no audio at all
     endless  chunks until the client leaves          stall    nothing until the client leaves
+    quick    three chunks at once
 """
 
 import argparse
@@ -76,12 +77,15 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "invalid request: target_text is refused")
             if manner == "lost":
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the LLM is down")
-            await asyncio.sleep(3600 if manner == "stall" else self.first)
+            first, pause = {"stall": (3600.0, 0.0), "quick": (0.0, 0.0), "endless": (0.0, max(self.pause, 0.05))}.get(
+                manner, (self.first, self.pause)
+            )
+            await asyncio.sleep(first)
             noise = np.random.default_rng(0).uniform(-0.5, 0.5, self.samples).astype(np.float32)
-            count = {"silent": 0, "break": 1, "endless": 1 << 30}.get(manner, self.chunks)
+            count = {"silent": 0, "break": 1, "quick": 3, "endless": 1 << 30}.get(manner, self.chunks)
             for _ in range(count):
                 yield noise
-                await asyncio.sleep(max(self.pause, 0.05) if manner == "endless" else self.pause)
+                await asyncio.sleep(pause)
             if manner == "break":
                 await context.abort(grpc.StatusCode.INTERNAL, "the vocoder broke")
         except asyncio.CancelledError:
@@ -98,7 +102,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, str]:
         """Listen; the server and its address."""
-        server = grpc.aio.server()
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, server)
         bound = server.add_insecure_port(f"{host}:{port}")
         await server.start()
