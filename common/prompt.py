@@ -18,12 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from common import audio
+from common.accel.network import Network
+from common.accel.signatures import SPEAKER
 from common.constants import (
     MEL_BINS,
     PROMPT_SAMPLE_RATE,
@@ -98,19 +100,27 @@ class AudioTokenizer:
 
 
 class SpeakerEncoder:
-    """CAM++ x-vectors of 16 kHz recordings."""
+    """CAM++ x-vectors of 16 kHz recordings, computed by onnxruntime on the CPU or by a TensorRT plan on `device`."""
 
-    def __init__(self, model_dir: str | Path) -> None:
-        import onnxruntime as ort  # here, because most processes that know a Prompt run no speaker encoder
+    def __init__(
+        self,
+        model_dir: str | Path,
+        runtime: Literal["onnxruntime", "tensorrt"] = "onnxruntime",
+        device: str = "cpu",
+    ) -> None:
+        path = _only_file(model_dir, SPEAKER.file)
+        self._device = torch.device(device if runtime == "tensorrt" else "cpu")
+        # Imported here, because most processes that know a Prompt run no speaker encoder.
+        if runtime == "tensorrt":
+            from common.accel.tensorrt import TensorRTNetwork
 
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = SESSION_THREADS
-        self._session = ort.InferenceSession(
-            str(_only_file(model_dir, "campplus.onnx")), options, providers=["CPUExecutionProvider"]
-        )
-        features = self._session.get_inputs()[0]
-        self._input = features.name
-        self._batches = features.shape[0] != 1  # an exporter may have fixed the batch size
+            self._network: Network = TensorRTNetwork(path, device)
+        else:
+            from common.accel.onnx import OnnxNetwork
+
+            self._network = OnnxNetwork(path, threads=SESSION_THREADS)
+        self._input = next(iter(self._network.limits.most))
+        self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
 
     def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Float32 waves (N_i,) to x-vectors (192,) float32. Recordings of equal length share a run.
@@ -124,8 +134,8 @@ class SpeakerEncoder:
         vectors: dict[int, np.ndarray] = {}
         for members in groups.values():
             batch = np.stack([features[index] for index in members])  # (B, T, 80)
-            (output,) = self._session.run(None, {self._input: batch})
-            vectors.update(zip(members, output.astype(np.float32), strict=True))
+            (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
+            vectors.update(zip(members, output.float().cpu().numpy(), strict=True))
         return [vectors[index] for index in range(len(waves))]
 
 

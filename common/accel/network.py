@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Limits:
-    """The shapes of the inputs that a network can take: least, usual and largest ones, by name of the input."""
+    """The shapes of the inputs that a network takes: least, usual and largest ones, by name of the input."""
 
     least: Mapping[str, Shape]
     usual: Mapping[str, Shape]
@@ -32,9 +32,9 @@ class Limits:
 
 
 class Network(ABC):
-    """A network loaded and ready. `limits` is None where it takes any shape."""
+    """A network loaded and ready."""
 
-    limits: Limits | None = None
+    limits: Limits
 
     @abstractmethod
     def run(self, inputs: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from common.accel.loading import flow_runtime, use_runtime
+from common.config import FlowRuntime
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
@@ -59,12 +61,21 @@ class Token2Wav:
 
     @classmethod
     def load_unet(
-        cls, model_dir: str | Path, *, device: str, max_streams: int, precision: Precision, steps: int = EULER_STEPS
+        cls,
+        model_dir: str | Path,
+        *,
+        device: str,
+        max_streams: int,
+        precision: Precision,
+        runtime: FlowRuntime = "auto",
+        steps: int = EULER_STEPS,
     ) -> "Token2Wav":
-        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`."""
+        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`, and the runtime's own files."""
         _use(device)
         network = load_unet_flow(Path(model_dir) / "flow.pt", device, precision.flow)
-        flow = UNetStreaming(network, flow_noise(device), steps=steps)
+        runtime = flow_runtime(runtime, device)
+        use_runtime(network, runtime, model_dir, device)
+        flow = UNetStreaming(network, flow_noise(device), steps=steps, graphs=runtime == "cuda_graph")
         return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
 
     @classmethod
@@ -76,13 +87,16 @@ class Token2Wav:
         max_streams: int,
         voice_cache_bytes: int,
         precision: Precision,
+        runtime: FlowRuntime = "auto",
         steps: int = EULER_STEPS,
     ) -> "Token2Wav":
-        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`."""
+        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`, and the runtime's own files."""
         _use(device)
         network = load_dit_flow(Path(model_dir) / "flow.pt", device, precision.flow)
-        voices = VoiceCache(voice_cache_bytes)
-        flow = DiTStreaming(network, flow_noise(device), voices, max_streams=max_streams, steps=steps)
+        runtime = flow_runtime(runtime, device)
+        use_runtime(network, runtime, model_dir, device)
+        voices, graphs = VoiceCache(voice_cache_bytes), runtime == "cuda_graph"
+        flow = DiTStreaming(network, flow_noise(device), voices, max_streams=max_streams, steps=steps, graphs=graphs)
         return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
 
     def warm_up(self) -> None:

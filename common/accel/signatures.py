@@ -1,0 +1,81 @@
+"""The networks that other runtimes compute, under upstream's names of files, inputs and outputs.
+
+Rows are those of the guidance batch, R = 2 B. `t` is the flow time 0..1. Caches of the chunk-wise DiT are those of one
+Euler step: `cnn_cache` (depth, R, 2 C, 2), both convolutions' last frames side by side, and `att_cache`
+(depth, R, H, K, 2 D), keys beside values. Upstream's own file puts the newest frames of `new_att_cache` first, ours
+puts them last, as time runs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from common.flow.cache import EstimatorCache, KeyValues
+from common.flow.dit import DiTEstimator
+from common.flow.unet import UNetEstimator
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A network's file in the checkpoint directory, and what it takes and gives."""
+
+    file: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+_WHOLE = ("x", "mask", "mu", "t", "spks", "cond")
+UNET = Signature("flow.decoder.estimator.fp32.onnx", _WHOLE, ("estimator_out",))
+# Upstream has no such file: its UNet sees the whole window, ours the chunks that a stream would have seen.
+UNET_STREAMING = Signature("flow.decoder.estimator.streaming.fp32.onnx", _WHOLE, ("estimator_out",))
+DIT = Signature("flow.decoder.estimator.fp32.dynamic_batch.onnx", _WHOLE, ("estimator_out",))
+DIT_CHUNK = Signature(
+    "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx",
+    ("x", "mu", "t", "spks", "cond", "cnn_cache", "att_cache"),
+    ("output", "new_cnn_cache", "new_att_cache"),
+)
+SPEAKER = Signature("campplus.onnx", ("input",), ("output",))
+
+
+class WholeUtterance(nn.Module):
+    """An estimator over padded rows: `mask` (R, 1, T) is 1 on frames that count."""
+
+    def __init__(self, estimator: UNetEstimator | DiTEstimator, streaming: bool = False) -> None:
+        super().__init__()
+        self.estimator = estimator
+        self.streaming = streaming
+
+    def forward(self, x: Tensor, mask: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor) -> Tensor:
+        """x, mu, cond (R, mel, T), mask (R, 1, T), t (R,), spks (R, mel) -> velocity (R, mel, T)"""
+        if isinstance(self.estimator, UNetEstimator):
+            return self.estimator(x, t, mu, spks, cond, mask > 0.5, self.streaming)
+        return self.estimator(x, t, mu, spks, cond, mask > 0.5)
+
+
+class NextChunk(nn.Module):
+    """The DiT over the next T frames of streams that have K frames of context, none of them padding."""
+
+    def __init__(self, estimator: DiTEstimator) -> None:
+        super().__init__()
+        self.estimator = estimator
+
+    def forward(
+        self, x: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor, cnn_cache: Tensor, att_cache: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x, mu, cond (R, mel, T) -> velocity (R, mel, T) and both caches, K + T frames long"""
+        cache = EstimatorCache(KeyValues(*att_cache.chunk(2, dim=-1)), split_convolutions(cnn_cache))
+        cache = cache.with_room(x.shape[2])
+        velocity = self.estimator.forward_chunk(x, t, mu, spks, cond, cache)
+        keys_values = torch.cat([cache.attention.keys, cache.attention.values], dim=-1)
+        return velocity, join_convolutions(cache.conv), keys_values
+
+
+def split_convolutions(cache: Tensor) -> Tensor:
+    """(depth, R, 2 C, 2) -> (depth, 2, R, C, 2)"""
+    return cache.unflatten(2, (2, -1)).transpose(1, 2)
+
+
+def join_convolutions(cache: Tensor) -> Tensor:
+    """The reverse."""
+    return cache.transpose(1, 2).flatten(2, 3)
