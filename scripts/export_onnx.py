@@ -38,7 +38,7 @@ from common.accel.signatures import (
 from common.checkpoint import read_state, shapes_of
 from common.constants import MEL_BINS
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
-from common.flow.config import DiTConfig
+from common.flow.dit_flow import DiTFlow
 
 TOLERANCE = 1e-4  # largest difference over the largest value, float32
 MAX_ROWS, MAX_FRAMES = 128, 20_000  # what the exporter is told; the files' own dimensions are free
@@ -77,9 +77,7 @@ def exports_of(model_dir: Path) -> Iterator[Export]:
         yield Export(UNET, WholeUtterance(unet).eval(), whole_inputs, WHOLE_SIZES, WHOLE_FREE)
         yield Export(UNET_STREAMING, WholeUtterance(unet, streaming=True).eval(), whole_inputs, WHOLE_SIZES, WHOLE_FREE)
     else:
-        dit = load_dit_flow(path).decoder.estimator
-        yield Export(DIT, WholeUtterance(dit).eval(), whole_inputs, WHOLE_SIZES, WHOLE_FREE)
-        yield chunk_export(dit.config, NextChunk(dit).eval())
+        yield from dit_exports(load_dit_flow(path))
     if not (model_dir / SPEAKER.file).exists():
         for path in sorted([*model_dir.glob("campplus*.bin"), *model_dir.glob("campplus*.pt")])[:1]:
             yield Export(SPEAKER, load_campplus(path), speaker_inputs, ((1, 30), (1, 200), (4, 351)), SPEAKER_FREE)
@@ -103,7 +101,11 @@ def whole_inputs(R: int, T: int) -> Inputs:
     }
 
 
-def chunk_export(config: DiTConfig, module: NextChunk) -> Export:
+def dit_exports(flow: DiTFlow) -> Iterator[Export]:
+    dit = flow.decoder.estimator
+    config = dit.config
+    yield Export(DIT, WholeUtterance(dit).eval(), whole_inputs, WHOLE_SIZES, WHOLE_FREE)
+
     def inputs(R: int, T: int, K: int) -> Inputs:
         whole = whole_inputs(R, T)
         chosen = {name: whole[name] for name in DIT_CHUNK.inputs if name in whole}
@@ -113,7 +115,7 @@ def chunk_export(config: DiTConfig, module: NextChunk) -> Export:
 
     free = {name: axes for name, axes in WHOLE_FREE.items() if name in DIT_CHUNK.inputs}
     free |= {"cnn_cache": {1: "R"}, "att_cache": {1: "R", 3: "K"}}
-    return Export(DIT_CHUNK, module, inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)), free)
+    yield Export(DIT_CHUNK, NextChunk(dit).eval(), inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)), free)
 
 
 def speaker_inputs(B: int, T: int) -> Inputs:
