@@ -5,6 +5,7 @@ without a sidecar, or whose sidecar names anything else than this machine, is ne
 """
 
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -38,15 +39,22 @@ class Machine:
     @classmethod
     def here(cls, device: torch.device | str | int = 0) -> "Machine":
         """This machine; what it lacks is called "none", which no plan fits."""
-        gpu, capability, tensorrt = "none", "none", "none"
+        gpu, capability, version = "none", "none", "none"
         if torch.cuda.is_available():
             properties = torch.cuda.get_device_properties(device)
             gpu, capability = properties.name, f"{properties.major}.{properties.minor}"
-        try:
-            from tensorrt import __version__ as tensorrt
-        except ImportError:
-            pass
-        return cls(gpu, capability, tensorrt)
+        if importlib.util.find_spec("tensorrt") is not None:
+            version = importlib.import_module("tensorrt").__version__
+        return cls(gpu, capability, version)
+
+    @property
+    def file_name(self) -> str:
+        """As a part of file names."""
+        gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+        return f"{gpu}.sm{self.capability.replace('.', '')}.trt{self.tensorrt}"
+
+    def __str__(self) -> str:
+        return f"GPU {self.gpu}, compute capability {self.capability}, TensorRT {self.tensorrt}"
 
 
 @dataclass(frozen=True)
@@ -70,16 +78,8 @@ class Key:
     @property
     def file_name(self) -> str:
         profile = (f"{name}{span}" for name, span in self.profile.items())
-        parts = [
-            self.onnx.removesuffix(".onnx"),
-            re.sub(r"[^a-z0-9]+", "-", self.machine.gpu.lower()).strip("-"),
-            f"sm{self.machine.capability.replace('.', '')}",
-            f"trt{self.machine.tensorrt}",
-            self.onnx_sha256[:12],
-            self.precision,
-            *profile,
-            "plan",
-        ]
+        network = self.onnx.removesuffix(".onnx")
+        parts = [network, self.machine.file_name, self.onnx_sha256[:12], self.precision, *profile, "plan"]
         return ".".join(parts)
 
     def differences(self, built: "Key") -> list[str]:
@@ -112,7 +112,9 @@ class Plan:
         """Its bytes; PlanError if they are not those that were written."""
         data = self.path.read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
-            raise PlanError(f"{self.path} is damaged: it is not what its sidecar describes; remove it and build it anew")
+            raise PlanError(
+                f"{self.path} is damaged: it is not what its sidecar describes; remove it and build it anew"
+            )
         return data
 
 

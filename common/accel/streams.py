@@ -5,7 +5,7 @@ place of `DeviceStream`.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class HostStream:
 
 
 Stream = DeviceStream | HostStream
+
+
+def current_on(device: torch.device) -> AbstractContextManager[object]:
+    """In the body `device` is the current one, which a library that takes no device works on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def stream_on(device: torch.device) -> Stream:

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.accel.contexts import ContextPool, PoolStatistics
 from common.accel.network import Limits, Network
 from common.accel.plans import Plan, PlanError
-from common.accel.streams import Stream, stream_on
+from common.accel.streams import Stream, current_on, stream_on
 from common.errors import UnavailableError
 
 OLDEST = 10  # the first major version whose contexts share a profile and whose networks are strongly typed
@@ -72,34 +72,40 @@ class TensorRTNetwork(Network):
 
     limits: Limits
 
-    def __init__(self, plan: Plan, device: torch.device | str, *, contexts: int = 1, timeout: float = 5.0) -> None:
-        """contexts: executions at the same time. timeout: seconds that a `run` waits for one of them.
+    def __init__(
+        self, engine: bytes, name: str, device: torch.device | str, *, contexts: int = 1, timeout: float = 5.0
+    ) -> None:
+        """engine: a plan's bytes, which have to be of this machine. contexts: executions at the same time. timeout:
+        seconds that a `run` waits for one of them.
 
-        PlanError where TensorRT refuses the plan, UnavailableError where there is no memory for the contexts.
+        PlanError where TensorRT refuses the engine, UnavailableError where there is no memory for the contexts.
         """
         trt = import_tensorrt()
-        self.name = plan.key.onnx
+        self.name = name
         self._device = torch.device(device)
         self._timeout = timeout
         self._log = new_log(trt)
-        self._runtime = trt.Runtime(self._log)
-        self._engine = self._runtime.deserialize_cuda_engine(plan.read())
+        with current_on(self._device):
+            self._runtime = trt.Runtime(self._log)
+            self._engine = self._runtime.deserialize_cuda_engine(engine)
         if self._engine is None:
-            raise PlanError(f"TensorRT refuses {plan.path}: {self._log.reason()}; remove it and build it anew")
-        kinds = {
-            trt.DataType.FLOAT: torch.float32,
-            trt.DataType.HALF: torch.float16,
-            trt.DataType.BF16: torch.bfloat16,
-        }
+            raise PlanError(f"TensorRT refuses the plan of {name}: {self._log.reason()}; remove it and build it anew")
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
-        self._types = {name: kinds[self._engine.get_tensor_dtype(name)] for name in names}
-        modes = {name: self._engine.get_tensor_mode(name) for name in names}
-        self._inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
-        self._outputs = [name for name in names if modes[name] == trt.TensorIOMode.OUTPUT]
+        self._types = {tensor: _torch_type(trt, self._engine.get_tensor_dtype(tensor)) for tensor in names}
+        modes = {tensor: self._engine.get_tensor_mode(tensor) for tensor in names}
+        self._inputs = [tensor for tensor in names if modes[tensor] == trt.TensorIOMode.INPUT]
+        self._outputs = [tensor for tensor in names if modes[tensor] == trt.TensorIOMode.OUTPUT]
         self.limits = self._profile_limits()
         self._nothing = torch.zeros(1, device=self._device)  # the address of empty tensors, which may not be null
         streams = [stream_on(self._device) for _ in range(contexts)]
         self._pool = ContextPool(self._new_context, streams, self.limits)
+
+    @classmethod
+    def load(
+        cls, plan: Plan, device: torch.device | str, *, contexts: int = 1, timeout: float = 5.0
+    ) -> "TensorRTNetwork":
+        """The network of a plan that `plans.find` found for this machine."""
+        return cls(plan.read(), plan.path.name, device, contexts=contexts, timeout=timeout)
 
     def statistics(self) -> PoolStatistics:
         return self._pool.statistics()
@@ -135,7 +141,8 @@ class TensorRTNetwork(Network):
         return outputs
 
     def _new_context(self, stream: Stream) -> Any:
-        context = self._engine.create_execution_context()
+        with current_on(self._device):
+            context = self._engine.create_execution_context()
         if context is None:
             raise UnavailableError(f"{self.name}: no room for another TensorRT context: {self._log.reason()}")
         # Not left to TensorRT: by default only an engine's first context has a profile.
@@ -147,3 +154,11 @@ class TensorRTNetwork(Network):
         bounds = {name: self._engine.get_tensor_profile_shape(name, PROFILE) for name in self._inputs}
         least, usual, most = ({name: tuple(shapes[kind]) for name, shapes in bounds.items()} for kind in range(3))
         return Limits(least, usual, most)
+
+
+def _torch_type(trt: Any, kind: Any) -> torch.dtype:
+    names = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16}
+    known = {getattr(trt.DataType, name): dtype for name, dtype in names.items()}
+    if kind not in known:
+        raise PlanError(f"a plan's tensor is of the type {kind}; this code passes {', '.join(names)} only")
+    return known[kind]
