@@ -111,13 +111,11 @@ def list_plans(model_dir: Path, workloads: Sequence[Workload], machine: Machine)
 def _verdict(plan: Plan | None, wanted: dict[str, Key]) -> str:
     if plan is None:
         return "never loaded: its sidecar is missing or damaged; remove it and build it anew"
-    if uses := [use for use, key in wanted.items() if not key.differences(plan.key)]:
-        return f"fits this machine: {', '.join(uses)}"
-    alike = [key for key in wanted.values() if key.onnx == plan.key.onnx]
-    if not alike:
-        return f"not of this stack: {plan.key.onnx}"
-    nearest = min((key.differences(plan.key) for key in alike), key=lambda differences: len(differences))
-    return f"does not fit: {'; '.join(nearest)}"
+    if (key := wanted.get(plan.key.use)) is None:
+        return f"not of this stack: {plan.key.use}"
+    if differences := key.differences(plan.key):
+        return f"does not fit: {'; '.join(differences)}"
+    return f"fits this machine: {plan.key.use}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

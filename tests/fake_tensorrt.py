@@ -63,7 +63,8 @@ class _Overridable:
 
 
 def _require(value: Any, kind: type) -> None:
-    if not isinstance(value, kind) or not getattr(value, "_constructed", True):
+    constructed = not issubclass(kind, _Overridable) or getattr(value, "_constructed", False)
+    if not isinstance(value, kind) or not constructed:
         raise TypeError(f"incompatible arguments: {value!r} is no {kind.__name__} whose __init__ was called")
 
 

@@ -59,9 +59,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Key:
-    """Everything that a plan depends on."""
+    """Everything that a plan depends on, and the use that it was built for."""
 
     machine: Machine
+    use: str
     onnx: str
     onnx_sha256: str
     precision: str
@@ -73,13 +74,13 @@ class Key:
         path = model_dir / workload.onnx
         if not path.is_file():
             raise PlanError(f"{path} is missing; export it with: python -m scripts.export_onnx")
-        return cls(machine, workload.onnx, sha256_of(path), workload.precision, workload.profile)
+        return cls(machine, workload.use, workload.onnx, sha256_of(path), workload.precision, workload.profile)
 
     @property
     def file_name(self) -> str:
         profile = (f"{name}{span}" for name, span in self.profile.items())
         network = self.onnx.removesuffix(".onnx")
-        parts = [network, self.machine.file_name, self.onnx_sha256[:12], self.precision, *profile, "plan"]
+        parts = [network, self.use, *profile, self.precision, self.machine.file_name, self.onnx_sha256[:12], "plan"]
         return ".".join(parts)
 
     def differences(self, built: "Key") -> list[str]:
@@ -143,7 +144,7 @@ def find(workload: Workload, model_dir: str | Path, machine: Machine) -> Plan:
     """The plan for `workload` on `machine`; PlanError if there is none that fits. Reads the ONNX file for its hash."""
     model_dir = Path(model_dir)
     wanted = Key.of(workload, model_dir, machine)
-    plans = [plan for _, plan in survey(model_dir) if plan is not None and plan.key.onnx == workload.onnx]
+    plans = [plan for _, plan in survey(model_dir) if plan is not None and plan.key.use == workload.use]
     if fitting := [plan for plan in plans if not wanted.differences(plan.key)]:
         return min(fitting, key=lambda plan: math.prod(max(1, span.most) for span in plan.key.profile.values()))
     problem = "there is none"
