@@ -1,12 +1,13 @@
 """Build the TensorRT plans of a stack ahead of serving, or list those that are there.
 
-    python -m scripts.build_engines models/official/Step-Audio-2-mini/token2wav          every plan of the dit stack
-    python -m scripts.build_engines models/official/CosyVoice2-0.5B --precision bfloat16 every plan of the unet stack
-    python -m scripts.build_engines models/official/CosyVoice2-0.5B --list               which fit this machine
+    python -m scripts.build_engines --model-dir models/official/Step-Audio-2-mini/token2wav
+    python -m scripts.build_engines --model-dir models/official/CosyVoice2-0.5B --precision bfloat16
+    python -m scripts.build_engines --model-dir models/official/CosyVoice2-0.5B --list
 
-MODEL_DIR holds the ONNX files (python -m scripts.export_onnx writes them); the plans go to MODEL_DIR/tensorrt. Run it
-on the GPU, with the TensorRT, that will serve: a plan is of no use to any other. A plan that is there already is kept,
-so that a build which was interrupted goes on where it stopped. Each takes minutes, and the GPU to itself.
+The model directory holds the stack's ONNX files (python -m scripts.export_onnx writes them); the plans go to its folder
+tensorrt. Run it on the GPU, with the TensorRT, that will serve: a plan is of no use to any other. A plan that is there
+already is kept, so that a build which was interrupted goes on where it stopped. Each takes minutes, and the GPU to
+itself.
 
 Shapes follow from the limits of serving: give the options that differ from the defaults of the rendered stack.
 Exit code: 0 if every plan of the stack is there, 1 if one is not, 130 if interrupted.
@@ -25,19 +26,18 @@ from common.accel import plans
 from common.accel.plans import Key, Machine, Plan, PlanError
 from common.accel.tensorrt import import_tensorrt
 from common.accel.workloads import Precision, Serving, Stack, Workload
-from common.errors import UnavailableError
-from scripts.engines.builder import BuildError, build, check
+from scripts.engines.builder import build, check
 
 MARKS: dict[Stack, str] = {
     "dit": "flow.decoder.estimator.*dynamic_batch*.onnx",
     "unet": "flow.decoder.estimator.*.onnx",
 }
-FAILURES = (BuildError, PlanError, UnavailableError, ValueError, OSError, RuntimeError)
+FAILURES = (RuntimeError, ValueError, OSError)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", type=Path, help="the vocoder's model directory")
+    parser.add_argument("--model-dir", type=Path, required=True, help="the vocoder's: flow.pt, campplus.onnx, ...")
     parser.add_argument("--list", action="store_true", help="build nothing; say which plans fit this machine")
     parser.add_argument("--precision", choices=get_args(Precision), default=Serving.precision, help="of the flow")
     parser.add_argument("--max-streams", type=int, default=Serving.max_streams, help="as the stack was rendered")
@@ -52,8 +52,8 @@ def stack_of(model_dir: Path) -> Stack:
         if any(model_dir.glob(pattern)):
             return stack
     raise ValueError(
-        f"{model_dir} holds no ONNX file of a flow ({', '.join(MARKS.values())}); write them with: "
-        "python -m scripts.export_onnx"
+        f"{model_dir} holds no ONNX file of a flow ({', '.join(MARKS.values())}); run: "
+        f"python -m scripts.export_onnx --model-dir {model_dir}"
     )
 
 
@@ -128,6 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.list:
             return min(1, list_plans(args.model_dir, workloads, machine))
         import_tensorrt()
+        if machine.gpu == "none":
+            raise ValueError("there is no GPU: plans are built on the machine that serves")
         failed = build_all(args.model_dir, workloads, machine, args.device)
     except (*FAILURES, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

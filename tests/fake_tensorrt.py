@@ -210,13 +210,9 @@ class Builder:
         if problem := self._problem(network, config):
             self._logger.log(Severity.ERROR, problem)
             return None
-        if config._monitor is not None:
-            config._monitor.phase_start("Building Engine", None, 2)
-            config._monitor.phase_start("Timing", "Building Engine", 1)
-            config._monitor.step_complete("Timing", 0)
-            config._monitor.phase_finish("Timing")
-            config._monitor.step_complete("Building Engine", 0)
-            config._monitor.phase_finish("Building Engine")
+        if not self._report(config._monitor):
+            self._logger.log(Severity.WARNING, "the build was cancelled")
+            return None
         plan = {
             "version": __version__,
             "machine": state.machine,
@@ -227,6 +223,22 @@ class Builder:
         }
         state.built.append(plan | {"cache": config._cache and config._cache._data})
         return memoryview(pickle.dumps(plan))
+
+    def _report(self, monitor: Any) -> bool:
+        """Whether the build may go on. An exception of the monitor's is lost, as in the real one."""
+        if monitor is None:
+            return True
+        try:
+            monitor.phase_start("Building Engine", None, 2)
+            monitor.phase_start("Timing", "Building Engine", 1)
+            goes_on = monitor.step_complete("Timing", 0)
+            monitor.phase_finish("Timing")
+            goes_on = goes_on and monitor.step_complete("Building Engine", 0)
+            monitor.phase_finish("Building Engine")
+        except BaseException as error:
+            self._logger.log(Severity.ERROR, f"Exception caught in step_complete(): {error}")
+            return True
+        return goes_on
 
     def _problem(self, network: INetworkDefinition, config: IBuilderConfig) -> str:
         if state.build_fails or network._model is None:

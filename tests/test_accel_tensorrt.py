@@ -210,11 +210,18 @@ def test_a_plan_that_tensorrt_refuses_is_an_error_with_its_reason(
         TensorRTNetwork(data, "whole", "cpu")
 
 
-def test_a_plan_is_loaded_from_its_file(engine: Callable[..., bytes], tmp_path: Path) -> None:
+def test_a_plan_is_loaded_only_where_it_fits(
+    engine: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workload = workload_of("whole")
     plans.write(tmp_path, Key.of(workload, tmp_path, HERE), engine(), 1.0)
-    network = TensorRTNetwork.load(plans.find(workload, tmp_path, HERE), "cpu")
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: HERE))
+    network = TensorRTNetwork.load(workload, tmp_path, "cpu")
     assert network.run(estimator_inputs(4))["estimator_out"].shape == (2, 80, 4)
+    elsewhere = Machine("NVIDIA L20", "8.9", HERE.tensorrt)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: elsewhere))
+    with pytest.raises(PlanError, match="GPU: built for NVIDIA Test, here NVIDIA L20"):
+        TensorRTNetwork.load(workload, tmp_path, "cpu")
 
 
 def test_without_tensorrt_or_with_an_old_one_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

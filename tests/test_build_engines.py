@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from common.accel import plans
 from common.accel.plans import Machine
 from scripts import build_engines
+from scripts.engines import builder
 from tests import fake_tensorrt, tiny_onnx
 
 HERE = Machine("NVIDIA Test", "9.0", fake_tensorrt.__version__)
@@ -26,7 +28,7 @@ def run(trt: fake_tensorrt.State, capsys: pytest.CaptureFixture[str]) -> Run:
     """Exit code, standard output and error of the script on the CPU."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        code = build_engines.main([*map(str, arguments), "--device", "cpu"])
+        code = build_engines.main(["--model-dir", *map(str, arguments), "--device", "cpu"])
         return code, *capsys.readouterr()
 
     return run
@@ -120,13 +122,30 @@ def test_an_interrupted_build_keeps_what_was_finished(run: Run, monkeypatch: pyt
     assert run(dit)[0] == 0
 
 
+def test_an_interrupt_within_tensorrt_ends_the_build(run: Run, monkeypatch: pytest.MonkeyPatch, dit: Path) -> None:
+    class Interrupted(tqdm):
+        def update(self, n: float | None = 1) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(builder, "tqdm", Interrupted)
+    code, _, err = run(dit)
+    assert code == 130 and "interrupted" in err and built(dit) == set()
+
+
+def test_without_a_gpu_nothing_is_built(run: Run, monkeypatch: pytest.MonkeyPatch, dit: Path) -> None:
+    nothing = Machine("none", "none", HERE.tensorrt)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: nothing))
+    code, _, err = run(dit)
+    assert code == 1 and "there is no GPU" in err
+
+
 def test_a_file_with_fixed_rows_serves_one_stream_and_the_message_says_so(run: Run, tmp_path: Path) -> None:
     unet = tiny_onnx.write_stack(tmp_path, "unet")
     for name in ("fp32", "streaming.fp32"):
         tiny_onnx.write_estimator(unet / f"flow.decoder.estimator.{name}.onnx", rows=2)
     code, out, err = run(unet)
     assert code == 1 and "2 of 3 plans are there" in out
-    assert "axis 0 of input 'x' is fixed at 2, serving needs rows 2-32; export it" in err
+    assert "axis 0 of input 'x' is fixed at 2, serving needs rows 2-32; remove it and export it" in err
 
 
 def test_what_is_missing_or_broken_is_named(run: Run, tmp_path: Path, dit: Path) -> None:
@@ -141,7 +160,7 @@ def test_what_is_missing_or_broken_is_named(run: Run, tmp_path: Path, dit: Path)
 
 
 def test_without_tensorrt_it_says_what_to_do(dit: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build_engines.main([str(dit)]) == 1
+    assert build_engines.main(["--model-dir", str(dit)]) == 1
     assert "TensorRT is not installed" in capsys.readouterr().err
     assert not (dit / plans.FOLDER).exists()
 
@@ -150,7 +169,7 @@ def test_the_list_says_what_fits_and_why_the_rest_does_not(
     run: Run, monkeypatch: pytest.MonkeyPatch, dit: Path
 ) -> None:
     code, _, err = run(dit, "--list")
-    assert code == 1 and err.count("there is none; build it with: python -m scripts.build_engines") == 4
+    assert code == 1 and err.count(f"there is none; run: python -m scripts.build_engines --model-dir {dit}") == 4
     run(dit)
     code, out, err = run(dit, "--list")
     assert (code, err) == (0, "") and out.count("fits this machine") == 4
@@ -167,4 +186,4 @@ def test_the_list_says_what_fits_and_why_the_rest_does_not(
     assert "TensorRT: built for 10.4.0, here 10.11.0.33" in out
     assert "does not fit: frames: built for 2-206, serving needs 2-406" in out
     assert "its sidecar is missing or damaged" in out
-    assert "build it with: python -m scripts.build_engines" in err and "--max-hop-tokens 200" in err
+    assert f"run: python -m scripts.build_engines --model-dir {dit} --max-hop-tokens 200" in err

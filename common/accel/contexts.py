@@ -65,8 +65,10 @@ class ContextPool:
         `timeout` seconds.
         """
         self.limits.check(shapes)
+        began = time.monotonic()
         slot = self._take(timeout)
         try:
+            self._count(waited=time.monotonic() - began, lent=1)
             if slot.context is None:
                 slot.context = self._make(slot.stream)
                 self._count(replaced=1)
@@ -82,17 +84,14 @@ class ContextPool:
             return replace(self._statistics, free=self._free.qsize())
 
     def _take(self, timeout: float) -> Slot:
-        began = time.monotonic()
         try:
-            slot = self._free.get(timeout=timeout)
+            return self._free.get(timeout=timeout)
         except queue.Empty:
-            self._count(waited=time.monotonic() - began, timeouts=1)
+            self._count(waited=timeout, timeouts=1)
             size = self._statistics.size
             raise UnavailableError(
                 f"no TensorRT context came free within {timeout:g} s; there are {size}, all in use"
             ) from None
-        self._count(waited=time.monotonic() - began, lent=1)
-        return slot
 
     def _discard(self, slot: Slot) -> None:
         """A context may not go while its work is under way."""

@@ -37,10 +37,12 @@ class Machine:
     tensorrt: str  # version
 
     @classmethod
-    def here(cls, device: torch.device | str | int = 0) -> "Machine":
-        """This machine; what it lacks is called "none", which no plan fits."""
+    def here(cls, device: torch.device | str) -> "Machine":
+        """This machine and one of its GPUs; what it lacks is called "none", which no plan fits."""
         gpu, capability, version = "none", "none", "none"
         if torch.cuda.is_available():
+            if (torch.device(device).index or 0) >= torch.cuda.device_count():
+                raise ValueError(f"there is no {device}: this machine has {torch.cuda.device_count()} GPU(s)")
             properties = torch.cuda.get_device_properties(device)
             gpu, capability = properties.name, f"{properties.major}.{properties.minor}"
         if importlib.util.find_spec("tensorrt") is not None:
@@ -73,7 +75,7 @@ class Key:
         """What the plan of `workload` has to be; PlanError if its ONNX file is missing."""
         path = model_dir / workload.onnx
         if not path.is_file():
-            raise PlanError(f"{path} is missing; export it with: python -m scripts.export_onnx")
+            raise PlanError(f"{path} is missing; run: python -m scripts.export_onnx --model-dir {model_dir}")
         return cls(machine, workload.use, workload.onnx, sha256_of(path), workload.precision, workload.profile)
 
     @property
@@ -86,13 +88,13 @@ class Key:
     def differences(self, built: "Key") -> list[str]:
         """In what a plan that was built for the key `built` is not the one that this key asks for; none if it is."""
         pairs = [
-            ("GPU", built.machine.gpu, self.machine.gpu),
-            ("compute capability", built.machine.capability, self.machine.capability),
-            ("TensorRT", built.machine.tensorrt, self.machine.tensorrt),
-            ("ONNX file", f"{built.onnx} {built.onnx_sha256[:12]}", f"{self.onnx} {self.onnx_sha256[:12]}"),
-            ("precision", built.precision, self.precision),
+            ("GPU", built.machine.gpu, "here", self.machine.gpu),
+            ("compute capability", built.machine.capability, "here", self.machine.capability),
+            ("TensorRT", built.machine.tensorrt, "here", self.machine.tensorrt),
+            ("ONNX file", f"{built.onnx} {built.onnx_sha256[:12]}", "here", f"{self.onnx} {self.onnx_sha256[:12]}"),
+            ("precision", built.precision, "wanted", self.precision),
         ]
-        found = [f"{what}: built for {was}, here {wanted}" for what, was, wanted in pairs if was != wanted]
+        found = [f"{what}: built for {was}, {now} {wanted}" for what, was, now, wanted in pairs if was != wanted]
         for name in sorted(self.profile.keys() | built.profile.keys()):
             was, wanted = built.profile.get(name), self.profile.get(name)
             if was is None or wanted is None or not was.covers(wanted):
@@ -151,8 +153,8 @@ def find(workload: Workload, model_dir: str | Path, machine: Machine) -> Plan:
     if plans:
         nearest = min(plans, key=lambda plan: len(wanted.differences(plan.key)))
         problem = f"{nearest.path.name} does not fit: {'; '.join(wanted.differences(nearest.key))}"
-    command = " ".join(filter(None, ("python -m scripts.build_engines", str(model_dir), workload.options)))
-    raise PlanError(f"no TensorRT plan for {workload.onnx} ({workload.use}): {problem}; build it with: {command}")
+    command = f"python -m scripts.build_engines --model-dir {model_dir} {workload.options}".strip()
+    raise PlanError(f"no TensorRT plan for {workload.onnx} ({workload.use}): {problem}; run: {command}")
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -4,15 +4,18 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.accel import plans
 from common.accel.contexts import ContextPool, PoolStatistics
 from common.accel.network import Limits, Network
-from common.accel.plans import Plan, PlanError
+from common.accel.plans import Machine, PlanError
 from common.accel.streams import Stream, current_on, stream_on
+from common.accel.workloads import Workload
 from common.errors import UnavailableError
 
 OLDEST = 10  # the first major version whose contexts share a profile and whose networks are strongly typed
@@ -102,9 +105,18 @@ class TensorRTNetwork(Network):
 
     @classmethod
     def load(
-        cls, plan: Plan, device: torch.device | str, *, contexts: int = 1, timeout: float = 5.0
+        cls,
+        workload: Workload,
+        model_dir: str | Path,
+        device: torch.device | str,
+        *,
+        contexts: int = 1,
+        timeout: float = 5.0,
     ) -> "TensorRTNetwork":
-        """The network of a plan that `plans.find` found for this machine."""
+        """From the plan of `workload` that fits this machine; PlanError if there is none, ImportError if TensorRT is
+        not there."""
+        import_tensorrt()
+        plan = plans.find(workload, model_dir, Machine.here(device))
         return cls(plan.read(), plan.path.name, device, contexts=contexts, timeout=timeout)
 
     def statistics(self) -> PoolStatistics:

@@ -99,7 +99,7 @@ class Workload:
             if size >= 0 and span != Span(size, size, size):
                 raise ValueError(
                     f"{self.onnx}: axis {axis} of input {name!r} is fixed at {size}, serving needs {varying} {span}; "
-                    "export it with python -m scripts.export_onnx"
+                    "remove it and export it with python -m scripts.export_onnx"
                 )
             spans.append(span)
         return spans

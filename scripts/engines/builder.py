@@ -40,8 +40,10 @@ def build(onnx: Path, workload: Workload, timings: Path) -> bytes:
     config = builder.create_builder_config()
     _add_profile(builder, config, limits, onnx)
     cache = _read_timings(config, timings)
-    config.progress_monitor = _monitor(trt)
+    config.progress_monitor = monitor = _monitor(trt)
     engine = builder.build_serialized_network(network, config)
+    if monitor.interrupted:
+        raise KeyboardInterrupt
     if engine is None:
         raise BuildError(f"TensorRT built no plan of {onnx.name}: {log.reason()}")
     write_atomically(timings, bytes(cache.serialize()))
@@ -91,21 +93,26 @@ def _read_timings(config: Any, path: Path) -> Any:
 
 
 def _monitor(trt: Any) -> Any:
-    """A bar for the outermost phases of a build, which takes minutes."""
+    """A bar for the outermost phases of a build, which takes minutes and can be interrupted: exceptions do not get
+    through TensorRT, so that Ctrl-C is remembered."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self._bars: dict[str, tqdm] = {}
+            self.interrupted = False
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             if parent_phase is None:
                 self._bars[phase_name] = tqdm(total=num_steps, desc=phase_name, unit="step", leave=False, disable=None)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            if phase_name in self._bars:
-                self._bars[phase_name].update()
-            return True
+            try:
+                if phase_name in self._bars:
+                    self._bars[phase_name].update()
+            except KeyboardInterrupt:
+                self.interrupted = True
+            return not self.interrupted
 
         def phase_finish(self, phase_name: str) -> None:
             if phase_name in self._bars:
