@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.constants import EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
+from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.flow.dit import DiTEstimator
 from common.flow.dit_flow import DiTFlow
@@ -17,7 +17,7 @@ from common.token2wav.dit_memory import ChunkwiseSolve, DiTVoice, GatheredSolve,
 from common.token2wav.dit_solver import DiTSolver
 from common.token2wav.flows import Chunk, FlowState, Job, StreamingFlow, Voice
 from common.token2wav.noise import NoiseTape
-from common.token2wav.window import CONTEXT_TOKENS, Window, with_ahead
+from common.token2wav.window import Window, with_ahead
 
 
 @dataclass

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.constants import EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
+from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.layers import valid_frames
 from common.flow.unet import UNetEstimator
 from common.flow.unet_flow import UNetFlow
 from common.token2wav.flows import Chunk, FlowState, Job, StreamingFlow, Voice
 from common.token2wav.noise import NoiseTape
-from common.token2wav.window import CONTEXT_TOKENS, Window, with_ahead
+from common.token2wav.window import Window, with_ahead
 
 
 @dataclass(kw_only=True)
