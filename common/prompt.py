@@ -113,8 +113,9 @@ class SpeakerEncoder:
         # Imported here, because most processes that know a Prompt run no speaker encoder.
         if runtime == "tensorrt":
             from common.accel.tensorrt import TensorRTNetwork
+            from common.accel.workloads import speaker
 
-            self._network: Network = TensorRTNetwork(path, device)
+            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device)
         else:
             from common.accel.onnx import OnnxNetwork
 
