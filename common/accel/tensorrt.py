@@ -117,7 +117,7 @@ class TensorRTNetwork(Network):
         not there."""
         import_tensorrt()
         plan = plans.find(workload, model_dir, Machine.here(device))
-        return cls(plan.read(), plan.path.name, device, contexts=contexts, timeout=timeout)
+        return cls(plan.read(), f"{workload.onnx} ({workload.use})", device, contexts=contexts, timeout=timeout)
 
     def statistics(self) -> PoolStatistics:
         return self._pool.statistics()
