@@ -33,6 +33,8 @@ def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntim
         return "cuda_graph" if on_gpu else "torch"
     if setting in ("cuda_graph", "tensorrt") and not on_gpu:
         raise ValueError(f"flow_runtime {setting!r} needs a GPU; this instance is on {device}: set auto or onnxruntime")
+    if setting == "torch" and on_gpu:
+        logger.info("flow_runtime torch launches kernel by kernel: cuda_graph would be faster")
     return setting
 
 
