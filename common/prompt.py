@@ -10,6 +10,7 @@
 Both models read the official ONNX files, at any size. Checking a recording is `audio.validate_reference`'s business.
 """
 
+import logging
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from common.constants import (
     SPEECH_VOCAB,
     TOKEN_MEL_RATIO,
 )
+
+logger = logging.getLogger(__name__)
 
 SESSION_THREADS = 2  # of the CAM++ session: by default onnxruntime takes every core from the other models
 S3_HEAD_DIM = 64  # of the S3 tokenizer's attention; no weight has it as a dimension
@@ -113,12 +116,15 @@ class SpeakerEncoder:
         # Imported here, because most processes that know a Prompt run no speaker encoder.
         if runtime == "tensorrt":
             from common.accel.tensorrt import TensorRTNetwork
+            from common.accel.workloads import speaker
 
-            self._network: Network = TensorRTNetwork(path, device)
+            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device)
         else:
             from common.accel.onnx import OnnxNetwork
 
             self._network = OnnxNetwork(path, threads=SESSION_THREADS)
+            if torch.device(device).type == "cuda":
+                logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/tensorrt.md)")
         self._input = next(iter(self._network.limits.most))
         self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
 

@@ -79,7 +79,7 @@ def on_onnx(flow: DiTFlow) -> DiTFlow:
     with tempfile.TemporaryDirectory() as scratch:
         for export in dit_exports(flow):
             write(export, Path(scratch) / export.signature.file)
-        use_runtime(flow, "onnxruntime", scratch, "cpu")
+        use_runtime(flow, "onnxruntime", scratch, device="cpu", max_streams=1)
     return flow
 
 

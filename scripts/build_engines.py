@@ -24,14 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, 
 
 from common.accel import plans
 from common.accel.plans import Key, Machine, Plan, PlanError
+from common.accel.signatures import DIT, DIT_CHUNK, UNET, UNET_STREAMING, Signature
 from common.accel.tensorrt import import_tensorrt
 from common.accel.workloads import Precision, Serving, Stack, Workload
 from scripts.engines.builder import build, check
 
-MARKS: dict[Stack, str] = {
-    "dit": "flow.decoder.estimator.*dynamic_batch*.onnx",
-    "unet": "flow.decoder.estimator.*.onnx",
-}
+FLOWS: dict[Stack, tuple[Signature, ...]] = {"dit": (DIT, DIT_CHUNK), "unet": (UNET, UNET_STREAMING)}
 FAILURES = (RuntimeError, ValueError, OSError)
 
 
@@ -48,11 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def stack_of(model_dir: Path) -> Stack:
     """Which stack's ONNX files a directory holds."""
-    for stack, pattern in MARKS.items():
-        if any(model_dir.glob(pattern)):
+    for stack, flows in FLOWS.items():
+        if any((model_dir / flow.file).exists() for flow in flows):
             return stack
     raise ValueError(
-        f"{model_dir} holds no ONNX file of a flow ({', '.join(MARKS.values())}); run: "
+        f"{model_dir} holds no ONNX file of a flow ({' or '.join(flows[0].file for flows in FLOWS.values())}); run: "
         f"python -m scripts.export_onnx --model-dir {model_dir}"
     )
 

@@ -16,7 +16,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +48,12 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Export:
-    """One network: its module, how to make inputs of a size, the sizes to check, and the free dimensions by input."""
+    """One network: its module, how to make inputs of a size, and the sizes to check."""
 
     signature: Signature
     module: nn.Module
     inputs: Callable[..., Inputs]
     sizes: tuple[tuple[int, ...], ...]
-    free: Mapping[str, Mapping[int, str]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,18 +73,16 @@ def exports_of(model_dir: Path) -> Iterator[Export]:
     path = model_dir / "flow.pt"
     if any(key.startswith("decoder.estimator.down_blocks.") for key in shapes_of(read_state(path))):
         unet = load_unet_flow(path).decoder.estimator
-        yield Export(UNET, WholeUtterance(unet).eval(), whole_inputs, WHOLE_SIZES, WHOLE_FREE)
-        yield Export(UNET_STREAMING, WholeUtterance(unet, streaming=True).eval(), whole_inputs, WHOLE_SIZES, WHOLE_FREE)
+        yield Export(UNET, WholeUtterance(unet).eval(), whole_inputs, WHOLE_SIZES)
+        yield Export(UNET_STREAMING, WholeUtterance(unet, streaming=True).eval(), whole_inputs, WHOLE_SIZES)
     else:
         yield from dit_exports(load_dit_flow(path))
     if not (model_dir / SPEAKER.file).exists():
         for path in sorted([*model_dir.glob("campplus*.bin"), *model_dir.glob("campplus*.pt")])[:1]:
-            yield Export(SPEAKER, load_campplus(path), speaker_inputs, ((1, 30), (1, 200), (4, 351)), SPEAKER_FREE)
+            yield Export(SPEAKER, load_campplus(path), speaker_inputs, ((1, 30), (1, 200), (4, 351)))
 
 
-WHOLE_FREE = {name: {0: "R", 2: "T"} for name in ("x", "mask", "mu", "cond")} | {"t": {0: "R"}, "spks": {0: "R"}}
 WHOLE_SIZES = ((2, 4), (2, 57), (4, 200), (16, 32))
-SPEAKER_FREE = {"input": {0: "B", 1: "T"}}
 
 
 def whole_inputs(R: int, T: int) -> Inputs:
@@ -104,7 +101,7 @@ def whole_inputs(R: int, T: int) -> Inputs:
 def dit_exports(flow: DiTFlow) -> Iterator[Export]:
     dit = flow.decoder.estimator
     config = dit.config
-    yield Export(DIT, WholeUtterance(dit).eval(), whole_inputs, WHOLE_SIZES, WHOLE_FREE)
+    yield Export(DIT, WholeUtterance(dit).eval(), whole_inputs, WHOLE_SIZES)
 
     def inputs(R: int, T: int, K: int) -> Inputs:
         whole = whole_inputs(R, T)
@@ -113,9 +110,7 @@ def dit_exports(flow: DiTFlow) -> Iterator[Export]:
         chosen["att_cache"] = torch.randn(config.depth, R, config.heads, K, 2 * config.head_dim)
         return chosen
 
-    free = {name: axes for name, axes in WHOLE_FREE.items() if name in DIT_CHUNK.inputs}
-    free |= {"cnn_cache": {1: "R"}, "att_cache": {1: "R", 3: "K"}}
-    yield Export(DIT_CHUNK, NextChunk(dit).eval(), inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)), free)
+    yield Export(DIT_CHUNK, NextChunk(dit).eval(), inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)))
 
 
 def speaker_inputs(B: int, T: int) -> Inputs:
@@ -153,9 +148,14 @@ def write_and_check(export: Export, directory: Path) -> bool:
 
 def write(export: Export, path: Path) -> None:
     """Export with all free dimensions free."""
-    most = {"R": MAX_ROWS, "B": MAX_ROWS, "T": MAX_FRAMES, "K": MAX_FRAMES}
-    dims = {name: torch.export.Dim(name, min=0 if name == "K" else 1, max=size) for name, size in most.items()}
-    shapes = {name: {axis: dims[dim] for axis, dim in axes.items()} for name, axes in export.free.items()}
+    dims = {
+        "rows": torch.export.Dim("rows", min=1, max=MAX_ROWS),
+        "batch": torch.export.Dim("batch", min=1, max=MAX_ROWS),
+        "frames": torch.export.Dim("frames", min=1, max=MAX_FRAMES),
+        "cached": torch.export.Dim("cached", min=0, max=MAX_FRAMES),
+    }
+    axes = export.signature.axes
+    shapes = {name: {axis: dims[dim] for axis, dim in varying.items()} for name, varying in axes.items()}
     # Sizes that no other dimension has, so that the exporter takes none of them for a constant.
     example = export.inputs(*(6, 37, 29)[: len(export.sizes[0])])
     with _quiet():

@@ -8,17 +8,21 @@ import onnxruntime
 import pytest
 import torch
 
+from common.accel import onnx
 from common.accel.estimators import DiTOnRuntime
 from common.accel.loading import flow_runtime
 from common.accel.network import Limits, Network
 from common.accel.onnx import OnnxNetwork
+from common.accel.plans import Machine
 from common.accel.signatures import DIT, DIT_CHUNK, UNET, UNET_STREAMING
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
 from common.flow.checkpoint import load_dit_flow
 from common.prompt import Prompt
+from common.token2wav import engine as engines
 from common.token2wav.engine import Precision, Token2Wav
 from common.token2wav.flows import Chunk
-from scripts import export_onnx
+from scripts import build_engines, export_onnx
+from tests import fake_tensorrt
 
 DIRECTORIES = {"unet": "CosyVoice2-0.5B", "dit": "Step-Audio-2-mini/token2wav"}
 SIGNATURES = {"unet": (UNET, UNET_STREAMING), "dit": (DIT, DIT_CHUNK)}
@@ -76,7 +80,7 @@ def test_files_have_upstreams_names_inputs_and_outputs(exported, stack):
         assert tuple(entry.name for entry in session.get_inputs()) == signature.inputs
         assert tuple(entry.name for entry in session.get_outputs()) == signature.outputs
         free = [size for entry in session.get_inputs() for size in entry.shape if isinstance(size, str)]
-        assert set(free) == ({"R", "T", "K"} if signature is DIT_CHUNK else {"R", "T"})
+        assert set(free) == ({"rows", "frames", "cached"} if signature is DIT_CHUNK else {"rows", "frames"})
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -85,6 +89,44 @@ def test_streams_sound_alike_on_either_runtime(exported, stack):
     for ours, theirs in zip(speak_together(stack, on_torch), speak_together(stack, on_onnx), strict=True):
         assert np.abs(ours).max() > 0.01
         np.testing.assert_allclose(theirs, ours, atol=1e-3)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_streams_sound_alike_on_tensorrts_stand_in(exported, stack, monkeypatch):
+    """Which computes the plans' networks; what a real TensorRT does is not known here, see docs/tensorrt.md."""
+    fake_tensorrt.install(monkeypatch)
+    here = Machine("NVIDIA Test", "9.0", fake_tensorrt.__version__)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: here))
+    monkeypatch.setattr(engines, "flow_runtime", lambda setting, device: setting)  # which asks for a GPU
+    directory = str(exported[stack])
+    assert build_engines.main(["--model-dir", directory, "--device", "cpu", "--precision", "float32"]) == 0
+    on_torch, on_plans = (engine(stack, exported[stack], runtime) for runtime in ("torch", "tensorrt"))
+    for ours, theirs in zip(speak_together(stack, on_torch), speak_together(stack, on_plans), strict=True):
+        np.testing.assert_allclose(theirs, ours, atol=1e-3)
+
+
+class OfTwoRows(Network):
+    """A network whose profile holds one stream."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        of = network.limits
+        axes = {name: 1 if "cache" in name else 0 for name in of.most}
+        most = {name: tuple(2 if i == axes[name] else n for i, n in enumerate(s)) for name, s in of.most.items()}
+        self.limits = Limits(of.least, of.usual, most)
+
+    def run(self, inputs, stream=None):
+        self.limits.check({name: tuple(x.shape) for name, x in inputs.items()})
+        return self._network.run(inputs)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_batches_larger_than_a_profile_go_through_it_in_pieces(exported, stack, monkeypatch):
+    whole = speak_together(stack, engine(stack, exported[stack], "onnxruntime"))
+    monkeypatch.setattr(onnx, "OnnxNetwork", lambda path, device, original=OnnxNetwork: OfTwoRows(original(path)))
+    in_pieces = speak_together(stack, engine(stack, exported[stack], "onnxruntime"))
+    for pieces, together in zip(in_pieces, whole, strict=True):
+        np.testing.assert_allclose(pieces, together, atol=1e-3)
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -121,7 +163,8 @@ class Forgetful(NewestFirst):
 def dit_on(directory: Path, wrap: type[NewestFirst] | None) -> DiTOnRuntime:
     config = load_dit_flow(directory / "flow.pt").config.estimator
     whole, chunk = (OnnxNetwork(directory / signature.file) for signature in SIGNATURES["dit"])
-    return DiTOnRuntime(config, whole, wrap(chunk) if wrap else chunk, torch.device("cpu"), torch.float32)
+    chunk = wrap(chunk) if wrap else chunk
+    return DiTOnRuntime(config, whole, chunk, chunk, torch.device("cpu"), torch.float32)
 
 
 def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported):

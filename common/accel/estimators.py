@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from common.accel.network import Network
-from common.accel.signatures import join_convolutions, split_convolutions
+from common.accel.signatures import DIT_CHUNK, UNET, Signature, join_convolutions, split_convolutions
 from common.flow.cache import EstimatorCache
 from common.flow.config import DiTConfig, UNetConfig
 
@@ -27,17 +27,23 @@ class UNetOnRuntime(nn.Module):
 
 
 class DiTOnRuntime(nn.Module):
-    """Stands for a `DiTEstimator`: one network for whole utterances, one for the next chunk of a stream.
+    """Stands for a `DiTEstimator`: one network for whole utterances, one for prompts, one for the chunks behind them.
 
     device, dtype: of the tensors that it is given and gives, whatever the networks compute in.
     """
 
     def __init__(
-        self, config: DiTConfig, whole: Network, chunk: Network, device: torch.device, dtype: torch.dtype
+        self,
+        config: DiTConfig,
+        whole: Network,
+        prompt: Network,
+        chunk: Network,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.config = config
-        self._whole, self._chunk = whole, chunk
+        self._whole, self._prompt, self._chunk = whole, prompt, chunk
         self._device, self._dtype = device, dtype
         self._newest_first = self._puts_newest_first()
 
@@ -55,7 +61,8 @@ class DiTOnRuntime(nn.Module):
         """As `DiTEstimator.forward_chunk`: `cache` has room for the T frames already and is written in place."""
         T, attention = x.shape[2], cache.attention
         known = attention.frames - T
-        outputs = self._chunk.run(self._inputs(x, t, mu, speaker, condition, cache))
+        network = self._chunk if known else self._prompt
+        outputs = _run(network, DIT_CHUNK, self._inputs(x, t, mu, speaker, condition, cache))
         after = outputs["new_att_cache"]
         keys, values = (after[..., :T, :] if self._newest_first else after[..., known:, :]).chunk(2, dim=-1)
         attention.keys[..., known:, :] = keys
@@ -98,4 +105,19 @@ def _velocity(
     network: Network, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor
 ) -> Tensor:
     inputs = {"x": x, "mask": valid.to(x.dtype), "mu": mu, "t": t, "spks": speaker, "cond": condition}
-    return network.run(inputs)["estimator_out"].to(x.dtype)
+    return _run(network, UNET, inputs)["estimator_out"].to(x.dtype)
+
+
+def _run(network: Network, signature: Signature, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows that are too many for the network go through it in pieces: none of them sees another."""
+    most = network.limits.most["x"][0]
+    if len(inputs["x"]) <= most:
+        return network.run(inputs)
+    axis = {name: next(axis for axis, dim in axes.items() if dim == "rows") for name, axes in signature.axes.items()}
+    split = {name: x.split(most, dim=axis[name]) for name, x in inputs.items()}
+    pieces = [network.run(dict(zip(split, piece, strict=True))) for piece in zip(*split.values(), strict=True)]
+    # The new caches have their rows where the old ones have theirs.
+    return {
+        name: torch.cat([piece[name] for piece in pieces], dim=axis.get(name.removeprefix("new_"), 0))
+        for name in pieces[0]
+    }

@@ -6,6 +6,7 @@ Euler step: `cnn_cache` (depth, R, 2 C, 2), both convolutions' last frames side 
 puts them last, as time runs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,24 +19,30 @@ from common.flow.unet import UNetEstimator
 
 @dataclass(frozen=True)
 class Signature:
-    """A network's file in the checkpoint directory, and what it takes and gives."""
+    """A network's file in the checkpoint directory; of each input the axes that vary, by name; its outputs."""
 
     file: str
-    inputs: tuple[str, ...]
+    axes: Mapping[str, Mapping[int, str]]
     outputs: tuple[str, ...]
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(self.axes)
 
-_WHOLE = ("x", "mask", "mu", "t", "spks", "cond")
+
+_FRAMES = {0: "rows", 2: "frames"}
+_WHOLE = {"x": _FRAMES, "mask": _FRAMES, "mu": _FRAMES, "t": {0: "rows"}, "spks": {0: "rows"}, "cond": _FRAMES}
+_CACHES = {"cnn_cache": {1: "rows"}, "att_cache": {1: "rows", 3: "cached"}}
 UNET = Signature("flow.decoder.estimator.fp32.onnx", _WHOLE, ("estimator_out",))
 # Upstream has no such file: its UNet sees the whole window, ours the chunks that a stream would have seen.
 UNET_STREAMING = Signature("flow.decoder.estimator.streaming.fp32.onnx", _WHOLE, ("estimator_out",))
 DIT = Signature("flow.decoder.estimator.fp32.dynamic_batch.onnx", _WHOLE, ("estimator_out",))
 DIT_CHUNK = Signature(
     "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx",
-    ("x", "mu", "t", "spks", "cond", "cnn_cache", "att_cache"),
+    {name: _WHOLE[name] for name in ("x", "mu", "t", "spks", "cond")} | _CACHES,
     ("output", "new_cnn_cache", "new_att_cache"),
 )
-SPEAKER = Signature("campplus.onnx", ("input",), ("output",))
+SPEAKER = Signature("campplus.onnx", {"input": {0: "batch", 1: "frames"}}, ("output",))
 
 
 class WholeUtterance(nn.Module):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from common.accel.network import Limits
+from common.accel.signatures import DIT, DIT_CHUNK, SPEAKER, UNET, UNET_STREAMING, Signature
 from common.config import OrchestratorConfig, Token2WavConfig
 from common.constants import (
     CONTEXT_TOKENS,
@@ -29,19 +30,6 @@ MAX_BATCH = 16  # streams an execution: more at once gain little (docs/performan
 USUAL_BATCH = 4
 USUAL_PROMPT_SECONDS, USUAL_SECONDS = 5, 8
 FBANK_RATE = 100  # frames of CAM++'s features per second
-
-_ESTIMATOR = {
-    "x": {0: "rows", 2: "frames"},
-    "mask": {0: "rows", 2: "frames"},
-    "mu": {0: "rows", 2: "frames"},
-    "t": {0: "rows"},
-    "spks": {0: "rows"},
-    "cond": {0: "rows", 2: "frames"},
-}
-_CHUNK = {name: axes for name, axes in _ESTIMATOR.items() if name != "mask"} | {
-    "cnn_cache": {1: "rows"},
-    "att_cache": {1: "rows", 3: "cached"},
-}
 
 
 @dataclass(frozen=True)
@@ -64,24 +52,30 @@ Profile = Mapping[str, Span]
 
 @dataclass(frozen=True)
 class Workload:
-    """One use of a network. `onnx`: its file in the vocoder's model directory. `axes`: of each input those that vary,
-    by the name of their size in `profile`. `options`: of scripts.build_engines, where it takes other than the defaults.
+    """One use of a network. `profile`: the sizes of its axes that vary, by their name in the signature. `options`: of
+    scripts.build_engines, where it takes other than the defaults.
     """
 
     use: str
-    onnx: str
-    axes: Mapping[str, Mapping[int, str]]
+    signature: Signature
     profile: Profile
     precision: Precision
     options: str = ""
+
+    @property
+    def onnx(self) -> str:
+        """The network's file in the vocoder's model directory."""
+        return self.signature.file
 
     def limits(self, shapes: Mapping[str, Sequence[int]]) -> Limits:
         """The shapes of all inputs, given those of the ONNX file, where -1 is a size that varies.
 
         ValueError where the file has other inputs, or cannot take what serving asks.
         """
-        if unlike := sorted(shapes.keys() ^ self.axes.keys()):
-            raise ValueError(f"{self.onnx} has the inputs {', '.join(shapes)}, not {', '.join(self.axes)}: {unlike[0]}")
+        if unlike := sorted(shapes.keys() ^ self.signature.axes.keys()):
+            raise ValueError(
+                f"{self.onnx} has the inputs {', '.join(shapes)}, not {', '.join(self.signature.axes)}: {unlike[0]}"
+            )
         spans = {name: self._spans(name, shape) for name, shape in shapes.items()}
         return Limits(
             least={name: tuple(span.least for span in each) for name, each in spans.items()},
@@ -92,7 +86,7 @@ class Workload:
     def _spans(self, name: str, shape: Sequence[int]) -> list[Span]:
         spans = []
         for axis, size in enumerate(shape):
-            varying = self.axes[name].get(axis)
+            varying = self.signature.axes[name].get(axis)
             span = Span(size, size, size) if varying is None else self.profile[varying]
             if span.least < 0:
                 raise ValueError(f"{self.onnx}: axis {axis} of input {name!r} varies, nothing says between what")
@@ -144,8 +138,8 @@ class Serving:
             window = prompt + TOKEN_MEL_RATIO * CONTEXT_TOKENS + hop
             streamed = {"rows": rows, "frames": _span(usual_whole, window)}
             flows = [
-                ("whole", "flow.decoder.estimator.fp32.onnx", _ESTIMATOR, whole),
-                ("streaming", "flow.decoder.estimator.streaming.fp32.onnx", _ESTIMATOR, streamed),
+                ("whole", UNET, whole),
+                ("streaming", UNET_STREAMING, streamed),
             ]
         else:
             chunk = {
@@ -155,9 +149,9 @@ class Serving:
             }
             first = {"rows": one, "frames": _span(usual_prompt, prompt), "cached": Span(0, 0, 0)}
             flows = [
-                ("whole", "flow.decoder.estimator.fp32.dynamic_batch.onnx", _ESTIMATOR, whole),
-                ("prompt", "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx", _CHUNK, first),
-                ("chunk", "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx", _CHUNK, chunk),
+                ("whole", DIT, whole),
+                ("prompt", DIT_CHUNK, first),
+                ("chunk", DIT_CHUNK, chunk),
             ]
         return (*(Workload(*flow, self.precision, self.options) for flow in flows), speaker())
 
@@ -170,7 +164,7 @@ def speaker() -> Workload:
         int(MAX_REFERENCE_SECONDS * FBANK_RATE),
     )
     profile = {"batch": Span(1, 1, 1), "frames": frames}
-    return Workload("speaker", "campplus.onnx", {"input": {0: "batch", 1: "frames"}}, profile, "float32")
+    return Workload("speaker", SPEAKER, profile, "float32")
 
 
 def _rows(batch: int) -> Span:

@@ -74,7 +74,7 @@ class Token2Wav:
         _use(device)
         network = load_unet_flow(Path(model_dir) / "flow.pt", device, precision.flow)
         runtime = flow_runtime(runtime, device)
-        use_runtime(network, runtime, model_dir, device)
+        use_runtime(network, runtime, model_dir, device=device, max_streams=max_streams)
         flow = UNetStreaming(network, flow_noise(device), steps=steps, graphs=runtime == "cuda_graph")
         return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
 
@@ -94,7 +94,7 @@ class Token2Wav:
         _use(device)
         network = load_dit_flow(Path(model_dir) / "flow.pt", device, precision.flow)
         runtime = flow_runtime(runtime, device)
-        use_runtime(network, runtime, model_dir, device)
+        use_runtime(network, runtime, model_dir, device=device, max_streams=max_streams)
         voices, graphs = VoiceCache(voice_cache_bytes), runtime == "cuda_graph"
         flow = DiTStreaming(network, flow_noise(device), voices, max_streams=max_streams, steps=steps, graphs=graphs)
         return cls(flow, _load_vocoder(model_dir, device, max_streams, precision), device)
