@@ -8,11 +8,11 @@ puts them last, as time runs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.flow.cache import EstimatorCache, KeyValues
 from common.flow.dit import DiTEstimator
 from common.flow.unet import UNetEstimator
 
@@ -61,7 +61,11 @@ class WholeUtterance(nn.Module):
 
 
 class NextChunk(nn.Module):
-    """The DiT over the next T frames of streams that have K frames of context, none of them padding."""
+    """The DiT over the next T frames of streams that have K frames of context, none of them padding.
+
+    Its caches grow by concatenation: written in place, as an `EstimatorCache` is, they would be exported as scatters
+    with an index for every element.
+    """
 
     def __init__(self, estimator: DiTEstimator) -> None:
         super().__init__()
@@ -71,11 +75,23 @@ class NextChunk(nn.Module):
         self, x: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor, cnn_cache: Tensor, att_cache: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x, mu, cond (R, mel, T) -> velocity (R, mel, T) and both caches, K + T frames long"""
-        cache = EstimatorCache(KeyValues(*att_cache.chunk(2, dim=-1)), split_convolutions(cnn_cache))
-        cache = cache.with_room(x.shape[2])
-        velocity = self.estimator.forward_chunk(x, t, mu, spks, cond, cache)
-        keys_values = torch.cat([cache.attention.keys, cache.attention.values], dim=-1)
-        return velocity, join_convolutions(cache.conv), keys_values
+        layers: Any = [_Layer(*layer) for layer in zip(att_cache, split_convolutions(cnn_cache), strict=True)]
+        velocity = self.estimator.forward_chunk(x, t, mu, spks, cond, layers)
+        conv = torch.stack([torch.cat(layer.conv, dim=1) for layer in layers])  # twice (R, C, 2) -> (depth, R, 2 C, 2)
+        return velocity, conv, torch.stack([layer.grown for layer in layers])
+
+
+class _Layer:
+    """What a layer of the DiT asks of its `EstimatorCache`, and of that one's `KeyValues`."""
+
+    def __init__(self, known: Tensor, conv: Tensor) -> None:
+        self.attention = self
+        self._known = known  # (R, H, K, 2 D)
+        self.conv = tuple(history.clone() for history in conv)  # the layer replaces each in place
+
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        self.grown = torch.cat([self._known, torch.cat([keys, values], dim=-1)], dim=-2)
+        return self.grown.chunk(2, dim=-1)
 
 
 def split_convolutions(cache: Tensor) -> Tensor:
