@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 from common.constants import EULER_STEPS
 
 LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"]  # see common/llm/loading.py
+FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"]  # see common/accel/loading.py
 
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
@@ -109,9 +110,10 @@ class AudioTokenizerConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeakerEmbeddingConfig(ModelConfig):
-    """`model_dir` holds campplus.onnx."""
+    """`model_dir` holds campplus.onnx. `runtime`: what computes it, see docs/accelerators.md."""
 
     model_dir: str
+    runtime: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
     device: str = "cpu"
 
 
@@ -165,7 +167,9 @@ class Token2WavConfig(ModelConfig):
     `n_timesteps`: Euler steps. `max_streams`: live streams per instance. `idle_seconds`: a stream that is silent for
     longer is freed. `voice_cache_mb`: prompt caches of voices, MiB (only the DiT flow has them; on a GPU 33 per second
     of prompt): those that are spoken in, which it limits, and as many others as there is room for.
-    `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16 on a GPU, float32 on a CPU.
+    `flow_runtime`: what computes the flow's estimator, see docs/accelerators.md; "auto" is the fastest that needs no
+    files beside the checkpoint. `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16
+    on a GPU, float32 on a CPU.
     """
 
     model_dir: str
@@ -174,6 +178,7 @@ class Token2WavConfig(ModelConfig):
     max_streams: int = 64
     idle_seconds: float = 60.0
     voice_cache_mb: int = 4096
+    flow_runtime: FlowRuntime = "auto"
     flow_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vocoder_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "cpu"

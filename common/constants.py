@@ -25,6 +25,7 @@ DIT_TAIL_FRAMES = 100  # generated frames that the DiT's cache keeps beside the 
 
 # --- limits of an utterance --------------------------------------------------------------------------------------
 MAX_STREAM_TOKENS = 3_000  # two minutes
+CONTEXT_TOKENS = 375  # 15 s of it that a stream remembers beside its prompt
 
 # --- vocoder streaming -------------------------------------------------------------------------------------------
 OVERLAP_FRAMES = 8  # mel frames that a chunk repeats from the one before

@@ -10,6 +10,7 @@
 Both models read the official ONNX files, at any size. Checking a recording is `audio.validate_reference`'s business.
 """
 
+import logging
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,12 +19,14 @@ from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from common import audio
+from common.accel.network import Network
+from common.accel.signatures import SPEAKER
 from common.constants import (
     MEL_BINS,
     PROMPT_SAMPLE_RATE,
@@ -32,6 +35,8 @@ from common.constants import (
     SPEECH_VOCAB,
     TOKEN_MEL_RATIO,
 )
+
+logger = logging.getLogger(__name__)
 
 SESSION_THREADS = 2  # of the CAM++ session: by default onnxruntime takes every core from the other models
 S3_HEAD_DIM = 64  # of the S3 tokenizer's attention; no weight has it as a dimension
@@ -98,19 +103,30 @@ class AudioTokenizer:
 
 
 class SpeakerEncoder:
-    """CAM++ x-vectors of 16 kHz recordings."""
+    """CAM++ x-vectors of 16 kHz recordings, computed by onnxruntime on the CPU or by a TensorRT plan on `device`."""
 
-    def __init__(self, model_dir: str | Path) -> None:
-        import onnxruntime as ort  # here, because most processes that know a Prompt run no speaker encoder
+    def __init__(
+        self,
+        model_dir: str | Path,
+        runtime: Literal["onnxruntime", "tensorrt"] = "onnxruntime",
+        device: str = "cpu",
+    ) -> None:
+        path = _only_file(model_dir, SPEAKER.file)
+        self._device = torch.device(device if runtime == "tensorrt" else "cpu")
+        # Imported here, because most processes that know a Prompt run no speaker encoder.
+        if runtime == "tensorrt":
+            from common.accel.tensorrt import TensorRTNetwork
+            from common.accel.workloads import speaker
 
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = SESSION_THREADS
-        self._session = ort.InferenceSession(
-            str(_only_file(model_dir, "campplus.onnx")), options, providers=["CPUExecutionProvider"]
-        )
-        features = self._session.get_inputs()[0]
-        self._input = features.name
-        self._batches = features.shape[0] != 1  # an exporter may have fixed the batch size
+            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device)
+        else:
+            from common.accel.onnx import OnnxNetwork
+
+            self._network = OnnxNetwork(path, threads=SESSION_THREADS)
+            if torch.device(device).type == "cuda":
+                logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/tensorrt.md)")
+        self._input = next(iter(self._network.limits.most))
+        self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
 
     def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Float32 waves (N_i,) to x-vectors (192,) float32. Recordings of equal length share a run.
@@ -124,8 +140,8 @@ class SpeakerEncoder:
         vectors: dict[int, np.ndarray] = {}
         for members in groups.values():
             batch = np.stack([features[index] for index in members])  # (B, T, 80)
-            (output,) = self._session.run(None, {self._input: batch})
-            vectors.update(zip(members, output.astype(np.float32), strict=True))
+            (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
+            vectors.update(zip(members, output.float().cpu().numpy(), strict=True))
         return [vectors[index] for index in range(len(waves))]
 
 

@@ -11,9 +11,9 @@ does. Ctrl-C, or a second SIGTERM, ends it at once. Health: http://HOST:8003/rea
 import argparse
 import contextlib
 import logging
-import threading
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType

@@ -20,7 +20,15 @@ NUMBERS = {"151663", "24000", "16000", "480", "3840"}
 # Packages of the library that may not import the ones on the right: the flow is one-way.
 FORBIDDEN = {
     "common/constants.py": ("common",),
-    "common/flow": ("common.token2wav", "common.llm", "common.synthesis", "common.triton_io", "common.hift"),
+    "common/accel": ("common.token2wav", "common.llm", "common.synthesis", "common.triton_io", "common.hift"),
+    "common/flow": (
+        "common.accel",
+        "common.token2wav",
+        "common.llm",
+        "common.synthesis",
+        "common.triton_io",
+        "common.hift",
+    ),
     "common/hift": ("common.token2wav", "common.llm", "common.synthesis", "common.triton_io", "common.flow"),
     "common/llm": ("common.token2wav", "common.synthesis", "common.triton_io", "common.flow", "common.hift"),
     "common/token2wav": ("common.llm", "common.synthesis", "common.triton_io"),

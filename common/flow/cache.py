@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from common.flow.config import DiTConfig
+
+CONV_HISTORY = 2  # frames that the DiT's causal convolutions, of kernel 3, need from before their first
+
 
 @dataclass(frozen=True)
 class KeyValues:
@@ -71,6 +75,15 @@ class EstimatorCache:
 
     attention: KeyValues  # (steps, depth, rows, H, T, D)
     conv: Tensor  # (steps, depth, 2 convolutions, rows, C, kernel - 1)
+
+    @classmethod
+    def empty(
+        cls, config: DiTConfig, steps: int, rows: int, device: torch.device, dtype: torch.dtype
+    ) -> "EstimatorCache":
+        """The cache of streams that have not begun."""
+        keys = torch.empty(steps, config.depth, rows, config.heads, 0, config.head_dim, device=device, dtype=dtype)
+        conv = torch.zeros(steps, config.depth, 2, rows, config.width, CONV_HISTORY, device=device, dtype=dtype)
+        return cls(KeyValues(keys, keys), conv)
 
     @property
     def nbytes(self) -> int:

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.flow.cache import EstimatorCache, KeyValues
+from common.flow.cache import CONV_HISTORY, EstimatorCache, KeyValues
 from common.flow.config import DiTConfig
 from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads
 
 TIME_SCALE = 1000  # flow time 0..1 is embedded as diffusion steps 0..1000
 NORM_EPS = 1e-6  # of the norms that adaLN modulates
-CONV_KERNEL = 3
+CONV_KERNEL = CONV_HISTORY + 1
 
 
 class TimeEmbedding(nn.Module):
@@ -147,10 +147,8 @@ class DiTEstimator(nn.Module):
 
     def empty_cache(self, steps: int, rows: int) -> EstimatorCache:
         """The cache of streams that have not begun."""
-        config, weight = self.config, self.in_proj.weight
-        keys = weight.new_empty(steps, config.depth, rows, config.heads, 0, config.head_dim)
-        conv = weight.new_zeros(steps, config.depth, 2, rows, config.width, CONV_KERNEL - 1)
-        return EstimatorCache(KeyValues(keys, keys), conv)
+        weight = self.in_proj.weight
+        return EstimatorCache.empty(self.config, steps, rows, weight.device, weight.dtype)
 
     def _run(
         self,

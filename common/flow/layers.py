@@ -9,11 +9,13 @@ class Conv1d(nn.Conv1d):
     """A convolution without padding, as one matrix product.
 
     On a GPU the convolution library would plan every new shape for tens of milliseconds, per thread, and batches of
-    streams come in many shapes.
+    streams come in many shapes. Exported, it is a convolution, which every runtime knows.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, T) -> (B, C', T - kernel + 1)"""
+        if torch.compiler.is_exporting():
+            return super().forward(x)
         taps = x.unfold(2, self.kernel_size[0], 1).transpose(1, 2).flatten(2)  # (B, C, T', k) -> (B, T', C * k)
         return F.linear(taps, self.weight.flatten(1), self.bias).transpose(1, 2)  # (B, T', C') -> (B, C', T')
 

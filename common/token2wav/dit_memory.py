@@ -3,6 +3,7 @@
 Attention knows no positions, so a tail is a ring: new frames overwrite the oldest ones where they lie.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from common.constants import DIT_TAIL_FRAMES
 from common.errors import UnavailableError
-from common.flow.cache import KeyValues
-from common.token2wav.dit_solver import HISTORY, DiTSolver, Scratch
+from common.flow.cache import CONV_HISTORY, EstimatorCache, KeyValues
+from common.flow.config import DiTConfig
+from common.flow.dit_flow import DiTFlow
+from common.token2wav.dit_solver import DiTSolver
 from common.token2wav.noise import NoiseTape
 
 
@@ -51,13 +54,12 @@ class TailPool:
     The last slot is nobody's: rows that pad a batch write there.
     """
 
-    def __init__(self, solver: DiTSolver, slots: int, frames: int = DIT_TAIL_FRAMES):
-        s = solver
-        shape = (slots + 1, s.steps, s.depth, 2, s.heads, frames, s.head_dim)
-        self.keys = torch.zeros(shape, device=s.device, dtype=s.dtype)
+    def __init__(self, config: DiTConfig, like: Tensor, steps: int, slots: int, frames: int = DIT_TAIL_FRAMES):
+        """`like`: a tensor of the device and the dtype."""
+        self.keys = like.new_zeros(slots + 1, steps, config.depth, 2, config.heads, frames, config.head_dim)
         self.values = torch.zeros_like(self.keys)
-        history = (slots + 1, s.steps, s.depth, 2, 2, HISTORY, s.width)  # (.., convolution, guidance row, frame, C)
-        self.history = torch.zeros(history, device=s.device, dtype=s.dtype)
+        # (.., convolution, guidance row, frame, C)
+        self.history = like.new_zeros(slots + 1, steps, config.depth, 2, 2, CONV_HISTORY, config.width)
         self.frames = frames
         self.slots = slots
         self._free = list(range(slots))
@@ -90,12 +92,12 @@ class TailPool:
         """The reverse."""
         self.history.index_copy_(0, slots, history.unflatten(3, (2, -1)).permute(4, 0, 1, 2, 3, 5, 6))
 
-    def append(self, row: "Row", index: int, scratch: Scratch) -> None:
-        """Put the frames of a solve's stream number `index` of B into its ring."""
-        B = scratch.keys.shape[2] // 2  # the stream's two guidance rows are B apart
+    def append(self, row: "Row", index: int, keys: Tensor, values: Tensor) -> None:
+        """Put the frames of a solve's stream number `index` of B, (steps, depth, 2 B, H, T, D), into its ring."""
+        B = keys.shape[2] // 2  # the stream's two guidance rows are B apart
         count, tail = min(row.frames, self.frames), row.tail
         first = min(count, self.frames - tail.next)  # up to the ring's end; the rest goes to its start
-        for ring, new in ((self.keys, scratch.keys), (self.values, scratch.values)):
+        for ring, new in ((self.keys, keys), (self.values, values)):
             slot, new = ring[tail.slot], new[:, :, index::B, :, row.frames - count : row.frames]
             slot[..., tail.next : tail.next + first, :] = new[..., :first, :]
             slot[..., : count - first, :] = new[..., first:, :]
@@ -145,7 +147,7 @@ class GatheredSolve:
         mel = self._solver.solve(self._noise.gather(starts, T), conditions, frames, context, scratch)
         self._pool.keep_history(slots, scratch.next_history)
         for index, row in enumerate(rows):
-            self._pool.append(row, index, scratch)
+            self._pool.append(row, index, scratch.keys, scratch.values)
             self._pool.advance(row)
         return mel
 
@@ -179,3 +181,62 @@ class GatheredContext:
         values = torch.cat([self._values[step, layer], v], dim=2)
         attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask)
         return attended.transpose(1, 2).flatten(2)  # (R, H, T, D) -> (R, T, H * D)
+
+
+class ChunkwiseSolve:
+    """Solves with an estimator that another runtime computes, chunk by chunk: rows of equal sizes share a batch."""
+
+    def __init__(self, network: DiTFlow, pool: TailPool, noise: NoiseTape):
+        self._decoder = network.decoder
+        self._pool = pool
+        self._noise = noise
+
+    def run(self, rows: list[Row], mu: Tensor) -> Tensor:
+        mel = torch.zeros(mu.shape, device=mu.device)
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            groups[row.voice.frames + row.tail.frames, row.frames].append(index)
+        for (_, frames), members in groups.items():
+            mel[members, :frames] = self._solve([rows[index] for index in members], mu[members, :frames])
+        return mel
+
+    def _solve(self, rows: list[Row], mu: Tensor) -> Tensor:
+        """(B, T, mel) -> (B, T, mel)"""
+        T, pool = mu.shape[1], self._pool
+        slots = torch.tensor([row.tail.slot for row in rows], device=mu.device)
+        starts = torch.tensor([row.start for row in rows], device=mu.device)
+        history = pool.history_of(slots).transpose(-1, -2)  # (.., R, frame, C) -> (.., R, C, frame)
+        caches = EstimatorCache(self._context(rows), history).with_room(T)
+        estimator = self._decoder.estimator
+        mu = mu.transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
+        mel = self._decoder.solve(
+            lambda step, x, t, mu, speaker, none: estimator.forward_chunk(x, t, mu, speaker, none, caches[step]),
+            self._noise.gather(starts, T).transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
+            mu,
+            torch.cat([row.voice.speaker for row in rows]),
+            torch.zeros_like(mu),
+            steps=caches.conv.shape[0],
+        )
+        pool.keep_history(slots, caches.conv.transpose(-1, -2))
+        keys, values = (x[..., -T:, :] for x in (caches.attention.keys, caches.attention.values))
+        for index, row in enumerate(rows):
+            pool.append(row, index, keys, values)
+            pool.advance(row)
+        return mel.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
+
+    def _context(self, rows: list[Row]) -> KeyValues:
+        """What the rows attend to, copied together: (steps, depth, 2 B, H, K, D)."""
+        prompts, pool = [row.voice.attention for row in rows], self._pool
+        return KeyValues(
+            _together(rows, [prompt.keys for prompt in prompts], pool.keys),
+            _together(rows, [prompt.values for prompt in prompts], pool.values),
+        )
+
+
+def _together(rows: list[Row], prompts: list[Tensor], rings: Tensor) -> Tensor:
+    """(steps, depth, 2, H, K, D) of each stream -> (steps, depth, 2 B, H, K, D), the conditional rows first"""
+    contexts = [
+        torch.cat([prompt, rings[row.tail.slot, ..., : row.tail.frames, :]], dim=-2)
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
+    return torch.stack(contexts, dim=3).flatten(2, 3)

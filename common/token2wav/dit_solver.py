@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.constants import EULER_STEPS
+from common.flow.cache import CONV_HISTORY
 from common.flow.dit import NORM_EPS, DiTBlock, DiTEstimator
 from common.flow.dit_flow import DiTFlow
 from common.flow.matching import time_schedule
-
-HISTORY = 2  # frames that a causal convolution of kernel 3 needs from before its first
 
 
 class BlockWeights(NamedTuple):
@@ -159,7 +158,7 @@ class DiTSolver:
         attended = context.attend(step, layer, F.layer_norm(q, (D,), q_scale, q_shift), keys, values)
         h = h + m.attn_gate * F.linear(attended, w.proj, w.proj_bias)
 
-        ends = (frames.repeat(2)[:, None] + torch.arange(HISTORY, device=h.device)).long()  # in [history, chunk]
+        ends = (frames.repeat(2)[:, None] + torch.arange(CONV_HISTORY, device=h.device)).long()  # in [history, chunk]
         history, following = scratch.history[step, layer], scratch.next_history[step, layer]
         y = _modulate(h, m.conv_shift, m.conv_scale)
         y = _causal_conv(y, history[0], following[0], ends, w.conv1, w.conv1_bias)

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.constants import EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
+from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
+from common.flow.dit import DiTEstimator
 from common.flow.dit_flow import DiTFlow
-from common.token2wav.dit_memory import DiTVoice, GatheredSolve, Row, Solve, Tail, TailPool
+from common.token2wav.dit_memory import ChunkwiseSolve, DiTVoice, GatheredSolve, Row, Solve, Tail, TailPool
 from common.token2wav.dit_solver import DiTSolver
 from common.token2wav.flows import Chunk, FlowState, Job, StreamingFlow, Voice
 from common.token2wav.noise import NoiseTape
-from common.token2wav.window import CONTEXT_TOKENS, Window, with_ahead
+from common.token2wav.window import Window, with_ahead
 
 
 @dataclass
@@ -77,7 +78,7 @@ class DiTState(FlowState):
 
 
 class DiTStreaming(StreamingFlow[DiTState]):
-    """A stream attends to its whole prompt and its most recent frames."""
+    """A stream attends to its whole prompt and its most recent frames. `graphs`: solve as CUDA graphs on a GPU."""
 
     cumulative = False
     batch_tokens = 1600
@@ -96,13 +97,17 @@ class DiTStreaming(StreamingFlow[DiTState]):
         super().__init__(network, noise, steps, max_tokens, graphs)
         self._network = network
         self._voices = voices
-        solver = DiTSolver(network, steps)
-        self._pool = TailPool(solver, max_streams)
-        self._solve: Solve = GatheredSolve(solver, self._pool, noise)
-        if graphs and solver.device.type == "cuda":
+        weight = network.encoder_proj.weight
+        self._pool = TailPool(network.decoder.estimator.config, weight, steps, max_streams)
+        self._solve: Solve
+        if not isinstance(network.decoder.estimator, DiTEstimator):
+            self._solve = ChunkwiseSolve(network, self._pool, noise)
+        elif graphs and weight.is_cuda:
             from common.token2wav.dit_graphs import GraphedSolve  # its kernels need Triton
 
             self._solve = GraphedSolve(network, self._pool, noise, steps)
+        else:
+            self._solve = GatheredSolve(DiTSolver(network, steps), self._pool, noise)
 
     @property
     def cache_bytes(self) -> int:

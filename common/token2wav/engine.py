@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from common.accel.loading import flow_runtime, use_runtime
+from common.config import FlowRuntime
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
@@ -65,16 +67,19 @@ class Token2Wav:
         device: str,
         max_streams: int,
         precision: Precision,
+        runtime: FlowRuntime = "auto",
         steps: int = EULER_STEPS,
-        graphs: bool = True,
     ) -> "Token2Wav":
-        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`.
+        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`, and the runtime's own files.
 
-        graphs: on a GPU, streams run as CUDA graphs. Whole utterances need none: without them nothing is captured at
-        the start, and most of the memory stays free.
+        runtime: of the flow's estimator. "torch" on a GPU is without any CUDA graph: nothing is captured at the start
+        and most of the memory stays free, which suits whole utterances.
         """
         _use(device)
         network = load_unet_flow(Path(model_dir) / "flow.pt", device, precision.flow)
+        runtime = flow_runtime(runtime, device)
+        use_runtime(network, runtime, model_dir, device=device, max_streams=max_streams)
+        graphs = runtime != "torch"
         flow = UNetStreaming(network, flow_noise(device), steps=steps, graphs=graphs)
         return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)
 
@@ -87,14 +92,15 @@ class Token2Wav:
         max_streams: int,
         voice_cache_bytes: int,
         precision: Precision,
+        runtime: FlowRuntime = "auto",
         steps: int = EULER_STEPS,
-        graphs: bool = True,
     ) -> "Token2Wav":
-        """Step-Audio2's networks: flow.pt and hift.pt of `model_dir`. graphs: as `load_unet`'s."""
+        """Step-Audio2's networks; as `load_unet`."""
         _use(device)
         network = load_dit_flow(Path(model_dir) / "flow.pt", device, precision.flow)
-        voices = VoiceCache(voice_cache_bytes)
-        noise = flow_noise(device)
+        runtime = flow_runtime(runtime, device)
+        use_runtime(network, runtime, model_dir, device=device, max_streams=max_streams)
+        noise, voices, graphs = flow_noise(device), VoiceCache(voice_cache_bytes), runtime != "torch"
         flow = DiTStreaming(network, noise, voices, max_streams=max_streams, steps=steps, graphs=graphs)
         return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)
 

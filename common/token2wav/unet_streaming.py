@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.constants import EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
+from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.layers import valid_frames
+from common.flow.unet import UNetEstimator
 from common.flow.unet_flow import UNetFlow
 from common.token2wav.flows import Chunk, FlowState, Job, StreamingFlow, Voice
 from common.token2wav.noise import NoiseTape
-from common.token2wav.window import CONTEXT_TOKENS, Window, with_ahead
+from common.token2wav.window import Window, with_ahead
 
 
 @dataclass(kw_only=True)
@@ -44,7 +45,8 @@ class UNetSolve(Protocol):
 
 class UNetStreaming(StreamingFlow[UNetState]):
     """Where chunks end on 25-token boundaries counted from the prompt's start and nothing has been forgotten yet, the
-    mel equals that of the finished utterance rendered at once under the training masks.
+    mel equals that of the finished utterance rendered at once under the training masks. `graphs`: solve as CUDA graphs
+    on a GPU.
     """
 
     cumulative = True
@@ -65,7 +67,8 @@ class UNetStreaming(StreamingFlow[UNetState]):
         self._chunk = network.config.encoder.chunk_tokens
         self._context = context_tokens
         self._solve: UNetSolve = PlainUNetSolve(network, noise, steps)
-        if graphs and network.encoder_proj.weight.is_cuda:
+        ours = isinstance(network.decoder.estimator, UNetEstimator)
+        if graphs and ours and network.encoder_proj.weight.is_cuda:
             from common.token2wav.unet_graphs import GraphedUNetSolve  # its kernels need Triton
 
             self._solve = GraphedUNetSolve(network, noise, steps)

@@ -16,7 +16,6 @@ from common.constants import LOOKAHEAD_TOKENS
 from common.flow.base import MelFlow
 from common.token2wav.graphs import Graphs, sizes_up_to
 
-CONTEXT_TOKENS = 375  # 15 s
 ABSENT = -1
 TOKENS = (160, 208, 256, 320, 416, 512, 768, 1024, 1280)  # the last: a prompt of 30 s, all context, the largest hop
 MAX_TOKENS = 64 * 416

@@ -43,7 +43,8 @@ class OfflineVocoder:
         far less memory on a GPU. Raises ValueError.
         """
         kind = flow_kind(model_dir / "flow.pt")
-        options: dict[str, Any] = {"device": device, "max_streams": max(1, streams), "graphs": streams > 0}
+        options: dict[str, Any] = {"device": device, "max_streams": max(1, streams)}
+        options["runtime"] = "auto" if streams else "torch"  # which captures nothing
         options["precision"] = Precision.named("auto", "auto", device)
         if kind == "unet":
             engine = Token2Wav.load_unet(model_dir, **options)

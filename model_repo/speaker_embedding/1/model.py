@@ -16,7 +16,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self._name = args["model_name"]
         config = SpeakerEmbeddingConfig.from_triton(args)
-        self._encoder = SpeakerEncoder(config.model_dir)
+        self._encoder = SpeakerEncoder(config.model_dir, config.runtime, config.device)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return triton_io.respond_batch(requests, triton_io.reference, self._compute, model=self._name)

@@ -31,6 +31,7 @@ class TritonPythonModel:
             max_streams=config.max_streams,
             voice_cache_bytes=config.voice_cache_mb << 20,
             precision=Precision.named(config.flow_precision, config.vocoder_precision, config.device),
+            runtime=config.flow_runtime,
         )
         self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
         self._published = triton_io.Published(lambda: self._service.stats().values(), args)

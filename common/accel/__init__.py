@@ -1,0 +1,1 @@
+"""Trained networks behind whatever computes them: torch, onnxruntime or TensorRT, one interface (`network`)."""

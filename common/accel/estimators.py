@@ -1,0 +1,123 @@
+"""The flows' estimators on another runtime than torch: they take the network's place, and no flow notices."""
+
+import torch
+from torch import Tensor, nn
+
+from common.accel.network import Network
+from common.accel.signatures import DIT_CHUNK, UNET, Signature, join_convolutions, split_convolutions
+from common.flow.cache import EstimatorCache
+from common.flow.config import DiTConfig, UNetConfig
+
+PROBE_FRAMES = 4  # the fewest that upstream's profiles take
+
+
+class UNetOnRuntime(nn.Module):
+    """Stands for a `UNetEstimator`: one network for whole utterances, one for streams."""
+
+    def __init__(self, config: UNetConfig, whole: Network, streaming: Network) -> None:
+        super().__init__()
+        self.config = config
+        self._whole, self._streaming = whole, streaming
+
+    def forward(
+        self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor, streaming: bool
+    ) -> Tensor:
+        """As `UNetEstimator.forward`."""
+        return _velocity(self._streaming if streaming else self._whole, x, t, mu, speaker, condition, valid)
+
+
+class DiTOnRuntime(nn.Module):
+    """Stands for a `DiTEstimator`: one network for whole utterances, one for prompts, one for the chunks behind them.
+
+    device, dtype: of the tensors that it is given and gives, whatever the networks compute in.
+    """
+
+    def __init__(
+        self,
+        config: DiTConfig,
+        whole: Network,
+        prompt: Network,
+        chunk: Network,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._whole, self._prompt, self._chunk = whole, prompt, chunk
+        self._device, self._dtype = device, dtype
+        self._newest_first = self._puts_newest_first()
+
+    def empty_cache(self, steps: int, rows: int) -> EstimatorCache:
+        """As `DiTEstimator.empty_cache`."""
+        return EstimatorCache.empty(self.config, steps, rows, self._device, self._dtype)
+
+    def forward(self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor) -> Tensor:
+        """As `DiTEstimator.forward`."""
+        return _velocity(self._whole, x, t, mu, speaker, condition, valid)
+
+    def forward_chunk(
+        self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, cache: EstimatorCache
+    ) -> Tensor:
+        """As `DiTEstimator.forward_chunk`: `cache` has room for the T frames already and is written in place."""
+        T, attention = x.shape[2], cache.attention
+        known = attention.frames - T
+        network = self._chunk if known else self._prompt
+        outputs = _run(network, DIT_CHUNK, self._inputs(x, t, mu, speaker, condition, cache))
+        after = outputs["new_att_cache"]
+        keys, values = (after[..., :T, :] if self._newest_first else after[..., known:, :]).chunk(2, dim=-1)
+        attention.keys[..., known:, :] = keys
+        attention.values[..., known:, :] = values
+        cache.conv.copy_(split_convolutions(outputs["new_cnn_cache"]))
+        return outputs["output"].to(x.dtype)
+
+    def _puts_newest_first(self) -> bool:
+        """Whether the network puts the frames that it adds before the known ones, as upstream's file does."""
+        T = PROBE_FRAMES
+        cache = self.empty_cache(1, 2)[0].with_room(2 * T)
+        cache.attention.keys.fill_(1)
+        cache.attention.values.fill_(1)
+        x = cache.conv.new_zeros(2, self.config.out_channels, T)
+        inputs = self._inputs(x, x[:, 0, :1].flatten(), x, x[..., 0], x, cache)
+        after = self._chunk.run(inputs)["new_att_cache"]
+        known_behind, known_before = after[..., T:, :], after[..., :T, :]
+        if (known_before == 1).all() == (known_behind == 1).all():
+            raise ValueError("the chunk-wise network's new_att_cache does not hold the frames of its att_cache")
+        return bool((known_behind == 1).all())
+
+    @staticmethod
+    def _inputs(
+        x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, cache: EstimatorCache
+    ) -> dict[str, Tensor]:
+        known = cache.attention.frames - x.shape[2]
+        keys, values = cache.attention.keys[..., :known, :], cache.attention.values[..., :known, :]
+        return {
+            "x": x,
+            "mu": mu,
+            "t": t,
+            "spks": speaker,
+            "cond": condition,
+            "cnn_cache": join_convolutions(cache.conv),
+            "att_cache": torch.cat([keys, values], dim=-1),
+        }
+
+
+def _velocity(
+    network: Network, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor
+) -> Tensor:
+    inputs = {"x": x, "mask": valid.to(x.dtype), "mu": mu, "t": t, "spks": speaker, "cond": condition}
+    return _run(network, UNET, inputs)["estimator_out"].to(x.dtype)
+
+
+def _run(network: Network, signature: Signature, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows that are too many for the network go through it in pieces: none of them sees another."""
+    most = network.limits.most["x"][0]
+    if len(inputs["x"]) <= most:
+        return network.run(inputs)
+    axis = {name: next(axis for axis, dim in axes.items() if dim == "rows") for name, axes in signature.axes.items()}
+    split = {name: x.split(most, dim=axis[name]) for name, x in inputs.items()}
+    pieces = [network.run(dict(zip(split, piece, strict=True))) for piece in zip(*split.values(), strict=True)]
+    # The new caches have their rows where the old ones have theirs.
+    return {
+        name: torch.cat([piece[name] for piece in pieces], dim=axis.get(name.removeprefix("new_"), 0))
+        for name in pieces[0]
+    }

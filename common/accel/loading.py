@@ -1,0 +1,87 @@
+"""Which runtime computes which network, and where its files are."""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common.accel.estimators import DiTOnRuntime, UNetOnRuntime
+from common.accel.network import Network
+from common.accel.workloads import Precision, Serving, Stack
+from common.config import FlowRuntime
+from common.flow.dit_flow import DiTFlow
+from common.flow.unet_flow import UNetFlow
+
+logger = logging.getLogger(__name__)
+
+PRECISIONS: dict[torch.dtype, Precision] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntime:
+    """What computes the flow's estimator. ValueError for CUDA graphs or TensorRT without a GPU.
+
+    "auto" is what was measured to be the fastest: CUDA graphs of fused kernels on a GPU, torch on a CPU (see
+    docs/accelerators.md).
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    if setting == "auto":
+        return "cuda_graph" if on_gpu else "torch"
+    if setting in ("cuda_graph", "tensorrt") and not on_gpu:
+        raise ValueError(f"flow_runtime {setting!r} needs a GPU; this instance is on {device}: set auto or onnxruntime")
+    if setting == "torch" and on_gpu:
+        logger.info("flow_runtime torch launches kernel by kernel: cuda_graph would be faster")
+    return setting
+
+
+def use_runtime(
+    flow: UNetFlow | DiTFlow,
+    runtime: FlowRuntime,
+    model_dir: str | Path,
+    *,
+    device: torch.device | str,
+    max_streams: int,
+) -> None:
+    """Put the estimator of `flow` on a runtime other than torch: its weights go, networks of `model_dir` come.
+
+    ValueError: a file is missing or none. PlanError: no TensorRT plan fits; ImportError: there is no TensorRT.
+    """
+    if runtime not in ("onnxruntime", "tensorrt"):
+        return
+    weight = flow.encoder_proj.weight
+    stack: Stack = "unet" if isinstance(flow, UNetFlow) else "dit"
+    serving = Serving(PRECISIONS[weight.dtype], max_streams)
+    uses = {workload.use: workload for workload in serving.workloads(stack)}
+    loaded: dict[str, Network] = {}  # by file, except for plans, which are built for one use
+
+    def load(use: str) -> Network:
+        workload = uses[use]
+        if runtime == "tensorrt":
+            from common.accel.tensorrt import TensorRTNetwork
+
+            return TensorRTNetwork.load(workload, model_dir, device)
+        if workload.onnx not in loaded:
+            loaded[workload.onnx] = _onnx(Path(model_dir), workload.onnx, device)
+        return loaded[workload.onnx]
+
+    estimator: nn.Module
+    if isinstance(flow, UNetFlow):
+        estimator = UNetOnRuntime(flow.config.estimator, load("whole"), load("streaming"))
+    else:
+        networks = load("whole"), load("prompt"), load("chunk")
+        estimator = DiTOnRuntime(flow.config.estimator, *networks, weight.device, weight.dtype)
+    flow.decoder.add_module("estimator", estimator)
+    logger.info("the flow's estimator runs in %s", runtime)
+
+
+def _onnx(model_dir: Path, file: str, device: torch.device | str) -> Network:
+    from common.accel.onnx import OnnxNetwork
+
+    path = model_dir / file
+    if not path.exists():
+        raise ValueError(f"{path} is not there; make it with: python -m scripts.export_onnx --model-dir {model_dir}")
+    return OnnxNetwork(path, device)

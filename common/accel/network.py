@@ -1,0 +1,45 @@
+"""One trained network, whatever computes it: named tensors in, named tensors out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The shapes of the inputs that a network takes: least, usual and largest ones, by name of the input."""
+
+    least: Mapping[str, Shape]
+    usual: Mapping[str, Shape]
+    most: Mapping[str, Shape]
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """ValueError naming the first input that is missing, unknown or outside the limits."""
+        if unlike := sorted(shapes.keys() ^ self.most.keys()):
+            raise ValueError(f"inputs {', '.join(sorted(shapes))}: expected {', '.join(self.most)} ({unlike[0]!r})")
+        for name, shape in shapes.items():
+            least, most = self.least[name], self.most[name]
+            fits = len(shape) == len(most) and all(
+                low <= size <= high for low, size, high in zip(least, shape, most, strict=True)
+            )
+            if not fits:
+                raise ValueError(f"input {name!r} has shape {shape}: the network takes {least} to {most}")
+
+
+class Network(ABC):
+    """A network loaded and ready."""
+
+    limits: Limits
+
+    @abstractmethod
+    def run(self, inputs: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None) -> dict[str, Tensor]:
+        """The outputs by name, on the inputs' device; ValueError for a shape outside `limits`.
+
+        On a GPU the work follows what `stream` (by default the current one) holds already, and that stream can use the
+        outputs without waiting.
+        """

@@ -1,0 +1,202 @@
+"""TensorRT plans on disk: what each was built for, which of them this machine can load, and why it cannot the others.
+
+A plan lies beside its ONNX file in the folder `tensorrt`, with a JSON sidecar that says what it was built from. A plan
+without a sidecar, or whose sidecar names anything else than this machine, is never handed to TensorRT.
+"""
+
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.accel.workloads import Profile, Span, Workload
+
+FOLDER = "tensorrt"
+_SIDECAR = ".json"
+
+
+class PlanError(RuntimeError):
+    """There is no plan that may be loaded; the message says what differs and which command builds the right one."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan is bound to beside its network."""
+
+    gpu: str  # its name
+    capability: str  # compute capability, such as "9.0"
+    tensorrt: str  # version
+
+    @classmethod
+    def here(cls, device: torch.device | str) -> "Machine":
+        """This machine and one of its GPUs; what it lacks is called "none", which no plan fits."""
+        gpu, capability, version = "none", "none", "none"
+        if torch.cuda.is_available():
+            if (torch.device(device).index or 0) >= torch.cuda.device_count():
+                raise ValueError(f"there is no {device}: this machine has {torch.cuda.device_count()} GPU(s)")
+            properties = torch.cuda.get_device_properties(device)
+            gpu, capability = properties.name, f"{properties.major}.{properties.minor}"
+        if importlib.util.find_spec("tensorrt") is not None:
+            version = importlib.import_module("tensorrt").__version__
+        return cls(gpu, capability, version)
+
+    @property
+    def file_name(self) -> str:
+        """As a part of file names."""
+        gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+        return f"{gpu}.sm{self.capability.replace('.', '')}.trt{self.tensorrt}"
+
+    def __str__(self) -> str:
+        return f"GPU {self.gpu}, compute capability {self.capability}, TensorRT {self.tensorrt}"
+
+
+@dataclass(frozen=True)
+class Key:
+    """Everything that a plan depends on, and the use that it was built for."""
+
+    machine: Machine
+    use: str
+    onnx: str
+    onnx_sha256: str
+    precision: str
+    profile: Profile
+
+    @classmethod
+    def of(cls, workload: Workload, model_dir: Path, machine: Machine) -> "Key":
+        """What the plan of `workload` has to be; PlanError if its ONNX file is missing."""
+        path = model_dir / workload.onnx
+        if not path.is_file():
+            raise PlanError(f"{path} is missing; run: python -m scripts.export_onnx --model-dir {model_dir}")
+        return cls(machine, workload.use, workload.onnx, sha256_of(path), workload.precision, workload.profile)
+
+    @property
+    def file_name(self) -> str:
+        profile = (f"{name}{span}" for name, span in self.profile.items())
+        network = self.onnx.removesuffix(".onnx")
+        parts = [network, self.use, *profile, self.precision, self.machine.file_name, self.onnx_sha256[:12], "plan"]
+        return ".".join(parts)
+
+    def differences(self, built: "Key") -> list[str]:
+        """In what a plan that was built for the key `built` is not the one that this key asks for; none if it is."""
+        pairs = [
+            ("GPU", built.machine.gpu, "here", self.machine.gpu),
+            ("compute capability", built.machine.capability, "here", self.machine.capability),
+            ("TensorRT", built.machine.tensorrt, "here", self.machine.tensorrt),
+            ("ONNX file", f"{built.onnx} {built.onnx_sha256[:12]}", "here", f"{self.onnx} {self.onnx_sha256[:12]}"),
+            ("precision", built.precision, "wanted", self.precision),
+        ]
+        found = [f"{what}: built for {was}, {now} {wanted}" for what, was, now, wanted in pairs if was != wanted]
+        for name in sorted(self.profile.keys() | built.profile.keys()):
+            was, wanted = built.profile.get(name), self.profile.get(name)
+            if was is None or wanted is None or not was.covers(wanted):
+                found.append(f"{name}: built for {was}, serving needs {wanted}")
+        return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan file and what its sidecar says of it."""
+
+    path: Path
+    key: Key
+    sha256: str
+    built_seconds: float
+
+    def read(self) -> bytes:
+        """Its bytes; PlanError if they are not those that were written."""
+        data = self.path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != self.sha256:
+            raise PlanError(
+                f"{self.path} is damaged: it is not what its sidecar describes; remove it and build it anew"
+            )
+        return data
+
+
+def write(model_dir: Path, key: Key, data: bytes, built_seconds: float) -> Plan:
+    """Keep a plan that was built for `key`. What was there under its name is replaced at once or not at all."""
+    folder = model_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    plan = Plan(folder / key.file_name, key, hashlib.sha256(data).hexdigest(), round(built_seconds, 1))
+    _sidecar(plan.path).unlink(missing_ok=True)  # a plan without one is not loaded, whatever happens in between
+    write_atomically(plan.path, data)
+    try:
+        entry = {"key": asdict(key), "sha256": plan.sha256, "bytes": len(data), "built_seconds": plan.built_seconds}
+        write_atomically(_sidecar(plan.path), (json.dumps(entry, indent=1) + "\n").encode())
+    except BaseException:
+        plan.path.unlink()
+        raise
+    return plan
+
+
+def survey(model_dir: Path) -> list[tuple[Path, Plan | None]]:
+    """Every plan file of a model directory; without the Plan where its sidecar is missing or cannot be read."""
+    return [(path, _read_sidecar(path)) for path in sorted((model_dir / FOLDER).glob("*.plan"))]
+
+
+def find(workload: Workload, model_dir: str | Path, machine: Machine) -> Plan:
+    """The plan for `workload` on `machine`; PlanError if there is none that fits. Reads the ONNX file for its hash."""
+    model_dir = Path(model_dir)
+    wanted = Key.of(workload, model_dir, machine)
+    plans = [plan for _, plan in survey(model_dir) if plan is not None and plan.key.use == workload.use]
+    if fitting := [plan for plan in plans if not wanted.differences(plan.key)]:
+        return min(fitting, key=lambda plan: math.prod(max(1, span.most) for span in plan.key.profile.values()))
+    problem = "there is none"
+    if plans:
+        nearest = min(plans, key=lambda plan: len(wanted.differences(plan.key)))
+        problem = f"{nearest.path.name} does not fit: {'; '.join(wanted.differences(nearest.key))}"
+    command = f"python -m scripts.build_engines --model-dir {model_dir} {workload.options}".strip()
+    raise PlanError(f"no TensorRT plan for {workload.onnx} ({workload.use}): {problem}; run: {command}")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """`path` holds all of `data`, or what it held before."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp's is for its owner alone; the server may be another user
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, hashed once per process for as long as nobody writes it."""
+    status = path.stat()
+    return _sha256(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=32)
+def _sha256(path: Path, modified: int, size: int) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sidecar(path: Path) -> Path:
+    return path.with_name(path.name + _SIDECAR)
+
+
+def _read_sidecar(path: Path) -> Plan | None:
+    try:
+        entry: dict[str, Any] = json.loads(_sidecar(path).read_text())
+        fields = entry["key"]
+        profile = {name: Span(**span) for name, span in fields["profile"].items()}
+        key = Key(**(fields | {"machine": Machine(**fields["machine"]), "profile": profile}))
+        return Plan(path, key, entry["sha256"], entry["built_seconds"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

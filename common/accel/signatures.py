@@ -1,0 +1,104 @@
+"""The networks that other runtimes compute, under upstream's names of files, inputs and outputs.
+
+Rows are those of the guidance batch, R = 2 B. `t` is the flow time 0..1. Caches of the chunk-wise DiT are those of one
+Euler step: `cnn_cache` (depth, R, 2 C, 2), both convolutions' last frames side by side, and `att_cache`
+(depth, R, H, K, 2 D), keys beside values. Upstream's own file puts the newest frames of `new_att_cache` first, ours
+puts them last, as time runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.flow.dit import DiTEstimator
+from common.flow.unet import UNetEstimator
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A network's file in the checkpoint directory; of each input the axes that vary, by name; its outputs."""
+
+    file: str
+    axes: Mapping[str, Mapping[int, str]]
+    outputs: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(self.axes)
+
+
+_FRAMES = {0: "rows", 2: "frames"}
+_WHOLE = {"x": _FRAMES, "mask": _FRAMES, "mu": _FRAMES, "t": {0: "rows"}, "spks": {0: "rows"}, "cond": _FRAMES}
+_CACHES = {"cnn_cache": {1: "rows"}, "att_cache": {1: "rows", 3: "cached"}}
+UNET = Signature("flow.decoder.estimator.fp32.onnx", _WHOLE, ("estimator_out",))
+# Upstream has no such file: its UNet sees the whole window, ours the chunks that a stream would have seen.
+UNET_STREAMING = Signature("flow.decoder.estimator.streaming.fp32.onnx", _WHOLE, ("estimator_out",))
+DIT = Signature("flow.decoder.estimator.fp32.dynamic_batch.onnx", _WHOLE, ("estimator_out",))
+DIT_CHUNK = Signature(
+    "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx",
+    {name: _WHOLE[name] for name in ("x", "mu", "t", "spks", "cond")} | _CACHES,
+    ("output", "new_cnn_cache", "new_att_cache"),
+)
+SPEAKER = Signature("campplus.onnx", {"input": {0: "batch", 1: "frames"}}, ("output",))
+
+
+class WholeUtterance(nn.Module):
+    """An estimator over padded rows: `mask` (R, 1, T) is 1 on frames that count."""
+
+    def __init__(self, estimator: UNetEstimator | DiTEstimator, streaming: bool = False) -> None:
+        super().__init__()
+        self.estimator = estimator
+        self.streaming = streaming
+
+    def forward(self, x: Tensor, mask: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor) -> Tensor:
+        """x, mu, cond (R, mel, T), mask (R, 1, T), t (R,), spks (R, mel) -> velocity (R, mel, T)"""
+        if isinstance(self.estimator, UNetEstimator):
+            return self.estimator(x, t, mu, spks, cond, mask > 0.5, self.streaming)
+        return self.estimator(x, t, mu, spks, cond, mask > 0.5)
+
+
+class NextChunk(nn.Module):
+    """The DiT over the next T frames of streams that have K frames of context, none of them padding.
+
+    Its caches grow by concatenation: written in place, as an `EstimatorCache` is, they would be exported as scatters
+    with an index for every element.
+    """
+
+    def __init__(self, estimator: DiTEstimator) -> None:
+        super().__init__()
+        self.estimator = estimator
+
+    def forward(
+        self, x: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor, cnn_cache: Tensor, att_cache: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x, mu, cond (R, mel, T) -> velocity (R, mel, T) and both caches, K + T frames long"""
+        layers: Any = [_Layer(*layer) for layer in zip(att_cache, split_convolutions(cnn_cache), strict=True)]
+        velocity = self.estimator.forward_chunk(x, t, mu, spks, cond, layers)
+        conv = torch.stack([torch.cat(layer.conv, dim=1) for layer in layers])  # twice (R, C, 2) -> (depth, R, 2 C, 2)
+        return velocity, conv, torch.stack([layer.grown for layer in layers])
+
+
+class _Layer:
+    """What a layer of the DiT asks of its `EstimatorCache`, and of that one's `KeyValues`."""
+
+    def __init__(self, known: Tensor, conv: Tensor) -> None:
+        self.attention = self
+        self._known = known  # (R, H, K, 2 D)
+        self.conv = tuple(history.clone() for history in conv)  # the layer replaces each in place
+
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        self.grown = torch.cat([self._known, torch.cat([keys, values], dim=-1)], dim=-2)
+        return self.grown.chunk(2, dim=-1)
+
+
+def split_convolutions(cache: Tensor) -> Tensor:
+    """(depth, R, 2 C, 2) -> (depth, 2, R, C, 2)"""
+    return cache.unflatten(2, (2, -1)).transpose(1, 2)
+
+
+def join_convolutions(cache: Tensor) -> Tensor:
+    """The reverse."""
+    return cache.transpose(1, 2).flatten(2, 3)

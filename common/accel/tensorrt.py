@@ -1,0 +1,176 @@
+"""A network as TensorRT computes it, from a plan that `scripts.build_engines` built."""
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.accel import plans
+from common.accel.contexts import ContextPool, PoolStatistics
+from common.accel.network import Limits, Network
+from common.accel.plans import Machine, PlanError
+from common.accel.streams import Stream, current_on, stream_on
+from common.accel.workloads import Workload
+from common.errors import UnavailableError
+
+OLDEST = 10  # the first major version whose contexts share a profile and whose networks are strongly typed
+PROFILE = 0  # a plan has one
+
+logger = logging.getLogger(__name__)
+
+
+def import_tensorrt() -> Any:
+    """The package `tensorrt`; ImportError saying what to do where it is missing or too old."""
+    try:
+        import tensorrt as trt
+    except ImportError as error:
+        raise ImportError(
+            "TensorRT is not installed; run in NVIDIA's tritonserver image or: pip install tensorrt-cu12"
+        ) from error
+    if int(trt.__version__.split(".")[0]) < OLDEST:
+        raise ImportError(f"TensorRT {trt.__version__} is too old: {OLDEST}.0 or newer is needed")
+    return trt
+
+
+@lru_cache(maxsize=1)
+def _log_type(trt: Any) -> type:
+    class Log(trt.ILogger):
+        """TensorRT's messages in this process's log. Errors are kept: TensorRT's calls only say that they failed."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self._errors: deque[str] = deque(maxlen=4)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):
+                self._errors.append(message)
+                logger.error("TensorRT: %s", message)
+            elif severity == trt.ILogger.Severity.WARNING:
+                logger.warning("TensorRT: %s", message)
+
+        def reason(self) -> str:
+            """The errors since it was last asked."""
+            errors = "; ".join(self._errors)
+            self._errors.clear()
+            return errors or "TensorRT gave no reason"
+
+    return Log
+
+
+def new_log(trt: Any) -> Any:
+    """A logger for one builder or runtime; its `reason()` says why the last call failed."""
+    return _log_type(trt)()
+
+
+class TensorRTNetwork(Network):
+    """An engine and its contexts. Threads may share it; each `run` has a context to itself.
+
+    Inputs are cast to the engine's types, outputs come in them.
+    """
+
+    limits: Limits
+
+    def __init__(
+        self, engine: bytes, name: str, device: torch.device | str, *, contexts: int = 1, timeout: float = 5.0
+    ) -> None:
+        """engine: a plan's bytes, which have to be of this machine. contexts: executions at the same time. timeout:
+        seconds that a `run` waits for one of them.
+
+        PlanError where TensorRT refuses the engine, UnavailableError where there is no memory for the contexts.
+        """
+        trt = import_tensorrt()
+        self.name = name
+        self._device = torch.device(device)
+        self._timeout = timeout
+        self._log = new_log(trt)
+        with current_on(self._device):
+            self._runtime = trt.Runtime(self._log)
+            self._engine = self._runtime.deserialize_cuda_engine(engine)
+        if self._engine is None:
+            raise PlanError(f"TensorRT refuses the plan of {name}: {self._log.reason()}; remove it and build it anew")
+        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
+        self._types = {tensor: _torch_type(trt, self._engine.get_tensor_dtype(tensor)) for tensor in names}
+        modes = {tensor: self._engine.get_tensor_mode(tensor) for tensor in names}
+        self._inputs = [tensor for tensor in names if modes[tensor] == trt.TensorIOMode.INPUT]
+        self._outputs = [tensor for tensor in names if modes[tensor] == trt.TensorIOMode.OUTPUT]
+        self.limits = self._profile_limits()
+        self._nothing = torch.zeros(1, device=self._device)  # the address of empty tensors, which may not be null
+        streams = [stream_on(self._device) for _ in range(contexts)]
+        self._pool = ContextPool(self._new_context, streams, self.limits)
+
+    @classmethod
+    def load(
+        cls,
+        workload: Workload,
+        model_dir: str | Path,
+        device: torch.device | str,
+        *,
+        contexts: int = 1,
+        timeout: float = 5.0,
+    ) -> "TensorRTNetwork":
+        """From the plan of `workload` that fits this machine; PlanError if there is none, ImportError if TensorRT is
+        not there."""
+        import_tensorrt()
+        plan = plans.find(workload, model_dir, Machine.here(device))
+        return cls(plan.read(), f"{workload.onnx} ({workload.use})", device, contexts=contexts, timeout=timeout)
+
+    def statistics(self) -> PoolStatistics:
+        return self._pool.statistics()
+
+    def run(self, inputs: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None) -> dict[str, Tensor]:
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        with self._pool.context(shapes, timeout=self._timeout) as slot, slot.stream.called_from(stream):
+            tensors = {name: self._placed(name, tensor) for name, tensor in inputs.items()}
+            outputs = self._bind(slot.context, tensors)
+            slot.stream.follow((*tensors.values(), *outputs.values()))
+            if not slot.context.execute_async_v3(slot.stream.handle):
+                raise RuntimeError(f"{self.name}: TensorRT did not run: {self._log.reason()}")
+        return outputs
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._types[name]).contiguous()
+
+    def _bind(self, context: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Shapes and addresses of all tensors; the outputs, not computed yet."""
+        for name, tensor in inputs.items():
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise RuntimeError(f"{self.name}: TensorRT refuses {name} {tuple(tensor.shape)}: {self._log.reason()}")
+        if unknown := context.infer_shapes():
+            raise RuntimeError(f"{self.name}: TensorRT cannot tell the shape of {', '.join(unknown)}")
+        outputs = {
+            name: torch.empty(tuple(context.get_tensor_shape(name)), dtype=self._types[name], device=self._device)
+            for name in self._outputs
+        }
+        for name, tensor in (*inputs.items(), *outputs.items()):
+            address = (tensor if tensor.numel() else self._nothing).data_ptr()
+            if not context.set_tensor_address(name, address):
+                raise RuntimeError(f"{self.name}: TensorRT refuses the address of {name}: {self._log.reason()}")
+        return outputs
+
+    def _new_context(self, stream: Stream) -> Any:
+        with current_on(self._device):
+            context = self._engine.create_execution_context()
+        if context is None:
+            raise UnavailableError(f"{self.name}: no room for another TensorRT context: {self._log.reason()}")
+        # Not left to TensorRT: by default only an engine's first context has a profile.
+        if not context.set_optimization_profile_async(PROFILE, stream.handle):
+            raise RuntimeError(f"{self.name}: TensorRT refuses its profile: {self._log.reason()}")
+        return context
+
+    def _profile_limits(self) -> Limits:
+        bounds = {name: self._engine.get_tensor_profile_shape(name, PROFILE) for name in self._inputs}
+        least, usual, most = ({name: tuple(shapes[kind]) for name, shapes in bounds.items()} for kind in range(3))
+        return Limits(least, usual, most)
+
+
+def _torch_type(trt: Any, kind: Any) -> torch.dtype:
+    names = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16}
+    known = {getattr(trt.DataType, name): dtype for name, dtype in names.items()}
+    if kind not in known:
+        raise PlanError(f"a plan's tensor is of the type {kind}; this code passes {', '.join(names)} only")
+    return known[kind]

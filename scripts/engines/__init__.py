@@ -1,0 +1,1 @@
+"""Parts of `scripts.build_engines`."""

@@ -1,0 +1,118 @@
+"""An ONNX network in float32 as one in half precision: TensorRT computes in the types that the network has.
+
+The flow time, and what is computed from it up to the first matrix product, stays in float32: half precision could not
+tell neighbouring Euler steps apart. TensorRT itself keeps the sums of products, norms and softmax in float32.
+
+onnxruntime's own converter cannot leave out two nodes that share an input, as the time's sine and cosine do, and knows
+no bfloat16; NVIDIA's, in nvidia-modelopt, needs an older onnx than the rest of this project.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, version_converter
+
+from common.accel.workloads import Precision
+
+TIME = "t"
+_BEHIND_TIME = {"MatMul", "Gemm", "Conv", "Shape", "Size"}  # what these make of the time is not a time any more
+_TYPES = {"float16": (TensorProto.FLOAT16, np.float16), "bfloat16": (TensorProto.BFLOAT16, ml_dtypes.bfloat16)}
+BFLOAT16_OPSET = 22  # the first in which convolutions and Mish take it
+# Masks add -1e10, of which float16 would make an infinity, and of a row that is masked as a whole no number at all.
+LARGEST = 1e4
+
+
+def read(path: Path, precision: Precision) -> bytes:
+    """The ONNX file, with whatever lies beside it, as one message in `precision`; ValueError if it cannot be read."""
+    try:
+        model = onnx.load(str(path))
+    except Exception as error:  # protobuf's and onnx's errors share no base class
+        raise ValueError(f"{path} is not an ONNX file: {error}") from None
+    if precision == "bfloat16" and _opset(model) < BFLOAT16_OPSET:
+        model = version_converter.convert_version(model, BFLOAT16_OPSET)
+    if precision != "float32":
+        _Retyping(model, *_TYPES[precision]).run()
+    return model.SerializeToString()
+
+
+def _opset(model: ModelProto) -> int:
+    return next(entry.version for entry in model.opset_import if not entry.domain)
+
+
+class _Retyping:
+    """Every float32 of a network becomes another type, but for the time."""
+
+    def __init__(self, model: ModelProto, kind: int, dtype: type) -> None:
+        self._graph = model.graph
+        self._kind = kind
+        self._dtype = dtype
+
+    def run(self) -> None:
+        graph = self._graph
+        time_nodes = self._time_nodes()
+        self._separate(time_nodes)
+        kept = {name for node in time_nodes for name in node.input}
+        del graph.value_info[:]  # they say float32
+        for value in (*graph.input, *graph.output):
+            if value.name not in kept and value.type.tensor_type.elem_type == TensorProto.FLOAT:
+                value.type.tensor_type.elem_type = self._kind
+        for tensor in graph.initializer:
+            if tensor.name not in kept:
+                self._retype(tensor)
+        timed = {node.output[0] for node in time_nodes}
+        for node in graph.node:
+            if node.output[0] not in timed:
+                self._retype_attributes(node)
+
+    def _time_nodes(self) -> list[NodeProto]:
+        """Those between the time and the first matrix product, constants that only they use included."""
+        reached = {TIME} & {value.name for value in self._graph.input}
+        nodes = []
+        for node in self._graph.node:  # in order of computation
+            if node.op_type not in _BEHIND_TIME and reached.intersection(node.input):
+                reached.update(node.output)
+                nodes.append(node)
+        needed = {name for node in nodes for name in node.input}
+        constants = [n for n in self._graph.node if n.op_type == "Constant" and needed.intersection(n.output)]
+        return constants + nodes
+
+    def _separate(self, time_nodes: list[NodeProto]) -> None:
+        """Give the time's nodes numbers of their own, and cast what they hand on."""
+        graph, inside = self._graph, {id(node) for node in time_nodes}
+        outside = [node for node in graph.node if id(node) not in inside]
+        used = {name for node in outside for name in node.input}
+        for tensor in [tensor for tensor in graph.initializer if tensor.name in used]:
+            if sharing := [node for node in time_nodes if tensor.name in node.input]:
+                own = graph.initializer.add()
+                own.CopyFrom(tensor)
+                own.name = f"{tensor.name}_time"
+                _rename(sharing, tensor.name, own.name)
+        for node in list(time_nodes):
+            for name in used.intersection(node.output):
+                cast = helper.make_node("Cast", [name], [f"{name}_cast"], to=self._kind, name=f"{name}_cast")
+                _rename(outside, name, cast.output[0])
+                graph.node.insert(list(graph.node).index(node) + 1, cast)
+
+    def _retype_attributes(self, node: NodeProto) -> None:
+        if node.op_type == "ConstantOfShape" and not node.attribute:  # float32 zeros, though nothing says so
+            node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(np.zeros(1, np.float32))))
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                self._retype(attribute.t)
+            elif node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
+                attribute.i = self._kind
+
+    def _retype(self, tensor: TensorProto) -> None:
+        if tensor.data_type == TensorProto.FLOAT:
+            values: np.ndarray = np.clip(numpy_helper.to_array(tensor), -LARGEST, LARGEST).astype(self._dtype)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+
+
+def _rename(nodes: Iterable[NodeProto], name: str, other: str) -> None:
+    for node in nodes:
+        for index, used in enumerate(node.input):
+            if used == name:
+                node.input[index] = other

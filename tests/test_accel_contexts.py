@@ -1,0 +1,168 @@
+"""The pool of execution contexts: nothing that a user does loses one."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from common.accel.contexts import ContextPool
+from common.accel.network import Limits
+from common.accel.streams import HostStream
+from common.errors import UnavailableError
+
+LIMITS = Limits(least={"x": (1,)}, usual={"x": (2,)}, most={"x": (4,)})
+FITS = {"x": (3,)}
+
+
+class Context:
+    """Knows whether somebody uses it."""
+
+    def __init__(self) -> None:
+        self._users = threading.Lock()
+
+    def use(self) -> None:
+        assert self._users.acquire(blocking=False), "two users at once"
+        self._users.release()
+
+
+class Drained(HostStream):
+    def __init__(self) -> None:
+        self.drains = 0
+
+    def drain(self) -> None:
+        self.drains += 1
+
+
+def make_pool(size: int, make: Callable[..., object] | None = None) -> ContextPool:
+    return ContextPool(make or (lambda stream: Context()), [HostStream() for _ in range(size)], LIMITS)
+
+
+def test_eight_threads_that_raise_at_random_lose_no_context_of_two() -> None:
+    pool = make_pool(2)
+    outcomes: list[str] = []
+    broken: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(10_000 // 8):
+            try:
+                with pool.context({"x": (rng.choice((1, 4, 4, 9)),)}, timeout=30) as slot:
+                    slot.context.use()
+                    if rng.random() < 0.3:
+                        raise rng.choice((RuntimeError, ValueError, KeyboardInterrupt, SystemExit))("body")
+                outcomes.append("served")
+            except (RuntimeError, ValueError, KeyboardInterrupt, SystemExit) as error:
+                outcomes.append("raised" if str(error) == "body" else "refused")
+            except BaseException as error:
+                broken.append(error)
+                raise
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads) and broken == []
+    counts = {kind: outcomes.count(kind) for kind in ("served", "raised", "refused")}
+    assert sum(counts.values()) == 10_000 and min(counts.values()) > 1000
+
+    found = pool.statistics()
+    assert (found.size, found.free, found.timeouts) == (2, 2, 0)
+    assert found.lent == counts["served"] + counts["raised"]
+    assert counts["raised"] - 2 <= found.replaced <= counts["raised"]
+    with pool.context(FITS, timeout=1) as one, pool.context(FITS, timeout=1) as other:
+        assert one.context is not other.context and one.stream is not other.stream
+
+
+def test_shapes_are_checked_before_a_context_is_taken() -> None:
+    pool = make_pool(1)
+    with pool.context(FITS, timeout=1):  # none is free
+        with pytest.raises(ValueError, match=r"input 'x' has shape \(5,\): the network takes \(1,\) to \(4,\)"):
+            with pool.context({"x": (5,)}, timeout=60):
+                pytest.fail("it was lent")
+    assert pool.statistics().lent == 1
+
+
+def test_waiting_ends_with_the_size_and_the_time() -> None:
+    pool = make_pool(2)
+    with pool.context(FITS, timeout=1), pool.context(FITS, timeout=1):
+        began = time.monotonic()
+        with pytest.raises(UnavailableError, match=r"within 0.2 s; there are 2, all in use"):
+            with pool.context(FITS, timeout=0.2):
+                pytest.fail("it was lent")
+        assert 0.2 <= time.monotonic() - began < 5
+    found = pool.statistics()
+    assert (found.timeouts, found.lent, found.free) == (1, 2, 2)
+    assert 0.2 <= found.longest_wait_seconds <= found.waited_seconds < 5
+
+
+def test_who_waits_gets_what_comes_back() -> None:
+    pool = make_pool(1)
+    taken = threading.Event()
+    served: list[float] = []
+
+    def wait() -> None:
+        taken.wait(timeout=10)
+        with pool.context(FITS, timeout=30):
+            served.append(time.monotonic())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with pool.context(FITS, timeout=1):
+        taken.set()
+        time.sleep(0.1)
+        returned = time.monotonic()
+    thread.join(timeout=30)
+    assert served and served[0] >= returned
+    assert pool.statistics().longest_wait_seconds > 0.05
+
+
+def test_after_an_error_the_context_is_replaced_once_its_work_is_done() -> None:
+    stream = Drained()
+    pool = ContextPool(lambda stream: Context(), [stream], LIMITS)
+    with pool.context(FITS, timeout=1) as slot:
+        first = slot.context
+    with pytest.raises(ZeroDivisionError), pool.context(FITS, timeout=1) as slot:
+        assert slot.context is first and stream.drains == 0
+        raise ZeroDivisionError
+    assert stream.drains == 1
+    with pool.context(FITS, timeout=1) as slot:
+        assert slot.context is not first
+    assert pool.statistics().replaced == 1
+
+
+def test_a_context_that_cannot_be_made_again_is_tried_again_by_the_next() -> None:
+    room = [True, False, True]  # for the first, the second and the third that is made
+
+    def make(stream: object) -> Context:
+        if not room.pop(0):
+            raise UnavailableError("no room for another TensorRT context")
+        return Context()
+
+    pool = make_pool(1, make)
+    with pytest.raises(ZeroDivisionError), pool.context(FITS, timeout=1):
+        raise ZeroDivisionError
+    with pytest.raises(UnavailableError, match="no room"), pool.context(FITS, timeout=1):
+        pytest.fail("it was lent")
+    with pool.context(FITS, timeout=1) as slot:
+        assert slot.context is not None
+    assert pool.statistics().free == 1
+
+
+def test_a_stream_that_fails_while_it_drains_loses_nothing() -> None:
+    class Failing(HostStream):
+        def drain(self) -> None:
+            raise RuntimeError("CUDA error")
+
+    pool = ContextPool(lambda stream: Context(), [Failing()], LIMITS)
+    with pytest.raises(ZeroDivisionError), pool.context(FITS, timeout=1):
+        raise ZeroDivisionError
+    with pool.context(FITS, timeout=1):
+        pass
+
+
+def test_a_pool_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        make_pool(0)
