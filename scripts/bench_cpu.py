@@ -71,7 +71,7 @@ def candidates(prompt_seconds: float, seconds: float) -> Iterator[Candidate]:
     for dtype in (torch.float32, torch.bfloat16):
         body = copy.deepcopy(hift).body_to(dtype)
         vocoder = StreamingVocoder(body, source_noise(hift.config.harmonics + 1), hamming_window(), max_streams=1)
-        yield ("HiFT", f"torch, {str(dtype).removeprefix('torch.')}"), partial(vocoder.whole, mel)
+        yield ("HiFT", f"torch, {str(dtype).removeprefix('torch.')}"), partial(vocoder.whole, [mel])
 
 
 def on_onnx(flow: DiTFlow) -> DiTFlow:
