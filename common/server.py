@@ -69,8 +69,9 @@ def require_free(port: int, host: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ServerError(
-                f"port {port} is busy ({error.strerror}); stop what listens there (see: ss -ltnp 'sport = :{port}') or add to "
-                "the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 HEALTH_PORT=8103 SPEECH_PORT=8186"
+                f"port {port} is busy ({error.strerror}); stop what listens there (see: ss -ltnp 'sport = :{port}') "
+                "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 "
+                "HEALTH_PORT=8103 SPEECH_PORT=8186"
             ) from None
 
 
