@@ -53,6 +53,8 @@ CACHE = Metric("tts_vocoder_cache_bytes", "gauge", "Memory of live streams and o
 BATCHES = Metric("tts_vocoder_batches_total", "counter", "Batches rendered")
 CHUNKS = Metric("tts_vocoder_chunks_total", "counter", "Chunks rendered; by the batches: the mean batch")
 WAITED = Metric("tts_vocoder_waited_seconds_total", "counter", "Chunks' time from arrival to the start of their batch")
+CONTEXTS = Metric("tts_vocoder_contexts", "gauge", "Execution contexts of the flow's TensorRT plans")
+CONTEXT_WAITED = Metric("tts_vocoder_context_waited_seconds_total", "counter", "Waiting for one of them, seconds")
 
 
 class Speaking:

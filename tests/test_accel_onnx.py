@@ -101,6 +101,7 @@ def test_streams_sound_alike_on_tensorrts_stand_in(exported, stack, monkeypatch)
     directory = str(exported[stack])
     assert build_engines.main(["--model-dir", directory, "--device", "cpu", "--precision", "float32"]) == 0
     on_torch, on_plans = (engine(stack, exported[stack], runtime) for runtime in ("torch", "tensorrt"))
+    assert on_torch.contexts == (0, 0.0) and on_plans.contexts[0] == {"unet": 2, "dit": 3}[stack]
     for ours, theirs in zip(speak_together(stack, on_torch), speak_together(stack, on_plans), strict=True):
         np.testing.assert_allclose(theirs, ours, atol=1e-3)
 

@@ -37,6 +37,7 @@ class FakeEngine:
     live: int = 0
     batch_tokens: int = 1600
     cache_bytes: int = 4096
+    contexts: tuple[int, float] = (0, 0.0)
 
     def __post_init__(self):
         self.gate.set()

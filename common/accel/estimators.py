@@ -11,11 +11,19 @@ from common.flow.config import DiTConfig, UNetConfig
 PROBE_FRAMES = 4  # the fewest that upstream's profiles take
 
 
-class UNetOnRuntime(nn.Module):
+class OnRuntime(nn.Module):
+    """What stands for an estimator; `networks` compute it."""
+
+    def __init__(self, *networks: Network) -> None:
+        super().__init__()
+        self.networks = networks
+
+
+class UNetOnRuntime(OnRuntime):
     """Stands for a `UNetEstimator`: one network for whole utterances, one for streams."""
 
     def __init__(self, config: UNetConfig, whole: Network, streaming: Network) -> None:
-        super().__init__()
+        super().__init__(whole, streaming)
         self.config = config
         self._whole, self._streaming = whole, streaming
 
@@ -26,7 +34,7 @@ class UNetOnRuntime(nn.Module):
         return _velocity(self._streaming if streaming else self._whole, x, t, mu, speaker, condition, valid)
 
 
-class DiTOnRuntime(nn.Module):
+class DiTOnRuntime(OnRuntime):
     """Stands for a `DiTEstimator`: one network for whole utterances, one for prompts, one for the chunks behind them.
 
     device, dtype: of the tensors that it is given and gives, whatever the networks compute in.
@@ -41,7 +49,7 @@ class DiTOnRuntime(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
+        super().__init__(whole, prompt, chunk)
         self.config = config
         self._whole, self._prompt, self._chunk = whole, prompt, chunk
         self._device, self._dtype = device, dtype

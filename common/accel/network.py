@@ -43,3 +43,7 @@ class Network(ABC):
         On a GPU the work follows what `stream` (by default the current one) holds already, and that stream can use the
         outputs without waiting.
         """
+
+    def contexts(self) -> tuple[int, float]:
+        """How many runs it has room for at a time, and how many seconds runs waited for it; 0 where none waits."""
+        return 0, 0.0

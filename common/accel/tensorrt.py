@@ -122,6 +122,10 @@ class TensorRTNetwork(Network):
     def statistics(self) -> PoolStatistics:
         return self._pool.statistics()
 
+    def contexts(self) -> tuple[int, float]:
+        statistics = self._pool.statistics()
+        return statistics.size, statistics.waited_seconds
+
     def run(self, inputs: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None) -> dict[str, Tensor]:
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
         with self._pool.context(shapes, timeout=self._timeout) as slot, slot.stream.called_from(stream):

@@ -135,6 +135,11 @@ class Token2Wav:
         """Memory that the streams and voices take."""
         return self._flow.cache_bytes + self._vocoder.pool.nbytes
 
+    @property
+    def contexts(self) -> tuple[int, float]:
+        """Contexts of the flow's runtime, and how many seconds were waited for one; 0 where nothing waits."""
+        return self._flow.contexts
+
     def tokens(self, stream: Stream, chunk: Chunk) -> int:
         """How many tokens are computed for `chunk`. Raises ValueError if it does not continue its stream."""
         return self._flow.tokens(stream.flow, chunk)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from common.accel.estimators import OnRuntime
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.flow.dit_flow import DiTFlow
 from common.flow.layers import valid_frames
@@ -59,12 +60,20 @@ class StreamingFlow(ABC, Generic[State]):
 
     def __init__(self, network: DiTFlow | UNetFlow, noise: NoiseTape, steps: int, max_tokens: int, graphs: bool):
         self._solve_whole = network.solve
+        estimator = network.decoder.estimator
+        self._networks = estimator.networks if isinstance(estimator, OnRuntime) else ()
         self.vocab_size = network.config.vocab
         self.speaker_dim = network.config.speaker_dim
         self._encoder = WindowEncoder(network, graphs)
         self._noise = noise
         self._steps = steps
         self._max_tokens = max_tokens
+
+    @property
+    def contexts(self) -> tuple[int, float]:
+        """Contexts of the estimator's runtime, and how many seconds were waited for one."""
+        of_each = [network.contexts() for network in set(self._networks)]
+        return sum(count for count, _ in of_each), sum(waited for _, waited in of_each)
 
     @property
     @abstractmethod

@@ -18,7 +18,17 @@ import numpy as np
 
 from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
-from common.metrics import BATCHES, CACHE, CHUNKS, QUEUED, STREAMS, WAITED, Values
+from common.metrics import (
+    BATCHES,
+    CACHE,
+    CHUNKS,
+    CONTEXT_WAITED,
+    CONTEXTS,
+    QUEUED,
+    STREAMS,
+    WAITED,
+    Values,
+)
 from common.prompt import Prompt
 from common.token2wav.engine import Stream, Token2Wav
 from common.token2wav.flows import Chunk
@@ -91,7 +101,8 @@ class Stats(NamedTuple):
     """`live_streams`, `queued` and `cache_bytes` now, the others summed up since the start.
 
     `chunks` / `batches` is the mean size of a batch, `waited_seconds` / `chunks` the mean wait from a chunk's arrival
-    to the beginning of its batch. `cache_bytes`: what the streams' and the voices' memory takes.
+    to the beginning of its batch. `cache_bytes`: what the streams' and the voices' memory takes. `contexts`: of the
+    flow's TensorRT plans; `context_waited_seconds`: for one of them.
     """
 
     live_streams: int
@@ -100,10 +111,13 @@ class Stats(NamedTuple):
     batches: int
     chunks: int
     waited_seconds: float
+    contexts: int
+    context_waited_seconds: float
 
     def values(self) -> Values:
         """As metrics."""
-        return dict(zip((STREAMS, QUEUED, CACHE, BATCHES, CHUNKS, WAITED), self, strict=True))
+        metrics = (STREAMS, QUEUED, CACHE, BATCHES, CHUNKS, WAITED, CONTEXTS, CONTEXT_WAITED)
+        return dict(zip(metrics, self, strict=True))
 
 
 class Token2WavService:
@@ -154,6 +168,7 @@ class Token2WavService:
             self._wake.notify()
 
     def stats(self) -> Stats:
+        contexts, context_waited_seconds = self._engine.contexts
         with self._wake:
             return Stats(
                 live_streams=len(self._sessions),
@@ -162,6 +177,8 @@ class Token2WavService:
                 batches=self._batches,
                 chunks=self._chunks,
                 waited_seconds=self._waited_seconds,
+                contexts=contexts,
+                context_waited_seconds=context_waited_seconds,
             )
 
     def close(self) -> None:
