@@ -82,22 +82,23 @@ def test_a_sweep_over_two_addresses_writes_tables_and_two_sweeps_are_compared(
 ) -> None:
     port = serve(stack="dit").grpc_url.split(":")[1]
     servers = ["--servers", f"127.0.0.1:{port}", f"localhost:{port}", "--token2wav-gpus", "2", "--llm-gpus", "1"]
-    common = [*servers, *SHORT, "--num-requests", "4", "--warmup-requests", "1"]
-    for name in ("a", "b"):
-        assert (
-            benchmark.main([*common, "--concurrency", "1", "2", "--title", name, "--output", str(tmp_path / name)]) == 0
-        )
+    more = [*SHORT, "--num-requests", "4", "--warmup-requests", "1", "--concurrency", "1", "2", "--title", "A run"]
+    assert benchmark.main([*servers, *more, "--output", str(tmp_path / "a")]) == 0
     tables = (tmp_path / "a.md").read_text()
     for title in ("Total Request Latency", "First Chunk Latency", "Playback", "Disaggregated Server"):
         assert f"#### {title}" in tables
     assert "| 2 | 2 | 1.33 |" in tables, "2 tasks each on 2 servers of 2 GPUs beside 1 of the LLM"
     sweep = json.loads((tmp_path / "a.json").read_text())
     assert [row["label"] for row in sweep["rows"]] == [2, 4] and all(row["errors"] == 0 for row in sweep["rows"])
+    for row in sweep["rows"]:
+        row["first_chunk_ms"]["p50"] *= 2
+    (tmp_path / "slower.json").write_text(json.dumps(sweep | {"title": "a slower run"}))
     capsys.readouterr()
-    both = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
-    assert benchmark.main(["--compare", *both, "--output", str(tmp_path / "c")]) == 0
-    assert "first chunk p50 A → B (ms)" in capsys.readouterr().out
-    assert all((tmp_path / f"{name}.png").stat().st_size > 20_000 for name in "abc")
+    both = [str(tmp_path / "a.json"), str(tmp_path / "slower.json")]
+    assert benchmark.main(["--compare", *both, "--output", str(tmp_path / "both")]) == 0
+    told = capsys.readouterr().out
+    assert "first chunk p50 A → B (ms)" in told and "(+100 %)" in told and "B: a slower run" in told
+    assert all((tmp_path / name).stat().st_size > 20_000 for name in ("a.png", "both.png"))
 
 
 def test_a_sweep_over_rates_is_told_by_its_rates(serve: Serve, tmp_path: Path) -> None:
