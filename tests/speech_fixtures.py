@@ -24,6 +24,8 @@ from tests.conftest import ROOT
 
 RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
 VOICE = "anna"
+SPEECH = "/v1/audio/speech"
+TEXT = {"input": "Hello.", "response_format": "pcm"}
 PLACES = 2  # of the vocoder
 
 
@@ -115,3 +117,31 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
         assert time.monotonic() - begun < seconds, "it did not happen in time"
         time.sleep(0.01)
     return time.monotonic() - begun
+
+
+@dataclass
+class Served:
+    """A service and the stub behind it."""
+
+    url: str
+    stub: TritonStub
+    voices: Path
+
+    def post(self, body: Any = None, path: str = SPEECH, **how: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **how)
+
+    def figures(self) -> str:
+        return httpx.get(f"{self.url}/metrics").text
+
+    def live(self) -> bool:
+        return "speech_live_streams 0.0" not in self.figures()
+
+
+@contextlib.contextmanager
+def served_by_stub(voices: Path) -> Iterator[Served]:
+    """A service with narrow limits, before a stub."""
+    stub = TritonStub()
+    with stub_triton(stub) as address:
+        settings = Settings(urls=(address,), voices_dir=voices, max_streams=4, max_reference_mb=1, max_batch=3)
+        with serving(settings) as url:
+            yield Served(url, stub, voices)
