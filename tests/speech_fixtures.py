@@ -26,7 +26,7 @@ RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
 VOICE = "anna"
 SPEECH = "/v1/audio/speech"
 TEXT = {"input": "Hello.", "response_format": "pcm"}
-PLACES = 2  # of the vocoder
+PLACES = 4  # of the vocoder
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,7 @@ class SpeechStack:
 
     url: str
     runtime_port: int
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+    client: openai.OpenAI
 
 
 @contextlib.contextmanager
@@ -49,7 +46,8 @@ def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStac
         files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
         words = {"name": VOICE, "ref_text": transcript(RECORDING)}
         assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
-        yield SpeechStack(url, port)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            yield SpeechStack(url, port, client)
     shutil.rmtree(voices)
 
 
