@@ -46,7 +46,7 @@ def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStac
         files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
         words = {"name": VOICE, "ref_text": transcript(RECORDING)}
         assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
             yield SpeechStack(url, port, client)
     shutil.rmtree(voices)
 
