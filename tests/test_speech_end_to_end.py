@@ -134,7 +134,7 @@ def test_clients_that_leave_free_their_places_in_triton_within_a_second(speech_s
         newcomer.close()
         return waited - usual
 
-    assert min(freed_after() for _ in range(3)) < 1.0  # the best of three, since machines are busy at times
+    assert any(freed_after() < 1.0 for _ in range(3))  # the best of three, since machines are busy at times
 
 
 def test_the_socket_speaks_a_text_that_comes_in_pieces(speech_stack: SpeechStack) -> None:
