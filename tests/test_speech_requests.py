@@ -10,8 +10,9 @@ import pytest
 import soundfile as sf
 
 from common.constants import SAMPLE_RATE
+from common.speech_service.settings import Settings
 from scripts.bench.triton_stub import texts_of
-from tests.speech_fixtures import SPEECH, TEXT, Served, served_by_stub
+from tests.speech_fixtures import SPEECH, TEXT, Served, served_by_stub, serving
 
 
 def recording(seconds: float = 1.0, rate: int = SAMPLE_RATE, level: float = 0.3, kind: str = "WAV") -> bytes:
@@ -147,6 +148,8 @@ def test_a_voice_is_added_used_and_taken_away(served: Served) -> None:
     assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
     assert "zöe" in httpx.get(f"{served.url}/v1/audio/voices").json()["voices"]
     assert sf.info(served.voices / "zöe.wav").frames == 24_000 and (served.voices / "zöe.txt").read_text() == "Hi."
+    with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as restarted:
+        assert "zöe" in httpx.get(f"{restarted}/v1/audio/voices").json()["voices"]
     again = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe"}, files=files)
     assert again.status_code == 409
     for more, texts in (
