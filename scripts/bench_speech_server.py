@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ class Result:
     direct_ms: list[float] = field(default_factory=list)
     service_ms: list[float] = field(default_factory=list)
     longest_gap_s: float = 0.0
+    cores: float = 0.0  # that the service kept busy meanwhile
     requests: list[int] = field(default_factory=list)
     memory_mib: list[float] = field(default_factory=list)
 
@@ -192,12 +194,20 @@ def resident_mib(pid: int) -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(load: Load, requests: int, looks: int = 25) -> Result:
     """Both measurements; RuntimeError or aiohttp.ClientError when a stream fails."""
     result = Result(load.streams)
     with stub(load.length) as address, service(address) as (url, pid):
         result.direct_ms = [1000 * heard.first for heard in asyncio.run(over_grpc(load, address))]
+        used, begun = cpu_seconds(pid), time.perf_counter()
         through = asyncio.run(over_http(load, url))
+        result.cores = (cpu_seconds(pid) - used) / (time.perf_counter() - begun)
         result.service_ms = [1000 * heard.first for heard in through]
         result.longest_gap_s = max(heard.gap for heard in through)
         asyncio.run(memory(url, pid, requests, looks, result))
@@ -235,7 +245,9 @@ def summary(result: Result) -> str:
     lines.append(
         f"{len(result.service_ms)} streams, {result.streams} at a time, none failed; chunks come every {PAUSE} s,"
     )
-    lines.append(f"the longest wait for one was {result.longest_gap_s:.2f} s")
+    lines.append(
+        f"the longest wait for one was {result.longest_gap_s:.2f} s, the service used {result.cores:.2f} cores"
+    )
     after = result.requests[len(result.requests) // 5]
     lines.append(
         f"memory {result.memory_mib[len(result.requests) // 5]:.0f} MiB after {after} requests, "

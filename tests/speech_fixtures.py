@@ -24,7 +24,9 @@ from tests.conftest import ROOT
 
 RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
 VOICE = "anna"
-PLACES = 2  # of the vocoder
+SPEECH = "/v1/audio/speech"
+TEXT = {"input": "Hello.", "response_format": "pcm"}
+PLACES = 4  # of the vocoder
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,7 @@ class SpeechStack:
 
     url: str
     runtime_port: int
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+    client: openai.OpenAI
 
 
 @contextlib.contextmanager
@@ -47,7 +46,8 @@ def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStac
         files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
         words = {"name": VOICE, "ref_text": transcript(RECORDING)}
         assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
-        yield SpeechStack(url, port)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
+            yield SpeechStack(url, port, client)
     shutil.rmtree(voices)
 
 
@@ -115,3 +115,31 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
         assert time.monotonic() - begun < seconds, "it did not happen in time"
         time.sleep(0.01)
     return time.monotonic() - begun
+
+
+@dataclass
+class Served:
+    """A service and the stub behind it."""
+
+    url: str
+    stub: TritonStub
+    voices: Path
+
+    def post(self, body: Any = None, path: str = SPEECH, **how: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **how)
+
+    def figures(self) -> str:
+        return httpx.get(f"{self.url}/metrics").text
+
+    def live(self) -> bool:
+        return "speech_live_streams 0.0" not in self.figures()
+
+
+@contextlib.contextmanager
+def served_by_stub(voices: Path) -> Iterator[Served]:
+    """A service with narrow limits, before a stub."""
+    stub = TritonStub()
+    with stub_triton(stub) as address:
+        settings = Settings(urls=(address,), voices_dir=voices, max_streams=4, max_reference_mb=1, max_batch=3)
+        with serving(settings) as url:
+            yield Served(url, stub, voices)

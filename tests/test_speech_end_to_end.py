@@ -111,27 +111,30 @@ def test_curl_uploads_a_recording_and_gets_a_wav(speech_stack: SpeechStack, tmp_
 def test_clients_that_leave_free_their_places_in_triton_within_a_second(speech_stack: SpeechStack) -> None:
     """The vocoder has two places and no stream there is forgotten by itself: one that kept its place would be felt."""
 
-    def first_byte(said: dict[str, Any]) -> tuple[contextlib.ExitStack, float]:
-        """A listener who has heard the first of it, and how long that took."""
-        listening, begun = contextlib.ExitStack(), time.monotonic()
-        create = speech_stack.client.audio.speech.with_streaming_response.create
-        parts = listening.enter_context(create(**said, response_format="pcm")).iter_bytes(4096)
-        listening.callback(parts.close)
-        next(parts)
-        return listening, time.monotonic() - begun
+    create = speech_stack.client.with_options(max_retries=0).audio.speech.with_streaming_response.create
+
+    def first_byte(text: str) -> tuple[contextlib.ExitStack, float]:
+        """A listener who has heard the first of it, and how long that took, with every 503 for want of a place."""
+        begun = time.monotonic()
+        while True:
+            with contextlib.suppress(openai.InternalServerError), contextlib.ExitStack() as listening:
+                answer = listening.enter_context(create(**{**SAID, "input": text}, response_format="pcm"))
+                parts = answer.iter_bytes(4096)
+                listening.callback(parts.close)
+                next(parts)
+                return listening.pop_all(), time.monotonic() - begun
 
     def freed_after() -> float:
         """What a newcomer waits longer for a place that somebody has just left than for a free one."""
-        alone, usual = first_byte({**SAID, "input": "Hi."})
+        alone, usual = first_byte("Hi.")
         alone.close()
-        leaving = [first_byte({**SAID, "input": LONG})[0] for _ in range(PLACES)]
-        for listener in leaving:
+        for listener in [first_byte(LONG)[0] for _ in range(PLACES)]:
             listener.close()
-        newcomer, waited = first_byte({**SAID, "input": "Hi."})
+        newcomer, waited = first_byte("Hi.")
         newcomer.close()
         return waited - usual
 
-    assert min(freed_after() for _ in range(3)) < 1.0  # the best of three, since machines are busy at times
+    assert any(freed_after() < 1.0 for _ in range(3))  # the best of three, since machines are busy at times
 
 
 def test_the_socket_speaks_a_text_that_comes_in_pieces(speech_stack: SpeechStack) -> None:
@@ -221,9 +224,9 @@ def test_several_listeners_at_once_hear_all_of_it(speech_stack: SpeechStack, pcm
         answer = speech_stack.client.audio.speech.create(**SAID, response_format="pcm", extra_body=SAME)
         heard.append(len(answer.content) // 2)
 
-    threads = [threading.Thread(target=listen) for _ in range(6)]
+    threads = [threading.Thread(target=listen) for _ in range(PLACES)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard == [pcm.size] * 6
+    assert heard == [pcm.size] * PLACES
