@@ -45,7 +45,7 @@ class Served:
         return get(f"http://127.0.0.1:{self.health}/ready")
 
     def page(self) -> str:
-        return get(f"http://127.0.0.1:{self.metrics}/metrics")[1]
+        return get(f"http://127.0.0.1:{self.health}/metrics")[1]
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

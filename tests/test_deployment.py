@@ -177,7 +177,7 @@ def test_dashboard_and_alerts_ask_for_metrics_that_there_are() -> None:
     )
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}) == len(board["panels"])
     scraped = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())["scrape_configs"]
-    assert {job["job_name"] for job in scraped} == {"triton", "speech", "llm"}
+    assert {job["job_name"] for job in scraped} == {"triton", "models", "speech", "llm"}
 
 
 # --- Kubernetes --------------------------------------------------------------------------------------------------
