@@ -1,7 +1,8 @@
 """What our models tell of themselves, beside Triton's own `nv_...`: counted in each model's process, one page for all.
 
-Not by Triton's custom metrics: under load its python backend (2.51) aborted or hung in the exchange of their messages,
-with the whole server. Each process writes its numbers to a file instead, and `page` makes a page of the files.
+Each process writes its numbers to a file, and `page` makes a page of the files. Triton's custom metrics would do, too;
+but each of their updates is a message to tritonserver that waits for its answer, over the same shared memory as the
+streams, and what says whether a server may be ended should not depend on that.
 """
 
 import bisect

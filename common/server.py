@@ -26,9 +26,6 @@ from common.installation import Installation, ServerError
 logger = logging.getLogger(__name__)
 
 READY_POLL_SECONDS = 0.1
-# Of each model process; only pages that were used count. The backend's own 1 MiB grows, which is the suspect where
-# servers abort under load with boost's lock_exception (triton-inference-server/server#8882; seen here, too).
-SHARED_MEMORY_BYTES = 128 << 20
 WATCH_SECONDS = 0.5  # between two looks at the models' processes
 INHERITED = Path("-")
 LOCAL_CACHE = "local,size=67108864"  # 64 MiB in the memory of this server
@@ -254,7 +251,6 @@ class TritonServer:
             # Our configurations are complete; completing them would start every stub once more.
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
-            f"--backend-config=python,shm-default-byte-size={SHARED_MEMORY_BYTES}",
             "--backend-config=python,stub-timeout-seconds=300",  # loading a checkpoint takes longer than the 30 s
             f"--exit-timeout-secs={int(STOP_SECONDS) - 4}",
         ]
