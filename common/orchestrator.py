@@ -19,7 +19,7 @@ from common.llm.base import LengthRatios, Sampling, SpeechLM, Timeouts
 from common.llm.checkpoint import read_limits, speech_bias
 from common.llm.openai_client import OpenAILM
 from common.llm.triton_llm import TritonLM
-from common.metrics import RequestStats
+from common.metrics import Published, RequestStats
 from common.ports import TritonPromptEncoder, TritonVocoder
 from common.request import RequestInputs
 from common.speech_tokens import LLMTokenizer
@@ -55,7 +55,7 @@ class OrchestratorModel:
         self._loop = triton_io.RequestLoop(
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
         )
-        self._published = triton_io.Published(self._orchestrator.stats.take, args)
+        self._published = Published(self._orchestrator.stats.values, args)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from common import metrics
 from common.drain import DrainMark
 from common.installation import Installation, ServerError
-from common.metrics import LIVE, sum_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class TritonServer:
         self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
         self.log_file = log_file or self._work / "server.log"
         self._drain = DrainMark(self._work / "draining")
+        self.metrics_directory = self._work / "metrics"  # of our models, see `metrics`
         self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._sweeper: subprocess.Popen[bytes] | None = None
@@ -137,6 +138,7 @@ class TritonServer:
         for port in (self.ports.http, self.ports.grpc, self.ports.metrics):
             require_free(port, self.host)
         backends = installation.backend_directory(self._work)
+        self.metrics_directory.mkdir()
         command = [str(installation.binary), *self._options(backends, installation.caches)]
         with ExitStack() as files:
             log = None if self.log_file == INHERITED else files.enter_context(self.log_file.open("wb"))
@@ -145,7 +147,9 @@ class TritonServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(installation.libraries) | self._drain.environment(),
+                env=_environment(installation.libraries)
+                | self._drain.environment()
+                | {metrics.VARIABLE: str(self.metrics_directory)},
                 start_new_session=True,
             )
         self._sweeper = subprocess.Popen(
@@ -186,9 +190,10 @@ class TritonServer:
         self._drain.set()
 
     def live_requests(self) -> int:
-        """Requests to the orchestrators that have not ended; half a second old. OSError when the server is gone."""
-        with urllib.request.urlopen(f"http://{self.metrics_url}/metrics", timeout=2) as page:
-            return int(sum_of(page.read().decode(), LIVE.name))
+        """Requests to the orchestrators that have not ended, half a second old; ServerError when the server has."""
+        if self._process is None or self._process.poll() is not None:
+            raise ServerError("tritonserver has ended")
+        return int(metrics.sum_of(metrics.page(self.metrics_directory), metrics.LIVE.name))
 
     def wait(self) -> int:
         """Block until the server ends by itself; its exit code. ServerError when the process of a model has died.

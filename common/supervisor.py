@@ -4,15 +4,19 @@ Triton answers `ready` when a model's process has died and while it is being sto
 
     GET /live     200 while this process runs
     GET /ready    200 while new requests are taken; 503 with the reason, one word, otherwise
+    GET /metrics  what our models count, see `metrics`; Triton's own page has its `nv_...`
 """
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Literal
 
+from common import metrics
+from common.installation import ServerError
 from common.server import TritonServer
 
 logger = logging.getLogger(__name__)
@@ -29,6 +33,11 @@ class HealthPage:
     def __init__(self, server: TritonServer, host: str, port: int) -> None:
         self.state: State = "loading"
         self._server = server
+        self.pages: dict[str, Callable[[], tuple[int, str]]] = {
+            "/live": lambda: (200, "live"),
+            "/ready": self.readiness,
+            "/metrics": lambda: (200, metrics.page(server.metrics_directory)),
+        }
         self._pages = ThreadingHTTPServer((host, port), self._handler())
         self._pages.daemon_threads = True
         self.url = f"{host}:{self._pages.server_port}"
@@ -58,12 +67,11 @@ class HealthPage:
             timeout = 5  # of a caller that sends nothing
 
             def do_GET(self) -> None:
-                pages = {"/live": (200, "live"), "/ready": None}
-                if self.path not in pages:
-                    status, text = 404, f"no page {self.path[:80]!r}; there are {' and '.join(pages)}"
+                if self.path not in page.pages:
+                    status, text = 404, f"no page {self.path[:80]!r}; there are {' '.join(page.pages)}"
                 else:
-                    status, text = pages[self.path] or page.readiness()
-                body = f"{text}\n".encode()
+                    status, text = page.pages[self.path]()
+                body = f"{text.rstrip()}\n".encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
@@ -91,7 +99,7 @@ def drain(server: TritonServer, health: HealthPage, notice: float, limit: float)
     while time.monotonic() - begun < limit:
         try:
             live = server.live_requests()
-        except OSError:
+        except ServerError:
             logger.warning("tritonserver ended before its requests did")
             return live
         empty = empty + 1 if live == 0 else 0

@@ -81,7 +81,7 @@ if stage 2 "render the model repository, $MODE"; then
 fi
 
 if stage 3 "serve"; then
-    start triton "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file - --http-port "$HTTP_PORT" \
+    start triton "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
         --grpc-port "$GRPC_PORT" --metrics-port "$METRICS_PORT" --health-port "$HEALTH_PORT"
     await triton "http://127.0.0.1:$HEALTH_PORT/ready"
     hold

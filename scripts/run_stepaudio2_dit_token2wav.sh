@@ -87,8 +87,8 @@ start_llm() {
 }
 
 start_triton() { # NAME GPU HTTP GRPC METRICS HEALTH
-    CUDA_VISIBLE_DEVICES=$2 start "$1" "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file - --http-port "$3" \
-        --grpc-port "$4" --metrics-port "$5" --health-port "$6"
+    CUDA_VISIBLE_DEVICES=$2 start "$1" "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file "$LOGS/$1-tritonserver.log" \
+        --http-port "$3" --grpc-port "$4" --metrics-port "$5" --health-port "$6"
 }
 
 read_stages -1 8 "$@"

@@ -185,44 +185,6 @@ class InferenceRequest:
         return answer
 
 
-class Metric:
-    """One line of the metrics page, kept for tests."""
-
-    def __init__(self, kind: int, labels: dict[str, str], buckets: list[float] | None = None) -> None:
-        assert all(isinstance(value, str) for value in labels.values())
-        if (kind == MetricFamily.HISTOGRAM) != (buckets is not None):
-            raise TritonModelException("buckets are for histograms, which need them")
-        self.kind, self.labels, self.observations, self._value = kind, labels, [], 0.0
-
-    def increment(self, value: float) -> None:
-        if self.kind == MetricFamily.HISTOGRAM or (self.kind == MetricFamily.COUNTER and value < 0):
-            raise TritonModelException("a counter only grows, a histogram observes")
-        self._value += value
-
-    def set(self, value: float) -> None:
-        if self.kind != MetricFamily.GAUGE:
-            raise TritonModelException("only a gauge can be set")
-        self._value = value
-
-    def observe(self, value: float) -> None:
-        if self.kind != MetricFamily.HISTOGRAM:
-            raise TritonModelException("only a histogram observes")
-        self.observations.append(value)
-
-    def value(self) -> float:
-        return self._value
-
-
-class MetricFamily:
-    COUNTER, GAUGE, HISTOGRAM = range(3)
-
-    def __init__(self, name: str, description: str, kind: int) -> None:
-        self.name, self.description, self._kind = name, description, kind
-
-    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802 - its name
-        return Metric(self._kind, labels, buckets)
-
-
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
     assert request.declared is None or name in request.declared, f"{name!r} is not an input of the model's config"
     return next((tensor for tensor in request.inputs() if tensor.name() == name), None)

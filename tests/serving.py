@@ -9,17 +9,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
-import numpy as np
 import tritonclient.grpc.aio as triton
+from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 
-from common import grpc_client
 from common.client import Utterance, read_reference
 from common.rendering import StackOptions, render
 from tests.conftest import ROOT
@@ -45,7 +45,7 @@ class Served:
         return get(f"http://127.0.0.1:{self.health}/ready")
 
     def page(self) -> str:
-        return get(f"http://127.0.0.1:{self.metrics}/metrics")[1]
+        return get(f"http://127.0.0.1:{self.health}/metrics")[1]
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -123,13 +123,22 @@ def utterance(text: str) -> Utterance:
 
 
 async def speak(connection: triton.InferenceServerClient, text: str, outcome: Outcome) -> Outcome:
-    """One stream to its end or its error."""
+    """One stream to its end or its error. Without the header triton_grpc_error, on which tritonserver 2.51 crashes."""
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        asked = utterance(text)
+        yield {"model_name": MODEL, "inputs": asked.tensors(InferInput), "parameters": asked.parameters}
+
+    responses = connection.stream_infer(requests(), stream_timeout=STREAM_SECONDS)
     try:
-        async with aclosing(grpc_client.chunks(connection, MODEL, utterance(text), STREAM_SECONDS)) as waveforms:
-            async for waveform in waveforms:
-                outcome.begun.set()
-                outcome.samples += np.size(waveform)
+        async for result, error in responses:
+            if error is not None:
+                raise error
+            outcome.begun.set()
+            outcome.samples += result.as_numpy("waveform").size
     except (InferenceServerException, grpc.aio.AioRpcError) as error:
         outcome.error = str(error)
+    finally:
+        responses.cancel()
     outcome.begun.set()
     return outcome

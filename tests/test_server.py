@@ -1,6 +1,8 @@
 """Starting and stopping the real tritonserver, and what it says when it cannot."""
 
+import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from common import installation
 from common.server import Ports, ServerError, TritonServer
 
 MODEL = """
@@ -115,3 +118,21 @@ def test_nothing_outlives_a_parent_that_was_killed(victims, repository):
         assert time.monotonic() < deadline, "the server outlived its parent"
         time.sleep(0.1)
     assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
+
+
+@pytest.mark.server
+def test_where_the_wheel_is_not_installed_the_images_tritonserver_runs(repository, tmp_path, monkeypatch):
+    wheel = installation.Installation.find()
+    root = tmp_path / "opt"
+    shutil.copytree(wheel.backend_directory(tmp_path), root / "backends")
+    (root / "bin").mkdir()
+    (root / "bin" / "tritonserver").symlink_to(wheel.binary)
+    (root / "caches").symlink_to(wheel.caches)
+    monkeypatch.setattr(installation, "IMAGE_ROOT", root)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, wheel.libraries)))
+    with TritonServer(repository, ports=FREE) as server:
+        assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
+    monkeypatch.setattr(installation, "IMAGE_ROOT", tmp_path / "nowhere")
+    with pytest.raises(ServerError, match="run: make setup"):
+        installation.Installation.find()

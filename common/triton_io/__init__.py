@@ -3,13 +3,11 @@
 tensors.py    inputs of a request read, outputs built
 errors.py     exceptions to error responses and back
 calls.py      calls of other models
-metrics.py    a model's numbers on Triton's metrics page
 requests.py   requests answered at once, later by a thread, or by tasks of an asyncio loop
 """
 
 from common.triton_io.calls import call, stream
 from common.triton_io.errors import error_response
-from common.triton_io.metrics import Published
 from common.triton_io.requests import Handler, LateAnswer, RequestLoop, Responder, answer_later, respond_batch
 from common.triton_io.tensors import (
     parameters,
@@ -26,7 +24,6 @@ from common.triton_io.tensors import (
 __all__ = [
     "Handler",
     "LateAnswer",
-    "Published",
     "RequestLoop",
     "Responder",
     "answer_later",

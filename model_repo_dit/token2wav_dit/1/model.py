@@ -5,6 +5,7 @@ from typing import Any
 
 from common import triton_io
 from common.config import Token2WavConfig
+from common.metrics import Published
 from common.prompt import ReferenceEncoder
 from common.speech_tokens import speech_token_offset
 from common.token2wav.engine import Precision, Token2Wav
@@ -34,7 +35,7 @@ class TritonPythonModel:
             runtime=config.flow_runtime,
         )
         self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
-        self._published = triton_io.Published(lambda: self._service.stats().values(), args)
+        self._published = Published(lambda: self._service.stats().values(), args)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
