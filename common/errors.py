@@ -15,3 +15,10 @@ class LostAnswerError(RuntimeError):
 
 class UnavailableError(RuntimeError):
     """The service cannot do this now, although the request may be fine: full, timed out, or a part of it is down."""
+
+
+# Words that open a model's message. A call between models loses the code of an error (Triton 2.51 makes every one
+# INTERNAL), and so does a stream to a client, so whoever asked tells them by these. Only at the opening: further on
+# stands what clients and LLM servers have written.
+INVALID = "invalid request: "
+UNAVAILABLE = "unavailable: "

@@ -22,7 +22,6 @@ from tritonclient.utils import InferenceServerException
 from common import client as speech
 
 CONNECT_SECONDS = 10.0
-_WITH_STATUS = {"triton_grpc_error": "true"}  # an error of a stream ends the call with a status, not only with words
 
 
 async def synthesize(
@@ -138,7 +137,7 @@ async def _responses(
             "parameters": request.parameters or None,
         }
 
-    responses = connection.stream_infer(requests(), stream_timeout=timeout, headers=_WITH_STATUS)
+    responses = connection.stream_infer(requests(), stream_timeout=timeout)
     try:
         async for result, error in responses:
             if error is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-_PREFIX = "invalid request: "  # of the models' own messages; the type says it already
+from common.errors import INVALID, UNAVAILABLE
 
 _CLIENTS_FAULT = {
     str(grpc.StatusCode.INVALID_ARGUMENT): 400,
@@ -52,8 +52,16 @@ def invalid(message: object, param: str | None = None, code: str | None = None) 
 
 
 def from_triton(status: str | None, message: str | None) -> ApiError:
-    """What a failed call to a model means; `status` and `message` as gRPC gives them."""
-    text = " ".join((message or "the model gave no reason").split()).removeprefix(_PREFIX)
+    """What a failed call to a model means; `status` and `message` as gRPC gives them.
+
+    A stream's error comes without a status. (Triton 2.51 can send one, asked for by a header, and crashes now and then
+    when it does.)
+    """
+    text = " ".join((message or "the model gave no reason").split())
+    if text.startswith(INVALID):
+        return ApiError(400, text.removeprefix(INVALID))
+    if text.startswith(UNAVAILABLE):
+        status, text = str(grpc.StatusCode.UNAVAILABLE), text.removeprefix(UNAVAILABLE)
     if status in _CLIENTS_FAULT:
         return ApiError(_CLIENTS_FAULT[status], text)
     http, code = _SERVERS_FAULT.get(status or "", (502, "upstream_error"))

@@ -13,14 +13,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from common.errors import UnavailableError
+from common.errors import INVALID, UNAVAILABLE, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-# Words that open a message. A call between models loses the code of an error (Triton 2.51 makes every one INTERNAL),
-# so the caller tells them by these. Only at the opening: further on stands what clients and LLM servers have written.
-INVALID = "invalid request: "
-UNAVAILABLE = "unavailable: "
 # Triton's own words where a model's process has died, or where the server is ending and refuses calls between models.
 MODEL_DOWN = re.compile(
     r"(Model \S+ - Error when running inference: )?(Stub process '\S+' is not healthy|Server not ready)"
