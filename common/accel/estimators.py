@@ -28,7 +28,14 @@ class UNetOnRuntime(OnRuntime):
         self._whole, self._streaming = whole, streaming
 
     def forward(
-        self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor, streaming: bool
+        self,
+        x: Tensor,
+        t: Tensor,
+        mu: Tensor,
+        speaker: Tensor,
+        condition: Tensor,
+        valid: Tensor,
+        streaming: bool = False,
     ) -> Tensor:
         """As `UNetEstimator.forward`."""
         return _velocity(self._streaming if streaming else self._whole, x, t, mu, speaker, condition, valid)
