@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
+
 from common.accel.loading import use_runtime
 from common.constants import EULER_STEPS, MEL_BINS, MEL_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.flow import DiTFlow, DiTFlowConfig

@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
+
 from common.accel.onnx import OnnxNetwork
 from common.accel.signatures import (
     DIT,
