@@ -100,7 +100,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGr
         nargs="+",
         default=[],
         metavar="HOST:PORT",
-        help="metrics pages of our models, such as localhost:8003: adds the vocoder's mean wait and batch to the report",
+        help="our models' metrics pages, such as localhost:8003: adds the vocoder's mean wait and batch",
     )
     group.add_argument(
         "--client", choices=("asyncio", "sync"), default="asyncio", help="tritonclient's asyncio or thread client"
