@@ -40,7 +40,8 @@ class SpeechStack:
 
 @contextlib.contextmanager
 def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStack]:
-    """The voice is put there by the route for it, and its folder is taken away."""
+    """The voice is put there by the route for it; the folder has no other before, and is taken away after."""
+    shutil.rmtree(voices, ignore_errors=True)
     port = free_port()
     with serving(Settings(urls=(triton.grpc_url,), voices_dir=voices), Endpoint("127.0.0.1", port)) as url:
         files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}

@@ -419,14 +419,14 @@ def process_of(server: Any, model: str) -> int:
     return next(process for process, name in server.model_processes().items() if name == model)
 
 
-def test_cancelled_streams_leave_no_thread_behind(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack=stack)
-    status = Path(f"/proc/{process_of(server, MODELS[stack])}/status")
+def test_cancelled_streams_leave_no_thread_behind(serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack="dit")
+    status = Path(f"/proc/{process_of(server, MODELS['dit'])}/status")
     long = Utterance("word " * 100, voice, VOICE_TEXT)
 
     async def cancel_after_the_first_chunk() -> None:
         async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
-            async for _ in grpc_client.chunks(connection, MODELS[stack], long, 60.0):
+            async for _ in grpc_client.chunks(connection, MODELS["dit"], long, 60.0):
                 break
 
     def threads() -> int:

@@ -81,7 +81,7 @@ def test_every_stage_of_the_unet_stack(demo_models: Path, manifest: Path, tmp_pa
 def test_every_stage_of_the_dit_stack_disaggregated_serving_included(
     demo_models: Path, manifest: Path, tmp_path: Path
 ) -> None:
-    done = run(DIT, "-1", "8", models=demo_models, manifest=manifest, work=tmp_path, TASKS_PER_INSTANCE="1 2")
+    done = run(DIT, "-1", "8", models=demo_models, manifest=manifest, work=tmp_path, TASKS_PER_INSTANCE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8]
     out = tmp_path / "out"
