@@ -33,12 +33,13 @@ def test_every_make_target_that_is_named_exists() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_explains_itself_as_a_file_and_as_a_module(script: str) -> None:
-    for command in ([f"scripts/{script}.py"], ["-m", f"scripts.{script}"]):
-        run = subprocess.run(
-            [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        assert "usage:" in run.stdout and len(run.stdout) > 200
+    runs = [
+        subprocess.Popen([sys.executable, *command, "--help"], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True)
+        for command in ([f"scripts/{script}.py"], ["-m", f"scripts.{script}"])
+    ]
+    for run, (out, err) in [(run, run.communicate(timeout=60)) for run in runs]:
+        assert run.returncode == 0, err
+        assert "usage:" in out and len(out) > 200
 
 
 def test_options_of_the_documented_commands_are_known() -> None:
