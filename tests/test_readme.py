@@ -34,7 +34,9 @@ def test_every_make_target_that_is_named_exists() -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_explains_itself_as_a_file_and_as_a_module(script: str) -> None:
     runs = [
-        subprocess.Popen([sys.executable, *command, "--help"], cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, *command, "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for command in ([f"scripts/{script}.py"], ["-m", f"scripts.{script}"])
     ]
     for run, (out, err) in [(run, run.communicate(timeout=60)) for run in runs]:
