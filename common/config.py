@@ -167,8 +167,8 @@ class Token2WavConfig(ModelConfig):
     `n_timesteps`: Euler steps. `max_streams`: live streams per instance. `idle_seconds`: a stream that is silent for
     longer is freed. `voice_cache_mb`: prompt caches of voices, MiB (only the DiT flow has them; on a GPU 33 per second
     of prompt): those that are spoken in, which it limits, and as many others as there is room for.
-    `flow_runtime`: what computes the flow's estimator, see docs/accelerators.md; "auto" is the fastest that needs no
-    files beside the checkpoint. `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16
+    `flow_runtime`: what computes the flow's estimator, see docs/accelerators.md; "auto" needs no files beside
+    the checkpoint. `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16
     on a GPU, float32 on a CPU.
     """
 

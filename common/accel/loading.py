@@ -25,8 +25,7 @@ PRECISIONS: dict[torch.dtype, Precision] = {
 def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntime:
     """What computes the flow's estimator. ValueError for CUDA graphs or TensorRT without a GPU.
 
-    "auto" is what was measured to be the fastest: CUDA graphs of fused kernels on a GPU, torch on a CPU (see
-    docs/accelerators.md).
+    "auto" needs no files beside the checkpoint: CUDA graphs of fused kernels on a GPU, torch on a CPU.
     """
     on_gpu = torch.device(device).type == "cuda"
     if setting == "auto":

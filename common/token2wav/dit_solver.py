@@ -96,7 +96,7 @@ class DiTSolver:
         config = estimator.config
         weight = estimator.in_proj.weight
         self.steps, self.depth, self.heads, self.head_dim = steps, config.depth, config.heads, config.head_dim
-        self.width, self.mel_bins = config.width, config.out_channels
+        self.mel_bins = config.out_channels
         self.device, self.dtype = weight.device, weight.dtype
         self._guidance = network.decoder.guidance
         blocks: list[Any] = list(estimator.blocks)
