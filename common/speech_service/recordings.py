@@ -28,8 +28,8 @@ def decode(data: bytes, max_bytes: int) -> np.ndarray:
         with sf.SoundFile(io.BytesIO(data)) as file:
             if file.samplerate % _RATE_STEP or not _RATES[0] <= file.samplerate <= _RATES[1]:
                 raise ValueError(
-                    f"the recording's sample rate is {file.samplerate}: use a multiple of {_RATE_STEP} from {_RATES[0]} to "
-                    f"{_RATES[1]}, such as {PROMPT_SAMPLE_RATE}"
+                    f"the recording's sample rate is {file.samplerate}: use a multiple of {_RATE_STEP} from "
+                    f"{_RATES[0]} to {_RATES[1]}, such as {PROMPT_SAMPLE_RATE}"
                 )
             limit = int(MAX_REFERENCE_SECONDS * file.samplerate)
             samples = file.read(limit + 1, dtype="float32", always_2d=True)  # (N, channels)
