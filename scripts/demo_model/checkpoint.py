@@ -1,8 +1,8 @@
 """The trained checkpoint that is part of this repository: where it lies, and that it is what it was.
 
-    python -m scripts.train_demo_voice                       trains it, see docs/demo_voice.md
-    scripts/demo_model/trained/                              official layout; README.md is its model card
-    (cd scripts/demo_model/trained && sha256sum -c SHA256SUMS)
+python -m scripts.train_demo_voice                       trains it, see docs/demo_voice.md
+scripts/demo_model/trained/                              official layout; README.md is its model card
+(cd scripts/demo_model/trained && sha256sum -c SHA256SUMS)
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def read_sums(directory: Path) -> dict[str, str]:
     """SHA-256 of each file by its name; ValueError where the list is not one."""
     path = directory / SUMS
     if not path.is_file():
-        raise ValueError(f"{path} is missing: the trained checkpoint is part of the repository; get it from there again")
+        raise ValueError(f"{path} is missing: it is part of the repository; run: git checkout {directory}")
     lines = path.read_text(encoding="utf-8").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if not sums or not all(len(digest) == 64 and name for name, digest in sums.items()):
