@@ -81,7 +81,7 @@ def _natural(root: Path, known: set[str], held: set[str]) -> list[str]:
 def _sentences(paragraph: str, known: set[str]) -> Iterator[str]:
     text = paragraph.replace("\u2019", "'").replace("\u201c", '"').replace("\u201d", '"').replace("`", "'")
     for candidate in _SENTENCE_END.split(" ".join(text.split())):
-        sentence = candidate.strip(" -*'")
+        sentence = candidate.strip(" -*':;,.")
         if sentence.count('"') % 2 or sentence.count("(") != sentence.count(")"):
             sentence = sentence.replace('"', "").replace("(", "").replace(")", "").strip()
         words = _WORD.findall(sentence)

@@ -55,7 +55,8 @@ ACTIONS = (
 ).split(",")
 QUESTIONS = (
     "where is,what is,how much is,who has,when can we see,why do they need,is this,what happened to,"
-    "how many people saw,have you seen,which of you wants,whose is,how long will it take to reach,what do you think of,are you sure about"
+    "how many people saw,have you seen,which of you wants,whose is,"
+    "how long will it take to reach,what do you think of,are you sure about"
 ).split(",")
 OPENINGS = (
     "hello,good morning,good evening,good afternoon,thank you,thank you very much,welcome,excuse me,well,yes,no,"
