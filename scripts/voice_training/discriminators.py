@@ -15,6 +15,8 @@ Judgement = tuple[Tensor, list[Tensor]]  # scores, near 1 for real speech, and t
 
 
 class SpectrogramJudge(nn.Module):
+    window: Tensor
+
     def __init__(self, n_fft: int) -> None:
         super().__init__()
         C = SPECTRUM_CHANNELS

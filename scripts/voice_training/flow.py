@@ -19,6 +19,7 @@ from torch import Tensor
 from common import audio
 from common.constants import LOOKAHEAD_TOKENS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEECH_VOCAB, TOKEN_MEL_RATIO
 from common.flow import DiTFlow, UNetFlow
+from common.flow.dit import DiTEstimator
 from scripts.voice_training.dataset import Speech
 from scripts.voice_training.training import Run, adamw, autocast, descend, trained
 
@@ -92,9 +93,9 @@ def begin(flow: DiTFlow | UNetFlow, speech: Speech) -> None:
     table = flow.input_embedding.weight
     table.copy_(digits @ torch.randn(DIGITS, table.shape[1]) / math.sqrt(DIGITS) + 0.2 * torch.randn(table.shape))
     estimator = flow.decoder.estimator
-    output = estimator.final_layer.linear if isinstance(flow, DiTFlow) else estimator.final_proj
-    torch.nn.init.zeros_(output.weight)
-    output.bias.copy_(mean)
+    output = estimator.final_layer.linear if isinstance(estimator, DiTEstimator) else estimator.final_proj
+    output.weight.zero_()
+    output.bias = torch.nn.Parameter(mean.clone())
 
 
 def losses(flow: DiTFlow | UNetFlow, view: View, batch: Batch, streaming: bool) -> tuple[Tensor, Tensor]:
