@@ -76,18 +76,13 @@ def save_llm(directory: Path, tokenizer: Tokenizer, sizes: Sizes, weights: Mappi
     (directory / "model.safetensors").chmod(0o644)  # as the others: safetensors makes it readable to its owner only
 
 
-def build_tokenizer(
-    merges: Sequence[tuple[str, str]] = (), normalizer: normalizers.Normalizer | None = None
-) -> Tokenizer:
-    """Byte-level BPE as Qwen2's with these merges, and CosyVoice2's tokens after it.
-
-    normalizer: what is done to all text, by default what Qwen2 does.
-    """
+def build_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+    """Byte-level BPE as Qwen2's with these merges, and CosyVoice2's tokens after it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = dict.fromkeys([*alphabet, *("".join(pair) for pair in merges)])
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
-    tokenizer.normalizer = normalizer or normalizers.NFC()
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
@@ -154,8 +149,6 @@ def random_weights(vocab: int, offset: int, end_id: int, seed: int) -> dict[str,
 
 def _configs(sizes: Sizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str) -> dict[str, dict]:
     """The JSON files beside the weights. Sampling defaults are those of a request to the orchestrator."""
-    # transformers' own class for Qwen2 has a normalizer of its own and would pass over any other.
-    official = isinstance(tokenizer.normalizer, normalizers.NFC)
     sampling = {name: getattr(OrchestratorConfig, name) for name in ("temperature", "top_p", "top_k")}
     return {
         "config.json": {
@@ -187,7 +180,7 @@ def _configs(sizes: Sizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str)
             "pad_token_id": end_ids[0],
         },
         "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2Tokenizer" if official else "PreTrainedTokenizerFast",
+            "tokenizer_class": "Qwen2Tokenizer",
             "eos_token": TEXT_SPECIALS[0],
             "pad_token": TEXT_SPECIALS[0],
             "model_max_length": 4096,

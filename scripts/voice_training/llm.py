@@ -6,6 +6,7 @@ replaced ones also teach it to go on after a token that was drawn badly.
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -46,6 +47,7 @@ RECORDINGS_AT_ONCE = 40_000  # tokens
 
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
+    begun = time.monotonic()
     place = prepare(device, seed=5)
     sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
     tokenizer = text_tokenizer(sentences)
@@ -56,7 +58,8 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     held_out = list(islice(Sequences(utterances, tokenizer, everyone[:held], seed=0), 2))
     data = Sequences(utterances, tokenizer, everyone[held:], seed=1)
     batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=place.type == "cuda"))
-    fit(work / FILE, tokenizer, batches, held_out, seconds, place)
+    left = max(1.0, seconds - (time.monotonic() - begun))  # hearing all the speech takes its time
+    fit(work / FILE, tokenizer, batches, held_out, left, place)
 
 
 def fit(

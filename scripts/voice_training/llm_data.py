@@ -7,12 +7,13 @@ nothing is learned but what follows it.
 """
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, normalizers, trainers
+from tokenizers import Tokenizer, models, trainers
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -24,6 +25,9 @@ from scripts.demo_model.llm import build_tokenizer
 # that serving sets to what an utterance may last (common.config, min_token_ratio and max_token_ratio).
 MERGES = 400
 TEXTS_FOR_MERGES = 40_000
+LOWER, UPPER = 0.3, 0.04  # shares of the texts in either case alone
+NAMES = 0.1  # share of words with a capital, in half of the others
+CURLED = 0.3  # share of texts with typographic apostrophes
 
 UTTERANCES = (1, 2, 3, 4)
 UTTERANCES_SHARE = (0.3, 0.45, 0.15, 0.1)
@@ -37,27 +41,36 @@ Ids = np.ndarray
 
 
 def text_tokenizer(sentences: Sequence[str]) -> Tokenizer:
-    """The LLM's tokenizer: one case, no accents, and the most frequent pieces of words in `sentences`."""
-    normalizer = normalizers.Sequence(
-        [
-            normalizers.NFKD(),
-            normalizers.StripAccents(),
-            normalizers.Lowercase(),
-            normalizers.Replace("\u2019", "'"),
-            normalizers.Replace("\u201c", '"'),
-            normalizers.Replace("\u201d", '"'),
-        ]
-    )
-    plain = build_tokenizer(normalizer=normalizer)
+    """The LLM's tokenizer, with the most frequent pieces of words in `sentences`."""
+    plain = build_tokenizer()
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = plain.pre_tokenizer
     alphabet = json.loads(plain.to_str())["model"]["vocab"]
     trainer = trainers.BpeTrainer(
         vocab_size=len(alphabet) + MERGES, initial_alphabet=list(alphabet), show_progress=False
     )
-    learner.train_from_iterator(sentences[:TEXTS_FOR_MERGES], trainer)
+    rng = random.Random(0)
+    learner.train_from_iterator((cased(sentence, rng) for sentence in sentences[:TEXTS_FOR_MERGES]), trainer)
     merges = json.loads(learner.to_str())["model"]["merges"]
-    return build_tokenizer([(first, second) for first, second in merges], normalizer)
+    return build_tokenizer([(first, second) for first, second in merges])
+
+
+def cased(sentence: str, rng: random.Random) -> str:
+    """A sentence in lower case as people write it, who may begin it, names and "I" with a capital or shout it."""
+    manner = rng.random()
+    if manner < LOWER:
+        return sentence
+    if manner < LOWER + UPPER:
+        return sentence.upper()
+    names = NAMES if rng.random() < 0.5 else 0.0
+    words = [
+        word.capitalize()
+        if index == 0 or word.startswith(("i'", "i,")) or word == "i" or rng.random() < names
+        else word
+        for index, word in enumerate(sentence.split(" "))
+    ]
+    written = " ".join(words)
+    return written.replace("'", "\u2019") if rng.random() < CURLED else written
 
 
 @dataclass(frozen=True)
@@ -85,10 +98,11 @@ class Utterances:
 
 def encoded(tokenizer: Tokenizer, sentences: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
     """Ids of sentences as first ones, and as ones behind a blank."""
+    rng = random.Random(1)
     plain, behind = (
         [
             np.array(encoding.ids, np.int32)
-            for encoding in tokenizer.encode_batch([blank + sentence for sentence in sentences])
+            for encoding in tokenizer.encode_batch([blank + cased(sentence, rng) for sentence in sentences])
         ]
         for blank in ("", " ")
     )
