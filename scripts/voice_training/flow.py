@@ -24,7 +24,7 @@ from scripts.voice_training.dataset import Speech
 from scripts.voice_training.training import Run, adamw, autocast, descend, trained
 
 CROP_TOKENS = (60, 100, 200, 400)  # up to 16 s: as long as a prompt and an utterance together
-BATCH_TOKENS = 9600
+BATCH_TOKENS = 12_800
 PEAK_RATE = 1.5e-3
 SIGMA_MIN = 1e-6  # of the noise that is left at the end of the path
 MEL_DEVIATION = 2.5  # of log mel: what losses are counted in
@@ -68,7 +68,7 @@ def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: Speech, second
     """Train until the time is up; see `Run` for the file at `path`."""
     device = speech.device
     begin(flow, speech)
-    flow.to(device).train()
+    flow.to(device).requires_grad_(True)  # the embedding too, which is built frozen
     optimizer = adamw(flow.parameters(), PEAK_RATE)
     run = Run(path, seconds, {"network": flow}, [optimizer])
     for step, _ in enumerate(run):

@@ -14,7 +14,7 @@ from scripts.voice_training.dataset import Speech
 from scripts.voice_training.training import prepare
 
 CONFIG = DiTFlowConfig(
-    encoder=EncoderConfig(width=64, heads=2, feed_forward=128, blocks=2, up_blocks=1),
+    encoder=EncoderConfig(width=64, heads=2, feed_forward=96, blocks=2, up_blocks=1),
     estimator=DiTConfig(width=128, depth=4, heads=4, head_dim=32, feed_forward=256, time_frequencies=64),
 )
 FILE = "flow_dit.pt"

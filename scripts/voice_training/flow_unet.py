@@ -13,7 +13,7 @@ from scripts.voice_training.dataset import Speech
 from scripts.voice_training.training import prepare
 
 CONFIG = UNetFlowConfig(
-    encoder=EncoderConfig(width=64, heads=2, feed_forward=128, blocks=2, up_blocks=1),
+    encoder=EncoderConfig(width=64, heads=2, feed_forward=96, blocks=2, up_blocks=1),
     estimator=UNetConfig(channels=96, heads=2, blocks=1, mid_stages=2),
 )
 FILE = "flow_unet.pt"

@@ -19,9 +19,9 @@ from scripts.voice_training.discriminators import Discriminators
 from scripts.voice_training.pitch import fundamental
 from scripts.voice_training.training import Run, adamw, autocast, descend, prepare, trained
 
-CONFIG = HiFTConfig(channels=128, f0_channels=80, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
+CONFIG = HiFTConfig(channels=128, f0_channels=64, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
 FILE = "hift.pt"
-CROP_TOKENS, MARGIN_TOKENS, BATCH = 20, 2, 48  # a margin on both sides, so that mel and pitch have their context
+CROP_TOKENS, MARGIN_TOKENS, BATCH = 20, 2, 64  # a margin on both sides, so that mel and pitch have their context
 PEAK_RATE, JUDGES_RATE, PITCH_RATE = 8e-4, 4e-4, 1e-3
 BETAS = (0.8, 0.99)
 HERTZ_RATE = 100  # the pitch predictor's last layer gives Hz, so its weights are that much larger than others
