@@ -30,10 +30,8 @@ from tqdm import tqdm
 
 from common import flow, hift
 from scripts import demo_model
-from scripts.demo_model import checkpoint
+from scripts.demo_model import checkpoint, speaker, speech_tokenizer
 from scripts.demo_model.llm import make_llm
-from scripts.demo_model.speaker import write_campplus
-from scripts.demo_model.speech_tokenizer import SpeechTokenizerWriter
 from scripts.demo_model.vocoder import write_dit_flow, write_hift, write_unet_flow
 
 LLM_DIR = "cosyvoice2_llm"
@@ -41,6 +39,7 @@ UNET_DIR = "CosyVoice2-0.5B"
 DIT_DIR = "Step-Audio-2-mini/token2wav"
 VOICES_DIR = "voices"
 MANIFEST = "demo_model.json"
+ABOUT = "random weights, not a trained model"
 NEEDED_BYTES = 200 * 2**20  # the checkpoint and, while it replaces an older one, that one
 README = """# Demo checkpoint: random weights
 
@@ -57,15 +56,23 @@ def parts(seed: int) -> dict[str, Callable[[Path], None]]:
     """What of random weights is written where. The two stacks share no weights, as officially."""
     return {
         LLM_DIR: lambda path: make_llm(path, seed),
-        f"{UNET_DIR}/speech_tokenizer_v2.onnx": SpeechTokenizerWriter(seed).write,
-        f"{UNET_DIR}/campplus.onnx": lambda path: write_campplus(path, seed),
+        f"{UNET_DIR}/speech_tokenizer_v2.onnx": lambda path: _write_tokenizer(path, seed),
+        f"{UNET_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed),
         f"{UNET_DIR}/flow.pt": lambda path: write_unet_flow(path, seed),
         f"{UNET_DIR}/hift.pt": lambda path: write_hift(path, seed),
-        f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": SpeechTokenizerWriter(seed + 1).write,
-        f"{DIT_DIR}/campplus.onnx": lambda path: write_campplus(path, seed + 1),
+        f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": lambda path: _write_tokenizer(path, seed + 1),
+        f"{DIT_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed + 1),
         f"{DIT_DIR}/flow.pt": lambda path: write_dit_flow(path, seed + 1),
         f"{DIT_DIR}/hift.pt": lambda path: write_hift(path, seed + 1),
     }
+
+
+def _write_tokenizer(path: Path, seed: int) -> None:
+    speech_tokenizer.write_speech_tokenizer(path, speech_tokenizer.random_weights(seed), ABOUT)
+
+
+def _write_speaker(path: Path, seed: int) -> None:
+    speaker.write_campplus(path, speaker.random_weights(seed), ABOUT)
 
 
 def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> bool:
