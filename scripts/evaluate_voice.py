@@ -126,7 +126,9 @@ class Evaluation:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="as make_demo_model.py leaves it")
-    parser.add_argument("--sentences", type=Path, default=ROOT / "tests" / "assets" / "everyday_sentences.txt", help="one a line")
+    parser.add_argument(
+        "--sentences", type=Path, default=ROOT / "tests" / "assets" / "everyday_sentences.txt", help="one a line"
+    )
     parser.add_argument("--teacher", type=Path, metavar="DIR", help="the teacher's recordings of the sentences")
     parser.add_argument("--stacks", nargs="+", choices=tuple(DIRECTORIES), default=tuple(DIRECTORIES))
     parser.add_argument("--voices", nargs="+", default=(SPEAKER, "rms"), help="of the models' folder voices")

@@ -52,17 +52,10 @@ def copy(destination: Path) -> None:
     check(destination)
 
 
-def adopt(checkpoint: Path, home: Path = TRAINED) -> None:
-    """Put a newly trained checkpoint in the place of the one at `home`, whose card stays."""
-    for path in home.iterdir() if home.exists() else ():
-        if path.is_dir():
-            shutil.rmtree(path)
-    for name in files_of(checkpoint):
-        target = home / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint / name, target)
-    sums = "".join(f"{_sha256(home / name)}  {name}\n" for name in files_of(home))
-    (home / SUMS).write_text(sums, encoding="utf-8")
+def write_sums(directory: Path) -> None:
+    """The list of what is there now."""
+    sums = "".join(f"{_sha256(directory / name)}  {name}\n" for name in files_of(directory))
+    (directory / SUMS).write_text(sums, encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:
