@@ -39,30 +39,48 @@ class S3Tokenizer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.ModuleDict(
-            {
-                "conv1": nn.Conv1d(N_MELS, WIDTH, 3, 2, 1),
-                "conv2": nn.Conv1d(WIDTH, WIDTH, 3, 2, 1),
-                "blocks": nn.ModuleList([_Block() for _ in range(LAYERS)]),
-            }
-        )
-        project = nn.ModuleDict({"project_down": nn.Linear(WIDTH, TRITS)})
-        self.quantizer = nn.ModuleDict({"_codebook": project})
+        self.encoder = _Encoder()
+        self.quantizer = _Quantizer()
 
     def forward(self, mel: Tensor) -> Tensor:
         """(B, 128, T) -> codes before rounding (B, T / 4, 8) in -0.999..0.999."""
-        x = F.gelu(self.encoder["conv1"](mel))
-        x = F.gelu(self.encoder["conv2"](x)).transpose(1, 2)  # (B, C, T) -> (B, T, C)
-        angles = _angles(x.shape[1], x.device)
-        for block in self.encoder["blocks"]:
-            x = block(x, angles)
-        return 0.999 * self.quantizer["_codebook"]["project_down"](x).float().tanh()
+        return self.quantizer(self.encoder(mel))
 
     @staticmethod
     def ids(codes: Tensor) -> Tensor:
         """Codes (..., 8) -> token ids (...)."""
         powers = 3 ** torch.arange(TRITS, device=codes.device)
         return ((codes.round().long() + 1) * powers).sum(-1)
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv1d(N_MELS, WIDTH, 3, 2, 1)
+        self.conv2 = nn.Conv1d(WIDTH, WIDTH, 3, 2, 1)
+        self.blocks = nn.ModuleList([_Block() for _ in range(LAYERS)])
+
+    def forward(self, mel: Tensor) -> Tensor:
+        x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).transpose(1, 2)  # (B, C, T) -> (B, T, C)
+        angles = _angles(x.shape[1], x.device)
+        for block in self.blocks:
+            x = block(x, angles)
+        return x
+
+
+class _Codebook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project_down = nn.Linear(WIDTH, TRITS)
+
+
+class _Quantizer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._codebook = _Codebook()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.999 * self._codebook.project_down(x).float().tanh()
 
 
 class _Block(nn.Module):
