@@ -1,6 +1,5 @@
 """Stage `export`: what was trained so far as a checkpoint in the official layout, half precision, with its voices."""
 
-import hashlib
 import logging
 import shutil
 import wave
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from common.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from scripts.demo_model.checkpoint import files_of, write_sums
 from scripts.voice_training import flow_dit, flow_unet, llm, speaker, tokenizer, vocoder
 from scripts.voice_training.dataset import TOKEN_SAMPLES
 from scripts.voice_training.flite import VOICES
@@ -20,15 +20,6 @@ LLM_DIR, UNET_DIR, DIT_DIR = "cosyvoice2_llm", "CosyVoice2-0.5B", "Step-Audio-2-
 DEMO_VOICES = VOICES[:2]
 VOICE_SECONDS = (5.0, 7.0)
 VOICE_WORDS = 12
-CARD = """# A small trained voice
-
-Made by scripts/train_demo_voice.py, which also tells the recipe: every network of both stacks, small, taught by speech
-that flite's free voices spoke. It is for demos and tests; it has not the quality of CosyVoice2. Layout and file formats
-are those of the official checkpoints, which go in its place. English only.
-
-| part | bytes |
-|---|---|
-"""
 
 # What is written of which trained file.
 _PARTS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
@@ -45,7 +36,7 @@ _PARTS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
 
 
 def export(work: Path, checkpoint: Path) -> None:
-    """Write `checkpoint` anew: every part that was trained, the voices, a card and a list of checksums."""
+    """Write `checkpoint` anew: every part that was trained, the voices and the list of sums."""
     shutil.rmtree(checkpoint, ignore_errors=True)
     for name, (source, write) in _PARTS.items():
         if not (work / source).is_file():
@@ -54,14 +45,11 @@ def export(work: Path, checkpoint: Path) -> None:
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         write(work, checkpoint / name)
     _write_voices(work, checkpoint / "voices")
-    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
-    sizes["all together"] = sum(sizes.values())
-    rows = "".join(f"| {name} | {size:,} |\n" for name, size in sizes.items())
-    (checkpoint / "README.md").write_text(CARD + rows, encoding="utf-8")
-    sums = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(checkpoint)}\n" for path in files)
-    (checkpoint / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
-    logger.info("export: %s, %.1f MB", checkpoint, sizes["all together"] / 1e6)
+    write_sums(checkpoint)
+    sizes = {name: (checkpoint / name).stat().st_size for name in files_of(checkpoint)}
+    for name, size in sizes.items():
+        logger.info("export: %10d bytes  %s", size, name)
+    logger.info("export: %s, %.1f MB", checkpoint, sum(sizes.values()) / 1e6)
 
 
 def _write_voices(work: Path, folder: Path) -> None:
