@@ -77,9 +77,10 @@ def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: str) ->
     for take in tqdm(teacher.takes, desc=f"{stack}, {teacher.voice}", unit="sentence"):
         utterance = (prompt, tokenizer([take.waveform])[0])
         (at_once,), (in_chunks,) = vocoder.whole([utterance]), vocoder.streamed([utterance], rules)
-        for each in (at_once, in_chunks):
-            if isinstance(each, Exception):
-                raise each
+        if isinstance(at_once, Exception):
+            raise at_once
+        if isinstance(in_chunks, Exception):
+            raise in_chunks
         whole.append(Take(take.text, at_once))
         joints = tuple(accumulate(len(waveform) for waveform in in_chunks.waveforms))[:-1]
         streamed.append(Take(take.text, np.concatenate(in_chunks.waveforms), joints=joints))
