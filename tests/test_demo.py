@@ -1,5 +1,6 @@
 """The demo as `make demo` runs it, on free ports: its sentence is understood."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,9 @@ def test_the_demos_sentence_is_recognised(stack: str, tmp_path: Path, capsys: py
     assert word_errors(demo.TEXT, heard).rate <= UNDERSTOOD, heard
 
 
-def test_a_text_without_words_ends_the_demo_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--text", " ", "--output", str(tmp_path / "demo.wav"), *PORTS]) == 1
+def test_a_busy_port_ends_the_demo_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert demo.main(["--output", str(tmp_path / "demo.wav"), *PORTS, "--grpc-port", port]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and "target_text" in error
+    assert error.startswith("error: ") and f"port {port} is busy" in error

@@ -16,8 +16,9 @@ from common.audio import load_audio, validate_reference
 from common.constants import PROMPT_SAMPLE_RATE
 from common.flow import load_dit_flow, load_unet_flow
 from common.hift import load_hift
-from common.prompt import SpeakerEncoder
+from common.prompt import Recording, SpeakerEncoder
 from common.speech_tokens import LLMTokenizer
+from common.voices import VoiceBook
 from scripts import demo
 from scripts.demo_model import checkpoint
 from scripts.demo_model.checkpoint import TRAINED
@@ -89,6 +90,14 @@ def test_the_two_voices_can_be_references_and_are_told_apart(directory: str) -> 
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     alike = vectors @ vectors.T
     assert min(alike[0, 1], alike[2, 3]) > alike[:2, 2:].max()
+
+
+def test_both_are_offered_by_their_names_with_what_they_say() -> None:
+    book = VoiceBook(TRAINED / VOICES_DIR, TRAINED, str)
+    assert book.names() == list(VOICES)
+    for name in VOICES:
+        voice = book.get(name)
+        assert isinstance(voice, Recording) and len(voice.text.split()) > 5
 
 
 def test_the_card_says_what_it_is() -> None:
