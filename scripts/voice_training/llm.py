@@ -147,12 +147,11 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
         if len(found):
             sources.append((found, np.memmap(path.with_suffix(".audio"), np.int16, "r")))
     spoken = np.concatenate([found for found, _ in sources])
-    clean: list[np.ndarray] = []
-    altered: list[np.ndarray] = []
-    for found, audio in tqdm(sources, desc="recordings to tokens", unit="shard"):
-        rows = torch.from_numpy(np.array(audio)).view(-1, TOKEN_SAMPLES).to(device)
-        for as_it_was, speech in ((True, clean), (False, altered)):
-            speech += _tokens(hear, rows, torch.from_numpy(found[:, 2]).to(device), as_it_was)
+    # All at once, since equal lengths are heard together.
+    rows = torch.cat([torch.from_numpy(np.array(audio)).to(device) for _, audio in sources]).view(-1, TOKEN_SAMPLES)
+    lengths = torch.from_numpy(spoken[:, 2]).to(device)
+    with speech_tokenizer.full_precision():
+        clean, altered = (_tokens(hear, rows, lengths, as_it_was) for as_it_was in (True, False))
     texts, joined = encoded(tokenizer, [sentences[line] for line in spoken[:, 0]])
     logger.info("llm: %d utterances, %.1f h", len(spoken), spoken[:, 2].sum() / 25 / 3600)
     starts, altered_starts = (np.cumsum([0, *map(len, speech)]) for speech in (clean, altered))
@@ -165,7 +164,7 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
 def _tokens(hear: speech_tokenizer.S3Tokenizer, rows: Tensor, lengths: Tensor, as_it_was: bool) -> list[np.ndarray]:
     """Tokens of each utterance in the stream rows (T, 640) int16, or of other recordings of it."""
     starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
-    for length in lengths.unique().tolist():
+    for length in tqdm(lengths.unique().tolist(), desc="recordings to tokens", unit="length", mininterval=5):
         for members in (lengths == length).nonzero()[:, 0].split(max(1, RECORDINGS_AT_ONCE // length)):
             places = starts[members, None] + torch.arange(length, device=rows.device)
             wave = rows[places].flatten(1).float() * INT16_SCALE

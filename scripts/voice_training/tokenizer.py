@@ -6,6 +6,8 @@ Input is perturbed (speed, gain, tone, noise), the mel to tell is not, so that r
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -202,18 +204,24 @@ def load(work: Path, device: str | torch.device) -> S3Tokenizer:
     return tokenizer.to(device).eval()
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """For tokens that count: a rounding of another kind would change a few of them, and serving has none."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+
 @torch.no_grad()
 def tokenize_utterances(tokenizer: S3Tokenizer, speech: Speech) -> np.ndarray:
     """Tokens (T,) int16 of the whole stream, each utterance heard on its own; equal lengths together."""
     lengths, tokens = speech.utterances[:, 2], torch.zeros(len(speech.owner), dtype=torch.int16, device=speech.device)
-    # Full precision: a rounding of another kind changes a few codes, and serving has none.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    for length in tqdm(lengths.unique().tolist(), desc="tokens", unit="length", mininterval=5):
-        members = speech.starts[lengths == length]
-        for starts in members.split(max(1, TOKENIZED_AT_ONCE // length)):
-            ids = tokenizer.ids(tokenizer(s3_log_mel(speech.wave(starts, length))))
-            tokens[starts[:, None] + torch.arange(length, device=speech.device)] = ids.to(torch.int16)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    with full_precision():
+        for length in tqdm(lengths.unique().tolist(), desc="tokens", unit="length", mininterval=5):
+            members = speech.starts[lengths == length]
+            for starts in members.split(max(1, TOKENIZED_AT_ONCE // length)):
+                ids = tokenizer.ids(tokenizer(s3_log_mel(speech.wave(starts, length))))
+                tokens[starts[:, None] + torch.arange(length, device=speech.device)] = ids.to(torch.int16)
     return tokens.cpu().numpy()
 
 
