@@ -60,8 +60,8 @@ LOGIT_SPREAD = 0.12  # deviation of the output head's free weights
 def make_llm(directory: Path, seed: int = 0) -> None:
     """Write the LLM of random weights."""
     tokenizer = build_tokenizer()
-    offset, end_id = (tokenizer.token_to_id(token) for token in (added_tokens()[0], END_TOKENS[0]))
-    save_llm(directory, tokenizer, RANDOM, random_weights(tokenizer.get_vocab_size(), offset, end_id, seed))
+    ids = tokenizer.get_vocab()
+    save_llm(directory, tokenizer, RANDOM, random_weights(len(ids), ids[added_tokens()[0]], ids[END_TOKENS[0]], seed))
 
 
 def save_llm(directory: Path, tokenizer: Tokenizer, sizes: Sizes, weights: Mapping[str, torch.Tensor]) -> None:

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import audio
-from common.constants import LOOKAHEAD_TOKENS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEECH_VOCAB, TOKEN_MEL_RATIO
+from common.constants import LOOKAHEAD_TOKENS, SPEECH_VOCAB, TOKEN_MEL_RATIO
 from common.flow import DiTFlow, UNetFlow
 from common.flow.dit import DiTEstimator
 from scripts.voice_training.dataset import Speech
+from scripts.voice_training.resampling import upsampled
 from scripts.voice_training.training import Run, adamw, autocast, descend, trained
 
 CROP_TOKENS = (60, 100, 200, 400)  # up to 16 s: as long as a prompt and an utterance together
@@ -66,6 +67,7 @@ View = Callable[[Batch, bool], tuple[Tensor, Tensor, dict]]
 
 def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: Speech, seconds: float) -> None:
     """Train until the time is up; see `Run` for the file at `path`."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans every new shape of an attention anew
     device = speech.device
     begin(flow, speech)
     flow.to(device).requires_grad_(True)  # the embedding too, which is built frozen
@@ -165,5 +167,4 @@ def oddly_recorded(mel: Tensor) -> Tensor:
 
 def mels(speech: Speech, starts: Tensor, length: int) -> Tensor:
     """Mel (B, 80, 2 * length) of crops, computed as a prompt's is."""
-    wave = audio.resample(speech.wave(starts, length), PROMPT_SAMPLE_RATE, SAMPLE_RATE)
-    return audio.mel_spectrogram(wave)
+    return audio.mel_spectrogram(upsampled(speech.wave(starts, length)))

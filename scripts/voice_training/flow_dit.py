@@ -1,5 +1,6 @@
 """Stage `flow_dit`: Step-Audio2's flow, whose streams may be cut anywhere and forget all but the prompt and 2 s."""
 
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -69,12 +70,18 @@ def chunks(prompt: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     The prompt is a chunk of its own; each stream draws its first hop.
     """
     device = prompt.device
-    tables = torch.stack([torch.tensor(_cuts(first, tokens), device=device) for first in FIRST_HOPS])  # (S, 2, tokens)
+    tables = _tables(FIRST_HOPS, tokens, device)
     table = tables[torch.randint(len(FIRST_HOPS), (len(prompt),), device=device)]  # (B, 2, tokens)
     behind = torch.arange(tokens, device=device) - prompt[:, None]
     index = behind.clamp(min=0)[:, None].expand(-1, 2, -1)
     begins, ends = (table.gather(2, index) + prompt[:, None, None]).clamp(max=tokens).unbind(1)
     return torch.where(behind < 0, 0, begins), torch.where(behind < 0, prompt[:, None], ends)
+
+
+@lru_cache
+def _tables(first_hops: tuple[int, ...], tokens: int, device: torch.device) -> Tensor:
+    """(first hops, 2, tokens): begin and end of the chunk of every token of a stream."""
+    return torch.tensor([_cuts(first, tokens) for first in first_hops], device=device)
 
 
 def _cuts(first: int, tokens: int) -> tuple[list[int], list[int]]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,31 +60,34 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     data = Sequences(utterances, tokenizer, everyone[held:], seed=1)
     batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=place.type == "cuda"))
     left = max(1.0, seconds - (time.monotonic() - begun))  # hearing all the speech takes its time
-    fit(work / FILE, tokenizer, batches, held_out, left, place)
+    network = build(tokenizer.get_vocab_size())
+    fit(work / FILE, network, data.offset, batches, held_out, left, place)
 
 
 def fit(
     path: Path,
-    tokenizer: Tokenizer,
+    network: Any,
+    offset: int,
     batches: Iterator[tuple[Tensor, Tensor]],
     held_out: list[tuple[Tensor, Tensor]],
     seconds: float,
     device: torch.device,
 ) -> None:
-    network = build(tokenizer.get_vocab_size()).to(device).train()
+    """`offset`: id of the first speech token. `batches` and `held_out` as of `Sequences`."""
+    network.to(device).train()
     optimizer = adamw(network.parameters(), PEAK_RATE, weight_decay=WEIGHT_DECAY)
     run = Run(path, seconds, {"network": network}, [optimizer])
-    first, held = tokenizer.token_to_id("<|s_0|>"), torch.zeros(())
+    held = torch.zeros(())
     for step, _ in enumerate(run):
         if step % HELD_OUT_STEPS == 0:
             held = _held_out_loss(network, held_out, device)
         ids, foretold = (tensor.to(device, non_blocking=True) for tensor in next(batches))
-        loss, size = losses(network, _damaged(ids, first), ids, foretold)
+        loss, size = losses(network, _damaged(ids, offset), ids, foretold)
         descend(loss + LOGIT_WEIGHT * size, optimizer, clip=1.0)
         run.losses(foretold=loss.detach(), size=size.detach(), held_out=held)
 
 
-def build(vocabulary: int) -> nn.Module:
+def build(vocabulary: int) -> Any:
     """transformers' Qwen2, with dropout behind each residual branch, which it has no option for."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -107,7 +111,7 @@ def build(vocabulary: int) -> nn.Module:
     return network
 
 
-def losses(network: nn.Module, read: Tensor, ids: Tensor, foretold: Tensor) -> tuple[Tensor, Tensor]:
+def losses(network: Any, read: Tensor, ids: Tensor, foretold: Tensor) -> tuple[Tensor, Tensor]:
     """Cross entropy of the ids (B, L) that are to be foretold from those read, and the size of the logits."""
     targets = foretold[:, 1:]
     with autocast(ids.device):
@@ -143,11 +147,11 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
         if len(found):
             sources.append((found, np.memmap(path.with_suffix(".audio"), np.int16, "r")))
     spoken = np.concatenate([found for found, _ in sources])
-    clean, altered = [], []
-    for found, audio in tqdm(sources, desc="recordings to tokens", unit="shard"):
-        rows = torch.from_numpy(np.array(audio)).view(-1, TOKEN_SAMPLES).to(device)
-        for as_it_was, speech in ((True, clean), (False, altered)):
-            speech += _tokens(hear, rows, found[:, 2], as_it_was)
+    # All at once, since equal lengths are heard together.
+    rows = torch.cat([torch.from_numpy(np.array(audio)).to(device) for _, audio in sources]).view(-1, TOKEN_SAMPLES)
+    lengths = torch.from_numpy(spoken[:, 2]).to(device)
+    with speech_tokenizer.full_precision():
+        clean, altered = (_tokens(hear, rows, lengths, as_it_was) for as_it_was in (True, False))
     texts, joined = encoded(tokenizer, [sentences[line] for line in spoken[:, 0]])
     logger.info("llm: %d utterances, %.1f h", len(spoken), spoken[:, 2].sum() / 25 / 3600)
     starts, altered_starts = (np.cumsum([0, *map(len, speech)]) for speech in (clean, altered))
@@ -157,11 +161,10 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
 
 
 @torch.no_grad()
-def _tokens(hear: nn.Module, rows: Tensor, lengths: np.ndarray, as_it_was: bool) -> list[np.ndarray]:
+def _tokens(hear: speech_tokenizer.S3Tokenizer, rows: Tensor, lengths: Tensor, as_it_was: bool) -> list[np.ndarray]:
     """Tokens of each utterance in the stream rows (T, 640) int16, or of other recordings of it."""
-    lengths = torch.from_numpy(lengths).to(rows.device)
     starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
-    for length in lengths.unique().tolist():
+    for length in tqdm(lengths.unique().tolist(), desc="recordings to tokens", unit="length", mininterval=5):
         for members in (lengths == length).nonzero()[:, 0].split(max(1, RECORDINGS_AT_ONCE // length)):
             places = starts[members, None] + torch.arange(length, device=rows.device)
             wave = rows[places].flatten(1).float() * INT16_SCALE

@@ -113,16 +113,15 @@ class Sequences(IterableDataset):
     """Batches without end: ids (B, L) int64 and which of them are to be foretold (B, L) bool, padded at the right."""
 
     def __init__(self, utterances: Utterances, tokenizer: Tokenizer, members: np.ndarray, seed: int) -> None:
-        """members: the utterances to draw from."""
+        """members: the utterances to draw from. `offset`: id of the first speech token."""
         self._utterances = utterances
         self._by_voice = [members[utterances.voices[members] == voice] for voice in np.unique(utterances.voices)]
         shares = np.array([len(voice) for voice in self._by_voice], np.float64)
         self._voice_shares = shares / shares.sum()
         self._seed = seed
-        self._offset = tokenizer.token_to_id("<|s_0|>")
-        self._sos, self._task, self._end = (
-            np.array([tokenizer.token_to_id(token)], np.int32) for token in (SOS, TASK_ID, END_TOKENS[0])
-        )
+        ids = tokenizer.get_vocab()
+        self.offset = ids["<|s_0|>"]
+        self._sos, self._task, self._end = (np.array([ids[token]], np.int32) for token in (SOS, TASK_ID, END_TOKENS[0]))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = torch.utils.data.get_worker_info()
@@ -145,14 +144,15 @@ class Sequences(IterableDataset):
         first, clean = self._prompt(chosen[0], rng) if prompted else (data.speech(chosen[0]), True)
         speech = [first, *(data.speech(u) for u in chosen[1:])]
         heads = [self._sos, *texts, self._task]
-        ids = np.concatenate([*heads, *(part + self._offset for part in speech), self._end])
+        ids = np.concatenate([*heads, *(part + self.offset for part in speech), self._end])
         foretold = np.zeros(len(ids), bool)
         foretold[sum(map(len, heads)) + (0 if clean else len(first)) :] = True
         return ids, foretold
 
     def _fitting(self, chosen: np.ndarray) -> list[int]:
         """As many of them as MOST_SPEECH has room for, one at least."""
-        kept, total = [], 0
+        kept: list[int] = []
+        total = 0
         for u in chosen.tolist():
             total += len(self._utterances.speech(u))
             if kept and total > MOST_SPEECH:

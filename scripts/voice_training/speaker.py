@@ -37,13 +37,14 @@ class SpeakerNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = (MEL_BINS, *[CHANNELS] * len(KERNELS))
-        self.convs = nn.ModuleList(
+        convs = [
             nn.Conv1d(widths[i], widths[i + 1], kernel, dilation=i + 1, padding=kernel // 2 * (i + 1))
             for i, kernel in enumerate(KERNELS)
-        )
-        self.project = nn.Linear(2 * CHANNELS, SPEAKER_DIM)
+        ]
         with torch.no_grad():
-            self.convs[0].weight *= 0.3  # log mel deviates by about 4, and is to stay in tanh's range
+            convs[0].weight *= 0.3  # log mel deviates by about 4, and is to stay in tanh's range
+        self.convs = nn.ModuleList(convs)
+        self.project = nn.Linear(2 * CHANNELS, SPEAKER_DIM)
 
     def forward(self, features: Tensor) -> Tensor:
         x = features.transpose(1, 2)  # (B, T, 80) -> (B, 80, T)

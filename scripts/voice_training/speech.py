@@ -54,12 +54,11 @@ def _scratch(folder: Path) -> Path:
 def _run(
     work: Path, seconds: float, flite: Path, shards: Path, first: int, processes: int, turns: tuple[int, ...]
 ) -> None:
-    deadline = time.time() + seconds
     context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(
             target=_speak_lines,
-            args=(work, flite, shards / str(index), range(first + index, 10**9, processes), turns, deadline),
+            args=(work, flite, shards / str(index), range(first + index, 10**9, processes), turns, seconds),
         )
         for index in range(processes)
     ]
@@ -71,15 +70,16 @@ def _run(
         raise RuntimeError(f"speech: workers ended with {[worker.exitcode for worker in workers]}")
 
 
-def _speak_lines(work: Path, flite: Path, shard: Path, lines: range, turns: tuple[int, ...], deadline: float) -> None:
-    """One process: the sentences `lines` until the deadline, into files beside `shard`."""
+def _speak_lines(work: Path, flite: Path, shard: Path, lines: range, turns: tuple[int, ...], seconds: float) -> None:
+    """One process: as many of the sentences `lines` as there is time for, into files beside `shard`."""
     os.nice(5)
     sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
     voices = Flite(flite)
     spoken = []
+    deadline = time.monotonic() + seconds
     with shard.with_suffix(".audio").open("wb") as audio, shard.with_suffix(".phones").open("wb") as labels:
         for line in range(lines.start, len(sentences), lines.step):
-            if time.time() > deadline:
+            if time.monotonic() > deadline:
                 break
             voice = turns[line % len(turns)]
             samples, phones = voices.speak(sentences[line], voice)
@@ -94,6 +94,8 @@ def _join(shards: Path, work: Path) -> None:
     parts = []
     for path in sorted(shards.glob("*.npy")):
         utterances = np.load(path)
+        if not len(utterances):
+            continue
         starts = np.cumsum(utterances[:, 2]) - utterances[:, 2]
         audio = np.memmap(path.with_suffix(".audio"), np.int16, "r").reshape(-1, TOKEN_SAMPLES)
         phones = np.memmap(path.with_suffix(".phones"), np.uint8, "r").reshape(-1, TOKEN_PHONES)

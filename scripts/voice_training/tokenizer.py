@@ -6,6 +6,8 @@ Input is perturbed (speed, gain, tone, noise), the mel to tell is not, so that r
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -39,30 +41,48 @@ class S3Tokenizer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.ModuleDict(
-            {
-                "conv1": nn.Conv1d(N_MELS, WIDTH, 3, 2, 1),
-                "conv2": nn.Conv1d(WIDTH, WIDTH, 3, 2, 1),
-                "blocks": nn.ModuleList([_Block() for _ in range(LAYERS)]),
-            }
-        )
-        project = nn.ModuleDict({"project_down": nn.Linear(WIDTH, TRITS)})
-        self.quantizer = nn.ModuleDict({"_codebook": project})
+        self.encoder = _Encoder()
+        self.quantizer = _Quantizer()
 
     def forward(self, mel: Tensor) -> Tensor:
         """(B, 128, T) -> codes before rounding (B, T / 4, 8) in -0.999..0.999."""
-        x = F.gelu(self.encoder["conv1"](mel))
-        x = F.gelu(self.encoder["conv2"](x)).transpose(1, 2)  # (B, C, T) -> (B, T, C)
-        angles = _angles(x.shape[1], x.device)
-        for block in self.encoder["blocks"]:
-            x = block(x, angles)
-        return 0.999 * self.quantizer["_codebook"]["project_down"](x).float().tanh()
+        return self.quantizer(self.encoder(mel))
 
     @staticmethod
     def ids(codes: Tensor) -> Tensor:
         """Codes (..., 8) -> token ids (...)."""
         powers = 3 ** torch.arange(TRITS, device=codes.device)
         return ((codes.round().long() + 1) * powers).sum(-1)
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv1d(N_MELS, WIDTH, 3, 2, 1)
+        self.conv2 = nn.Conv1d(WIDTH, WIDTH, 3, 2, 1)
+        self.blocks = nn.ModuleList([_Block() for _ in range(LAYERS)])
+
+    def forward(self, mel: Tensor) -> Tensor:
+        x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).transpose(1, 2)  # (B, C, T) -> (B, T, C)
+        angles = _angles(x.shape[1], x.device)
+        for block in self.blocks:
+            x = block(x, angles)
+        return x
+
+
+class _Codebook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project_down = nn.Linear(WIDTH, TRITS)
+
+
+class _Quantizer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._codebook = _Codebook()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.999 * self._codebook.project_down(x).float().tanh()
 
 
 class _Block(nn.Module):
@@ -184,18 +204,24 @@ def load(work: Path, device: str | torch.device) -> S3Tokenizer:
     return tokenizer.to(device).eval()
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """For tokens that count: a rounding of another kind would change a few of them, and serving has none."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+
 @torch.no_grad()
 def tokenize_utterances(tokenizer: S3Tokenizer, speech: Speech) -> np.ndarray:
     """Tokens (T,) int16 of the whole stream, each utterance heard on its own; equal lengths together."""
     lengths, tokens = speech.utterances[:, 2], torch.zeros(len(speech.owner), dtype=torch.int16, device=speech.device)
-    # Full precision: a rounding of another kind changes a few codes, and serving has none.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    for length in tqdm(lengths.unique().tolist(), desc="tokens", unit="length", mininterval=5):
-        members = speech.starts[lengths == length]
-        for starts in members.split(max(1, TOKENIZED_AT_ONCE // length)):
-            ids = tokenizer.ids(tokenizer(s3_log_mel(speech.wave(starts, length))))
-            tokens[starts[:, None] + torch.arange(length, device=speech.device)] = ids.to(torch.int16)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    with full_precision():
+        for length in tqdm(lengths.unique().tolist(), desc="tokens", unit="length", mininterval=5):
+            members = speech.starts[lengths == length]
+            for starts in members.split(max(1, TOKENIZED_AT_ONCE // length)):
+                ids = tokenizer.ids(tokenizer(s3_log_mel(speech.wave(starts, length))))
+                tokens[starts[:, None] + torch.arange(length, device=speech.device)] = ids.to(torch.int16)
     return tokens.cpu().numpy()
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from common import audio
-from common.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO
+from common.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
 from common.hift import HiFTConfig, HiFTGenerator, split_weight_norm
 from common.hift.generator import Snake
 from scripts.voice_training.dataset import Speech
 from scripts.voice_training.discriminators import Discriminators
 from scripts.voice_training.pitch import fundamental
+from scripts.voice_training.resampling import upsampled
 from scripts.voice_training.training import Run, adamw, autocast, descend, prepare, trained
 
 CONFIG = HiFTConfig(channels=128, f0_channels=64, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
@@ -80,8 +81,10 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
             with autocast(speech.device):
                 judged = judges.loss(wave, made.detach())
             descend(judged, of_judges, clip=10.0)
+            judges.requires_grad_(False)  # half the work: only the waves' gradients are wanted
             with autocast(speech.device):
                 taken, alike = judges.generator_loss(wave, made)
+            judges.requires_grad_(True)
             loss = loss + JUDGED_WEIGHT * taken + ALIKE_WEIGHT * alike
         descend(loss, of_body, clip=10.0)
         run.losses(spectral=spectral.detach(), mel=of_mel.detach(), pitch=pitch_error.detach(), taken=taken.detach())
@@ -97,7 +100,7 @@ def draw(speech: Speech) -> tuple[Tensor, Tensor, Tensor]:
     """Random crops: waves (B, N) at 24 kHz, their mel (B, 80, T) and f0 (B, T)."""
     length = CROP_TOKENS + 2 * MARGIN_TOKENS
     starts = speech.random_starts(BATCH, length)
-    wave = audio.resample(speech.wave(starts, length), PROMPT_SAMPLE_RATE, SAMPLE_RATE)
+    wave = upsampled(speech.wave(starts, length))
     margin = MARGIN_TOKENS * TOKEN_MEL_RATIO
     inside = slice(margin, -margin)
     mel, f0 = audio.mel_spectrogram(wave)[:, :, inside], fundamental(wave)[:, inside]
