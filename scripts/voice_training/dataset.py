@@ -77,9 +77,13 @@ class Speech:
         return torch.minimum(starts, ends - length).clamp(min=0)
 
     @cached_property
+    def voice_count(self) -> int:
+        return int(self.voices.max()) + 1
+
+    @cached_property
     def _voice_ends(self) -> Tensor:
         """Token behind the last of each voice, (voices,)."""
-        lengths = torch.zeros(int(self.voices.max()) + 1, dtype=torch.int64, device=self.device)
+        lengths = torch.zeros(self.voice_count, dtype=torch.int64, device=self.device)
         return lengths.index_add(0, self.voices, self.utterances[:, 2]).cumsum(0)
 
     def wave(self, starts: Tensor, length: int) -> Tensor:

@@ -66,12 +66,6 @@ def _kaldi_filters(device: torch.device) -> tuple[Tensor, Tensor]:
     return filters.float().to(device), window.float().to(device)
 
 
-def random_speed() -> float:
-    """Below 1 a slower and deeper voice, above a faster and higher one; unchanged half of the time."""
-    speed = math.exp(math.log(SLOWEST) + float(torch.rand(())) * math.log(FASTEST / SLOWEST))
-    return speed if torch.rand(()) < 0.5 else 1.0
-
-
 def at_speed(wave: Tensor, samples: int) -> Tensor:
     """Waves (B, M), played within `samples`: (B, samples). Band-limited, by cutting or padding the spectrum."""
     spectrum = torch.fft.rfft(wave)

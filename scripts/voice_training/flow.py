@@ -8,6 +8,7 @@ Mel is not normalised, because the official flows' is not: the biases of the two
 """
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from common.flow import DiTFlow, UNetFlow
 from common.flow.dit import DiTEstimator
 from scripts.voice_training.dataset import Speech
 from scripts.voice_training.resampling import upsampled
-from scripts.voice_training.training import Run, adamw, autocast, descend, trained
+from scripts.voice_training.training import Recorded, Run, adamw, autocast, descend, trained
 
 CROP_TOKENS = (60, 100, 200, 400)  # up to 16 s: as long as a prompt and an utterance together
 BATCH_TOKENS = 12_800
@@ -73,11 +74,16 @@ def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: Speech, second
     flow.to(device).requires_grad_(True)  # the embedding too, which is built frozen
     optimizer = adamw(flow.parameters(), PEAK_RATE)
     run = Run(path, seconds, {"network": flow}, [optimizer])
-    for step, _ in enumerate(run):
-        batch = draw(speech)
-        matching, encoder = losses(flow, view, batch, streaming=step % 2 == 1)
+
+    def learn(tokens: int, streaming: bool) -> dict[str, Tensor]:
+        matching, encoder = losses(flow, view, draw(speech, tokens), streaming)
         descend(matching + ENCODER_WEIGHT * encoder, optimizer, clip=1.0)
-        run.losses(matching=matching.detach(), encoder=encoder.detach())
+        return {"matching": matching.detach(), "encoder": encoder.detach()}
+
+    recorded = Recorded(learn, device)
+    lengths = [min(length, len(speech.owner) // 2) for length in CROP_TOKENS]
+    for step, _ in enumerate(run):
+        run.losses(**recorded(random.choice(lengths), step % 2 == 1))
 
 
 def export(trained_path: Path, path: Path) -> None:
@@ -119,10 +125,8 @@ def losses(flow: DiTFlow | UNetFlow, view: View, batch: Batch, streaming: bool) 
     return matching, (mu - target).abs().mean() / MEL_DEVIATION
 
 
-def draw(speech: Speech) -> Batch:
-    """Random crops of one random length."""
-    T = CROP_TOKENS[int(torch.randint(len(CROP_TOKENS), ()))]
-    T = min(T, len(speech.owner) // 2)
+def draw(speech: Speech, T: int) -> Batch:
+    """Random crops of T tokens."""
     B, device = max(1, BATCH_TOKENS // T), speech.device
 
     def chance(share: float) -> Tensor:

@@ -5,6 +5,7 @@ embeddings that differ as voices do. Gain, tone and noise do not matter, as they
 """
 
 import math
+import random
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,16 @@ from torch import Tensor, nn
 from common.constants import MEL_BINS, SPEAKER_DIM
 from scripts.demo_model.speaker import write_campplus
 from scripts.voice_training.dataset import TOKEN_SAMPLES, Speech
-from scripts.voice_training.features import FASTEST, SLOWEST, as_recorded, at_speed, kaldi_fbank
+from scripts.voice_training.features import as_recorded, at_speed, kaldi_fbank
 from scripts.voice_training.flite import VOICES
-from scripts.voice_training.training import Run, adamw, autocast, descend, prepare, trained
+from scripts.voice_training.training import Recorded, Run, adamw, autocast, descend, prepare, trained
 
 FILE = "speaker.pt"
 CHANNELS = 96
 KERNELS = (5, 3, 3)  # convolution i is dilated by i + 1
-SPEEDS = 7
-BATCH = 128
-CROP_TOKENS = (25, 50, 75, 100)
+CROPS = (32, 80)  # tokens
+SPEEDS = (0.85, 0.9, 0.95, 1.0, 1.06, 1.12, 1.2)
+ROWS = 18  # of each speed
 PEAK_RATE = 2e-3
 SHARPNESS, MARGIN = 16.0, 0.15  # of the classes, whose logits are cosines
 EMBEDDED_AT_ONCE = 60_000  # tokens
@@ -59,11 +60,12 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     """Write speaker.pt, then speakers.npy."""
     speech = Speech.load(work, prepare(device, seed=4))
     network = SpeakerNetwork().to(speech.device)
-    classes = nn.Linear(SPEAKER_DIM, len(VOICES) * SPEEDS, bias=False).to(speech.device)
+    classes = nn.Linear(SPEAKER_DIM, len(VOICES) * len(SPEEDS), bias=False).to(speech.device)
     optimizer = adamw([*network.parameters(), *classes.parameters()], PEAK_RATE)
     run = Run(work / FILE, seconds, {"network": network, "classes": classes}, [optimizer])
-    for _ in run:
-        features, target = _draw(speech)
+
+    def learn(crop: int) -> dict[str, Tensor]:
+        features, target = _draw(speech, crop)
         with autocast(speech.device):
             embedding = network(features)
         cosine = F.normalize(embedding.float(), dim=1) @ F.normalize(classes.weight, dim=1).T
@@ -72,23 +74,30 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
         length = (embedding.norm(dim=1) / math.sqrt(SPEAKER_DIM) - 1).square().mean()
         loss = F.cross_entropy(SHARPNESS * (cosine - margin), target)
         descend(loss + 0.1 * length, optimizer, clip=1.0)
-        run.losses(classes=loss.detach(), hits=(cosine.argmax(1) == target).float().mean())
+        return {"classes": loss.detach(), "hits": (cosine.argmax(1) == target).float().mean()}
+
+    recorded = Recorded(learn, speech.device)
+    for _ in run:
+        run.losses(**recorded(random.choice(CROPS)))
     np.save(work / "speakers.npy", embed_utterances(load(work, speech.device), speech))
 
 
-def _draw(speech: Speech) -> tuple[Tensor, Tensor]:
-    """Features (B, T, 80) of crops at one speed, and the class (B,) of each: all voices equally often."""
-    level = int(torch.randint(SPEEDS, ()))
-    speed = SLOWEST * (FASTEST / SLOWEST) ** (level / (SPEEDS - 1))
-    length = CROP_TOKENS[int(torch.randint(len(CROP_TOKENS), ()))]
-    voice = torch.randint(int(speech.voices.max()) + 1, (BATCH,), device=speech.device)
+def _draw(speech: Speech, crop: int) -> tuple[Tensor, Tensor]:
+    """Features (B, T, 80) of crops, and the class (B,) of each: all voices equally often, at every speed."""
+    rows = len(SPEEDS) * ROWS
+    voice = torch.randint(speech.voice_count, (rows,), device=speech.device)
     first = torch.searchsorted(speech.voices.contiguous(), voice)
     count = torch.searchsorted(speech.voices.contiguous(), voice, right=True) - first
-    utterance = first + (torch.rand(BATCH, device=speech.device) * count).long()
-    starts = speech.starts[utterance].clamp(max=len(speech.owner) - length)
-    wave = at_speed(speech.wave(starts, length), round(length * TOKEN_SAMPLES / speed))
-    perturbed = torch.rand(BATCH, 1, device=speech.device) < PERTURBED
-    return kaldi_fbank(torch.where(perturbed, as_recorded(wave), wave)), voice * SPEEDS + level
+    utterance = first + (torch.rand(rows, device=speech.device) * count).long()
+    waves = []
+    for speed, chosen in zip(SPEEDS, utterance.split(ROWS), strict=True):
+        played = round(crop * speed)
+        starts = speech.starts[chosen].clamp(max=len(speech.owner) - played)
+        waves.append(at_speed(speech.wave(starts, played), crop * TOKEN_SAMPLES))
+    wave = torch.cat(waves)
+    perturbed = torch.rand(rows, 1, device=speech.device) < PERTURBED
+    level = torch.arange(rows, device=speech.device) // ROWS
+    return kaldi_fbank(torch.where(perturbed, as_recorded(wave), wave)), voice * len(SPEEDS) + level
 
 
 def load(work: Path, device: str | torch.device) -> SpeakerNetwork:

@@ -1,8 +1,12 @@
-"""What all stages share: a training run that ends by the clock, averages its weights, and goes on after a stop."""
+"""What all stages share: a training run that ends by the clock, averages its weights, and goes on after a stop.
 
+The networks are small, so that a GPU would wait for Python most of the time: steps are recorded as CUDA graphs.
+"""
+
+import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,20 +15,31 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+logger = logging.getLogger(__name__)
+
 SAVE_SECONDS = 60.0
 REPORT_STEPS = 50  # reading a loss waits for the device
 EMA_DECAY = 0.999
 WARM_UP = 0.03  # share of the time
 LAST_RATE = 0.03  # of the peak learning rate
+STEPS_BEFORE_RECORDING = (
+    3  # in which convolutions are tuned, transforms planned, constants and states of optimizers made
+)
 
 
 def prepare(device: str | torch.device, seed: int) -> torch.device:
-    """Fixed seeds; TF32 where the GPU has it, and its convolutions tuned to the few shapes that training has."""
+    """Fixed seeds; TF32 where the GPU has it, and its convolutions tuned to the few shapes that training has.
+
+    All work goes to one stream of its own, because the default stream cannot be recorded.
+    """
     torch.manual_seed(seed)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    return torch.device(device)
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(place))
+    return place
 
 
 def autocast(device: torch.device) -> AbstractContextManager[None]:
@@ -36,9 +51,12 @@ def adamw(
     parameters: Any, rate: float, betas: tuple[float, float] = (0.9, 0.98), weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
     """`rate`: the peak of the schedule that `Run` follows. Groups may have a rate of their own."""
-    return torch.optim.AdamW(
-        parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=torch.cuda.is_available()
-    )
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=weight_decay)
+    for group in optimizer.param_groups:
+        device = group["params"][0].device
+        if device.type == "cuda":  # the rate as a tensor, since a recorded number would never change
+            group.update(fused=True, capturable=True, foreach=False, lr=torch.tensor(group["lr"], device=device))
+    return optimizer
 
 
 def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float) -> None:
@@ -48,6 +66,43 @@ def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float) -> None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     torch.nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
+
+
+class Recorded:
+    """A training step whose shapes depend on its arguments alone, which take few values: a CUDA graph for each of them.
+
+    step: draws its batch, learns from it, and returns losses by name. It must not wait for the device, nor draw numbers
+    on the host: these would be the same ever after. On a CPU every step is simply taken.
+    """
+
+    enabled = True  # otherwise steps are simply taken on a GPU too
+
+    def __init__(self, step: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
+        self._step = step
+        self._records = self.enabled and device.type == "cuda"
+        self._taken: dict[tuple[Hashable, ...], int] = {}
+        self._graphs: dict[tuple[Hashable, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]] = {}
+        # One for all graphs: nothing but the losses of the step that was taken last is read outside of them.
+        self._memory = torch.cuda.graph_pool_handle() if self._records else None
+
+    def __call__(self, *key: Hashable) -> dict[str, Tensor]:
+        self._taken[key] = taken = self._taken.get(key, 0) + 1
+        if not self._records or taken <= STEPS_BEFORE_RECORDING:
+            return self._step(*key)
+        if key not in self._graphs:
+            self._graphs[key] = self._record(key)
+        graph, losses = self._graphs[key]
+        graph.replay()
+        return losses
+
+    def _record(self, key: tuple[Hashable, ...]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
+        begun = time.monotonic()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may copy data to the device meanwhile.
+        with torch.cuda.graph(graph, self._memory, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            losses = self._step(*key)
+        logger.info("recorded a step %s in %.1f s", key or "", time.monotonic() - begun)
+        return graph, losses
 
 
 class Run:
@@ -69,9 +124,9 @@ class Run:
         self._seconds = seconds
         self._networks = networks
         self._optimizers = optimizers
-        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-        self._source = dict(networks[averaged].named_parameters())
-        self._average = {name: parameter.detach().clone() for name, parameter in self._source.items()}
+        self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._source = {name: parameter.detach() for name, parameter in networks[averaged].named_parameters()}
+        self._average = {name: parameter.clone() for name, parameter in self._source.items()}
         self._spent = 0.0
         self._steps = 0
         self._losses: dict[str, Tensor] = {}
@@ -137,14 +192,17 @@ class Run:
         fall = 0.5 * (1 + math.cos(math.pi * max(0.0, self.share - WARM_UP) / (1 - WARM_UP)))
         for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * rise * (LAST_RATE + (1 - LAST_RATE) * fall)
+                rate = peak * rise * (LAST_RATE + (1 - LAST_RATE) * fall)
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
     @torch.no_grad()
     def _follow(self) -> None:
         self._steps += 1
         decay = min(EMA_DECAY, self._steps / (self._steps + 10))
-        parameters = [self._source[name].detach() for name in self._average]
-        torch._foreach_lerp_(list(self._average.values()), parameters, 1 - decay)
+        torch._foreach_lerp_(list(self._average.values()), [self._source[name] for name in self._average], 1 - decay)
 
     def _report(self) -> str:
         return " ".join(f"{name} {loss.item():.3f}" for name, loss in self._losses.items())
