@@ -44,11 +44,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, 
 
 import torch
 
+from scripts.voice_training.training import Recorded
+
 ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT = ROOT / "tests" / "assets" / "everyday_sentences.txt"  # one a line, which no network may have heard
 WHOLE = 18 * 60.0  # what the seconds below are of
 SECONDS = {"speech": 90.0, "tokenizer": 80.0, "speaker": 25.0, "more_speech": 240.0}
 EXPORT_SECONDS = 20.0
+POLL_SECONDS = 0.5
 NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # which share the rest of the time
 
 log = logging.getLogger("train_demo_voice")
@@ -128,6 +131,7 @@ class Processes:
 
     job: Job
     running: dict[str, subprocess.Popen] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def __enter__(self) -> "Processes":
         return self
@@ -139,23 +143,45 @@ class Processes:
 
     def start(self, stage: str, seconds: float) -> None:
         """Unless it is done."""
-        job = self.job
-        if job.is_done(stage):
+        if self.job.is_done(stage):
             return
+        self.seconds[stage] = seconds
+        self._launch(stage)
+
+    def wait(self, *stages: str) -> None:
+        """Until they have ended. RuntimeError where one failed, also when started once more.
+
+        A GPU that fails to record or to replay a step leaves a process in no state to go on. The second one takes its
+        steps one by one, from what the first one saved, and ends later by what the first one had not.
+        """
+        waiting, again, failed = [stage for stage in stages if stage in self.running], set(), []
+        while waiting:
+            for stage in list(waiting):
+                code = self.running[stage].poll()
+                if code and stage not in again:
+                    log.warning("%s: failed, goes on without recorded steps; see %s", stage, self._log(stage))
+                    again.add(stage)
+                    self._launch(stage, "--eager")
+                elif code is not None:
+                    waiting.remove(stage)
+                    del self.running[stage]
+                    failed += [stage] if code else []
+            time.sleep(POLL_SECONDS)
+        if failed:
+            raise RuntimeError(f"{', '.join(failed)} failed: see {self.job.work}/*.log")
+
+    def _launch(self, stage: str, *options: str) -> None:
+        job, seconds = self.job, self.seconds[stage]
         command = [sys.executable, str(Path(__file__).resolve()), "--stages", stage, "--seconds", f"{seconds:.0f}"]
-        command += ["--work", str(job.work), "--flite", str(job.flite), "--texts", str(job.texts)]
-        path = job.work / f"{stage}.log"
-        log.info("%s: %.0f s, log in %s", stage, seconds, path)
-        with path.open("ab") as output:
+        command += ["--work", str(job.work), "--flite", str(job.flite), "--texts", str(job.texts), *options]
+        log.info("%s: %.0f s, log in %s", stage, seconds, self._log(stage))
+        with self._log(stage).open("ab") as output:
             self.running[stage] = subprocess.Popen(
                 [*command, "--device", job.device], stdout=output, stderr=subprocess.STDOUT
             )
 
-    def wait(self, *stages: str) -> None:
-        """RuntimeError where one of them failed, once all have ended."""
-        failed = [stage for stage in stages if (process := self.running.pop(stage, None)) and process.wait()]
-        if failed:
-            raise RuntimeError(f"{', '.join(failed)} failed: see {self.job.work}/*.log")
+    def _log(self, stage: str) -> Path:
+        return self.job.work / f"{stage}.log"
 
 
 def train_all(job: Job, seconds: float) -> None:
@@ -194,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))  # several stages share the cores
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     job = Job(args.work, args.flite, args.texts, args.device)
+    Recorded.enabled = not args.eager
     try:
         if args.stages:
             for stage in args.stages:
@@ -219,6 +246,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="for each of --stages")
     parser.add_argument("--flite", type=Path, default=Path("/usr/lib"), help="folder under which libflite1 is")
     parser.add_argument("--texts", type=Path, default=Path("/"), help="root of the Debian packages with the texts")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
 

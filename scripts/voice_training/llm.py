@@ -1,6 +1,6 @@
 """Stage `llm`: a small Qwen2 that speaks text, alone or behind a prompt.
 
-It hears the utterances of `speech` and of `more_speech`, and each of them once more as another recording (see
+It hears the utterances of `speech` and of `more_speech`, and many of them once more as another recording (see
 llm_data.py). Dropout, and 8 % of the speech that it reads replaced at random, keep it from learning them by heart; the
 replaced ones also teach it to go on after a token that was drawn badly.
 """
@@ -26,7 +26,7 @@ from scripts.voice_training import tokenizer as speech_tokenizer
 from scripts.voice_training.dataset import INT16_SCALE, TOKEN_SAMPLES
 from scripts.voice_training.features import FASTEST, SLOWEST, as_recorded, at_speed, s3_log_mel
 from scripts.voice_training.llm_data import Sequences, Utterances, encoded, text_tokenizer
-from scripts.voice_training.training import Run, adamw, autocast, descend, prepare, trained
+from scripts.voice_training.training import Run, adamw, autocast, descend, heard_as_served, prepare, trained
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ HELD_OUT = 256  # utterances
 HELD_OUT_STEPS = 500
 WORKERS = 3
 RECORDINGS_AT_ONCE = 40_000  # tokens
+ALTERED_RECORDINGS = 0.4  # share of the utterances: enough for the prompts, and soon done
 
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
@@ -150,8 +151,11 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
     # All at once, since equal lengths are heard together.
     rows = torch.cat([torch.from_numpy(np.array(audio)).to(device) for _, audio in sources]).view(-1, TOKEN_SAMPLES)
     lengths = torch.from_numpy(spoken[:, 2]).to(device)
-    with speech_tokenizer.full_precision():
-        clean, altered = (_tokens(hear, rows, lengths, as_it_was) for as_it_was in (True, False))
+    with heard_as_served():
+        everyone = torch.arange(len(lengths), device=device)
+        clean = _tokens(hear, rows, lengths, everyone, as_it_was=True)
+        some = everyone[torch.rand(len(lengths), device=device) < ALTERED_RECORDINGS]
+        altered = _tokens(hear, rows, lengths, some, as_it_was=False)
     texts, joined = encoded(tokenizer, [sentences[line] for line in spoken[:, 0]])
     logger.info("llm: %d utterances, %.1f h", len(spoken), spoken[:, 2].sum() / 25 / 3600)
     starts, altered_starts = (np.cumsum([0, *map(len, speech)]) for speech in (clean, altered))
@@ -160,12 +164,13 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
     )
 
 
-@torch.no_grad()
-def _tokens(hear: speech_tokenizer.S3Tokenizer, rows: Tensor, lengths: Tensor, as_it_was: bool) -> list[np.ndarray]:
-    """Tokens of each utterance in the stream rows (T, 640) int16, or of other recordings of it."""
+def _tokens(
+    hear: speech_tokenizer.S3Tokenizer, rows: Tensor, lengths: Tensor, chosen: Tensor, as_it_was: bool
+) -> list[np.ndarray]:
+    """Tokens of each utterance in the stream rows (T, 640) int16 that is chosen, or of another recording of it."""
     starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
-    for length in tqdm(lengths.unique().tolist(), desc="recordings to tokens", unit="length", mininterval=5):
-        for members in (lengths == length).nonzero()[:, 0].split(max(1, RECORDINGS_AT_ONCE // length)):
+    for length in tqdm(lengths[chosen].unique().tolist(), desc="recordings to tokens", unit="length", mininterval=5):
+        for members in chosen[lengths[chosen] == length].split(max(1, RECORDINGS_AT_ONCE // length)):
             places = starts[members, None] + torch.arange(length, device=rows.device)
             wave = rows[places].flatten(1).float() * INT16_SCALE
             if not as_it_was:

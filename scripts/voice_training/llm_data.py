@@ -77,7 +77,7 @@ def cased(sentence: str, rng: random.Random) -> str:
 class Utterances:
     """Utterances u = 0..U-1: text ids `texts[u]`, the same behind a blank `joined[u]`, and their speech.
 
-    tokens: speech ids of all, one behind another; altered: the same of perturbed recordings. Those of u are
+    tokens: speech ids of all, one behind another; altered: those of perturbed recordings of some. Those of u are
     `tokens[starts[u]:starts[u + 1]]`, `altered[altered_starts[u]:altered_starts[u + 1]]`. voices: (U,).
     """
 
@@ -163,8 +163,9 @@ class Sequences(IterableDataset):
     def _prompt(self, u: int, rng: np.random.Generator) -> tuple[Ids, bool]:
         """The speech of a prompt, and whether it is as it was."""
         kind = rng.random()
-        if kind < ALTERED:
-            return self._utterances.altered_speech(u), False
+        altered = self._utterances.altered_speech(u)
+        if kind < ALTERED and len(altered):
+            return altered, False
         speech = self._utterances.speech(u)
         return (self._damaged(speech, rng), False) if kind < ALTERED + DAMAGED else (speech, True)
 

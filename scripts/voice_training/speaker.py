@@ -18,7 +18,7 @@ from scripts.demo_model.speaker import write_campplus
 from scripts.voice_training.dataset import TOKEN_SAMPLES, Speech
 from scripts.voice_training.features import as_recorded, at_speed, kaldi_fbank
 from scripts.voice_training.flite import VOICES
-from scripts.voice_training.training import Recorded, Run, adamw, autocast, descend, prepare, trained
+from scripts.voice_training.training import Recorded, Run, adamw, autocast, descend, heard_as_served, prepare, trained
 
 FILE = "speaker.pt"
 CHANNELS = 96
@@ -108,14 +108,14 @@ def load(work: Path, device: str | torch.device) -> SpeakerNetwork:
     return network.to(device).eval()
 
 
-@torch.no_grad()
 def embed_utterances(network: SpeakerNetwork, speech: Speech) -> np.ndarray:
     """(U, 192)."""
     lengths = speech.utterances[:, 2]
     vectors = torch.zeros(len(lengths), SPEAKER_DIM, device=speech.device)
-    for length in lengths.unique().tolist():
-        for members in (lengths == length).nonzero()[:, 0].split(max(1, EMBEDDED_AT_ONCE // length)):
-            vectors[members] = network(kaldi_fbank(speech.wave(speech.starts[members], length)))
+    with heard_as_served():
+        for length in lengths.unique().tolist():
+            for members in (lengths == length).nonzero()[:, 0].split(max(1, EMBEDDED_AT_ONCE // length)):
+                vectors[members] = network(kaldi_fbank(speech.wave(speech.starts[members], length)))
     return vectors.cpu().numpy()
 
 

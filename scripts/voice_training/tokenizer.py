@@ -7,8 +7,6 @@ Input is perturbed (speed, gain, tone, noise), the mel to tell is not, so that r
 
 import logging
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,7 @@ from scripts.demo_model.speech_tokenizer import FSMN_KERNEL, HEAD_DIM, N_MELS, T
 from scripts.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES, Speech
 from scripts.voice_training.features import as_recorded, at_speed, s3_log_mel
 from scripts.voice_training.flite import PHONES, VOICES
-from scripts.voice_training.training import Recorded, Run, adamw, autocast, descend, prepare, trained
+from scripts.voice_training.training import Recorded, Run, adamw, autocast, descend, heard_as_served, prepare, trained
 
 logger = logging.getLogger(__name__)
 
@@ -212,19 +210,10 @@ def load(work: Path, device: str | torch.device) -> S3Tokenizer:
     return tokenizer.to(device).eval()
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """For tokens that count: a rounding of another kind would change a few of them, and serving has none."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-
-
-@torch.no_grad()
 def tokenize_utterances(tokenizer: S3Tokenizer, speech: Speech) -> np.ndarray:
     """Tokens (T,) int16 of the whole stream, each utterance heard on its own; equal lengths together."""
     lengths, tokens = speech.utterances[:, 2], torch.zeros(len(speech.owner), dtype=torch.int16, device=speech.device)
-    with full_precision():
+    with heard_as_served():
         for length in tqdm(lengths.unique().tolist(), desc="tokens", unit="length", mininterval=5):
             members = speech.starts[lengths == length]
             for starts in members.split(max(1, TOKENIZED_AT_ONCE // length)):

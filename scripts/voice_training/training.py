@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +47,39 @@ def autocast(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
+@contextmanager
+def heard_as_served() -> Iterator[None]:
+    """For what trained networks say of all speech: a rounding of another kind would change a few tokens, and serving
+    has none. Nor is it worth tuning convolutions to each of hundreds of lengths."""
+    backends = torch.backends
+    tf32 = backends.cuda.matmul.allow_tf32
+    backends.cuda.matmul.allow_tf32 = False
+    try:
+        with backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False), torch.no_grad():
+            yield
+    finally:
+        backends.cuda.matmul.allow_tf32 = tf32
+
+
 def adamw(
     parameters: Any, rate: float, betas: tuple[float, float] = (0.9, 0.98), weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
     """`rate`: the peak of the schedule that `Run` follows. Groups may have a rate of their own."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=True)
     for group in optimizer.param_groups:
         device = group["params"][0].device
-        if device.type == "cuda":  # the rate as a tensor, since a recorded number would never change
-            group.update(fused=True, capturable=True, foreach=False, lr=torch.tensor(group["lr"], device=device))
+        # A tensor, because a recorded number would stay what it was.
+        group.update(lr=torch.tensor(group["lr"], device=device), capturable=device.type == "cuda")
     return optimizer
 
 
 def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float) -> None:
-    """One step down the gradient, whose norm is cut off at `clip`."""
+    """One step down the gradient, whose norm is cut off at `clip`; none where it is not finite."""
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    torch.nn.utils.clip_grad_norm_(parameters, clip)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
+    optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # which the fused kernel looks at
     optimizer.step()
 
 
@@ -192,11 +207,7 @@ class Run:
         fall = 0.5 * (1 + math.cos(math.pi * max(0.0, self.share - WARM_UP) / (1 - WARM_UP)))
         for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                rate = peak * rise * (LAST_RATE + (1 - LAST_RATE) * fall)
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+                group["lr"].fill_(peak * rise * (LAST_RATE + (1 - LAST_RATE) * fall))
 
     @torch.no_grad()
     def _follow(self) -> None:
