@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.constants import PROMPT_SAMPLE_RATE
 from scripts.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
 
 # The demo's two voices first; the others make what is learned less particular.
@@ -13,7 +14,6 @@ PHONES = (
     "pau aa ae ah ao aw ax ay b ch d dh eh er ey f g hh ih iy jh k l m n ng ow oy p r s sh t th uh uw v w y z zh"
 ).split()
 PHONE_RATE = 100
-SAMPLE_RATE = 16_000
 
 # name: (type of the result, types of the arguments)
 _FUNCTIONS = {
@@ -73,8 +73,8 @@ class Flite:
         utterance = lib.flite_synth_text(text.encode("ascii"), self._voices[voice])
         try:
             wave = lib.utt_wave(utterance).contents
-            if wave.sample_rate != SAMPLE_RATE:
-                raise ValueError(f"voice {VOICES[voice]} speaks at {wave.sample_rate} Hz, not {SAMPLE_RATE}")
+            if wave.sample_rate != PROMPT_SAMPLE_RATE:
+                raise ValueError(f"voice {VOICES[voice]} speaks at {wave.sample_rate} Hz, not {PROMPT_SAMPLE_RATE}")
             tokens = -(-wave.samples // TOKEN_SAMPLES)
             samples = np.zeros(tokens * TOKEN_SAMPLES, np.int16)
             samples[: wave.samples] = np.ctypeslib.as_array(wave.data, (wave.samples,))
