@@ -19,9 +19,9 @@ The recipe, as stages; each learns from what the ones before it left in the work
     llm           Qwen2: text, alone or with a prompt, to speech tokens
     export        the checkpoint
 
-The first ones run one after another, then the last four networks at the same time on one GPU, each a process of its
-own with a log in the working folder. Training ends by the clock: what --minutes leaves of the time is theirs. Run
-again, a stage that is done is passed over and one that was interrupted goes on; --stages runs a stage in any case.
+Each is a process of its own with a log in the working folder, started once what it needs is there: the last four
+networks are trained at the same time on one GPU. Training ends by the clock, within --minutes in all. Run again, a stage
+that is done is passed over and one that was interrupted goes on; --stages runs a stage in any case.
 
 Text comes from Debian's packages (see voice_training/corpus.py) under /, or under --texts. flite is Debian's libflite1,
 installed or unpacked (`dpkg -x`) under --flite. On a machine without a network both are brought there as files, the
@@ -49,10 +49,20 @@ from scripts.voice_training.training import Recorded
 ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT = ROOT / "tests" / "assets" / "everyday_sentences.txt"  # one a line, which no network may have heard
 WHOLE = 18 * 60.0  # what the seconds below are of
-SECONDS = {"speech": 90.0, "tokenizer": 80.0, "speaker": 25.0, "more_speech": 240.0}
+SECONDS = {
+    "speech": 80.0,
+    "tokenizer": 75.0,
+    "speaker": 25.0,
+    "more_speech": 220.0,
+    # The vocoder has all the time that is left, and in the end the GPU for itself: it decides more than the others how
+    # well the voice is understood.
+    "flow_dit": 480.0,
+    "flow_unet": 480.0,
+    "llm": 620.0,
+}
 EXPORT_SECONDS = 20.0
 POLL_SECONDS = 0.5
-NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # which share the rest of the time
+NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # which share the GPU
 
 log = logging.getLogger("train_demo_voice")
 
@@ -132,6 +142,7 @@ class Processes:
     job: Job
     running: dict[str, subprocess.Popen] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    again: set[str] = field(default_factory=set)
 
     def __enter__(self) -> "Processes":
         return self
@@ -154,19 +165,17 @@ class Processes:
         A GPU that fails to record or to replay a step leaves a process in no state to go on. The second one takes its
         steps one by one, from what the first one saved, and ends later by what the first one had not.
         """
-        waiting, again, failed = [stage for stage in stages if stage in self.running], set(), []
-        while waiting:
-            for stage in list(waiting):
-                code = self.running[stage].poll()
-                if code and stage not in again:
+        waiting = [stage for stage in stages if stage in self.running]
+        while True:
+            for stage, process in list(self.running.items()):  # those too that are not waited for
+                if process.poll() and stage not in self.again:
                     log.warning("%s: failed, goes on without recorded steps; see %s", stage, self._log(stage))
-                    again.add(stage)
+                    self.again.add(stage)
                     self._launch(stage, "--eager")
-                elif code is not None:
-                    waiting.remove(stage)
-                    del self.running[stage]
-                    failed += [stage] if code else []
+            if all(self.running[stage].poll() is not None for stage in waiting):
+                break
             time.sleep(POLL_SECONDS)
+        failed = [stage for stage in waiting if self.running.pop(stage).returncode]
         if failed:
             raise RuntimeError(f"{', '.join(failed)} failed: see {self.job.work}/*.log")
 
@@ -189,25 +198,25 @@ def train_all(job: Job, seconds: float) -> None:
     deadline = time.monotonic() + seconds - EXPORT_SECONDS
     share = min(1.0, seconds / WHOLE)
 
-    def left() -> float:
-        return max(1.0, deadline - time.monotonic())
+    def left(stage: str | None = None) -> float:
+        """For a stage that starts now."""
+        until_end = max(1.0, deadline - time.monotonic())
+        return min(until_end, SECONDS[stage] * share) if stage else until_end
 
     job.work.mkdir(parents=True, exist_ok=True)
     with Processes(job) as processes:
         if not (job.work / "sentences.txt").is_file():
             job.run("corpus", 0)
-        processes.start("speech", SECONDS["speech"] * share)
+        processes.start("speech", left("speech"))
         processes.wait("speech")
-        # The vocoder needs nothing but speech, and decides more than the others how well it is understood.
-        processes.start("vocoder", left())
-        processes.start("more_speech", SECONDS["more_speech"] * share)
-        for stage in ("tokenizer", "speaker"):
-            processes.start(stage, SECONDS[stage] * share)
+        processes.start("vocoder", left())  # which needs nothing else
+        for stage in ("more_speech", "tokenizer", "speaker"):
+            processes.start(stage, left(stage))
         processes.wait("tokenizer", "speaker")
         for stage in ("flow_dit", "flow_unet"):
-            processes.start(stage, left())
+            processes.start(stage, left(stage))
         processes.wait("more_speech")
-        processes.start("llm", left())
+        processes.start("llm", left("llm"))
         try:
             processes.wait(*NETWORKS)
         finally:  # what is trained is worth having

@@ -151,11 +151,12 @@ def draw(speech: Speech) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def render(hift: HiFTGenerator, mel: Tensor, f0: Tensor) -> Tensor:
-    """mel (B, 80, T), f0 (B, T) -> waves (B, N); the source in full precision, as it is served."""
+    """mel (B, 80, T), f0 (B, T) -> waves (B, N).
+
+    No bfloat16: quiet sounds are what is left of large parts that cancel out, and its rounding would be louder.
+    """
     B, T = f0.shape
-    source = hift.source(f0, torch.randn(B, T * HOP_SAMPLES, CONFIG.harmonics + 1, device=f0.device))
-    with autocast(f0.device):
-        return hift.decode(mel, source)
+    return hift.decode(mel, hift.source(f0, torch.randn(B, T * HOP_SAMPLES, CONFIG.harmonics + 1, device=f0.device)))
 
 
 def pitch_loss(predicted: Tensor, f0: Tensor) -> Tensor:
