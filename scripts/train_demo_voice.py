@@ -20,8 +20,8 @@ The recipe, as stages; each learns from what the ones before it left in the work
     export        the checkpoint
 
 Each is a process of its own with a log in the working folder, started once what it needs is there: the last four
-networks are trained at the same time on one GPU. Training ends by the clock, within --minutes in all. Run again, a stage
-that is done is passed over and one that was interrupted goes on; --stages runs a stage in any case.
+networks are trained at the same time on one GPU. Training ends by the clock, within --minutes in all. Run again, a
+stage that is done is passed over and one that was interrupted goes on; --stages runs a stage in any case.
 
 Text comes from Debian's packages (see voice_training/corpus.py) under /, or under --texts. flite is Debian's libflite1,
 installed or unpacked (`dpkg -x`) under --flite. On a machine without a network both are brought there as files, the
@@ -60,7 +60,7 @@ SECONDS = {
     "flow_unet": 480.0,
     "llm": 620.0,
 }
-EXPORT_SECONDS = 20.0
+EXPORT_SECONDS = 30.0  # and for starting processes
 POLL_SECONDS = 0.5
 NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # which share the GPU
 

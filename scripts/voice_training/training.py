@@ -5,6 +5,7 @@ The networks are small, so that a GPU would wait for Python most of the time: st
 
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -33,6 +34,7 @@ def prepare(device: str | torch.device, seed: int) -> torch.device:
     All work goes to one stream of its own, because the default stream cannot be recorded.
     """
     torch.manual_seed(seed)
+    random.seed(seed)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
