@@ -1,5 +1,6 @@
 """Training of the sound networks, for moments, on speech that is none; and their files, as they are served."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import torch
 from common.constants import HOP_SAMPLES, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from common.flow import load_dit_flow, load_unet_flow
 from common.hift import HiFTGenerator, load_hift
+from scripts.demo_model.llm import Sizes
 from scripts.voice_training import flow, flow_dit, flow_unet, vocoder
 from scripts.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
 from scripts.voice_training.pitch import fundamental
-from scripts.voice_training.training import trained
+from scripts.voice_training.qwen2 import Qwen2
+from scripts.voice_training.training import STEPS_BEFORE_RECORDING, Recorded, adamw, descend, trained
 
 UTTERANCES, TOKENS = 8, 40
 
@@ -78,3 +81,63 @@ def test_the_vocoder_is_trained_and_served(work: Path, monkeypatch: pytest.Monke
         found = served.decode(mel, served.source(f0, noise))
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
     torch.testing.assert_close(served.f0(mel), network.f0(mel).detach(), atol=1.0, rtol=5e-3)
+
+
+def test_the_trained_qwen2_is_that_of_transformers() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = Sizes(hidden=48, layers=2, heads=6, kv_heads=2, mlp=32, tied=True, rope_theta=10_000.0)
+    config = Qwen2Config(
+        vocab_size=100,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.mlp,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+        tie_word_embeddings=sizes.tied,
+    )
+    ours, theirs = Qwen2(sizes, 100, dropout=0.1).eval(), Qwen2ForCausalLM(config).eval()
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected
+    ids = torch.randint(100, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_steps_without_a_finite_gradient_are_left_out() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = adamw([weight], 0.1)
+    descend((weight * torch.nan).sum(), optimizer, clip=1.0)
+    assert weight.tolist() == [1, 1, 1]
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    descend(weight.sum(), optimizer, clip=1.0)
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.5), atol=0.01, rtol=0)
+
+
+def test_a_step_is_recorded_once_for_each_of_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    replayed: list[object] = []
+
+    class Graph:
+        def replay(self) -> None:
+            replayed.append(self)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+
+    def step(name: str) -> dict[str, torch.Tensor]:
+        taken.append(name)
+        return {name: torch.zeros(())}
+
+    recorded = Recorded(step, torch.device("cuda"))
+    for _ in range(STEPS_BEFORE_RECORDING + 4):
+        for name in "ab":
+            assert recorded(name).keys() == {name}
+    assert sorted(taken) == sorted("ab" * (STEPS_BEFORE_RECORDING + 1))
+    assert len(replayed) == 2 * 4 and len(set(replayed)) == 2
+    assert not Recorded(step, torch.device("cpu"))("c")["c"] and len(replayed) == 8

@@ -10,13 +10,11 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -26,13 +24,13 @@ from scripts.voice_training import tokenizer as speech_tokenizer
 from scripts.voice_training.dataset import INT16_SCALE, TOKEN_SAMPLES
 from scripts.voice_training.features import FASTEST, SLOWEST, as_recorded, at_speed, s3_log_mel
 from scripts.voice_training.llm_data import Sequences, Utterances, encoded, text_tokenizer
-from scripts.voice_training.training import Run, adamw, autocast, descend, heard_as_served, prepare, trained
+from scripts.voice_training.qwen2 import Qwen2
+from scripts.voice_training.training import Recorded, Run, adamw, autocast, descend, heard_as_served, prepare, trained
 
 logger = logging.getLogger(__name__)
 
 FILE, TOKENIZER_FILE = "llm.pt", "llm_tokenizer.json"
 SIZES = Sizes(hidden=192, layers=7, heads=6, kv_heads=2, mlp=448, tied=True, rope_theta=10_000.0)
-MOST_POSITIONS = 4096
 PEAK_RATE, WEIGHT_DECAY = 2e-3, 0.05
 DROPOUT = 0.1
 REPLACED = 0.08
@@ -61,13 +59,13 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     data = Sequences(utterances, tokenizer, everyone[held:], seed=1)
     batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=place.type == "cuda"))
     left = max(1.0, seconds - (time.monotonic() - begun))  # hearing all the speech takes its time
-    network = build(tokenizer.get_vocab_size())
+    network = Qwen2(SIZES, tokenizer.get_vocab_size(), DROPOUT)
     fit(work / FILE, network, data.offset, batches, held_out, left, place)
 
 
 def fit(
     path: Path,
-    network: Any,
+    network: Qwen2,
     offset: int,
     batches: Iterator[tuple[Tensor, Tensor]],
     held_out: list[tuple[Tensor, Tensor]],
@@ -78,50 +76,36 @@ def fit(
     network.to(device).train()
     optimizer = adamw(network.parameters(), PEAK_RATE, weight_decay=WEIGHT_DECAY)
     run = Run(path, seconds, {"network": network}, [optimizer])
+    given: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # where a recorded step finds its batch
+
+    def learn(shape: torch.Size) -> dict[str, Tensor]:
+        ids, foretold = given[shape]
+        loss, size = losses(network, _damaged(ids, offset), ids, foretold)
+        descend(loss + LOGIT_WEIGHT * size, optimizer, clip=1.0)
+        return {"foretold": loss.detach(), "size": size.detach()}
+
+    recorded = Recorded(learn, device)
     held = torch.zeros(())
     for step, _ in enumerate(run):
         if step % HELD_OUT_STEPS == 0:
             held = _held_out_loss(network, held_out, device)
-        ids, foretold = (tensor.to(device, non_blocking=True) for tensor in next(batches))
-        loss, size = losses(network, _damaged(ids, offset), ids, foretold)
-        descend(loss + LOGIT_WEIGHT * size, optimizer, clip=1.0)
-        run.losses(foretold=loss.detach(), size=size.detach(), held_out=held)
+        batch = next(batches)
+        shape = batch[0].shape
+        if shape not in given:
+            given[shape] = (batch[0].to(device), batch[1].to(device))
+        for place, tensor in zip(given[shape], batch, strict=True):
+            place.copy_(tensor, non_blocking=True)
+        run.losses(**recorded(shape), held_out=held)
 
 
-def build(vocabulary: int) -> Any:
-    """transformers' Qwen2, with dropout behind each residual branch, which it has no option for."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=SIZES.hidden,
-        intermediate_size=SIZES.mlp,
-        num_hidden_layers=SIZES.layers,
-        num_attention_heads=SIZES.heads,
-        num_key_value_heads=SIZES.kv_heads,
-        max_position_embeddings=MOST_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": SIZES.rope_theta},
-        tie_word_embeddings=SIZES.tied,
-        initializer_range=0.05,
-        use_cache=False,
-    )
-    network = Qwen2ForCausalLM(config)
-    for layer in network.model.layers:
-        for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            branch.register_forward_hook(lambda module, _, output: F.dropout(output, DROPOUT, module.training))
-    return network
-
-
-def losses(network: Any, read: Tensor, ids: Tensor, foretold: Tensor) -> tuple[Tensor, Tensor]:
+def losses(network: Qwen2, read: Tensor, ids: Tensor, foretold: Tensor) -> tuple[Tensor, Tensor]:
     """Cross entropy of the ids (B, L) that are to be foretold from those read, and the size of the logits."""
-    targets = foretold[:, 1:]
     with autocast(ids.device):
-        embedded = F.dropout(network.get_input_embeddings()(read), DROPOUT, network.training)
-        hidden = network.model(inputs_embeds=embedded).last_hidden_state
-        logits = network.lm_head(hidden[:, :-1][targets]).float()
+        logits = network(read[:, :-1]).float()
     total = logits.logsumexp(-1)
-    chosen = logits.gather(1, ids[:, 1:][targets][:, None])[:, 0]
-    return (total - chosen).mean(), total.square().mean()
+    chosen = logits.gather(-1, ids[:, 1:, None])[..., 0]
+    weight = foretold[:, 1:] / foretold[:, 1:].sum()
+    return ((total - chosen) * weight).sum(), (total.square() * weight).sum()
 
 
 def _damaged(ids: Tensor, first: int) -> Tensor:
@@ -132,7 +116,7 @@ def _damaged(ids: Tensor, first: int) -> Tensor:
 
 
 @torch.no_grad()
-def _held_out_loss(network: nn.Module, held_out: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+def _held_out_loss(network: Qwen2, held_out: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
     network.eval()
     found = [losses(network, ids.to(device), ids.to(device), foretold.to(device))[0] for ids, foretold in held_out]
     network.train()
@@ -183,6 +167,6 @@ def _tokens(
 
 def export(work: Path, directory: Path) -> None:
     """The checkpoint's LLM directory, float16."""
-    weights = {name: value.half() for name, value in trained(work / FILE).items() if name != "lm_head.weight"}
+    weights = {name: value.half() for name, value in trained(work / FILE).items()}
     weights["model.norm.weight"] = (SHARPNESS * trained(work / FILE)["model.norm.weight"]).half()
     save_llm(directory, Tokenizer.from_file(str(work / TOKENIZER_FILE)), SIZES, weights)

@@ -8,6 +8,7 @@ nothing is learned but what follows it.
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,6 @@ MOST_SPEECH = 700  # tokens of a sequence
 WITH_PROMPT = 0.7  # share of the sequences of several utterances
 ALTERED, DAMAGED = 0.35, 0.3  # shares of the prompts
 BATCH_TOKENS = 40_000
-DRAWN_AT_ONCE = 600  # sequences, of which those of like lengths make a batch
 
 Ids = np.ndarray
 
@@ -110,7 +110,10 @@ def encoded(tokenizer: Tokenizer, sentences: Sequence[str]) -> tuple[list[Ids], 
 
 
 class Sequences(IterableDataset):
-    """Batches without end: ids (B, L) int64 and which of them are to be foretold (B, L) bool, padded at the right."""
+    """Batches without end: ids (B, L) int64 and which of them are to be foretold (B, L) bool, padded at the right.
+
+    L takes few values, and B follows from it.
+    """
 
     def __init__(self, utterances: Utterances, tokenizer: Tokenizer, members: np.ndarray, seed: int) -> None:
         """members: the utterances to draw from. `offset`: id of the first speech token."""
@@ -126,11 +129,13 @@ class Sequences(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = torch.utils.data.get_worker_info()
         rng = np.random.default_rng((self._seed, worker.id if worker else 0))
+        waiting: defaultdict[int, list[tuple[Ids, np.ndarray]]] = defaultdict(list)  # by their length with padding
         while True:
-            drawn = sorted((self.draw(rng) for _ in range(DRAWN_AT_ONCE)), key=lambda pair: len(pair[0]))
-            batches = list(_batches(drawn))
-            for index in rng.permutation(len(batches)):
-                yield _padded(batches[index])
+            sequence = self.draw(rng)
+            length = _padded_length(len(sequence[0]))
+            waiting[length].append(sequence)
+            if len(waiting[length]) == max(1, BATCH_TOKENS // length):
+                yield _padded(waiting.pop(length), length)
 
     def draw(self, rng: np.random.Generator) -> tuple[Ids, np.ndarray]:
         """One sequence: ids (L,), and which are foretold (L,)."""
@@ -181,18 +186,13 @@ class Sequences(IterableDataset):
         return damaged[: length - rng.integers(0, 5)] if length > 20 else damaged
 
 
-def _batches(drawn: Sequence[tuple[Ids, np.ndarray]]) -> Iterator[Sequence[tuple[Ids, np.ndarray]]]:
-    """Sequences ascending in length -> batches of at most BATCH_TOKENS with their padding."""
-    begin = 0
-    for end in range(1, len(drawn) + 1):
-        if end == len(drawn) or (end + 1 - begin) * len(drawn[end][0]) > BATCH_TOKENS:
-            yield drawn[begin:end]
-            begin = end
+def _padded_length(length: int) -> int:
+    step = 32 if length <= 256 else 64 if length <= 512 else 128
+    return -(-length // step) * step
 
 
-def _padded(batch: Sequence[tuple[Ids, np.ndarray]]) -> tuple[Tensor, Tensor]:
-    longest = -(-max(len(ids) for ids, _ in batch) // 32) * 32  # few different shapes
-    ids, foretold = np.zeros((len(batch), longest), np.int64), np.zeros((len(batch), longest), bool)
+def _padded(batch: Sequence[tuple[Ids, np.ndarray]], length: int) -> tuple[Tensor, Tensor]:
+    ids, foretold = np.zeros((len(batch), length), np.int64), np.zeros((len(batch), length), bool)
     for row, (sequence, targets) in enumerate(batch):
         ids[row, : len(sequence)], foretold[row, : len(sequence)] = sequence, targets
     return torch.from_numpy(ids), torch.from_numpy(foretold)

@@ -24,7 +24,7 @@ from scripts.voice_training.training import Recorded, Run, adamw, autocast, desc
 CONFIG = HiFTConfig(channels=128, f0_channels=64, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
 FILE = "hift.pt"
 CROP_TOKENS, MARGIN_TOKENS, BATCH = 20, 2, 32  # a margin on both sides, so that mel and pitch have their context
-PEAK_RATE, JUDGES_RATE, PITCH_RATE = 2e-3, 4e-4, 1e-3
+PEAK_RATE, JUDGES_RATE, PITCH_RATE = 1.5e-3, 4e-4, 1e-3
 BETAS = (0.8, 0.99)
 HERTZ_RATE = 100  # the pitch predictor's last layer gives Hz, so its weights are that much larger than others
 JUDGED_FROM = 0.45  # share of the time
