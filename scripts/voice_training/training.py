@@ -174,7 +174,7 @@ class Run:
                     saved = now
             bar.set_postfix_str(self._report())
         self.save()
-        tqdm.write(f"{self._path.stem}: {self._steps} steps, {self._report()}")
+        tqdm.write(f"{self._path.stem}: {self._report()}")
 
     def losses(self, **losses: Tensor) -> None:
         """Those of this step, for the progress bar."""
@@ -218,7 +218,7 @@ class Run:
         torch._foreach_lerp_(list(self._average.values()), [self._source[name] for name in self._average], 1 - decay)
 
     def _report(self) -> str:
-        return " ".join(f"{name} {loss.item():.3f}" for name, loss in self._losses.items())
+        return " ".join([f"{self._steps} steps", *(f"{name} {loss.item():.3f}" for name, loss in self._losses.items())])
 
 
 def trained(path: Path) -> dict[str, Tensor]:
