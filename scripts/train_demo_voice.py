@@ -58,7 +58,7 @@ SECONDS = {
     # well the voice is understood.
     "flow_dit": 480.0,
     "flow_unet": 480.0,
-    "llm": 620.0,
+    "llm": 500.0,
 }
 EXPORT_SECONDS = 30.0  # and for starting processes
 POLL_SECONDS = 0.5

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 LLM_DIR, UNET_DIR, DIT_DIR = "cosyvoice2_llm", "CosyVoice2-0.5B", "Step-Audio-2-mini/token2wav"
 DEMO_VOICES = VOICES[:2]
-VOICE_SECONDS = (5.0, 7.0)
+VOICE_SECONDS = (5.0, 6.5)
 VOICE_WORDS = 12
 
 # What is written of which trained file.
