@@ -56,8 +56,8 @@ SECONDS = {
     "more_speech": 220.0,
     # The vocoder has all the time that is left, and in the end the GPU for itself: it decides more than the others how
     # well the voice is understood.
-    "flow_dit": 480.0,
-    "flow_unet": 480.0,
+    "flow_dit": 450.0,
+    "flow_unet": 450.0,
     "llm": 500.0,
 }
 EXPORT_SECONDS = 30.0  # and for starting processes
