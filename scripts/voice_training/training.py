@@ -116,8 +116,13 @@ class Recorded:
         begun = time.monotonic()
         graph = torch.cuda.CUDAGraph()
         # Other threads may copy data to the device meanwhile.
-        with torch.cuda.graph(graph, self._memory, torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            losses = self._step(*key)
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, self._memory, stream, capture_error_mode="thread_local"):
+                losses = self._step(*key)
+        except RuntimeError:
+            logger.exception("a step %s cannot be recorded", key or "")
+            raise
         logger.info("recorded a step %s in %.1f s", key or "", time.monotonic() - begun)
         return graph, losses
 
