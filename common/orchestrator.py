@@ -1,5 +1,6 @@
 """The Triton models `cosyvoice2` and `cosyvoice2_dit`, which differ in their vocoder."""
 
+import gc
 import json
 import time
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class OrchestratorModel:
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
         )
         self._published = Published(self._orchestrator.stats.values, args)
+        gc.freeze()  # what was loaded stays: looking through it again and again takes a twentieth of a busy process
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
