@@ -169,7 +169,7 @@ class Token2WavConfig(ModelConfig):
     of prompt): those that are spoken in, which it limits, and as many others as there is room for.
     `flow_runtime`: what computes the flow's estimator, see docs/accelerators.md; "auto" needs no files beside
     the checkpoint. `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16
-    on a GPU, float32 on a CPU.
+    on a GPU, float32 on a CPU, but bfloat16 for a flow in torch on a CPU that has it.
     """
 
     model_dir: str

@@ -13,7 +13,6 @@ Both models read the official ONNX files, at any size. Checking a recording is `
 
 import hashlib
 import logging
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from common.constants import (
     SPEECH_VOCAB,
     TOKEN_MEL_RATIO,
 )
+from common.stand_in import torchaudio_or_stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -208,21 +208,8 @@ def _only_file(model_dir: str | Path, pattern: str) -> Path:
 
 
 def import_s3tokenizer() -> ModuleType:
-    """The package s3tokenizer, with or without torchaudio.
-
-    It imports torchaudio for its file loader only, which we do not use. torchaudio's wheel does not load beside a
-    CPU build of torch, so CPU machines have none: an empty module stands in during the import and no longer, because
-    other packages look torchaudio up to decide what they offer.
-    """
-    try:
-        import torchaudio  # noqa: F401  # the real one where it works
-    except (ImportError, OSError, RuntimeError):  # not there, or built for another torch
-        sys.modules["torchaudio"] = ModuleType("torchaudio")
-        try:
-            import s3tokenizer
-        finally:
-            del sys.modules["torchaudio"]
-    else:
+    """The package s3tokenizer, which imports torchaudio for its file loader only, and we do not use that."""
+    with torchaudio_or_stand_in():
         import s3tokenizer
     return s3tokenizer
 
