@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from common import triton_io
 from common.chunking import HopRules
@@ -52,6 +53,7 @@ class OrchestratorModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         config = OrchestratorConfig.from_triton(args)
+        torch.set_num_threads(1)  # mels of recordings are all that it computes
         self._orchestrator = Orchestrator(config, self.vocoder)
         self._loop = triton_io.RequestLoop(
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled

@@ -77,7 +77,7 @@ class GraphedSolve:
         table = torch.tensor(self._nobody(frames=T))[:, None].pin_memory()  # (8,) -> (8, 1)
         size = self._prompts.fitting(T)
         if size is None:
-            heard = self._listen(mu, mel.to(mu.dtype), speaker, table.to(mu.device))
+            heard = self._listen(mu, mel, speaker, table.to(mu.device))
         else:
             heard = self._prompts.run(size, mu, mel, speaker, table)
         keys, values, history = (x.clone() for x in (heard[0][..., :T, :], heard[1][..., :T, :], heard[2]))

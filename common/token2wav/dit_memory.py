@@ -222,7 +222,7 @@ class ChunkwiseSolve:
         steps = self._pool.keys.shape[1]
         caches = self._decoder.estimator.empty_cache(steps, rows=2).with_room(mu.shape[1])
         starts = torch.zeros(1, dtype=torch.int64, device=mu.device)
-        self._advance(caches, starts, mu, speaker, mel.to(mu.dtype))
+        self._advance(caches, starts, mu, speaker, mel)
         return Heard(caches.attention, caches.conv.transpose(-1, -2).contiguous())  # (.., C, frame) -> (.., frame, C)
 
     def run(self, rows: list[Row], mu: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class DiTStreaming(StreamingFlow[DiTState]):
         window = Window(with_ahead(np.concatenate([tokens, tokens]), count), np.full(count, count))
         mu = self._encoder.encode([window])[:, : TOKEN_MEL_RATIO * count]
         speaker = self._network.project_speaker(voice.embedding)
-        heard = self._solve.listen(mu, speaker, voice.mel)
+        heard = self._solve.listen(mu, speaker, voice.mel.to(mu.dtype))
         return DiTVoice(tokens=tokens, attention=heard.attention, history=heard.history, speaker=speaker)
 
     def _render(self, jobs: list[Job[DiTState]]) -> list[Tensor]:
