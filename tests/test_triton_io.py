@@ -11,7 +11,7 @@ import pytest
 
 from common import triton_io
 from common.errors import UnavailableError
-from common.triton_io import calls
+from common.triton_io import calls, requests
 from tests.fake_triton import InferenceRequest, InferenceResponse, TritonError
 
 
@@ -350,6 +350,14 @@ def test_requests_do_not_wait_for_each_other(serve, decoupled):
     quick = submit(loop, decoupled)
     wait_until(lambda: quick.final)
     assert not stuck.final
+
+
+def test_nobody_asks_after_the_end_whether_a_client_has_gone_away(serve, decoupled, monkeypatch):
+    monkeypatch.setattr(requests, "CANCEL_POLL_SECONDS", 1e-4)
+    loop = serve(speak)
+    senders = [submit(loop, decoupled) for _ in range(500)]
+    wait_until(lambda: all(sender.final for sender in senders))
+    assert not any(sender.asked_too_late for sender in senders)
 
 
 def test_a_handler_is_cancelled_when_its_client_goes_away(serve, decoupled):
