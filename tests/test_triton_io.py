@@ -219,6 +219,27 @@ def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
     assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
 
 
+def test_threads_of_calls_are_used_again_and_few_stay_idle(triton_models, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_IDLE", 2)
+    monkeypatch.setattr(calls, "_idle", [])
+    names: list[str] = []
+
+    def callee(sent: InferenceRequest) -> InferenceResponse:
+        names.append(str(threading.get_ident()))
+        time.sleep(0.05)
+        return answer(y=np.ones(1))
+
+    triton_models["m"] = callee
+
+    async def ask(count: int) -> None:
+        await asyncio.gather(*(triton_io.call("m", {}, ["y"]) for _ in range(count)))
+
+    asyncio.run(ask(5))
+    wait_until(lambda: len(calls._idle) == 2)
+    asyncio.run(ask(1))
+    assert len(set(names[:5])) == 5 and names[5] in names[:5]
+
+
 def read_stream() -> list[int]:
     async def collect() -> list[int]:
         return [int(outputs["y"][0]) async for outputs in triton_io.stream("m", {}, ["y"])]
