@@ -26,7 +26,7 @@ class TritonPythonModel:
         tokenizer = LLMTokenizer.from_dir(config.tokenizer_dir or config.engine_dir)
         self._end_ids = tokenizer.end_ids
         self._decoupled = config.decoupled
-        self._engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests)
+        self._engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, config.gpu_share)
         # By request id, for `stop`; touched in the loop's thread only.
         self._live: dict[str, asyncio.Task] = {}
         self._stopped: set[str] = set()
