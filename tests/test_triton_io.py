@@ -393,6 +393,16 @@ def test_a_handler_is_cancelled_when_its_client_goes_away(serve, decoupled):
     assert sender.responses[0].error().code() == TritonError.CANCELLED
 
 
+def test_a_request_that_cannot_be_asked_for_leaves_the_others_watched(serve, decoupled, caplog):
+    loop = serve(wait_for_ever)
+    odd, other = submit(loop, decoupled), submit(loop, decoupled)
+    odd.is_cancelled = lambda: 1 / 0
+    wait_until(lambda: "does not tell" in caplog.text)
+    other.cancelled = True
+    wait_until(lambda: other.final)
+    assert not odd.final
+
+
 def test_closing_answers_what_still_runs_and_what_comes_after(serve, decoupled):
     loop = serve(wait_for_ever)
     senders = [submit(loop, decoupled) for _ in range(3)]

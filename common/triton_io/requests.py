@@ -1,6 +1,7 @@
 """Requests answered: at once and in a batch, later by a thread, or each by a task of an asyncio loop."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,8 @@ import triton_python_backend_utils as pb_utils
 from common.errors import UnavailableError
 from common.triton_io.errors import error_response
 from common.triton_io.tensors import to_response
+
+logger = logging.getLogger(__name__)
 
 InputT = TypeVar("InputT")
 ResultT = TypeVar("ResultT")
@@ -235,7 +238,13 @@ class RequestLoop:
         """
         while not self._closed.wait(CANCEL_POLL_SECONDS):
             for work, responder in list(self._live.items()):
-                if responder.is_cancelled():
+                try:
+                    gone = responder.is_cancelled()
+                except Exception:  # that of one request must not leave all others unwatched
+                    logger.exception("%s: Triton does not tell whether a client has gone away", self._model)
+                    self._live.pop(work, None)
+                    continue
+                if gone:
                     self._live.pop(work, None)
                     with suppress(RuntimeError):  # the loop is closed
                         self.loop.call_soon_threadsafe(work.cancel)
