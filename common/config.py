@@ -125,7 +125,6 @@ _TENSORRTLLM_PARAMETERS = frozenset(
         "max_beam_width",
         "max_tokens_in_paged_kv_cache",
         "max_attention_window_size",
-        "kv_cache_free_gpu_mem_fraction",
         "exclude_input_in_output",
         "batch_scheduler_policy",
         "cancellation_check_period_ms",
@@ -143,7 +142,8 @@ class TensorrtLLMConfig(ModelConfig):
     `max_requests`: generated at the same time; one more is refused as unavailable. As many as a vocoder has streams.
     Each has a row of key/value cache, of which only the tokens written so far take memory: 24 kB a token for the
     official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37 MB for 30 s of recording and 30 s of
-    speech, 2.4 GB for 64 of them.
+    speech, 2.4 GB for 64 of them. `gpu_share`: of the GPU's memory that an engine there takes, of what is free for keys
+    and values (tensorrt_llm) or of all for everything (vllm); the vocoder needs the rest.
     """
 
     foreign_parameters: ClassVar[frozenset[str]] = _TENSORRTLLM_PARAMETERS
@@ -153,11 +153,16 @@ class TensorrtLLMConfig(ModelConfig):
     tokenizer_dir: str = ""
     engine: LLMEngine = "auto"
     max_requests: int = 64
+    gpu_share: float = dataclasses.field(default=0.5, metadata={"key": "kv_cache_free_gpu_mem_fraction"})
     device: str = "cpu"
     decoupled: bool = False
 
     def __post_init__(self) -> None:
         self.require_positive("max_requests")
+        if not 0 < self.gpu_share < 1:
+            raise ValueError(
+                f"parameter 'kv_cache_free_gpu_mem_fraction' must be between 0 and 1, not {self.gpu_share!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +174,7 @@ class Token2WavConfig(ModelConfig):
     of prompt): those that are spoken in, which it limits, and as many others as there is room for.
     `flow_runtime`: what computes the flow's estimator, see docs/accelerators.md; "auto" needs no files beside
     the checkpoint. `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16
-    on a GPU, float32 on a CPU.
+    on a GPU, float32 on a CPU, but bfloat16 for a flow in torch on a CPU that has it.
     """
 
     model_dir: str

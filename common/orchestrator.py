@@ -1,5 +1,6 @@
 """The Triton models `cosyvoice2` and `cosyvoice2_dit`, which differ in their vocoder."""
 
+import gc
 import json
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from common import triton_io
 from common.chunking import HopRules
@@ -51,11 +53,13 @@ class OrchestratorModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         config = OrchestratorConfig.from_triton(args)
+        torch.set_num_threads(1)  # mels of recordings are all that it computes
         self._orchestrator = Orchestrator(config, self.vocoder)
         self._loop = triton_io.RequestLoop(
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
         )
         self._published = Published(self._orchestrator.stats.values, args)
+        gc.freeze()  # what was loaded stays: looking through it again and again takes a twentieth of a busy process
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:

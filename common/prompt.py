@@ -2,6 +2,7 @@
 
     Recording          a 16 kHz recording and its transcript
     Prompt             speech tokens, mel, x-vector and transcript of one recording, cut to one length
+    PromptMemory       prompts of recordings heard before
     AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2, package s3tokenizer)
     SpeakerEncoder     recordings -> x-vectors       (CAM++, onnxruntime)
     reference_mel      a recording -> the flow's mel
@@ -10,11 +11,11 @@
 Both models read the official ONNX files, at any size. Checking a recording is `audio.validate_reference`'s business.
 """
 
+import hashlib
 import logging
-import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -35,6 +36,7 @@ from common.constants import (
     SPEECH_VOCAB,
     TOKEN_MEL_RATIO,
 )
+from common.stand_in import torchaudio_or_stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,33 @@ class Prompt:
             embedding=embedding.astype(np.float32),
             text=text,
         )
+
+
+class PromptMemory:
+    """Prompts of the recordings that were heard last, at most `most` of them: 160 kB for each 10 s of recording.
+
+    What Triton's response cache saves is the networks; a voice that is remembered here is not even asked for.
+    """
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()  # by digest of the recording, the latest last
+
+    def get(self, recording: Recording) -> Prompt | None:
+        digest = self._digest(recording)
+        if (prompt := self._prompts.get(digest)) is None:
+            return None
+        self._prompts.move_to_end(digest)
+        return replace(prompt, text=recording.text)
+
+    def put(self, recording: Recording, prompt: Prompt) -> None:
+        self._prompts[self._digest(recording)] = prompt
+        if len(self._prompts) > self._most:
+            self._prompts.popitem(last=False)
+
+    @staticmethod
+    def _digest(recording: Recording) -> bytes:
+        return hashlib.blake2b(recording.wav.tobytes(), digest_size=16).digest()
 
 
 class AudioTokenizer:
@@ -179,21 +208,8 @@ def _only_file(model_dir: str | Path, pattern: str) -> Path:
 
 
 def import_s3tokenizer() -> ModuleType:
-    """The package s3tokenizer, with or without torchaudio.
-
-    It imports torchaudio for its file loader only, which we do not use. torchaudio's wheel does not load beside a
-    CPU build of torch, so CPU machines have none: an empty module stands in during the import and no longer, because
-    other packages look torchaudio up to decide what they offer.
-    """
-    try:
-        import torchaudio  # noqa: F401  # the real one where it works
-    except (ImportError, OSError, RuntimeError):  # not there, or built for another torch
-        sys.modules["torchaudio"] = ModuleType("torchaudio")
-        try:
-            import s3tokenizer
-        finally:
-            del sys.modules["torchaudio"]
-    else:
+    """The package s3tokenizer, which imports torchaudio for its file loader only, and we do not use that."""
+    with torchaudio_or_stand_in():
         import s3tokenizer
     return s3tokenizer
 

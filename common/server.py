@@ -272,4 +272,7 @@ def _environment(libraries: tuple[Path, ...]) -> dict[str, str]:
     search = [*map(str, libraries), environment.get("LD_LIBRARY_PATH", "")]
     environment["LD_LIBRARY_PATH"] = ":".join(part for part in search if part)
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
+    # The models' processes share the cores. By default a thread that waits for the others of its process spins, while
+    # those it waits for may get no core: a millisecond of work can then take a hundred.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return environment

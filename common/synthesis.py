@@ -21,11 +21,11 @@ from typing import Protocol
 
 import numpy as np
 
-from common.chunking import Chunk, HopRules
+from common.chunking import Chunk, HopRules, HopSchedule
 from common.constants import TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.llm.base import LLMPrompt, Sampling, SpeechLM, TokenStream
-from common.prompt import Prompt, Recording
+from common.prompt import Prompt, PromptMemory, Recording
 from common.request import SpeechRequest
 from common.speech_tokens import instruction
 from common.tasks import TaskScope
@@ -133,6 +133,11 @@ class TokenBacklog:
         self.ended = True
         self._news.set()
 
+    async def complete(self) -> None:
+        """Wait for the end."""
+        while not self.ended:
+            await self.more()
+
     async def more(self) -> None:
         """Wait for tokens or the end, unless some came since the last wait."""
         await self._news.wait()
@@ -144,7 +149,7 @@ Backlogs = asyncio.Queue[TokenBacklog | None]
 
 
 class Synthesizer:
-    """Turns requests into audio. Requests share nothing but the ports."""
+    """Turns requests into audio. Requests share nothing but the ports and what is known of the voices."""
 
     def __init__(
         self,
@@ -163,6 +168,7 @@ class Synthesizer:
         self._vocoder = vocoder
         self._rules = rules
         self._clock = clock
+        self._heard = PromptMemory()
 
     async def stream(
         self, request: SpeechRequest, warn: Warn = _nobody, note: Note = _nobody
@@ -189,8 +195,7 @@ class Synthesizer:
             prompt, backlogs = await self._begin(request, scope, warn, _nobody)
             waveforms = []
             while (backlog := await scope.result(backlogs.get())) is not None:
-                while not backlog.ended:
-                    await scope.result(backlog.more())
+                await scope.result(backlog.complete())
                 waveforms.append(await scope.result(self._vocoder.offline(prompt, backlog.tokens, request.speed)))
             return np.concatenate(waveforms)
 
@@ -205,8 +210,7 @@ class Synthesizer:
             schedule = self._rules.schedule(len(prompt.tokens), self._clock)
             final = False
             while not final:
-                while (chunk := schedule.next_chunk(len(backlog.tokens), backlog.ended)) is None:
-                    await scope.result(backlog.more())
+                chunk = await scope.result(_next_chunk(schedule, backlog))
                 note("tokens")
                 waveform = await scope.result(vocoder.chunk(backlog.tokens, chunk))
                 note("audio")
@@ -222,7 +226,8 @@ class Synthesizer:
         named = request.voice
         voice = named if isinstance(named, Recording) else await scope.result(asyncio.to_thread(self._voices, named))
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.in_words))
-        tokens, mel, embedding = self._encoded(voice, scope)
+        known = voice if isinstance(voice, Prompt) else self._heard.get(voice)
+        tokens, mel, embedding = self._encoded(known or voice, scope)
         llm_prompt = LLMPrompt("", instruction(request.instruct_text) if request.instruct_text else "")
         if voice.text and not (request.instruct_text or request.cross_lingual):
             # As many tokens as Prompt.aligned will keep.
@@ -235,6 +240,8 @@ class Synthesizer:
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
+        if known is None and isinstance(voice, Recording):
+            self._heard.put(voice, prompt)
         return prompt, backlogs
 
     def _encoded(self, voice: Recording | Prompt, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
@@ -261,6 +268,13 @@ class Synthesizer:
             await backlog.fill(self._llm.generate(replace(llm_prompt, target_text=text), sampling))
             text = await _next(rest)
         await backlogs.put(None)
+
+
+async def _next_chunk(schedule: HopSchedule, backlog: TokenBacklog) -> Chunk:
+    """The next chunk, once the LLM has made its tokens."""
+    while (chunk := schedule.next_chunk(len(backlog.tokens), backlog.ended)) is None:
+        await backlog.more()
+    return chunk
 
 
 async def _next(texts: Iterator[str]) -> str | None:

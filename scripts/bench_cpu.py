@@ -2,9 +2,9 @@
 
     python -m scripts.bench_cpu
 
-One utterance at once, in the voice of a recording: the flow's Euler steps over recording and utterance, then HiFT over
-the utterance. Each candidate runs once to warm up, then --repeat times; its best time counts, because other processes
-only ever add to it. onnxruntime's file is exported first, which takes a minute.
+One utterance at once, in the voice of a recording: the flow's encoder and Euler steps over recording and utterance,
+then HiFT over the utterance. Candidates take turns, once to warm up, then --repeat times; of each the best time counts,
+because other processes only ever add to it. onnxruntime's files are exported first, which takes a minute or two.
 """
 
 import argparse
@@ -12,8 +12,7 @@ import copy
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from common.constants import EULER_STEPS, MEL_BINS, MEL_RATE, SPEAKER_DIM, SPEEC
 from common.flow import DiTFlow, DiTFlowConfig
 from common.hift.generator import HiFTGenerator
 from common.overlap import hamming_window
+from common.token2wav.engine import Precision
 from common.token2wav.noise import flow_noise, source_noise
 from common.token2wav.vocoder import StreamingVocoder
 from scripts.bench_token2wav import randomise
@@ -36,24 +36,23 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    rows = [
-        (name, best(run, args.repeat))
-        for name, run in tqdm(candidates(args.prompt_seconds, args.seconds), desc="timing", total=CANDIDATES)
-    ]
+    best = fastest(candidates(args.prompt_seconds, args.seconds), args.repeat)
     print(f"{args.seconds} s of audio, {args.prompt_seconds} s of recording, {args.threads} threads\n")
     print("| network | computed by | s | s per second of audio |\n|---|---|---|---|")
-    for (network, runtime), seconds in rows:
+    for (network, runtime), seconds in best.items():
         print(f"| {network} | {runtime} | {seconds:.2f} | {seconds / args.seconds:.2f} |")
+    auto = Precision.named("auto", "auto", "cpu")
+    chosen = ("flow", in_torch(auto.flow)), ("HiFT", in_torch(auto.vocoder))
+    total = sum(best[name] for name in chosen)
+    print(f"\nauto takes {' and '.join(map(' in '.join, chosen))}: {total / args.seconds:.2f} s per second of audio")
     return 0
 
 
-CANDIDATES = 5
-Candidate = tuple[tuple[str, str], Callable[[], object]]
+Name = tuple[str, str]  # network, what computes it
 
 
-@torch.inference_mode()
-def candidates(prompt_seconds: float, seconds: float) -> Iterator[Candidate]:
-    """(network, runtime), and what runs it once."""
+def candidates(prompt_seconds: float, seconds: float) -> dict[Name, Callable[[], object]]:
+    """What runs each of them once."""
     flow, hift = DiTFlow(DiTFlowConfig()).eval(), HiFTGenerator().eval()
     for network in (flow, hift):
         randomise(network)
@@ -61,19 +60,28 @@ def candidates(prompt_seconds: float, seconds: float) -> Iterator[Candidate]:
     token, length = torch.randint(SPEECH_VOCAB, (1, count)), torch.tensor([count])
     prompt = torch.randn(1, int(prompt_seconds * MEL_RATE), MEL_BINS)
     speaker, noise = torch.randn(1, SPEAKER_DIM), flow_noise().read(0, 2 * count).T[None]
+    mel = torch.randn(MEL_BINS, int(seconds * MEL_RATE)) - 6
 
     def run_flow(network: DiTFlow) -> Callable[[], object]:
         frames = torch.tensor([prompt.shape[1]])
         return lambda: network.inference(token, length, prompt, frames, speaker, noise=noise, steps=EULER_STEPS)
 
-    yield ("flow", "torch, float32"), run_flow(flow)
-    yield ("flow", "torch, bfloat16"), run_flow(copy.deepcopy(flow).to(torch.bfloat16))
-    yield ("flow", "onnxruntime, float32"), run_flow(on_onnx(flow))  # last: it gives up torch's weights
-    mel = torch.randn(MEL_BINS, int(seconds * MEL_RATE)) - 6
-    for dtype in (torch.float32, torch.bfloat16):
+    def run_hift(dtype: torch.dtype) -> Callable[[], object]:
         body = copy.deepcopy(hift).body_to(dtype)
         vocoder = StreamingVocoder(body, source_noise(hift.config.harmonics + 1), hamming_window(), max_streams=1)
-        yield ("HiFT", f"torch, {str(dtype).removeprefix('torch.')}"), partial(vocoder.whole, [mel])
+        return lambda: vocoder.whole([mel])
+
+    return {
+        ("flow", in_torch(torch.float32)): run_flow(flow),
+        ("flow", in_torch(torch.bfloat16)): run_flow(copy.deepcopy(flow).to(torch.bfloat16)),
+        ("flow", "onnxruntime, float32"): run_flow(on_onnx(copy.deepcopy(flow))),
+        ("HiFT", in_torch(torch.float32)): run_hift(torch.float32),
+        ("HiFT", in_torch(torch.bfloat16)): run_hift(torch.bfloat16),
+    }
+
+
+def in_torch(dtype: torch.dtype) -> str:
+    return f"torch, {str(dtype).removeprefix('torch.')}"
 
 
 def on_onnx(flow: DiTFlow) -> DiTFlow:
@@ -85,15 +93,17 @@ def on_onnx(flow: DiTFlow) -> DiTFlow:
     return flow
 
 
-def best(run: Callable[[], object], repeat: int) -> float:
-    """Seconds of the fastest of `repeat` runs after one."""
-    run()
-    times = []
-    for _ in range(repeat):
+@torch.inference_mode()
+def fastest(runs: Mapping[Name, Callable[[], object]], repeat: int) -> dict[Name, float]:
+    """Seconds of the fastest of `repeat` runs of each, after one. They take turns, so that what else the machine does
+    meets all of them.
+    """
+    times: dict[Name, list[float]] = {name: [] for name in runs}
+    for name, run in tqdm([*runs.items()] * (1 + repeat), desc="timing"):
         begin = time.perf_counter()
         run()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+        times[name].append(time.perf_counter() - begin)
+    return {name: min(of[1:]) for name, of in times.items()}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

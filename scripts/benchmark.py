@@ -1,6 +1,7 @@
-"""A sweep over concurrency or request rates of one or several servers: tables, figures and a picture.
+"""A sweep over concurrency, listeners or request rates of one or several servers: tables, figures and a picture.
 
     python scripts/benchmark.py --concurrency 1 4 16 --title "2 CPU cores, demo checkpoint, random weights"
+    python scripts/benchmark.py --listeners 1 10 32
     python scripts/benchmark.py --request-rates 0.5 1 2 --manifest-path tests/assets/manifest.jsonl
     python scripts/benchmark.py --compare out/before.json out/after.json --output out/comparison
 
@@ -59,21 +60,22 @@ def run_sweep(args: argparse.Namespace, command: list[str]) -> int:
     if not (args.manifest_path or args.huggingface_dataset or args.target_text):
         args.manifest_path = MANIFEST
     jobs = Jobs.from_arguments(args)
-    steps: list[tuple[float | None, int]] = [(rate, len(args.servers)) for rate in args.request_rates or ()]
-    steps = steps or [(None, concurrency * len(args.servers)) for concurrency in args.concurrency]
+    servers = len(args.servers)
+    steps: list[tuple[float | None, int]] = [(rate, servers) for rate in args.request_rates or ()]
+    steps = steps or [(None, tasks * servers) for tasks in args.listeners or args.concurrency]
     sweep = Sweep(
         title=args.title,
         command=shlex.join(["python", "scripts/benchmark.py", *command]),
         made=time.strftime("%Y-%m-%d %H:%M"),
         client_machine=f"{platform.platform()}, Python {platform.python_version()}",
-        label="Requests per Second" if args.request_rates else "Concurrent Tasks",
+        label="Requests per Second" if args.request_rates else "Listeners" if args.listeners else "Concurrent Tasks",
         token2wav_gpus=args.token2wav_gpus,
         llm_gpus=args.llm_gpus,
     )
     code = 0
     for rate, tasks in steps:
         count = args.num_requests or max(len(jobs), MIN_REQUESTS, REQUESTS_PER_TASK * tasks)
-        load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None)
+        load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None, listening=bool(args.listeners))
         run = measured(load, load.shape(), args.log_interval)
         sweep.add(load, run)
         sweep.write(args.output)  # after each step: what is measured is safe
@@ -97,6 +99,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     load = add_load_arguments(parser)
     sweep = load.add_mutually_exclusive_group()
     sweep.add_argument("--concurrency", type=positive_int, nargs="+", default=[1, 2, 4], help="tasks of each server")
+    sweep.add_argument(
+        "--listeners",
+        type=positive_int,
+        nargs="+",
+        help="tasks of each server that hear each answer to its end before they ask anew, as people do",
+    )
     sweep.add_argument(
         "--request-rates", type=positive_number, nargs="+", help="requests per second at random, of all servers"
     )

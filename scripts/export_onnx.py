@@ -38,9 +38,10 @@ from common.accel.signatures import (
     WholeUtterance,
 )
 from common.checkpoint import read_state
-from common.constants import MEL_BINS
+from common.constants import MEL_BINS, SPEAKER_DIM
 from common.flow.checkpoint import flow_kind, load_dit_flow, load_unet_flow
 from common.flow.dit_flow import DiTFlow
+from common.stand_in import torchaudio_or_stand_in
 
 TOLERANCE = 1e-4  # largest difference over the largest value, float32
 MAX_ROWS, MAX_FRAMES = 128, 20_000  # what the exporter is told; the files' own dimensions are free
@@ -119,17 +120,32 @@ def speaker_inputs(B: int, T: int) -> Inputs:
     return {"input": torch.randn(B, T, MEL_BINS)}
 
 
+class SpeakerNetwork(nn.Module):
+    """CAM++ with its input named as in the file."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, T, 80) -> (B, 192)"""
+        return self.network(input)
+
+
 def load_campplus(path: Path) -> nn.Module:
-    """CAM++ from its torch checkpoint, input (B, T, 80) -> (B, 192)."""
+    """CAM++ from its torch checkpoint."""
     try:
-        from modelscope.models.audio.sv.DTDNN import CAMPPlus
-    except ImportError:
+        import modelscope.models  # noqa: F401  # first: it asks what is installed
+
+        with torchaudio_or_stand_in():  # which makes features; here the network is given them
+            from modelscope.models.audio.sv.DTDNN import CAMPPlus
+    except ImportError as error:
         raise ValueError(
-            f"{path} needs the package modelscope; run: pip install modelscope==1.40.2 addict==2.4.0"
+            f"{path} needs the package modelscope ({error}); run: pip install modelscope==1.40.2 addict==2.4.0"
         ) from None
-    network = CAMPPlus(feat_dim=80, embedding_size=192).eval()
+    network = CAMPPlus(feat_dim=MEL_BINS, embedding_size=SPEAKER_DIM)
     network.load_state_dict(read_state(path), strict=True)
-    return network
+    return SpeakerNetwork(network).eval()
 
 
 def write_and_check(export: Export, directory: Path) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import fake_triton
 
@@ -14,6 +15,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Before any test module imports the library; inside tritonserver the real one is there already.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton.as_module())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_cpu_alike() -> Iterator[None]:
+    """Flows compute in float32 on every CPU, unless a test says otherwise. In bfloat16, which "auto" takes where a CPU
+    has it, the rest of a batch changes a stream's rounding, and random weights make another pitch of that.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "get_capabilities", dict)
+        yield
 
 
 @pytest.fixture
@@ -59,6 +70,7 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     running: list[tuple[StackOptions, TritonServer]] = []
 
     def start(stack: str = "dit", decoupled: bool = True, **options: object) -> TritonServer:
+        options["settings"] = {"flow_precision": "float32"} | options.get("settings", {})  # see `every_cpu_alike`
         wanted = StackOptions(models_dir=demo_models, stack=stack, decoupled=decoupled, device="cpu", **options)
         current = next((server for known, server in running if known == wanted), None)
         if current is not None:

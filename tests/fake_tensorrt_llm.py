@@ -88,6 +88,7 @@ class LLM:
         max_seq_len: int | None = None,
     ) -> None:
         self.options = {"model": model, "max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+        self.kv_cache_config = kv_cache_config
         self.live: set[RequestOutput] = set()
         self.asked: list[RequestOutput] = []
         self.fails: Exception | None = None  # while it speaks

@@ -82,6 +82,7 @@ class ResponseSender:
         self.responses: list[InferenceResponse] = []
         self.final = False
         self.cancelled = False
+        self.asked_too_late = False  # whether it was cancelled, after the final response: a crash of Triton 2.51
         self._decoupled = decoupled
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
@@ -95,6 +96,7 @@ class ResponseSender:
         self.final = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def is_cancelled(self) -> bool:
+        self.asked_too_late |= self.final
         return self.cancelled
 
 

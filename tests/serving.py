@@ -103,7 +103,7 @@ def served(
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(30)
+                process.wait(60)  # some 6 s where nothing else wants the cores
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise

@@ -1,6 +1,8 @@
 """ONNX files of the estimators: against torch, in the engine, and as upstream writes them."""
 
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from common.accel.loading import flow_runtime
 from common.accel.network import Limits, Network
 from common.accel.onnx import OnnxNetwork
 from common.accel.plans import Machine
-from common.accel.signatures import DIT, DIT_CHUNK, UNET, UNET_STREAMING
+from common.accel.signatures import DIT, DIT_CHUNK, SPEAKER, UNET, UNET_STREAMING
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
 from common.flow.checkpoint import load_dit_flow
 from common.prompt import Prompt
@@ -213,6 +215,34 @@ def test_an_export_that_fails_its_check_is_put_aside(exported, tmp_path, monkeyp
     assert export_onnx.main(["--model-dir", str(directory)]) == 1
     assert not (directory / UNET.file).exists()
     assert (directory / f"{UNET.file}.failed").exists()
+
+
+class CAMPPlus(torch.nn.Module):
+    """A small network with the interface of modelscope's, which is not installed here."""
+
+    def __init__(self, feat_dim: int, embedding_size: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(feat_dim, embedding_size)
+
+    def forward(self, x):
+        return self.linear(x).mean(dim=1)
+
+
+def test_campplus_is_exported_where_only_its_torch_checkpoint_is(exported, tmp_path, monkeypatch, capsys):
+    directory = shutil.copytree(exported["unet"], tmp_path / "unet")
+    (directory / SPEAKER.file).unlink()
+    torch.save(CAMPPlus(MEL_BINS, SPEAKER_DIM).state_dict(), directory / "campplus_cn_common.bin")
+    package = "modelscope.models.audio.sv.DTDNN"
+    monkeypatch.setitem(sys.modules, package.partition(".")[0], None)
+    assert export_onnx.main(["--model-dir", str(directory)]) == 1
+    assert "needs the package modelscope" in capsys.readouterr().err
+    parents = [package.rsplit(".", depth)[0] for depth in range(5)]
+    for name in parents:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[package].CAMPPlus = CAMPPlus
+    assert export_onnx.main(["--model-dir", str(directory)]) == 0
+    network = OnnxNetwork(directory / SPEAKER.file)
+    assert tuple(network.inputs) == SPEAKER.inputs and tuple(network.outputs) == SPEAKER.outputs
 
 
 def test_a_missing_file_is_named_with_the_command_that_makes_it(demo_models):

@@ -126,6 +126,15 @@ def test_a_dead_tensorrt_llm_is_unavailable(install, llm_dir, tokenizer, when): 
     assert engine.live == 0
 
 
+def test_the_engines_on_a_gpu_leave_the_vocoder_its_share(install, llm_dir, tokenizer):  # noqa: F811
+    install("vllm")
+    install("tensorrt_llm")
+    vllm = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS, 0.15)
+    tensorrt_llm = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS, 0.15)
+    assert vllm._llm.arguments.gpu_memory_utilization == 0.15
+    assert tensorrt_llm._llm.kv_cache_config.free_gpu_memory_fraction == 0.15
+
+
 def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):  # noqa: F811
     install("vllm")
     module = importlib.import_module("common.llm.vllm_engine")

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from scripts import client_grpc
+from common.constants import SAMPLE_RATE
+from scripts import benchmark, client_grpc
+from scripts.load import runner
 from tests.stub_triton import CHUNK, ROOT, SCHEDULE, Stub, stub_server
 
 VOICE = str(ROOT / "tests" / "assets" / "reference_zh.wav")
@@ -116,6 +118,19 @@ def test_requests_at_a_rate_leave_at_random_whether_others_are_answered_or_not(s
     assert begun[-1] == pytest.approx(2.0, rel=0.4), "80 requests at 40 a second"
     assert steps.std() == pytest.approx(steps.mean(), rel=0.4), "as a Poisson process has it"
     assert told["request_rate"] == 40 and told["num_tasks"] is None
+
+
+def test_listeners_hear_their_answer_before_they_ask_anew(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "LISTENERS_COME", 0.0)
+    rows = manifest(tmp_path, ["Hello."])
+    more = ["--manifest-path", rows, "--num-requests", "2", "--warmup-requests", "0", "--output", str(tmp_path / "out")]
+    assert benchmark.main(["--servers", stub.address, "--listeners", "1", *more]) == 0
+    told = json.loads((tmp_path / "out.json").read_text())
+    heard = SCHEDULE[0] + len(SCHEDULE) * CHUNK.size / SAMPLE_RATE
+    assert told["rows"][0]["processing_seconds"] == pytest.approx(heard + SCHEDULE[-1], abs=0.1)
+    assert told["label"] == "Listeners"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from common import audio
 from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
-from common.prompt import AudioTokenizer, Prompt, SpeakerEncoder
+from common.prompt import AudioTokenizer, Prompt, PromptMemory, Recording, SpeakerEncoder
 from scripts.demo_model.speaker import write_campplus
 from scripts.demo_model.speech_tokenizer import SpeechTokenizerWriter
 
@@ -67,6 +67,21 @@ def test_prompt_token_outside_the_codebook_is_named(stray: int) -> None:
 def test_prompt_of_wrong_shapes_is_rejected_with_the_shapes() -> None:
     with pytest.raises(ValueError, match=r"\(6, 79\)"):
         aligned(3, 6, mel=np.zeros((6, 79), np.float32))
+
+
+def test_prompts_of_the_recordings_heard_last_are_remembered_without_their_words() -> None:
+    memory = PromptMemory(most=2)
+    waves = [np.full(8000, level, np.float32) for level in (0.1, 0.2, 0.3)]
+    prompts = [
+        Prompt(np.arange(n), np.zeros((2 * n, MEL_BINS)), np.zeros(SPEAKER_DIM), text="what was said")
+        for n in (1, 2, 3)
+    ]
+    for wave, prompt in zip(waves[:2], prompts[:2], strict=True):
+        memory.put(Recording(wave), prompt)
+    found = memory.get(Recording(waves[0].copy(), text="in other words"))
+    assert found is not None and found.tokens is prompts[0].tokens and found.text == "in other words"
+    memory.put(Recording(waves[2]), prompts[2])  # the second is the one that was not asked for since
+    assert [memory.get(Recording(wave)) is None for wave in waves] == [False, True, False]
 
 
 def test_tokenizer_gives_25_tokens_per_second_within_the_codebook(tokenizer: AudioTokenizer) -> None:

@@ -284,6 +284,21 @@ def test_segments_are_spoken_in_order_in_one_voice_with_the_same_sampling(offlin
     assert len(pipeline.encoder.begun) == 3  # the voice is encoded once
 
 
+def test_a_recording_that_was_heard_is_not_encoded_again() -> None:
+    pipeline = Pipeline(CountingLM())
+    request = speech_request(voice=3, text="0-40")
+
+    synthesizer = pipeline.synthesizer
+
+    async def scenario() -> list[np.ndarray]:
+        return [await synthesizer.offline(request) for _ in range(2)]
+
+    first, second = pipeline.run(scenario())
+    np.testing.assert_array_equal(first, second)
+    assert len(pipeline.encoder.begun) == 3
+    assert pipeline.llm.prompts[0] == pipeline.llm.prompts[1]
+
+
 def test_the_llm_speaks_the_next_segment_while_one_is_rendered_and_no_further() -> None:
     gate = asyncio.Event()
     pipeline = Pipeline(CountingLM(), vocoder=FakeVocoder(gate=gate))

@@ -209,14 +209,35 @@ def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
     triton_models["good"] = lambda sent: answer(y=np.ones(1))
     for stuck in range(2):
         asyncio.run(triton_io.call("good", {}, ["y"]))  # one that was answered does not count
-        wait_until(lambda stuck=stuck: sum(thread.is_alive() for thread in calls._given_up) == stuck)
+        wait_until(lambda stuck=stuck: len(calls._given_up) == stuck)
         with pytest.raises(UnavailableError, match="did not answer"):
             asyncio.run(triton_io.call("hangs", {}, ["y"], timeout=0.02))
     with pytest.raises(UnavailableError, match="2 calls of other models are stuck"):
         asyncio.run(triton_io.call("good", {}, ["y"]))
     release.set()
-    wait_until(lambda: not any(thread.is_alive() for thread in calls._given_up))
+    wait_until(lambda: not calls._given_up)
     assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
+
+
+def test_threads_of_calls_are_used_again_and_few_stay_idle(triton_models, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_IDLE", 2)
+    monkeypatch.setattr(calls, "_idle", [])
+    names: list[str] = []
+
+    def callee(sent: InferenceRequest) -> InferenceResponse:
+        names.append(str(threading.get_ident()))
+        time.sleep(0.05)
+        return answer(y=np.ones(1))
+
+    triton_models["m"] = callee
+
+    async def ask(count: int) -> None:
+        await asyncio.gather(*(triton_io.call("m", {}, ["y"]) for _ in range(count)))
+
+    asyncio.run(ask(5))
+    wait_until(lambda: len(calls._idle) == 2)
+    asyncio.run(ask(1))
+    assert len(set(names[:5])) == 5 and names[5] in names[:5]
 
 
 def read_stream() -> list[int]:
@@ -244,9 +265,9 @@ def test_a_stream_that_is_left_early_frees_its_thread_once_the_model_ends(triton
 
     triton_models["m"] = callee
     asyncio.run(leave_after_the_first())
-    assert any(thread.is_alive() for thread in calls._given_up)
+    assert calls._given_up
     stop.set()
-    wait_until(lambda: not any(thread.is_alive() for thread in calls._given_up))
+    wait_until(lambda: not calls._given_up)
 
 
 def test_an_error_within_a_stream_is_raised(triton_models):
@@ -352,11 +373,34 @@ def test_requests_do_not_wait_for_each_other(serve, decoupled):
     assert not stuck.final
 
 
+def test_triton_is_not_asked_after_the_end_whether_the_client_has_gone_away(serve, decoupled):
+    kept: list[triton_io.Responder] = []
+
+    async def keep(sent, responder) -> None:
+        kept.append(responder)
+        await speak(sent, responder)
+
+    sender = submit(serve(keep), decoupled)
+    wait_until(lambda: sender.final)
+    assert not kept[0].is_cancelled()
+    assert not sender.asked_too_late
+
+
 def test_a_handler_is_cancelled_when_its_client_goes_away(serve, decoupled):
     sender = submit(serve(wait_for_ever), decoupled)
     sender.cancelled = True
     wait_until(lambda: sender.final)
     assert sender.responses[0].error().code() == TritonError.CANCELLED
+
+
+def test_a_request_that_cannot_be_asked_for_leaves_the_others_watched(serve, decoupled, caplog):
+    loop = serve(wait_for_ever)
+    odd, other = submit(loop, decoupled), submit(loop, decoupled)
+    odd.is_cancelled = lambda: 1 / 0
+    wait_until(lambda: "does not tell" in caplog.text)
+    other.cancelled = True
+    wait_until(lambda: other.final)
+    assert not odd.final
 
 
 def test_closing_answers_what_still_runs_and_what_comes_after(serve, decoupled):

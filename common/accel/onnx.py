@@ -27,6 +27,7 @@ class OnnxNetwork(Network):
         self._device = torch.device(device)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads() if threads is None else threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other models need the cores
         providers: list[str | tuple[str, dict[str, str]]] = ["CPUExecutionProvider"]
         if self._device.type == "cuda":
             if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():

@@ -1,5 +1,6 @@
 """What an engine of the LLM is: a live model that turns token ids into token ids, many at a time."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from common.constants import SPEECH_VOCAB
 from common.errors import UnavailableError
 from common.llm.base import FinishReason, LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
 from common.speech_tokens import LLMTokenizer
+
+WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 4
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,21 @@ class EngineLM:
         async with aclosing(self._engine.generate(GenerationRequest(ids, sampling, tokenizer.end_ids))) as chunks:
             async for tokens, reason in chunks:
                 yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)
+
+
+async def warm_up(engine: Engine, tokenizer: LLMTokenizer, most: int) -> None:
+    """Speak to nobody, alone and with as many as `most` together, before anyone waits: a GPU engine compiles kernels
+    at its first requests, seconds for those of a large batch. Raises what the engine raises."""
+    sampling = Sampling(max_tokens=WARM_UP_TOKENS, min_tokens=WARM_UP_TOKENS)
+    request = GenerationRequest(tokenizer.encode_prompt("", "a", [0]), sampling, tokenizer.end_ids)
+
+    async def speak() -> None:
+        async with aclosing(engine.generate(request)) as chunks:
+            async for _ in chunks:
+                pass
+
+    for together in (1, min(WARM_UP_STREAMS, most)):
+        await asyncio.gather(*(speak() for _ in range(together)))
 
 
 def finish_reason(reason: str | None) -> FinishReason | None:

@@ -81,8 +81,13 @@ class GenAIModel:
         return logits[:, -1]
 
 
-def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int) -> BatchingEngine:
-    """Serve `model_dir`. Raises ValueError where it was not converted, or has no speech tokens as `tokenizer` has."""
+def load_engine(
+    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float = 0.0
+) -> BatchingEngine:
+    """Serve `model_dir`, on the CPU whatever `gpu_share` is.
+
+    Raises ValueError where it was not converted, or has no speech tokens as `tokenizer` has.
+    """
     model = GenAIModel(model_dir, rows=max_requests)
     require_speech_tokens(tokenizer, model.vocab_size, model_dir)
     if absent := set(utterable_ids(tokenizer).tolist()) - set(model.logit_ids.tolist()):

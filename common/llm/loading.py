@@ -16,11 +16,14 @@ _ENGINES = {
     "vllm": ("common.llm.vllm_engine", ("HuggingFace",)),
     "onnxruntime_genai": ("common.llm.genai", ("onnxruntime-genai",)),
 }
+GPU_SHARE = 0.5
 _KINDS = {"onnxruntime-genai": "genai_config.json", "TensorRT engines": "rank0.engine", "HuggingFace": "config.json"}
 
 
-def load_engine(name: str, model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int) -> Engine:
-    """Serve `model_dir` with the engine `name`, or "auto".
+def load_engine(
+    name: str, model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float = GPU_SHARE
+) -> Engine:
+    """Serve `model_dir` with the engine `name`, or "auto". `gpu_share`: of a GPU's memory; a vocoder needs the rest.
 
     Raises ValueError where no engine can, or where the model has no speech tokens as `tokenizer` has.
     """
@@ -38,7 +41,7 @@ def load_engine(name: str, model_dir: str | Path, tokenizer: LLMTokenizer, max_r
             obstacles.append(f"{engine} cannot be imported ({error})")
             continue
         logger.info("the LLM in %s is served by %s", model_dir, engine)
-        return module.load_engine(model_dir, tokenizer, max_requests)
+        return module.load_engine(model_dir, tokenizer, max_requests, gpu_share)
     raise ValueError(
         f"no engine for {model_dir}, a directory of {kind}: {'; '.join(obstacles)}. "
         "scripts/convert_genai.py converts a HuggingFace directory for the CPU"

@@ -18,8 +18,6 @@ from common.llm.checkpoint import Limits, read_limits, speech_bias
 from common.llm.engine import GenerationRequest, finish_reason, require_speech_tokens
 from common.speech_tokens import LLMTokenizer
 
-GPU_SHARE = 0.5  # of the free GPU memory, for keys and values; the vocoder needs the rest
-
 
 class TensorRTLLMEngine:
     """Up to `max_requests` live requests; TensorRT-LLM batches, samples and aborts them.
@@ -58,15 +56,20 @@ class TensorRTLLMEngine:
         self._llm.shutdown()
 
 
-def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int) -> TensorRTLLMEngine:
-    """Serve `model_dir`. Raises ValueError where it has no speech tokens as `tokenizer` has."""
+def load_engine(
+    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float
+) -> TensorRTLLMEngine:
+    """Serve `model_dir`. `gpu_share`: of the free GPU memory, for keys and values.
+
+    Raises ValueError where it has no speech tokens as `tokenizer` has.
+    """
     built = (Path(model_dir) / "rank0.engine").is_file()
     limits = _built_limits(Path(model_dir)) if built else read_limits(model_dir)
     require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
     options: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,  # ids in, ids out
-        "kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=GPU_SHARE),
+        "kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=gpu_share),
     }
     if built:
         import tensorrt_llm._tensorrt_engine

@@ -22,7 +22,6 @@ from common.speech_tokens import LLMTokenizer
 # a stream's first tokens.
 GRAPHS = {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
 LOGITS_PROCESSOR = "common.llm.vllm_logits:SpeechLogits"  # by name: vLLM imports it in another process
-GPU_SHARE = 0.5  # of the GPU's memory; the vocoder needs the rest
 
 
 class VLLMEngine:
@@ -56,8 +55,11 @@ class VLLMEngine:
         self._llm.shutdown()
 
 
-def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int) -> VLLMEngine:
-    """Serve `model_dir`. Raises ValueError where it has no speech tokens as `tokenizer` has."""
+def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float) -> VLLMEngine:
+    """Serve `model_dir`. `gpu_share`: of the GPU's memory, for weights, keys and values.
+
+    Raises ValueError where it has no speech tokens as `tokenizer` has.
+    """
     limits = read_limits(model_dir)
     require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
     arguments = AsyncEngineArgs(
@@ -66,7 +68,7 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
         generation_config="vllm",  # the directory's own would change what a request leaves open
         max_model_len=limits.context,
         max_num_seqs=max_requests,
-        gpu_memory_utilization=GPU_SHARE,
+        gpu_memory_utilization=gpu_share,
         compilation_config=GRAPHS,
         logits_processors=[LOGITS_PROCESSOR],
         disable_log_stats=True,

@@ -7,8 +7,6 @@ may make. Cuts are made where a reader would breathe: between sentences, else cl
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from sentencex import segment as sentence_ends
-
 from common.text.cleaning import is_speakable
 
 # Tokens of text, CosyVoice2's own figures. 25 speech tokens a second at about 4 words make 6 or 7 of each, so that a
@@ -31,6 +29,8 @@ def sentences(text: str) -> Iterator[str]:
 
     Abbreviations and decimals end none, whatever the language around them.
     """
+    from sentencex import segment as sentence_ends  # here: an LLM server beside Triton imports us for the tokens alone
+
     for line in text.split("\n"):
         found = [sentence for sentence in sentence_ends("en", line) if is_speakable(sentence)]
         if found:

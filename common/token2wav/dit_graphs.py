@@ -4,14 +4,16 @@ import torch
 from torch import Tensor
 
 from common import kernels
+from common.flow.cache import KeyValues
 from common.flow.dit import NORM_EPS
 from common.flow.dit_flow import DiTFlow
-from common.token2wav.dit_memory import Row, TailPool
+from common.token2wav.dit_memory import Heard, Row, TailPool
 from common.token2wav.dit_solver import Context, DiTSolver, Scratch
 from common.token2wav.graphs import CHUNK_FRAMES, Graphs, sizes_up_to
 from common.token2wav.noise import NoiseTape
 
 MAX_FRAMES = 64 * 104  # of a batch together: 0.65 MB of scratch a frame in fp16
+PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024, 1504)  # classes of prompts' lengths: up to 30 s
 TABLE_ROWS = 8  # those of `kernels.attend_paged`, the ring's next place, the first frame's index
 
 
@@ -68,6 +70,18 @@ class GraphedSolve:
         self._pool = pool
         self._noise = noise
         self._graphs = Graphs(self._solve, self._inputs, sizes_up_to(MAX_FRAMES, CHUNK_FRAMES), "the flow")
+        self._prompts = Graphs(self._listen, self._prompt_inputs, [(T,) for T in PROMPT_FRAMES], "prompts")
+
+    def listen(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> Heard:
+        T = mu.shape[1]
+        table = torch.tensor(self._nobody(frames=T))[:, None].pin_memory()  # (8,) -> (8, 1)
+        size = self._prompts.fitting(T)
+        if size is None:
+            heard = self._listen(mu, mel, speaker, table.to(mu.device))
+        else:
+            heard = self._prompts.run(size, mu, mel, speaker, table)
+        keys, values, history = (x.clone() for x in (heard[0][..., :T, :], heard[1][..., :T, :], heard[2]))
+        return Heard(KeyValues(keys.contiguous(), values.contiguous()), history)
 
     def run(self, rows: list[Row], mu: Tensor) -> Tensor:
         B, T, _ = mu.shape
@@ -80,6 +94,14 @@ class GraphedSolve:
         for row in rows:
             self._pool.advance(row)
         return mel[:B, :T]
+
+    def _listen(self, mu: Tensor, mel: Tensor, speaker: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """mu and mel (1, T, mel), speaker (1, mel), table (TABLE_ROWS, 1) -> keys, values, history as `Heard` has."""
+        solver, T = self._solver, mu.shape[1]
+        scratch = solver.scratch(solver.no_history(2), T)
+        conditions = solver.conditions(mu, speaker, mel)
+        solver.solve(self._noise.gather(table[7], T), conditions, table[5], PagedContext(self._pool, table), scratch)
+        return scratch.keys, scratch.values, scratch.next_history
 
     def _solve(self, mu: Tensor, speaker: Tensor, table: Tensor) -> Tensor:
         """mu (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); rings and histories go on."""
@@ -100,11 +122,18 @@ class GraphedSolve:
             prompt, tail = row.voice.attention, row.tail
             addresses = prompt.keys.data_ptr(), prompt.values.data_ptr()
             columns.append([*addresses, prompt.frames, tail.slot, tail.frames, row.frames, tail.next, row.start])
-        nobody = [0, 0, 0, self._pool.slots, 0, 1, 0, 0]
-        columns += [nobody] * (batch - len(rows))
+        columns += [self._nobody(frames=1)] * (batch - len(rows))
         return torch.tensor(columns).T.contiguous().pin_memory()  # (B, 8) -> (8, B)
+
+    def _nobody(self, frames: int) -> list[int]:
+        """The column of a row that attends to its own frames alone."""
+        return [0, 0, 0, self._pool.slots, 0, frames, 0, 0]
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
         solver = self._solver
         mu = torch.zeros(B, T, solver.mel_bins, device=solver.device, dtype=solver.dtype)
         return mu, torch.zeros_like(mu[:, 0]), self._table([], B).to(solver.device)
+
+    def _prompt_inputs(self, T: int) -> tuple[Tensor, ...]:
+        mu, speaker, table = self._inputs(1, T)
+        return mu, torch.zeros_like(mu), speaker, table

@@ -119,8 +119,20 @@ class Row:
     start: int  # absolute index of the first of them: where its noise begins
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What a prompt leaves behind, see `DiTVoice`."""
+
+    attention: KeyValues
+    history: Tensor
+
+
 class Solve(Protocol):
     """A way to run the solver over rows whose memory lies apart."""
+
+    def listen(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> Heard:
+        """A prompt: its encoder output (1, T, mel), projected x-vector (1, mel) and mel (1, T, mel)."""
+        ...
 
     def run(self, rows: list[Row], mu: Tensor) -> Tensor:
         """Encoder output mu (B, T, mel) -> mel (B, T, mel), lasting until the next call. The rows' rings and
@@ -136,6 +148,14 @@ class GatheredSolve:
         self._pool = pool
         self._noise = noise
 
+    def listen(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> Heard:
+        T, solver = mu.shape[1], self._solver
+        scratch = solver.scratch(solver.no_history(2), T)
+        start, frames = torch.zeros(1, dtype=torch.int64, device=mu.device), torch.tensor([T], device=mu.device)
+        conditions = solver.conditions(mu, speaker, mel)
+        solver.solve(self._noise.gather(start, T), conditions, frames, NoContext(), scratch)
+        return Heard(KeyValues(scratch.keys, scratch.values), scratch.next_history)
+
     def run(self, rows: list[Row], mu: Tensor) -> Tensor:
         T, device = mu.shape[1], mu.device
         frames = torch.tensor([row.frames for row in rows], device=device)
@@ -150,6 +170,13 @@ class GatheredSolve:
             self._pool.append(row, index, scratch.keys, scratch.values)
             self._pool.advance(row)
         return mel
+
+
+class NoContext:
+    """For prompts, which attend to themselves alone."""
+
+    def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)  # (R, H, T, D) -> (R, T, H * D)
 
 
 class GatheredContext:
@@ -191,6 +218,13 @@ class ChunkwiseSolve:
         self._pool = pool
         self._noise = noise
 
+    def listen(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> Heard:
+        steps = self._pool.keys.shape[1]
+        caches = self._decoder.estimator.empty_cache(steps, rows=2).with_room(mu.shape[1])
+        starts = torch.zeros(1, dtype=torch.int64, device=mu.device)
+        self._advance(caches, starts, mu, speaker, mel)
+        return Heard(caches.attention, caches.conv.transpose(-1, -2).contiguous())  # (.., C, frame) -> (.., frame, C)
+
     def run(self, rows: list[Row], mu: Tensor) -> Tensor:
         mel = torch.zeros(mu.shape, device=mu.device)
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -207,21 +241,25 @@ class ChunkwiseSolve:
         starts = torch.tensor([row.start for row in rows], device=mu.device)
         history = pool.history_of(slots).transpose(-1, -2)  # (.., R, frame, C) -> (.., R, C, frame)
         caches = EstimatorCache(self._context(rows), history).with_room(T)
-        estimator = self._decoder.estimator
-        mu = mu.transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
-        mel = self._decoder.solve(
-            lambda step, x, t, mu, speaker, none: estimator.forward_chunk(x, t, mu, speaker, none, caches[step]),
-            self._noise.gather(starts, T).transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
-            mu,
-            torch.cat([row.voice.speaker for row in rows]),
-            torch.zeros_like(mu),
-            steps=caches.conv.shape[0],
-        )
+        mel = self._advance(caches, starts, mu, torch.cat([row.voice.speaker for row in rows]), torch.zeros_like(mu))
         pool.keep_history(slots, caches.conv.transpose(-1, -2))
         keys, values = (x[..., -T:, :] for x in (caches.attention.keys, caches.attention.values))
         for index, row in enumerate(rows):
             pool.append(row, index, keys, values)
             pool.advance(row)
+        return mel
+
+    def _advance(self, caches: EstimatorCache, starts: Tensor, mu: Tensor, speaker: Tensor, known: Tensor) -> Tensor:
+        """mu and the known mel (B, T, mel) -> mel (B, T, mel); fills the room at the caches' end."""
+        estimator = self._decoder.estimator
+        mel = self._decoder.solve(
+            lambda step, x, t, mu, speaker, known: estimator.forward_chunk(x, t, mu, speaker, known, caches[step]),
+            self._noise.gather(starts, mu.shape[1]).transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
+            mu.transpose(1, 2),
+            speaker,
+            known.transpose(1, 2),
+            steps=caches.conv.shape[0],
+        )
         return mel.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
 
     def _context(self, rows: list[Row]) -> KeyValues:

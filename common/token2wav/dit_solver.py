@@ -115,14 +115,21 @@ class DiTSolver:
         self._modulation = [[Modulation(*of.unbind(0)) for of in step.unbind(0)] for step in parts.unbind(0)]
         self._final = final
 
-    def conditions(self, mu: Tensor, speaker: Tensor) -> Tensor:
+    def conditions(self, mu: Tensor, speaker: Tensor, mel: Tensor | None = None) -> Tensor:
         """What every step adds to the projected state: mu (B, T, mel), speaker (B, mel) -> (R, T, C).
 
-        A chunk behind the prompt has no mel to continue; the unconditional rows have nothing at all.
+        mel (B, T, mel): the prompt's own; a chunk behind the prompt has none to continue. The unconditional rows have
+        nothing at all.
         """
-        parts = torch.cat([mu, speaker[:, None].expand_as(mu), torch.zeros_like(mu)], dim=-1)
+        known = torch.zeros_like(mu) if mel is None else mel
+        parts = torch.cat([mu, speaker[:, None].expand_as(mu), known], dim=-1)
         conditional = F.linear(parts, self._static, self._static_bias)
         return torch.cat([conditional, self._static_bias.expand_as(conditional)])
+
+    def no_history(self, rows: int) -> Tensor:
+        """What the convolutions of streams that begin remember: silence."""
+        like = self._static
+        return like.new_zeros(self.steps, self.depth, 2, rows, CONV_HISTORY, like.shape[0])
 
     def scratch(self, history: Tensor, frames: int) -> Scratch:
         """Room for a solve over T frames of R rows, given their convolutions' history."""

@@ -131,14 +131,13 @@ class DiTStreaming(StreamingFlow[DiTState]):
         return self.new_tokens(state, chunk)
 
     def _listen(self, voice: Voice) -> DiTVoice:
-        noise = self._noise_of(0, voice.mel.shape[1])
-        cache = self._network.setup_cache(voice.tokens, voice.mel, voice.embedding, noise=noise, steps=self._steps)
-        return DiTVoice(
-            tokens=voice.tokens[0].cpu().numpy(),
-            attention=cache.estimator.attention,
-            history=cache.estimator.conv.transpose(-1, -2).contiguous(),  # (.., C, frame) -> (.., frame, C)
-            speaker=cache.speaker,
-        )
+        tokens = voice.tokens[0].cpu().numpy()
+        count = len(tokens)  # whose look-ahead at the end are its own first ones
+        window = Window(with_ahead(np.concatenate([tokens, tokens]), count), np.full(count, count))
+        mu = self._encoder.encode([window])[:, : TOKEN_MEL_RATIO * count]
+        speaker = self._network.project_speaker(voice.embedding)
+        heard = self._solve.listen(mu, speaker, voice.mel.to(mu.dtype))
+        return DiTVoice(tokens=tokens, attention=heard.attention, history=heard.history, speaker=speaker)
 
     def _render(self, jobs: list[Job[DiTState]]) -> list[Tensor]:
         rows = [_row(job) for job in jobs]

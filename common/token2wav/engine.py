@@ -4,6 +4,7 @@ The engine owns the networks and the caches that belong to voices; the caller ow
 every `step` and drops it at the end.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from common.token2wav.noise import flow_noise, source_noise
 from common.token2wav.unet_streaming import UNetStreaming
 from common.token2wav.vocoder import MelChunk, StreamingVocoder, VocoderState
 
+logger = logging.getLogger(__name__)
+
 SILENT_MEL = -11.5  # log of the least magnitude that a mel shows
 
 
@@ -37,10 +40,29 @@ class Precision:
     vocoder: torch.dtype
 
     @classmethod
-    def named(cls, flow: str, vocoder: str, device: str) -> "Precision":
-        """Names of torch's dtypes; "auto" is float16 on a GPU and float32 on a CPU."""
-        auto = torch.float16 if torch.device(device).type == "cuda" else torch.float32
-        return cls(*(auto if name == "auto" else getattr(torch, name) for name in (flow, vocoder)))
+    def named(cls, flow: str, vocoder: str, device: str, runtime: FlowRuntime = "auto") -> "Precision":
+        """Names of torch's dtypes; "auto" is what docs/accelerators.md found fastest without harm to the audio: float16
+        on a GPU; on a CPU float32 but for a flow in torch, which computes in bfloat16 where the CPU has it.
+
+        runtime: of the flow's estimator, as the setting names it.
+        """
+        on_gpu = torch.device(device).type == "cuda"
+        auto_flow = auto_vocoder = torch.float16 if on_gpu else torch.float32
+        if not on_gpu and flow_runtime(runtime, device) == "torch" and _multiplies_bfloat16():
+            auto_flow = torch.bfloat16
+        precision = cls(_dtype(flow, auto_flow), _dtype(vocoder, auto_vocoder))
+        logger.info("the flow computes in %s, HiFT in %s", precision.flow, precision.vocoder)
+        return precision
+
+
+def _dtype(name: str, auto: torch.dtype) -> torch.dtype:
+    return auto if name == "auto" else getattr(torch, name)
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it. Others convert every value, which takes longer than float32."""
+    has = torch.cpu.get_capabilities()
+    return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 @dataclass

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def sizes_up_to(most: int, lengths: Iterable[int]) -> list[Size]:
 class _Graph:
     inputs: tuple[Tensor, ...]
     graph: torch.cuda.CUDAGraph
-    output: Tensor
+    output: Any  # a tensor, or a tuple of them
 
 
 class Graphs:
@@ -36,7 +37,7 @@ class Graphs:
 
     def __init__(
         self,
-        function: Callable[..., Tensor],
+        function: Callable[..., Any],
         inputs: Callable[..., tuple[Tensor, ...]],
         sizes: Iterable[Size],
         name: str,
@@ -61,7 +62,7 @@ class Graphs:
         holding = [size for size in self._graphs if all(have >= need for have, need in zip(size, needed, strict=True))]
         return min(holding, key=math.prod, default=None)
 
-    def run(self, size: Size, *values: Tensor) -> Tensor:
+    def run(self, size: Size, *values: Tensor) -> Any:
         """The function of `values`, which fill the leading corners of that size's inputs; the rest keeps old ones.
 
         The result has the size's own shape and lasts until the next call.
@@ -72,7 +73,7 @@ class Graphs:
         captured.graph.replay()
         return captured.output
 
-    def _capture(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> _Graph:
+    def _capture(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Graph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

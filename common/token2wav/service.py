@@ -1,8 +1,9 @@
 """Who owns the streams of a token2wav model.
 
-`Token2WavService` has one thread. Everything about a stream - its state, its place in the queue, its end - belongs to
-that thread; `submit` only puts a task into the queue. A stream is freed in `_close`, whatever ends it: its last chunk,
-an abort, an error, a cancel, or silence for `idle_seconds`. `scheduler` says which chunks are rendered together.
+`Token2WavService` has one thread for them, and one that sends the answers. Everything about a stream - its state, its
+place in the queue, its end - belongs to the first; `submit` only puts a task into the queue. A stream is freed in
+`_close`, whatever ends it: its last chunk, an abort, an error, a cancel, or silence for `idle_seconds`. `scheduler`
+says which chunks are rendered together.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,6 +144,8 @@ class Token2WavService:
         self._waited_seconds = 0.0
         self._refusal: str | None = None  # why nothing is taken any more
         self._wake = threading.Condition()
+        # Answers in their order, while the next batch is rendered: handing them to tritonserver takes milliseconds.
+        self._replies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token2wav-replies")
         self._warm: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="token2wav", daemon=True)
         self._thread.start()
@@ -154,7 +157,7 @@ class Token2WavService:
         reply: Callable[[np.ndarray | BaseException], None],
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Queue a request. `reply` is called exactly once, from the service's thread, with audio or an exception.
+        """Queue a request. `reply` is called exactly once, from a thread of the service, with audio or an exception.
 
         Raises UnavailableError at once when the queue is full or the service is closed.
         """
@@ -208,6 +211,7 @@ class Token2WavService:
             left, self._queue = self._queue, []
         for task in left:
             self._tell(task, UnavailableError(self._refusal or ""))
+        self._replies.shutdown()
         for stream_id in list(self._sessions):
             self._close(stream_id)
 
@@ -294,10 +298,7 @@ class Token2WavService:
             self._tell(task, result)
 
     def _tell(self, task: Task, result: np.ndarray | BaseException) -> None:
-        try:
-            task.reply(result)
-        except Exception:  # the receiver's own mistake must not end every other stream
-            logger.exception("a reply failed")
+        self._replies.submit(_reply, task, result)
 
     def _without_rendering(self, request: ChunkRequest) -> np.ndarray | None:
         """The answer to what renders no chunk: whole utterances, starts, ends. None if a chunk is to be rendered."""
@@ -333,6 +334,13 @@ class Token2WavService:
     def _close(self, stream_id: int) -> None:
         if session := self._sessions.pop(stream_id, None):
             self._engine.close(session.stream)
+
+
+def _reply(task: Task, result: np.ndarray | BaseException) -> None:
+    try:
+        task.reply(result)
+    except Exception:  # the receiver's own mistake must not end every other stream
+        logger.exception("a reply failed")
 
 
 def _chunk_of(request: ChunkRequest) -> Chunk:

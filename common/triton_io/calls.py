@@ -1,6 +1,7 @@
 """Calls of other models of the same Triton (BLS), from a coroutine."""
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,9 +18,12 @@ from common.triton_io.tensors import to_tensor
 
 ResultT = TypeVar("ResultT")
 
-# Threads whose caller waits no longer. Triton 2.51 cannot cancel a call, so they last as long as the other model takes.
-_given_up: set[threading.Thread] = set()
+# Calls whose caller waits no longer. Triton 2.51 cannot cancel a call, so it keeps its thread as long as the other
+# model takes.
+_given_up: set["_Job"] = set()
 MAX_GIVEN_UP = 256  # far above what cancelled streams leave for a moment, and 256 threads do no harm
+_idle: list["_Worker"] = []  # threads that wait for the next call: starting one takes longer than handing it a call
+MAX_IDLE = 64
 # Triton 2.51 lets go of a finished stream in a thread of its own, a moment after us. The last one to do so frees the
 # responses, and that thread does it without Python's lock: the heap is damaged, and soon the process dies. So we keep
 # them for longer.
@@ -102,7 +106,7 @@ async def stream(
             put(error)
         put(finished)
 
-    with _waiting_thread(forward):
+    with _working(forward):
         while (item := await arrivals.get()) is not finished:
             if isinstance(item, Exception):
                 raise item
@@ -115,7 +119,7 @@ def _drop(responses: Any) -> None:
 
 
 async def _in_thread(function: Callable[[], ResultT]) -> ResultT:
-    """Run a blocking `function` in a thread of its own.
+    """Run a blocking `function` in a thread that does nothing else meanwhile.
 
     Not in an executor: calls that wait for the models that wait for them must never share a bounded pool, and a
     thread that is stuck in Triton must not keep the process from ending.
@@ -130,25 +134,61 @@ async def _in_thread(function: Callable[[], ResultT]) -> ResultT:
         except BaseException as error:
             future.set_exception(error)
 
-    with _waiting_thread(run):
+    with _working(run):
         return await asyncio.wrap_future(future)
 
 
+class _Job:
+    """Something to do in a thread."""
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        self._target = target
+        self.done = False
+
+    def run(self) -> None:
+        try:
+            self._target()
+        finally:
+            self.done = True
+            _given_up.discard(self)
+
+
+class _Worker(threading.Thread):
+    """Does one job after another; ends when more threads are idle than are kept."""
+
+    def __init__(self) -> None:
+        super().__init__(name="call", daemon=True)
+        self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.jobs.get().run()
+            if len(_idle) >= MAX_IDLE:
+                return
+            _idle.append(self)
+
+
 @contextmanager
-def _waiting_thread(target: Callable[[], None]) -> Iterator[None]:
-    """A thread for the time of the block; if it waits in Triton still after that, it has been given up.
+def _working(target: Callable[[], None]) -> Iterator[None]:
+    """A thread does `target` for the time of the block; if it waits in Triton still after that, it has been given up.
 
     UnavailableError when too many of those are there.
     """
-    _given_up.intersection_update([thread for thread in _given_up if thread.is_alive()])
     if len(_given_up) >= MAX_GIVEN_UP:
         raise UnavailableError(f"{len(_given_up)} calls of other models are stuck; a model hangs or has died")
-    thread = threading.Thread(target=target, name="call", daemon=True)
-    thread.start()
+    job = _Job(target)
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
+    worker.jobs.put(job)
     try:
         yield
     finally:
-        _given_up.add(thread)
+        _given_up.add(job)
+        if job.done:  # asked after it was added: it may end at any time
+            _given_up.discard(job)
 
 
 def _outputs(model: str, response: Any) -> dict[str, np.ndarray]:

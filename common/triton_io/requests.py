@@ -1,6 +1,7 @@
 """Requests answered: at once and in a batch, later by a thread, or each by a task of an asyncio loop."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,8 @@ import triton_python_backend_utils as pb_utils
 from common.errors import UnavailableError
 from common.triton_io.errors import error_response
 from common.triton_io.tensors import to_response
+
+logger = logging.getLogger(__name__)
 
 InputT = TypeVar("InputT")
 ResultT = TypeVar("ResultT")
@@ -80,8 +83,9 @@ class Responder:
             raise RuntimeError("the handler sent no response")
 
     def is_cancelled(self) -> bool:
-        """The client went away."""
-        return bool(self._sender.is_cancelled())
+        """The client went away before the end. To ask Triton 2.51 after it is a crash of the whole server."""
+        with self._lock:
+            return not self._ended and bool(self._sender.is_cancelled())
 
     def finish(self, error: Any = None) -> None:
         """End the request, with an error response if there is one; only the first call counts."""
@@ -151,10 +155,14 @@ class RequestLoop:
         self._model = model
         self._decoupled = decoupled
         self._tasks: set[asyncio.Task[None]] = set()
+        self._live: dict[asyncio.Future[None], Responder] = {}
         self._closing = False
+        self._closed = threading.Event()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=f"loop-{model}", daemon=True)
         self._thread.start()
+        self._watcher = threading.Thread(target=self._watch, name=f"watch-{model}", daemon=True)
+        self._watcher.start()
 
     def submit(self, request: Any) -> None:
         """Serve `request` in the loop; to be called from `execute`, which then returns None."""
@@ -183,6 +191,8 @@ class RequestLoop:
         if self.loop.is_closed():
             return
         self.end_requests()
+        self._closed.set()
+        self._watcher.join(SHUTDOWN_SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(SHUTDOWN_SECONDS)
         if not self._thread.is_alive():
@@ -209,17 +219,35 @@ class RequestLoop:
             responder.finish(failure)
 
     async def _handle(self, request: Any, responder: Responder) -> None:
-        """Run the handler and cancel it when the client goes away."""
+        """Run the handler; `_watch` cancels it when its client goes away."""
         work = asyncio.ensure_future(self._handler(request, responder))
+        self._live[work] = responder
         try:
-            while not work.done():
-                await asyncio.wait({work}, timeout=CANCEL_POLL_SECONDS)
-                if not work.done() and responder.is_cancelled():
-                    break
+            await asyncio.wait({work})
         finally:
+            self._live.pop(work, None)
             work.cancel()  # does nothing to work that is done
             await asyncio.wait({work})
         work.result()
+
+    def _watch(self) -> None:
+        """Look every now and then which clients have gone away.
+
+        In a thread, because each look waits for tritonserver's answer, which with hundreds of requests would take the
+        loop a good part of its time.
+        """
+        while not self._closed.wait(CANCEL_POLL_SECONDS):
+            for work, responder in list(self._live.items()):
+                try:
+                    gone = responder.is_cancelled()
+                except Exception:  # that of one request must not leave all others unwatched
+                    logger.exception("%s: Triton does not tell whether a client has gone away", self._model)
+                    self._live.pop(work, None)
+                    continue
+                if gone:
+                    self._live.pop(work, None)
+                    with suppress(RuntimeError):  # the loop is closed
+                        self.loop.call_soon_threadsafe(work.cancel)
 
     async def _cancel_all(self) -> None:
         tasks = list(self._tasks)

@@ -17,7 +17,8 @@ class Load:
     """What to ask of whom.
 
     servers: host:port each; tasks and requests are dealt out to them in turn. tasks: of the closed loop, in all.
-    rate: requests per second of the open loop, None for the closed one. warmup: jobs that are done first and not
+    rate: requests per second of the open loop, None for the closed one. listening: a task of the closed loop asks anew
+    when it has heard its answer to the end, instead of when it has it. warmup: jobs that are done first and not
     counted. audio_dir: where the audio goes, None to drop it. metrics: host:port of the servers' metrics pages.
     """
 
@@ -28,6 +29,7 @@ class Load:
     warmup: Sequence[Job] = ()
     tasks: int = 1
     rate: float | None = None
+    listening: bool = False
     timeout: float = 120.0
     client: Literal["asyncio", "sync"] = "asyncio"
     audio_dir: Path | None = None
@@ -47,6 +49,7 @@ class Load:
         tasks: int,
         rate: float | None,
         audio_dir: Path | None,
+        listening: bool = False,
     ) -> "Load":
         """`count` of the jobs after the warm-up; the other settings as `add_load_arguments` parsed them."""
         warmup = args.warmup_requests
@@ -60,6 +63,7 @@ class Load:
             warmup=jobs.take(warmup),
             tasks=tasks,
             rate=rate,
+            listening=listening,
             timeout=args.timeout,
             client=args.client,
             audio_dir=audio_dir,
@@ -74,6 +78,7 @@ class Load:
             "mode": self.mode,
             "num_tasks": None if self.rate is not None else self.tasks,
             "request_rate": self.rate,
+            "listening": self.listening,
             "warmup_requests": len(self.warmup),
             "timeout_seconds": self.timeout,
             "client": self.client,
@@ -81,7 +86,9 @@ class Load:
 
     def shape(self) -> str:
         """The load in words."""
-        return f"{self.tasks} at once" if self.rate is None else f"{self.rate:g} requests per second"
+        if self.rate is not None:
+            return f"{self.rate:g} requests per second"
+        return f"{self.tasks} listeners" if self.listening else f"{self.tasks} at once"
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":

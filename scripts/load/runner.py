@@ -1,8 +1,9 @@
 """Asks for many utterances at once and notes how each request ended.
 
-Closed loop: `tasks` tasks, each of which sends its next request when the one before is answered. Open loop: requests
-leave at `rate`, at random (Poisson), whether the ones before are answered or not; their times count from when they
-should have left. No request waits for another's failure, and a server that stops answering is given up in seconds.
+Closed loop: `tasks` tasks, each of which sends its next request when the one before is answered, or, where they listen,
+has been heard to its end. Open loop: requests leave at `rate`, at random (Poisson), whether those before are answered
+or not; their times count from when they should have left. No request waits for another's failure, and a server that
+stops answering is given up in seconds.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import numpy as np
 import tritonclient.grpc.aio as triton
 
 from common.client import ClientError, Recorder
+from common.constants import SAMPLE_RATE
 from common.grpc_client import AsyncConnection, Connection, ThreadConnection, require_model
 from scripts.load.audio import AudioWriter
 from scripts.load.jobs import Job
@@ -27,6 +29,7 @@ from scripts.load.watch import ServerWatch, interruptible, lags
 
 logger = logging.getLogger(__name__)
 
+LISTENERS_COME = 8.0  # seconds within which they begin: about the length of an utterance
 START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not come in one instant
 MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
 MAX_IN_FLIGHT = 1024  # at a given rate: beyond this the server is overrun, and memory is finite
@@ -85,7 +88,7 @@ class _Runner:
         self._writer = writer
         self._observer = observer
         self._watch = ServerWatch(probes, self._give_up)
-        self._tasks: dict[asyncio.Task[None], str] = {}  # what asks, and which server
+        self._tasks: dict[asyncio.Task[object], str] = {}  # what asks, and which server
         self._live = 0
         self._outcomes: list[Outcome] = []
         self._counts = False  # whether outcomes are of the run, not of its warm-up
@@ -122,16 +125,19 @@ class _Runner:
     # --- who asks when -------------------------------------------------------------------------------------------
 
     async def _closed(self, jobs: Sequence[Job]) -> None:
-        left = deque(jobs)
+        left, spread = deque(jobs), np.random.default_rng(0)
         for index in range(min(self._load.tasks, len(jobs))):
             server, connection = self._way(self._load.servers, index)
-            self._start(self._work(left, server, connection, index * START_SPACING), server)
+            delay = spread.uniform(0, LISTENERS_COME) if self._load.listening else index * START_SPACING
+            self._start(self._work(left, server, connection, delay), server)
         await self._finish()
 
     async def _work(self, jobs: deque[Job], server: str, connection: Connection, delay: float) -> None:
         await asyncio.sleep(delay)
         while jobs and server not in self._watch.lost:
-            await self._request(jobs.popleft(), server, connection, time.perf_counter())
+            heard = await self._request(jobs.popleft(), server, connection, time.perf_counter())
+            if self._load.listening and jobs:
+                await asyncio.sleep(heard - time.perf_counter())
 
     async def _open(self, jobs: Sequence[Job], rate: float) -> None:
         due = self._begun + np.cumsum(np.random.default_rng(0).exponential(1 / rate, len(jobs)))
@@ -159,7 +165,7 @@ class _Runner:
         connections = self._connections[server]
         return server, connections[index // len(servers) % len(connections)]
 
-    def _start(self, work: Coroutine[Any, Any, None], server: str) -> None:
+    def _start(self, work: Coroutine[Any, Any, object], server: str) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = server
         task.add_done_callback(self._tasks.pop)
@@ -184,7 +190,8 @@ class _Runner:
 
     # --- one request ---------------------------------------------------------------------------------------------
 
-    async def _request(self, job: Job, server: str, connection: Connection, start: float) -> None:
+    async def _request(self, job: Job, server: str, connection: Connection, start: float) -> float:
+        """Returns when it has been heard to its end, if it is played from its first chunk on."""
         load, recorder, error = self._load, Recorder(start=start), ""
         self._live += 1
         try:
@@ -214,6 +221,7 @@ class _Runner:
             await self._watch.check(server)
         elif self._counts:
             await self._writer.write(job.id, speech)
+        return start + (recorder.arrivals[0] if recorder.arrivals else 0.0) + sum(recorder.samples) / SAMPLE_RATE
 
     def _note(self, outcome: Outcome) -> None:
         if self._counts:

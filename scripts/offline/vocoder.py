@@ -45,7 +45,7 @@ class OfflineVocoder:
         kind = flow_kind(model_dir / "flow.pt")
         options: dict[str, Any] = {"device": device, "max_streams": max(1, streams)}
         options["runtime"] = "auto" if streams else "torch"  # which captures nothing
-        options["precision"] = Precision.named("auto", "auto", device)
+        options["precision"] = Precision.named("auto", "auto", device, options["runtime"])
         if kind == "unet":
             engine = Token2Wav.load_unet(model_dir, **options)
         else:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import torch
 
 from common import triton_io
 from common.config import AudioTokenizerConfig
@@ -16,6 +17,8 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self._name = args["model_name"]
         config = AudioTokenizerConfig.from_triton(args)
+        if config.device != "cpu":
+            torch.set_num_threads(1)  # mels are all that is left to the CPU
         self._tokenizer = AudioTokenizer(config.model_dir, config.device)
         self._offset = speech_token_offset(config.llm_tokenizer_dir)
 

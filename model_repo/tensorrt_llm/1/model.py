@@ -12,6 +12,7 @@ from contextlib import aclosing
 
 from common import triton_io
 from common.config import TensorrtLLMConfig
+from common.llm.engine import warm_up
 from common.llm.loading import load_engine
 from common.llm.tensors import ALL_INPUTS, FAILED, generation_request, output_tensors, scalar
 from common.speech_tokens import LLMTokenizer
@@ -25,11 +26,12 @@ class TritonPythonModel:
         tokenizer = LLMTokenizer.from_dir(config.tokenizer_dir or config.engine_dir)
         self._end_ids = tokenizer.end_ids
         self._decoupled = config.decoupled
-        self._engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests)
+        self._engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, config.gpu_share)
         # By request id, for `stop`; touched in the loop's thread only.
         self._live: dict[str, asyncio.Task] = {}
         self._stopped: set[str] = set()
         self._requests = triton_io.RequestLoop(self._serve, model="tensorrt_llm", decoupled=config.decoupled)
+        self._requests.run(warm_up(self._engine, tokenizer, config.max_requests))
 
     def execute(self, requests):
         for request in requests:

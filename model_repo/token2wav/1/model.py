@@ -25,7 +25,9 @@ class TritonPythonModel:
             device=config.device,
             steps=config.n_timesteps,
             max_streams=config.max_streams,
-            precision=Precision.named(config.flow_precision, config.vocoder_precision, config.device),
+            precision=Precision.named(
+                config.flow_precision, config.vocoder_precision, config.device, config.flow_runtime
+            ),
             runtime=config.flow_runtime,
         )
         self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)

@@ -31,7 +31,9 @@ class TritonPythonModel:
             steps=config.n_timesteps,
             max_streams=config.max_streams,
             voice_cache_bytes=config.voice_cache_mb << 20,
-            precision=Precision.named(config.flow_precision, config.vocoder_precision, config.device),
+            precision=Precision.named(
+                config.flow_precision, config.vocoder_precision, config.device, config.flow_runtime
+            ),
             runtime=config.flow_runtime,
         )
         self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
