@@ -3,23 +3,23 @@
 from common.token2wav.scheduler import Waiting, pick
 
 
-def chunk(stream: int, *, silent_at: float | None = None, tokens: int | None = 15, arrived: int = 0) -> Waiting:
-    return Waiting(stream, silent_at, arrived, tokens)
+def chunk(stream: int, *, audio_left: float | None = None, tokens: int | None = 15, arrived: int = 0) -> Waiting:
+    return Waiting(stream, audio_left, arrived, tokens)
 
 
 def test_first_chunks_come_first_then_the_earliest_silence_then_arrival() -> None:
     waiting = [
-        chunk(0, silent_at=9.0),
-        chunk(1, silent_at=3.0),
+        chunk(0, audio_left=0.9),
+        chunk(1, audio_left=0.3),
         chunk(2, arrived=8),
         chunk(3, arrived=7),
-        chunk(4, silent_at=3.0, arrived=-1),
+        chunk(4, audio_left=0.3, arrived=-1),
     ]
     assert pick(waiting, max_chunks=64, max_tokens=1600) == [3, 2, 4, 1, 0]
 
 
 def test_a_batch_holds_the_most_urgent_up_to_its_limit() -> None:
-    waiting = [chunk(stream, silent_at=10.0 - stream) for stream in range(5)]
+    waiting = [chunk(stream, audio_left=10.0 - stream) for stream in range(5)]
     assert pick(waiting, max_chunks=2, max_tokens=1600) == [4, 3]
 
 
@@ -48,3 +48,14 @@ def test_a_batch_is_bounded_in_tokens_but_never_empty() -> None:
     waiting = [chunk(stream, tokens=100, arrived=stream) for stream in range(4)]
     assert pick(waiting, max_chunks=64, max_tokens=250) == [0, 1]
     assert pick(waiting, max_chunks=64, max_tokens=10) == [0]
+
+
+def test_a_first_chunk_is_not_held_up_by_chunks_that_could_wait() -> None:
+    """Sixteen listeners have plenty of audio left: beside a stream that begins few of them are rendered, and before one
+    that is about to begin no batch is long. Those who are about to fall silent take the whole batch."""
+    idle = [chunk(stream, audio_left=4.0, tokens=100, arrived=stream) for stream in range(16)]
+    assert pick([*idle, chunk(16, arrived=16)], max_chunks=64, max_tokens=1600) == [16, 0, 1, 2]
+    assert pick(idle, max_chunks=64, max_tokens=1600) == [0, 1, 2, 3]
+    late = [chunk(stream, audio_left=0.2, tokens=100, arrived=stream) for stream in range(16)]
+    assert pick(late, max_chunks=64, max_tokens=1600) == list(range(16))
+    assert pick([*late[:8], *idle[8:]], max_chunks=64, max_tokens=1600) == list(range(8))

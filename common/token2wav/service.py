@@ -76,10 +76,9 @@ class Session:
     first_audio_at: float | None = None
     audio_seconds: float = 0.0
 
-    @property
-    def silent_at(self) -> float | None:
-        """When the listener has heard everything that was sent, if it plays from the first chunk on."""
-        return None if self.first_audio_at is None else self.first_audio_at + self.audio_seconds
+    def audio_left(self, now: float) -> float | None:
+        """Seconds that the listener has not heard yet, if it plays from the first chunk on."""
+        return None if self.first_audio_at is None else self.first_audio_at + self.audio_seconds - now
 
     def heard(self, samples: int, now: float) -> None:
         """Note audio that was rendered."""
@@ -230,13 +229,14 @@ class Token2WavService:
             return []
 
     def _waiting(self) -> list[Waiting]:
+        now = self._clock()
         waiting = []
         for task in self._queue:
             session = self._sessions.get(task.request.stream_id)
             waiting.append(
                 Waiting(
                     stream_id=task.request.stream_id,
-                    silent_at=session.silent_at if session else None,
+                    audio_left=session.audio_left(now) if session else None,
                     arrived=task.arrived,
                     tokens=self._tokens(task.request),
                 )
