@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
+PATIENCE_SECONDS = 0.5  # a client that asked no longer ago is taken to be there still
 MAX_BATCH = 64
 
 
@@ -256,8 +257,13 @@ class Token2WavService:
             return None  # served alone: the sender is told when it comes to be rendered
 
     def _dropped(self, task: Task) -> bool:
-        """Whether the sender has gone away; its stream goes with it."""
-        if not task.is_cancelled():
+        """Whether the sender has gone away; its stream goes with it.
+
+        Asking waits for tritonserver, a millisecond under load, and the GPU waits along. So it is asked only where it
+        could save much.
+        """
+        waited = self._clock() - task.arrived_at
+        if not ((task.request.offline or waited > PATIENCE_SECONDS) and task.is_cancelled()):
             return False
         self._close(task.request.stream_id)
         self._tell(task, asyncio.CancelledError())
