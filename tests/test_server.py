@@ -1,6 +1,7 @@
 """Starting and stopping the real tritonserver, and what it says when it cannot."""
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -26,15 +27,55 @@ CONFIG = """
 name: "idle" backend: "python" max_batch_size: 1 instance_group [ { kind: KIND_CPU count: 1 } ]
 input [ { name: "x" data_type: TYPE_FP32 dims: [1] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [1] } ]
 """
+# `caller` asks `slow`, which takes a second, for a hundred answers at once and says how long that took.
+SLOW = """
+import threading
+import numpy as np
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Timer(1.0, self.answer, [request.get_response_sender()]).start()
+
+    def answer(self, sender):
+        output = pb.Tensor("y", np.ones((1, 1), np.float32))
+        sender.send(pb.InferenceResponse([output]), flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+CALLER = """
+import threading
+import time
+import numpy as np
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        begun = time.monotonic()
+        threads = [threading.Thread(target=self.call) for _ in range(100)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        taken = np.full((1, 1), time.monotonic() - begun, np.float32)
+        return [pb.InferenceResponse([pb.Tensor("y", taken)]) for _ in requests]
+
+    def call(self):
+        x = pb.Tensor("x", np.ones((1, 1), np.float32))
+        pb.InferenceRequest(model_name="slow", requested_output_names=["y"], inputs=[x]).exec()
+"""
 FREE = Ports(0, 0, 0)
+
+
+def add_model(repository: Path, name: str, source: str) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "1" / "model.py").write_text(source)
+    (repository / name / "config.pbtxt").write_text(CONFIG.replace("idle", name))
 
 
 @pytest.fixture
 def repository(tmp_path) -> Path:
     """A model that loads and does nothing."""
-    (tmp_path / "repository" / "idle" / "1").mkdir(parents=True)
-    (tmp_path / "repository" / "idle" / "1" / "model.py").write_text(MODEL)
-    (tmp_path / "repository" / "idle" / "config.pbtxt").write_text(CONFIG)
+    add_model(tmp_path / "repository", "idle", MODEL)
     return tmp_path / "repository"
 
 
@@ -51,6 +92,18 @@ def test_a_server_answers_while_it_lives_and_leaves_nothing_behind(repository):
     assert stubs_of(server) == []
     assert not server.log_file.exists()
     assert list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
+
+
+@pytest.mark.server
+def test_calls_between_models_do_not_wait_for_each_other(tmp_path):
+    """Hundreds of streams wait for their chunks at once; Triton's own pool of threads lets through a handful."""
+    add_model(tmp_path / "repository", "slow", SLOW)
+    add_model(tmp_path / "repository", "caller", CALLER)
+    body = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [0.0]}]}
+    with TritonServer(tmp_path / "repository", ports=FREE) as server:
+        url = f"http://{server.http_url}/v2/models/caller/infer"
+        answer = json.load(urllib.request.urlopen(url, json.dumps(body).encode()))
+    assert 1.0 < answer["outputs"][0]["data"][0] < 3.0
 
 
 @pytest.mark.server

@@ -177,12 +177,26 @@ def queue_behind_a_running_chunk(client, engine, chunks):
     return [running, *(client.post(stream, tokens, finalize=False) for stream, tokens in chunks.items())]
 
 
-def test_a_cancelled_request_frees_its_stream_unrendered(service, client, engine):
+def test_a_cancelled_request_that_waited_frees_its_stream_unrendered(service, client, engine, clock):
+    replies = queue_behind_a_running_chunk(client, engine, {})
+    client_gone = client.post(1, [4], is_cancelled=lambda: True, start=True, prompt=PROMPT, finalize=False)
+    clock.now += 1
+    engine.gate.set()
+    assert isinstance(client_gone.get(timeout=10), asyncio.CancelledError)
+    assert len(replies[0].get(timeout=10))
+    assert service.stats().live_streams == 1
+    assert engine.batches == [[40]]
+
+
+def test_triton_is_not_asked_for_the_client_of_a_chunk_that_just_came(client):
     client.start(1)
+    assert len(client.send(1, [4], is_cancelled=lambda: pytest.fail("asked"), finalize=False))
+
+
+def test_a_whole_utterance_is_not_rendered_for_a_client_that_has_gone(client, engine):
+    engine.whole = lambda *_: pytest.fail("rendered")
     with pytest.raises(asyncio.CancelledError):
-        client.send(1, [4], is_cancelled=lambda: True, finalize=False)
-    assert service.stats().live_streams == 0
-    assert engine.batches == []
+        client.send(1, [4], is_cancelled=lambda: True, start=True, end=True, prompt=PROMPT)
 
 
 def test_an_idle_stream_is_freed_and_says_so(service, client, clock):

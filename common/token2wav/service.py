@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
+PATIENCE_SECONDS = 0.5  # a client that asked no longer ago is taken to be there still
 MAX_BATCH = 64
 
 
@@ -76,10 +77,9 @@ class Session:
     first_audio_at: float | None = None
     audio_seconds: float = 0.0
 
-    @property
-    def silent_at(self) -> float | None:
-        """When the listener has heard everything that was sent, if it plays from the first chunk on."""
-        return None if self.first_audio_at is None else self.first_audio_at + self.audio_seconds
+    def audio_left(self, now: float) -> float | None:
+        """Seconds that the listener has not heard yet, if it plays from the first chunk on."""
+        return None if self.first_audio_at is None else self.first_audio_at + self.audio_seconds - now
 
     def heard(self, samples: int, now: float) -> None:
         """Note audio that was rendered."""
@@ -230,13 +230,14 @@ class Token2WavService:
             return []
 
     def _waiting(self) -> list[Waiting]:
+        now = self._clock()
         waiting = []
         for task in self._queue:
             session = self._sessions.get(task.request.stream_id)
             waiting.append(
                 Waiting(
                     stream_id=task.request.stream_id,
-                    silent_at=session.silent_at if session else None,
+                    audio_left=session.audio_left(now) if session else None,
                     arrived=task.arrived,
                     tokens=self._tokens(task.request),
                 )
@@ -256,8 +257,13 @@ class Token2WavService:
             return None  # served alone: the sender is told when it comes to be rendered
 
     def _dropped(self, task: Task) -> bool:
-        """Whether the sender has gone away; its stream goes with it."""
-        if not task.is_cancelled():
+        """Whether the sender has gone away; its stream goes with it.
+
+        Asking waits for tritonserver, a millisecond under load, and the GPU waits along. So it is asked only where it
+        could save much.
+        """
+        waited = self._clock() - task.arrived_at
+        if not ((task.request.offline or waited > PATIENCE_SECONDS) and task.is_cancelled()):
             return False
         self._close(task.request.stream_id)
         self._tell(task, asyncio.CancelledError())
