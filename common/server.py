@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from common import metrics
+from common.constants import CALL_THREADS
 from common.drain import DrainMark
 from common.installation import Installation, ServerError
 
@@ -29,10 +30,6 @@ READY_POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.5  # between two looks at the models' processes
 INHERITED = Path("-")
 LOCAL_CACHE = "local,size=67108864"  # 64 MiB in the memory of this server
-# How many calls of other models one instance of a model may wait for at once: one per live stream, two with the LLM
-# inside Triton. Each is a thread of tritonserver's, in a pool of the instance's own. By default there are 32, so that
-# the chunks of 32 streams, or the tokens of as many, would hold up the first chunks of all others.
-CALLS_AT_ONCE = 256
 STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the group is killed
 
 # Ends what is left of a server and removes its shared memory, also when the process that started both was killed, so
@@ -256,7 +253,7 @@ class TritonServer:
             # Our configurations are complete; completing them would start every stub once more.
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
-            f"--backend-config=python,thread-pool-size={CALLS_AT_ONCE}",
+            f"--backend-config=python,thread-pool-size={CALL_THREADS}",
             "--backend-config=python,stub-timeout-seconds=300",  # loading a checkpoint takes longer than the 30 s
             f"--exit-timeout-secs={int(STOP_SECONDS) - 4}",
         ]

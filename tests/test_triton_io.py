@@ -240,6 +240,36 @@ def test_threads_of_calls_are_used_again_and_few_stay_idle(triton_models, monkey
     assert len(set(names[:5])) == 5 and names[5] in names[:5]
 
 
+def test_calls_leave_threads_of_tritons_free_and_wait_for_their_turn(triton_models, monkeypatch):
+    """Also behind calls that were given up, which keep their places, and where those who wait have gone away."""
+    monkeypatch.setattr(calls, "_places", calls.Places(2))
+    release, running, most = threading.Event(), [0], [0]
+
+    def callee(sent: InferenceRequest) -> InferenceResponse:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        release.wait(10)
+        running[0] -= 1
+        return answer(y=np.ones(1))
+
+    triton_models["m"] = callee
+
+    async def ask() -> int:
+        given_up = await asyncio.gather(
+            *(triton_io.call("m", {}, ["y"], timeout=0.05) for _ in range(4)), return_exceptions=True
+        )
+        assert [type(error) for error in given_up] == [UnavailableError] * 4
+        waiting = [asyncio.ensure_future(triton_io.call("m", {}, ["y"])) for _ in range(8)]
+        await asyncio.sleep(0.02)
+        waiting[0].cancel()
+        release.set()
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        return sum(isinstance(found, dict) for found in answers)
+
+    assert asyncio.run(ask()) == 7
+    assert most[0] == 2
+
+
 def read_stream() -> list[int]:
     async def collect() -> list[int]:
         return [int(outputs["y"][0]) async for outputs in triton_io.stream("m", {}, ["y"])]

@@ -3,15 +3,17 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
+from common.constants import CALLS_AT_ONCE
 from common.errors import LostAnswerError, UnavailableError
 from common.triton_io.errors import to_exception
 from common.triton_io.tensors import to_tensor
@@ -21,7 +23,7 @@ ResultT = TypeVar("ResultT")
 # Calls whose caller waits no longer. Triton 2.51 cannot cancel a call, so it keeps its thread as long as the other
 # model takes.
 _given_up: set["_Job"] = set()
-MAX_GIVEN_UP = 256  # far above what cancelled streams leave for a moment, and 256 threads do no harm
+MAX_GIVEN_UP = CALLS_AT_ONCE // 2  # far above what cancelled streams leave for a moment
 _idle: list["_Worker"] = []  # threads that wait for the next call: starting one takes longer than handing it a call
 MAX_IDLE = 64
 # Triton 2.51 lets go of a finished stream in a thread of its own, a moment after us. The last one to do so frees the
@@ -106,7 +108,7 @@ async def stream(
             put(error)
         put(finished)
 
-    with _working(forward):
+    async with _working(forward):
         while (item := await arrivals.get()) is not finished:
             if isinstance(item, Exception):
                 raise item
@@ -134,8 +136,52 @@ async def _in_thread(function: Callable[[], ResultT]) -> ResultT:
         except BaseException as error:
             future.set_exception(error)
 
-    with _working(run):
+    async with _working(run):
         return await asyncio.wrap_future(future)
+
+
+class Places:
+    """So many may be under way at once; the others wait in their order."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    async def take(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # its turn came at the same moment
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """From any thread."""
+        with self._lock:
+            if not self._waiting:
+                self._free += 1
+                return
+            turn = self._waiting.popleft()
+        try:
+            turn.get_loop().call_soon_threadsafe(self._pass_on, turn)
+        except RuntimeError:  # the loop is closed: nobody waits there any more
+            self.give_back()
+
+    def _pass_on(self, turn: "asyncio.Future[None]") -> None:
+        if turn.done():  # it no longer waits
+            self.give_back()
+        else:
+            turn.set_result(None)
+
+
+_places = Places(CALLS_AT_ONCE)
 
 
 class _Job:
@@ -151,6 +197,7 @@ class _Job:
         finally:
             self.done = True
             _given_up.discard(self)
+            _places.give_back()
 
 
 class _Worker(threading.Thread):
@@ -169,14 +216,15 @@ class _Worker(threading.Thread):
             _idle.append(self)
 
 
-@contextmanager
-def _working(target: Callable[[], None]) -> Iterator[None]:
+@asynccontextmanager
+async def _working(target: Callable[[], None]) -> AsyncIterator[None]:
     """A thread does `target` for the time of the block; if it waits in Triton still after that, it has been given up.
 
     UnavailableError when too many of those are there.
     """
     if len(_given_up) >= MAX_GIVEN_UP:
         raise UnavailableError(f"{len(_given_up)} calls of other models are stuck; a model hangs or has died")
+    await _places.take()
     job = _Job(target)
     try:
         worker = _idle.pop()
