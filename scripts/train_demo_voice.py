@@ -1,6 +1,6 @@
 """Train the demo voice from nothing: text, speech by flite, every network of both stacks, and its checkpoint.
 
-    python -m scripts.train_demo_voice --flite DIR [--work out/voice] [--minutes 18]      all stages
+    python -m scripts.train_demo_voice --flite DIR [--work out/voice] [--minutes 19]      all stages
     python -m scripts.train_demo_voice --stages vocoder --seconds 600                     one
 
 What comes out, `checkpoint/` in the working folder, is in the official layout: a small synthetic voice for demos and
@@ -48,7 +48,7 @@ from scripts.voice_training.training import Recorded
 
 ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT = ROOT / "tests" / "assets" / "everyday_sentences.txt"  # one a line, which no network may have heard
-WHOLE = 18 * 60.0  # what the seconds below are of
+WHOLE = 19 * 60.0  # what the seconds below are of
 SECONDS = {
     "speech": 80.0,
     "tokenizer": 75.0,
@@ -250,7 +250,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--work", type=Path, default=Path("out/voice"))
-    parser.add_argument("--minutes", type=float, default=WHOLE / 60, help="for all stages together (default 18)")
+    parser.add_argument("--minutes", type=float, default=WHOLE / 60, help="for all stages together (default 19)")
     parser.add_argument("--stages", nargs="+", choices=list(_STAGES), help="these alone, one after another")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each of --stages")
     parser.add_argument("--flite", type=Path, default=Path("/usr/lib"), help="folder under which libflite1 is")
