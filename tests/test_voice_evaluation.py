@@ -67,8 +67,16 @@ def test_a_click_at_a_joint_is_found_and_a_smooth_joint_is_none() -> None:
     clicked = wave.copy()
     clicked[9000:] += 0.5
     (smooth, click) = measures.joint_steps(Take("", clicked, joints=(4000, 9000)))
-    assert smooth <= 1 < click and click == pytest.approx(10, rel=0.2)
+    assert smooth.usual <= 1 < click.usual and click.usual == pytest.approx(10, rel=0.2)
+    assert click.clicks and not smooth.clicks
     assert measures.joint_steps(Take("", wave)) == []
+
+
+def test_a_joint_within_a_pulse_that_is_as_steep_is_no_click() -> None:
+    wave = 0.01 * np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
+    wave[8990:9010:4] += 0.3
+    (joint,) = measures.joint_steps(Take("", wave, joints=(8994,)))
+    assert joint.usual > 1 and not joint.clicks
 
 
 def test_a_recording_is_nearest_to_its_own_voice() -> None:

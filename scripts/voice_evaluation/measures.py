@@ -6,18 +6,20 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache, reduce
 from multiprocessing import get_context
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from common import audio
-from common.constants import PROMPT_SAMPLE_RATE
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.prompt import SpeakerEncoder
 from scripts.voice_evaluation.recognition import Recognizer, WordErrors, word_errors
 from scripts.voice_evaluation.takes import Series, Take
 
 ELSEWHERE = 99.9  # percentile of the steps from sample to sample that a joint is compared with
+BESIDE = SAMPLE_RATE // 200  # 5 ms: as far as a pulse of the voice reaches
+CLICK = 1.5  # times the largest step beside it
 
 
 @lru_cache(maxsize=1)
@@ -56,8 +58,13 @@ def figures(series: Series, heard: Sequence[str], teacher: Series | None) -> dic
     if teacher is not None and teacher is not series:
         lengths = [take.seconds / other.seconds for take, other in zip(series.takes, teacher.takes, strict=True)]
         found["lengths"] = {"least": min(lengths), "median": float(np.median(lengths)), "most": max(lengths)}
-    if steps := [step for take in series.takes for step in joint_steps(take)]:
-        found["joints"] = {"count": len(steps), "above": sum(step > 1 for step in steps), "worst": max(steps)}
+    if joints := [joint for take in series.takes for joint in joint_steps(take)]:
+        found["joints"] = {
+            "count": len(joints),
+            "above": sum(joint.usual > 1 for joint in joints),
+            "worst": max(joint.usual for joint in joints),
+            "clicks": sum(joint.clicks for joint in joints),
+        }
     timed = [take for take in series.takes if take.total is not None]
     if timed:
         found["rtf"] = sum(take.total or 0.0 for take in timed) / sum(take.seconds for take in timed)
@@ -66,14 +73,33 @@ def figures(series: Series, heard: Sequence[str], teacher: Series | None) -> dic
     return found
 
 
-def joint_steps(take: Take) -> list[float]:
-    """The step between the two samples at each joint, in units of the 99.9th percentile of the steps elsewhere."""
+class Joint(NamedTuple):
+    """The step between the two samples at a joint, in units of others of the same take.
+
+    usual: of the 99.9th percentile of the steps elsewhere. beside: of the largest step within 5 ms.
+    """
+
+    usual: float
+    beside: float
+
+    @property
+    def clicks(self) -> bool:
+        """It stands out. One that is large among others as large is a pulse of the voice."""
+        return self.usual > 1 and self.beside > CLICK
+
+
+def joint_steps(take: Take) -> list[Joint]:
+    """Those of a take, in their order."""
     if not take.joints:
         return []
     steps = np.abs(np.diff(take.waveform))  # (N - 1,): step i leads to sample i + 1
-    at = np.array(take.joints) - 1
-    usual = np.percentile(np.delete(steps, at), ELSEWHERE)
-    return [float(step / usual) for step in steps[at]]
+    joints = np.array(take.joints) - 1
+    usual = np.percentile(np.delete(steps, joints), ELSEWHERE)
+    found = []
+    for at in joints:
+        beside = np.concatenate([steps[max(0, at - BESIDE) : at], steps[at + 1 : at + 1 + BESIDE]]).max()
+        found.append(Joint(float(steps[at] / usual), float(steps[at] / max(beside, 1e-9))))
+    return found
 
 
 def nearest(encoder: SpeakerEncoder, takes: Sequence[Take], voices: Mapping[str, Sequence[Take]]) -> list[str]:

@@ -50,11 +50,18 @@ def _row(row: Figures) -> str:
         row["voice"],
         f"{row['wer']:.1%}",
         f"{lengths['median']:.2f} ({lengths['least']:.2f}–{lengths['most']:.2f})" if lengths else "",
-        f"{joints['above']} of {joints['count']}, largest {joints['worst']:.2f}×" if joints else "",
+        joints_cell(joints),
         f"{row['rtf']:.2f}" if "rtf" in row else "",
         f"{first['median'] * 1000:.0f} ms, p95 {first['p95'] * 1000:.0f} ms" if first else "",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def joints_cell(joints: Mapping[str, Any] | None) -> str:
+    """Of `measures.figures`."""
+    if not joints:
+        return ""
+    return f"{joints['above']} of {joints['count']}, largest {joints['worst']:.2f}×, {joints['clicks']} clicks"
 
 
 def _verdicts(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]]) -> list[tuple[str, str, bool | None]]:
@@ -80,8 +87,9 @@ def _verdicts(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]]) 
     else:
         found.append((wanted, NOT_GIVEN, None))
     joints = [row["joints"] for row in streamed if "joints" in row]
-    above, count = (sum(each[name] for each in joints) for name in ("above", "count"))
-    found.append(("no joint above the 99.9th percentile of steps elsewhere", f"{above} of {count}", above == 0))
+    clicks, above, count = (sum(each[name] for each in joints) for name in ("clicks", "above", "count"))
+    heard = f"{clicks} of {count} ({above} are above it within a pulse of the voice that is as steep beside the joint)"
+    found.append(("no click: a step at a joint above the 99.9th percentile that stands out", heard, clicks == 0))
     for stack, (near, of) in nearness.items():
         found.append((f"nearest to the voice of its reference, {stack}", f"{near} of {of}", near >= NEAR_SHARE * of))
     timed = [row for row in streamed if row["stack"] == TIMED_STACK]

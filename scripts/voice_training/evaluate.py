@@ -25,6 +25,7 @@ from common.prompt import AudioTokenizer, Prompt, ReferenceEncoder
 from scripts.make_demo_model import DIT_DIR, UNET_DIR
 from scripts.offline.vocoder import OfflineVocoder
 from scripts.voice_evaluation.measures import figures, recognise
+from scripts.voice_evaluation.report import joints_cell
 from scripts.voice_evaluation.takes import Series, Take, copy_synthesis
 from scripts.voice_training.dataset import INT16_SCALE
 from scripts.voice_training.flite import VOICES, Flite
@@ -96,8 +97,7 @@ def report(series: Sequence[Series], teachers: Sequence[Series]) -> str:
     lines = ["| audio | stack | voice | WER | joints above the usual step |", "|---|---|---|---|---|"]
     for each, heard in zip(series, recognise(series), strict=True):
         found = figures(each, heard, of_voice[each.voice])
-        joints = found.get("joints")
-        clicks = f"{joints['above']} of {joints['count']}, largest {joints['worst']:.2f}×" if joints else ""
+        clicks = joints_cell(found.get("joints"))
         lines.append(f"| {each.system} | {each.stack} | {each.voice} | {found['wer']:.1%} | {clicks} |")
     return "\n".join(lines) + "\n"
 
