@@ -27,9 +27,9 @@ from scripts.make_demo_model import make_demo_model
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "models" / "demo"
 GENAI_LLM = CHECKPOINT / "cosyvoice2_llm_genai"
-TEXT = "Good morning. You are listening to Cosy Voice on the Triton inference server."
-SPEAKER = "slt"
-SEED = 1  # of the sampling, so that the demo is the same everywhere
+TEXT = "Good morning. You are listening to Cosy Voice, which runs on your own computer."
+SPEAKER = "rms"
+SEED = 2  # of the sampling, so that the demo is the same everywhere
 STEPS = 4
 
 
@@ -90,7 +90,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stack", choices=("dit", "unet"), default="dit")
     parser.add_argument("--text", default=TEXT)
-    parser.add_argument("--speaker", default=SPEAKER, help="a voice of the checkpoint's folder voices (slt)")
+    parser.add_argument("--speaker", default=SPEAKER, help="a voice of the checkpoint's folder voices (default rms)")
     parser.add_argument("--output", type=Path, default=Path("out/demo.wav"))
     parser.add_argument("--http-port", type=int, default=Ports.http)
     parser.add_argument("--grpc-port", type=int, default=Ports.grpc)

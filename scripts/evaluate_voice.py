@@ -27,9 +27,8 @@ from common.constants import PROMPT_SAMPLE_RATE
 from common.prompt import ReferenceEncoder, SpeakerEncoder
 from common.rendering import StackOptions, render
 from common.server import Ports, TritonServer
-from scripts.demo import SPEAKER
 from scripts.make_demo_model import DIT_DIR, UNET_DIR, VOICES_DIR
-from scripts.voice_evaluation import measures, report
+from scripts.voice_evaluation import HELD_OUT, measures, report
 from scripts.voice_evaluation.takes import Series, Take, ask, copy_synthesis, from_tokens, read_teacher, seeded
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,12 +125,10 @@ class Evaluation:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="as make_demo_model.py leaves it")
-    parser.add_argument(
-        "--sentences", type=Path, default=ROOT / "tests" / "assets" / "everyday_sentences.txt", help="one a line"
-    )
+    parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one a line")
     parser.add_argument("--teacher", type=Path, metavar="DIR", help="the teacher's recordings of the sentences")
     parser.add_argument("--stacks", nargs="+", choices=tuple(DIRECTORIES), default=tuple(DIRECTORIES))
-    parser.add_argument("--voices", nargs="+", default=(SPEAKER, "rms"), help="of the models' folder voices")
+    parser.add_argument("--voices", nargs="+", default=("slt", "rms"), help="of the models' folder voices")
     parser.add_argument("--output", type=Path, default=Path("out/voice_evaluation"))
     return parser
 

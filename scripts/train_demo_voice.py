@@ -44,10 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, 
 
 import torch
 
+from scripts.voice_evaluation import HELD_OUT
 from scripts.voice_training.training import Recorded
 
-ROOT = Path(__file__).resolve().parents[1]
-HELD_OUT = ROOT / "tests" / "assets" / "everyday_sentences.txt"  # one a line, which no network may have heard
 WHOLE = 19 * 60.0  # what the seconds below are of
 SECONDS = {
     "speech": 80.0,

