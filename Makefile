@@ -8,7 +8,7 @@ PYTHON ?= python3
 STACK ?= dit
 MODE ?= streaming
 MODELS ?= models/demo
-TEXT ?= Hello. This sentence was spoken by two neural networks that nobody has trained.
+TEXT ?=
 OUTPUT ?= out/demo.wav
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
@@ -61,9 +61,9 @@ $(VENV)/.dev: $(VENV)/.server
 	@$(PIP) install $(EXTRA_INDEX) -e '.[client,http,server,dev]'
 	@touch $@
 
-demo: $(VENV)/.server ## start a stack with random weights, send one streaming request, write out/demo.wav
+demo: $(VENV)/.server ## start a stack with the trained demo voice, let it say TEXT, write out/demo.wav
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
-	@$(IN_VENV) -m scripts.demo --stack $(STACK) --text "$$TEXT" --output $(OUTPUT) $(PORTS)
+	@$(IN_VENV) -m scripts.demo --stack $(STACK) $(if $(TEXT),--text "$$TEXT") --output $(OUTPUT) $(PORTS)
 
 serve: render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
 	@$(IN_VENV) -m scripts.serve build/$(STACK) $(PORTS) --health-port $(HEALTH_PORT) --log-file build/tritonserver.log \

@@ -71,7 +71,7 @@ def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
         return wav
     divisor = math.gcd(from_rate, to_rate)
     source, target = from_rate // divisor, to_rate // divisor
-    kernel = _sinc_kernel(source, target).to(wav.device)
+    kernel = _sinc_kernel(source, target, wav.device)
     margin = (kernel.shape[2] - source) // 2
     flat = wav.reshape(-1, 1, wav.shape[-1])
     phases = F.conv1d(F.pad(flat, (margin, margin + source)), kernel, stride=source)  # (B, target, frames)
@@ -80,7 +80,7 @@ def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _sinc_kernel(source: int, target: int) -> Tensor:
+def _sinc_kernel(source: int, target: int, device: torch.device) -> Tensor:
     """Windowed sinc, one row per output phase: (target, 1, source + 2 * margin)."""
     cutoff = min(source, target) * _SINC_ROLLOFF
     margin = math.ceil(_SINC_ZEROS * source / cutoff)
@@ -88,7 +88,7 @@ def _sinc_kernel(source: int, target: int) -> Tensor:
     phases = torch.arange(0, -target, -1, dtype=torch.float64)[:, None, None] / target
     t = ((phases + taps) * cutoff).clamp(-_SINC_ZEROS, _SINC_ZEROS)
     window = torch.cos(t * math.pi / _SINC_ZEROS / 2).square()
-    return (torch.sinc(t) * window * (cutoff / source)).float()
+    return (torch.sinc(t) * window * (cutoff / source)).float().to(device)
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,16 @@ def _keep_speech_logits(built: Path, ids: slice, bias: np.ndarray | None) -> Non
     if head.op_type not in ("MatMul", "MatMulNBits"):
         raise RuntimeError(f"the model builder made an output head of {head.op_type}, not a matrix product")
     quantised, width = head.op_type == "MatMulNBits", ids.stop - ids.start
-    for tensor in graph.initializer:
-        if tensor.name in head.input[1:]:
-            matrix = numpy_helper.to_array(tensor)  # quantised: (V, blocks, ...), else (hidden, V)
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    for index, name in enumerate(head.input):
+        if name in weights:
+            matrix = numpy_helper.to_array(weights[name])  # quantised: (V, blocks, ...), else (hidden, V)
             kept = matrix[ids] if quantised else matrix[:, ids]
-            tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(kept), tensor.name))
+            # Under a name of its own: a tied embedding reads the same matrix, and all of it.
+            head.input[index] = f"{name}.speech"
+            graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(kept), head.input[index]))
+            if not any(name in node.input for node in graph.node):
+                graph.initializer.remove(weights[name])
     for attribute in head.attribute:
         if attribute.name == "N":
             attribute.i = width

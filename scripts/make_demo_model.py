@@ -1,12 +1,14 @@
-"""Write the demo checkpoint: every model of both stacks with RANDOM weights, small, in the official layout and formats.
+"""Get the demo checkpoint ready: every model of both stacks, small, in the official layout and formats.
 
-    python -m scripts.make_demo_model DEST [--seed N]
+    python -m scripts.make_demo_model DEST                                the trained voice of docs/demo_voice.md
+    python -m scripts.make_demo_model DEST --weights random [--seed N]    noise of speech-like length: sizes, parity
 
 DEST/cosyvoice2_llm/               HuggingFace Qwen2ForCausalLM with CosyVoice2's speech tokens
 DEST/CosyVoice2-0.5B/              flow.pt (UNet), hift.pt, campplus.onnx, speech_tokenizer_v2.onnx
 DEST/Step-Audio-2-mini/token2wav/  flow.pt (DiT), hift.pt, campplus.onnx, speech_tokenizer_v2_25hz.onnx
+DEST/voices/                       registered voices, trained weights only
 
-What it speaks is noise of speech-like length. A complete checkpoint of the same recipe and seed is kept.
+A complete checkpoint of the same weights is kept, and so are voices that were registered in one that is replaced.
 """
 
 import argparse
@@ -17,8 +19,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
 
@@ -27,15 +30,16 @@ from tqdm import tqdm
 
 from common import flow, hift
 from scripts import demo_model
+from scripts.demo_model import checkpoint, speaker, speech_tokenizer
 from scripts.demo_model.llm import make_llm
-from scripts.demo_model.speaker import write_campplus
-from scripts.demo_model.speech_tokenizer import SpeechTokenizerWriter
 from scripts.demo_model.vocoder import write_dit_flow, write_hift, write_unet_flow
 
 LLM_DIR = "cosyvoice2_llm"
 UNET_DIR = "CosyVoice2-0.5B"
 DIT_DIR = "Step-Audio-2-mini/token2wav"
+VOICES_DIR = "voices"
 MANIFEST = "demo_model.json"
+ABOUT = "random weights, not a trained model"
 NEEDED_BYTES = 200 * 2**20  # the checkpoint and, while it replaces an older one, that one
 README = """# Demo checkpoint: random weights
 
@@ -43,33 +47,45 @@ Made by scripts/make_demo_model.py. Nothing here was trained: the weights are ra
 is noise. Layout and file formats are those of the official checkpoints, which go in their place.
 """
 
+Weights = Literal["trained", "random"]
+
 log = logging.getLogger("make_demo_model")
 
 
 def parts(seed: int) -> dict[str, Callable[[Path], None]]:
-    """What is written where, relative to the checkpoint. The two stacks share no weights, as officially."""
+    """What of random weights is written where. The two stacks share no weights, as officially."""
     return {
         LLM_DIR: lambda path: make_llm(path, seed),
-        f"{UNET_DIR}/speech_tokenizer_v2.onnx": SpeechTokenizerWriter(seed).write,
-        f"{UNET_DIR}/campplus.onnx": lambda path: write_campplus(path, seed),
+        f"{UNET_DIR}/speech_tokenizer_v2.onnx": lambda path: _write_tokenizer(path, seed),
+        f"{UNET_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed),
         f"{UNET_DIR}/flow.pt": lambda path: write_unet_flow(path, seed),
         f"{UNET_DIR}/hift.pt": lambda path: write_hift(path, seed),
-        f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": SpeechTokenizerWriter(seed + 1).write,
-        f"{DIT_DIR}/campplus.onnx": lambda path: write_campplus(path, seed + 1),
+        f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": lambda path: _write_tokenizer(path, seed + 1),
+        f"{DIT_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed + 1),
         f"{DIT_DIR}/flow.pt": lambda path: write_dit_flow(path, seed + 1),
         f"{DIT_DIR}/hift.pt": lambda path: write_hift(path, seed + 1),
     }
 
 
-def make_demo_model(dest: Path, seed: int = 0) -> bool:
+def _write_tokenizer(path: Path, seed: int) -> None:
+    speech_tokenizer.write_speech_tokenizer(path, speech_tokenizer.random_weights(seed), ABOUT)
+
+
+def _write_speaker(path: Path, seed: int) -> None:
+    speaker.write_campplus(path, speaker.random_weights(seed), ABOUT)
+
+
+def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> bool:
     """Write the checkpoint to `dest` unless it is there already; return whether it was written.
 
-    It is made beside `dest` and renamed, so that `dest` is complete or not there. Raises ValueError where `dest` is
-    something else, or the disk is too full.
+    It is made beside `dest` and renamed, so that `dest` is complete or not there. `seed`: of random weights. Raises
+    ValueError where `dest` is something else, the disk is too full, or the trained checkpoint is damaged.
     """
-    if is_complete(dest, seed):
+    recipe = _recipe(weights, seed)
+    known = _read_manifest(dest)
+    if known is not None and known == _manifest(dest, weights, recipe, known["files"]):
         return False
-    if dest.exists() and not (dest / MANIFEST).is_file() and (not dest.is_dir() or any(dest.iterdir())):
+    if dest.exists() and known is None and (not dest.is_dir() or any(dest.iterdir())):
         raise ValueError(f"{dest} exists and is no demo checkpoint: name another directory, or remove it")
     dest.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(dest.parent).free
@@ -79,24 +95,30 @@ def make_demo_model(dest: Path, seed: int = 0) -> bool:
         )
     with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as scratch:
         fresh = Path(scratch) / "new"
-        _write(fresh, seed)
+        if weights == "random":
+            _write_random(fresh, seed)
+        else:
+            checkpoint.copy(fresh)
+        names = [path.relative_to(fresh).as_posix() for path in sorted(fresh.rglob("*")) if path.is_file()]
+        manifest = _manifest(fresh, weights, recipe, names)
+        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        if known is not None:
+            _keep_voices(dest / VOICES_DIR, fresh / VOICES_DIR, same_networks=known["recipe"] == recipe)
         if dest.exists():
             dest.rename(Path(scratch) / "old")
         fresh.rename(dest)
     return True
 
 
-def is_complete(dest: Path, seed: int) -> bool:
-    """Whether `dest` holds every file of this recipe and seed, at the size at which it was written."""
-    try:
-        manifest = json.loads((dest / MANIFEST).read_text(encoding="utf-8"))
-        sizes = {name: (dest / name).stat().st_size for name in manifest["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return manifest == _manifest(seed, sizes)
+def weights_of(directory: Path) -> Weights | None:
+    """Whose weights lie in a demo checkpoint or a directory of one; None: it is no demo checkpoint."""
+    for candidate in (directory, *directory.resolve().parents):
+        if (manifest := _read_manifest(candidate)) is not None:
+            return "random" if manifest["weights"] == "random" else "trained"
+    return None
 
 
-def _write(root: Path, seed: int) -> None:
+def _write_random(root: Path, seed: int) -> None:
     progress = tqdm(parts(seed).items(), desc="demo checkpoint (random weights)", unit="part")
     for name, write in progress:
         progress.set_postfix_str(name)
@@ -104,36 +126,60 @@ def _write(root: Path, seed: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
     (root / "README.md").write_text(README, encoding="utf-8")
-    sizes = {str(path.relative_to(root)): path.stat().st_size for path in sorted(root.rglob("*")) if path.is_file()}
-    (root / MANIFEST).write_text(json.dumps(_manifest(seed, sizes), indent=2) + "\n", encoding="utf-8")
 
 
-def _manifest(seed: int, sizes: dict[str, int]) -> dict:
-    return {"weights": "random", "recipe": _recipe(), "seed": seed, "files": sizes}
+def _keep_voices(old: Path, fresh: Path, same_networks: bool) -> None:
+    """Voices that somebody registered; what other networks computed ahead is of no use to these."""
+    for path in sorted(old.iterdir()) if old.is_dir() else ():
+        if path.is_file() and not (fresh / path.name).exists() and (same_networks or path.suffix in (".wav", ".txt")):
+            fresh.mkdir(exist_ok=True)
+            shutil.copy2(path, fresh / path.name)
 
 
-def _recipe() -> str:
-    """What the files are made by, the networks included: a checkpoint of other code is written anew."""
-    rooms = (Path(room.__path__[0]) for room in (demo_model, flow, hift))
-    sources = [Path(__file__), *(source for room in rooms for source in sorted(room.glob("*.py")))]
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+def _read_manifest(directory: Path) -> dict | None:
+    """What was written there; None where nothing was, or nobody can tell."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        return manifest if {"weights", "recipe", "files"} <= manifest.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _manifest(root: Path, weights: Weights, recipe: str, names: Iterable[str]) -> dict:
+    """The weights, what they are made by, and the files with the sizes that they have in `root` (-1: missing)."""
+    paths = {name: root / name for name in names}
+    sizes = {name: path.stat().st_size if path.is_file() else -1 for name, path in paths.items()}
+    return {"weights": weights, "recipe": recipe, "files": sizes}
+
+
+def _recipe(weights: Weights, seed: int) -> str:
+    """What the files are made by: the list of sums; or the seed and the code, the networks included."""
+    if weights == "trained":
+        content = json.dumps(checkpoint.read_sums(checkpoint.TRAINED)).encode()
+    else:
+        rooms = (Path(room.__path__[0]) for room in (demo_model, flow, hift))
+        sources = [Path(__file__), *(source for room in rooms for source in sorted(room.glob("*.py")))]
+        content = b"".join((str(seed).encode(), *(source.read_bytes() for source in sources)))
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write the demo checkpoint: random weights in the official layout.")
-    parser.add_argument("dest", type=Path, help="directory to write, for example model_dir/demo")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dest", type=Path, help="directory to write, for example models/demo")
+    parser.add_argument("--weights", choices=get_args(Weights), default="trained")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     start = time.monotonic()
     try:
-        written = make_demo_model(args.dest, args.seed)
+        written = make_demo_model(args.dest, args.weights, args.seed)
     except (ValueError, OSError) as error:
         log.error("make_demo_model: %s", error)
         return 1
     state = f"written in {time.monotonic() - start:.1f} s" if written else "is there already"
-    log.info("demo checkpoint %s: %s. Its weights are RANDOM: it speaks noise.", args.dest, state)
+    what = {"trained": "a small trained voice", "random": "RANDOM weights, which speak noise"}[args.weights]
+    log.info("demo checkpoint %s: %s, %s", args.dest, state, what)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Make everything that serving reads, once: what is there and whole is kept, what was interrupted is completed.
 
-    python -m scripts.prepare demo models/demo                     a small checkpoint with RANDOM weights, for a CPU
+    python -m scripts.prepare demo models/demo                     a small trained checkpoint, for a CPU
     python -m scripts.prepare download models/official             the official checkpoints, and the LLM's directory
     python -m scripts.prepare engine models/official               the LLM for TensorRT-LLM, in NVIDIA's image
     python -m scripts.prepare engine models/official --kind onnxruntime_genai        the LLM for a CPU
@@ -68,7 +68,7 @@ def demo(models: Path) -> None:
 
     made = make_demo_model(models)
     convert(models / "cosyvoice2_llm", models / "cosyvoice2_llm_genai", "fp32")
-    report(models, made, "its weights are RANDOM: it speaks noise")
+    report(models, made, "a small trained voice, see docs/demo_voice.md")
 
 
 def download(models: Path, args: argparse.Namespace) -> None:

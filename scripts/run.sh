@@ -8,7 +8,7 @@
 #
 #   bash scripts/run.sh 0 3                    from nothing to a server, inside the image of Dockerfile.server
 #   bash scripts/run.sh 5 5                    benchmark a server that runs already
-#   LOCAL=1 bash scripts/run.sh -1 6 offline   everything on a CPU, with random weights
+#   LOCAL=1 bash scripts/run.sh -1 6 offline   everything on a CPU, with the demo voice
 #
 # Settings, from the environment: MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT,
 # MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA (options that choose what the benchmarks say).

@@ -11,7 +11,7 @@
 #
 #   bash scripts/run_stepaudio2_dit_token2wav.sh 0 3            from nothing to a server, in the image of Dockerfile.server
 #   bash scripts/run_stepaudio2_dit_token2wav.sh 4 4            benchmark servers that run already
-#   LOCAL=1 bash scripts/run_stepaudio2_dit_token2wav.sh -1 8   everything on a CPU, with random weights
+#   LOCAL=1 bash scripts/run_stepaudio2_dit_token2wav.sh -1 8   everything on a CPU, with the demo voice
 #
 # Settings, from the environment: MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT LLM_PORT,
 # MAX_BATCH_SIZE NUM_TASKS, TOKEN2WAV_GPUS INSTANCES_PER_GPU TASKS_PER_INSTANCE (stages 7 and 8; tasks: a list) and the

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import shutil
 import threading
 import time
@@ -19,7 +20,6 @@ from common.speech_service.app import build
 from common.speech_service.runtime_grpc import Endpoint
 from common.speech_service.settings import Settings
 from scripts.bench.triton_stub import TritonStub
-from scripts.demo import transcript
 from tests.conftest import ROOT
 
 RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
@@ -36,6 +36,13 @@ class SpeechStack:
     url: str
     runtime_port: int
     client: openai.OpenAI
+
+
+def transcript(recording: Path) -> str:
+    """What the recording says, from the list beside it."""
+    lines = (recording.parent / "references.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = {entry["audio"]: entry["text"] for entry in map(json.loads, lines)}
+    return str(texts[recording.name])
 
 
 @contextlib.contextmanager

@@ -68,13 +68,13 @@ def test_layout_is_the_official_one_and_says_that_its_weights_are_random(demo_mo
 
 def test_complete_checkpoint_is_kept(demo_models: Path) -> None:
     before = (demo_models / "demo_model.json").stat().st_mtime_ns
-    assert not make_demo_model(demo_models)
+    assert not make_demo_model(demo_models, "random")
     assert (demo_models / "demo_model.json").stat().st_mtime_ns == before
 
 
 def test_same_seed_gives_the_same_bytes_and_another_seed_does_not(demo_models: Path, tmp_path: Path) -> None:
-    make_demo_model(tmp_path / "again")
-    make_demo_model(tmp_path / "other", seed=7)
+    make_demo_model(tmp_path / "again", "random")
+    make_demo_model(tmp_path / "other", "random", seed=7)
     again = tmp_path / "again"
     weights = [
         path.relative_to(again) for suffix in ("pt", "onnx", "safetensors") for path in again.rglob(f"*.{suffix}")
@@ -89,7 +89,7 @@ def test_damaged_checkpoint_is_written_anew(demo_models: Path, tmp_path: Path) -
     dest = tmp_path / "damaged"
     shutil.copytree(demo_models, dest)
     (dest / UNET_DIR / "flow.pt").write_bytes(b"cut off")
-    assert make_demo_model(dest)
+    assert make_demo_model(dest, "random")
     assert (dest / UNET_DIR / "flow.pt").read_bytes() == (demo_models / UNET_DIR / "flow.pt").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
@@ -119,7 +119,7 @@ def test_interrupted_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(script, "write_dit_flow", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        make_demo_model(tmp_path / "demo")
+        make_demo_model(tmp_path / "demo", "random")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,5 +1,6 @@
 """What README.md and the messages promise exists: files of the tree, make targets, options of the scripts."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,12 +8,10 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
+from tests.explaining import SCRIPTS
 
 README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
-SCRIPTS = sorted(
-    path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__" and "def main(" in path.read_text()
-)
 
 
 def test_every_file_of_the_tree_exists_and_every_module_is_in_it() -> None:
@@ -31,17 +30,18 @@ def test_every_make_target_that_is_named_exists() -> None:
     assert named and named <= targets
 
 
+@pytest.fixture(scope="module")
+def explanations() -> list[dict[str, str]]:
+    """What `--help` prints, of every script: run as a file, and as a module."""
+    ways = [[sys.executable, "-m", "tests.explaining", way] for way in ("file", "module")]
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in ways]
+    return [json.loads(run.communicate(timeout=120)[0]) for run in runs]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_explains_itself_as_a_file_and_as_a_module(script: str) -> None:
-    runs = [
-        subprocess.Popen(
-            [sys.executable, *command, "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for command in ([f"scripts/{script}.py"], ["-m", f"scripts.{script}"])
-    ]
-    for run, (out, err) in [(run, run.communicate(timeout=60)) for run in runs]:
-        assert run.returncode == 0, err
-        assert "usage:" in out and len(out) > 200
+def test_every_script_explains_itself_as_a_file_and_as_a_module(script: str, explanations: list[dict]) -> None:
+    for said in (explanation[script] for explanation in explanations):
+        assert "usage:" in said and len(said) > 200, said
 
 
 def test_options_of_the_documented_commands_are_known() -> None:

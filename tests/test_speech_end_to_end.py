@@ -21,8 +21,7 @@ from common.audio import load_audio
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.speech_service.encoding import FORMATS
 from common.speech_service.runtime_grpc import PROTO
-from scripts.demo import transcript
-from tests.speech_fixtures import PLACES, RECORDING, SpeechStack
+from tests.speech_fixtures import PLACES, RECORDING, SpeechStack, transcript
 from tests.test_speech_encoding import decoded
 
 pytestmark = pytest.mark.server

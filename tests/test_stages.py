@@ -28,12 +28,19 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first stages put the demo checkpoint; nothing is there before."""
+    return tmp_path_factory.mktemp("models") / "demo"
+
+
 def run(
     script: str, *arguments: str, models: Path, manifest: Path, work: Path, limit: float = 500, **settings: str
 ) -> subprocess.CompletedProcess[str]:
     """A script with its settings moved to free ports and to `work`; nothing that it started may be left."""
     data = f"--manifest-path {manifest}"
-    environment = os.environ | {"LOCAL": "1", "MODELS": str(models), "DATA": data, "OFFLINE_DATA": data}
+    environment = os.environ | {"LOCAL": "1", "MODELS": str(models), "OFFLINE_DATA": data}
+    environment |= {"DATA": f"{data} --num-requests 4"}  # by themselves they ask twenty and more
     environment |= {"REPOSITORY": str(work / "repository"), "OUT": str(work / "out"), "LOGS": str(work / "logs")}
     environment |= {name: str(free_port()) for name in PORTS}
     environment |= dict(zip(TOKEN2WAV, map(str, two_free_ports(len(TOKEN2WAV))), strict=True)) | settings
@@ -67,8 +74,8 @@ def stages_of(printed: str) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_every_stage_of_the_unet_stack(demo_models: Path, manifest: Path, tmp_path: Path) -> None:
-    done = run(UNET, "-1", "6", "offline", models=demo_models, manifest=manifest, work=tmp_path)
+def test_every_stage_of_the_unet_stack(models: Path, manifest: Path, tmp_path: Path) -> None:
+    done = run(UNET, "-1", "6", "offline", models=models, manifest=manifest, work=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4, 5, 6]
     assert (tmp_path / "out/http.wav").stat().st_size > 1000
@@ -79,9 +86,9 @@ def test_every_stage_of_the_unet_stack(demo_models: Path, manifest: Path, tmp_pa
 
 @pytest.mark.timeout(600)
 def test_every_stage_of_the_dit_stack_disaggregated_serving_included(
-    demo_models: Path, manifest: Path, tmp_path: Path
+    models: Path, manifest: Path, tmp_path: Path
 ) -> None:
-    done = run(DIT, "-1", "8", models=demo_models, manifest=manifest, work=tmp_path, TASKS_PER_INSTANCE="1")
+    done = run(DIT, "-1", "8", models=models, manifest=manifest, work=tmp_path, TASKS_PER_INSTANCE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8]
     out = tmp_path / "out"
@@ -99,11 +106,11 @@ def test_every_stage_of_the_dit_stack_disaggregated_serving_included(
         assert (tmp_path / "logs" / f"{server}.log").stat().st_size > 0
 
 
-def test_a_server_that_does_not_start_is_named_with_its_log(demo_models: Path, manifest: Path, tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_named_with_its_log(models: Path, manifest: Path, tmp_path: Path) -> None:
     (tmp_path / "repository/broken/1").mkdir(parents=True)
     (tmp_path / "repository/broken/config.pbtxt").write_text('name: "broken" backend: "python"')
     (tmp_path / "repository/broken/1/model.py").write_text("raise ValueError('flow.pt is missing')")
-    done = run(UNET, "3", "5", models=demo_models, manifest=manifest, work=tmp_path)
+    done = run(UNET, "3", "5", models=models, manifest=manifest, work=tmp_path)
     assert done.returncode == 1
     assert f"triton did not become ready; its log: {tmp_path}/logs/triton.log" in done.stderr
     assert "flow.pt is missing" in done.stderr and "stage 3 failed with code 1" in done.stderr
@@ -119,8 +126,8 @@ def test_the_scripts_explain_themselves_and_name_what_is_no_stage(script: str) -
         assert refused.returncode == 2 and "START and STOP are stages" in refused.stderr
 
 
-def test_http_is_passed_over_where_it_could_not_answer(demo_models: Path, manifest: Path, tmp_path: Path) -> None:
-    done = run(UNET, "4", "4", "streaming", models=demo_models, manifest=manifest, work=tmp_path)
+def test_http_is_passed_over_where_it_could_not_answer(models: Path, manifest: Path, tmp_path: Path) -> None:
+    done = run(UNET, "4", "4", "streaming", models=models, manifest=manifest, work=tmp_path)
     assert done.returncode == 0 and "passed over" in done.stdout
-    refused = run(UNET, "4", "4", "both", models=demo_models, manifest=manifest, work=tmp_path)
+    refused = run(UNET, "4", "4", "both", models=models, manifest=manifest, work=tmp_path)
     assert refused.returncode == 2 and "not 'both'" in refused.stderr

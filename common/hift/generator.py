@@ -1,5 +1,6 @@
 """HiFT generator, inference only, with weight norm already folded into plain convolutions."""
 
+import math
 from itertools import accumulate
 from operator import mul
 
@@ -11,7 +12,7 @@ from common.hift.config import HiFTConfig
 from common.hift.f0 import F0Predictor, silenced
 from common.hift.source import HarmonicSource
 
-_MAX_MAGNITUDE = 100.0  # of one STFT bin; above it the exponential is cut off
+_MAX_LOG_MAGNITUDE = math.log(100.0)  # of one STFT bin
 
 
 def _overlap_add(frames: Tensor, hop: int) -> Tensor:
@@ -185,7 +186,7 @@ class HiFTGenerator(nn.Module):
         """
         n_fft, hop, window = self.config.n_fft, self.config.istft_hop, self.stft_window
         log_magnitude, phase = x.chunk(2, dim=1)
-        magnitude = log_magnitude.exp().clamp(max=_MAX_MAGNITUDE)
+        magnitude = log_magnitude.clamp(max=_MAX_LOG_MAGNITUDE).exp()  # bounded before it can overflow
         frames = torch.fft.irfft(torch.polar(magnitude, phase.sin()), n_fft, dim=1) * window[:, None]  # (B, n_fft, T)
         length = (frames.shape[2] - 1) * hop
         weight = window.square()[None, :, None].expand(1 if bins is None else len(x), -1, frames.shape[2])

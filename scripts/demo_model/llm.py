@@ -7,6 +7,8 @@ end token. Which token of a phase comes is up to the random rest of the network,
 """
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from common.config import OrchestratorConfig
 from common.constants import SPEECH_VOCAB
-from common.speech_tokens import CHAT_TEMPLATE, LLMTokenizer, added_tokens
+from common.speech_tokens import CHAT_TEMPLATE, END_TOKENS, LLMTokenizer, added_tokens
 
 TEXT_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|endofprompt|>")
 # How Qwen2 cuts text into words before it looks for byte pairs.
@@ -23,7 +25,22 @@ QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 128, 2, 2, 1, 64, 256
+
+@dataclass(frozen=True)
+class Sizes:
+    """`tied`: the output head is the embedding; `rope_theta`: base of the rotary angles."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    tied: bool = False
+    rope_theta: float = 1e6
+
+
+RANDOM = Sizes(hidden=128, layers=2, heads=2, kv_heads=1, mlp=256)
+HIDDEN = RANDOM.hidden
 
 # Each phase lasts two tokens on average, so that utterances have about 75 tokens with a deviation of 9.
 PHASES = 37
@@ -41,23 +58,30 @@ LOGIT_SPREAD = 0.12  # deviation of the output head's free weights
 
 
 def make_llm(directory: Path, seed: int = 0) -> None:
+    """Write the LLM of random weights."""
+    tokenizer = build_tokenizer()
+    ids = tokenizer.get_vocab()
+    save_llm(directory, tokenizer, RANDOM, random_weights(len(ids), ids[added_tokens()[0]], ids[END_TOKENS[0]], seed))
+
+
+def save_llm(directory: Path, tokenizer: Tokenizer, sizes: Sizes, weights: Mapping[str, torch.Tensor]) -> None:
     """Write config, generation config, tokenizer and weights as `transformers` saves a Qwen2ForCausalLM."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    speech = LLMTokenizer.from_dir(directory)
-    vocab = tokenizer.get_vocab_size()
-    for name, content in _configs(vocab, list(speech.end_ids)).items():
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
+    end_ids = list(LLMTokenizer.from_dir(directory).end_ids)
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    for name, content in _configs(sizes, tokenizer, end_ids, dtype).items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    weights = random_weights(vocab, speech.offset, speech.end_ids[0], seed)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # as the others: safetensors makes it readable to its owner only
 
 
-def build_tokenizer() -> Tokenizer:
-    """Byte-level BPE as Qwen2's, without merges, and CosyVoice2's tokens after it."""
+def build_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+    """Byte-level BPE as Qwen2's with these merges, and CosyVoice2's tokens after it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    pieces = dict.fromkeys([*alphabet, *("".join(pair) for pair in merges)])
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -101,18 +125,19 @@ def random_weights(vocab: int, offset: int, end_id: int, seed: int) -> dict[str,
     head[end_id, PHASES - 1] = ENDS
 
     weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(HIDDEN)}
-    for i in range(LAYERS):
+    query, key, mlp = HIDDEN, HIDDEN // RANDOM.heads * RANDOM.kv_heads, RANDOM.mlp
+    for i in range(RANDOM.layers):
         layer = {
-            "self_attn.q_proj.weight": normal(HEADS * HEAD_DIM, HIDDEN, std=0.15),
-            "self_attn.q_proj.bias": normal(HEADS * HEAD_DIM, std=0.1),
-            "self_attn.k_proj.weight": normal(KV_HEADS * HEAD_DIM, HIDDEN, std=0.15),
-            "self_attn.k_proj.bias": normal(KV_HEADS * HEAD_DIM, std=0.1),
-            "self_attn.v_proj.weight": normal(KV_HEADS * HEAD_DIM, HIDDEN, std=0.1),
-            "self_attn.v_proj.bias": normal(KV_HEADS * HEAD_DIM, std=0.1),
-            "self_attn.o_proj.weight": normal(HIDDEN, HEADS * HEAD_DIM, std=0.15),
-            "mlp.gate_proj.weight": normal(MLP, HIDDEN, std=0.1),
-            "mlp.up_proj.weight": normal(MLP, HIDDEN, std=0.1),
-            "mlp.down_proj.weight": normal(HIDDEN, MLP, std=0.03),
+            "self_attn.q_proj.weight": normal(query, HIDDEN, std=0.15),
+            "self_attn.q_proj.bias": normal(query, std=0.1),
+            "self_attn.k_proj.weight": normal(key, HIDDEN, std=0.15),
+            "self_attn.k_proj.bias": normal(key, std=0.1),
+            "self_attn.v_proj.weight": normal(key, HIDDEN, std=0.1),
+            "self_attn.v_proj.bias": normal(key, std=0.1),
+            "self_attn.o_proj.weight": normal(HIDDEN, query, std=0.15),
+            "mlp.gate_proj.weight": normal(mlp, HIDDEN, std=0.1),
+            "mlp.up_proj.weight": normal(mlp, HIDDEN, std=0.1),
+            "mlp.down_proj.weight": normal(HIDDEN, mlp, std=0.03),
             "input_layernorm.weight": torch.ones(HIDDEN),
             "post_attention_layernorm.weight": torch.ones(HIDDEN),
         }
@@ -122,30 +147,30 @@ def random_weights(vocab: int, offset: int, end_id: int, seed: int) -> dict[str,
     return weights
 
 
-def _configs(vocab: int, end_ids: list[int]) -> dict[str, dict]:
+def _configs(sizes: Sizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str) -> dict[str, dict]:
     """The JSON files beside the weights. Sampling defaults are those of a request to the orchestrator."""
     sampling = {name: getattr(OrchestratorConfig, name) for name in ("temperature", "top_p", "top_k")}
     return {
         "config.json": {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
-            "vocab_size": vocab,
-            "hidden_size": HIDDEN,
-            "intermediate_size": MLP,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": sizes.hidden,
+            "intermediate_size": sizes.mlp,
+            "num_hidden_layers": sizes.layers,
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads,
             "hidden_act": "silu",
             "max_position_embeddings": 4096,
-            "max_window_layers": LAYERS,
+            "max_window_layers": sizes.layers,
             "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
+            "rope_theta": sizes.rope_theta,
             "attention_dropout": 0.0,
             "use_sliding_window": False,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": sizes.tied,
             "bos_token_id": end_ids[0],
             "eos_token_id": end_ids,
-            "dtype": "float32",
+            "dtype": dtype,
         },
         "generation_config.json": {
             "do_sample": True,

@@ -23,6 +23,11 @@ class OnnxGraph:
         self._weights.append(numpy_helper.from_array(np.ascontiguousarray(value, np.float32), name))
         return name
 
+    def half_weight(self, name: str, value: np.ndarray) -> str:
+        """A float16 initializer: half the size, for a node to cast."""
+        self._weights.append(numpy_helper.from_array(np.ascontiguousarray(value, np.float16), name))
+        return name
+
     def constant(self, value: np.ndarray | float) -> str:
         """A Constant node: what is no weight of the network must not be an initializer (s3tokenizer takes all)."""
         array = np.float32(value) if isinstance(value, float) else value
@@ -39,14 +44,14 @@ class OnnxGraph:
         self._nodes.append(node)
         return output
 
-    def save(self, path: Path, inputs: list[onnx.ValueInfoProto], output: onnx.ValueInfoProto) -> None:
-        """Check and write the model, saying in it that its weights are random."""
+    def save(self, path: Path, inputs: list[onnx.ValueInfoProto], output: onnx.ValueInfoProto, about: str) -> None:
+        """Check and write the model; `about` is what it says of itself."""
         graph = helper.make_graph(self._nodes, path.stem, inputs, [output], self._weights)
         model = helper.make_model(
             graph,
             opset_imports=[helper.make_opsetid("", OPSET)],
             producer_name="make_demo_model",
-            doc_string="random weights, not a trained model",
+            doc_string=about,
         )
         model.ir_version = IR_VERSION
         onnx.checker.check_model(model, full_check=True)

@@ -15,7 +15,7 @@ from common.flow.checkpoint import flow_kind
 from common.prompt import Prompt
 from common.token2wav.engine import Precision, Stream, Token2Wav
 from common.token2wav.flows import Chunk
-from scripts.make_demo_model import MANIFEST
+from scripts.make_demo_model import weights_of
 
 Utterance = tuple[Prompt, np.ndarray]  # a voice, and what it says: (n,) int64, speech tokens
 
@@ -51,7 +51,7 @@ class OfflineVocoder:
         else:
             engine = Token2Wav.load_dit(model_dir, **options, voice_cache_bytes=Token2WavConfig.voice_cache_mb << 20)
         engine.warm_up()
-        return cls(engine, kind, any((directory / MANIFEST).exists() for directory in model_dir.resolve().parents))
+        return cls(engine, kind, weights_of(model_dir) == "random")
 
     def rules(self, strategy: Strategy) -> HopRules:
         """Upstream's streaming test cuts after 25 tokens; doubling ends where the server's does."""

@@ -1,0 +1,83 @@
+"""Two kinds of judges of speech, for training only: of spectrograms, and of waves folded at a period. Both small."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+RESOLUTIONS = (512, 1024, 2048)
+PERIODS = (2, 3, 5, 7, 11)
+SPECTRUM_CHANNELS = 24
+PERIOD_CHANNELS = (16, 64, 128, 128)
+SLOPE = 0.1
+
+Judgement = tuple[Tensor, list[Tensor]]  # scores, near 1 for real speech, and the features of each layer before
+
+
+class SpectrogramJudge(nn.Module):
+    window: Tensor
+
+    def __init__(self, n_fft: int) -> None:
+        super().__init__()
+        C = SPECTRUM_CHANNELS
+        shapes = [(1, (3, 9), (1, 1)), (C, (3, 9), (1, 2)), (C, (3, 9), (1, 2)), (C, (3, 3), (1, 1))]
+        self.layers = nn.ModuleList(
+            weight_norm(nn.Conv2d(channels, C, kernel, stride, (kernel[0] // 2, kernel[1] // 2)))
+            for channels, kernel, stride in shapes
+        )
+        self.score = weight_norm(nn.Conv2d(C, 1, 3, padding=1))
+        self.register_buffer("window", torch.hann_window(n_fft), persistent=False)
+        self.n_fft = n_fft
+
+    def forward(self, wave: Tensor) -> Judgement:
+        """(B, N)"""
+        spectrum = torch.stft(wave, self.n_fft, self.n_fft // 4, window=self.window, return_complex=True)
+        x = spectrum.abs().clamp(min=1e-5).sqrt().transpose(1, 2)[:, None]  # (B, bins, T) -> (B, 1, T, bins)
+        return _judge(self.layers, self.score, x)
+
+
+class PeriodJudge(nn.Module):
+    def __init__(self, period: int) -> None:
+        super().__init__()
+        widths = (1, *PERIOD_CHANNELS)
+        self.layers = nn.ModuleList(
+            weight_norm(nn.Conv2d(before, after, (5, 1), (3, 1), (2, 0)))
+            for before, after in zip(widths[:-1], widths[1:], strict=True)
+        )
+        self.score = weight_norm(nn.Conv2d(widths[-1], 1, (3, 1), padding=(1, 0)))
+        self.period = period
+
+    def forward(self, wave: Tensor) -> Judgement:
+        """(B, N)"""
+        whole = wave.shape[1] // self.period * self.period
+        x = wave[:, :whole].unflatten(1, (-1, self.period))[:, None]  # (B, N) -> (B, 1, N / period, period)
+        return _judge(self.layers, self.score, x)
+
+
+def _judge(layers: nn.ModuleList, score: nn.Module, x: Tensor) -> Judgement:
+    features = []
+    for layer in layers:
+        x = F.leaky_relu(layer(x), SLOPE)
+        features.append(x)
+    return score(x), features
+
+
+class Discriminators(nn.ModuleList):
+    def __init__(self) -> None:
+        super().__init__([*map(SpectrogramJudge, RESOLUTIONS), *map(PeriodJudge, PERIODS)])
+
+    def loss(self, real: Tensor, made: Tensor) -> Tensor:
+        """What the judges are trained by: waves (B, N), `made` without its history."""
+        errors = [(1 - judge(real)[0]).square().mean() + judge(made)[0].square().mean() for judge in self]
+        return torch.stack(errors).sum()
+
+    def generator_loss(self, real: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
+        """What `made` is improved by: to be taken for real, and to have the features of the real one."""
+        taken, alike = made.new_zeros(()), made.new_zeros(())
+        for judge in self:
+            with torch.no_grad():
+                _, wanted = judge(real)
+            scores, found = judge(made)
+            taken = taken + (1 - scores).square().mean()
+            alike = alike + torch.stack([(a - b).abs().mean() for a, b in zip(wanted, found, strict=True)]).sum()
+        return taken, alike

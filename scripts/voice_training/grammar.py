@@ -1,0 +1,129 @@
+"""A small grammar of everyday English: sentences with the words that people say to each other, and numbers."""
+
+import random
+
+SUBJECTS = (
+    "i,you,we,they,he,she,the teacher,my sister,our neighbour,the manager,a young woman,the children,my father,"
+    "the driver,the students,his friend,the engineer,the company,your mother,the police officer,a small boy,the nurse,"
+    "the visitors,her uncle,the customer,the team,my brother,the doctor,the old man,our family,everybody,nobody,"
+    "the girl next door,my best friend,the people here,a tall man,the baby,the dog,the government,the waiter"
+).split(",")
+VERBS = (
+    "bought,found,saw,sent,opened,closed,painted,cleaned,forgot,wanted,brought,lost,described,finished,started,"
+    "repaired,ordered,moved,wrote about,talked about,looked at,waited for,listened to,thought about,asked for,"
+    "paid for,carried,watched,changed,checked,needed,liked,remembered,showed me,took,used,kept,made,sold,shared,"
+    "could not find,will never forget,would like to see,has already seen,is looking for,was reading about,"
+    "did not understand,wants to buy,cannot afford,used to have,should have seen,must not touch"
+).split(",")
+OBJECTS = (
+    "the new car,a cup of tea,the old house,a letter,some fresh bread,the kitchen window,a large box,the red bicycle,"
+    "two tickets,the green door,an interesting book,the computer,a phone call,the garden,some music,the big table,"
+    "the news,a glass of water,the blue jacket,a short message,the camera,three apples,the answer,a warm coat,"
+    "the dinner,the project,a picture of the sea,the last bus,the question,a cheap hotel,the office,the keys,"
+    "the football game,cold milk,chicken soup,coffee and sugar,cheese and vegetables,the report,the meeting,the bill,"
+    "a beautiful song,the weather,her birthday,the first train,this voice,the software,a better job,my passport,"
+    "the whole story,your help,an umbrella,the lights,the television,breakfast,lunch,a long walk,the map,the river,"
+    "a strange noise,the moon and the stars,the map of the city,a piece of paper,the telephone number"
+).split(",")
+PLACES = (
+    "in the park,at the station,near the river,in the city,at home,on the beach,in the hospital,behind the school,"
+    "at the airport,in front of the church,on the mountain,in the restaurant,across the street,next to the bank,"
+    "in the library,at work,in london,in the kitchen,on the train,in the north of the country,upstairs,outside,"
+    "in the classroom,on the table,under the bridge,around the corner,down the street,in the room,by the door,"
+    "in new york,in the south,at the market,in the village,over there,here,at the end of the road"
+).split(",")
+TIMES = (
+    "yesterday,this morning,last week,on monday,on tuesday afternoon,every wednesday,on thursday evening,last friday,"
+    "on saturday,next sunday,in january,in february,in march,in april,in may,in june,in july,in august,in september,"
+    "in october,in november,in december,at three o'clock,before lunch,after dinner,at half past seven,two years ago,"
+    "all day,tonight,at noon,for ten minutes,right now,earlier today,at a quarter to nine,today,tomorrow,every day,"
+    "at midnight,in the evening,before four o'clock,at five thirty,in a few minutes,last night,once again,"
+    "for the first time,next month,later,during the night,at six in the morning,on the twenty first of june"
+).split(",")
+ADJECTIVES = (
+    "nice,cold,warm,sunny,terrible,beautiful,expensive,cheap,difficult,easy,important,strange,funny,quiet,loud,heavy,"
+    "light,clean,dirty,friendly,angry,tired,hungry,happy,sad,ready,busy,late,early,free,wonderful,different,possible,"
+    "dark,bright,strong,weak,young,old,new,short,long,slow,fast,sick,healthy,rich,poor,safe,dangerous,ill,right,wrong"
+).split(",")
+REQUESTS = (
+    "could you please,can you,would you,please,do not,you should,we have to,i would like to,how can i,why did you,"
+    "let us,remember to,try to,i am going to,did they,we might,you do not need to,would it be possible to,let me"
+).split(",")
+ACTIONS = (
+    "tell me about,help me with,give me,show me,send me,bring,look for,remember,explain,turn off,turn on,wait for,"
+    "think of,buy,call me about,write down,read,speak about,talk about,listen to,play,open,close,clean,pay for"
+).split(",")
+QUESTIONS = (
+    "where is,what is,how much is,who has,when can we see,why do they need,is this,what happened to,"
+    "how many people saw,have you seen,which of you wants,whose is,"
+    "how long will it take to reach,what do you think of,are you sure about"
+).split(",")
+OPENINGS = (
+    "hello,good morning,good evening,good afternoon,thank you,thank you very much,welcome,excuse me,well,yes,no,"
+    "of course,sorry,good night,hi,okay,all right,great,please,oh,thanks,i am sorry,nice to meet you,goodbye"
+).split(",")
+STATEMENTS = "my name is,this is,i am,we are from,it is,that was,here is,there is,that sounds like,it looks like".split(
+    ","
+)
+JOINTS = "and,but,because,so,when,while,although,before,after,if,until,as soon as".split(",")
+
+
+def everyday_sentence(rng: random.Random, words: list[str]) -> str:
+    """One sentence in lower case; `words`: frequent words that fill the places where any word may stand. Numbers are
+    in digits."""
+    sentence = rng.choices(PATTERNS, WEIGHTS)[0](rng, words)
+    return sentence if sentence.endswith("?") else sentence + rng.choice("....!")
+
+
+def _clause(rng: random.Random) -> str:
+    return f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}"
+
+
+def _statement(rng: random.Random, words: list[str]) -> str:
+    return f"{_clause(rng)} {rng.choice(PLACES)} {rng.choice(TIMES)}"
+
+
+def _time_first(rng: random.Random, words: list[str]) -> str:
+    return f"{rng.choice(TIMES)}, {_clause(rng)}"
+
+
+def _joined(rng: random.Random, words: list[str]) -> str:
+    return f"{_clause(rng)} {rng.choice(JOINTS)} {_clause(rng)}"
+
+
+def _quality(rng: random.Random, words: list[str]) -> str:
+    return f"the {rng.choice(words)} is very {rng.choice(ADJECTIVES)} {rng.choice(TIMES)} and {_clause(rng)}"
+
+
+def _request(rng: random.Random, words: list[str]) -> str:
+    end = rng.choice(("", " " + rng.choice(TIMES), "?"))
+    return f"{rng.choice(REQUESTS)} {rng.choice(ACTIONS)} {rng.choice(OBJECTS)}{end}"
+
+
+def _question(rng: random.Random, words: list[str]) -> str:
+    return f"{rng.choice(QUESTIONS)} {rng.choice(OBJECTS)} {rng.choice(PLACES)}?"
+
+
+def _number(rng: random.Random, words: list[str]) -> str:
+    most = rng.choice((20, 100, 999, 9999))
+    number = rng.choice((rng.randint(0, most), rng.randint(1900, 2030)))
+    return f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {number} {rng.choice(words)} {rng.choice(TIMES)}"
+
+
+def _greeting(rng: random.Random, words: list[str]) -> str:
+    return f"{rng.choice(OPENINGS)}, {rng.choice(STATEMENTS)} {rng.choice(words)} {rng.choice(words)}"
+
+
+def _contrast(rng: random.Random, words: list[str]) -> str:
+    first, second = rng.choice(ADJECTIVES), rng.choice(ADJECTIVES)
+    return f"it was {first} and {second} but {_clause(rng)} {rng.choice(PLACES)}"
+
+
+def _short(rng: random.Random, words: list[str]) -> str:
+    return rng.choice((f"{rng.choice(OPENINGS)}", f"{rng.choice(OPENINGS)}, {_clause(rng)}", _clause(rng)))
+
+
+PATTERNS = (
+    _statement, _time_first, _joined, _quality, _request, _question, _number, _greeting, _contrast, _short,
+)  # fmt: skip
+WEIGHTS = (25, 10, 10, 8, 12, 10, 8, 7, 8, 5)

@@ -1,0 +1,231 @@
+"""What all stages share: a training run that ends by the clock, averages its weights, and goes on after a stop.
+
+The networks are small, so that a GPU would wait for Python most of the time: steps are recorded as CUDA graphs.
+"""
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+SAVE_SECONDS = 60.0
+REPORT_STEPS = 50  # reading a loss waits for the device
+EMA_DECAY = 0.999
+WARM_UP = 0.03  # share of the time
+LAST_RATE = 0.03  # of the peak learning rate
+STEPS_BEFORE_RECORDING = (
+    3  # in which convolutions are tuned, transforms planned, constants and states of optimizers made
+)
+
+
+def prepare(device: str | torch.device, seed: int) -> torch.device:
+    """Fixed seeds; TF32 where the GPU has it, and its convolutions tuned to the few shapes that training has.
+
+    All work goes to one stream of its own, because the default stream cannot be recorded.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(place))
+    return place
+
+
+def autocast(device: torch.device) -> AbstractContextManager[None]:
+    """bfloat16 on a GPU."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+@contextmanager
+def heard_as_served() -> Iterator[None]:
+    """For what trained networks say of all speech: a rounding of another kind would change a few tokens, and serving
+    has none. Nor is it worth tuning convolutions to each of hundreds of lengths."""
+    backends = torch.backends
+    tf32 = backends.cuda.matmul.allow_tf32
+    backends.cuda.matmul.allow_tf32 = False
+    try:
+        with backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False), torch.no_grad():
+            yield
+    finally:
+        backends.cuda.matmul.allow_tf32 = tf32
+
+
+def adamw(
+    parameters: Any, rate: float, betas: tuple[float, float] = (0.9, 0.98), weight_decay: float = 0.01
+) -> torch.optim.AdamW:
+    """`rate`: the peak of the schedule that `Run` follows. Groups may have a rate of their own."""
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=True)
+    for group in optimizer.param_groups:
+        device = group["params"][0].device
+        # A tensor, because a recorded number would stay what it was.
+        group.update(lr=torch.tensor(group["lr"], device=device), capturable=device.type == "cuda")
+    return optimizer
+
+
+def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float) -> None:
+    """One step down the gradient, whose norm is cut off at `clip`; none where it is not finite."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
+    optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # which the fused kernel looks at
+    optimizer.step()
+
+
+class Recorded:
+    """A training step whose shapes depend on its arguments alone, which take few values: a CUDA graph for each of them.
+
+    step: draws its batch, learns from it, and returns losses by name. It must not wait for the device, nor draw numbers
+    on the host: these would be the same ever after. On a CPU every step is simply taken.
+    """
+
+    enabled = True  # otherwise steps are simply taken on a GPU too
+
+    def __init__(self, step: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
+        self._step = step
+        self._records = self.enabled and device.type == "cuda"
+        self._taken: dict[tuple[Hashable, ...], int] = {}
+        self._graphs: dict[tuple[Hashable, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]] = {}
+        # One for all graphs: nothing but the losses of the step that was taken last is read outside of them.
+        self._memory = torch.cuda.graph_pool_handle() if self._records else None
+
+    def __call__(self, *key: Hashable) -> dict[str, Tensor]:
+        self._taken[key] = taken = self._taken.get(key, 0) + 1
+        if not self._records or taken <= STEPS_BEFORE_RECORDING:
+            return self._step(*key)
+        if key not in self._graphs:
+            self._graphs[key] = self._record(key)
+        graph, losses = self._graphs[key]
+        graph.replay()
+        return losses
+
+    def _record(self, key: tuple[Hashable, ...]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
+        begun = time.monotonic()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may copy data to the device meanwhile.
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, self._memory, stream, capture_error_mode="thread_local"):
+                losses = self._step(*key)
+        except RuntimeError:
+            logger.exception("a step %s cannot be recorded", key or "")
+            raise
+        logger.info("recorded a step %s in %.1f s", key or "", time.monotonic() - begun)
+        return graph, losses
+
+
+class Run:
+    """Steps until `seconds` of training have been spent, those before a stop included. Iterating gives the share.
+
+    networks: all that is trained, by name; the running average of the one called `averaged` is what training makes.
+    The file at `path` holds it under "average", with all that is needed to go on.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        seconds: float,
+        networks: Mapping[str, nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        averaged: str = "network",
+    ):
+        self._path = path
+        self._seconds = seconds
+        self._networks = networks
+        self._optimizers = optimizers
+        self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._source = {name: parameter.detach() for name, parameter in networks[averaged].named_parameters()}
+        self._average = {name: parameter.clone() for name, parameter in self._source.items()}
+        self._spent = 0.0
+        self._steps = 0
+        self._losses: dict[str, Tensor] = {}
+        if path.exists():
+            self._resume()
+
+    @property
+    def share(self) -> float:
+        """Of the time, 0..1."""
+        return min(1.0, self._spent / self._seconds)
+
+    def __iter__(self) -> Iterator[float]:
+        saved = begun = time.monotonic()
+        before = self._spent
+        bar = tqdm(total=round(self._seconds), initial=round(before), desc=self._path.stem, unit="s", mininterval=5)
+        with bar:
+            while self._spent < self._seconds:
+                self._set_rates()
+                yield self.share
+                self._follow()
+                now = time.monotonic()
+                self._spent = before + now - begun
+                bar.update(min(int(self._spent), bar.total) - bar.n)
+                if self._steps % REPORT_STEPS == 0:
+                    bar.set_postfix_str(self._report())
+                if now - saved > SAVE_SECONDS:
+                    self.save()
+                    saved = now
+            bar.set_postfix_str(self._report())
+        self.save()
+        tqdm.write(f"{self._path.stem}: {self._report()}")
+
+    def losses(self, **losses: Tensor) -> None:
+        """Those of this step, for the progress bar."""
+        self._losses = losses
+
+    def save(self) -> None:
+        scratch = self._path.with_suffix(".partial")
+        torch.save(
+            {
+                "average": self._average,
+                "networks": {name: network.state_dict() for name, network in self._networks.items()},
+                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "spent": self._spent,
+                "steps": self._steps,
+            },
+            scratch,
+        )
+        scratch.replace(self._path)
+
+    def _resume(self) -> None:
+        device = next(iter(self._average.values())).device
+        state = torch.load(self._path, map_location=device, weights_only=True)
+        self._average = state["average"]
+        for name, network in self._networks.items():
+            network.load_state_dict(state["networks"][name])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._spent, self._steps = state["spent"], state["steps"]
+
+    def _set_rates(self) -> None:
+        rise = min(1.0, self.share / WARM_UP + 1e-3)
+        fall = 0.5 * (1 + math.cos(math.pi * max(0.0, self.share - WARM_UP) / (1 - WARM_UP)))
+        for optimizer, peaks in zip(self._optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"].fill_(peak * rise * (LAST_RATE + (1 - LAST_RATE) * fall))
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        self._steps += 1
+        decay = min(EMA_DECAY, self._steps / (self._steps + 10))
+        torch._foreach_lerp_(list(self._average.values()), [self._source[name] for name in self._average], 1 - decay)
+
+    def _report(self) -> str:
+        return " ".join([f"{self._steps} steps", *(f"{name} {loss.item():.3f}" for name, loss in self._losses.items())])
+
+
+def trained(path: Path) -> dict[str, Tensor]:
+    """The averaged weights that a run has made so far, float32 on the CPU."""
+    return torch.load(path, map_location="cpu", weights_only=True)["average"]
