@@ -11,8 +11,7 @@ import torch
 from common import audio
 from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.prompt import AudioTokenizer, Prompt, PromptMemory, Recording, SpeakerEncoder
-from scripts.demo_model.speaker import write_campplus
-from scripts.demo_model.speech_tokenizer import SpeechTokenizerWriter
+from scripts.make_demo_model import DIT_DIR, parts
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -25,8 +24,8 @@ def references() -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
-    SpeechTokenizerWriter(seed=0).write(directory / "speech_tokenizer_v2_25hz.onnx")
-    write_campplus(directory / "campplus.onnx", seed=0)
+    for name in ("speech_tokenizer_v2_25hz.onnx", "campplus.onnx"):
+        parts(0)[f"{DIT_DIR}/{name}"](directory / name)
     return directory
 
 
