@@ -1,6 +1,7 @@
 """A strict stand-in for triton_python_backend_utils: what the real one would refuse or misread fails here at once."""
 
 import json
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -197,3 +198,11 @@ def as_module() -> types.ModuleType:
     module = types.ModuleType("triton_python_backend_utils")
     module.__dict__.update({key: value for key, value in globals().items() if not key.startswith("__")})
     return module
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what a thread of a model is about to do."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)

@@ -162,7 +162,7 @@ class Listeners:
 )
 def test_hundreds_of_listeners_hear_no_gap(count, token_rate, slower, most_ms) -> None:
     """An LLM far ahead of the listeners, whose GPU it shares; one that is hardly ahead. Where batches mix lengths
-    whatever it costs, half of these listeners hear gaps, since three quarters of what is computed is padding."""
+    whatever it costs, more than half of the first two's utterances have gaps, for all that is computed as padding."""
     listeners = Listeners(count, token_rate, slower)
     listeners.listen(40.0)
     assert max(listeners.gaps) <= 0

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 from pathlib import Path
 
+from common.config import TensorrtLLMConfig
 from common.llm.engine import Engine
 from common.speech_tokens import LLMTokenizer
 
@@ -16,12 +17,15 @@ _ENGINES = {
     "vllm": ("common.llm.vllm_engine", ("HuggingFace",)),
     "onnxruntime_genai": ("common.llm.genai", ("onnxruntime-genai",)),
 }
-GPU_SHARE = 0.5
 _KINDS = {"onnxruntime-genai": "genai_config.json", "TensorRT engines": "rank0.engine", "HuggingFace": "config.json"}
 
 
 def load_engine(
-    name: str, model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float = GPU_SHARE
+    name: str,
+    model_dir: str | Path,
+    tokenizer: LLMTokenizer,
+    max_requests: int,
+    gpu_share: float = TensorrtLLMConfig.gpu_share,
 ) -> Engine:
     """Serve `model_dir` with the engine `name`, or "auto". `gpu_share`: of a GPU's memory; a vocoder needs the rest.
 

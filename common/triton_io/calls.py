@@ -185,10 +185,11 @@ _places = Places(CALLS_AT_ONCE)
 
 
 class _Job:
-    """Something to do in a thread."""
+    """Something to do in a thread; at its end it gives back its place."""
 
-    def __init__(self, target: Callable[[], None]) -> None:
+    def __init__(self, target: Callable[[], None], places: Places) -> None:
         self._target = target
+        self._places = places
         self.done = False
 
     def run(self) -> None:
@@ -197,7 +198,7 @@ class _Job:
         finally:
             self.done = True
             _given_up.discard(self)
-            _places.give_back()
+            self._places.give_back()
 
 
 class _Worker(threading.Thread):
@@ -224,12 +225,14 @@ async def _working(target: Callable[[], None]) -> AsyncIterator[None]:
     """
     if len(_given_up) >= MAX_GIVEN_UP:
         raise UnavailableError(f"{len(_given_up)} calls of other models are stuck; a model hangs or has died")
-    await _places.take()
-    job = _Job(target)
+    places = _places
+    await places.take()
+    job = _Job(target, places)
     try:
-        worker = _idle.pop()
-    except IndexError:
-        worker = _Worker()
+        worker = _idle.pop() if _idle else _Worker()
+    except RuntimeError:  # no thread could be started
+        places.give_back()
+        raise
     worker.jobs.put(job)
     try:
         yield
