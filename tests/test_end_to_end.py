@@ -400,19 +400,26 @@ def test_eight_streams_at_once_sound_as_each_does_alone(stack: str, serve: Serve
 
 
 def test_cancelled_streams_free_their_places(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    """The vocoder and its sequence batcher have two places: a stream that kept one would block those after it."""
+    """The vocoder and its sequence batcher have two places, for four clients: a stream that kept one would block those
+    after it; none is refused, they wait."""
     server = serve(stack=stack, settings={"max_streams": "2", "idle_seconds": "600"})
     long, short = Utterance("word " * 100, voice, VOICE_TEXT), Utterance(TEXT, voice, VOICE_TEXT)
 
-    async def cancel_after_the_first_chunk() -> None:
-        async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
-            async for waveform in grpc_client.chunks(connection, MODELS[stack], long, 60.0):
-                assert waveform is not None and waveform.size
-                break
+    async def hear(given_up: int) -> Speech:
+        """Streams that are left after their first chunk, then a whole one."""
+        for _ in range(given_up):
+            async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
+                async with aclosing(grpc_client.chunks(connection, MODELS[stack], long, 30.0)) as waveforms:
+                    async for waveform in waveforms:
+                        assert waveform is not None and waveform.size
+                        break
+        return await grpc_client.synthesize(server.grpc_url, MODELS[stack], short, timeout=30)
 
-    for _ in range(6):
-        asyncio.run(cancel_after_the_first_chunk())
-    assert_speech(stream(server.grpc_url, MODELS[stack], short, timeout=20))
+    async def everybody() -> list[Speech]:
+        return await asyncio.gather(*map(hear, (5, 6, 7, 8)))
+
+    for speech in asyncio.run(everybody()):
+        assert_speech(speech)
 
 
 def process_of(server: Any, model: str) -> int:

@@ -200,3 +200,35 @@ def test_cancelling_the_reader_stops_the_request_at_the_model(tokenizer):
 
     model = asyncio.run(run())
     assert model.stopped == [model.requests[0][1]]
+
+
+@pytest.mark.parametrize("moments", range(8))
+def test_a_reader_that_is_cancelled_while_tokens_arrive_ends(tokenizer, moments):
+    """Python 3.11's wait_for returns what has just arrived, and the cancellation is lost: the reader goes on."""
+
+    async def run():
+        arrives = asyncio.get_running_loop().create_future()
+
+        async def responses(inputs, *, request_id, parameters):
+            if "stop" not in inputs:
+                await arrives
+                yield {"output_ids": np.array([[[tokenizer.offset]]]), "sequence_length": np.array([[1]], np.int32)}
+
+        async def read():
+            stream = TritonLM(responses, tokenizer).generate(LLMPrompt("Hi"), Sampling())
+            try:
+                await anext(stream)
+                await asyncio.Event().wait()
+            finally:
+                await stream.aclose()
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0.02)
+        arrives.set_result(None)
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait({reader}, timeout=5)
+        assert reader.cancelled()
+
+    asyncio.run(run())

@@ -217,6 +217,21 @@ def test_streams_beyond_the_limit_are_refused_at_once(client):
     client.start(4)
 
 
+@pytest.mark.parametrize("last", [{}, {"tokens": [5], "finalize": True}])
+def test_a_new_stream_is_not_refused_while_the_end_of_another_is_queued(service, client, engine, last):
+    """Whichever is more urgent: the new stream has heard nothing yet, the one that ends has audio left."""
+    replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    ends = client.post(0, end=True, **last)
+    starts = client.post(4, start=True, prompt=PROMPT)
+    first_chunk = client.post(4, [4], finalize=False)
+    refused = client.post(5, start=True, prompt=PROMPT)
+    engine.gate.set()
+    for reply in [*replies, ends, starts, first_chunk]:
+        assert isinstance(reply.get(timeout=10), np.ndarray)
+    assert isinstance(refused.get(timeout=10), UnavailableError)
+    assert service.stats().live_streams == 4
+
+
 def test_a_full_queue_is_refused_at_once(client, engine):
     client.start(1)
     engine.gate.clear()

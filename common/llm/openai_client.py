@@ -9,6 +9,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import aiohttp
+from async_timeout import timeout
 
 from common.errors import UnavailableError
 from common.llm.base import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
@@ -100,7 +101,8 @@ class OpenAILM:
         watch = _Deadline(deadline, self._timeouts.first_token)
         response: aiohttp.ClientResponse | None = None
         try:
-            response = await asyncio.wait_for(self._open(endpoint, asked), watch.remaining())
+            async with timeout(watch.remaining()):
+                response = await self._open(endpoint, asked)
             watch.start(response.close)
             async with aclosing(self._read(endpoint, response, asked, watch)) as chunks:
                 async for chunk in chunks:
@@ -211,7 +213,8 @@ class _Deadline:
 async def _read_leftover(response: aiohttp.ClientResponse) -> None:
     """The little that may follow the end, so that the connection can be used again."""
     with suppress(asyncio.TimeoutError, aiohttp.ClientError):
-        await asyncio.wait_for(response.read(), LEFTOVER_SECONDS)
+        async with timeout(LEFTOVER_SECONDS):
+            await response.read()
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: Body) -> aiohttp.ClientResponse:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 import numpy as np
+from async_timeout import timeout
 
 from common.errors import UnavailableError
 from common.llm.base import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
@@ -72,7 +73,8 @@ class TritonLM:
         try:
             async with aclosing(self._stream(inputs, request_id=request_id, parameters=parameters)) as responses:
                 while not ended:
-                    outputs = await asyncio.wait_for(anext(responses, None), wait)
+                    async with timeout(wait):
+                        outputs = await anext(responses, None)
                     if outputs is None:
                         break
                     llm_ids = output_tokens(outputs)
@@ -81,7 +83,8 @@ class TritonLM:
                     wait = self._timeouts.token
                     yield TokenChunk(self._tokenizer.to_speech_ids(llm_ids))
                 # Read to the final response, lest the LLM is told to stop what has ended by itself.
-                closed_by_llm = outputs is None or await asyncio.wait_for(anext(responses, None), wait) is None
+                async with timeout(wait):
+                    closed_by_llm = outputs is None or await anext(responses, None) is None
             # TensorRT-LLM's tensors give no reason for the end; the count does.
             yield TokenChunk([], "length" if generated >= sampling.max_tokens and not ended else "stop")
         except asyncio.TimeoutError:
@@ -98,13 +101,13 @@ class TritonLM:
         """End a live request by its id, the only way there is: Triton's model-to-model calls cannot be cancelled."""
         stop = {**inputs, "stop": np.array([[True]])}
 
-        async def send() -> None:
-            async with aclosing(self._stream(stop, request_id=request_id, parameters={})) as responses:
+        try:
+            async with (
+                timeout(STOP_SECONDS),
+                aclosing(self._stream(stop, request_id=request_id, parameters={})) as responses,
+            ):
                 async for _ in responses:
                     pass
-
-        try:
-            await asyncio.wait_for(send(), STOP_SECONDS)
         except (asyncio.TimeoutError, RuntimeError, ValueError) as error:
             # The request may have ended meanwhile, or the LLM be down: nothing is left to free then.
             logger.info("could not stop LLM request %s: %s", request_id, error or type(error).__name__)

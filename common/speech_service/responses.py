@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from async_timeout import timeout
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -68,7 +69,8 @@ class AudioResponse(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _part(self, send: Send, part: bytes) -> None:
-        await asyncio.wait_for(send({"type": "http.response.body", "body": part, "more_body": True}), self._stall)
+        async with timeout(self._stall):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
 async def _disconnected(receive: Receive) -> None:

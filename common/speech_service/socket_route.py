@@ -15,6 +15,7 @@ from collections import deque
 from contextlib import aclosing
 from typing import Any
 
+from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
 from sentencex import segment as sentence_ends
 from starlette.websockets import WebSocketDisconnect
@@ -77,7 +78,8 @@ class Session:
         """Until the client closes the session, leaves, or is silent for too long."""
         while True:
             try:
-                message = await asyncio.wait_for(self._socket.receive_text(), IDLE_SECONDS)
+                async with timeout(IDLE_SECONDS):
+                    message = await self._socket.receive_text()
             except asyncio.TimeoutError:
                 await self._socket.close(1000, "idle")
                 return
@@ -188,7 +190,8 @@ class Session:
             async with aclosing(self._service.audio(job, renderer)) as parts:
                 async for part in parts:
                     sent += len(part)
-                    await asyncio.wait_for(self._socket.send_bytes(part), self._service.settings.stall)
+                    async with timeout(self._service.settings.stall):
+                        await self._socket.send_bytes(part)
         except ApiError as error:
             failed = True
             await self._say_error(error)

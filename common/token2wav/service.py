@@ -221,18 +221,29 @@ class Token2WavService:
             while not self._refusal:
                 self._reap()
                 if self._queue:
-                    chosen = pick(self._waiting(), MAX_BATCH, self._engine.batch_tokens)
-                    tasks = [self._queue[index] for index in chosen]
-                    for index in sorted(chosen, reverse=True):
-                        del self._queue[index]
+                    tasks = self._ready()
+                    chosen = pick(self._waiting(tasks), MAX_BATCH, self._engine.batch_tokens)
+                    tasks = [tasks[index] for index in chosen]
+                    self._queue = [task for task in self._queue if task not in tasks]
                     return tasks
                 self._wake.wait(REAP_SECONDS)
             return []
 
-    def _waiting(self) -> list[Waiting]:
+    def _ready(self) -> list[Task]:
+        """What can be done now: all, but while no place is free those of new streams wait for the ends that are queued.
+
+        Triton gives a place to the next stream as soon as it has handed us the end of the last; which of the two is
+        more urgent here must not decide whether there is a place.
+        """
+        if len(self._sessions) < self._max_streams:
+            return self._queue
+        live = [task for task in self._queue if task.request.offline or task.request.stream_id in self._sessions]
+        return live if any(task.request.end and not task.request.offline for task in live) else self._queue
+
+    def _waiting(self, tasks: Sequence[Task]) -> list[Waiting]:
         now = self._clock()
         waiting = []
-        for task in self._queue:
+        for task in tasks:
             session = self._sessions.get(task.request.stream_id)
             waiting.append(
                 Waiting(

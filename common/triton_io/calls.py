@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
+import async_timeout
 import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
@@ -59,7 +60,8 @@ async def call(
         flags=flags,
     )
     try:
-        response = await asyncio.wait_for(_in_thread(request.exec), timeout)
+        async with async_timeout.timeout(timeout):
+            response = await _in_thread(request.exec)
     except asyncio.TimeoutError:
         raise UnavailableError(f"{model} did not answer within {timeout:g} s") from None
     arrays = _outputs(model, response)

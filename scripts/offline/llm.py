@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from async_timeout import timeout
 
 from common.config import LLMEngine
 from common.errors import UnavailableError
@@ -95,7 +96,11 @@ class StreamedLM:
         stream = self._llm.generate(prompt, sampling)
         tokens: list[int] = []
         try:
-            while (part := await asyncio.wait_for(anext(stream, None), SILENT_SECONDS)) is not None:
+            while True:
+                async with timeout(SILENT_SECONDS):
+                    part = await anext(stream, None)
+                if part is None:
+                    break
                 tokens += part
         except asyncio.TimeoutError:
             raise UnavailableError(f"the LLM sent no token for {SILENT_SECONDS:g} s") from None
