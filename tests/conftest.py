@@ -1,6 +1,8 @@
 """Fixtures: the fake of Triton's Python API, models loaded by their path, and the real server over the demo weights."""
 
 import importlib.util
+import os
+import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -100,4 +102,6 @@ def speech_stack(serve: Callable[..., object], demo_models: Path) -> Iterator[ob
 
 def _stop(running: list) -> None:
     while running:
-        running.pop()[1].stop()
+        server = running.pop()[1]
+        os.killpg(server._process.pid, signal.SIGKILL)  # unloading takes 4 s, and is test_server.py's matter
+        server.stop()

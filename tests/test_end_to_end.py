@@ -416,7 +416,7 @@ def test_cancelled_streams_free_their_places(stack: str, serve: Serve, voice: np
         return await grpc_client.synthesize(server.grpc_url, MODELS[stack], short, timeout=30)
 
     async def everybody() -> list[Speech]:
-        return await asyncio.gather(*map(hear, (5, 6, 7, 8)))
+        return await asyncio.gather(*map(hear, (3, 4, 5, 6)))
 
     for speech in asyncio.run(everybody()):
         assert_speech(speech)

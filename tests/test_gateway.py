@@ -163,11 +163,11 @@ def test_a_rolling_restart_under_load_loses_no_stream(door: Gateway, fleet: Flee
     async def listen(connection: triton.InferenceServerClient, ended: asyncio.Event) -> None:
         while not ended.is_set():
             outcomes.append(await speak(connection, SHORT, Outcome()))
+            await asyncio.sleep(0.5)  # a small machine needs time to start the next server in
 
     async def run() -> None:
         ended = asyncio.Event()
         async with triton.InferenceServerClient(f"127.0.0.1:{door.grpc}") as connection:
-            # Two: with more, a small machine has no time left to start the next server in.
             listeners = [asyncio.create_task(listen(connection, ended)) for _ in range(2)]
             for index in range(2):
                 await asyncio.to_thread(fleet.stop, index)

@@ -96,7 +96,7 @@ def test_beside_a_tritonserver_it_comes_and_goes_and_is_missed(tmp_path: Path) -
 
 def test_a_small_load_is_carried_and_forgotten(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "bench"
-    options: dict[str, Any] = {"streams": 30, "length": 2, "seconds": 2, "requests": 300, "output": output}
+    options: dict[str, Any] = {"streams": 30, "length": 2, "seconds": 2, "requests": 150, "output": output}
     assert (
         bench_speech_server.main([word for name, value in options.items() for word in (f"--{name}", str(value))]) == 0
     )
