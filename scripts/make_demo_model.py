@@ -2,11 +2,14 @@
 
     python -m scripts.make_demo_model DEST                                the trained voice of docs/demo_voice.md
     python -m scripts.make_demo_model DEST --weights random [--seed N]    noise of speech-like length: sizes, parity
+    python -m scripts.make_demo_model DEST --weights random-full          the same at official sizes: speed
 
 DEST/cosyvoice2_llm/               HuggingFace Qwen2ForCausalLM with CosyVoice2's speech tokens
 DEST/CosyVoice2-0.5B/              flow.pt (UNet), hift.pt, campplus.onnx, speech_tokenizer_v2.onnx
 DEST/Step-Audio-2-mini/token2wav/  flow.pt (DiT), hift.pt, campplus.onnx, speech_tokenizer_v2_25hz.onnx
 DEST/voices/                       registered voices, trained weights only
+
+The speaker encoder stays small at the official sizes: there is no CAM++ here to take them from.
 
 A complete checkpoint of the same weights is kept, and so are voices that were registered in one that is replaced.
 """
@@ -20,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -30,9 +34,7 @@ from tqdm import tqdm
 
 from common import flow, hift
 from scripts import demo_model
-from scripts.demo_model import checkpoint, speaker, speech_tokenizer
-from scripts.demo_model.llm import make_llm
-from scripts.demo_model.vocoder import write_dit_flow, write_hift, write_unet_flow
+from scripts.demo_model import checkpoint, llm, speaker, speech_tokenizer, vocoder
 
 LLM_DIR = "cosyvoice2_llm"
 UNET_DIR = "CosyVoice2-0.5B"
@@ -40,35 +42,60 @@ DIT_DIR = "Step-Audio-2-mini/token2wav"
 VOICES_DIR = "voices"
 MANIFEST = "demo_model.json"
 ABOUT = "random weights, not a trained model"
-NEEDED_BYTES = 200 * 2**20  # the checkpoint and, while it replaces an older one, that one
 README = """# Demo checkpoint: random weights
 
 Made by scripts/make_demo_model.py. Nothing here was trained: the weights are random numbers, and what the models speak
 is noise. Layout and file formats are those of the official checkpoints, which go in their place.
 """
 
-Weights = Literal["trained", "random"]
+Weights = Literal["trained", "random", "random-full"]
+# Of disk: the checkpoint and, while it replaces an older one, that one.
+NEEDED_BYTES: dict[Weights, int] = {"trained": 200 << 20, "random": 200 << 20, "random-full": 10 << 30}
 
 log = logging.getLogger("make_demo_model")
 
 
-def parts(seed: int) -> dict[str, Callable[[Path], None]]:
+@dataclass(frozen=True)
+class Sizes:
+    """Of the networks of random weights."""
+
+    lm: llm.Sizes = llm.SMALL
+    lm_dtype: torch.dtype = torch.float32
+    tokenizer: tuple[int, int] = speech_tokenizer.SMALL
+    unet: flow.UNetFlowConfig = vocoder.UNET_FLOW
+    dit: flow.DiTFlowConfig = vocoder.DIT_FLOW
+    generator: hift.HiFTConfig = vocoder.HIFT
+
+
+SMALL = Sizes()
+OFFICIAL = Sizes(
+    llm.OFFICIAL,
+    torch.bfloat16,
+    speech_tokenizer.OFFICIAL,
+    flow.UNetFlowConfig(),
+    flow.DiTFlowConfig(),
+    hift.HiFTConfig(),
+)
+
+
+def parts(sizes: Sizes, seed: int) -> dict[str, Callable[[Path], None]]:
     """What of random weights is written where. The two stacks share no weights, as officially."""
     return {
-        LLM_DIR: lambda path: make_llm(path, seed),
-        f"{UNET_DIR}/speech_tokenizer_v2.onnx": lambda path: _write_tokenizer(path, seed),
+        LLM_DIR: lambda path: llm.make_llm(path, seed, sizes.lm, sizes.lm_dtype),
+        f"{UNET_DIR}/speech_tokenizer_v2.onnx": lambda path: _write_tokenizer(path, seed, sizes),
         f"{UNET_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed),
-        f"{UNET_DIR}/flow.pt": lambda path: write_unet_flow(path, seed),
-        f"{UNET_DIR}/hift.pt": lambda path: write_hift(path, seed),
-        f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": lambda path: _write_tokenizer(path, seed + 1),
+        f"{UNET_DIR}/flow.pt": lambda path: vocoder.write_unet_flow(path, seed, sizes.unet),
+        f"{UNET_DIR}/hift.pt": lambda path: vocoder.write_hift(path, seed, sizes.generator),
+        f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": lambda path: _write_tokenizer(path, seed + 1, sizes),
         f"{DIT_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed + 1),
-        f"{DIT_DIR}/flow.pt": lambda path: write_dit_flow(path, seed + 1),
-        f"{DIT_DIR}/hift.pt": lambda path: write_hift(path, seed + 1),
+        f"{DIT_DIR}/flow.pt": lambda path: vocoder.write_dit_flow(path, seed + 1, sizes.dit),
+        f"{DIT_DIR}/hift.pt": lambda path: vocoder.write_hift(path, seed + 1, sizes.generator),
     }
 
 
-def _write_tokenizer(path: Path, seed: int) -> None:
-    speech_tokenizer.write_speech_tokenizer(path, speech_tokenizer.random_weights(seed), ABOUT)
+def _write_tokenizer(path: Path, seed: int, sizes: Sizes) -> None:
+    weights = speech_tokenizer.random_weights(seed, *sizes.tokenizer)
+    speech_tokenizer.write_speech_tokenizer(path, weights, ABOUT)
 
 
 def _write_speaker(path: Path, seed: int) -> None:
@@ -88,17 +115,15 @@ def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> 
     if dest.exists() and known is None and (not dest.is_dir() or any(dest.iterdir())):
         raise ValueError(f"{dest} exists and is no demo checkpoint: name another directory, or remove it")
     dest.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(dest.parent).free
-    if free < NEEDED_BYTES:
-        raise ValueError(
-            f"{dest.parent} has {free >> 20} MiB free, {NEEDED_BYTES >> 20} MiB are needed: free some disk"
-        )
+    free, needed = shutil.disk_usage(dest.parent).free, NEEDED_BYTES[weights]
+    if free < needed:
+        raise ValueError(f"{dest.parent} has {free >> 20} MiB free, {needed >> 20} MiB are needed: free some disk")
     with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as scratch:
         fresh = Path(scratch) / "new"
-        if weights == "random":
-            _write_random(fresh, seed)
-        else:
+        if weights == "trained":
             checkpoint.copy(fresh)
+        else:
+            _write_random(fresh, SMALL if weights == "random" else OFFICIAL, seed)
         names = [path.relative_to(fresh).as_posix() for path in sorted(fresh.rglob("*")) if path.is_file()]
         manifest = _manifest(fresh, weights, recipe, names)
         (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -110,16 +135,16 @@ def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> 
     return True
 
 
-def weights_of(directory: Path) -> Weights | None:
+def weights_of(directory: Path) -> Literal["trained", "random"] | None:
     """Whose weights lie in a demo checkpoint or a directory of one; None: it is no demo checkpoint."""
     for candidate in (directory, *directory.resolve().parents):
         if (manifest := _read_manifest(candidate)) is not None:
-            return "random" if manifest["weights"] == "random" else "trained"
+            return "random" if str(manifest["weights"]).startswith("random") else "trained"
     return None
 
 
-def _write_random(root: Path, seed: int) -> None:
-    progress = tqdm(parts(seed).items(), desc="demo checkpoint (random weights)", unit="part")
+def _write_random(root: Path, sizes: Sizes, seed: int) -> None:
+    progress = tqdm(parts(sizes, seed).items(), desc="demo checkpoint (random weights)", unit="part")
     for name, write in progress:
         progress.set_postfix_str(name)
         path = root / name
@@ -178,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         log.error("make_demo_model: %s", error)
         return 1
     state = f"written in {time.monotonic() - start:.1f} s" if written else "is there already"
-    what = {"trained": "a small trained voice", "random": "RANDOM weights, which speak noise"}[args.weights]
+    what = "a small trained voice" if args.weights == "trained" else "RANDOM weights, which speak noise"
     log.info("demo checkpoint %s: %s, %s", args.dest, state, what)
     return 0
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from common.audio import load_audio
-from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEAKER_DIM, TOKEN_RATE
+from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.flow import load_dit_flow, load_unet_flow
 from common.hift import load_hift
 from common.prompt import AudioTokenizer, SpeakerEncoder
 from common.speech_tokens import LLMTokenizer
 from scripts import make_demo_model as script
-from scripts.demo_model.llm import FIRST_UTTERED
+from scripts.demo_model.llm import FIRST_UTTERED, Sizes, make_llm
 from scripts.make_demo_model import DIT_DIR, LLM_DIR, UNET_DIR, main, make_demo_model
 
 ASSETS = Path(__file__).parent / "assets"
@@ -109,15 +109,16 @@ def test_full_disk_is_said_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)._replace(free=5 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert main([str(tmp_path / "demo")]) == 1
-    assert "has 5 MiB free, 200 MiB are needed" in caplog.text
+    assert main([str(tmp_path / "demo"), "--weights", "random-full"]) == 1
+    assert "has 5 MiB free, 200 MiB are needed" in caplog.text and "10240 MiB are needed" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_interrupted_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(path: Path, seed: int) -> None:
+    def interrupted(path: Path, seed: int, sizes: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(script, "write_dit_flow", interrupted)
+    monkeypatch.setattr(script.vocoder, "write_dit_flow", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make_demo_model(tmp_path / "demo", "random")
     assert list(tmp_path.iterdir()) == []
@@ -130,6 +131,18 @@ def test_llm_speaks_about_three_seconds_and_ends(llm, demo_models: Path, samplin
     ]
     assert 30 <= min(lengths) and max(lengths) <= 160
     assert 55 <= np.mean(lengths) <= 105
+
+
+def test_llm_of_another_size_speaks_as_long(tmp_path: Path) -> None:
+    """The official one is too large for a test: wider, deeper, more text tokens."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = Sizes(hidden=384, layers=6, heads=6, kv_heads=2, mlp=768, text_vocab=3000)
+    make_llm(tmp_path / LLM_DIR, sizes=sizes, dtype=torch.bfloat16)
+    wider = AutoModelForCausalLM.from_pretrained(tmp_path / LLM_DIR)
+    assert wider.dtype == torch.bfloat16 and wider.config.vocab_size > 3000 + SPEECH_VOCAB
+    lengths = [len(tokens) for tokens in utterances(wider, tmp_path, "Good morning.", list(range(100)), 8)]
+    assert 30 <= min(lengths) and max(lengths) <= 160
 
 
 def test_llm_answers_depend_on_text_and_prompt(llm, demo_models: Path) -> None:

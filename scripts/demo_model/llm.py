@@ -7,6 +7,7 @@ end token. Which token of a phase comes is up to the random rest of the network,
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ QWEN2_WORDS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """`tied`: the output head is the embedding; `rope_theta`: base of the rotary angles."""
+    """`tied`: the output head is the embedding; `rope_theta`: base of the rotary angles; `text_vocab`: so many tokens
+    of text at least, those that no text leads to among them."""
 
     hidden: int
     layers: int
@@ -37,10 +39,11 @@ class Sizes:
     mlp: int
     tied: bool = False
     rope_theta: float = 1e6
+    text_vocab: int = 0
 
 
-RANDOM = Sizes(hidden=128, layers=2, heads=2, kv_heads=1, mlp=256)
-HIDDEN = RANDOM.hidden
+SMALL = Sizes(hidden=128, layers=2, heads=2, kv_heads=1, mlp=256)
+OFFICIAL = Sizes(hidden=896, layers=24, heads=14, kv_heads=2, mlp=4864, text_vocab=151_643)
 
 # Each phase lasts two tokens on average, so that utterances have about 75 tokens with a deviation of 9.
 PHASES = 37
@@ -54,14 +57,15 @@ RESERVED_AMPLITUDE = 4.0  # of a reserved channel in an embedding, against devia
 FOLLOWS = 3.0  # weight of the output head on the channels of a token's possible predecessors
 ENDS = 4.0  # the same of the end token, which competes with every token of the last phase
 UNSPOKEN = -6.0  # weight on the constant channel of all that is never uttered
-LOGIT_SPREAD = 0.12  # deviation of the output head's free weights
+LOGIT_SPREAD = 0.12  # deviation of the output head's free weights; it and those of the layers are for SMALL's width
 
 
-def make_llm(directory: Path, seed: int = 0) -> None:
+def make_llm(directory: Path, seed: int = 0, sizes: Sizes = SMALL, dtype: torch.dtype = torch.float32) -> None:
     """Write the LLM of random weights."""
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(text_vocab=sizes.text_vocab)
     ids = tokenizer.get_vocab()
-    save_llm(directory, tokenizer, RANDOM, random_weights(len(ids), ids[added_tokens()[0]], ids[END_TOKENS[0]], seed))
+    weights = random_weights(sizes, len(ids), ids[added_tokens()[0]], ids[END_TOKENS[0]], seed)
+    save_llm(directory, tokenizer, sizes, {key: weight.to(dtype) for key, weight in weights.items()})
 
 
 def save_llm(directory: Path, tokenizer: Tokenizer, sizes: Sizes, weights: Mapping[str, torch.Tensor]) -> None:
@@ -76,10 +80,11 @@ def save_llm(directory: Path, tokenizer: Tokenizer, sizes: Sizes, weights: Mappi
     (directory / "model.safetensors").chmod(0o644)  # as the others: safetensors makes it readable to its owner only
 
 
-def build_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
-    """Byte-level BPE as Qwen2's with these merges, and CosyVoice2's tokens after it."""
+def build_tokenizer(merges: Sequence[tuple[str, str]] = (), text_vocab: int = 0) -> Tokenizer:
+    """Byte-level BPE as Qwen2's with these merges, at least `text_vocab` tokens, and CosyVoice2's tokens after it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = dict.fromkeys([*alphabet, *("".join(pair) for pair in merges)])
+    pieces |= dict.fromkeys(f"~{index}~" for index in range(len(pieces), text_vocab))
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     tokenizer.normalizer = normalizers.NFC()
@@ -96,20 +101,23 @@ def build_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
     return tokenizer
 
 
-def random_weights(vocab: int, offset: int, end_id: int, seed: int) -> dict[str, torch.Tensor]:
+def random_weights(sizes: Sizes, vocab: int, offset: int, end_id: int, seed: int) -> dict[str, torch.Tensor]:
     """The state dict. `offset`: id of `<|s_0|>`; `end_id`: the end token that is uttered."""
     generator = torch.Generator().manual_seed(seed)
+    hidden = sizes.hidden
+    # What sums up more channels has smaller weights, and so has what more layers add to the residual stream.
+    narrower, shallower = math.sqrt(SMALL.hidden / hidden), math.sqrt(SMALL.layers / sizes.layers)
 
     def normal(*shape: int, std: float) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * std
 
-    # (vocab, HIDDEN): what a token says about its phase, then random features.
-    embedding = normal(vocab, HIDDEN, std=0.5)
+    # (vocab, hidden): what a token says about its phase, then random features.
+    embedding = normal(vocab, hidden, std=0.5)
     embedding[:, :RESERVED] = 0.0
     embedding[:, START] = RESERVED_AMPLITUDE
     embedding[:, ALWAYS] = RESERVED_AMPLITUDE
-    # (vocab, HIDDEN): which phases a token may follow, then random preferences.
-    head = normal(vocab, HIDDEN, std=LOGIT_SPREAD)
+    # (vocab, hidden): which phases a token may follow, then random preferences.
+    head = normal(vocab, hidden, std=LOGIT_SPREAD * narrower)
     head[:, :RESERVED] = 0.0
     uttered = torch.arange(FIRST_UTTERED, SPEECH_VOCAB) + offset
     phase = torch.arange(len(uttered)) % PHASES
@@ -124,22 +132,22 @@ def random_weights(vocab: int, offset: int, end_id: int, seed: int) -> dict[str,
     head[end_id] = 0.0
     head[end_id, PHASES - 1] = ENDS
 
-    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(HIDDEN)}
-    query, key, mlp = HIDDEN, HIDDEN // RANDOM.heads * RANDOM.kv_heads, RANDOM.mlp
-    for i in range(RANDOM.layers):
+    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(hidden)}
+    key, mlp = hidden // sizes.heads * sizes.kv_heads, sizes.mlp
+    for i in range(sizes.layers):
         layer = {
-            "self_attn.q_proj.weight": normal(query, HIDDEN, std=0.15),
-            "self_attn.q_proj.bias": normal(query, std=0.1),
-            "self_attn.k_proj.weight": normal(key, HIDDEN, std=0.15),
+            "self_attn.q_proj.weight": normal(hidden, hidden, std=0.15 * narrower),
+            "self_attn.q_proj.bias": normal(hidden, std=0.1),
+            "self_attn.k_proj.weight": normal(key, hidden, std=0.15 * narrower),
             "self_attn.k_proj.bias": normal(key, std=0.1),
-            "self_attn.v_proj.weight": normal(key, HIDDEN, std=0.1),
+            "self_attn.v_proj.weight": normal(key, hidden, std=0.1 * narrower),
             "self_attn.v_proj.bias": normal(key, std=0.1),
-            "self_attn.o_proj.weight": normal(HIDDEN, query, std=0.15),
-            "mlp.gate_proj.weight": normal(mlp, HIDDEN, std=0.1),
-            "mlp.up_proj.weight": normal(mlp, HIDDEN, std=0.1),
-            "mlp.down_proj.weight": normal(HIDDEN, mlp, std=0.03),
-            "input_layernorm.weight": torch.ones(HIDDEN),
-            "post_attention_layernorm.weight": torch.ones(HIDDEN),
+            "self_attn.o_proj.weight": normal(hidden, hidden, std=0.15 * narrower * shallower),
+            "mlp.gate_proj.weight": normal(mlp, hidden, std=0.1 * narrower),
+            "mlp.up_proj.weight": normal(mlp, hidden, std=0.1 * narrower),
+            "mlp.down_proj.weight": normal(hidden, mlp, std=0.03 * narrower * shallower),
+            "input_layernorm.weight": torch.ones(hidden),
+            "post_attention_layernorm.weight": torch.ones(hidden),
         }
         for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             layer[name][:RESERVED] = 0.0  # the phase passes every layer untouched

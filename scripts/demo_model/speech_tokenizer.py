@@ -19,15 +19,14 @@ N_MELS, HEAD_DIM = 128, 64
 FSMN_KERNEL = 31
 TRITS = 8
 
-WIDTH, LAYERS = 128, 1  # of the random one
-MLP = 4 * WIDTH
+SMALL, OFFICIAL = (128, 1), (1280, 6)  # width and layers of random ones
 CODE_SPREAD = 0.1  # deviation of the projection to the code: each trit takes all three values on speech
 LAST_TRIT_SPREAD, LAST_TRIT_BIAS = 0.002, -0.5  # never the value 2: ids stay below 2/3 of the codebook (see llm.py)
 
 Weights = Mapping[str, np.ndarray]
 
 
-def random_weights(seed: int) -> dict[str, np.ndarray]:
+def random_weights(seed: int, width: int, layers: int) -> dict[str, np.ndarray]:
     """Weights that let every token depend on the sound around it."""
     rng = np.random.default_rng(seed)
     weights: dict[str, np.ndarray] = {}
@@ -37,23 +36,23 @@ def random_weights(seed: int) -> dict[str, np.ndarray]:
         if bias:
             weights[f"{key}.bias"] = rng.normal(0, 0.02, rows)
 
-    for i, channels in ((1, N_MELS), (2, WIDTH)):
-        kernel = rng.normal(0, (3 * channels) ** -0.5, (WIDTH, channels, 3))
+    for i, channels in ((1, N_MELS), (2, width)):
+        kernel = rng.normal(0, (3 * channels) ** -0.5, (width, channels, 3))
         # Filters without a mean: the level of the recording must not outweigh what changes in it.
         weights[f"encoder.conv{i}.weight"] = kernel - kernel.mean(axis=(1, 2), keepdims=True)
-        weights[f"encoder.conv{i}.bias"] = np.zeros(WIDTH)
-    for i in range(LAYERS):
+        weights[f"encoder.conv{i}.bias"] = np.zeros(width)
+    for i in range(layers):
         block = f"encoder.blocks.{i}"
         for norm in ("attn_ln", "mlp_ln"):
-            weights[f"{block}.{norm}.weight"], weights[f"{block}.{norm}.bias"] = np.ones(WIDTH), np.zeros(WIDTH)
+            weights[f"{block}.{norm}.weight"], weights[f"{block}.{norm}.bias"] = np.ones(width), np.zeros(width)
         for name in ("query", "key", "value", "out"):
-            matrix(f"{block}.attn.{name}", WIDTH, WIDTH, bias=name != "key")
-        weights[f"{block}.attn.fsmn_block.weight"] = rng.normal(0, FSMN_KERNEL**-0.5, (WIDTH, 1, FSMN_KERNEL))
-        matrix(f"{block}.mlp.0", MLP, WIDTH)
-        matrix(f"{block}.mlp.2", WIDTH, MLP)
+            matrix(f"{block}.attn.{name}", width, width, bias=name != "key")
+        weights[f"{block}.attn.fsmn_block.weight"] = rng.normal(0, FSMN_KERNEL**-0.5, (width, 1, FSMN_KERNEL))
+        matrix(f"{block}.mlp.0", 4 * width, width)
+        matrix(f"{block}.mlp.2", width, 4 * width)
     spread, bias = np.full((TRITS, 1), CODE_SPREAD), np.zeros(TRITS)
     spread[-1], bias[-1] = LAST_TRIT_SPREAD, LAST_TRIT_BIAS
-    weights["quantizer._codebook.project_down.weight"] = spread * rng.normal(0, 1, (TRITS, WIDTH))
+    weights["quantizer._codebook.project_down.weight"] = spread * rng.normal(0, 1, (TRITS, width))
     weights["quantizer._codebook.project_down.bias"] = bias
     return weights
 

@@ -1,4 +1,4 @@
-"""Random-weight `flow.pt` of both stacks and `hift.pt`: the networks of common/ at small sizes, official key names.
+"""Random-weight `flow.pt` of both stacks and `hift.pt`: the networks of common/, official key names.
 
 Weights are drawn so that signals keep their scale from layer to layer; the few exceptions give the vocoder the pitch
 and loudness of a voice, and make voices differ.
@@ -16,6 +16,7 @@ from common.hift import HiFTConfig, HiFTGenerator, split_weight_norm
 
 Draw = Callable[[Tensor], Tensor]  # from standard normal noise in the shape of a weight to that weight
 
+# The small ones; the configurations themselves have the official sizes.
 ENCODER = EncoderConfig(width=64, heads=2, feed_forward=128, blocks=1, up_blocks=1)
 UNET_FLOW = UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(channels=64, heads=1, blocks=1, mid_stages=1))
 DIT_FLOW = DiTFlowConfig(
@@ -32,17 +33,17 @@ LOG_MAGNITUDE = 0.8  # bias of the log spectrum: loudness
 VOICE: dict[str, Draw] = {"spk_embed_affine_layer.weight": lambda noise: noise}
 
 
-def write_unet_flow(path: Path, seed: int) -> None:
+def write_unet_flow(path: Path, seed: int, sizes: UNetFlowConfig) -> None:
     """CosyVoice2's flow."""
-    torch.save(_drawn(UNetFlow(UNET_FLOW), seed, VOICE), path)
+    torch.save(_drawn(UNetFlow(sizes), seed, VOICE), path)
 
 
-def write_dit_flow(path: Path, seed: int) -> None:
+def write_dit_flow(path: Path, seed: int, sizes: DiTFlowConfig) -> None:
     """Step-Audio2's flow. Its modulation starts at zero in training, which would leave every block without effect."""
-    torch.save(_drawn(DiTFlow(DIT_FLOW), seed, VOICE), path)
+    torch.save(_drawn(DiTFlow(sizes), seed, VOICE), path)
 
 
-def write_hift(path: Path, seed: int) -> None:
+def write_hift(path: Path, seed: int, sizes: HiFTConfig) -> None:
     """The vocoder of both, in the official form with weight norm."""
     special: dict[str, Draw] = {
         "f0_predictor.classifier.weight": lambda noise: PITCH_SPREAD * noise,
@@ -56,7 +57,7 @@ def write_hift(path: Path, seed: int) -> None:
         ".convs2.1.weight": lambda noise: 0.3 * _scaled(noise),
         ".convs2.2.weight": lambda noise: 0.3 * _scaled(noise),
     }
-    torch.save(split_weight_norm(_drawn(HiFTGenerator(HIFT), seed, special)), path)
+    torch.save(split_weight_norm(_drawn(HiFTGenerator(sizes), seed, special)), path)
 
 
 def _drawn(network: nn.Module, seed: int, special: dict[str, Draw]) -> dict[str, Tensor]:
