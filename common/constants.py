@@ -40,8 +40,10 @@ MIN_REFERENCE_SECONDS = 0.5
 MAX_REFERENCE_SECONDS = 30.0
 
 # --- calls between models ------------------------------------------------------------------------------------------
-# How many calls of other models one instance of a model may wait for at once: one per live stream, two with the LLM
-# inside Triton. Each is a thread of tritonserver's, in a pool of the instance's own (by default of 32), by which the
-# instance's answers are sent, too: some are kept for those, or a model that waits for others could not even answer.
+# How many calls of other models one instance of a model may wait for at once: one per live stream. Each is a thread of
+# tritonserver's, in a pool of the instance's own (by default of 32), by which the instance's answers are sent, too:
+# some are kept for those, or a model that waits for others could not even answer.
 CALL_THREADS = 256
 CALLS_AT_ONCE = CALL_THREADS - 16
+# Names, in the environment of the models' processes, host:port of their tritonserver's gRPC door.
+GRPC_ADDRESS_VARIABLE = "TTS_GRPC_ADDRESS"

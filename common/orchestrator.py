@@ -20,6 +20,7 @@ from common.drain import DrainMark
 from common.llm.base import LengthRatios, Sampling, SpeechLM, Timeouts
 from common.llm.checkpoint import read_limits, speech_bias
 from common.llm.openai_client import OpenAILM
+from common.llm.tensors import RESPONSE_OUTPUTS
 from common.llm.triton_llm import TritonLM
 from common.metrics import Published, RequestStats
 from common.ports import TritonPromptEncoder, TritonVocoder
@@ -42,7 +43,6 @@ class VocoderKind:
 UNET = VocoderKind("token2wav", cumulative=True, boundary=FLOW_CHUNK_TOKENS)
 DIT = VocoderKind("token2wav_dit", cumulative=False, boundary=1)
 
-LLM_OUTPUTS = ("output_ids", "sequence_length")
 CLOSE_SECONDS = 5.0
 
 
@@ -191,5 +191,6 @@ def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
     if config.llm_backend == "tensorrtllm":  # our own backend knows by itself what can be uttered
         limits = read_limits(config.llm_tokenizer_dir)
         bias = speech_bias(config.llm_tokenizer_dir, tokenizer, limits.vocab_size)
-    stream = partial(triton_io.stream, config.llm_model, outputs=LLM_OUTPUTS)
-    return TritonLM(stream, tokenizer, timeouts, ratios, bias)
+    from common.triton_io.streams import Streams  # with another transport nobody needs the client
+
+    return TritonLM(Streams(config.llm_model, RESPONSE_OUTPUTS), tokenizer, timeouts, ratios, bias)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from common import metrics
-from common.constants import CALL_THREADS
+from common.constants import CALL_THREADS, GRPC_ADDRESS_VARIABLE
 from common.drain import DrainMark
 from common.installation import Installation, ServerError
 
@@ -150,7 +150,8 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 env=_environment(installation.libraries)
                 | self._drain.environment()
-                | {metrics.VARIABLE: str(self.metrics_directory)},
+                | {metrics.VARIABLE: str(self.metrics_directory)}
+                | {GRPC_ADDRESS_VARIABLE: self.grpc_url},
                 start_new_session=True,
             )
         self._sweeper = subprocess.Popen(

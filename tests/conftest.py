@@ -37,6 +37,17 @@ def triton_models() -> Iterator[dict[str, fake_triton.Callee]]:
     fake_triton.models.clear()
 
 
+@pytest.fixture
+def triton_door(triton_models: dict[str, fake_triton.Callee], monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """gRPC before the same models, see tests/fake_door.py."""
+    from common.constants import GRPC_ADDRESS_VARIABLE
+    from tests.fake_door import fake_door
+
+    with fake_door() as door:
+        monkeypatch.setenv(GRPC_ADDRESS_VARIABLE, door.address)
+        yield door
+
+
 def load_model(path: Path) -> types.ModuleType:
     """The module of a model.py, under a name of its own: all of them are called `model`."""
     spec = importlib.util.spec_from_file_location(f"model_{path.parent.parent.name}", path)

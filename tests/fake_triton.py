@@ -3,7 +3,7 @@
 import json
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -177,14 +177,12 @@ class InferenceRequest:
     def get_response_sender(self) -> ResponseSender:
         return self.sender
 
-    def exec(self, decoupled: bool = False) -> InferenceResponse | Iterator[InferenceResponse]:
+    def exec(self) -> InferenceResponse:
         if self._model not in models:
             error = TritonError(f"Failed for execute the inference request. Model '{self._model}' is not ready.")
             raise TritonModelException(error.message())
         answer = models[self._model](self)
-        if decoupled:
-            return iter([answer] if isinstance(answer, InferenceResponse) else answer)
-        assert isinstance(answer, InferenceResponse), "a decoupled model was called without decoupled=True"
+        assert isinstance(answer, InferenceResponse), "a decoupled model is asked over gRPC"
         return answer
 
 

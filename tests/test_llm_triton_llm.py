@@ -1,14 +1,12 @@
 """The client of the `tensorrt_llm` model, over a stream function that plays Triton."""
 
 import asyncio
-import time
 
 import numpy as np
 import pytest
 
 from common.errors import UnavailableError
 from common.llm.base import LLMPrompt, Sampling, Timeouts
-from common.llm.tensors import FAILED
 from common.llm.triton_llm import TritonLM
 from common.speech_tokens import LLMTokenizer
 from scripts.demo_model.llm import build_tokenizer
@@ -30,14 +28,10 @@ class ScriptedModel:
         self.script = script
         self.requests = []
         self.parameters = []
-        self.stopped = []
         self.open_streams = 0
 
-    async def stream(self, inputs, *, request_id, parameters):
-        if "stop" in inputs:
-            self.stopped.append(request_id)
-            return
-        self.requests.append((inputs, request_id))
+    async def ask(self, inputs, parameters):
+        self.requests.append(inputs)
         self.parameters.append(parameters)
         self.open_streams += 1
         try:
@@ -55,7 +49,7 @@ class ScriptedModel:
 
 def speak(model, tokenizer, **sampling):
     async def run():
-        stream = TritonLM(model.stream, tokenizer, QUICK).generate(LLMPrompt("Hi", "Ref", (1,)), Sampling(**sampling))
+        stream = TritonLM(model, tokenizer, QUICK).generate(LLMPrompt("Hi", "Ref", (1,)), Sampling(**sampling))
         try:
             groups = [tokens async for tokens in stream]
         finally:
@@ -69,7 +63,7 @@ def test_speech_ids_come_as_they_arrive_and_the_end_token_ends(tokenizer):
     o, end = tokenizer.offset, tokenizer.end_ids[0]
     model = ScriptedModel([o + 1], [o + 2, o + 3], [end])
     assert speak(model, tokenizer) == ([[1], [2, 3]], "stop")
-    assert model.stopped == []
+    assert model.open_streams == 0
 
 
 def test_reaching_max_tokens_is_told(tokenizer):
@@ -85,8 +79,7 @@ def test_the_end_token_in_the_last_place_is_no_cut(tokenizer):
 def test_the_request_carries_prompt_and_sampling_in_trt_llms_tensors(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     speak(model, tokenizer, seed=7, top_k=9, max_tokens=30)
-    ((inputs, request_id),) = model.requests
-    assert request_id
+    (inputs,) = model.requests
     prompt = tokenizer.encode_prompt("Ref", "Hi", (1,))
     assert inputs["input_ids"].tolist() == [prompt]
     values = {name: array.item() for name, array in inputs.items() if name != "input_ids"}
@@ -112,11 +105,11 @@ def test_the_c_plus_plus_backend_gets_a_bias_and_no_repetition_aware_sampling(to
 
     async def run(**sampling):
         model = ScriptedModel([tokenizer.end_ids[0]])
-        stream = TritonLM(model.stream, tokenizer, QUICK, bias=bias).generate(LLMPrompt("Hi"), Sampling(**sampling))
+        stream = TritonLM(model, tokenizer, QUICK, bias=bias).generate(LLMPrompt("Hi"), Sampling(**sampling))
         assert [tokens async for tokens in stream] == []
         return model
 
-    ((inputs, _),) = asyncio.run(run()).requests
+    (inputs,) = asyncio.run(run()).requests
     assert inputs["embedding_bias"].shape == (1, 9)
     with pytest.raises(ValueError, match="ras_window 10: TensorRT-LLM has no"):
         asyncio.run(run(ras_window=10))
@@ -126,37 +119,13 @@ def test_without_a_seed_each_request_gets_another(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     for _ in range(3):
         speak(model, tokenizer)
-    assert len({inputs["random_seed"].item() for inputs, _ in model.requests}) == 3
-    assert len({request_id for _, request_id in model.requests}) == 3
+    assert len({inputs["random_seed"].item() for inputs in model.requests}) == 3
 
 
 @pytest.mark.parametrize("error", [RuntimeError("stub died"), UnavailableError("full")])
 def test_a_failing_model_is_unavailable(tokenizer, error):
     with pytest.raises(UnavailableError, match=str(error)):
         speak(ScriptedModel([tokenizer.offset], error), tokenizer)
-
-
-def test_a_failure_in_the_middle_of_an_answer_is_unavailable(tokenizer):
-    class FailingModel(ScriptedModel):
-        async def stream(self, inputs, *, request_id, parameters):
-            async for outputs in super().stream(inputs, request_id=request_id, parameters=parameters):
-                yield outputs
-            yield {"output_ids": np.zeros((1, 1, 0), np.int32), "sequence_length": np.array([[FAILED]], np.int32)}
-
-    with pytest.raises(UnavailableError, match="failed in the middle of an answer"):
-        speak(FailingModel([tokenizer.offset]), tokenizer)
-
-
-def test_the_error_of_a_silent_model_does_not_wait_until_it_is_told_to_stop(tokenizer):
-    class DeafModel(ScriptedModel):
-        async def stream(self, inputs, *, request_id, parameters):
-            await asyncio.sleep(30)
-            yield {}
-
-    begun = time.monotonic()
-    with pytest.raises(UnavailableError, match="sent no token for 0.1 s"):
-        speak(DeafModel(), tokenizer)
-    assert time.monotonic() - begun < 1
 
 
 def test_a_refused_request_stays_the_callers_mistake(tokenizer):
@@ -169,27 +138,25 @@ def test_a_silent_model_is_an_error_in_time_and_is_stopped(tokenizer, before):
     model = ScriptedModel(*[[tokenizer.offset]] * before, 30.0)
     with pytest.raises(UnavailableError, match="sent no token for 0.1 s"):
         speak(model, tokenizer)
-    assert model.stopped == [request_id for _, request_id in model.requests]
     assert model.open_streams == 0
 
 
 def test_closing_the_stream_stops_the_request_at_the_model(tokenizer):
     async def run():
         model = ScriptedModel([tokenizer.offset], 30.0)
-        stream = TritonLM(model.stream, tokenizer).generate(LLMPrompt("Hi"), Sampling())
+        stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
         assert await anext(stream) == [0]
         await stream.aclose()
         return model
 
     model = asyncio.run(run())
-    assert model.stopped == [model.requests[0][1]]
     assert model.open_streams == 0
 
 
 def test_cancelling_the_reader_stops_the_request_at_the_model(tokenizer):
     async def run():
         model = ScriptedModel(30.0)
-        stream = TritonLM(model.stream, tokenizer).generate(LLMPrompt("Hi"), Sampling())
+        stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0.02)
         reader.cancel()
@@ -199,7 +166,7 @@ def test_cancelling_the_reader_stops_the_request_at_the_model(tokenizer):
         return model
 
     model = asyncio.run(run())
-    assert model.stopped == [model.requests[0][1]]
+    assert model.open_streams == 0
 
 
 @pytest.mark.parametrize("moments", range(8))
@@ -209,13 +176,13 @@ def test_a_reader_that_is_cancelled_while_tokens_arrive_ends(tokenizer, moments)
     async def run():
         arrives = asyncio.get_running_loop().create_future()
 
-        async def responses(inputs, *, request_id, parameters):
-            if "stop" not in inputs:
+        class Model(ScriptedModel):
+            async def ask(self, inputs, parameters):
                 await arrives
                 yield {"output_ids": np.array([[[tokenizer.offset]]]), "sequence_length": np.array([[1]], np.int32)}
 
         async def read():
-            stream = TritonLM(responses, tokenizer).generate(LLMPrompt("Hi"), Sampling())
+            stream = TritonLM(Model(), tokenizer).generate(LLMPrompt("Hi"), Sampling())
             try:
                 await anext(stream)
                 await asyncio.Event().wait()

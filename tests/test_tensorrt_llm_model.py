@@ -95,12 +95,12 @@ def error_of(request):
     return response.error()
 
 
-def test_streaming_yields_the_tokens_of_the_whole_answer_one_by_one(decoupled_model, plain_model, tokenizer):
+def test_streaming_yields_the_tokens_of_the_whole_answer_a_few_at_a_time(decoupled_model, plain_model, tokenizer):
     prompt = tokenizer.encode_prompt("", "Hello", [])
     streamed = tokens_of(send(decoupled_model, prompt))
     (at_once,) = tokens_of(send(decoupled_model, prompt, streaming=False))
     (plain,) = tokens_of(send(plain_model, prompt, decoupled=False))
-    assert all(len(group) == 1 for group in streamed)
+    assert all(len(group) == 3 for group in streamed[:-1]) and 1 <= len(streamed[-1]) <= 3
     assert [token for group in streamed for token in group] == at_once == plain
     assert at_once[-1] in tokenizer.end_ids
 
@@ -118,7 +118,7 @@ def test_a_cancelled_request_ends_and_frees_its_place(decoupled_model, tokenizer
     wait_until(lambda: request.sender.responses)
     request.sender.cancelled = True
     assert finished(request)[-1].error().code() == TritonError.CANCELLED
-    assert len(request.sender.responses) < 3000
+    assert len(request.sender.responses) < 1000
     wait_until(lambda: decoupled_model._engine.live == 0)
 
 
@@ -128,7 +128,7 @@ def test_a_request_with_stop_ends_the_live_one_of_its_id(decoupled_model, tokeni
     other = send(decoupled_model, prompt, request_id="b")
     wait_until(lambda: request.sender.responses)
     assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []
-    assert not any(response.has_error() for response in finished(request))  # one would be lost between models
+    assert not any(response.has_error() for response in finished(request))
     assert tokens_of(other)[-1][0] in tokenizer.end_ids
     wait_until(lambda: decoupled_model._engine.live == 0)
     assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []  # it is gone: no error
@@ -143,13 +143,11 @@ def failing_after(tokens):
     return generate
 
 
-def test_a_failure_in_the_middle_of_an_answer_is_told_in_the_answer(decoupled_model, monkeypatch):
-    """Between models Triton loses an error that follows other responses."""
-    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7]))
-    first, last = (response.arrays() for response in finished(send(decoupled_model, [1, 2, 3])))
-    assert llm_tensors.output_tokens(first) == [7]
-    with pytest.raises(UnavailableError, match="failed in the middle of an answer"):
-        llm_tensors.output_tokens(last)
+def test_a_failure_in_the_middle_of_an_answer_follows_it_as_an_error(decoupled_model, monkeypatch):
+    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7, 8, 9, 10]))
+    first, last = finished(send(decoupled_model, [1, 2, 3]))
+    assert llm_tensors.output_tokens(first.arrays()) == [7, 8, 9]
+    assert last.error().code() == TritonError.UNAVAILABLE
 
 
 def test_a_failure_before_any_answer_is_an_error(decoupled_model, monkeypatch):
@@ -163,7 +161,7 @@ def test_two_live_requests_cannot_share_an_id(decoupled_model, tokenizer):
     prompt = tokenizer.encode_prompt("", "Hello", [])
     first = send(decoupled_model, prompt, request_id="a", min_length=100)
     assert "'a' is in use" in error_of(send(decoupled_model, prompt, request_id="a")).message()
-    assert len(tokens_of(first)) > 100
+    assert sum(map(len, tokens_of(first))) > 100
 
 
 def test_a_full_engine_answers_unavailable(decoupled_model, tokenizer):
@@ -173,7 +171,7 @@ def test_a_full_engine_answers_unavailable(decoupled_model, tokenizer):
     assert error.code() == TritonError.UNAVAILABLE
     assert f"maximum of {MAX_REQUESTS}" in error.message()
     for request in live:
-        assert len(tokens_of(request)) > 150
+        assert sum(map(len, tokens_of(request))) > 150
 
 
 @pytest.mark.parametrize(

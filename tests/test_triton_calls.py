@@ -3,8 +3,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -163,43 +161,6 @@ def test_calls_leave_threads_of_tritons_free_and_wait_for_their_turn(triton_mode
 
     assert asyncio.run(ask()) == 7
     assert most[0] == 2
-
-
-def read_stream() -> list[int]:
-    async def collect() -> list[int]:
-        return [int(outputs["y"][0]) async for outputs in triton_io.stream("m", {}, ["y"])]
-
-    return asyncio.run(collect())
-
-
-def test_a_stream_yields_each_response_but_the_empty_last_one(triton_models):
-    triton_models["m"] = lambda sent: [answer(y=np.array([n])) for n in range(3)] + [InferenceResponse([])]
-    assert read_stream() == [0, 1, 2]
-
-
-def test_a_stream_that_is_left_early_frees_its_thread_once_the_model_ends(triton_models):
-    stop = threading.Event()
-
-    def callee(sent: InferenceRequest) -> Iterator[InferenceResponse]:
-        yield answer(y=np.array([1]))
-        stop.wait(10)
-
-    async def leave_after_the_first() -> None:
-        async with aclosing(triton_io.stream("m", {}, ["y"])) as responses:
-            assert (await anext(responses))["y"] == 1
-
-    triton_models["m"] = callee
-    asyncio.run(leave_after_the_first())
-    assert calls._given_up
-    stop.set()
-    wait_until(lambda: not calls._given_up)
-
-
-def test_an_error_within_a_stream_is_raised(triton_models):
-    failure = triton_io.error_response(UnavailableError("gone"), "m")
-    triton_models["m"] = lambda sent: [answer(y=np.array([0])), failure]
-    with pytest.raises(UnavailableError, match="gone"):
-        read_stream()
 
 
 def test_a_call_whose_thread_cannot_be_started_leaves_its_place(triton_models, monkeypatch):

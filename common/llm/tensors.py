@@ -10,16 +10,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from common.errors import UnavailableError
 from common.llm.base import MAX_SEED, Sampling
 from common.llm.engine import GenerationRequest
 
 Tensors = Mapping[str, np.ndarray]
 NumberT = TypeVar("NumberT", int, float)
-
-# The `sequence_length` by which our python backend of the model tells that it failed in the middle of an answer, since
-# Triton 2.51 loses an error there. The C++ backend never sends it.
-FAILED = -1
 
 INPUTS = ("input_ids", "input_lengths", "request_output_len", "end_id", "streaming", "stop")
 # Inputs that set the sampling, and what `Sampling` calls them. The backend has renamed two: an old one reads the first
@@ -44,6 +39,7 @@ NEUTRAL_INPUTS = {
     "return_context_logits": False,
     "return_generation_logits": False,
 }
+RESPONSE_OUTPUTS = ("output_ids", "sequence_length")
 ALL_INPUTS = (*INPUTS, *SAMPLING_INPUTS, *UNSUPPORTED_INPUTS, *NEUTRAL_INPUTS)
 
 
@@ -108,22 +104,17 @@ def scalar(tensors: Tensors, name: str, default: object = None) -> Any:
     return tensors[name].reshape(-1)[0].item()
 
 
-def output_tensors(tokens: Sequence[int], length: int | None = None) -> dict[str, np.ndarray]:
-    """Ids (n,) -> `output_ids` (1, beam 1, n) and their number, or `length`, (1, 1)."""
+def output_tensors(tokens: Sequence[int]) -> dict[str, np.ndarray]:
+    """Ids (n,) -> `output_ids` (1, beam 1, n) and their number (1, 1)."""
     return {
         "output_ids": np.array([[tokens]], np.int32).reshape(1, 1, -1),
-        "sequence_length": np.array([[len(tokens) if length is None else length]], np.int32),
+        "sequence_length": np.array([[len(tokens)]], np.int32),
     }
 
 
 def output_tokens(outputs: Tensors) -> list[int]:
-    """New ids in one response: `output_ids` (1, 1, n), padded beyond `sequence_length` (1, 1).
-
-    UnavailableError where the response says that the LLM has failed.
-    """
+    """New ids in one response: `output_ids` (1, 1, n), padded beyond `sequence_length` (1, 1)."""
     length = int(outputs["sequence_length"].reshape(-1)[0])
-    if length == FAILED:
-        raise UnavailableError("the LLM failed in the middle of an answer; its log says why")
     return outputs["output_ids"].reshape(-1)[:length].tolist()
 
 

@@ -3,10 +3,11 @@
 tensors.py    inputs of a request read, outputs built
 errors.py     exceptions to error responses and back
 calls.py      calls of other models
+streams.py    streamed ones, over gRPC; imported where it is used, for the client that it needs
 requests.py   requests answered at once, later by a thread, or by tasks of an asyncio loop
 """
 
-from common.triton_io.calls import call, stream
+from common.triton_io.calls import call
 from common.triton_io.errors import error_response
 from common.triton_io.requests import Handler, LateAnswer, RequestLoop, Responder, answer_later, respond_batch
 from common.triton_io.tensors import (
@@ -36,7 +37,6 @@ __all__ = [
     "require",
     "respond_batch",
     "scalar",
-    "stream",
     "text",
     "to_response",
     "to_tensor",

@@ -4,9 +4,9 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import async_timeout
@@ -27,10 +27,6 @@ _given_up: set["_Job"] = set()
 MAX_GIVEN_UP = CALLS_AT_ONCE // 2  # far above what cancelled streams leave for a moment
 _idle: list["_Worker"] = []  # threads that wait for the next call: starting one takes longer than handing it a call
 MAX_IDLE = 64
-# Triton 2.51 lets go of a finished stream in a thread of its own, a moment after us. The last one to do so frees the
-# responses, and that thread does it without Python's lock: the heap is damaged, and soon the process dies. So we keep
-# them for longer.
-KEPT_SECONDS = 1.0
 
 
 async def call(
@@ -68,58 +64,6 @@ async def call(
     if absent := [name for name in outputs if name not in arrays]:
         raise LostAnswerError(f"{model} answered without {', '.join(absent)}: the same request failed before")
     return arrays
-
-
-async def stream(
-    model: str,
-    inputs: Mapping[str, np.ndarray],
-    outputs: Sequence[str],
-    *,
-    request_id: str = "",
-    parameters: Mapping[str, str] | None = None,
-) -> AsyncGenerator[dict[str, np.ndarray], None]:
-    """The outputs of each response of a decoupled `model`, as they arrive; the caller bounds the waiting.
-
-    Leaving early drops the rest, but does not stop the model: Triton 2.51 has no cancel for such a call. It also loses
-    an error that follows other responses, and the end with it: the model must end by FINAL alone after its first
-    response, or the thread that reads it is never freed.
-    """
-    request = pb_utils.InferenceRequest(
-        model_name=model,
-        requested_output_names=list(outputs),
-        inputs=[to_tensor(name, array) for name, array in inputs.items()],
-        request_id=request_id,
-        **({"parameters": dict(parameters)} if parameters else {}),
-    )
-    loop = asyncio.get_running_loop()
-    arrivals: asyncio.Queue[Any] = asyncio.Queue()
-    finished = object()
-
-    def put(item: Any) -> None:
-        with suppress(RuntimeError):  # the loop was closed: nobody is left to hear it
-            loop.call_soon_threadsafe(arrivals.put_nowait, item)
-
-    def forward() -> None:
-        try:
-            responses = request.exec(decoupled=True)
-            for response in responses:
-                put(response)
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(loop.call_later, KEPT_SECONDS, _drop, responses)
-        except Exception as error:
-            put(error)
-        put(finished)
-
-    async with _working(forward):
-        while (item := await arrivals.get()) is not finished:
-            if isinstance(item, Exception):
-                raise item
-            if arrived := _outputs(model, item):  # the last response may only say that it is the last
-                yield arrived
-
-
-def _drop(responses: Any) -> None:
-    """The end of what was kept: it is freed here, where Python's lock is held."""
 
 
 async def _in_thread(function: Callable[[], ResultT]) -> ResultT:

@@ -43,7 +43,11 @@ def error_response(error: BaseException, model: str) -> Any:
 
 def to_exception(model: str, error: Any) -> Exception:
     """The exception that `model` answered with, from the error of its response."""
-    code, message = error.code(), error.message()
+    return exception_of(model, error.message(), error.code())
+
+
+def exception_of(model: str, message: str, code: Any = None) -> Exception:
+    """The same, from the message and, where Triton passes it on, the code."""
     if code == pb_utils.TritonError.INVALID_ARG or message.startswith(INVALID):
         return ValueError(f"{model}: {message.removeprefix(INVALID)}")
     if code == pb_utils.TritonError.UNAVAILABLE or message.startswith(UNAVAILABLE) or MODEL_DOWN.match(message):
