@@ -11,7 +11,7 @@ import torch
 from common import audio
 from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.prompt import AudioTokenizer, Prompt, PromptMemory, Recording, SpeakerEncoder
-from scripts.make_demo_model import DIT_DIR, parts
+from scripts.make_demo_model import DIT_DIR, SMALL, parts
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -25,7 +25,7 @@ def references() -> list[np.ndarray]:
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     for name in ("speech_tokenizer_v2_25hz.onnx", "campplus.onnx"):
-        parts(0)[f"{DIT_DIR}/{name}"](directory / name)
+        parts(SMALL, 0)[f"{DIT_DIR}/{name}"](directory / name)
     return directory
 
 
