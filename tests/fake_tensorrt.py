@@ -314,7 +314,8 @@ class IExecutionContext:
     """Every method may be called by one thread at a time; where the real one is undefined, this one raises."""
 
     def __init__(self, engine: ICudaEngine) -> None:
-        state.contexts += 1
+        self._state = state  # that of its own test: an exception may keep it alive into the next
+        self._state.contexts += 1
         self._engine = engine
         self._user = threading.Lock()
         self._profile: int | None = None
@@ -322,7 +323,7 @@ class IExecutionContext:
         self._addresses: dict[str, int] = {}
 
     def __del__(self) -> None:
-        state.contexts -= 1
+        self._state.contexts -= 1
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
