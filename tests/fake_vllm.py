@@ -7,12 +7,9 @@ import asyncio
 import enum
 import sys
 import types
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypedDict
-
-import torch
 
 FIRST_ID = 7  # of every answer
 
@@ -26,6 +23,9 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
     min_tokens: int = 0
@@ -123,27 +123,44 @@ class ModelConfig:
 
 
 @dataclass
+class SchedulerConfig:
+    max_num_seqs: int
+
+
+@dataclass
 class VllmConfig:
     model_config: ModelConfig
+    scheduler_config: SchedulerConfig
 
 
-class AdapterLogitsProcessor:
-    """Per-request processors over the rows of a batch; `add` stands for vLLM's updates of the batch."""
+@dataclass(frozen=True)
+class BatchUpdate:
+    """Changes of a batch: places given up; (place, params, prompt ids, ids drawn so far); (from, to, swapped)."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.req_info: dict[int, Any] = {}
+    removed: list[int]
+    added: list[tuple[int, SamplingParams, list[int] | None, list[int]]]
+    moved: list[tuple[int, int, bool]]
 
-    def add(self, row: int, params: SamplingParams, output_ids: list[int]) -> None:
-        if processor := self.new_req_logits_processor(params):
-            self.req_info[row] = partial(processor, output_ids)
 
-    def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        raise NotImplementedError
+class LogitsProcessor:
+    """As in vllm.v1.sample.logits_processor.interface: rows of a batch, which `update_state` changes."""
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for row, processor in self.req_info.items():
-            logits[row] = processor(logits[row])
-        return logits
+
+def process_dict_updates(entries: dict[int, Any], update: BatchUpdate | None, new_entry: Callable[..., Any]) -> bool:
+    """As vLLM's: what is added first, which may take a place that was not given up, then removals, then moves."""
+    if update is None:
+        return False
+    for place, params, prompt_ids, output_ids in update.added:
+        entries[place] = new_entry(params, prompt_ids, output_ids)
+    for place in update.removed:
+        entries.pop(place, None)
+    for source, target, swapped in update.moved:
+        moving, met = entries.pop(source, None), entries.pop(target, None)
+        if moving is not None:
+            entries[target] = moving
+        if met is not None and swapped:
+            entries[source] = met
+    return True
 
 
 MODULES = {
@@ -158,7 +175,8 @@ MODULES = {
     "vllm.v1.engine.async_llm": ["AsyncLLM"],
     "vllm.v1.engine.exceptions": ["EngineDeadError", "EngineGenerateError"],
     "vllm.v1.sample": [],
-    "vllm.v1.sample.logits_processor": ["AdapterLogitsProcessor"],
+    "vllm.v1.sample.logits_processor": ["BatchUpdate", "LogitsProcessor"],
+    "vllm.v1.sample.logits_processor.builtin": ["process_dict_updates"],
 }
 
 

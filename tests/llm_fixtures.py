@@ -1,14 +1,19 @@
-"""Fixtures of the LLM's tests: the demo's random LLM, as HuggingFace directory and converted for the CPU engine.
-
-Each is made once a session, however many modules import the fixture.
+"""Fixtures of the LLM's tests: stand-ins for the GPU engines, and the demo's random LLM as HuggingFace directory and
+converted for the CPU engine, each made once a session.
 """
 
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.convert_genai import convert
 from scripts.demo_model.llm import make_llm
+from tests import fake_tensorrt_llm, fake_vllm
+
+FAKES = {"vllm": fake_vllm, "tensorrt_llm": fake_tensorrt_llm}
+ENGINE_MODULES = ("common.llm.vllm_engine", "common.llm.vllm_logits", "common.llm.trtllm_engine")  # that import them
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +30,16 @@ def genai_dir(llm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not directory.exists():
         convert(llm_dir, directory, "fp32")
     return directory
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """`install("vllm")` makes the stand-in importable; the library's modules over it are forgotten in the end."""
+
+    def run(name: str) -> None:
+        for module, content in FAKES[name].modules().items():
+            monkeypatch.setitem(sys.modules, module, content)
+
+    yield run
+    for module in ENGINE_MODULES:
+        sys.modules.pop(module, None)

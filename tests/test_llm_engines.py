@@ -4,46 +4,27 @@ import asyncio
 import importlib
 import json
 import shutil
-import sys
 from contextlib import aclosing
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from common.errors import UnavailableError
 from common.llm.base import Sampling
 from common.llm.batching import BatchingEngine
-from common.llm.checkpoint import read_head_bias, read_limits, speech_bias
 from common.llm.engine import GenerationRequest, utterable_ids
 from common.llm.loading import load_engine
 from common.speech_tokens import LLMTokenizer
 from tests import fake_tensorrt_llm, fake_vllm
-from tests.llm_fixtures import genai_dir, llm_dir  # noqa: F401
-from tests.test_llm_sampler import reference_ras
+from tests.llm_fixtures import FAKES, genai_dir, install, llm_dir  # noqa: F401
 
-FAKES = {"vllm": fake_vllm, "tensorrt_llm": fake_tensorrt_llm}
-MODULES = ("common.llm.vllm_engine", "common.llm.vllm_logits", "common.llm.trtllm_engine")
 MAX_REQUESTS = 4
 
 
 @pytest.fixture(scope="module")
 def tokenizer(llm_dir):  # noqa: F811
     return LLMTokenizer.from_dir(llm_dir)
-
-
-@pytest.fixture
-def install(monkeypatch):
-    """`install("vllm")` makes the stand-in importable; the library's modules over it are forgotten in the end."""
-
-    def run(name: str) -> None:
-        for module, content in FAKES[name].modules().items():
-            monkeypatch.setitem(sys.modules, module, content)
-
-    yield run
-    for module in MODULES:
-        sys.modules.pop(module, None)
 
 
 @pytest.fixture(params=sorted(FAKES))
@@ -143,8 +124,6 @@ def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):  # noqa: F811
     assert (params.temperature, params.top_k, params.seed, params.min_tokens, params.max_tokens) == (0.5, 9, 3, 4, 90)
     assert params.stop_token_ids == list(tokenizer.end_ids)
     assert params.extra_args == {"ras_window": 10, "ras_tau": 0.1}
-    with pytest.raises(ValueError, match="repetition_penalty 1.1 with ras_window 10"):
-        module.sampling_params(make_request(tokenizer, ras_window=10))
 
 
 def test_tensorrt_llm_gets_the_sampling_and_cannot_utter_text(install, llm_dir, tokenizer):  # noqa: F811
@@ -156,58 +135,6 @@ def test_tensorrt_llm_gets_the_sampling_and_cannot_utter_text(install, llm_dir, 
     assert torch.isfinite(params.embedding_bias).nonzero().flatten().tolist() == utterable_ids(tokenizer).tolist()
     with pytest.raises(ValueError, match="ras_window 10: the engine tensorrt_llm has no"):
         asyncio.run(collect(engine, make_request(tokenizer, ras_window=10)))
-
-
-# --- what vLLM's sampler does not know of speech ------------------------------------------------------------------
-
-
-@pytest.fixture
-def logits_processor(install, llm_dir):  # noqa: F811
-    install("vllm")
-    module = importlib.import_module("common.llm.vllm_logits")
-    config = fake_vllm.VllmConfig(fake_vllm.ModelConfig(str(llm_dir), read_limits(llm_dir).vocab_size))
-    return module.SpeechLogits(config, torch.device("cpu"), False)
-
-
-def params(**sampling):
-    extra = {"ras_window": sampling.pop("ras_window", 0), "ras_tau": 0.1}
-    return fake_vllm.SamplingParams(**sampling, extra_args=extra)
-
-
-def test_text_gets_no_chance_and_a_learned_bias_is_added(logits_processor, tokenizer, llm_dir, tmp_path):  # noqa: F811
-    logits = logits_processor.apply(torch.zeros(2, read_limits(llm_dir).vocab_size))
-    assert torch.isfinite(logits[0]).nonzero().flatten().tolist() == utterable_ids(tokenizer).tolist()
-    assert read_head_bias(llm_dir) is None and speech_bias(llm_dir, tokenizer, 7000)[tokenizer.offset] == 0
-
-
-def test_only_rows_that_ask_for_it_are_sampled_repetition_aware(logits_processor, llm_dir):  # noqa: F811
-    logits_processor.add(0, params(top_k=25, ras_window=10), [])
-    logits_processor.add(1, params(top_k=25), [])
-    logits_processor.add(2, params(temperature=0, ras_window=10), [])
-    logits = logits_processor.apply(torch.randn(3, read_limits(llm_dir).vocab_size))
-    finite = torch.isfinite(logits).sum(1).tolist()
-    assert finite[0] == 1 and finite[1] == finite[2] > 6000
-
-
-def test_repetition_aware_sampling_of_vllm_draws_as_cosyvoice2_does(logits_processor):
-    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 2, 40))
-    rng, expected, found, n = np.random.default_rng(2), [], [], 10_000
-    draw = logits_processor.new_req_logits_processor(params(top_p=0.8, top_k=25, seed=4, ras_window=10))
-    for _ in range(n):
-        expected.append(reference_ras(logits.numpy(), expected, rng))
-        found.append(int(draw(found, logits).argmax()))
-    for share in (lambda ids: np.bincount(ids, minlength=40) / n, lambda ids: np.mean(ids[1:] == ids[:-1])):
-        np.testing.assert_allclose(share(np.array(found)), share(np.array(expected)), atol=0.015)
-
-
-def test_repetition_aware_sampling_of_vllm_repeats_a_seed(logits_processor):
-    def tokens(seed):
-        draw, found = logits_processor.new_req_logits_processor(params(top_k=5, seed=seed, ras_window=10)), []
-        for _ in range(30):
-            found.append(int(draw(found, torch.zeros(100)).argmax()))
-        return found
-
-    assert tokens(1) == tokens(1) != tokens(2)
 
 
 # --- the choice ---------------------------------------------------------------------------------------------------

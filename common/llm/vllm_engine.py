@@ -77,13 +77,8 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
 
 
 def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """vLLM's form of a request's sampling. Which tokens may be drawn is left to `SpeechLogits`."""
+    """vLLM's form of a request's sampling, which `SpeechLogits` takes over."""
     sampling = request.sampling
-    if sampling.ras_window and sampling.repetition_penalty != 1:
-        raise ValueError(
-            f"repetition_penalty {sampling.repetition_penalty} with ras_window {sampling.ras_window}: "
-            "vLLM applies no penalty before repetition-aware sampling; set it to 1"
-        )
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -1,0 +1,221 @@
+"""How tokens are drawn in vLLM: against `TokenSampler` and the definition, in batches that change as vLLM's do."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+
+from common.llm.base import Sampling
+from common.llm.checkpoint import read_limits
+from common.llm.engine import utterable_ids
+from common.llm.sampler import TokenSampler
+from common.speech_tokens import LLMTokenizer
+from tests import fake_vllm
+from tests.fake_vllm import BatchUpdate
+from tests.llm_fixtures import install, llm_dir  # noqa: F401
+from tests.test_llm_sampler import reference_ras
+
+GREEDY = {"temperature": 0.0}
+FREE = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+
+
+@pytest.fixture
+def processor_class(install):  # noqa: F811
+    install("vllm")
+    return importlib.import_module("common.llm.vllm_logits").SpeechLogits
+
+
+@pytest.fixture
+def batch(processor_class, llm_dir):  # noqa: F811
+    return Batch(processor_class, llm_dir)
+
+
+class Batch:
+    """What vLLM does around the processor: places in a batch, ids that grow, an argmax over the logits."""
+
+    def __init__(self, processor_class, directory):
+        self.vocab_size = read_limits(directory).vocab_size
+        config = fake_vllm.VllmConfig(
+            fake_vllm.ModelConfig(str(directory), self.vocab_size), fake_vllm.SchedulerConfig(8)
+        )
+        self.utterable = utterable_ids(LLMTokenizer.from_dir(directory))
+        self.ids: list[list[int]] = []
+        self._processor = processor_class(config, torch.device("cpu"), False)
+
+    def add(self, *asked, prompt=(), place=None, **sampling):
+        """One request more, or one at the place of another."""
+        params = fake_vllm.SamplingParams(**sampling, extra_args=asked[0] if asked else None)
+        type(self._processor).validate_params(params)
+        place = len(self.ids) if place is None else place
+        self.ids[place : place + 1] = [[]]
+        self._processor.update_state(BatchUpdate([], [(place, params, list(prompt), self.ids[place])], []))
+
+    def remove(self, place):
+        """Give up a place, which the last request takes."""
+        last = len(self.ids) - 1
+        self.ids[place] = self.ids[last]
+        self.ids.pop()
+        self._processor.update_state(BatchUpdate([place], [], [(last, place, False)] if place < last else []))
+
+    def swap(self, one, other):
+        self.ids[one], self.ids[other] = self.ids[other], self.ids[one]
+        self._processor.update_state(BatchUpdate([], [], [(one, other, True)]))
+
+    def step(self, logits, discarded=()):
+        """Logits of what can be uttered (C,) or (B, C) -> what each request draws; `discarded` places go unread."""
+        full = torch.zeros(len(self.ids), self.vocab_size)
+        full[:, self.utterable] = torch.as_tensor(logits, dtype=torch.float32)
+        drawn = self._processor.apply(full).argmax(1).tolist()
+        for place, token in enumerate(drawn):
+            if place not in discarded:
+                self.ids[place].append(token)
+        return [int(np.searchsorted(self.utterable, token)) for token in drawn]
+
+
+def peaked(batch, *columns):
+    """Logits (C,) with some columns above the rest, the first the highest."""
+    logits = np.full(len(batch.utterable), -4.0)
+    logits[list(columns)] = 4.0 - np.arange(len(columns))
+    return logits
+
+
+def test_text_is_never_drawn_and_speech_by_its_weight(batch):
+    batch.add(**FREE)
+    logits = np.full(len(batch.utterable), -40.0)
+    logits[:6] = [0, 1, 2, 3, 4, 5]  # text has 0, of 150,000 tokens
+    drawn = [batch.step(logits)[0] for _ in range(4000)]
+    expected = np.exp(np.arange(6)) / np.exp(np.arange(6)).sum()
+    np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 4000, expected, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.5}, {"temperature": 3.0, "top_k": 5}, {"top_p": 1e-6}],
+)
+def test_the_same_tokens_remain_as_for_the_cpu(batch, sampling):
+    logits = np.random.default_rng(1).normal(0, 3, len(batch.utterable))
+    batch.add(**(FREE | sampling))
+    sampler = TokenSampler(Sampling(**(FREE | sampling), seed=0), np.arange(len(logits)), prompt_ids=(), end_ids=())
+    kept, weights = sampler._nucleus(logits / (FREE | sampling)["temperature"])
+    drawn = [batch.step(logits)[0] for _ in range(600)]
+    assert set(drawn) <= set(kept.tolist())
+    likely = kept[weights > weights.sum() / 100]
+    assert set(likely.tolist()) <= set(drawn)
+
+
+def test_the_penalty_counts_prompt_and_drawn_tokens_of_the_own_request(batch):
+    first = int(batch.utterable[0])
+    batch.add(**GREEDY, repetition_penalty=2.0, prompt=[first + 7, 3])
+    batch.add(**GREEDY, repetition_penalty=2.0)
+    batch.add(**GREEDY)
+    logits = np.tile(peaked(batch, 7, 8, 9), (3, 1))  # 4, 3 and 2; halved: 2, 1.5 and 1
+    assert batch.step(logits) == [8, 7, 7]
+    assert batch.step(logits) == [7, 8, 7]  # of 2, 1.5 and 2: the first of equals
+    batch.swap(0, 2)
+    assert batch.step(logits) == [7, 7, 7]
+    batch.remove(1)
+    batch.add(place=1, **GREEDY, repetition_penalty=2.0)  # takes a place that was not given up
+    assert batch.step(logits[0]) == [7, 7]
+
+
+def test_requests_that_come_and_go_leave_nothing_behind(batch):
+    for _ in range(50):
+        batch.add(**GREEDY, repetition_penalty=2.0)
+        batch.add(**GREEDY, repetition_penalty=2.0)
+        assert batch.step(peaked(batch, 5, 6)) == [5, 5]
+        batch.remove(0)
+        batch.remove(0)
+
+
+def test_what_vllm_discards_was_not_drawn(batch):
+    batch.add(**GREEDY, repetition_penalty=2.0)
+    batch.add(**FREE, seed=5)
+    logits = np.tile(peaked(batch, 3, 4, 5, 6), (2, 1))
+    first = batch.step(logits, discarded=(0, 1))
+    assert batch.step(logits) == first
+    assert batch.step(logits)[0] == 4
+
+
+def test_ids_that_vllm_has_not_read_back_are_counted_later(batch):
+    batch.add(**GREEDY, repetition_penalty=2.0)
+    logits = peaked(batch, 3, 4, 5)
+    (drawn,) = batch.step(logits)
+    batch.ids[0][-1] = -1
+    assert batch.step(logits) == [drawn]
+    batch.ids[0][:] = [int(batch.utterable[drawn])] * 2
+    assert batch.step(logits) == [4]
+
+
+def test_a_request_is_not_changed_by_its_neighbours(batch):
+    logits = np.random.default_rng(3).normal(0, 2, len(batch.utterable))
+    aware = {"ras_window": 10}
+
+    def tokens(*neighbours):
+        for asked, sampling in neighbours:
+            batch.add(asked, **sampling)
+        batch.add(aware, top_p=0.8, top_k=25, temperature=1.0, seed=4)
+        found = [batch.step(logits)[-1] for _ in range(30)]
+        while batch.ids:
+            batch.remove(0)
+        return found
+
+    alone = tokens()
+    assert alone == tokens((None, {"top_k": 0}), (aware, GREEDY), (aware, {"seed": 9, "top_k": 3}))
+    assert len(set(alone)) > 5
+
+
+def test_repetition_aware_sampling_draws_as_cosyvoice2_does(batch):
+    logits = np.full(len(batch.utterable), -60.0)
+    logits[:40] = np.random.default_rng(1).normal(0, 2, 40)
+    rng, expected, n = np.random.default_rng(2), [], 3000
+    batch.add({"ras_window": 10}, temperature=1.0, top_p=0.8, top_k=25)
+    batch.add(None, temperature=1.0, top_p=0.8, top_k=25)
+    found = np.array([batch.step(logits) for _ in range(n)])
+    for _ in range(n):
+        expected.append(reference_ras(logits[:40], expected, rng))
+    for share in (lambda ids: np.bincount(ids, minlength=40) / n, lambda ids: np.mean(ids[1:] == ids[:-1])):
+        np.testing.assert_allclose(share(found[:, 0]), share(np.array(expected)), atol=0.03)
+    assert np.bincount(found[:, 1]).max() > 1.3 * np.bincount(found[:, 0]).max()  # the neighbour did not ask for it
+
+
+def test_a_seed_repeats_and_another_differs(batch):
+    logits = np.zeros(len(batch.utterable))
+    for seed in (1, 1, 2, None):
+        batch.add(**FREE, seed=seed)
+    first, second, other, unseeded = np.array([batch.step(logits) for _ in range(10)]).T
+    assert (first == second).all()
+    assert (first != other).any() and (first != unseeded).any() and len(set(first)) > 1
+
+
+def test_end_tokens_that_vllm_holds_back_stay_so(batch):
+    batch.add(**FREE)
+    logits = np.full(len(batch.utterable), -np.inf)
+    logits[[10, 11]] = 0
+    assert {batch.step(logits)[0] for _ in range(30)} == {10, 11}
+
+
+def test_vllm_is_left_nothing_to_sample(processor_class):
+    params = fake_vllm.SamplingParams(temperature=0.5, top_p=0.9, top_k=-1, repetition_penalty=1.2, seed=3)
+    for _ in range(2):  # vLLM may ask twice
+        processor_class.validate_params(params)
+        left = (params.temperature, params.top_p, params.top_k, params.repetition_penalty, params.seed)
+        assert left == (0, 1, 0, 1, None)
+        asked = params.extra_args["speech_sampling"]
+        assert (asked["temperature"], asked["top_k"], asked["repetition_penalty"], asked["seed"]) == (0.5, 0, 1.2, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"extra_args": {"ras_window": "ten"}}, "ras_window"),
+        ({"extra_args": {"ras_window": -1}}, "ras_window -1 is out of range"),
+        ({"extra_args": {"speech_sampling": {"colour": 1}}}, "colour"),
+        ({"extra_args": {"speech_sampling": 3}}, "speech_sampling 3"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty 0.5: speech is sampled without it"),
+        ({"top_p": 0.0}, "top_p 0.0 is out of range"),
+    ],
+)
+def test_a_mistake_is_told_before_it_reaches_the_engine(processor_class, asked, message):
+    with pytest.raises(ValueError, match=message):
+        processor_class.validate_params(fake_vllm.SamplingParams(**asked))
