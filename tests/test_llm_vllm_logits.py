@@ -26,29 +26,33 @@ def processor_class(install):  # noqa: F811
     return importlib.import_module("common.llm.vllm_logits").SpeechLogits
 
 
-@pytest.fixture
-def batch(processor_class, llm_dir):  # noqa: F811
-    return Batch(processor_class, llm_dir)
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])  # eager, and as CUDA graphs
+def batch(request, processor_class, llm_dir):  # noqa: F811
+    return Batch(processor_class, llm_dir, torch.device(request.param))
 
 
 class Batch:
     """What vLLM does around the processor: places in a batch, ids that grow, an argmax over the logits."""
 
-    def __init__(self, processor_class, directory):
+    def __init__(self, processor_class, directory, device):
         self.vocab_size = read_limits(directory).vocab_size
         config = fake_vllm.VllmConfig(
             fake_vllm.ModelConfig(str(directory), self.vocab_size), fake_vllm.SchedulerConfig(8)
         )
         self.utterable = utterable_ids(LLMTokenizer.from_dir(directory))
         self.ids: list[list[int]] = []
-        self._processor = processor_class(config, torch.device("cpu"), False)
+        self._device = device
+        self._processor = processor_class(config, device, device.type == "cuda")
 
-    def add(self, *asked, prompt=(), place=None, **sampling):
-        """One request more, or one at the place of another."""
+    def add(self, *asked, prompt=(), said=(), place=None, **sampling):
+        """One request more, or one at the place of another, which has `said` something before."""
         params = fake_vllm.SamplingParams(**sampling, extra_args=asked[0] if asked else None)
         type(self._processor).validate_params(params)
         place = len(self.ids) if place is None else place
-        self.ids[place : place + 1] = [[]]
+        self.ids[place : place + 1] = [list(said)]
         self._processor.update_state(BatchUpdate([], [(place, params, list(prompt), self.ids[place])], []))
 
     def remove(self, place):
@@ -64,8 +68,8 @@ class Batch:
 
     def step(self, logits, discarded=()):
         """Logits of what can be uttered (C,) or (B, C) -> what each request draws; `discarded` places go unread."""
-        full = torch.zeros(len(self.ids), self.vocab_size)
-        full[:, self.utterable] = torch.as_tensor(logits, dtype=torch.float32)
+        full = torch.zeros(len(self.ids), self.vocab_size, device=self._device)
+        full[:, self.utterable] = torch.as_tensor(logits, dtype=torch.float32, device=self._device)
         drawn = self._processor.apply(full).argmax(1).tolist()
         for place, token in enumerate(drawn):
             if place not in discarded:
@@ -137,14 +141,20 @@ def test_what_vllm_discards_was_not_drawn(batch):
     assert batch.step(logits)[0] == 4
 
 
-def test_ids_that_vllm_has_not_read_back_are_counted_later(batch):
+def test_what_vllm_has_not_read_back_was_drawn_all_the_same(batch):
     batch.add(**GREEDY, repetition_penalty=2.0)
-    logits = peaked(batch, 3, 4, 5)
-    (drawn,) = batch.step(logits)
+    assert batch.step(peaked(batch, 3, 4, 5)) == [3]
     batch.ids[0][-1] = -1
-    assert batch.step(logits) == [drawn]
-    batch.ids[0][:] = [int(batch.utterable[drawn])] * 2
-    assert batch.step(logits) == [4]
+    assert batch.step(peaked(batch, 3, 4, 5)) == [4]
+
+
+def test_a_request_that_comes_back_remembers_what_it_said(batch):
+    batch.add(**GREEDY, repetition_penalty=2.0, prompt=[int(batch.utterable[3])])
+    assert batch.step(peaked(batch, 3, 4, 5)) == [4]
+    said = batch.ids[0]
+    batch.remove(0)
+    batch.add(**GREEDY, repetition_penalty=2.0, prompt=[int(batch.utterable[3])], said=said)
+    assert batch.step(peaked(batch, 3, 4, 5)) == [3]  # of 2, 1.5 and 2: the first of equals
 
 
 def test_a_request_is_not_changed_by_its_neighbours(batch):

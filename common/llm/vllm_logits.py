@@ -10,7 +10,7 @@ token, and has no place for the rest. So requests reach it as greedy ones, and w
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,18 +25,31 @@ from common.speech_tokens import LLMTokenizer
 
 ASKED = "speech_sampling"  # in a request's `extra_args`: what was asked for, on its way to the process that samples
 NOT_YET = -1  # stands for an id that vLLM has drawn but not read back
+NEVER = -2
+GRAPH_TOP_K = 64  # the largest top_k of a step that is recorded
 NOT_OFFERED = ("frequency_penalty", "presence_penalty", "min_p")
+
+
+class Settings(NamedTuple):
+    """Of one request's draws, none of which is a special case: greedy is a top_k of 1."""
+
+    temperature: float
+    penalty: float
+    top_k: float
+    top_p: float
+
+    @classmethod
+    def of(cls, sampling: Sampling, top_k: int) -> "Settings":
+        return cls(sampling.temperature or 1.0, sampling.repetition_penalty, float(top_k), sampling.top_p)
 
 
 @dataclass
 class Row:
-    """A request of the batch. `seen`: its row of `SpeechLogits._seen`; `ids`: vLLM's growing list of what was drawn."""
+    """A request of the batch. `slot` is where its state lies on the device, `ids` vLLM's growing list of its tokens."""
 
     sampling: Sampling
-    seen: int
+    slot: int
     ids: list[int]
-    unmarked: list[int]
-    marked: int = 0  # of `ids`
 
     @property
     def top_k(self) -> int:
@@ -52,14 +65,6 @@ class Row:
     def ras_limit(self) -> float:
         """So often among the last tokens, and a token is drawn anew."""
         return self.sampling.ras_window * self.sampling.ras_tau if self.aware else math.inf
-
-    def news(self) -> list[int]:
-        """Ids of the prompt or drawn that this has not told yet."""
-        drawn = self.ids[self.marked :]
-        drawn = drawn[: drawn.index(NOT_YET)] if NOT_YET in drawn else drawn
-        self.marked += len(drawn)
-        news, self.unmarked = self.unmarked + drawn, []
-        return news
 
 
 class SpeechLogits(LogitsProcessor):
@@ -100,15 +105,31 @@ class SpeechLogits(LogitsProcessor):
         bias = speech_bias(model.model, LLMTokenizer.from_dir(model.model), model.get_vocab_size())
         utterable = np.flatnonzero(np.isfinite(bias))
         self._first = int(utterable[0])
-        self._bias = torch.from_numpy(bias[self._first : utterable[-1] + 1]).to(device)  # (C,)
+        self._bias = torch.from_numpy(bias[self._first : utterable[-1] + 1]).to(device)
+        self._width = width = len(self._bias)  # C
         self._device = device
         self._pinned = is_pin_memory
         self._rows: dict[int, Row] = {}  # by their place in vLLM's batch
         self._batch: list[Row] = []  # in that order
-        # Twice the most requests of a batch: one may begin before the one whose place it takes is forgotten.
-        most = 2 * vllm_config.scheduler_config.max_num_seqs
-        self._seen = torch.zeros(most, len(self._bias), dtype=torch.bool, device=device)
-        self._free = list(range(most))
+        most = vllm_config.scheduler_config.max_num_seqs
+        # Twice as many: a request may begin before the one whose place it takes is forgotten. The last is nobody's.
+        slots = 2 * most + 1
+        self._free = list(range(slots - 1))
+        self._seen = torch.zeros(slots, width, dtype=torch.bool, device=device)  # prompts and what was drawn
+        self._drawn = torch.zeros(slots, dtype=torch.long, device=device)  # the last draw's column,
+        self._drawn_at = torch.full((slots,), NEVER, device=device)  # and how many tokens there were before it
+        # What a step works on, by row, at addresses that stay
+        rows = _padded(most)
+        self._logits = torch.zeros(rows, width, device=device)
+        self._noise = torch.ones(2, rows, width, device=device)
+        self._slots = torch.full((rows,), slots - 1, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.long, device=device)
+        self._settings = torch.ones(len(Settings._fields), rows, 1, device=device)
+        self._limits = torch.full((rows, 1), torch.inf, device=device)
+        self._chosen = torch.zeros(rows, 1, dtype=torch.long, device=device)  # ids
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        if device.type == "cuda":
+            self._capture(rows)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -118,90 +139,114 @@ class SpeechLogits(LogitsProcessor):
         if not process_dict_updates(self._rows, batch_update, self._begin):
             return
         batch = self._batch = [self._rows[place] for place in sorted(self._rows)]
-        used = {row.seen for row in batch}
-        self._free = [index for index in range(len(self._seen)) if index not in used]
-        tops = [min(row.top_k or len(self._bias), len(self._bias)) for row in batch]
-        self._most = max(tops, default=0)
-        self._within = torch.arange(self._most, device=self._device) < self._column(tops)  # (B, K)
-        self._seen_rows = self._tensor([row.seen for row in batch])
-        self._penalties = self._column([row.sampling.repetition_penalty for row in batch])
-        self._temperatures = self._column([row.sampling.temperature or 1.0 for row in batch])
-        self._top_ps = self._column([row.sampling.top_p for row in batch])
-        self._limits = self._column([row.ras_limit for row in batch])
-        self._penalised = any(row.sampling.repetition_penalty != 1 for row in batch)
+        used = {row.slot for row in batch}
+        nobody = len(self._seen) - 1
+        self._free = [slot for slot in range(nobody) if slot not in used]
+        rest = _padded(len(batch)) - len(batch)
+        settings = [Settings.of(row.sampling, min(row.top_k or self._width, self._width)) for row in batch]
+        self._most = max((int(one.top_k) for one in settings), default=0)
         self._aware = any(row.aware for row in batch)
+        self._put(self._slots, [row.slot for row in batch] + [nobody] * rest)
+        self._put(self._limits[:, 0], [row.ras_limit for row in batch] + [math.inf] * rest)
+        for values, target in zip(zip(*settings, strict=True), self._settings[:, :, 0], strict=False):
+            self._put(target, list(values))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits (B, V) with what is drawn made infinite, in place."""
-        if not self._batch:
+        if not (count := len(self._batch)):
             return logits
-        scores = logits[:, self._first : self._first + len(self._bias)] + self._bias  # (B, V) -> (B, C)
-        if self._penalised:
-            self._mark()
-            penalised = torch.where(scores > 0, scores / self._penalties, scores * self._penalties)
-            scores = torch.where(self._seen.index_select(0, self._seen_rows), penalised, scores)
-        drawn = self._draw(scores / self._temperatures)
-        return logits.scatter_(1, drawn + self._first, torch.inf)
+        self._logits[:count] = logits[:, self._first : self._first + self._width]  # (B, V) -> (B, C)
+        self._put(self._positions, [len(row.ids) for row in self._batch])
+        self._draw_noise(count)
+        rows = _padded(count)
+        if self._aware or self._most > GRAPH_TOP_K or rows not in self._graphs:
+            self._step(rows, self._most)
+        else:
+            self._graphs[rows].replay()
+        return logits.scatter_(1, self._chosen[:count], torch.inf)
 
-    def _draw(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores (B, C) -> columns drawn (B, 1)."""
-        highest, columns = scores.topk(self._most)  # (B, C) -> (B, K), descending
-        weights = torch.exp(highest - highest[:, :1]) * self._within
+    def _step(self, rows: int, most: int) -> None:
+        """Draw for the first rows; none of them has a larger top_k than `most`."""
+        slots, positions = self._slots[:rows], self._positions[:rows]
+        temperatures, penalties, top_ks, top_ps = self._settings[:, :rows]  # (R, 1) each
+        # The last draw counts only now that its request is a token further: vLLM draws for some what it discards.
+        marks = slots * self._width + self._drawn[slots]
+        seen = self._seen.view(-1)
+        seen[marks] = seen[marks] | (positions == self._drawn_at[slots] + 1)
+        scores = self._logits[:rows] + self._bias
+        penalised = torch.where(scores > 0, scores / penalties, scores * penalties)
+        scores = torch.where(self._seen[slots], penalised, scores) / temperatures
+        drawn = self._draw(scores, most, top_ks, top_ps)
+        self._drawn[slots] = drawn.flatten()
+        self._drawn_at[slots] = positions
+        self._chosen[:rows] = drawn + self._first
+
+    def _draw(self, scores: torch.Tensor, most: int, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+        """Scores (R, C) -> columns (R, 1)."""
+        noise, limits = self._noise[:, : len(scores)], self._limits[: len(scores)]
+        highest, columns = scores.topk(most)  # (R, C) -> (R, K), descending
+        weights = torch.exp(highest - highest[:, :1]) * (torch.arange(most, device=self._device) < top_ks)
         whole = weights.sum(1, keepdim=True)
         if self._aware:  # top_p is a share of the whole distribution; elsewhere one of what top_k has left
             everything = torch.exp(scores - highest[:, :1])
-            whole = torch.where(self._limits.isfinite(), everything.sum(1, keepdim=True), whole)
-        weights = weights * (weights.cumsum(1) - weights < self._top_ps * whole)
-        # By column, not by rank: near-equal weights may swap ranks when a batch of another size rounds otherwise.
-        noise = self._noise(scores, draw=0).gather(1, columns)
-        drawn = columns.gather(1, (weights / noise).argmax(1, keepdim=True))
+            whole = torch.where(limits.isfinite(), everything.sum(1, keepdim=True), whole)
+        weights = weights * (weights.cumsum(1) - weights < top_ps * whole)
+        # The largest quotient weight / noise is a draw by weight. The noise is a column's, not a rank's: near-equal
+        # weights may swap ranks when a batch of another size rounds otherwise.
+        drawn = columns.gather(1, (weights / noise[0].gather(1, columns)).argmax(1, keepdim=True))
         if self._aware:
-            anew = (everything / self._noise(scores, draw=1)).argmax(1, keepdim=True)
-            drawn = torch.where(self._count(drawn) >= self._limits, anew, drawn)
+            anew = (everything / noise[1]).argmax(1, keepdim=True)
+            drawn = torch.where(self._count(drawn) >= limits, anew, drawn)
         return drawn
 
-    def _noise(self, scores: torch.Tensor, draw: int) -> torch.Tensor:
-        """(B, C), exponential: the largest quotient weight / noise is a draw by weight.
-
-        A seeded request's depends on its seed and position alone: vLLM draws for some steps what it then discards.
-        """
-        noise = torch.empty_like(scores).exponential_()
+    def _draw_noise(self, count: int) -> None:
+        """Exponential. A seeded request's depends on its seed and position alone."""
+        draws = 2 if self._aware else 1
+        self._noise[:draws, :count].exponential_()
         for index, row in enumerate(self._batch):
             if row.sampling.seed is not None:
                 generator = torch.Generator(self._device)
-                generator.manual_seed((row.sampling.seed << 24) + 2 * len(row.ids) + draw)
-                noise[index].exponential_(generator=generator)
-        return noise
+                generator.manual_seed((row.sampling.seed << 24) + len(row.ids))
+                for draw in range(draws):
+                    self._noise[draw, index].exponential_(generator=generator)
 
     def _count(self, drawn: torch.Tensor) -> torch.Tensor:
-        """(B, 1): how often the column drawn (B, 1) is among the last `ras_window` of its request."""
+        """(R, 1): how often the column drawn (R, 1) is among the last `ras_window` of its request."""
         windows = [row.ids[-row.sampling.ras_window :] if row.aware else [] for row in self._batch]
+        windows += [[]] * (len(drawn) - len(windows))
         longest = max(map(len, windows))
-        recent = self._tensor([window + [NOT_YET] * (longest - len(window)) for window in windows])  # (B, W)
+        recent = self._tensor([window + [NOT_YET] * (longest - len(window)) for window in windows])  # (R, W)
         return (recent == drawn + self._first).sum(1, keepdim=True)
 
-    def _mark(self) -> None:
-        """Note in `_seen` what was drawn since the last step, and the prompts of new requests."""
-        width = len(self._bias)
-        marks = [
-            row.seen * width + column
-            for row in self._batch
-            for token in row.news()
-            if 0 <= (column := token - self._first) < width
-        ]
-        if marks:
-            self._seen.view(-1).index_fill_(0, self._tensor(marks), True)
-
     def _begin(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> Row:
-        seen = self._free.pop()
-        self._seen[seen] = False
+        slot = self._free.pop()
+        self._seen[slot] = False
+        self._drawn_at[slot] = NEVER
+        columns = [token - self._first for token in (*(prompt_ids or ()), *output_ids)]
+        if said := [column for column in columns if 0 <= column < self._width]:
+            self._seen[slot].index_fill_(0, self._tensor(said), True)
         asked: dict[str, Any] = (params.extra_args or {})[ASKED]
-        return Row(Sampling(**asked), seen, output_ids, list(prompt_ids or ()))
+        return Row(Sampling(**asked), slot, output_ids)
 
-    def _column(self, values: list[Any]) -> torch.Tensor:
-        """One value for each row: (B, 1)."""
-        return self._tensor(values)[:, None]
+    def _capture(self, most: int) -> None:
+        """Record a step for each size of batch: one by one, its kernels take the CPU longer than the GPU."""
+        self._aware, pool = False, torch.cuda.graph_pool_handle()
+        for rows in sorted({_padded(count) for count in range(1, most + 1)}):
+            self._step(rows, GRAPH_TOP_K)
+            torch.cuda.synchronize()
+            self._graphs[rows] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graphs[rows], pool=pool):
+                self._step(rows, GRAPH_TOP_K)
+
+    def _put(self, target: torch.Tensor, values: list[Any]) -> None:
+        """Into the first elements of `target`."""
+        target[: len(values)].copy_(torch.tensor(values, pin_memory=self._pinned), non_blocking=True)
 
     def _tensor(self, values: list[Any]) -> torch.Tensor:
         """On the device, without waiting for what it does."""
         return torch.tensor(values, pin_memory=self._pinned).to(self._device, non_blocking=True)
+
+
+def _padded(rows: int) -> int:
+    """Rows that a step computes for so many: a power of two."""
+    return 1 << max(0, rows - 1).bit_length()
