@@ -198,21 +198,26 @@ def test_a_seed_repeats_and_another_differs(batch):
     assert (first != other).any() and (first != unseeded).any() and len(set(first)) > 1
 
 
-def test_end_tokens_that_vllm_holds_back_stay_so(batch):
-    batch.add(**FREE)
-    logits = np.full(len(batch.utterable), -np.inf)
-    logits[[10, 11]] = 0
-    assert {batch.step(logits)[0] for _ in range(30)} == {10, 11}
+def test_end_tokens_wait_for_the_minimum_of_their_request(batch, llm_dir):  # noqa: F811
+    ends = np.searchsorted(batch.utterable, LLMTokenizer.from_dir(llm_dir).end_ids)
+    batch.add(**GREEDY, min_tokens=2)
+    batch.add(**GREEDY)
+    logits = np.tile(peaked(batch, ends[0], ends[1], 5), (2, 1))
+    assert batch.step(logits, discarded=(0,)) == [5, ends[0]]
+    assert [batch.step(logits) for _ in range(3)] == [[5, ends[0]], [5, ends[0]], [ends[0], ends[0]]]
 
 
 def test_vllm_is_left_nothing_to_sample(processor_class):
-    params = fake_vllm.SamplingParams(temperature=0.5, top_p=0.9, top_k=-1, repetition_penalty=1.2, seed=3)
+    params = fake_vllm.SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=-1, repetition_penalty=1.2, seed=3, min_tokens=4, max_tokens=9
+    )
     for _ in range(2):  # vLLM may ask twice
         processor_class.validate_params(params)
-        left = (params.temperature, params.top_p, params.top_k, params.repetition_penalty, params.seed)
-        assert left == (0, 1, 0, 1, None)
+        assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0, 1, 0, 1)
+        assert (params.seed, params.min_tokens) == (None, 0)
         asked = params.extra_args["speech_sampling"]
         assert (asked["temperature"], asked["top_k"], asked["repetition_penalty"], asked["seed"]) == (0.5, 0, 1.2, 3)
+        assert asked["min_tokens"] == 4
 
 
 @pytest.mark.parametrize(

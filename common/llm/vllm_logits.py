@@ -37,10 +37,17 @@ class Settings(NamedTuple):
     penalty: float
     top_k: float
     top_p: float
+    min_tokens: float
 
     @classmethod
     def of(cls, sampling: Sampling, top_k: int) -> "Settings":
-        return cls(sampling.temperature or 1.0, sampling.repetition_penalty, float(top_k), sampling.top_p)
+        return cls(
+            sampling.temperature or 1.0,
+            sampling.repetition_penalty,
+            float(top_k),
+            sampling.top_p,
+            float(sampling.min_tokens),
+        )
 
 
 @dataclass
@@ -68,7 +75,7 @@ class Row:
 
 
 class SpeechLogits(LogitsProcessor):
-    """Draws as `sampler.TokenSampler` does, on the GPU for the whole batch; vLLM's `min_tokens` has run before.
+    """Draws as `sampler.TokenSampler` does, on the GPU for the whole batch.
 
     Ids of speech and of ends lie together: columns `first` to `first + C` of the logits.
     """
@@ -90,6 +97,8 @@ class SpeechLogits(LogitsProcessor):
                 "top_k": max(0, params.top_k),
                 "repetition_penalty": params.repetition_penalty,
                 "seed": params.seed,
+                "min_tokens": params.min_tokens,
+                "max_tokens": params.max_tokens or Sampling.max_tokens,
                 "ras_window": extra.pop("ras_window", 0),
                 "ras_tau": extra.pop("ras_tau", Sampling.ras_tau),
             }
@@ -97,16 +106,19 @@ class SpeechLogits(LogitsProcessor):
             params.extra_args = extra | {ASKED: asdict(Sampling(**asked))}
         except TypeError as error:
             raise ValueError(f"{ASKED} {asked}: {error}") from None
-        params.temperature, params.top_p, params.top_k = 0.0, 1.0, 0
-        params.repetition_penalty, params.seed = 1.0, None
+        params.temperature, params.top_p, params.top_k, params.repetition_penalty = 0.0, 1.0, 0, 1.0
+        params.seed, params.min_tokens = None, 0
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         model = vllm_config.model_config
-        bias = speech_bias(model.model, LLMTokenizer.from_dir(model.model), model.get_vocab_size())
+        tokenizer = LLMTokenizer.from_dir(model.model)
+        bias = speech_bias(model.model, tokenizer, model.get_vocab_size())
         utterable = np.flatnonzero(np.isfinite(bias))
         self._first = int(utterable[0])
         self._bias = torch.from_numpy(bias[self._first : utterable[-1] + 1]).to(device)
         self._width = width = len(self._bias)  # C
+        self._ends = torch.zeros(width, dtype=torch.bool, device=device)
+        self._ends[[end - self._first for end in tokenizer.end_ids]] = True
         self._device = device
         self._pinned = is_pin_memory
         self._rows: dict[int, Row] = {}  # by their place in vLLM's batch
@@ -168,7 +180,7 @@ class SpeechLogits(LogitsProcessor):
     def _step(self, rows: int, most: int) -> None:
         """Draw for the first rows; none of them has a larger top_k than `most`."""
         slots, positions = self._slots[:rows], self._positions[:rows]
-        temperatures, penalties, top_ks, top_ps = self._settings[:, :rows]  # (R, 1) each
+        temperatures, penalties, top_ks, top_ps, least = self._settings[:, :rows]  # (R, 1) each
         # The last draw counts only now that its request is a token further: vLLM draws for some what it discards.
         marks = slots * self._width + self._drawn[slots]
         seen = self._seen.view(-1)
@@ -176,6 +188,7 @@ class SpeechLogits(LogitsProcessor):
         scores = self._logits[:rows] + self._bias
         penalised = torch.where(scores > 0, scores / penalties, scores * penalties)
         scores = torch.where(self._seen[slots], penalised, scores) / temperatures
+        scores = scores.masked_fill(self._ends & (positions[:, None] < least), -torch.inf)
         drawn = self._draw(scores, most, top_ks, top_ps)
         self._drawn[slots] = drawn.flatten()
         self._drawn_at[slots] = positions
