@@ -225,6 +225,9 @@ def test_vllm_is_left_nothing_to_sample(processor_class):
     ("asked", "message"),
     [
         ({"extra_args": {"ras_window": "ten"}}, "ras_window"),
+        ({"extra_args": {"ras_window": 10.0}}, "ras_window 10.0 is not an integer"),
+        ({"extra_args": {"speech_sampling": {"seed": "1"}}}, "speech_sampling"),
+        ({"extra_args": {"speech_sampling": {"seed": 1.5}}}, "seed 1.5 is not an integer"),
         ({"extra_args": {"ras_window": -1}}, "ras_window -1 is out of range"),
         ({"extra_args": {"speech_sampling": {"colour": 1}}}, "colour"),
         ({"extra_args": {"speech_sampling": 3}}, "speech_sampling 3"),

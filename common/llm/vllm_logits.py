@@ -27,6 +27,7 @@ ASKED = "speech_sampling"  # in a request's `extra_args`: what was asked for, on
 NOT_YET = -1  # stands for an id that vLLM has drawn but not read back
 NEVER = -2
 GRAPH_TOP_K = 64  # the largest top_k of a step that is recorded
+INTEGERS = ("top_k", "seed", "min_tokens", "max_tokens", "ras_window")
 NOT_OFFERED = ("frequency_penalty", "presence_penalty", "min_p")
 
 
@@ -103,9 +104,13 @@ class SpeechLogits(LogitsProcessor):
                 "ras_tau": extra.pop("ras_tau", Sampling.ras_tau),
             }
         try:
-            params.extra_args = extra | {ASKED: asdict(Sampling(**asked))}
+            sampling = asdict(Sampling(**asked))
         except TypeError as error:
             raise ValueError(f"{ASKED} {asked}: {error}") from None
+        for name in INTEGERS:
+            if not isinstance(value := sampling[name], int | None):
+                raise ValueError(f"{name} {value!r} is not an integer")
+        params.extra_args = extra | {ASKED: sampling}
         params.temperature, params.top_p, params.top_k, params.repetition_penalty = 0.0, 1.0, 0, 1.0
         params.seed, params.min_tokens = None, 0
 
