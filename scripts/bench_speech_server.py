@@ -31,6 +31,7 @@ from tqdm import tqdm
 from common.client import Utterance
 from common.grpc_client import chunks
 from common.server import free_port
+from scripts.load.jobs import positive_int
 
 MODEL = "cosyvoice2_dit"
 PAUSE, FIRST = 0.5, 0.1  # between chunks, before the first: speech in real time
@@ -261,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=200, help="at a time")
     parser.add_argument("--length", type=float, default=10.0, help="of a stream, in seconds")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the load, once it is there")
-    parser.add_argument("--requests", type=int, default=5000, help="of the memory's measurement")
+    parser.add_argument("--requests", type=positive_int, default=5000, help="of the memory's measurement")
     parser.add_argument("--output", type=Path, default=Path("out/bench_speech_server"))
     args = parser.parse_args(argv)
     result = measure(Load(args.streams, args.length, args.seconds), args.requests)

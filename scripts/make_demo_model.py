@@ -50,7 +50,7 @@ is noise. Layout and file formats are those of the official checkpoints, which g
 
 Weights = Literal["trained", "random", "random-full"]
 # Of disk: the checkpoint and, while it replaces an older one, that one.
-NEEDED_BYTES: dict[Weights, int] = {"trained": 200 << 20, "random": 200 << 20, "random-full": 10 << 30}
+NEEDED_BYTES: dict[Weights, int] = {"trained": 200 << 20, "random": 200 << 20, "random-full": 6 << 30}
 
 log = logging.getLogger("make_demo_model")
 

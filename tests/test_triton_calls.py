@@ -27,15 +27,13 @@ def test_a_call_returns_the_outputs_and_carries_its_sequence(triton_models):
     seen = []
 
     def callee(sent: InferenceRequest) -> InferenceResponse:
-        seen.append((sent.correlation_id(), sent.flags(), sent.request_id()))
+        seen.append((sent.correlation_id(), sent.flags()))
         return answer(y=triton_io.require(sent, "x") + 1)
 
     triton_models["m"] = callee
-    outputs = asyncio.run(
-        triton_io.call("m", {"x": np.ones(2)}, ["y"], correlation_id=2**62, start=True, end=True, request_id="r")
-    )
+    outputs = asyncio.run(triton_io.call("m", {"x": np.ones(2)}, ["y"], correlation_id=2**62, start=True, end=True))
     assert outputs["y"].tolist() == [2, 2]
-    assert seen == [(2**62, 3, "r")]
+    assert seen == [(2**62, 3)]
 
 
 @pytest.mark.parametrize("kind", [ValueError, UnavailableError])

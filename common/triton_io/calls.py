@@ -37,7 +37,6 @@ async def call(
     correlation_id: int = 0,
     start: bool = False,
     end: bool = False,
-    request_id: str = "",
     timeout: float = 60.0,
 ) -> dict[str, np.ndarray]:
     """The named outputs of one request to `model`; raises what its error says, UnavailableError after `timeout` s,
@@ -51,7 +50,6 @@ async def call(
         model_name=model,
         requested_output_names=list(outputs),
         inputs=[to_tensor(name, array) for name, array in inputs.items()],
-        request_id=request_id,
         correlation_id=correlation_id,
         flags=flags,
     )
