@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from common.llm.base import Sampling
 from common.llm.checkpoint import read_limits
@@ -88,10 +89,22 @@ def peaked(batch, *columns):
 def test_text_is_never_drawn_and_speech_by_its_weight(batch):
     batch.add(**FREE)
     logits = np.full(len(batch.utterable), -40.0)
-    logits[:6] = [0, 1, 2, 3, 4, 5]  # text has 0, of 150,000 tokens
+    logits[:6] = [0, 1, 2, 3, 4, 5]  # what is no speech has 0
     drawn = [batch.step(logits)[0] for _ in range(4000)]
     expected = np.exp(np.arange(6)) / np.exp(np.arange(6)).sum()
     np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 4000, expected, atol=0.03)
+
+
+def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_path):  # noqa: F811
+    for file in llm_dir.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    bias = torch.zeros(read_limits(llm_dir).vocab_size)
+    bias[int(utterable_ids(LLMTokenizer.from_dir(llm_dir))[9])] = 9.0
+    bias[0] = 100.0  # of text, which stays impossible
+    save_file({"lm_head.bias": bias}, tmp_path / "bias.safetensors")
+    batch = Batch(processor_class, tmp_path, torch.device("cpu"))
+    batch.add(**GREEDY)
+    assert batch.step(peaked(batch, 3)) == [9]
 
 
 @pytest.mark.parametrize(
