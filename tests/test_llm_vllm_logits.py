@@ -90,9 +90,9 @@ def test_text_is_never_drawn_and_speech_by_its_weight(batch):
     batch.add(**FREE)
     logits = np.full(len(batch.utterable), -40.0)
     logits[:6] = [0, 1, 2, 3, 4, 5]  # what is no speech has 0
-    drawn = [batch.step(logits)[0] for _ in range(4000)]
+    drawn = [batch.step(logits)[0] for _ in range(2000)]
     expected = np.exp(np.arange(6)) / np.exp(np.arange(6)).sum()
-    np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 4000, expected, atol=0.03)
+    np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 2000, expected, atol=0.04)
 
 
 def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_path):  # noqa: F811
