@@ -5,6 +5,7 @@ converted for the CPU engine, each made once a session.
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -33,12 +34,14 @@ def genai_dir(llm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """`install("vllm")` makes the stand-in importable; the library's modules over it are forgotten in the end."""
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """`install("vllm")` makes the stand-in importable, and returns it; the library's modules over it are forgotten in
+    the end."""
 
-    def run(name: str) -> None:
+    def run(name: str) -> ModuleType:
         for module, content in FAKES[name].modules().items():
             monkeypatch.setitem(sys.modules, module, content)
+        return FAKES[name]
 
     yield run
     for module in ENGINE_MODULES:

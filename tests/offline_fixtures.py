@@ -9,11 +9,9 @@ import torch
 
 from common.audio import load_audio, save_audio
 from common.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
-from tests import fake_tensorrt_llm, fake_vllm
 from tests.conftest import ROOT
 
-FAKES = {"vllm": fake_vllm, "trtllm": fake_tensorrt_llm}  # by backend
-ENGINE_MODULES = ("common.llm.vllm_engine", "common.llm.vllm_logits", "common.llm.trtllm_engine")  # that import them
+GPU_ENGINES = {"vllm": "vllm", "trtllm": "tensorrt_llm"}  # by backend
 TOKEN_SAMPLES = TOKEN_MEL_RATIO * HOP_SAMPLES
 STACKS = {"dit": "Step-Audio-2-mini/token2wav", "unet": "CosyVoice2-0.5B"}
 ROWS = [

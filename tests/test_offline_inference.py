@@ -1,7 +1,6 @@
 """scripts/offline_inference.py over the demo checkpoint, whose weights are random."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +13,8 @@ from scripts.offline.pipeline import GIVE_UP_BATCHES
 from scripts.offline.results import JOURNAL, LOG, OutputFolder
 from scripts.offline.vocoder import OfflineVocoder
 from tests.faulty_llm import TOKENS, faulty_llm
-from tests.offline_fixtures import ENGINE_MODULES, FAKES, ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
+from tests.llm_fixtures import install  # noqa: F401
+from tests.offline_fixtures import GPU_ENGINES, ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
 
 UPSTREAMS_KEYS = {
     "args",
@@ -139,17 +139,12 @@ def test_transformers_need_no_conversion(speak, tmp_path):
     assert sorted(records(tmp_path / "out")) == ["first"]
 
 
-@pytest.mark.parametrize("backend", sorted(FAKES))
-def test_gpu_engines_load_the_directory_as_it_is(speak, tmp_path, demo_models, monkeypatch, backend):
+@pytest.mark.parametrize("backend", sorted(GPU_ENGINES))
+def test_gpu_engines_load_the_directory_as_it_is(speak, tmp_path, demo_models, install, monkeypatch, backend):  # noqa: F811
     """Stand-ins of the libraries: neither runs on this machine."""
-    for module, content in FAKES[backend].modules().items():
-        monkeypatch.setitem(sys.modules, module, content)
-    monkeypatch.setattr(FAKES[backend], "FIRST_ID", LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").offset)
-    try:
-        assert speak("--batch-size", "2", backend=backend) == 0
-    finally:
-        for module in ENGINE_MODULES:
-            sys.modules.pop(module, None)
+    first = LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").offset
+    monkeypatch.setattr(install(GPU_ENGINES[backend]), "FIRST_ID", first)
+    assert speak("--batch-size", "2", backend=backend) == 0
     assert sorted(records(tmp_path / "out")) == ["first", "second", "third"]
     assert sorted(log_of(tmp_path / "out")["cut_short"]) == [
         "first",

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import sys
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from common.llm.base import LengthRatios, LLMPrompt, Sampling, TokenChunk, Token
 from common.speech_tokens import LLMTokenizer
 from scripts.offline.llm import Answer, StreamedLM, connect, engine_dir, load_llm
 from tests.faulty_llm import TOKENS, faulty_llm
-from tests.llm_fixtures import genai_dir, llm_dir  # noqa: F401
-from tests.offline_fixtures import ENGINE_MODULES, FAKES, one_thread  # noqa: F401
+from tests.llm_fixtures import genai_dir, install, llm_dir  # noqa: F401
+from tests.offline_fixtures import GPU_ENGINES, one_thread  # noqa: F401
 
 PROMPTS = [
     LLMPrompt("Hello."),
@@ -90,22 +89,17 @@ def test_transformers_refuse_what_they_cannot_sample(backend):
     assert "ras_window 10" in str(answer)
 
 
-@pytest.mark.parametrize("name", sorted(FAKES))
-def test_gpu_engines_are_asked_for_a_batch_at_a_time(name, backend, tokenizer, monkeypatch):
-    for module, content in FAKES[name].modules().items():
-        monkeypatch.setitem(sys.modules, module, content)
-    monkeypatch.setattr(FAKES[name], "FIRST_ID", tokenizer.offset)
-    try:
-        llm = backend(name, 2)
-        answers = llm.generate(PROMPTS, Sampling(max_tokens=9))  # one more than fit at once
-        assert spoken(answers) == [list(range(9))] * 3
-        assert {answer.finish_reason for answer in answers} == {"length"}
-        monkeypatch.setattr(FAKES[name], "FIRST_ID", 0)
-        for answer in llm.generate(PROMPTS, Sampling(max_tokens=9)):
-            assert isinstance(answer, UnavailableError) and "returned no speech token for the text" in str(answer)
-    finally:
-        for module in ENGINE_MODULES:
-            sys.modules.pop(module, None)
+@pytest.mark.parametrize("name", sorted(GPU_ENGINES))
+def test_gpu_engines_are_asked_for_a_batch_at_a_time(name, backend, tokenizer, install, monkeypatch):  # noqa: F811
+    stand_in = install(GPU_ENGINES[name])
+    monkeypatch.setattr(stand_in, "FIRST_ID", tokenizer.offset)
+    llm = backend(name, 2)
+    answers = llm.generate(PROMPTS, Sampling(max_tokens=9))  # one more than fit at once
+    assert spoken(answers) == [list(range(9))] * 3
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    monkeypatch.setattr(stand_in, "FIRST_ID", 0)
+    for answer in llm.generate(PROMPTS, Sampling(max_tokens=9)):
+        assert isinstance(answer, UnavailableError) and "returned no speech token for the text" in str(answer)
 
 
 @pytest.mark.parametrize("path", ["", "/v1", "/v1/chat/completions"])
