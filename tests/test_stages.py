@@ -40,7 +40,7 @@ def run(
     """A script with its settings moved to free ports and to `work`; nothing that it started may be left."""
     data = f"--manifest-path {manifest}"
     environment = os.environ | {"LOCAL": "1", "MODELS": str(models), "OFFLINE_DATA": data}
-    environment |= {"DATA": f"{data} --num-requests 4"}  # by themselves they ask twenty and more
+    environment |= {"DATA": f"{data} --num-requests 2"}  # by themselves they ask twenty and more
     environment |= {"REPOSITORY": str(work / "repository"), "OUT": str(work / "out"), "LOGS": str(work / "logs")}
     environment |= {name: str(free_port()) for name in PORTS}
     environment |= dict(zip(TOKEN2WAV, map(str, two_free_ports(len(TOKEN2WAV))), strict=True)) | settings
