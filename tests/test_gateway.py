@@ -163,7 +163,7 @@ def test_a_rolling_restart_under_load_loses_no_stream(door: Gateway, fleet: Flee
     async def listen(connection: triton.InferenceServerClient, ended: asyncio.Event) -> None:
         while not ended.is_set():
             outcomes.append(await speak(connection, SHORT, Outcome()))
-            await asyncio.sleep(0.5)  # a small machine needs time to start the next server in
+            await asyncio.sleep(1.5)  # a small machine needs time to start the next server in
 
     async def run() -> None:
         ended = asyncio.Event()
