@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from common.errors import UnavailableError
 from common.llm.base import LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.speech_tokens import LLMTokenizer, instruction, speech_token_text
+from tests.fault_server import STREAM, FaultServer, event, ids_event, reply
 from tests.llm_fixtures import llm_dir  # noqa: F401
 
 QUICK = Timeouts(connect=0.5, first_token=0.6, token=0.6)
@@ -110,62 +110,6 @@ def test_transformers_serve_samples_as_asked(transformers_url, tokenizer, llm_di
 
 
 # --- a server that misbehaves -------------------------------------------------------------------------------------
-
-
-def event(text, finish_reason=None):
-    content = {"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]}
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
-
-
-def reply(status, body):
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
-STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
-
-
-class FaultServer:
-    """Answers each request on loopback with raw bytes; a number among them is a pause in seconds."""
-
-    def __init__(self, *answers):
-        self.answers = list(answers)  # the last one repeats
-        self.bodies = []
-        self.live = 0
-        self.closed_by_client = asyncio.Event()
-
-    @asynccontextmanager
-    async def running(self):
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
-
-    async def _serve(self, reader, writer):
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-l"))
-        self.bodies.append(json.loads(await reader.readexactly(length)))
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        watch = asyncio.create_task(self._watch(reader))
-        self.live += 1
-        try:
-            for part in answer:
-                if isinstance(part, bytes):
-                    writer.write(part)
-                    await writer.drain()
-                else:
-                    await asyncio.wait({watch}, timeout=part)
-        except ConnectionError:
-            pass
-        finally:
-            self.live -= 1
-            watch.cancel()
-            writer.close()
-
-    async def _watch(self, reader):
-        if not await reader.read(1):
-            self.closed_by_client.set()
 
 
 def ask(tokenizer, *answers, dialect="auto", **sampling):
@@ -299,11 +243,6 @@ def test_the_dialect_is_learned_once(tokenizer):
     assert kinds == [(list, True, False)] * 2 + [(str, True, False)] + [(str, False, True)] * 2
     config = json.loads(bodies[-1]["generation_config"])
     assert (config["top_k"], config["eos_token_id"]) == (9, list(tokenizer.end_ids))
-
-
-def ids_event(ids, finish_reason=None):
-    content = {"choices": [{"index": 0, "text": "", "token_ids": ids, "finish_reason": finish_reason}]}
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
 def test_tokens_are_read_as_ids_where_the_server_sends_ids(tokenizer):

@@ -1,22 +1,17 @@
 import asyncio
 import dataclasses
 import logging
-import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import numpy as np
 import pytest
 
-from common.chunking import Chunk, HopRules
+from common.chunking import HopRules
 from common.constants import FLOW_CHUNK_TOKENS
 from common.errors import UnavailableError
 from common.llm.base import LLMPrompt
 from common.prompt import Prompt, Recording
-from common.request import SpeechRequest
-from common.synthesis import Synthesizer
 from tests.fakes import (
     PROMPT_TOKENS,
     FakeLM,
@@ -27,66 +22,7 @@ from tests.fakes import (
     fake_prompt,
     speech_request,
 )
-
-
-class Pipeline:
-    """A synthesizer over fakes, and a check that it left nothing behind."""
-
-    def __init__(
-        self,
-        llm: FakeLM,
-        encoder: FakePromptEncoder | None = None,
-        vocoder: FakeVocoder | None = None,
-        rules: HopRules | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self.clock = clock
-        self.llm = llm
-        self.encoder = encoder or FakePromptEncoder()
-        self.vocoder = vocoder or FakeVocoder()
-        self.voices: dict[str, Recording | Prompt] = {}
-        self.texts = FakeTexts()
-        self.rules = rules or HopRules()
-
-    @property
-    def synthesizer(self) -> Synthesizer:
-        ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, self.vocoder)
-        return Synthesizer(*ports, self.rules, self.clock)
-
-    async def speak(self, request: SpeechRequest | None = None) -> list[np.ndarray]:
-        async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:
-            return [waveform async for waveform in waveforms]
-
-    def run(self, scenario: Coroutine[None, None, list[np.ndarray]] | None = None) -> list[np.ndarray]:
-        async def main() -> list[np.ndarray]:
-            try:
-                return await (scenario or self.speak())
-            finally:
-                self.assert_nothing_left()
-
-        return asyncio.run(main())
-
-    def assert_nothing_left(self) -> None:
-        assert len(asyncio.all_tasks()) == 1
-        assert self.llm.open == self.llm.unclosed == 0
-        assert self.vocoder.live == 0
-        assert sorted(self.encoder.begun) == sorted(self.encoder.ended)
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        return self.vocoder.streams[0].chunks
-
-
-async def turns(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds; for a bounded time, so that a test cannot hang."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        await asyncio.sleep(0)
-
-
-def one_by_one(total: int) -> list[Step]:
-    return [[token] for token in range(total)]
+from tests.pipeline import Pipeline, one_by_one, turns
 
 
 @pytest.mark.parametrize("strategy", ["exponential", "equal", "time_based"])
@@ -250,139 +186,6 @@ def test_an_unknown_voice_ends_the_request_before_anything_is_asked() -> None:
     with pytest.raises(KeyError, match="anna"):
         pipeline.run(pipeline.speak(dataclasses.replace(speech_request(), voice="anna")))
     assert pipeline.llm.prompts == [] and pipeline.vocoder.streams == []
-
-
-# --- several segments --------------------------------------------------------------------------------------------
-
-
-class CountingLM(FakeLM):
-    """Says the numbers that the text names, "100-130", and notes the segments begun. `events`: waited for midway."""
-
-    def __init__(self, **events: asyncio.Event):
-        super().__init__()
-        self.events = events
-
-    def script(self, prompt: LLMPrompt) -> Sequence[Step]:
-        if prompt.target_text not in self.events:
-            return [[token] for token in range(*map(int, prompt.target_text.split("-")))]
-        return [[1], self.events[prompt.target_text], [2]]
-
-
-@pytest.mark.parametrize("offline", [False, True])
-def test_segments_are_spoken_in_order_in_one_voice_with_the_same_sampling(offline: bool) -> None:
-    pipeline = Pipeline(CountingLM())
-    request = speech_request(voice=3, text="0-40|100-101|200-260")
-
-    async def scenario() -> list[np.ndarray]:
-        return [await pipeline.synthesizer.offline(request)] if offline else await pipeline.speak(request)
-
-    audio = np.concatenate(pipeline.run(scenario()))
-    np.testing.assert_array_equal(audio, 30_000 + np.concatenate([np.arange(40), [100], np.arange(200, 260)]))
-    voice = ("reference", [3] * PROMPT_TOKENS)
-    assert pipeline.llm.prompts == [LLMPrompt(text, *voice) for text in ("0-40", "100-101", "200-260")]
-    assert pipeline.llm.samplings == [request.sampling] * 3
-    assert len(pipeline.encoder.begun) == 3  # the voice is encoded once
-
-
-def test_a_recording_that_was_heard_is_not_encoded_again() -> None:
-    pipeline = Pipeline(CountingLM())
-    request = speech_request(voice=3, text="0-40")
-
-    synthesizer = pipeline.synthesizer
-
-    async def scenario() -> list[np.ndarray]:
-        return [await synthesizer.offline(request) for _ in range(2)]
-
-    first, second = pipeline.run(scenario())
-    np.testing.assert_array_equal(first, second)
-    assert len(pipeline.encoder.begun) == 3
-    assert pipeline.llm.prompts[0] == pipeline.llm.prompts[1]
-
-
-def test_the_llm_speaks_the_next_segment_while_one_is_rendered_and_no_further() -> None:
-    gate = asyncio.Event()
-    pipeline = Pipeline(CountingLM(), vocoder=FakeVocoder(gate=gate))
-
-    async def scenario() -> list[np.ndarray]:
-        speaking = asyncio.create_task(pipeline.speak(speech_request(text="0-20|20-40|40-60|60-80")))
-        await turns(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.unclosed == 0)
-        await asyncio.sleep(0.1)  # time in which it could go on
-        assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
-        gate.set()
-        return await speaking
-
-    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(80))
-
-
-def test_the_first_segment_is_heard_before_the_text_is_cut_to_its_end() -> None:
-    released = threading.Event()
-
-    class Slow(FakeTexts):
-        def segments(self, text: str, in_words: bool) -> Iterator[str]:
-            yield "0-40"
-            assert released.wait(10)
-            yield "40-60"
-
-    pipeline = Pipeline(CountingLM())
-    pipeline.texts = Slow()
-
-    async def scenario() -> list[np.ndarray]:
-        async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
-            first = [await anext(waveforms), await anext(waveforms)]
-            released.set()
-            return first + [waveform async for waveform in waveforms]
-
-    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(60))
-
-
-@pytest.mark.parametrize("failing", ["llm", "vocoder", "segments"])
-def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: str) -> None:
-    class FailingTexts(FakeTexts):
-        def segments(self, text: str, in_words: bool) -> Iterator[str]:
-            yield from ("0-20", "20-40")
-            raise ValueError("segments")
-
-    class Failing(CountingLM):
-        def script(self, prompt: LLMPrompt) -> Sequence[Step]:
-            return [[1], UnavailableError("llm")] if prompt.target_text == "40-60" else super().script(prompt)
-
-    class FailingVocoder(FakeVocoder):
-        def open(self, prompt: Prompt) -> Any:
-            self.failures = {0: RuntimeError("vocoder")} if len(self.streams) == 2 else {}
-            return super().open(prompt)
-
-    pipeline = Pipeline(
-        Failing() if failing == "llm" else CountingLM(),
-        vocoder=FailingVocoder() if failing == "vocoder" else FakeVocoder(),
-    )
-    pipeline.texts = FailingTexts() if failing == "segments" else FakeTexts()
-    with pytest.raises((ValueError, UnavailableError, RuntimeError), match=failing):
-        pipeline.run(pipeline.speak(speech_request(text="0-20|20-40|40-60")))
-
-
-@pytest.mark.parametrize("place", ["the segment being rendered", "the segment ahead"])
-def test_cancelling_frees_every_segment(place: str) -> None:
-    never = asyncio.Event()
-    ahead = place == "the segment ahead"
-    pipeline = Pipeline(
-        CountingLM(slow=never) if ahead else CountingLM(), vocoder=FakeVocoder(gate=never if ahead else None)
-    )
-
-    async def scenario() -> list[np.ndarray]:
-        if not ahead:  # the consumer holds a waveform of the second segment, the third one waits
-            async with aclosing(pipeline.synthesizer.stream(speech_request(text="0-20|20-60|60-80|80-99"))) as audio:
-                return [await anext(audio) for _ in range(3)]
-        speaking = asyncio.create_task(pipeline.speak(speech_request(text="0-20|slow|60-80")))
-        await turns(lambda: len(pipeline.llm.prompts) == 2 and pipeline.vocoder.live == 1)
-        speaking.cancel()
-        return await speaking
-
-    if ahead:
-        with pytest.raises(asyncio.CancelledError):
-            pipeline.run(scenario())
-    else:
-        assert len(pipeline.run(scenario())) == 3
-    assert [stream.aborts for stream in pipeline.vocoder.streams] == ([1] if ahead else [0, 1])
 
 
 def test_offline_makes_one_waveform_in_one_call() -> None:

@@ -1,0 +1,66 @@
+"""A server of an LLM that misbehaves, and the bytes of which its answers are made."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+
+def event(text, finish_reason=None):
+    content = {"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]}
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def ids_event(ids, finish_reason=None):
+    content = {"choices": [{"index": 0, "text": "", "token_ids": ids, "finish_reason": finish_reason}]}
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def reply(status, body):
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+
+
+class FaultServer:
+    """Answers each request on loopback with raw bytes; a number among them is a pause in seconds."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)  # the last one repeats
+        self.bodies = []
+        self.live = 0
+        self.closed_by_client = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self):
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+
+    async def _serve(self, reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-l"))
+        self.bodies.append(json.loads(await reader.readexactly(length)))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        watch = asyncio.create_task(self._watch(reader))
+        self.live += 1
+        try:
+            for part in answer:
+                if isinstance(part, bytes):
+                    writer.write(part)
+                    await writer.drain()
+                else:
+                    await asyncio.wait({watch}, timeout=part)
+        except ConnectionError:
+            pass
+        finally:
+            self.live -= 1
+            watch.cancel()
+            writer.close()
+
+    async def _watch(self, reader):
+        if not await reader.read(1):
+            self.closed_by_client.set()
