@@ -6,39 +6,44 @@ import queue
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as triton
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
 from common import grpc_client
-from common.audio import resample
-from common.client import WARNING, ClientError, Speech, Utterance, read_reference
+from common.client import Speech, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.server import ServerError, free_port
+from common.server import ServerError
 from common.speech_tokens import LLMTokenizer
 from common.text import TextFrontend
 from scripts import add_voice, client_grpc, client_http
-from tests import faulty_llm
+from tests.asking import (
+    ASSETS,
+    MODELS,
+    STACKS,
+    TEXT,
+    VOICE,
+    VOICE_TEXT,
+    Serve,
+    ask,
+    assert_speech,
+    faster,
+    inputs_of,
+    process_of,
+    request_arrays,
+    stream,
+    text_array,
+    wav_of,
+)
 
 pytestmark = pytest.mark.server
-
-ASSETS = Path(__file__).parent / "assets"
-MODELS = {"dit": "cosyvoice2_dit", "unet": "cosyvoice2"}
-STACKS = tuple(MODELS)
-TEXT = "A short sentence."
-VOICE = ASSETS / "reference_en.wav"
-VOICE_TEXT = "Your call is now first in line and will be answered by the next available representative."
-
-Serve = Callable[..., Any]
 
 
 @pytest.fixture(scope="module", params=STACKS)
@@ -50,17 +55,6 @@ def stack(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def voice() -> np.ndarray:
     return read_reference(VOICE)
-
-
-def stream(address: str, model: str, utterance: Utterance, timeout: float = 60.0) -> Speech:
-    return asyncio.run(grpc_client.synthesize(address, model, utterance, timeout=timeout))
-
-
-def assert_speech(speech: Speech) -> None:
-    assert speech.waveform.dtype == np.float32
-    assert np.isfinite(speech.waveform).all() and np.abs(speech.waveform).max() > 0
-    assert np.abs(speech.waveform).max() <= 1.0
-    assert speech.seconds > 0.1
 
 
 # --- good requests -----------------------------------------------------------------------------------------------
@@ -196,67 +190,6 @@ def test_repetition_aware_sampling_reaches_the_llm(serve: Serve, voice: np.ndarr
 # --- bad requests ------------------------------------------------------------------------------------------------
 
 
-def text_array(text: str) -> np.ndarray:
-    return np.array([[text.encode()]], dtype=np.object_)
-
-
-def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of a good request, for tests that change one of them."""
-    return {
-        "reference_wav": wav[None],
-        "reference_wav_len": np.array([[wav.size]], np.int32),
-        "reference_text": text_array(VOICE_TEXT),
-        "target_text": text_array(TEXT),
-    }
-
-
-@dataclass(frozen=True)
-class Answer:
-    """How one request ended: with its audio and perhaps a warning, or with the message of its error."""
-
-    waveform: np.ndarray
-    error: str | None
-    warning: str | None = None
-
-
-def ask(address: str, model: str, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Answer:
-    """A streamed request of any tensors; TimeoutError unless the server ends it within 30 s."""
-
-    async def run() -> Answer:
-        return await asyncio.wait_for(collect(address, model, inputs_of(arrays), parameters), 30)
-
-    return asyncio.run(run())
-
-
-def inputs_of(arrays: dict[str, np.ndarray]) -> list[triton.InferInput]:
-    inputs = []
-    for name, array in arrays.items():
-        inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
-        inputs[-1].set_data_from_numpy(array)
-    return inputs
-
-
-async def collect(address: str, model: str, inputs: list[Any], parameters: dict[str, Any] | None) -> Answer:
-    async def requests() -> Any:
-        yield {"model_name": model, "inputs": inputs, "parameters": parameters}
-
-    chunks, error, warning = [np.zeros(0, np.float32)], None, None
-    async with grpc_client.triton.InferenceServerClient(address) as connection:
-        async for result, problem in connection.stream_infer(requests()):
-            if problem is not None:
-                assert error is None, f"two errors: {error} and {problem}"
-                error = problem.message()
-                continue
-            chunks.append(result.as_numpy("waveform").reshape(-1))
-            if (told := result.as_numpy(WARNING)) is not None:
-                warning = told.item().decode()
-    return Answer(np.concatenate(chunks), error, warning)
-
-
-def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
-    return {"reference_wav": values[None], "reference_wav_len": np.array([[values.size]], np.int32)}
-
-
 NOISE = np.random.default_rng(0).normal(0, 0.1, 31 * PROMPT_SAMPLE_RATE).astype(np.float32)
 SECOND = NOISE[:PROMPT_SAMPLE_RATE]
 REMOVED = np.zeros(0)  # stands for "without this tensor"
@@ -377,11 +310,6 @@ def eight_requests(voice: np.ndarray) -> list[Utterance]:
     ]
 
 
-def faster(wav: np.ndarray, rate: int) -> np.ndarray:
-    """The recording as if it had been made at `rate`: another pitch, another voice."""
-    return resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, rate).numpy()
-
-
 def test_eight_streams_at_once_sound_as_each_does_alone(stack: str, serve: Serve, voice: np.ndarray) -> None:
     address, model = serve(stack=stack).grpc_url, MODELS[stack]
     utterances = eight_requests(voice)
@@ -420,10 +348,6 @@ def test_cancelled_streams_free_their_places(stack: str, serve: Serve, voice: np
 
     for speech in asyncio.run(everybody()):
         assert_speech(speech)
-
-
-def process_of(server: Any, model: str) -> int:
-    return next(process for process, name in server.model_processes().items() if name == model)
 
 
 def test_cancelled_streams_leave_no_thread_behind(serve: Serve, voice: np.ndarray) -> None:
@@ -494,16 +418,6 @@ def test_the_death_of_a_models_process_ends_live_streams_and_is_told(serve: Serv
         assert "the process of model token2wav_dit has died" in str(error)
 
 
-def test_an_llm_model_whose_process_has_died_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack="dit", settings={"model_timeout": "3"})
-    os.kill(process_of(server, "tensorrt_llm"), signal.SIGKILL)
-    for _ in range(2):  # found dead in the request, known to be dead before it
-        begun = time.monotonic()
-        with pytest.raises(ClientError, match="tensorrt_llm|LLM"):
-            stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
-        assert time.monotonic() - begun < 5
-
-
 # --- offline requests --------------------------------------------------------------------------------------------
 
 
@@ -523,38 +437,6 @@ def test_a_bad_offline_request_is_refused_with_its_value(
     address = serve(stack=stack, decoupled=False).grpc_url
     answer = ask(address, MODELS[stack], bad_request(name, voice))
     assert answer.error is not None and BAD_REQUESTS[name][1] in answer.error
-
-
-# --- an LLM server that fails ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def llm_and_server(serve: Serve) -> Any:
-    with faulty_llm.faulty_llm() as llm:
-        yield llm, serve(stack="dit", llm_transport="openai", llm_urls=(llm.url,))
-
-
-@pytest.mark.parametrize("mode", [mode for mode in get_args(faulty_llm.Mode) if mode != "good"])
-def test_a_failing_llm_server_is_an_error_within_five_seconds(
-    mode: faulty_llm.Mode, llm_and_server: Any, voice: np.ndarray
-) -> None:
-    llm, server = llm_and_server
-    utterance = Utterance(TEXT, voice, VOICE_TEXT)
-    llm.mode = mode
-    begun = time.monotonic()
-    with pytest.raises(ClientError, match="LLM|speech token"):
-        stream(server.grpc_url, MODELS["dit"], utterance)
-    assert time.monotonic() - begun < 5
-    llm.mode = "good"
-    assert_speech(stream(server.grpc_url, MODELS["dit"], utterance))
-
-
-def test_an_llm_server_that_is_down_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack="dit", llm_transport="openai", llm_urls=(f"http://127.0.0.1:{free_port()}",))
-    begun = time.monotonic()
-    with pytest.raises(ClientError, match="cannot be reached"):
-        stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
-    assert time.monotonic() - begun < 5
 
 
 # --- a default speaker -------------------------------------------------------------------------------------------
