@@ -76,7 +76,7 @@ render: demo-checkpoint ## write the model repository of a stack to build/STACK
 demo-checkpoint: $(VENV)/.server
 ifeq ($(MODELS),models/demo)
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
-	@$(IN_VENV) -m scripts.make_demo_model $(MODELS)
+	@$(IN_VENV) -m tools.demo_model.make $(MODELS)
 	@$(IN_VENV) -m scripts.convert_genai --precision fp32 \
 		--model-dir $(MODELS)/cosyvoice2_llm --output-dir $(MODELS)/cosyvoice2_llm_genai
 endif
@@ -91,10 +91,10 @@ check: $(VENV)/.dev ## formatting, lint and types
 	@$(IN_VENV) -m mypy
 
 bench: $(VENV)/.dev demo-checkpoint ## time the vocoder's batching on this CPU, write out/bench.json
-	@$(IN_VENV) -m scripts.bench_token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
+	@$(IN_VENV) -m tools.bench.token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
 
 parity: $(VENV)/.server ## compare the networks with the recorded outputs in FOLDER (tests/assets/golden)
-	@$(IN_VENV) -m scripts.check_parity $(FOLDER)
+	@$(IN_VENV) -m tools.parity $(FOLDER)
 
 clean: ## remove .venv and what was made; checkpoints of your own in models/ stay
 	rm -rf $(VENV) build models/demo out *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from common.constants import EULER_STEPS
 
-LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"]  # see common/llm/loading.py
+LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"]  # see common/llm/engines/loading.py
 FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"]  # see common/accel/loading.py
 
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
@@ -138,7 +138,7 @@ class TensorrtLLMConfig(ModelConfig):
     """The LLM as a Triton model, python backend.
 
     `engine_dir`: what the engine loads. `engine`: "auto" is the best one that can be imported and reads `engine_dir`,
-    see common/llm/loading.py. `tokenizer_dir`: HuggingFace directory; empty if the engine's own holds it.
+    see common/llm/engines/loading.py. `tokenizer_dir`: HuggingFace directory; empty if the engine's own holds it.
     `max_requests`: generated at the same time; one more is refused as unavailable. As many as a vocoder has streams.
     Each has a row of key/value cache, of which only the tokens written so far take memory: 24 kB a token for the
     official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37 MB for 30 s of recording and 30 s of

@@ -19,14 +19,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
-from common.audio import load_audio, validate_reference
 from common.constants import PROMPT_SAMPLE_RATE
-from common.prompt import ReferenceEncoder
-from common.rendering import StackOptions
+from common.server.rendering import StackOptions
 from common.text import clean_line
-from common.voices import MAX_TRANSCRIPT_CHARS, is_voice_name, save_voice
+from common.voice.audio import load_audio, validate_reference
+from common.voice.book import MAX_TRANSCRIPT_CHARS, is_voice_name, save_voice
+from common.voice.prompt import ReferenceEncoder
 
 
 def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace: bool = False) -> Path:

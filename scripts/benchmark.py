@@ -22,14 +22,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
-from common.client import ClientError, add_voice_arguments, positive_number
-from scripts.load.jobs import Jobs, add_job_arguments, natural_int, positive_int
-from scripts.load.plan import Load, add_load_arguments
-from scripts.load.progress import measured
-from scripts.load.samples import SampleError
-from scripts.load.sweep import Sweep, write_comparison
+from common.client.requests import ClientError, add_voice_arguments, positive_number
+from tools.load.jobs import Jobs, add_job_arguments, natural_int, positive_int
+from tools.load.plan import Load, add_load_arguments
+from tools.load.progress import measured
+from tools.load.samples import SampleError
+from tools.load.sweep import Sweep, write_comparison
 
 MANIFEST = Path(__file__).resolve().parents[1] / "tests" / "assets" / "manifest.jsonl"
 REQUESTS_PER_TASK = 4  # with fewer, the beginning and the end of a run are all of it

@@ -33,7 +33,7 @@ def lacking(disk_gigabytes: float) -> "list[str]":
             f"Python 3.10, 3.11 or 3.12 is needed, {sys.executable} is {platform.python_version()}; "
             "name another interpreter: make demo PYTHON=python3.11"
         ]
-    from common import installation  # only now: an old Python cannot import it
+    from common.server import installation  # only now: an old Python cannot import it
 
     missing = []
     if platform.system() != "Linux" or platform.machine() != "x86_64":

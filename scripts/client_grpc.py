@@ -21,16 +21,14 @@ import logging
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
-from common import client as speech
-from common.grpc_client import synthesize
-from scripts.load.jobs import Jobs, add_job_arguments, positive_int
-from scripts.load.plan import Load, add_load_arguments
-from scripts.load.plot import plot_run
-from scripts.load.progress import measured
-from scripts.load.report import closing_lines, write_run
-from scripts.load.samples import SampleError
+from common.client import requests as speech
+from common.client.grpc_client import synthesize
+from tools.load.jobs import Jobs, add_job_arguments, positive_int
+from tools.load.plan import Load, add_load_arguments
+from tools.load.plot import plot_run
+from tools.load.progress import measured
+from tools.load.report import closing_lines, write_run
+from tools.load.samples import SampleError
 
 LOG_DIR = Path("tmp")  # upstream's
 

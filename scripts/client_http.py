@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from common import client as speech
+from common.client import requests as speech
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,11 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
 from common.llm.checkpoint import read_limits
-from common.llm.engine import require_speech_tokens
-from common.speech_tokens import LLMTokenizer
+from common.llm.engines.interface import require_speech_tokens
+from common.llm.speech_tokens import LLMTokenizer
 
 WEIGHT_ONLY = {"int8": "W8A16", "int4": "W4A16", "int4_gptq": "W4A16_GPTQ"}
 

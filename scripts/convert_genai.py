@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from common.llm.checkpoint import read_head_bias
-from common.llm.engine import utterable_ids
-from common.speech_tokens import LLMTokenizer
+from common.llm.engines.interface import utterable_ids
+from common.llm.speech_tokens import LLMTokenizer
 
 
 def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:

@@ -15,15 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
 import torch
 
 from common.checkpoint import read_state, shape_differences, shapes_of
 from common.config import OrchestratorConfig
 from common.constants import SPEECH_VOCAB
 from common.llm.checkpoint import HEAD_BIAS
-from common.speech_tokens import CHAT_TEMPLATE, END_TOKENS, LLMTokenizer, added_tokens
+from common.llm.speech_tokens import CHAT_TEMPLATE, END_TOKENS, LLMTokenizer, added_tokens
 
 # What CosyVoice2's own tokenizer adds to CosyVoice-BlankEN's, in its order.
 TEXT_SPECIALS = (

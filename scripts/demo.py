@@ -13,16 +13,14 @@ import time
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
 import torch
 
-from common.client import Speech, Utterance
-from common.grpc_client import synthesize
-from common.rendering import StackOptions, render
-from common.server import Ports, TritonServer
+from common.client.grpc_client import synthesize
+from common.client.requests import Speech, Utterance
+from common.server.rendering import StackOptions, render
+from common.server.tritonserver import Ports, TritonServer
 from scripts.convert_genai import convert
-from scripts.make_demo_model import make_demo_model
+from tools.demo_model.make import make_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "models" / "demo"

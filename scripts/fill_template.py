@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.rendering import fill
+from common.server.rendering import fill
 
 
 def parse_substitutions(argument: str) -> dict[str, str]:

@@ -30,25 +30,23 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
 import torch
 from tqdm import tqdm
 
-from common.audio import load_audio
 from common.constants import PROMPT_SAMPLE_RATE
-from common.llm.base import LLMPrompt, Sampling
-from common.speech_tokens import LLMTokenizer
+from common.llm.interface import LLMPrompt, Sampling
+from common.llm.speech_tokens import LLMTokenizer
 from common.text import TextFrontend
-from scripts.load.jobs import positive_int
-from scripts.load.samples import Sample
-from scripts.offline.inputs import Voices, add_data_arguments, read_samples
-from scripts.offline.llm import BACKENDS, BatchLM, connect, engine_dir, load_llm
-from scripts.offline.pipeline import Pipeline
-from scripts.offline.results import OutputFolder, identity
-from scripts.offline.stages import table
-from scripts.offline.tool import exit_code, show_failures
-from scripts.offline.vocoder import OfflineVocoder
+from common.voice.audio import load_audio
+from tools.load.jobs import positive_int
+from tools.load.samples import Sample
+from tools.offline.inputs import Voices, add_data_arguments, read_samples
+from tools.offline.llm import BACKENDS, BatchLM, connect, engine_dir, load_llm
+from tools.offline.pipeline import Pipeline
+from tools.offline.results import OutputFolder, identity
+from tools.offline.stages import table
+from tools.offline.tool import exit_code, show_failures
+from tools.offline.vocoder import OfflineVocoder
 
 WARM_UP = LLMPrompt("Hello.")
 CUT_SHORT_SHOWN = 10

@@ -17,9 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
-from scripts.preparing import engine, hub
+from tools.prepare import engine, hub
 
 LOCK = ".prepare.lock"
 
@@ -64,7 +62,7 @@ def revisions() -> dict[str, str]:
 
 def demo(models: Path) -> None:
     from scripts.convert_genai import convert
-    from scripts.make_demo_model import make_demo_model
+    from tools.demo_model.make import make_demo_model
 
     made = make_demo_model(models)
     convert(models / "cosyvoice2_llm", models / "cosyvoice2_llm_genai", "fp32")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from common.config import LLMEngine
-from common.rendering import StackOptions, render
+from common.server.rendering import StackOptions, render
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,7 +50,7 @@ def _remedy(options: StackOptions, missing: Path) -> str:
         return "convert the LLM with scripts/convert_checkpoint.py and build it with trtllm-build, see docs/llm.md"
     if missing == options.engine_dir and options.tokenizer_dir.exists():
         return f"run: python -m scripts.convert_genai --model-dir {options.tokenizer_dir} --output-dir {missing}"
-    return f"for the demo checkpoint run: python -m scripts.make_demo_model {options.models_dir}"
+    return f"for the demo checkpoint run: python -m tools.demo_model.make {options.models_dir}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

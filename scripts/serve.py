@@ -18,11 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
-from common.server import Ports, ServerError, TritonServer, require_free
+from common.server.supervisor import HealthPage, drain
+from common.server.tritonserver import Ports, ServerError, TritonServer, require_free
 from common.speech_service.beside import speech_service
-from common.supervisor import HealthPage, drain
 
 REDIS_PORT = 6379
 

@@ -17,17 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
 from common.config import LLMEngine, OrchestratorConfig
 from common.constants import LOOKAHEAD_TOKENS
 from common.errors import UnavailableError
-from common.llm.base import FinishReason, LengthRatios, LLMPrompt, Sampling, SpeechLM, Timeouts
-from common.llm.engine import EngineLM
-from common.llm.loading import load_engine
+from common.llm.engines.interface import EngineLM
+from common.llm.engines.loading import load_engine
+from common.llm.interface import FinishReason, LengthRatios, LLMPrompt, Sampling, SpeechLM, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.llm.openai_dialects import DIALECTS
-from common.speech_tokens import LLMTokenizer, speech_token_text
+from common.llm.speech_tokens import LLMTokenizer, speech_token_text
 
 FIRST_AUDIO = OrchestratorConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # tokens that the first chunk of audio waits for
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "ras_window", "ras_tau")

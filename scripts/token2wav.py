@@ -21,21 +21,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs as a file, from anywhere, installed or not
-
 import numpy as np
 from tqdm import tqdm
 
-from common.chunking import HopRules
 from common.constants import SAMPLE_RATE
-from scripts.load.jobs import positive_int
-from scripts.load.samples import Sample
-from scripts.offline.inputs import Voices, add_vocoder_arguments, read_samples, with_tokens
-from scripts.offline.pipeline import batches
-from scripts.offline.results import save_wav, write_text
-from scripts.offline.stages import Stages, table
-from scripts.offline.tool import Failure, exit_code, show_failures, show_resynthesis
-from scripts.offline.vocoder import OfflineVocoder, Utterance
+from common.orchestrator.chunking import HopRules
+from tools.load.jobs import positive_int
+from tools.load.samples import Sample
+from tools.offline.inputs import Voices, add_vocoder_arguments, read_samples, with_tokens
+from tools.offline.pipeline import batches
+from tools.offline.results import save_wav, write_text
+from tools.offline.stages import Stages, table
+from tools.offline.tool import Failure, exit_code, show_failures, show_resynthesis
+from tools.offline.vocoder import OfflineVocoder, Utterance
 
 STAGES = ("voice", "token2wav")
 

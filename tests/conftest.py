@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import fake_triton
+from tests.support import fake_triton
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,9 +39,9 @@ def triton_models() -> Iterator[dict[str, fake_triton.Callee]]:
 
 @pytest.fixture
 def triton_door(triton_models: dict[str, fake_triton.Callee], monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """gRPC before the same models, see tests/fake_door.py."""
+    """gRPC before the same models, see tests/support/fake_door.py."""
     from common.constants import GRPC_ADDRESS_VARIABLE
-    from tests.fake_door import fake_door
+    from tests.support.fake_door import fake_door
 
     with fake_door() as door:
         monkeypatch.setenv(GRPC_ADDRESS_VARIABLE, door.address)
@@ -63,7 +63,8 @@ def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Its utterances last about three seconds by construction, whatever the text; tests of words take the trained one.
     """
-    from scripts import convert_genai, make_demo_model
+    from scripts import convert_genai
+    from tools.demo_model import make as make_demo_model
 
     directory = tmp_path_factory.mktemp("demo") / "models"
     assert make_demo_model.main([str(directory), "--weights", "random"]) == 0
@@ -77,8 +78,8 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     One server runs at a time, to bound the memory: asking for another stack stops the one before.
     """
-    from common.rendering import StackOptions, render
-    from common.server import Ports, TritonServer
+    from common.server.rendering import StackOptions, render
+    from common.server.tritonserver import Ports, TritonServer
 
     running: list[tuple[StackOptions, TritonServer]] = []
 
@@ -102,8 +103,8 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def speech_stack(serve: Callable[..., object], demo_models: Path) -> Iterator[object]:
-    """The speech service before the real server, see tests/speech_fixtures.py."""
-    from tests.speech_fixtures import PLACES, speech_stack_over
+    """The speech service before the real server, see tests/support/speech_fixtures.py."""
+    from tests.support.speech_fixtures import PLACES, speech_stack_over
 
     # No stream is forgotten by itself: one that kept its place would be felt.
     triton = serve(settings={"max_streams": str(PLACES), "idle_seconds": "600"})

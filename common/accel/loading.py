@@ -82,5 +82,5 @@ def _onnx(model_dir: Path, file: str, device: torch.device | str) -> Network:
 
     path = model_dir / file
     if not path.exists():
-        raise ValueError(f"{path} is not there; make it with: python -m scripts.export_onnx --model-dir {model_dir}")
+        raise ValueError(f"{path} is not there; make it with: python -m tools.export.onnx --model-dir {model_dir}")
     return OnnxNetwork(path, device)

@@ -75,7 +75,7 @@ class Key:
         """What the plan of `workload` has to be; PlanError if its ONNX file is missing."""
         path = model_dir / workload.onnx
         if not path.is_file():
-            raise PlanError(f"{path} is missing; run: python -m scripts.export_onnx --model-dir {model_dir}")
+            raise PlanError(f"{path} is missing; run: python -m tools.export.onnx --model-dir {model_dir}")
         return cls(machine, workload.use, workload.onnx, sha256_of(path), workload.precision, workload.profile)
 
     @property
@@ -153,7 +153,7 @@ def find(workload: Workload, model_dir: str | Path, machine: Machine) -> Plan:
     if plans:
         nearest = min(plans, key=lambda plan: len(wanted.differences(plan.key)))
         problem = f"{nearest.path.name} does not fit: {'; '.join(wanted.differences(nearest.key))}"
-    command = f"python -m scripts.build_engines --model-dir {model_dir} {workload.options}".strip()
+    command = f"python -m tools.export.engines --model-dir {model_dir} {workload.options}".strip()
     raise PlanError(f"no TensorRT plan for {workload.onnx} ({workload.use}): {problem}; run: {command}")
 
 

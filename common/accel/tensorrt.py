@@ -1,4 +1,4 @@
-"""A network as TensorRT computes it, from a plan that `scripts.build_engines` built."""
+"""A network as TensorRT computes it, from a plan that `tools.export.engines` built."""
 
 import logging
 from collections import deque

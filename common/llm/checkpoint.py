@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from safetensors import safe_open
 
-from common.llm.engine import utterable_ids
-from common.speech_tokens import LLMTokenizer
+from common.llm.engines.interface import utterable_ids
+from common.llm.speech_tokens import LLMTokenizer
 
 # Speech is short: 30 s of reference, its text and 30 s of answer are below 2,500 tokens. Memory for attention grows
 # with this bound, so the 32,768 of the official checkpoint would waste most of it.

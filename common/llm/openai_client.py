@@ -12,9 +12,9 @@ import aiohttp
 from async_timeout import timeout
 
 from common.errors import UnavailableError
-from common.llm.base import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
+from common.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
 from common.llm.openai_dialects import DIALECTS, Asked, Body, Dialect, EventReader
-from common.speech_tokens import LLMTokenizer
+from common.llm.speech_tokens import LLMTokenizer
 
 _REFUSED = (400, 413, 422)  # the request itself is wrong, at least in this dialect
 _ABSENT = (404, 405)  # the dialect's path or the model is not there; any other failure is the server's

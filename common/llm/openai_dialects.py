@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.errors import UnavailableError
-from common.llm.base import FinishReason, LLMPrompt, Sampling, TokenChunk
-from common.speech_tokens import LLMTokenizer, SpeechTokenParser, speech_token_text, spoken_text
+from common.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk
+from common.llm.speech_tokens import LLMTokenizer, SpeechTokenParser, speech_token_text, spoken_text
 
 Body = dict[str, Any]
 _ENDED = b"[DONE]"

@@ -19,9 +19,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from common.llm.base import Sampling
 from common.llm.checkpoint import speech_bias
-from common.speech_tokens import LLMTokenizer
+from common.llm.interface import Sampling
+from common.llm.speech_tokens import LLMTokenizer
 
 ASKED = "speech_sampling"  # in a request's `extra_args`: what was asked for, on its way to the process that samples
 NOT_YET = -1  # stands for an id that vLLM has drawn but not read back

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.server import require_free
+from common.server.tritonserver import require_free
 
 STOP_SECONDS = 40.0  # more than it gives its own streams to end
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.client import Utterance
+from common.client.requests import Utterance
 from common.constants import SAMPLE_RATE, TOKEN_RATE
 from common.speech_service.encoding import Renderer
 from common.speech_service.errors import ApiError

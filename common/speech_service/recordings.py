@@ -11,8 +11,8 @@ import numpy as np
 import soundfile as sf
 import torch
 
-from common.audio import resample, validate_reference
 from common.constants import MAX_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
+from common.voice.audio import resample, validate_reference
 
 # The resampling filter has a row for every phase between two rates: rates with few factors in common would take
 # gigabytes. Every rate in use is a multiple of 25.

@@ -6,13 +6,13 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from common.client import Utterance
-from common.prompt import Recording
+from common.client.requests import Utterance
 from common.speech_service.errors import invalid
 from common.speech_service.recordings import decode_base64
 from common.speech_service.settings import Settings
 from common.speech_service.shelf import Shelf
 from common.text.spoken import language_of
+from common.voice.prompt import Recording
 
 # Names of OpenAI's models, so that a program's `model` need not be changed: whatever is served answers to them.
 OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))

@@ -1,4 +1,4 @@
-"""The voices by name: those of the folder that the models read too, see common/voices.py.
+"""The voices by name: those of the folder that the models read too, see common/voice/book.py.
 
 A recording travels with each request, so that a Triton on another machine needs no such folder; a voice that was
 computed ahead is asked for by its name, and so is one that this folder does not have.
@@ -10,13 +10,13 @@ from threading import Lock
 
 import numpy as np
 
-from common.audio import save_audio
 from common.constants import PROMPT_SAMPLE_RATE
-from common.prompt import Prompt, Recording
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.recordings import decode
 from common.text import clean_line
-from common.voices import MAX_TRANSCRIPT_CHARS, VoiceBook, is_voice_name
+from common.voice.audio import save_audio
+from common.voice.book import MAX_TRANSCRIPT_CHARS, VoiceBook, is_voice_name
+from common.voice.prompt import Prompt, Recording
 
 MAX_VOICES = 1000
 

@@ -11,8 +11,8 @@ import numpy as np
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
-from common.client import Utterance
-from common.grpc_client import chunks, complete
+from common.client.grpc_client import chunks, complete
+from common.client.requests import Utterance
 from common.speech_service.errors import ApiError, from_triton
 
 logger = logging.getLogger(__name__)

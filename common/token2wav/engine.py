@@ -19,13 +19,13 @@ from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, M
 from common.errors import UnavailableError
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
 from common.hift.checkpoint import load_hift
-from common.overlap import hamming_window
-from common.prompt import Prompt
-from common.token2wav.dit_streaming import DiTStreaming, VoiceCache
-from common.token2wav.flows import Chunk, FlowState, StreamingFlow, Voice
+from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.token2wav.hift.overlap import hamming_window
+from common.token2wav.hift.streaming import MelChunk, StreamingVocoder, VocoderState
 from common.token2wav.noise import flow_noise, source_noise
-from common.token2wav.unet_streaming import UNetStreaming
-from common.token2wav.vocoder import MelChunk, StreamingVocoder, VocoderState
+from common.token2wav.streaming import Chunk, FlowState, StreamingFlow, Voice
+from common.token2wav.unet.streaming import UNetStreaming
+from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
-from common.metrics import (
+from common.process.metrics import (
     BATCHES,
     CACHE,
     CHUNKS,
@@ -30,10 +30,10 @@ from common.metrics import (
     WAITED,
     Values,
 )
-from common.prompt import Prompt
 from common.token2wav.engine import Stream, Token2Wav
-from common.token2wav.flows import Chunk
 from common.token2wav.scheduler import Waiting, pick
+from common.token2wav.streaming import Chunk
+from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
-from common.audio import validate_reference
+from common.voice.audio import validate_reference
 
 
 def read(request: Any, name: str) -> np.ndarray | None:

@@ -7,8 +7,8 @@ import torch
 
 from common import triton_io
 from common.config import AudioTokenizerConfig
-from common.prompt import AudioTokenizer
-from common.speech_tokens import speech_token_offset
+from common.llm.speech_tokens import speech_token_offset
+from common.voice.prompt import AudioTokenizer
 
 
 class TritonPythonModel:

@@ -1,6 +1,6 @@
 """cosyvoice2: text and a reference recording to speech, through the other models and the vocoder token2wav."""
 
-from common.orchestrator import UNET, OrchestratorModel
+from common.orchestrator.model import UNET, OrchestratorModel
 
 
 class TritonPythonModel(OrchestratorModel):

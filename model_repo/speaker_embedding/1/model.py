@@ -6,7 +6,7 @@ import numpy as np
 
 from common import triton_io
 from common.config import SpeakerEmbeddingConfig
-from common.prompt import SpeakerEncoder
+from common.voice.prompt import SpeakerEncoder
 
 
 class TritonPythonModel:

@@ -10,10 +10,10 @@ from contextlib import aclosing
 
 from common import triton_io
 from common.config import TensorrtLLMConfig
-from common.llm.engine import warm_up
-from common.llm.loading import load_engine
-from common.llm.tensors import ALL_INPUTS, generation_request, output_tensors, scalar
-from common.speech_tokens import LLMTokenizer
+from common.llm.engines.interface import warm_up
+from common.llm.engines.loading import load_engine
+from common.llm.speech_tokens import LLMTokenizer
+from common.llm.triton_tensors import ALL_INPUTS, generation_request, output_tensors, scalar
 
 # A response costs some 0.3 ms of CPU in three processes. The first chunk of audio waits for 15 + 3 tokens, which is a
 # multiple of this, and a later one for two more tokens at most.

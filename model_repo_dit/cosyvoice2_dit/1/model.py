@@ -1,6 +1,6 @@
 """cosyvoice2_dit: text and a reference recording to speech, through the other models and the vocoder token2wav_dit."""
 
-from common.orchestrator import DIT, OrchestratorModel
+from common.orchestrator.model import DIT, OrchestratorModel
 
 
 class TritonPythonModel(OrchestratorModel):

@@ -5,12 +5,12 @@ from typing import Any
 
 from common import triton_io
 from common.config import Token2WavConfig
-from common.metrics import Published
-from common.prompt import ReferenceEncoder
-from common.speech_tokens import speech_token_offset
+from common.llm.speech_tokens import speech_token_offset
+from common.process.metrics import Published
 from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, chunk_request
 from common.token2wav.service import Token2WavService
-from common.token2wav.tensors import CONTROLS, PROMPT_TENSORS, chunk_request
+from common.voice.prompt import ReferenceEncoder
 
 REFERENCE = ("reference_wav", "reference_wav_len")
 INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "speed", *CONTROLS)

@@ -1,0 +1,295 @@
+"""What every client of the speech models shares: the request's tensors, the answer's figures, and errors in words.
+
+Both protocols of tritonclient (`tritonclient.http`, `tritonclient.grpc`) have the same `InferInput`, so it is passed
+in and this module loads neither.
+"""
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.voice.audio import load_audio, save_audio
+
+logger = logging.getLogger(__name__)
+
+WAVEFORM = "waveform"
+WARNING = "warning"
+TIMELINE = "timeline"  # the request parameter and the output
+
+Parameters = dict[str, int | float | str | bool]
+
+
+class ClientError(RuntimeError):
+    """The request could not be made or answered; one line that says what to do next."""
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """What to ask for.
+
+    reference: float32 (T,) at 16 kHz, mono; without `reference_text` the voice is cloned cross-lingually. `speaker`: a
+    voice that the server knows, instead of a recording. `instruct_text`: how to speak. parameters: request parameters
+    such as `seed`.
+    """
+
+    target_text: str
+    reference: np.ndarray | None = None
+    reference_text: str | None = None
+    parameters: Parameters = field(default_factory=dict)
+    speaker: str | None = None
+    instruct_text: str | None = None
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> "Utterance":
+        """The request of a command line, see `add_voice_arguments`.
+
+        ClientError without a text and when the recording is unreadable.
+        """
+        if args.target_text is None:
+            raise ClientError("there is nothing to say: give --target-text")
+        return cls(
+            target_text=args.target_text,
+            reference=None if args.reference_audio is None else read_reference(args.reference_audio),
+            reference_text=args.reference_text or None,
+            parameters=request_parameters(args),
+            speaker=args.speaker or None,
+            instruct_text=args.instruct_text or None,
+        )
+
+    def arrays(self) -> dict[str, tuple[str, np.ndarray]]:
+        """Name -> Triton's type and the array, with its batch dimension of one: wav (1, T), everything else (1, 1)."""
+        arrays: dict[str, tuple[str, np.ndarray]] = {}
+        if self.reference is not None:
+            wav = np.ascontiguousarray(self.reference, dtype=np.float32)
+            arrays["reference_wav"] = ("FP32", wav[None])  # (T,) -> (1, T)
+            arrays["reference_wav_len"] = ("INT32", np.array([[wav.size]], dtype=np.int32))
+        for name in ("reference_text", "speaker", "instruct_text", "target_text"):
+            if (text := getattr(self, name)) is not None:
+                arrays[name] = ("BYTES", _text_tensor(text))
+        return arrays
+
+    def tensors(self, infer_input: Callable[[str, list[int], str], Any]) -> list[Any]:
+        """The input tensors of a request."""
+        inputs = []
+        for name, (datatype, array) in self.arrays().items():
+            tensor = infer_input(name, list(array.shape), datatype)
+            tensor.set_data_from_numpy(array)
+            inputs.append(tensor)
+        return inputs
+
+
+def _text_tensor(text: str) -> np.ndarray:
+    return np.array([[text.encode("utf-8")]], dtype=np.object_)
+
+
+def waveform_of(result: Any) -> np.ndarray | None:
+    """The audio of a response, None if it has none; what it warns of is logged, which shows on standard error."""
+    if (warning := result.as_numpy(WARNING)) is not None:
+        logger.warning("%s", warning.item().decode())
+    return result.as_numpy(WAVEFORM)
+
+
+def timeline_of(result: Any) -> list[tuple[str, float]]:
+    """The stages that the server has reached, in seconds since it took the request up; empty unless it tells.
+
+    The names are those of `common.orchestrator.synthesis.Note`.
+    """
+    if (told := result.as_numpy(TIMELINE)) is None:
+        return []
+    return [(stage, milliseconds / 1000) for stage, milliseconds in json.loads(told.item())]
+
+
+def read_reference(path: Path) -> np.ndarray:
+    """A recording of any rate and channel count as float32 (T,) at 16 kHz; ClientError when it cannot be read."""
+    try:
+        return load_audio(path, PROMPT_SAMPLE_RATE)
+    except (OSError, RuntimeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
+        raise ClientError(
+            f"cannot read the reference audio {path}: {error}; give a WAV, FLAC, OGG or MP3 file"
+        ) from None
+
+
+class Recorder:
+    """Collects one answer's chunks and when they came. The clock starts when it is made, or at `start`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, start: float | None = None) -> None:
+        self._clock = clock
+        self._start = clock() if start is None else start
+        self._chunks: list[np.ndarray] = []
+        self.arrivals: list[float] = []  # seconds after the start, one per chunk with audio
+        self.timeline: list[tuple[str, float]] = []  # see timeline_of
+
+    def take(self, result: Any) -> None:
+        """One response: its audio, its warning, its timeline."""
+        now = self._clock()
+        self.timeline += timeline_of(result)
+        self._add(waveform_of(result), now)
+
+    def add(self, waveform: np.ndarray | None) -> None:
+        """Take one response's waveform, (N,) or (1, N); a response without samples is not a chunk."""
+        self._add(waveform, self._clock())
+
+    def _add(self, waveform: np.ndarray | None, now: float) -> None:
+        if waveform is not None and waveform.size:
+            self._chunks.append(waveform.reshape(-1))
+            self.arrivals.append(now - self._start)
+
+    @property
+    def samples(self) -> list[int]:
+        """Of each chunk."""
+        return [chunk.size for chunk in self._chunks]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
+
+    def finish(self) -> "Speech":
+        """The whole answer; ClientError when no sample came."""
+        total = self.elapsed
+        if not self._chunks:
+            raise ClientError("the server ended the request without audio; see its log for the reason")
+        return Speech(np.concatenate(self._chunks), tuple(self.arrivals), total)
+
+
+@dataclass(frozen=True)
+class Speech:
+    """One answered request: float32 (N,) at 24 kHz and its times in seconds since the request was sent."""
+
+    waveform: np.ndarray
+    arrivals: tuple[float, ...]
+    total: float
+
+    @property
+    def seconds(self) -> float:
+        return float(self.waveform.size / SAMPLE_RATE)
+
+    @property
+    def first_chunk(self) -> float:
+        return self.arrivals[0]
+
+    @property
+    def real_time_factor(self) -> float:
+        return self.total / self.seconds
+
+    def save(self, path: Path) -> None:
+        """Write a 16-bit WAV at 24 kHz; ClientError when the file cannot be written."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_audio(path, self.waveform, SAMPLE_RATE)
+        except (OSError, RuntimeError) as error:
+            raise ClientError(f"cannot write {path}: {error}; choose another file with --output-audio") from None
+
+    def summary(self) -> str:
+        """The figures of the request, one a line."""
+        return "\n".join(
+            (
+                f"first chunk after  {self.first_chunk * 1000:8.0f} ms",
+                f"total time         {self.total:8.2f} s",
+                f"audio length       {self.seconds:8.2f} s in {len(self.arrivals)} chunk(s)",
+                f"real-time factor   {self.real_time_factor:8.3f}",
+            )
+        )
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that all clients have, under upstream's names."""
+    add_voice_arguments(parser)
+    parser.add_argument("--output-audio", type=Path, default=Path("output.wav"), help="24 kHz, 16-bit WAV")
+
+
+def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to say in which voice, and of whom to ask it."""
+    parser.add_argument("--target-text", help="what to say")
+    parser.add_argument("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
+    parser.add_argument("--reference-text", help="what the reference audio says; without it: cross-lingual cloning")
+    parser.add_argument("--speaker", help="a voice that the server knows, instead of --reference-audio")
+    parser.add_argument("--instruct-text", help='how to speak, such as "Speak slowly."; not with --reference-text')
+    parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre, not their language")
+    parser.add_argument("--model-name", default="cosyvoice2_dit", help="cosyvoice2_dit (default) or cosyvoice2")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same audio")
+    parser.add_argument(
+        "--parameter",
+        type=_parameter,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another request parameter, such as max_tokens=250 or temperature=0.7; may be repeated",
+    )
+    parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds for the complete answer")
+
+
+def request_parameters(args: argparse.Namespace) -> Parameters:
+    """The request parameters of a command line, see `add_voice_arguments`."""
+    named = {"seed": args.seed, "cross_lingual": args.cross_lingual or None}
+    return {name: value for name, value in named.items() if value is not None} | dict(args.parameter)
+
+
+def _parameter(text: str) -> tuple[str, int | str | bool]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=VALUE")
+    if value in ("true", "false"):
+        return name, value == "true"
+    try:
+        return name, int(value)
+    except ValueError:
+        return name, value  # fractions too: the server reads them from text, Triton 2.51 knows no such parameter
+
+
+def positive_number(text: str) -> float:
+    """A type of argparse, which reports the ValueError with the option's name."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return number
+
+
+def unreachable(server: str, reason: object) -> ClientError:
+    """Nobody answers at `server`."""
+    return ClientError(
+        f"no tritonserver answers at {server} ({one_line(reason)}): start one with `make serve`, or name its address"
+    )
+
+
+def not_served(server: str, model: str) -> ClientError:
+    """The server is there and the model is not."""
+    return ClientError(
+        f"{server} does not serve the model '{model}': name another with --model-name, "
+        "or start its stack with `make serve STACK=unet` or `make serve STACK=dit`"
+    )
+
+
+def unavailable(server: str, reason: object) -> ClientError:
+    """The connection broke, or the server refuses for now."""
+    return ClientError(f"{server} cannot answer ({one_line(reason)}): see whether it still runs, and its log")
+
+
+def timed_out(server: str, seconds: float) -> ClientError:
+    """The answer was not complete in time."""
+    return ClientError(f"no complete answer from {server} within {seconds:g} s: try again, or raise --timeout")
+
+
+def streams_only(model: str) -> ClientError:
+    """A model with the decoupled policy was asked for one complete answer."""
+    return ClientError(
+        f"'{model}' is served for streaming: ask it with `client_grpc.py --mode streaming`, "
+        "or serve it for offline requests with `make serve MODE=offline`"
+    )
+
+
+def refused(reason: object) -> ClientError:
+    """The server's own error message, which names the offending value."""
+    return ClientError(f"the server answered with an error: {one_line(reason)}")
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).splitlines())

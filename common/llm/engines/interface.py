@@ -1,0 +1,119 @@
+"""What an engine of the LLM is: a live model that turns token ids into token ids, many at a time."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from common.constants import SPEECH_VOCAB
+from common.errors import UnavailableError
+from common.llm.interface import FinishReason, LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
+from common.llm.speech_tokens import LLMTokenizer
+
+WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 4
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Ids in, ids out. `end_ids` end it; the one that is drawn is its last token."""
+
+    input_ids: Sequence[int] = field(repr=False)
+    sampling: Sampling
+    end_ids: tuple[int, ...]
+
+    def check(self, vocab_size: int, context: int) -> None:
+        """ValueError where a model with these limits cannot serve it; `context` counts prompt and new tokens."""
+        prompt, new = len(self.input_ids), self.sampling.max_tokens
+        if not prompt:
+            raise ValueError("input_ids is empty")
+        low, high = min(self.input_ids), max(self.input_ids)
+        if low < 0 or high >= vocab_size:
+            worst = low if low < 0 else high
+            raise ValueError(f"input_ids holds {worst}, outside the vocabulary 0..{vocab_size - 1}")
+        if prompt + new > context:
+            raise ValueError(f"{prompt} prompt tokens and {new} new ones exceed the LLM's context of {context}")
+
+
+class Engine(Protocol):
+    """Serves requests at the same time; each may come, end and be cancelled at any moment."""
+
+    @property
+    def live(self) -> int:
+        """Requests that still take a place, cancelled ones included until they are gone."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Ids of the LLM as they are drawn; closing the generator cancels the request.
+
+        The first iteration raises ValueError where the request cannot be served, UnavailableError where the engine is
+        full; each one raises UnavailableError where the engine has failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what is live, and the engine."""
+        ...
+
+
+class EngineLM:
+    """Speech from an engine of this process, which it owns."""
+
+    def __init__(self, engine: Engine, tokenizer: LLMTokenizer, ratios: LengthRatios | None = None) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._ratios = ratios or LengthRatios()
+
+    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
+        return TokenStream(self._generate(prompt, sampling))
+
+    async def aclose(self) -> None:
+        self._engine.close()
+
+    async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        tokenizer = self._tokenizer
+        ids = tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
+        sampling = self._ratios.bound(sampling, tokenizer.text_length(prompt.target_text))
+        async with aclosing(self._engine.generate(GenerationRequest(ids, sampling, tokenizer.end_ids))) as chunks:
+            async for tokens, reason in chunks:
+                yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)
+
+
+async def warm_up(engine: Engine, tokenizer: LLMTokenizer, most: int) -> None:
+    """Speak to nobody, alone and with as many as `most` together, before anyone waits: a GPU engine compiles kernels
+    at its first requests, seconds for those of a large batch. Raises what the engine raises."""
+    sampling = Sampling(max_tokens=WARM_UP_TOKENS, min_tokens=WARM_UP_TOKENS)
+    request = GenerationRequest(tokenizer.encode_prompt("", "a", [0]), sampling, tokenizer.end_ids)
+
+    async def speak() -> None:
+        async with aclosing(engine.generate(request)) as chunks:
+            async for _ in chunks:
+                pass
+
+    for together in (1, min(WARM_UP_STREAMS, most)):
+        await asyncio.gather(*(speak() for _ in range(together)))
+
+
+def finish_reason(reason: str | None) -> FinishReason | None:
+    """Why a GPU engine ended a request, None while it runs; UnavailableError where it gave up."""
+    known: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
+    if reason not in known:
+        raise UnavailableError(f"the LLM engine ended the answer with {reason!r}")
+    return known[reason]
+
+
+def require_speech_tokens(tokenizer: LLMTokenizer, vocab_size: int, source: object) -> None:
+    """ValueError where a model of `vocab_size` ids, read from `source`, cannot utter what `tokenizer` names."""
+    last = max(tokenizer.offset + SPEECH_VOCAB - 1, *tokenizer.end_ids)
+    if vocab_size <= last:
+        raise ValueError(
+            f"{source} has a vocabulary of {vocab_size}, too small for the tokenizer's speech and end tokens "
+            f"{tokenizer.offset}..{last}: not the checkpoint of a CosyVoice2 LLM"
+        )
+
+
+def utterable_ids(tokenizer: LLMTokenizer) -> np.ndarray:
+    """The ids (C,), ascending, that an utterance consists of: speech tokens and end tokens."""
+    return np.union1d(np.arange(tokenizer.offset, tokenizer.offset + SPEECH_VOCAB), np.asarray(tokenizer.end_ids))

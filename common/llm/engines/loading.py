@@ -1,0 +1,64 @@
+"""Which engine serves a directory: the one that is named, or the best that can be imported and reads it."""
+
+import importlib
+import importlib.util
+import logging
+from pathlib import Path
+
+from common.config import TensorrtLLMConfig
+from common.llm.engines.interface import Engine
+from common.llm.speech_tokens import LLMTokenizer
+
+logger = logging.getLogger(__name__)
+
+# Best first: its module, imported when it is chosen, and the kinds of directory that it reads.
+_ENGINES = {
+    "tensorrt_llm": ("common.llm.engines.trtllm", ("TensorRT engines", "HuggingFace")),
+    "vllm": ("common.llm.engines.vllm", ("HuggingFace",)),
+    "onnxruntime_genai": ("common.llm.engines.genai", ("onnxruntime-genai",)),
+}
+_KINDS = {"onnxruntime-genai": "genai_config.json", "TensorRT engines": "rank0.engine", "HuggingFace": "config.json"}
+
+
+def load_engine(
+    name: str,
+    model_dir: str | Path,
+    tokenizer: LLMTokenizer,
+    max_requests: int,
+    gpu_share: float = TensorrtLLMConfig.gpu_share,
+) -> Engine:
+    """Serve `model_dir` with the engine `name`, or "auto". `gpu_share`: of a GPU's memory; a vocoder needs the rest.
+
+    Raises ValueError where no engine can, or where the model has no speech tokens as `tokenizer` has.
+    """
+    kind = _kind_of(Path(model_dir))
+    obstacles = []
+    for engine, (module_name, kinds) in _ENGINES.items():
+        if name not in ("auto", engine):
+            continue
+        if kind not in kinds:
+            obstacles.append(f"{engine} reads a directory of {' or '.join(kinds)}")
+            continue
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            obstacles.append(f"{engine} cannot be imported ({error})")
+            continue
+        logger.info("the LLM in %s is served by %s", model_dir, engine)
+        return module.load_engine(model_dir, tokenizer, max_requests, gpu_share)
+    raise ValueError(
+        f"no engine for {model_dir}, a directory of {kind}: {'; '.join(obstacles)}. "
+        "scripts/convert_genai.py converts a HuggingFace directory for the CPU"
+    )
+
+
+def gpu_engine_installed() -> bool:
+    """Whether there is an engine that reads a HuggingFace directory as it is. Imports none."""
+    return any(importlib.util.find_spec(name) for name, (_, kinds) in _ENGINES.items() if "HuggingFace" in kinds)
+
+
+def _kind_of(model_dir: Path) -> str:
+    for kind, file in _KINDS.items():
+        if (model_dir / file).is_file():
+            return kind
+    raise ValueError(f"{model_dir} holds no LLM: it has none of {', '.join(_KINDS.values())}")

@@ -1,0 +1,77 @@
+"""Which token comes next: repetition penalty, temperature, top-k, top-p and a seeded draw. Knows nothing of models."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.llm.interface import Sampling
+
+
+class TokenSampler:
+    """Draws the tokens of one request, so that its result depends on nothing but its own logits and seed.
+
+    Only `candidates` (ids, ascending) can be drawn: speech tokens and end tokens. `end_ids` cannot before
+    `sampling.min_tokens` others were.
+    """
+
+    def __init__(
+        self, sampling: Sampling, candidates: np.ndarray, *, prompt_ids: Sequence[int], end_ids: Sequence[int]
+    ) -> None:
+        self._sampling = sampling
+        self._candidates = candidates
+        self._seen = np.isin(candidates, np.asarray(prompt_ids))
+        self._ends = np.isin(candidates, np.asarray(end_ids))
+        self._tokens_before_end = sampling.min_tokens
+        self._recent: deque[int] = deque(maxlen=sampling.ras_window)  # indices of candidates
+        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+
+    def sample(self, logits: np.ndarray) -> int:
+        """Logits (C,) of the candidates at the next position -> id of the drawn token."""
+        scores = logits.astype(np.float64)
+        penalty = self._sampling.repetition_penalty
+        if penalty != 1:
+            seen = scores[self._seen]
+            scores[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty)
+        if self._tokens_before_end > 0:
+            self._tokens_before_end -= 1
+            scores[self._ends] = -np.inf
+        index = self._draw(scores)
+        self._seen[index] = True
+        return int(self._candidates[index])
+
+    def _draw(self, scores: np.ndarray) -> int:
+        """Scores (C,) -> index of the drawn candidate."""
+        sampling = self._sampling
+        if sampling.temperature == 0:
+            return int(scores.argmax())
+        scores = scores / sampling.temperature
+        index = self._pick(*self._nucleus(scores))
+        if sampling.ras_window:
+            if self._recent.count(index) >= sampling.ras_window * sampling.ras_tau:
+                index = self._pick(np.arange(len(scores)), np.exp(scores - scores.max()))
+            self._recent.append(index)
+        return index
+
+    def _nucleus(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Indices (K,), ascending, and weights (K,) of the candidates that top_k and top_p leave of scores (C,)."""
+        sampling, highest = self._sampling, scores.max()
+        kept = np.arange(len(scores))
+        if 0 < sampling.top_k < len(scores):
+            kept = np.flatnonzero(scores >= np.partition(scores, -sampling.top_k)[-sampling.top_k])
+        weights = np.exp(scores[kept] - highest)
+        if sampling.top_p < 1:
+            # RAS means a share of the whole distribution; elsewhere it is one of what top_k has left.
+            whole = np.exp(scores - highest).sum() if sampling.ras_window else weights.sum()
+            descending = np.sort(weights)[::-1]
+            # The likeliest tokens up to and including the one that reaches top_p.
+            last = int(np.searchsorted(np.cumsum(descending), sampling.top_p * whole))
+            enough = weights >= descending[min(last, len(descending) - 1)]
+            kept, weights = kept[enough], weights[enough]
+        return kept, weights
+
+    def _pick(self, kept: np.ndarray, weights: np.ndarray) -> int:
+        # In order of ids, not of weights: near-equal weights may swap ranks when a batch of another size rounds the
+        # logits otherwise, and the draw must not change with them.
+        cumulative = np.cumsum(weights)
+        return int(kept[np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")])

@@ -1,0 +1,108 @@
+"""The engine `tensorrt_llm`: TensorRT-LLM's LLM API over a HuggingFace directory or built engines, on a GPU.
+
+Needs TensorRT-LLM 1.0 or newer, which is no dependency: NVIDIA's image has it.
+"""
+
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorrt_llm import LLM, SamplingParams
+from tensorrt_llm.llmapi import KvCacheConfig
+
+from common.errors import UnavailableError
+from common.llm.checkpoint import Limits, read_limits, speech_bias
+from common.llm.engines.interface import GenerationRequest, finish_reason, require_speech_tokens
+from common.llm.interface import TokenChunk
+from common.llm.speech_tokens import LLMTokenizer
+
+
+class TensorRTLLMEngine:
+    """Up to `max_requests` live requests; TensorRT-LLM batches, samples and aborts them.
+
+    bias (V,): added to the logits, minus infinity for what cannot be uttered.
+    """
+
+    def __init__(self, llm: LLM, limits: Limits, bias: torch.Tensor, max_requests: int) -> None:
+        self.live = 0
+        self._llm = llm
+        self._limits = limits
+        self._bias = bias
+        self._max_requests = max_requests
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        request.check(*self._limits)
+        parameters = sampling_params(request, self._bias)
+        if self.live >= self._max_requests:
+            raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
+        self.live += 1
+        answer, reason = None, None
+        try:
+            answer = self._llm.generate_async(list(request.input_ids), parameters, streaming=True)
+            async for output in answer:
+                (completion,) = output.outputs
+                reason = finish_reason(completion.finish_reason)
+                yield TokenChunk(list(completion.token_ids_diff), reason)
+        except RuntimeError as error:  # its RequestError is one
+            raise UnavailableError(f"the LLM engine failed: {error}") from error
+        finally:
+            self.live -= 1
+            if answer is not None and reason is None:
+                answer.abort()
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+def load_engine(
+    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float
+) -> TensorRTLLMEngine:
+    """Serve `model_dir`. `gpu_share`: of the free GPU memory, for keys and values.
+
+    Raises ValueError where it has no speech tokens as `tokenizer` has.
+    """
+    built = (Path(model_dir) / "rank0.engine").is_file()
+    limits = _built_limits(Path(model_dir)) if built else read_limits(model_dir)
+    require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
+    options: dict[str, Any] = {
+        "model": str(model_dir),
+        "skip_tokenizer_init": True,  # ids in, ids out
+        "kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=gpu_share),
+    }
+    if built:
+        import tensorrt_llm._tensorrt_engine
+
+        llm = tensorrt_llm._tensorrt_engine.LLM(**options)
+    else:
+        llm = LLM(max_batch_size=max_requests, max_seq_len=limits.context, **options)
+    bias = torch.from_numpy(speech_bias(model_dir, tokenizer, limits.vocab_size))  # built engines have no learned one
+    return TensorRTLLMEngine(llm, limits, bias, max_requests)
+
+
+def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingParams:
+    """TensorRT-LLM's form of a request's sampling."""
+    sampling = request.sampling
+    if sampling.ras_window:
+        raise ValueError(f"ras_window {sampling.ras_window}: the engine tensorrt_llm has no repetition-aware sampling")
+    greedy = sampling.temperature == 0  # which it knows as top_k 1 only
+    return SamplingParams(
+        temperature=1.0 if greedy else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=1 if greedy else sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
+        end_id=request.end_ids[0],
+        pad_id=request.end_ids[0],
+        stop_token_ids=list(request.end_ids),
+        embedding_bias=bias,
+        detokenize=False,
+    )
+
+
+def _built_limits(engine_dir: Path) -> Limits:
+    config = json.loads((engine_dir / "config.json").read_text())
+    return Limits(config["pretrained_config"]["vocab_size"], config["build_config"]["max_seq_len"])

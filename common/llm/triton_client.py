@@ -1,0 +1,90 @@
+"""The LLM as a model of the same Triton, with the tensors of TensorRT-LLM's backend, whichever backend serves it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Protocol
+
+import numpy as np
+from async_timeout import timeout
+
+from common.errors import UnavailableError
+from common.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
+from common.llm.speech_tokens import LLMTokenizer
+from common.llm.triton_tensors import Tensors, output_tokens, request_parameters, request_tensors
+
+
+class ResponseStreams(Protocol):
+    """Asks the LLM model, see `triton_io.streams.Streams`."""
+
+    def ask(self, inputs: Tensors, parameters: Mapping[str, str]) -> AsyncGenerator[dict[str, np.ndarray], None]:
+        """The outputs of each response; leaving early ends the request.
+
+        Raises ValueError, UnavailableError or RuntimeError as the model's error says.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class TritonLM:
+    """Speech from the `tensorrt_llm` model.
+
+    bias (vocabulary,): for the C++ backend, to be added to its logits: minus infinity for what is no speech.
+    """
+
+    def __init__(
+        self,
+        streams: ResponseStreams,
+        tokenizer: LLMTokenizer,
+        timeouts: Timeouts | None = None,
+        ratios: LengthRatios | None = None,
+        bias: np.ndarray | None = None,
+    ) -> None:
+        self._streams = streams
+        self._tokenizer = tokenizer
+        self._timeouts = timeouts or Timeouts()
+        self._ratios = ratios or LengthRatios()
+        self._bias = bias
+
+    def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
+        return TokenStream(self._generate(prompt, sampling))
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await self._streams.aclose()
+
+    async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
+        sampling = self._ratios.bound(sampling, self._tokenizer.text_length(prompt.target_text))
+        input_ids = self._tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
+        inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
+        parameters = request_parameters(sampling)
+        if self._bias is not None:
+            inputs["embedding_bias"] = self._bias[None]
+            if parameters:
+                raise ValueError(f"ras_window {sampling.ras_window}: TensorRT-LLM has no repetition-aware sampling")
+        wait = self._timeouts.first_token
+        generated, ended = 0, False
+        try:
+            async with aclosing(self._streams.ask(inputs, parameters)) as responses:
+                while not ended:
+                    async with timeout(wait):
+                        outputs = await anext(responses, None)
+                    if outputs is None:
+                        break
+                    llm_ids = output_tokens(outputs)
+                    generated += len(llm_ids)
+                    ended = any(token in self._tokenizer.end_ids for token in llm_ids)
+                    wait = self._timeouts.token
+                    yield TokenChunk(self._tokenizer.to_speech_ids(llm_ids))
+                if ended:  # to the last response, lest what has ended by itself counts as cancelled
+                    async with timeout(wait):
+                        await anext(responses, None)
+            # TensorRT-LLM's tensors give no reason for the end; the count does.
+            yield TokenChunk([], "length" if generated >= sampling.max_tokens and not ended else "stop")
+        except asyncio.TimeoutError:
+            raise UnavailableError(f"the LLM sent no token for {wait} s") from None
+        except UnavailableError:
+            raise
+        except RuntimeError as error:
+            raise UnavailableError(f"the LLM failed: {error}") from error

@@ -1,0 +1,1 @@
+"""The Triton models that turn a request into audio."""

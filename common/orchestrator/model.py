@@ -1,0 +1,196 @@
+"""The Triton models `cosyvoice2` and `cosyvoice2_dit`, which differ in their vocoder."""
+
+import gc
+import json
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from common import triton_io
+from common.config import OrchestratorConfig
+from common.constants import FLOW_CHUNK_TOKENS
+from common.llm.checkpoint import read_limits, speech_bias
+from common.llm.interface import LengthRatios, Sampling, SpeechLM, Timeouts
+from common.llm.openai_client import OpenAILM
+from common.llm.speech_tokens import LLMTokenizer
+from common.llm.triton_client import TritonLM
+from common.llm.triton_tensors import RESPONSE_OUTPUTS
+from common.orchestrator.chunking import HopRules
+from common.orchestrator.ports import TritonPromptEncoder, TritonVocoder
+from common.orchestrator.request import RequestInputs
+from common.orchestrator.synthesis import Synthesizer
+from common.process.drain import DrainMark
+from common.process.metrics import Published, RequestStats
+from common.text import TextFrontend
+from common.voice.book import VoiceBook
+
+
+@dataclass(frozen=True)
+class VocoderKind:
+    """A vocoder model. `cumulative`: it is sent all tokens so far. `boundary`: where its chunks end, see HopRules."""
+
+    model: str
+    cumulative: bool
+    boundary: int
+
+
+UNET = VocoderKind("token2wav", cumulative=True, boundary=FLOW_CHUNK_TOKENS)
+DIT = VocoderKind("token2wav_dit", cumulative=False, boundary=1)
+
+CLOSE_SECONDS = 5.0
+
+
+class OrchestratorModel:
+    """What Triton loads: one asyncio loop; each request is a task of it. A model.py names the vocoder."""
+
+    vocoder: VocoderKind
+
+    def initialize(self, args: dict[str, str]) -> None:
+        config = OrchestratorConfig.from_triton(args)
+        torch.set_num_threads(1)  # mels of recordings are all that it computes
+        self._orchestrator = Orchestrator(config, self.vocoder)
+        self._loop = triton_io.RequestLoop(
+            self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
+        )
+        self._published = Published(self._orchestrator.stats.values, args)
+        gc.freeze()  # what was loaded stays: looking through it again and again takes a twentieth of a busy process
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            self._loop.submit(request)
+
+    def finalize(self) -> None:
+        try:
+            self._loop.end_requests()  # before the connections that they use
+            self._loop.run(self._orchestrator.aclose(), CLOSE_SECONDS)
+        finally:
+            self._loop.close()
+            self._published.close()
+
+
+class Orchestrator:
+    """Answers requests to speak: waveform by waveform where the model is decoupled, else with one."""
+
+    def __init__(self, config: OrchestratorConfig, vocoder: VocoderKind):
+        tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir)
+        call = partial(triton_io.call, timeout=config.model_timeout)
+        self._llm = _speech_lm(config, tokenizer)
+        voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode)
+        if config.default_speaker:
+            voices.get(config.default_speaker)  # one that cannot be used must not be found out by requests
+        self._synthesizer = Synthesizer(
+            TextFrontend(tokenizer.text_length),
+            voices.get,
+            TritonPromptEncoder(call, tokenizer.offset),
+            self._llm,
+            TritonVocoder(call, vocoder.model, cumulative=vocoder.cumulative, token_offset=tokenizer.offset),
+            HopRules(
+                strategy=config.dynamic_chunk_strategy,
+                first_hop=config.first_hop_tokens,
+                max_hop=config.max_hop_tokens,
+                boundary=vocoder.boundary,
+            ),
+        )
+        self._sampling = Sampling(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            repetition_penalty=config.repetition_penalty,
+            max_tokens=config.max_tokens,
+            ras_window=config.ras_window,
+            ras_tau=config.ras_tau,
+        )
+        self._default_speaker = config.default_speaker
+        self._max_text_chars = config.max_text_chars
+        self._decoupled = config.decoupled
+        self._drain = DrainMark.of_environment()
+        self.stats = RequestStats()
+
+    async def answer(self, request: Any, responder: triton_io.Responder) -> None:
+        """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all that was begun for it."""
+        timeline = Timeline()
+        warnings: list[str] = []
+        with self.stats.request() as speaking:
+            self._drain.check()
+            speech = _inputs(request).check(self._sampling, self._max_text_chars, self._default_speaker)
+
+            def send(waveform: np.ndarray) -> None:
+                stages = timeline.news()
+                responder.send(_outputs(waveform, warnings, stages if speech.timeline else []))
+                speaking.sent(waveform.size)
+
+            if not self._decoupled:
+                send(await self._synthesizer.offline(speech, warnings.append))
+                return
+            async with aclosing(self._synthesizer.stream(speech, warnings.append, timeline.note)) as waveforms:
+                async for waveform in waveforms:
+                    send(waveform)
+
+    async def aclose(self) -> None:
+        """Release the LLM's connections."""
+        await self._llm.aclose()
+
+
+def _inputs(request: Any) -> RequestInputs:
+    return RequestInputs(
+        target_text=triton_io.text(request, "target_text"),
+        reference_wav=triton_io.read(request, "reference_wav"),
+        reference_wav_len=triton_io.scalar(request, "reference_wav_len"),
+        reference_text=triton_io.text(request, "reference_text"),
+        speaker=triton_io.text(request, "speaker"),
+        instruct_text=triton_io.text(request, "instruct_text"),
+        parameters=triton_io.parameters(request),
+    )
+
+
+class Timeline:
+    """When each stage of a request was reached, in milliseconds since it was taken up."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._news: list[tuple[str, float]] = []
+
+    def note(self, stage: str) -> None:
+        self._news.append((stage, round(1e3 * (time.perf_counter() - self._begun), 3)))
+
+    def news(self) -> list[tuple[str, float]]:
+        """What was noted since the last call."""
+        news, self._news = self._news, []
+        return news
+
+
+def _outputs(
+    waveform: np.ndarray, warnings: list[str], stages: Sequence[tuple[str, float]] = ()
+) -> dict[str, np.ndarray]:
+    """One response: (N,) -> (1, N), and where there are some, once what to warn of, and the stages reached as JSON;
+    `warnings` is emptied.
+
+    Outputs, because Triton 2.51's python backend cannot set parameters of a response.
+    """
+    outputs = {"waveform": waveform[None]}
+    if stages:
+        outputs["timeline"] = np.array([[json.dumps(stages)]], np.object_)
+    if warnings:
+        outputs["warning"] = np.array([["; ".join(warnings)]], np.object_)
+        warnings.clear()
+    return outputs
+
+
+def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
+    timeouts = Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
+    ratios = LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
+    if config.llm_transport == "openai":
+        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios, config.llm_dialect)
+    bias = None
+    if config.llm_backend == "tensorrtllm":  # our own backend knows by itself what can be uttered
+        limits = read_limits(config.llm_tokenizer_dir)
+        bias = speech_bias(config.llm_tokenizer_dir, tokenizer, limits.vocab_size)
+    from common.triton_io.streams import Streams  # with another transport nobody needs the client
+
+    return TritonLM(Streams(config.llm_model, RESPONSE_OUTPUTS), tokenizer, timeouts, ratios, bias)

@@ -1,0 +1,140 @@
+"""One request to speak, checked before any model is asked."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.constants import MAX_SPEED, MIN_SPEED
+from common.llm.interface import Sampling
+from common.text import clean_line, clean_text
+from common.voice import audio
+from common.voice.prompt import Recording
+
+# Request parameters that set the sampling, and their kinds. Others are not ours to judge: Triton adds its own.
+_SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
+    "seed": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "repetition_penalty": float,
+    "max_tokens": int,
+    "ras_window": int,
+    "ras_tau": float,
+}
+
+
+@dataclass(frozen=True)
+class SpeechRequest:
+    """Say `target_text` in a voice: a recording of it, or the name of a registered one.
+
+    The LLM continues the voice's recording where it knows what that says (zero-shot). With an `instruct_text`, which
+    says how to speak, and in `cross_lingual` mode it does not: the flow alone keeps the voice. `in_words`: numbers and
+    signs of the text are spelled out. `speed` above 1 speaks faster; only whole utterances can be stretched.
+    `timeline`: the caller is told when each stage of a streamed answer was reached.
+    """
+
+    target_text: str
+    voice: Recording | str
+    instruct_text: str = ""
+    cross_lingual: bool = False
+    in_words: bool = True
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    speed: float = 1.0
+    timeline: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestInputs:
+    """The inputs of a request as they arrive; None where one is missing."""
+
+    target_text: str | None
+    reference_wav: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    reference_wav_len: int | None = None
+    reference_text: str | None = None
+    speaker: str | None = None
+    instruct_text: str | None = None
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check(self, defaults: Sampling, max_text_chars: int, default_speaker: str = "") -> SpeechRequest:
+        """The request they make. Raises ValueError naming the value that is wrong."""
+        if self.target_text is None:
+            raise ValueError("target_text is missing")
+        target_text = clean_text(self.target_text, name="target_text", max_chars=max_text_chars)
+        instruct_text = self._line("instruct_text", max_text_chars)
+        cross_lingual = _flag("cross_lingual", self.parameters.get("cross_lingual", False))
+        if instruct_text and cross_lingual:
+            raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: the LLM follows one of them")
+        voice = self._voice(default_speaker, max_text_chars)
+        if self.reference_text and (instruct_text or cross_lingual):
+            other = f"instruct_text {instruct_text!r}" if instruct_text else "cross_lingual"
+            raise ValueError(f"{other} with the reference_text {self.reference_text!r}: the LLM would not hear it")
+        return SpeechRequest(
+            target_text=target_text,
+            voice=voice,
+            instruct_text=instruct_text,
+            cross_lingual=cross_lingual,
+            in_words=_flag("text_frontend", self.parameters.get("text_frontend", True)),
+            sampling=sampling_of(self.parameters, defaults),
+            speed=_speed_of(self.parameters),
+            timeline=_flag("timeline", self.parameters.get("timeline", False)),
+        )
+
+    def _voice(self, default_speaker: str, max_text_chars: int) -> Recording | str:
+        """The recording, else the speaker, else the default one; not two of them."""
+        if self.reference_wav is not None:
+            if self.speaker:
+                raise ValueError(f"speaker {self.speaker!r} with a reference_wav: a request has one voice")
+            wav = audio.validate_reference(self.reference_wav, self.reference_wav_len)
+            return Recording(wav, self._line("reference_text", max_text_chars))
+        for name in ("reference_text", "reference_wav_len"):
+            if (value := getattr(self, name)) not in (None, ""):
+                raise ValueError(f"{name} {value!r} without a reference_wav")
+        if speaker := self.speaker or default_speaker:
+            return speaker
+        raise ValueError("no voice to speak in: the request has neither a reference_wav nor a speaker")
+
+    def _line(self, name: str, max_text_chars: int) -> str:
+        """An optional text. No words are none; control tokens alone are a mistake."""
+        text = (getattr(self, name) or "").strip()
+        return clean_line(text, name=name, max_chars=max_text_chars) if text else ""
+
+
+def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
+    """`defaults` with the request's parameters in place. Raises ValueError naming the parameter and its value."""
+    given = {
+        name: _number(name, parameters[name], kind) for name, kind in _SAMPLING_KINDS.items() if name in parameters
+    }
+    return dataclasses.replace(defaults, **given)
+
+
+def _speed_of(parameters: Mapping[str, Any]) -> float:
+    speed = _number("speed", parameters.get("speed", 1.0), float)
+    if not MIN_SPEED <= speed <= MAX_SPEED:
+        raise ValueError(f"request parameter speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
+    return speed
+
+
+def _flag(name: str, value: Any) -> bool:
+    """`value` as a boolean. One may come as text, since not every client can send a boolean parameter."""
+    flags: dict[str, bool] = {"true": True, "1": True, "false": False, "0": False}
+    if (flag := flags.get(str(value).lower())) is None:
+        raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
+    return flag
+
+
+def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
+    """`value` as `kind`. Numbers may come as text, since not every client can send a float parameter."""
+    try:
+        if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError
+        number = kind(value)
+        if not math.isfinite(number) or (isinstance(value, float) and number != value):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        article = "an integer" if kind is int else "a number"
+        raise ValueError(f"request parameter {name} must be {article}, not {value!r}") from None
+    return number

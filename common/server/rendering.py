@@ -1,0 +1,262 @@
+"""Templates of config.pbtxt filled in, and whole stacks rendered into a model repository that Triton can serve.
+
+A template is a config.pbtxt with `${key}` placeholders. A key's default is the default of the model's settings in
+`config`, or of `_TEMPLATE_DEFAULTS` where Triton alone reads it; a key without one has to be given.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from common.config import (
+    AudioTokenizerConfig,
+    LLMEngine,
+    ModelConfig,
+    OrchestratorConfig,
+    SpeakerEmbeddingConfig,
+    TensorrtLLMConfig,
+    Token2WavConfig,
+    format_setting,
+)
+from common.llm.engines.loading import gpu_engine_installed
+
+TEMPLATES = Path(__file__).resolve().parents[2]  # the checkout that holds model_repo/ and model_repo_dit/
+MARKER = ".rendered.json"  # says that a directory is a rendering, and of what; Triton looks at directories only
+
+SETTINGS: dict[str, type[ModelConfig]] = {
+    "audio_tokenizer": AudioTokenizerConfig,
+    "speaker_embedding": SpeakerEmbeddingConfig,
+    "tensorrt_llm": TensorrtLLMConfig,
+    "token2wav": Token2WavConfig,
+    "token2wav_dit": Token2WavConfig,
+    "cosyvoice2": OrchestratorConfig,
+    "cosyvoice2_dit": OrchestratorConfig,
+}
+
+# Keys that upstream's commands do not give and that no model reads.
+_TEMPLATE_DEFAULTS = {
+    "instance_kind": "KIND_AUTO",  # the GPU if there is one
+    "instance_count": "1",
+    # Of the C++ LLM backend: a stream that has begun is never set back, and one that was given up frees its place soon.
+    "batch_scheduler_policy": "guaranteed_no_evict",
+    "cancellation_check_period_ms": "100",
+}
+
+_PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
+
+
+def placeholders(template: str) -> list[str]:
+    """The keys of a template, in order of appearance."""
+    return list(dict.fromkeys(_PLACEHOLDER.findall(template)))
+
+
+def model_name(template: str) -> str:
+    """The model that a config.pbtxt is of."""
+    if (match := re.search(r'^name: *"(\w+)"', template, re.MULTILINE)) is None:
+        raise ValueError('not a template of a model: no line `name: "..."`')
+    return match[1]
+
+
+def defaults(model: str) -> dict[str, str]:
+    """The keys of a model's template that need not be given, and their values."""
+    fields = SETTINGS[model].parameters().values() if model in SETTINGS else ()
+    own = {f.name: format_setting(f.default) for f in fields if f.default is not dataclasses.MISSING}
+    return _TEMPLATE_DEFAULTS | own
+
+
+def fill(template: str, given: Mapping[str, str]) -> str:
+    """The template with every placeholder replaced; ValueError naming keys that are unknown or were left open."""
+    wanted = placeholders(template)
+    if not wanted:
+        raise ValueError("nothing to fill in: no ${key} is left, so it was filled before")
+    if unknown := [key for key in given if key not in wanted]:
+        raise ValueError(f"unknown key {', '.join(map(repr, unknown))}; this template has {', '.join(sorted(wanted))}")
+    for key, value in given.items():
+        if unsafe := set(value) & set('"\\\n'):
+            raise ValueError(f"the value of {key!r} may not hold {sorted(unsafe)!r}: {value!r}")
+    values = defaults(model_name(template)) | dict(given)
+    if "idle_seconds" in values:
+        idle_microseconds = int(float(values["idle_seconds"]) * 1e6)
+        values.setdefault("max_sequence_idle_microseconds", str(idle_microseconds))
+    if missing := [key for key in wanted if key not in values]:
+        raise ValueError(f"no value for {', '.join(map(repr, missing))}; give key:value for each")
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+
+
+def parse(config: str, name: str) -> Any:
+    """The ModelConfig protobuf of a filled template; ValueError saying what in `name` Triton would not understand."""
+    try:
+        message = text_format.Parse(config, model_config_pb2.ModelConfig())
+    except text_format.ParseError as error:
+        raise ValueError(f"{name}: not a valid config.pbtxt: {error}") from error
+    if message.name != name:
+        raise ValueError(f"{name}: the template is of model {message.name!r}")
+    return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions:
+    """Everything that a rendering depends on.
+
+    `models_dir`: cosyvoice2_llm/, CosyVoice2-0.5B/, Step-Audio-2-mini/token2wav/ and what the LLM's engine loads where
+    it is not cosyvoice2_llm/: cosyvoice2_llm_genai/ on the CPU, trt_engines_bfloat16/ for the C++ backend; and
+    voices/ if any are registered. `decoupled`: streamed answers. `device`: of the prompt models and the vocoder.
+    `llm_urls` and `llm_model`: for `llm_transport` "openai". `llm_backend`, `llm_engine` of the python one, and
+    `llm_engine_dir`: of the model `tensorrt_llm`. `settings`: further template keys, for every model that has them.
+    """
+
+    models_dir: Path
+    stack: Literal["unet", "dit"] = "dit"
+    decoupled: bool = True
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    llm_transport: Literal["triton", "openai"] = "triton"
+    llm_urls: tuple[str, ...] = ()
+    llm_model: str = "tensorrt_llm"
+    llm_backend: Literal["python", "tensorrtllm"] = "python"
+    llm_engine: LLMEngine = "auto"
+    llm_engine_dir: Path | None = None
+    orchestrator_instances: int = 1
+    max_batch_size: int = 16
+    max_queue_delay_microseconds: int = 0
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("orchestrator_instances", "max_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_queue_delay_microseconds < 0:
+            raise ValueError(f"max_queue_delay_microseconds must not be negative: {self.max_queue_delay_microseconds}")
+        if self.llm_transport == "openai" and not self.llm_urls:
+            raise ValueError("llm_transport 'openai' needs llm_urls")
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """The models of the stack and the directories of their templates."""
+        suffix, repository = ("_dit", "model_repo_dit") if self.stack == "dit" else ("", "model_repo")
+        shared = ["audio_tokenizer", "speaker_embedding"] + ["tensorrt_llm"] * (self.llm_transport == "triton")
+        own = [f"token2wav{suffix}", f"cosyvoice2{suffix}"]
+        return {name: TEMPLATES / "model_repo" / name for name in shared} | {
+            name: TEMPLATES / repository / name for name in own
+        }
+
+    @property
+    def orchestrator(self) -> str:
+        """The model that clients ask."""
+        return "cosyvoice2_dit" if self.stack == "dit" else "cosyvoice2"
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Flow, vocoder and prompt models of the stack."""
+        name = "Step-Audio-2-mini/token2wav" if self.stack == "dit" else "CosyVoice2-0.5B"
+        return self.models_dir.resolve() / name
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.models_dir.resolve() / "cosyvoice2_llm"
+
+    @property
+    def voices_dir(self) -> Path:
+        return self.models_dir.resolve() / "voices"
+
+    @property
+    def engine_dir(self) -> Path:
+        if self.llm_engine_dir is not None:
+            return self.llm_engine_dir.resolve()
+        if self.llm_backend == "tensorrtllm":
+            return self.models_dir.resolve() / "trt_engines_bfloat16"
+        if self.llm_engine in ("tensorrt_llm", "vllm") or (
+            self.llm_engine == "auto" and self.device != "cpu" and gpu_engine_installed()
+        ):
+            return self.tokenizer_dir
+        return self.models_dir.resolve() / "cosyvoice2_llm_genai"
+
+    def missing_files(self) -> list[Path]:
+        """What the stack would load and is not there."""
+        onnx = "speech_tokenizer_v2_25hz.onnx" if self.stack == "dit" else "speech_tokenizer_v2.onnx"
+        needed = [self.checkpoint_dir / name for name in ("flow.pt", "hift.pt", "campplus.onnx", onnx)]
+        needed.append(self.tokenizer_dir / "tokenizer_config.json")
+        if self.llm_transport == "triton":
+            needed.append(self.engine_dir)
+        return [path for path in needed if not path.exists()]
+
+    def values(self) -> dict[str, str]:
+        """The value of every template key that follows from the options; a template takes those it has."""
+        return {
+            "model_dir": str(self.checkpoint_dir),
+            "llm_tokenizer_dir": str(self.tokenizer_dir),
+            "tokenizer_dir": str(self.tokenizer_dir),
+            "engine_dir": str(self.engine_dir),
+            "decoupled_mode": format_setting(self.decoupled),
+            "instance_kind": f"KIND_{self.device.upper()}",
+            "engine": self.llm_engine,
+            "llm_transport": self.llm_transport,
+            "llm_backend": self.llm_backend,
+            "llm_urls": format_setting(self.llm_urls),
+            "llm_model": self.llm_model,
+            "voices_dir": str(self.voices_dir),
+            "bls_instance_num": str(self.orchestrator_instances),
+            "triton_max_batch_size": str(self.max_batch_size),
+            "max_queue_delay_microseconds": str(self.max_queue_delay_microseconds),
+            # Read by the C++ backend; the key/value pool takes its share of the memory instead of a count of tokens,
+            # which would bound the streams.
+            "triton_backend": self.llm_backend,
+            "batching_strategy": "inflight_fused_batching",
+            "max_beam_width": "1",
+            "max_tokens_in_paged_kv_cache": "",
+            "max_attention_window_size": "",
+            "kv_cache_free_gpu_mem_fraction": "0.5",
+            "exclude_input_in_output": "True",
+            "enable_kv_cache_reuse": "False",
+            "encoder_input_features_data_type": "TYPE_FP16",
+            "logits_datatype": "TYPE_FP32",
+        }
+
+
+def render(options: StackOptions, destination: Path) -> None:
+    """Write the stack's model repository to `destination`, which appears complete or not at all.
+
+    An earlier rendering is replaced; any other directory that is not empty is a ValueError.
+    """
+    if destination.exists() and any(destination.iterdir()) and not (destination / MARKER).exists():
+        raise ValueError(f"{destination} is not empty and not an earlier rendering; choose another or remove it")
+    configs = _filled_configs(options)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
+    try:
+        for name, source in options.models.items():
+            shutil.copytree(source / "1", work / name / "1", ignore=shutil.ignore_patterns("__pycache__"))
+            (work / name / "config.pbtxt").write_text(configs[name])
+        (work / MARKER).write_text(json.dumps(dataclasses.asdict(options), default=str, indent=1) + "\n")
+        work.chmod(0o755)
+        if destination.exists():
+            shutil.rmtree(destination)
+        work.rename(destination)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _filled_configs(options: StackOptions) -> dict[str, str]:
+    """Each model's config.pbtxt, parsed once to see that it is valid."""
+    templates = {name: (source / "config.pbtxt").read_text() for name, source in options.models.items()}
+    known = {key for template in templates.values() for key in placeholders(template)}
+    if unknown := sorted(options.settings.keys() - known):
+        raise ValueError(f"unknown setting {unknown[0]!r}; the models of this stack have {', '.join(sorted(known))}")
+    values = options.values() | dict(options.settings)
+    configs = {}
+    for name, template in templates.items():
+        given = {key: values[key] for key in placeholders(template) if key in values}
+        if name == "tensorrt_llm":
+            given["decoupled_mode"] = "true"  # its tokens are streamed also to an orchestrator that answers once
+        configs[name] = fill(template, given)
+        parse(configs[name], name)
+    return configs

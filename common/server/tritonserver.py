@@ -1,0 +1,281 @@
+"""A tritonserver as a context manager: start, wait until ready, let live requests end, stop.
+
+What the machine lacks is a `ServerError` of one line that ends with the command that mends it.
+"""
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from common.constants import CALL_THREADS, GRPC_ADDRESS_VARIABLE
+from common.process import metrics
+from common.process.drain import DrainMark
+from common.server.installation import Installation, ServerError
+
+logger = logging.getLogger(__name__)
+
+READY_POLL_SECONDS = 0.1
+WATCH_SECONDS = 0.5  # between two looks at the models' processes
+INHERITED = Path("-")
+LOCAL_CACHE = "local,size=67108864"  # 64 MiB in the memory of this server
+STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the group is killed
+
+# Ends what is left of a server and removes its shared memory, also when the process that started both was killed, so
+# that no server holds the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix of the
+# regions, seconds of grace. A line on stdin: the server has had its time; end of file: the parent is dead.
+# (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's handlers in a forked child abort it now and then.)
+_SWEEP = """
+if ! read -r _; then
+    kill -s TERM "$1"
+    while [ "$3" -gt 0 ] && kill -s 0 -- "-$1"; do sleep 1; set -- "$1" "$2" $(($3 - 1)); done
+fi
+kill -s KILL -- "-$1"
+rm -f /dev/shm/"$2"*
+"""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the server listens; 0 = a free port, chosen at start."""
+
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free(port: int, host: str) -> None:
+    """ServerError when somebody listens on `port` already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerError(
+                f"port {port} is busy ({error.strerror}); stop what listens there (see: ss -ltnp 'sport = :{port}') "
+                "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 "
+                "HEALTH_PORT=8103 SPEECH_PORT=8186"
+            ) from None
+
+
+class TritonServer:
+    """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
+
+    `cache`: Triton's --cache-config, the response cache of the prompt models. `log_file`: where the server writes; by
+    default inside a temporary directory that `stop` removes; INHERITED: where this process does. The server and its
+    stubs form one process group, which ends with this process.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        ports: Ports = Ports(),
+        host: str = "127.0.0.1",
+        cache: str = LOCAL_CACHE,
+        log_file: Path | None = None,
+    ) -> None:
+        self.repository = repository
+        self.host = host
+        chosen = [port or free_port() for port in (ports.http, ports.grpc, ports.metrics)]
+        self.ports = Ports(*chosen)
+        self._cache = cache
+        self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
+        self.log_file = log_file or self._work / "server.log"
+        self._drain = DrainMark(self._work / "draining")
+        self.metrics_directory = self._work / "metrics"  # of our models, see `metrics`
+        self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sweeper: subprocess.Popen[bytes] | None = None
+        self._models: dict[int, str] = {}  # the processes that there were when it became ready
+
+    @property
+    def http_url(self) -> str:
+        return f"{self.host}:{self.ports.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.host}:{self.ports.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"{self.host}:{self.ports.metrics}"
+
+    def __enter__(self) -> "TritonServer":
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process; ServerError when a port is busy or the machine lacks something."""
+        installation = Installation.find()
+        for port in (self.ports.http, self.ports.grpc, self.ports.metrics):
+            require_free(port, self.host)
+        backends = installation.backend_directory(self._work)
+        self.metrics_directory.mkdir()
+        command = [str(installation.binary), *self._options(backends, installation.caches)]
+        with ExitStack() as files:
+            log = None if self.log_file == INHERITED else files.enter_context(self.log_file.open("wb"))
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(installation.libraries)
+                | self._drain.environment()
+                | {metrics.VARIABLE: str(self.metrics_directory)}
+                | {GRPC_ADDRESS_VARIABLE: self.grpc_url},
+                start_new_session=True,
+            )
+        self._sweeper = subprocess.Popen(
+            ["/bin/sh", "-c", _SWEEP, "sweep", str(self._process.pid), self._shm_prefix, f"{STOP_SECONDS:.0f}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait_ready(self, timeout: float = 300.0) -> None:
+        """Return when every model is ready; ServerError with the log's own words when the server ends before that."""
+        assert self._process is not None, "start() comes first"
+        deadline = time.monotonic() + timeout
+        while not self.answers_ready():
+            if self._process.poll() is not None:
+                raise ServerError(f"tritonserver ended with code {self._process.returncode}: {self._failure()}")
+            if time.monotonic() > deadline:
+                raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
+            time.sleep(READY_POLL_SECONDS)
+        self._models = self.model_processes()
+
+    def answers_ready(self) -> bool:
+        """Every model is loaded and the metrics can be read."""
+        # gRPC listens before HTTP, the metrics only after it.
+        pages = f"http://{self.http_url}/v2/health/ready", f"http://{self.metrics_url}/metrics"
+        try:
+            for page in pages:
+                with urllib.request.urlopen(page, timeout=2) as answer:
+                    if answer.status != 200:
+                        return False
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def refuse_new(self) -> None:
+        """From now on the orchestrators answer new requests with UNAVAILABLE; those that live go on."""
+        self._drain.set()
+
+    def live_requests(self) -> int:
+        """Requests to the orchestrators that have not ended, half a second old; ServerError when the server has."""
+        if self._process is None or self._process.poll() is not None:
+            raise ServerError("tritonserver has ended")
+        return int(metrics.sum_of(metrics.page(self.metrics_directory), metrics.LIVE.name))
+
+    def wait(self) -> int:
+        """Block until the server ends by itself; its exit code. ServerError when the process of a model has died.
+
+        Triton 2.51 neither starts such a process again nor calls itself unready, so the server has to be started anew.
+        """
+        assert self._process is not None, "start() comes first"
+        while True:
+            try:
+                return self._process.wait(WATCH_SECONDS)
+            except subprocess.TimeoutExpired:
+                dead = self._models.keys() - self.model_processes().keys()
+            if dead and self.answers_ready():  # otherwise the server is unloading them
+                names = ", ".join(sorted({self._models[process] for process in dead}))
+                raise ServerError(f"the process of model {names} has died; tritonserver has to be started again")
+
+    def model_processes(self) -> dict[int, str]:
+        """The living processes of the models, one for each instance: process id -> name of the model."""
+        assert self._process is not None, "start() comes first"
+        found = {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (directory / "cmdline").read_bytes().split(b"\0")
+            except OSError:  # it has ended meanwhile
+                continue
+            if parent == self._process.pid and len(command) > 1:  # stub .../MODEL/1/model.py ...
+                found[int(directory.name)] = Path(command[1].decode()).parent.parent.name
+        return found
+
+    def stop(self) -> None:
+        """End the server and everything it started; safe to call twice."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.warning("tritonserver did not end within %.0f s of SIGTERM; killing it", STOP_SECONDS)
+            if self._sweeper is not None:
+                self._sweeper.communicate(b"\n")
+            self._process.wait()
+            self._process = None
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    def _options(self, backends: Path, caches: Path) -> list[str]:
+        return [
+            f"--model-repository={self.repository}",
+            f"--backend-directory={backends}",
+            f"--cache-directory={caches}",
+            f"--cache-config={self._cache}",
+            f"--http-address={self.host}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-address={self.host}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-port={self.ports.metrics}",
+            # Our configurations are complete; completing them would start every stub once more.
+            "--disable-auto-complete-config",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--backend-config=python,thread-pool-size={CALL_THREADS}",
+            "--backend-config=python,stub-timeout-seconds=300",  # loading a checkpoint takes longer than the 30 s
+            f"--exit-timeout-secs={int(STOP_SECONDS) - 4}",
+        ]
+
+    def _failure(self) -> str:
+        """The log's error lines, or its end when there are none."""
+        if self.log_file == INHERITED:
+            return "see above"
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() or "UNAVAILABLE: " in line]
+        return "\n".join((errors or lines)[-12:]) or "its log is empty"
+
+
+def _environment(libraries: tuple[Path, ...]) -> dict[str, str]:
+    """The server's environment. The stubs run isolated: they ignore PYTHONPATH, but take the first python3 of PATH
+    for their own, and with it this interpreter's venv and its packages."""
+    environment = dict(os.environ)
+    search = [*map(str, libraries), environment.get("LD_LIBRARY_PATH", "")]
+    environment["LD_LIBRARY_PATH"] = ":".join(part for part in search if part)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
+    # The models' processes share the cores. By default a thread that waits for the others of its process spins, while
+    # those it waits for may get no core: a millisecond of work can then take a hundred.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return environment

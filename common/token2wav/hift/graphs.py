@@ -1,0 +1,53 @@
+"""HiFT on a GPU: CUDA graphs by batch size and chunk length.
+
+Run kernel by kernel, the convolution library would plan each new shape for tens of milliseconds.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from common.hift.generator import HiFTGenerator
+from common.token2wav.graphs import CHUNK_FRAMES, Graphs, sizes_up_to
+from common.token2wav.hift.overlap import FadeWindow
+from common.token2wav.hift.streaming import OverlapPool, OverlapRenderer
+from common.token2wav.noise import NoiseTape
+
+MAX_FRAMES = 64 * 64  # of a batch together
+MAX_FIRST = 64  # a first chunk is a short one
+
+
+class GraphedRenderer(OverlapRenderer):
+    def __init__(self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape, window: FadeWindow):
+        super().__init__(hift, pool, noise, window)
+        sizes = sizes_up_to(MAX_FRAMES, CHUNK_FRAMES)
+        first = [(B, T) for B, T in sizes if T <= MAX_FIRST]
+        self._later = Graphs(super().later, self._inputs, sizes, "the vocoder")
+        self._first = Graphs(super().first, self._inputs, first, "the vocoder's first chunks")
+
+    def first(self, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor) -> Tensor:
+        return self._run(self._first, super().first, mel, slots, starts, frames)
+
+    def later(self, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor) -> Tensor:
+        return self._run(self._later, super().later, mel, slots, starts, frames)
+
+    def _run(self, graphs: Graphs, plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        mel = inputs[0]
+        size = graphs.fitting(len(mel), mel.shape[2])
+        if size is None and len(mel) > 1:
+            first, second = zip(*(x.tensor_split(2) for x in inputs), strict=True)
+            samples = (mel.shape[2] + self.pool.mel.shape[2]) * self.hift.config.hop
+            # The first half is copied: the second one's graph writes where its result is.
+            speech = self._run(graphs, plain, *first)[:, :samples].clone()
+            return torch.cat([speech, self._run(graphs, plain, *second)[:, :samples]])
+        if size is None:
+            return plain(*inputs)
+        graphs.inputs(size)[1][len(mel) :] = len(self.pool.mel) - 1  # rows of padding write to nobody's slot
+        return graphs.run(size, *inputs)[: len(mel)]
+
+    def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
+        device = self.pool.mel.device
+        nobody = torch.full((B,), len(self.pool.mel) - 1, device=device)
+        mel = torch.zeros(B, self.hift.config.mel_bins, T, device=device)
+        return mel, nobody, torch.zeros_like(nobody), torch.full_like(nobody, T)

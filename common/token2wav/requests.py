@@ -1,0 +1,73 @@
+"""The tensors of a token2wav request, named and shaped as upstream's, to a `ChunkRequest`. Knows arrays, not Triton."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from common.constants import MAX_SPEED, MIN_SPEED
+from common.token2wav.service import ChunkRequest
+from common.voice.prompt import Prompt
+
+Tensors = Mapping[str, np.ndarray]
+
+CONTROLS = ("START", "END", "CORRID")
+PROMPT_TENSORS = ("prompt_speech_tokens", "prompt_speech_feat", "prompt_spk_embedding")
+
+
+def chunk_request(tensors: Tensors, token_offset: int, prompt: Prompt | None = None) -> ChunkRequest:
+    """tensors: what was sent, by name, batch dimension included. token_offset: the LLM's id of speech token 0.
+
+    target_speech_tokens (1, n), prompt_speech_tokens (1, P), prompt_speech_feat (1, T, 80), prompt_spk_embedding
+    (1, 192), token_offset, finalize and speed (1, 1), and the sequence controls. `prompt`: the voice where the caller
+    made it from a recording. Raises ValueError naming what is missing or malformed.
+    """
+    speed = float(_one(tensors, "speed")) if "speed" in tensors else 1.0
+    if not MIN_SPEED <= speed <= MAX_SPEED:
+        raise ValueError(f"speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
+    return ChunkRequest(
+        stream_id=int(_one(tensors, "CORRID")),
+        start=bool(_one(tensors, "START")),
+        end=bool(_one(tensors, "END")),
+        tokens=_ids(tensors, "target_speech_tokens", token_offset),
+        prompt=prompt or _prompt(tensors, token_offset),
+        offset=int(_one(tensors, "token_offset")) if "token_offset" in tensors else None,
+        finalize=bool(_one(tensors, "finalize")) if "finalize" in tensors else None,
+        speed=speed,
+    )
+
+
+def _one(tensors: Tensors, name: str) -> Any:
+    array = _require(tensors, name)
+    if array.size != 1:
+        raise ValueError(f"{name} must hold one value, not {array.size} (shape {list(array.shape)})")
+    return array.reshape(-1)[0]
+
+
+def _ids(tensors: Tensors, name: str, token_offset: int) -> np.ndarray:
+    """(1, n) in the LLM's vocabulary -> (n,) int64 in 0..6560"""
+    array = _require(tensors, name)
+    if array.ndim != 2 or array.shape[0] != 1:
+        raise ValueError(f"{name} must have the shape [1, n], not {list(array.shape)}")
+    return array[0].astype(np.int64) - token_offset
+
+
+def _prompt(tensors: Tensors, token_offset: int) -> Prompt | None:
+    given = [name for name in PROMPT_TENSORS if name in tensors]
+    if not given:
+        return None
+    missing = [name for name in PROMPT_TENSORS if name not in tensors]
+    if missing:
+        raise ValueError(f"a voice needs {', '.join(PROMPT_TENSORS)}; {', '.join(missing)} is missing")
+    mel, embedding = tensors["prompt_speech_feat"], tensors["prompt_spk_embedding"]
+    return Prompt.aligned(
+        _ids(tensors, "prompt_speech_tokens", token_offset),
+        mel.reshape(-1, mel.shape[-1]).astype(np.float32),  # (1, T, 80) -> (T, 80)
+        embedding.reshape(-1).astype(np.float32),  # (1, 192) -> (192,)
+    )
+
+
+def _require(tensors: Tensors, name: str) -> np.ndarray:
+    if name not in tensors:
+        raise ValueError(f"{name} is missing")
+    return tensors[name]

@@ -1,0 +1,190 @@
+"""The UNet flow's solve on a GPU: fused kernels, as CUDA graphs by batch size and window length."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from common import kernels
+from common.flow.matching import time_schedule
+from common.flow.unet import CausalBlock, ResnetBlock, TransformerBlock, UNetEstimator
+from common.flow.unet_flow import UNetFlow
+from common.token2wav.graphs import Graphs, sizes_up_to
+from common.token2wav.noise import NoiseTape
+from common.token2wav.unet.streaming import UNetRow, noise_indices
+
+FRAMES = (320, 416, 512, 640, 832, 1024, 1536, 2560)  # those of the encoder's windows
+MAX_FRAMES = 16 * 832  # of a batch together: larger ones gain nothing
+
+
+class ConvWeights(NamedTuple):
+    """A causal convolution as a matrix over taps, and the norm behind it."""
+
+    weight: Tensor
+    bias: Tensor
+    norm: tuple[Tensor, Tensor]
+
+
+class ResnetWeights(NamedTuple):
+    first: ConvWeights
+    second: ConvWeights
+    time: Tensor  # (steps, C)
+    residual: Tensor
+    residual_bias: Tensor
+
+
+class TransformerWeights(NamedTuple):
+    norm1: tuple[Tensor, Tensor]
+    qkv: Tensor
+    out: Tensor
+    out_bias: Tensor
+    norm3: tuple[Tensor, Tensor]
+    widen: Tensor
+    widen_bias: Tensor
+    narrow: Tensor
+    narrow_bias: Tensor
+
+
+class FusedUNet:
+    """The estimator's weights fused, and its velocity for one Euler step. Rows: conditional ones first."""
+
+    def __init__(self, estimator: UNetEstimator, times: list[float]):
+        self._config = estimator.config
+        weight = estimator.final_proj.weight
+        time = estimator.time_mlp(torch.tensor(times, device=weight.device), weight.dtype)  # (steps, 4 C)
+        stages: list[Any] = [estimator.down_blocks[0], *estimator.mid_blocks, estimator.up_blocks[0]]
+        self._resnets = [_resnet(stage[0], time) for stage in stages]
+        self._transformers = [[_transformer(block) for block in stage[1]] for stage in stages]
+        self._closing = [(_taps(stage[2].weight), stage[2].bias) for stage in (stages[0], stages[-1])]
+        self._final = _conv(estimator.final_block)
+        self._projection = weight.flatten(1), estimator.final_proj.bias
+
+    def velocity(self, step: int, x: Tensor, frames: Tensor) -> Tensor:
+        """x (R, T, 4 mel), frames (B,) of each stream's own -> (R, T, mel)"""
+        *before, last = range(len(self._resnets))
+        skip = x = self._stage(before[0], step, x, frames)
+        x = kernels.linear(x, *self._closing[0])
+        for stage in before[1:]:
+            x = self._stage(stage, step, x, frames)
+        x = self._stage(last, step, torch.cat([x, skip], dim=-1), frames)
+        x = kernels.linear(x, *self._closing[1])
+        x = kernels.linear(x, self._final.weight, self._final.bias)
+        return kernels.linear(x, *self._projection, norm=self._final.norm, mish=True)
+
+    def _stage(self, stage: int, step: int, x: Tensor, frames: Tensor) -> Tensor:
+        w = self._resnets[stage]
+        y = kernels.linear(x, w.first.weight, w.first.bias)
+        y = kernels.linear(y, w.second.weight, w.second.bias, norm=w.first.norm, mish=True, extra=w.time[step])
+        x = kernels.linear(x, w.residual, w.residual_bias)
+        x = kernels.add_norm_mish(y, w.second.norm, add_to=x)
+        for block in self._transformers[stage]:
+            x = self._transform(x, block, frames)
+        return x
+
+    def _transform(self, x: Tensor, w: TransformerWeights, frames: Tensor) -> Tensor:
+        """(R, T, C) -> the same tensor"""
+        R, T, _ = x.shape
+        config = self._config
+        q, k, v = x.new_empty(3, R, config.heads, T, config.head_dim).unbind(0)
+        kernels.linear(x, w.qkv, norm=w.norm1, heads=(q, k, v))
+        attended = kernels.attend_blocks(q, k, v, frames, config.chunk_frames)
+        kernels.linear(attended, w.out, w.out_bias, add_to=x)
+        y = kernels.linear(x, w.widen, w.widen_bias, norm=w.norm3, activation="gelu")
+        return kernels.linear(y, w.narrow, w.narrow_bias, add_to=x)
+
+
+class GraphedUNetSolve:
+    """Solves batches of windows on a GPU. One at a time: all sizes work in the same memory."""
+
+    def __init__(self, network: UNetFlow, noise: NoiseTape, steps: int):
+        times, self._widths = time_schedule(steps)
+        self._unet = FusedUNet(network.decoder.estimator, times)
+        self._guidance = network.decoder.guidance
+        self._noise = noise
+        weight = network.encoder_proj.weight
+        self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
+        self._graphs = Graphs(self._solve, self._inputs, sizes_up_to(MAX_FRAMES, FRAMES), "the flow")
+
+    def run(self, rows: list[UNetRow], mu: Tensor) -> Tensor:
+        return self._run(rows, mu, max(row.frames for row in rows))
+
+    def _run(self, rows: list[UNetRow], mu: Tensor, frames: int) -> Tensor:
+        """Their mel (B, >= frames, mel)."""
+        size = self._graphs.fitting(len(rows), frames)
+        if size is None and len(rows) > 1:
+            half = len(rows) // 2
+            # The first half is copied: the second one's graph writes where its result is.
+            first = self._run(rows[:half], mu[:half], frames)[:, :frames].clone()
+            return torch.cat([first, self._run(rows[half:], mu[half:], frames)[:, :frames]])
+        B, T = size or (1, frames)
+        inputs = self._graphs.inputs(size) if size else self._inputs(B, T)
+        condition = inputs[2]
+        for index, row in enumerate(rows):
+            prompt = row.state.voice.mel[0]
+            condition[index, : len(prompt)] = prompt
+            condition[index, len(prompt) :] = 0
+        inputs[1][: len(rows)] = torch.cat([row.state.speaker for row in rows])
+        lengths = torch.tensor([row.frames for row in rows]).pin_memory()
+        indices = noise_indices(rows, T).pin_memory()
+        inputs[3][: len(rows)].copy_(lengths, non_blocking=True)
+        inputs[4][: len(rows)].copy_(indices, non_blocking=True)
+        inputs[0][: len(rows), : mu.shape[1]] = mu[:, :T]
+        return (self._graphs.run(size) if size else self._solve(*inputs))[: len(rows)]
+
+    def _solve(self, mu: Tensor, speaker: Tensor, condition: Tensor, frames: Tensor, noise: Tensor) -> Tensor:
+        """mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T) indices -> mel (B, T, mel)"""
+        B, T, C = mu.shape
+        x = self._noise.at(noise)
+        rows = mu.new_zeros(2, B, T, 4, C)
+        rows[0, :, :, 1], rows[0, :, :, 2], rows[0, :, :, 3] = mu, speaker[:, None], condition
+        for step, width in enumerate(self._widths):
+            rows[:, :, :, 0] = x
+            velocity = self._unet.velocity(step, rows.flatten(3).flatten(0, 1), frames)
+            conditional, unconditional = velocity.float().chunk(2)
+            x = x + width * ((1 + self._guidance) * conditional - self._guidance * unconditional)
+        return x
+
+    def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
+        mu = torch.zeros(B, T, self._mel_bins, device=self._device, dtype=self._dtype)
+        frames = torch.ones(B, dtype=torch.int64, device=self._device)
+        return mu, torch.zeros_like(mu[:, 0]), torch.zeros_like(mu), frames, torch.zeros_like(mu[..., 0]).long()
+
+
+def _taps(kernel: Tensor) -> Tensor:
+    """(C_out, C_in, taps) -> (C_out, taps * C_in), the oldest frame's first"""
+    return kernel.permute(0, 2, 1).flatten(1).contiguous()
+
+
+def _conv(block: CausalBlock) -> ConvWeights:
+    parts: dict[str, Any] = dict(block.block.items())
+    return ConvWeights(_taps(parts["0"].weight), parts["0"].bias, (parts["2"].weight, parts["2"].bias))
+
+
+def _resnet(block: ResnetBlock, time: Tensor) -> ResnetWeights:
+    residual = block.res_conv
+    assert residual.bias is not None
+    return ResnetWeights(
+        _conv(block.block1),
+        _conv(block.block2),
+        block.mlp(time),
+        residual.weight.flatten(1).contiguous(),
+        residual.bias,
+    )
+
+
+def _transformer(block: TransformerBlock) -> TransformerWeights:
+    attention = block.attn1
+    out: Any = attention.to_out[0]
+    widen: Any = block.ff.net[0]
+    narrow: Any = block.ff.net[2]
+    return TransformerWeights(
+        norm1=(block.norm1.weight, block.norm1.bias),
+        qkv=torch.cat([attention.to_q.weight, attention.to_k.weight, attention.to_v.weight]),
+        out=out.weight,
+        out_bias=out.bias,
+        norm3=(block.norm3.weight, block.norm3.bias),
+        widen=widen.proj.weight,
+        widen_bias=widen.proj.bias,
+        narrow=narrow.weight,
+        narrow_bias=narrow.bias,
+    )

@@ -1,0 +1,1 @@
+"""Voices: prompts, their encoders, registered voices, audio."""

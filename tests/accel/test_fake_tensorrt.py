@@ -1,0 +1,129 @@
+"""The stand-in of TensorRT fails where the real one fails: else no test that passes on it says anything."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import fake_tensorrt as trt
+from tests.support import tiny_onnx
+
+
+class Log(trt.ILogger):
+    def __init__(self) -> None:
+        trt.ILogger.__init__(self)
+        self.errors: list[str] = []
+
+    def log(self, severity: trt.Severity, message: str) -> None:
+        self.errors.append(message)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    trt.install(monkeypatch)
+    return Log()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> bytes:
+    tiny_onnx.write_speaker(tmp_path / "campplus.onnx")
+    return (tmp_path / "campplus.onnx").read_bytes()
+
+
+def build(log: Log, model: bytes, least: Any = (1, 4, 80), most: Any = (2, 9, 80), flags: int = 2) -> Any:
+    builder = trt.Builder(log)
+    network = builder.create_network(flags)
+    assert trt.OnnxParser(network, log).parse(model)
+    profile = builder.create_optimization_profile()
+    profile.set_shape("input", least, least, most)
+    config = builder.create_builder_config()
+    config.add_optimization_profile(profile)
+    return builder.build_serialized_network(network, config)
+
+
+@pytest.fixture
+def context(log: Log, model: bytes) -> Any:
+    engine = trt.Runtime(log).deserialize_cuda_engine(build(log, model))
+    assert engine is not None
+    return engine.create_execution_context()
+
+
+def test_a_context_runs_only_with_profile_shapes_and_addresses_of_all_tensors(context: Any, log: Log) -> None:
+    x, y = np.random.default_rng(0).random((1, 5, 80), np.float32), np.zeros((1, 192), np.float32)
+    assert not context.set_input_shape("input", (1, 5, 80))  # no profile yet
+    assert context.set_optimization_profile_async(0, 0) and not context.set_optimization_profile_async(1, 0)
+    assert context.set_optimization_profile_async(0, 0)
+    assert context.infer_shapes() == ["input"]
+    for shape in ((1, 3, 80), (1, 10, 80), (1, 5, 81), (5, 80)):
+        assert not context.set_input_shape("input", shape)
+    assert context.set_input_shape("input", (1, 5, 80)) and not context.set_input_shape("other", (1, 5, 80))
+    assert context.infer_shapes() == [] and context.get_tensor_shape("output") == (1, 192)
+
+    assert context.set_tensor_address("input", x.ctypes.data) and not context.set_tensor_address("other", 1)
+    assert not context.execute_async_v3(0) and "the address of output is not set" in log.errors[-1]
+    assert context.set_tensor_address("output", 0)
+    assert not context.execute_async_v3(0)
+    assert context.set_tensor_address("output", y.ctypes.data) and context.execute_async_v3(0)
+    assert np.abs(y).max() > 0.01
+
+
+def test_a_context_in_two_threads_at_once_is_caught(context: Any) -> None:
+    context.set_optimization_profile_async(0, 0)
+    caught: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            context.set_input_shape("input", (1, 5, 80))
+        except AssertionError as error:
+            caught.append(error)
+
+    with context._alone():
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join(timeout=10)
+    assert "two threads" in str(caught[0])
+
+
+def test_the_builder_returns_nothing_for_what_it_cannot_build(log: Log, model: bytes) -> None:
+    assert build(log, model) is not None
+    assert build(log, model, flags=0) is None
+    assert build(log, model, least=(1, 4, 79)) is None and "static size 80" in log.errors[-1]
+    builder = trt.Builder(log)
+    network = builder.create_network(2)
+    assert builder.build_serialized_network(network, builder.create_builder_config()) is None
+    assert trt.OnnxParser(network, log).parse(model)
+    assert builder.build_serialized_network(network, builder.create_builder_config()) is None
+    assert "no optimization profile" in log.errors[-1]
+    with pytest.raises(ValueError, match="inconsistent"):
+        builder.create_optimization_profile().set_shape("input", (2,), (1,), (3,))
+
+
+def test_a_plan_of_another_version_or_machine_is_nothing(
+    log: Log, model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = build(log, model)
+    assert trt.Runtime(log).deserialize_cuda_engine(plan) is not None
+    monkeypatch.setattr(trt, "__version__", "10.12.0")
+    assert trt.Runtime(log).deserialize_cuda_engine(plan) is None
+    assert "version 10.11.0.33, expecting 10.12.0" in log.errors[-1]
+    assert trt.Runtime(log).deserialize_cuda_engine(b"\0\1") is None
+
+
+def test_classes_to_derive_from_have_to_be_constructed() -> None:
+    class Forgetful(trt.ILogger):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(TypeError, match="__init__ was called"):
+        trt.Builder(Forgetful())
+    with pytest.raises(TypeError):
+        trt.Runtime(print)  # type: ignore[arg-type]
+
+
+def test_a_parser_names_what_it_cannot_read(log: Log, model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    trt.install(monkeypatch).unsupported = {"MatMul"}
+    parser = trt.OnnxParser(trt.Builder(log).create_network(2), log)
+    assert not parser.parse(model)
+    assert [str(parser.get_error(index)) for index in range(parser.num_errors)] == ["no importer for operator MatMul"]

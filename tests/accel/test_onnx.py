@@ -1,0 +1,280 @@
+"""ONNX files of the estimators: against torch, in the engine, and as upstream writes them."""
+
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from common.accel import onnx
+from common.accel.estimators import DiTOnRuntime
+from common.accel.loading import flow_runtime
+from common.accel.network import Limits, Network
+from common.accel.onnx import OnnxNetwork
+from common.accel.plans import Machine
+from common.accel.signatures import DIT, DIT_CHUNK, SPEAKER, UNET, UNET_STREAMING
+from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
+from common.flow.checkpoint import load_dit_flow
+from common.token2wav import engine as engines
+from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.streaming import Chunk
+from common.voice.prompt import Prompt
+from tests.support import fake_tensorrt
+from tools.export import engines as build_engines
+from tools.export import onnx as export_onnx
+
+DIRECTORIES = {"unet": "CosyVoice2-0.5B", "dit": "Step-Audio-2-mini/token2wav"}
+SIGNATURES = {"unet": (UNET, UNET_STREAMING), "dit": (DIT, DIT_CHUNK)}
+STACKS = tuple(DIRECTORIES)
+FLOAT32 = Precision(torch.float32, torch.float32)
+HOPS = (15, 25, 40)
+
+
+@pytest.fixture(scope="module")
+def exported(demo_models, tmp_path_factory) -> dict[str, Path]:
+    """The demo checkpoint's vocoder directories with their networks exported by the script, which checks them."""
+    directories = {}
+    for stack, name in DIRECTORIES.items():
+        directories[stack] = tmp_path_factory.mktemp(stack) / "checkpoint"
+        shutil.copytree(demo_models / name, directories[stack])
+        assert export_onnx.main(["--model-dir", str(directories[stack])]) == 0
+    return directories
+
+
+def engine(stack: str, directory: Path, runtime: str) -> Token2Wav:
+    options = dict(device="cpu", max_streams=4, precision=FLOAT32, runtime=runtime, steps=3)
+    if stack == "unet":
+        return Token2Wav.load_unet(directory, **options)
+    return Token2Wav.load_dit(directory, voice_cache_bytes=1 << 30, **options)
+
+
+def voice(seed: int, length: int) -> Prompt:
+    rng = np.random.default_rng(seed)
+    mel = rng.normal(size=(2 * length, MEL_BINS)).astype(np.float32)
+    return Prompt(rng.integers(0, 6561, length), mel, rng.normal(size=SPEAKER_DIM).astype(np.float32), text="")
+
+
+def speak_together(stack: str, subject: Token2Wav) -> list[np.ndarray]:
+    """Three streams of different voices and lengths in the same batches."""
+    streams = [subject.open(voice(seed, 20 + 7 * seed)) for seed in range(3)]
+    tokens = [np.random.default_rng(9 + seed).integers(0, 6561, sum(HOPS) + 4 + seed) for seed in range(3)]
+    audio: list[list[np.ndarray]] = [[], [], []]
+    at = 0
+    for hop in (*HOPS, None):
+        end = None if hop is None else at + hop + LOOKAHEAD_TOKENS
+        chunks = [Chunk(of[0 if stack == "unet" else at : end], last=hop is None, offset=at) for of in tokens]
+        for parts, result in zip(audio, subject.step(list(zip(streams, chunks, strict=True))), strict=True):
+            assert not isinstance(result, ValueError)
+            parts.append(result)
+        at += hop or 0
+    for stream in streams:
+        subject.close(stream)
+    return [np.concatenate(parts) for parts in audio]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_files_have_upstreams_names_inputs_and_outputs(exported, stack):
+    for signature in SIGNATURES[stack]:
+        session = onnxruntime.InferenceSession(exported[stack] / signature.file)
+        assert tuple(entry.name for entry in session.get_inputs()) == signature.inputs
+        assert tuple(entry.name for entry in session.get_outputs()) == signature.outputs
+        free = [size for entry in session.get_inputs() for size in entry.shape if isinstance(size, str)]
+        assert set(free) == ({"rows", "frames", "cached"} if signature is DIT_CHUNK else {"rows", "frames"})
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_streams_sound_alike_on_either_runtime(exported, stack):
+    on_torch, on_onnx = (engine(stack, exported[stack], runtime) for runtime in ("torch", "onnxruntime"))
+    for ours, theirs in zip(speak_together(stack, on_torch), speak_together(stack, on_onnx), strict=True):
+        assert np.abs(ours).max() > 0.01
+        np.testing.assert_allclose(theirs, ours, atol=1e-3)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_streams_sound_alike_on_tensorrts_stand_in(exported, stack, monkeypatch):
+    """Which computes the plans' networks; what a real TensorRT does is not known here, see docs/tensorrt.md."""
+    fake_tensorrt.install(monkeypatch)
+    here = Machine("NVIDIA Test", "9.0", fake_tensorrt.__version__)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: here))
+    monkeypatch.setattr(engines, "flow_runtime", lambda setting, device: setting)  # which asks for a GPU
+    directory = str(exported[stack])
+    assert build_engines.main(["--model-dir", directory, "--device", "cpu", "--precision", "float32"]) == 0
+    on_torch, on_plans = (engine(stack, exported[stack], runtime) for runtime in ("torch", "tensorrt"))
+    assert on_torch.contexts == (0, 0.0) and on_plans.contexts[0] == {"unet": 2, "dit": 3}[stack]
+    for ours, theirs in zip(speak_together(stack, on_torch), speak_together(stack, on_plans), strict=True):
+        np.testing.assert_allclose(theirs, ours, atol=1e-3)
+
+
+class OfTwoRows(Network):
+    """A network whose profile holds one stream."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        of = network.limits
+        axes = {name: 1 if "cache" in name else 0 for name in of.most}
+        most = {name: tuple(2 if i == axes[name] else n for i, n in enumerate(s)) for name, s in of.most.items()}
+        self.limits = Limits(of.least, of.usual, most)
+
+    def run(self, inputs, stream=None):
+        self.limits.check({name: tuple(x.shape) for name, x in inputs.items()})
+        return self._network.run(inputs)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_batches_larger_than_a_profile_go_through_it_in_pieces(exported, stack, monkeypatch):
+    whole = speak_together(stack, engine(stack, exported[stack], "onnxruntime"))
+    monkeypatch.setattr(onnx, "OnnxNetwork", lambda path, device, original=OnnxNetwork: OfTwoRows(original(path)))
+    in_pieces = speak_together(stack, engine(stack, exported[stack], "onnxruntime"))
+    for pieces, together in zip(in_pieces, whole, strict=True):
+        np.testing.assert_allclose(pieces, together, atol=1e-3)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_whole_utterances_sound_alike_on_either_runtime(exported, stack):
+    tokens = np.random.default_rng(1).integers(0, 6561, 60)
+    ours, theirs = (
+        engine(stack, exported[stack], runtime).whole(voice(3, 30), tokens) for runtime in ("torch", "onnxruntime")
+    )
+    np.testing.assert_allclose(theirs, ours, atol=1e-3)
+
+
+class NewestFirst(Network):
+    """A chunk-wise network as upstream's file is: the frames that it adds stand before the known ones."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self.limits = network.limits
+
+    def run(self, inputs, stream=None):
+        outputs = self._network.run(inputs)
+        known = inputs["att_cache"].shape[3]
+        cache = outputs["new_att_cache"]
+        return outputs | {"new_att_cache": torch.cat([cache[..., known:, :], cache[..., :known, :]], dim=3)}
+
+
+class Forgetful(NewestFirst):
+    """One that loses the frames it was given."""
+
+    def run(self, inputs, stream=None):
+        outputs = self._network.run(inputs)
+        return outputs | {"new_att_cache": torch.zeros_like(outputs["new_att_cache"])}
+
+
+def dit_on(directory: Path, wrap: type[NewestFirst] | None) -> DiTOnRuntime:
+    config = load_dit_flow(directory / "flow.pt").config.estimator
+    whole, chunk = (OnnxNetwork(directory / signature.file) for signature in SIGNATURES["dit"])
+    chunk = wrap(chunk) if wrap else chunk
+    return DiTOnRuntime(config, whole, chunk, chunk, torch.device("cpu"), torch.float32)
+
+
+def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported):
+    results = []
+    for wrap in (None, NewestFirst):
+        estimator = dit_on(exported["dit"], wrap)
+        torch.manual_seed(0)
+        cache = estimator.empty_cache(1, 2)[0]
+        for frames in (12, 20):
+            x, mu, none = torch.randn(3, 2, MEL_BINS, frames)
+            cache = cache.with_room(frames)
+            velocity = estimator.forward_chunk(x, torch.tensor([0.3, 0.3]), mu, mu[..., 0], none, cache)
+        results.append((velocity, cache.attention.keys, cache.attention.values, cache.conv))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(theirs, ours)
+
+
+def test_a_file_that_loses_its_cache_is_refused(exported):
+    with pytest.raises(ValueError, match="new_att_cache does not hold the frames of its att_cache"):
+        dit_on(exported["dit"], Forgetful)
+
+
+def test_a_file_that_is_there_is_checked_and_kept(exported, tmp_path, capsys):
+    directory = shutil.copytree(exported["unet"], tmp_path / "unet")
+    before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    assert export_onnx.main(["--model-dir", str(directory)]) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+    assert capsys.readouterr().out.count("there already, checking it") == 2
+
+
+def test_a_file_of_other_weights_fails_the_check_and_stays(exported, tmp_path, capsys):
+    directory = shutil.copytree(exported["unet"], tmp_path / "unet")
+    state = torch.load(directory / "flow.pt", weights_only=True)
+    state["decoder.estimator.final_proj.weight"] *= 1.01
+    torch.save(state, directory / "flow.pt")
+    assert export_onnx.main(["--model-dir", str(directory)]) == 1
+    assert "FAILED: 2 rows, 4 frames" in capsys.readouterr().out
+    assert (directory / UNET.file).exists() and (directory / UNET_STREAMING.file).exists()
+
+
+def test_an_export_that_fails_its_check_is_put_aside(exported, tmp_path, monkeypatch, capsys):
+    directory = shutil.copytree(exported["unet"], tmp_path / "unet")
+    (directory / UNET.file).unlink()
+    monkeypatch.setattr(export_onnx, "TOLERANCE", 0.0)
+    assert export_onnx.main(["--model-dir", str(directory)]) == 1
+    assert not (directory / UNET.file).exists()
+    assert (directory / f"{UNET.file}.failed").exists()
+
+
+class CAMPPlus(torch.nn.Module):
+    """A small network with the interface of modelscope's, which is not installed here."""
+
+    def __init__(self, feat_dim: int, embedding_size: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(feat_dim, embedding_size)
+
+    def forward(self, x):
+        return self.linear(x).mean(dim=1)
+
+
+def test_campplus_is_exported_where_only_its_torch_checkpoint_is(exported, tmp_path, monkeypatch, capsys):
+    directory = shutil.copytree(exported["unet"], tmp_path / "unet")
+    (directory / SPEAKER.file).unlink()
+    torch.save(CAMPPlus(MEL_BINS, SPEAKER_DIM).state_dict(), directory / "campplus_cn_common.bin")
+    package = "modelscope.models.audio.sv.DTDNN"
+    monkeypatch.setitem(sys.modules, package.partition(".")[0], None)
+    assert export_onnx.main(["--model-dir", str(directory)]) == 1
+    assert "needs the package modelscope" in capsys.readouterr().err
+    parents = [package.rsplit(".", depth)[0] for depth in range(5)]
+    for name in parents:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[package].CAMPPlus = CAMPPlus
+    assert export_onnx.main(["--model-dir", str(directory)]) == 0
+    network = OnnxNetwork(directory / SPEAKER.file)
+    assert tuple(network.inputs) == SPEAKER.inputs and tuple(network.outputs) == SPEAKER.outputs
+
+
+def test_a_missing_file_is_named_with_the_command_that_makes_it(demo_models):
+    with pytest.raises(ValueError, match=r"flow\.decoder.*is not there; make it with: .*export_onnx --model-dir"):
+        engine("unet", demo_models / DIRECTORIES["unet"], "onnxruntime")
+
+
+@pytest.mark.parametrize("setting", ["cuda_graph", "tensorrt"])
+def test_a_runtime_of_gpus_is_refused_on_a_cpu(setting):
+    with pytest.raises(ValueError, match=f"flow_runtime '{setting}' needs a GPU; this instance is on cpu"):
+        flow_runtime(setting, "cpu")
+
+
+def test_what_is_no_onnx_file_is_named(tmp_path):
+    (tmp_path / "x.onnx").write_bytes(b"not a network")
+    with pytest.raises(ValueError, match=r"x\.onnx: onnxruntime cannot load it"):
+        OnnxNetwork(tmp_path / "x.onnx")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"x": (2, 80, 3)}, r"input 'x' has shape \(2, 80, 3\): the network takes \(2, 80, 4\) to \(8, 80, 9\)"),
+        ({"x": (9, 80, 4)}, r"input 'x' has shape \(9, 80, 4\)"),
+        ({"x": (2, 80)}, r"input 'x' has shape \(2, 80\)"),
+        ({}, r"expected x \('x'\)"),
+        ({"x": (2, 80, 4), "y": (1,)}, r"inputs x, y: expected x \('y'\)"),
+    ],
+)
+def test_a_shape_outside_the_limits_names_input_shape_and_limits(shapes, message):
+    limits = Limits({"x": (2, 80, 4)}, {"x": (4, 80, 6)}, {"x": (8, 80, 9)})
+    with pytest.raises(ValueError, match=message):
+        limits.check(shapes)
+    limits.check({"x": (8, 80, 4)})

@@ -1,0 +1,116 @@
+"""ONNX networks in half precision: everything but the time, and no infinities where masks were."""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto
+from onnx.reference import ReferenceEvaluator
+
+from tests.support import tiny_onnx
+from tools.export import precision
+
+STEP = 1e-4  # of the flow time: float16 does not tell 0.9 from 0.9 + STEP
+
+
+def feeds(frames: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(frames)
+    x, mu, cond = rng.standard_normal((3, 2, 80, frames))
+    mask = np.ones((2, 1, frames))
+    mask[1] = 0  # a row of padding only
+    values = {
+        "x": x,
+        "mask": mask,
+        "mu": mu,
+        "t": np.array([0.1, 0.9]),
+        "spks": rng.standard_normal((2, 80)),
+        "cond": cond,
+    }
+    return {name: value.astype(np.float32) for name, value in values.items()}
+
+
+def error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Of the first row, as a part of its root mean square; the row of padding has to be finite."""
+    found = found.astype(np.float32)
+    assert np.isfinite(found).all()
+    return float(np.sqrt(np.mean((found - expected)[0] ** 2) / np.mean(expected[0] ** 2)))
+
+
+def cast(values: dict[str, np.ndarray], dtype: type) -> dict[str, np.ndarray]:
+    return {name: value if name == precision.TIME else value.astype(dtype) for name, value in values.items()}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    tiny_onnx.write_estimator(tmp_path / "estimator.onnx")
+    return tmp_path / "estimator.onnx"
+
+
+def test_float16_computes_the_same_to_its_own_rounding(path: Path) -> None:
+    values = feeds(30)
+    (expected,) = onnxruntime.InferenceSession(str(path)).run(None, values)
+    session = onnxruntime.InferenceSession(precision.read(path, "float16"))
+    (found,) = session.run(None, cast(values, np.float16))
+    assert found.dtype == np.float16
+    assert error(found, expected) < 1e-3
+
+
+def test_bfloat16_computes_the_same_to_its_own_rounding(path: Path) -> None:
+    values = feeds(30)
+    (expected,) = onnxruntime.InferenceSession(str(path)).run(None, values)
+    model = onnx.load_from_string(precision.read(path, "bfloat16"))
+    onnx.checker.check_model(model, full_check=True)
+    (found,) = ReferenceEvaluator(model).run(None, cast(values, ml_dtypes.bfloat16))
+    assert found.dtype == ml_dtypes.bfloat16
+    assert error(found, expected) < 1e-2
+
+
+def test_neighbouring_times_stay_apart(path: Path) -> None:
+    session = onnxruntime.InferenceSession(precision.read(path, "float16"))
+    assert {entry.name: entry.type for entry in session.get_inputs()}[precision.TIME] == "tensor(float)"
+    values = cast({name: np.zeros_like(value) for name, value in feeds(2).items()}, np.float16)
+    at = [session.run(None, values | {"t": np.full(2, 0.9 + late, np.float32)})[0] for late in (0.0, STEP)]
+    exact = onnxruntime.InferenceSession(str(path))
+    values = {name: value.astype(np.float32) for name, value in values.items()}
+    true = [exact.run(None, values | {"t": np.full(2, 0.9 + late, np.float32)})[0] for late in (0.0, STEP)]
+    assert np.float16(0.9) == np.float16(0.9 + STEP)
+    assert np.abs((at[1] - at[0]) - (true[1] - true[0])).max() < 0.1 * np.abs(true[1] - true[0]).max()
+
+
+def test_numbers_that_the_time_shares_keep_both_forms(path: Path) -> None:
+    model = onnx.load(str(path))
+    model.graph.node[1].input[1] = "two"  # the angle: the time times what mu is multiplied by
+    model.graph.node[9].input[1] = "two"
+    matrix = next(tensor for tensor in model.graph.initializer if tensor.name == "projection")
+    matrix.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(matrix)[:2], "projection"))
+    onnx.save(model, str(path))
+    half = onnx.load_from_string(precision.read(path, "float16"))
+    types = {tensor.name: tensor.data_type for tensor in half.graph.initializer}
+    assert (types["two"], types["two_time"]) == (TensorProto.FLOAT16, TensorProto.FLOAT)
+    onnxruntime.InferenceSession(half.SerializeToString()).run(None, cast(feeds(4), np.float16))
+
+
+def test_zeros_of_a_shape_are_of_the_new_type(tmp_path: Path, path: Path) -> None:
+    model = onnx.load(str(path))
+    nodes = [
+        onnx.helper.make_node("Shape", ["x"], ["shape"], "shape"),
+        onnx.helper.make_node("ConstantOfShape", ["shape"], ["zeros"], "zeros"),
+        onnx.helper.make_node("Add", ["velocity", "zeros"], ["sum"], "sum"),
+    ]
+    last = model.graph.node.pop()
+    last.input[0] = "sum"
+    model.graph.node.extend([*nodes, last])
+    onnx.save(model, str(path))
+    session = onnxruntime.InferenceSession(precision.read(path, "float16"))
+    assert np.isfinite(session.run(None, cast(feeds(4), np.float16))[0]).all()
+
+
+def test_float32_is_the_file_itself_and_what_is_no_onnx_file_is_named(path: Path, tmp_path: Path) -> None:
+    assert onnx.load_from_string(precision.read(path, "float32")) == onnx.load(str(path))
+    (tmp_path / "not.onnx").write_bytes(b"\xff")
+    for name in ("not.onnx", "missing.onnx"):
+        with pytest.raises(ValueError, match=f"{name} is not an ONNX file"):
+            precision.read(tmp_path / name, "float16")

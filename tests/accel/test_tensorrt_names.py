@@ -1,0 +1,51 @@
+"""Every name of TensorRT's that we use is one of the real bindings', which this machine cannot import."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.support import fake_tensorrt
+
+NAMES = {
+    line
+    for line in (ROOT / "tests/assets/tensorrt_names.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+}
+SOURCES = [ROOT / "common/accel/tensorrt.py", ROOT / "tools/export/builder.py"]
+# What holds TensorRT's objects in those files.
+HOLDERS = {"trt", "builder", "network", "parser", "config", "profile", "cache", "context", "_engine", "_runtime"}
+
+
+def used_in(path: Path) -> set[str]:
+    """Attributes of TensorRT's package and objects, by the names that hold them."""
+    used = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            root, names = node, []
+            while isinstance(root, ast.Attribute) and root.attr not in HOLDERS:
+                names.append(root.attr)
+                root = root.value
+            holder = root.attr if isinstance(root, ast.Attribute) else getattr(root, "id", "")
+            used |= set(names) if holder in HOLDERS else set()
+    return used - {"__init__", "__version__", "split"}
+
+
+def in_fake() -> set[str]:
+    """The stand-in's classes and their public attributes."""
+    names = set()
+    for name, kind in fake_tensorrt.classes().items():
+        names |= {name} | {attribute for attribute in vars(kind) if not attribute.startswith("_")}
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_every_name_in_our_sources_is_one_of_the_bindings(path: Path) -> None:
+    used = used_in(path)
+    assert len(used) > 10
+    assert used - NAMES == set()
+
+
+def test_the_stand_in_offers_nothing_that_the_bindings_have_not() -> None:
+    assert in_fake() - NAMES == set()

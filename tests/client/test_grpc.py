@@ -1,0 +1,229 @@
+"""The gRPC client against a server of Triton's protocol that answers what each test tells it to."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import soundfile as sf
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+
+from common.client import grpc_client
+from common.client.requests import ClientError, Utterance
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.server.tritonserver import free_port
+from scripts import client_grpc
+
+MODEL = "cosyvoice2_dit"
+
+
+def audio_response(waveform: np.ndarray) -> service_pb2.ModelStreamInferResponse:
+    infer = service_pb2.ModelInferResponse(model_name=MODEL)
+    infer.outputs.add(name="waveform", datatype="FP32", shape=list(waveform.shape))
+    infer.raw_output_contents.append(waveform.astype(np.float32).tobytes())
+    return service_pb2.ModelStreamInferResponse(infer_response=infer)
+
+
+def error_response(message: str) -> service_pb2.ModelStreamInferResponse:
+    return service_pb2.ModelStreamInferResponse(error_message=message)
+
+
+@dataclass
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """One model; `responses` are streamed, then `pause` seconds pass before the call ends."""
+
+    responses: list[Any] = field(default_factory=list)
+    pause: float = 0.0
+    decoupled: bool = True
+    requests: list[Any] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's names
+        return service_pb2.ModelReadyResponse(ready=request.name == MODEL)
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
+        config = model_config_pb2.ModelConfig(name=MODEL)
+        config.model_transaction_policy.decoupled = self.decoupled
+        return service_pb2.ModelConfigResponse(config=config)
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.requests.append(request)
+        return self.responses[0].infer_response
+
+    async def ModelStreamInfer(self, iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        try:
+            async for request in iterator:
+                self.requests.append(request)
+                for response in self.responses:
+                    yield response
+                await asyncio.sleep(self.pause)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+
+@contextlib.contextmanager
+def serving(triton: FakeTriton) -> Iterator[str]:
+    """host:port of a server in a thread of its own."""
+    address = f"127.0.0.1:{free_port()}"
+    loop = asyncio.new_event_loop()
+
+    async def start() -> grpc.aio.Server:
+        server = grpc.aio.server()
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
+        server.add_insecure_port(address)
+        await server.start()
+        return server
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        server = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+        yield address
+        asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def command(address: str, output: Path, *more: str) -> list[str]:
+    host, port = address.split(":")
+    return [
+        *("--server-addr", host, "--server-port", port, "--target-text", "你好", "--output-audio", str(output)),
+        *more,
+    ]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """One second of stereo at 44.1 kHz."""
+    path = tmp_path / "voice.wav"
+    tone = np.sin(np.arange(44_100) * 0.05)
+    sf.write(path, np.stack([tone, np.zeros_like(tone)], axis=1), 44_100)
+    return path
+
+
+def test_a_streamed_answer_is_written_whole_and_its_latencies_printed(
+    tmp_path: Path, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = np.full((1, 2400), 0.25, np.float32), np.full((1, 1200), -0.5, np.float32)
+    triton = FakeTriton([audio_response(first), audio_response(second)])
+    output = tmp_path / "deep" / "speech.wav"
+    with serving(triton) as address:
+        code = client_grpc.main(
+            command(address, output, "--reference-audio", str(recording), "--reference-text", "hi", "--seed", "7")
+        )
+    assert code == 0
+    written, rate = sf.read(output, dtype="float32")
+    assert rate == SAMPLE_RATE and sf.info(output).subtype == "PCM_16"
+    np.testing.assert_allclose(written, np.concatenate([first[0], second[0]]), atol=1e-4)
+    printed = capsys.readouterr().out
+    assert "first chunk" in printed and "0.15 s in 2 chunk(s)" in printed
+    request = triton.requests[0]
+    sent = {tensor.name: (tensor.datatype, list(tensor.shape)) for tensor in request.inputs}
+    assert sent == {
+        "reference_wav": ("FP32", [1, PROMPT_SAMPLE_RATE]),
+        "reference_wav_len": ("INT32", [1, 1]),
+        "reference_text": ("BYTES", [1, 1]),
+        "target_text": ("BYTES", [1, 1]),
+    }
+    assert request.parameters["seed"].int64_param == 7
+
+
+def test_without_a_reference_only_the_target_text_is_sent(tmp_path: Path) -> None:
+    triton = FakeTriton([audio_response(np.ones((1, 10)))])
+    with serving(triton) as address:
+        assert client_grpc.main(command(address, tmp_path / "a.wav")) == 0
+    assert [tensor.name for tensor in triton.requests[0].inputs] == ["target_text"]
+
+
+def test_a_speaker_an_instruction_and_the_cross_lingual_mode_are_sent_as_they_are_given(tmp_path: Path) -> None:
+    triton = FakeTriton([audio_response(np.ones((1, 10)))])
+    more = ("--speaker", "中文女", "--instruct-text", "Speak slowly.", "--cross-lingual")
+    with serving(triton) as address:
+        assert client_grpc.main(command(address, tmp_path / "a.wav", *more)) == 0
+    (request,) = triton.requests
+    texts = {
+        tensor.name: raw[4:].decode()  # a length before each string
+        for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+    assert texts == {"speaker": "中文女", "instruct_text": "Speak slowly.", "target_text": "你好"}
+    assert request.parameters["cross_lingual"].bool_param
+
+
+def test_an_offline_answer_is_written(tmp_path: Path) -> None:
+    triton = FakeTriton([audio_response(np.ones((1, 480)))], decoupled=False)
+    with serving(triton) as address:
+        assert client_grpc.main(command(address, tmp_path / "a.wav", "--mode", "offline")) == 0
+    assert sf.info(tmp_path / "a.wav").frames == 480
+
+
+@pytest.mark.parametrize(
+    ("triton", "more", "words"),
+    [
+        (FakeTriton([error_response("target_text is empty: '  '")]), (), "target_text is empty: '  '"),
+        (FakeTriton([]), (), "without audio"),
+        (FakeTriton([audio_response(np.zeros((1, 0)))]), (), "without audio"),
+        (FakeTriton([audio_response(np.ones((1, 9))), error_response("the LLM is down")]), (), "the LLM is down"),
+        (FakeTriton(), ("--model-name", "nobody"), "does not serve the model 'nobody'"),
+        (FakeTriton(), ("--mode", "offline"), "is served for streaming"),
+        (FakeTriton(pause=30.0), ("--timeout", "0.3"), "raise --timeout"),
+        (FakeTriton(), ("--reference-audio", "/no/such.wav"), "cannot read the reference audio /no/such.wav"),
+    ],
+)
+def test_every_failure_is_one_line_and_a_non_zero_exit_code(
+    triton: FakeTriton, more: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(triton) as address:
+        assert client_grpc.main(command(address, tmp_path / "a.wav", *more)) == 1
+    complaint = capsys.readouterr().err
+    assert words in complaint and complaint.startswith("error: ") and complaint.count("\n") == 1
+    assert not (tmp_path / "a.wav").exists()
+
+
+def test_an_unreachable_server_is_one_line_that_says_how_to_start_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert client_grpc.main(command(f"127.0.0.1:{free_port()}", tmp_path / "a.wav")) == 1
+    complaint = capsys.readouterr().err
+    assert "no tritonserver answers" in complaint and "make serve" in complaint and complaint.count("\n") == 1
+
+
+def test_an_unwritable_output_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with serving(FakeTriton([audio_response(np.ones((1, 10)))])) as address:
+        assert client_grpc.main(command(address, tmp_path / "file" / "a.wav")) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_cancelling_the_client_cancels_the_request_on_the_server() -> None:
+    triton = FakeTriton([audio_response(np.ones((1, 10)))], pause=30.0)
+
+    async def give_up(address: str) -> None:
+        request = Utterance("hello")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(grpc_client.synthesize(address, MODEL, request), 0.5)
+
+    with serving(triton) as address:
+        asyncio.run(give_up(address))
+        assert triton.cancelled.wait(5)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
+def test_a_timeout_that_is_no_positive_number_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        client_grpc.main(["--target-text", "x", "--timeout", value])
+    assert exit_code.value.code == 2
+    assert value in capsys.readouterr().err
+
+
+def test_a_client_error_is_raised_to_callers_of_the_module() -> None:
+    with pytest.raises(ClientError, match="no tritonserver answers"):
+        asyncio.run(grpc_client.synthesize(f"127.0.0.1:{free_port()}", MODEL, Utterance("hello")))

@@ -1,0 +1,138 @@
+"""The HTTP client against a server of Triton's protocol that answers what each test tells it to."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+
+from common.constants import SAMPLE_RATE
+from common.server.tritonserver import free_port
+from scripts import client_http
+
+MODEL = "cosyvoice2_dit"
+
+
+@dataclass
+class Answers:
+    """What the server says; `bodies` collects what it is sent."""
+
+    status: int = 200
+    infer: object = None
+    ready: int = 200
+    decoupled: bool = False
+    delay: float = 0.0
+    bodies: list[bytes] = field(default_factory=list)
+
+
+def waveform(values: list[float]) -> dict[str, object]:
+    return {
+        "model_name": MODEL,
+        "outputs": [{"name": "waveform", "datatype": "FP32", "shape": [1, len(values)], "data": values}],
+    }
+
+
+@contextlib.contextmanager
+def serving(answers: Answers) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.endswith("/ready"):
+                self.reply(answers.ready, None)
+            else:
+                self.reply(200, {"model_transaction_policy": {"decoupled": answers.decoupled}})
+
+        def do_POST(self) -> None:
+            answers.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            time.sleep(answers.delay)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client gave up
+                self.reply(answers.status, answers.infer)
+
+        def reply(self, status: int, content: object) -> None:
+            body = b"" if content is None else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing on the screen."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def command(url: str, output: Path, *more: str) -> list[str]:
+    return ["--server-url", url, "--target-text", "你好", "--output-audio", str(output), *more]
+
+
+def test_the_answer_is_written_as_a_16_bit_wav_at_24_khz(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "a.wav"
+    answers = Answers(infer=waveform([0.25, -0.5]))
+    with serving(answers) as url:
+        assert client_http.main(command(url, output, "--seed", "3")) == 0
+    samples, rate = sf.read(output, dtype="float32")
+    assert rate == SAMPLE_RATE and sf.info(output).subtype == "PCM_16"
+    np.testing.assert_allclose(samples, [0.25, -0.5], atol=1e-4)
+    assert "audio length" in capsys.readouterr().out
+    head = answers.bodies[0]
+    assert b'"seed":3' in head and "你好".encode() in head and b"reference_wav" not in head
+
+
+@pytest.mark.parametrize(
+    ("answers", "more", "words"),
+    [
+        (Answers(status=400, infer={"error": "target_text is empty: '  '"}), (), "target_text is empty: '  '"),
+        (Answers(infer=waveform([])), (), "without audio"),
+        (Answers(ready=400), (), "does not serve the model 'cosyvoice2_dit'"),
+        (Answers(decoupled=True), (), "client_grpc.py --mode streaming"),
+        (Answers(delay=1.0), ("--timeout", "0.3"), "raise --timeout"),
+        (Answers(), ("--reference-audio", "/no/such.wav"), "cannot read the reference audio /no/such.wav"),
+    ],
+)
+def test_every_failure_is_one_line_and_a_non_zero_exit_code(
+    answers: Answers, more: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(answers) as url:
+        assert client_http.main(command(url, tmp_path / "a.wav", *more)) == 1
+    complaint = capsys.readouterr().err
+    assert words in complaint and complaint.startswith("error: ") and complaint.count("\n") == 1
+    assert not (tmp_path / "a.wav").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        (f"http://127.0.0.1:{free_port()}", "no tritonserver answers"),
+        ("http://no-such-host.invalid:8000", "no tritonserver answers"),
+        ("ftp://localhost", "must look like http://localhost:8000"),
+        ("http://", "must look like http://localhost:8000"),
+    ],
+)
+def test_an_address_without_a_server_is_one_line(
+    url: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert client_http.main(command(url, tmp_path / "a.wav")) == 1
+    complaint = capsys.readouterr().err
+    assert words in complaint and complaint.count("\n") == 1
+
+
+def test_what_is_no_audio_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "voice.wav").write_text("not audio")
+    assert (
+        client_http.main(command("localhost:1", tmp_path / "a.wav", "--reference-audio", f"{tmp_path}/voice.wav")) == 1
+    )
+    assert "cannot read the reference audio" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""The engine's bookkeeping, on a model that is arithmetic: the next token is the last one plus one."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from common.errors import UnavailableError
+from common.llm.engines.batching import BatchingEngine
+from common.llm.engines.interface import GenerationRequest
+from common.llm.interface import Sampling
+
+VOCAB = 100
+CONTEXT = 50
+END = 99
+
+
+class CountingModel:
+    """Each row remembers its last token, so a mix-up of rows shows in the tokens."""
+
+    context = CONTEXT
+    vocab_size = VOCAB
+    logit_ids = np.arange(VOCAB)
+
+    def __init__(self, rows: int) -> None:
+        self.last = np.zeros(rows, np.int64)
+        self.lengths = np.zeros(rows, np.int64)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = False
+
+    def prefill(self, row, input_ids):
+        self.last[row], self.lengths[row] = input_ids[-1], len(input_ids)
+        return self._logits(self.last[row : row + 1])[0]
+
+    def decode(self, tokens, lengths):
+        self.gate.wait(5)
+        if self.broken:
+            raise OSError("the device is gone")
+        rows = slice(0, len(tokens))
+        assert (tokens == self.last[rows] + 1).all()
+        assert (lengths == self.lengths[rows] + 1).all()
+        self.last[rows], self.lengths[rows] = tokens, lengths
+        return self._logits(tokens)
+
+    def move(self, source, target, length):
+        assert length == self.lengths[source]
+        self.last[target], self.lengths[target] = self.last[source], length
+
+    def _logits(self, tokens):
+        return 100.0 * np.eye(VOCAB, dtype=np.float32)[tokens + 1]
+
+
+@pytest.fixture
+def model():
+    return CountingModel(4)
+
+
+@pytest.fixture
+def engine(model):
+    engine = BatchingEngine(model, np.arange(END), 4)
+    yield engine
+    model.gate.set()
+    engine.close()
+
+
+def make_request(*input_ids, max_tokens=10, min_tokens=0):
+    greedy = Sampling(temperature=0, repetition_penalty=1.0, max_tokens=max_tokens, min_tokens=min_tokens)
+    return GenerationRequest(input_ids, greedy, (END,))
+
+
+async def collect(engine, request):
+    chunks = [chunk async for chunk in engine.generate(request)]
+    return [token for chunk in chunks for token in chunk.tokens], chunks[-1].finish_reason
+
+
+def test_requests_of_different_lengths_share_rows_without_mixing(engine):
+    async def run():
+        waves = []
+        for wave in range(5):
+            requests = [make_request(wave + 10 * i, max_tokens=1 + (3 * i + wave) % 9) for i in range(4)]
+            waves.append(await asyncio.gather(*(collect(engine, request) for request in requests)))
+        return waves
+
+    for wave, results in enumerate(asyncio.run(run())):
+        for i, (tokens, reason) in enumerate(results):
+            count = 1 + (3 * i + wave) % 9
+            assert tokens == list(range(wave + 10 * i + 1, wave + 10 * i + 1 + count))
+            assert reason == "length"
+    assert engine.live == 0
+
+
+def test_an_end_token_is_the_last_one(engine):
+    assert asyncio.run(collect(engine, make_request(95))) == ([96, 97, 98, 99], "stop")
+
+
+def test_no_end_token_before_the_minimum(engine):
+    tokens, _ = asyncio.run(collect(engine, make_request(98, max_tokens=1, min_tokens=1)))
+    assert tokens != [END]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (make_request(), "input_ids is empty"),
+        (make_request(1, VOCAB), "input_ids holds 100, outside the vocabulary 0..99"),
+        (make_request(-1), "input_ids holds -1"),
+        (make_request(*[1] * 41), "41 prompt tokens and 10 new ones exceed the LLM's context of 50"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_with_the_value(engine, request_, message):
+    with pytest.raises(ValueError, match=message):
+        engine.submit(request_, lambda item: None)
+    assert engine.live == 0
+
+
+def test_a_cancelled_request_makes_room_at_once(model, engine):
+    async def run():
+        model.gate.clear()
+        live = [engine.submit(make_request(1), lambda item: None) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(UnavailableError, match="maximum of 4 requests"):
+            engine.submit(make_request(1), lambda item: None)
+        live[1].cancel()
+        newcomer = asyncio.create_task(collect(engine, make_request(50, max_tokens=3)))
+        await asyncio.sleep(0.05)
+        model.gate.set()
+        return await newcomer
+
+    assert asyncio.run(run()) == ([51, 52, 53], "length")
+
+
+def test_a_dying_model_fails_live_and_later_requests(model, engine):
+    async def run():
+        model.gate.clear()
+        live = [asyncio.create_task(collect(engine, make_request(i))) for i in range(3)]
+        await asyncio.sleep(0.05)
+        model.broken = True
+        model.gate.set()
+        return await asyncio.wait_for(asyncio.gather(*live, return_exceptions=True), 5)
+
+    for error in asyncio.run(run()):
+        assert isinstance(error, UnavailableError)
+        assert "the device is gone" in str(error)
+    with pytest.raises(UnavailableError, match="the device is gone"):
+        engine.submit(make_request(1), lambda item: None)
+
+
+def test_closing_the_engine_fails_what_is_live(model, engine):
+    async def run():
+        model.gate.clear()
+        live = asyncio.create_task(collect(engine, make_request(1)))
+        await asyncio.sleep(0.05)
+        closing = asyncio.create_task(asyncio.to_thread(engine.close))
+        await asyncio.sleep(0.05)
+        model.gate.set()
+        await closing
+        return await asyncio.wait_for(asyncio.gather(live, return_exceptions=True), 5)
+
+    (error,) = asyncio.run(run())
+    assert isinstance(error, UnavailableError)
+    assert engine.live == 0
+
+
+def test_a_listener_whose_loop_is_closed_does_not_harm_the_others(engine):
+    def deaf(item):
+        raise RuntimeError("Event loop is closed")
+
+    engine.submit(make_request(1), deaf)
+    assert asyncio.run(collect(engine, make_request(5, max_tokens=2))) == ([6, 7], "length")

@@ -1,0 +1,197 @@
+"""The engines that need a GPU, over strict stand-ins for vLLM and TensorRT-LLM, and the choice among all engines."""
+
+import asyncio
+import importlib
+import json
+import shutil
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import UnavailableError
+from common.llm.engines.batching import BatchingEngine
+from common.llm.engines.interface import GenerationRequest, utterable_ids
+from common.llm.engines.loading import load_engine
+from common.llm.interface import Sampling
+from common.llm.speech_tokens import LLMTokenizer
+from tests.support import fake_tensorrt_llm, fake_vllm
+from tests.support.llm_fixtures import FAKES, genai_dir, install, llm_dir  # noqa: F401
+
+MAX_REQUESTS = 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llm_dir):  # noqa: F811
+    return LLMTokenizer.from_dir(llm_dir)
+
+
+@pytest.fixture(params=sorted(FAKES))
+def engine(request, install, llm_dir, tokenizer):  # noqa: F811
+    install(request.param)
+    engine = load_engine(request.param, llm_dir, tokenizer, MAX_REQUESTS)
+    yield engine
+    engine.close()
+    assert engine._llm.is_shut_down
+
+
+def make_request(tokenizer, **sampling):
+    return GenerationRequest(tokenizer.encode_prompt("", "Hello", []), Sampling(**sampling), tokenizer.end_ids)
+
+
+async def collect(engine, request):
+    return [chunk async for chunk in engine.generate(request)]
+
+
+def test_tokens_and_the_reason_of_the_end_come_through(engine, tokenizer):
+    chunks = asyncio.run(collect(engine, make_request(tokenizer, max_tokens=5)))
+    assert [token for chunk in chunks for token in chunk.tokens] == [7, 8, 9, 10, 11]
+    assert [chunk.finish_reason for chunk in chunks][-2:] == [None, "length"]
+    assert engine.live == 0
+
+
+def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
+    async def run():
+        for i in range(200):
+            async with aclosing(engine.generate(make_request(tokenizer, max_tokens=50))) as chunks:
+                reader = asyncio.ensure_future(anext(chunks))
+                for _ in range(i % 4):
+                    await asyncio.sleep(0)
+                reader.cancel()
+                await asyncio.wait({reader})
+
+    asyncio.run(run())
+    assert engine.live == 0
+    assert not engine._llm.live
+
+
+def test_one_request_too_many_is_refused(engine, tokenizer):
+    async def run():
+        live = [engine.generate(make_request(tokenizer)) for _ in range(MAX_REQUESTS)]
+        for chunks in live:
+            await anext(chunks)
+        with pytest.raises(UnavailableError, match=f"maximum of {MAX_REQUESTS} requests"):
+            await collect(engine, make_request(tokenizer))
+        for chunks in live:
+            await chunks.aclose()
+        await collect(engine, make_request(tokenizer))
+
+    asyncio.run(run())
+
+
+def test_a_request_beyond_the_context_is_refused_with_the_numbers(engine, tokenizer):
+    request = GenerationRequest([5] * 3500, Sampling(max_tokens=750), tokenizer.end_ids)
+    with pytest.raises(ValueError, match="3500 prompt tokens and 750 new ones exceed the LLM's context of 4096"):
+        asyncio.run(collect(engine, request))
+    assert engine.live == 0
+
+
+@pytest.mark.parametrize("kind", ["EngineDeadError", "EngineGenerateError"])
+def test_a_dead_vllm_is_unavailable(install, llm_dir, tokenizer, kind):  # noqa: F811
+    install("vllm")
+    engine = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS)
+    engine._llm.fails = getattr(fake_vllm, kind)("the core is gone")
+    with pytest.raises(UnavailableError, match="the core is gone"):
+        asyncio.run(collect(engine, make_request(tokenizer)))
+    assert engine.live == 0
+
+
+@pytest.mark.parametrize("when", ["fails", "refuses"])
+def test_a_dead_tensorrt_llm_is_unavailable(install, llm_dir, tokenizer, when):  # noqa: F811
+    install("tensorrt_llm")
+    engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
+    setattr(engine._llm, when, RuntimeError("the worker is gone"))
+    with pytest.raises(UnavailableError, match="the worker is gone"):
+        asyncio.run(collect(engine, make_request(tokenizer)))
+    assert engine.live == 0
+
+
+def test_the_engines_on_a_gpu_leave_the_vocoder_its_share(install, llm_dir, tokenizer):  # noqa: F811
+    install("vllm")
+    install("tensorrt_llm")
+    vllm = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS, 0.15)
+    tensorrt_llm = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS, 0.15)
+    assert vllm._llm.arguments.gpu_memory_utilization == 0.15
+    assert tensorrt_llm._llm.kv_cache_config.free_gpu_memory_fraction == 0.15
+
+
+def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):  # noqa: F811
+    install("vllm")
+    module = importlib.import_module("common.llm.engines.vllm")
+    sampling = {"temperature": 0.5, "top_k": 9, "seed": 3, "min_tokens": 4, "max_tokens": 90, "ras_window": 10}
+    params = module.sampling_params(make_request(tokenizer, repetition_penalty=1.0, **sampling))
+    assert (params.temperature, params.top_k, params.seed, params.min_tokens, params.max_tokens) == (0.5, 9, 3, 4, 90)
+    assert params.stop_token_ids == list(tokenizer.end_ids)
+    assert params.extra_args == {"ras_window": 10, "ras_tau": 0.1}
+
+
+def test_tensorrt_llm_gets_the_sampling_and_cannot_utter_text(install, llm_dir, tokenizer):  # noqa: F811
+    install("tensorrt_llm")
+    engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
+    asyncio.run(collect(engine, make_request(tokenizer, temperature=0, seed=3, min_tokens=2)))
+    params = engine._llm.asked[0].sampling
+    assert (params.top_k, params.seed, params.min_tokens, params.end_id) == (1, 3, 2, tokenizer.end_ids[0])
+    assert torch.isfinite(params.embedding_bias).nonzero().flatten().tolist() == utterable_ids(tokenizer).tolist()
+    with pytest.raises(ValueError, match="ras_window 10: the engine tensorrt_llm has no"):
+        asyncio.run(collect(engine, make_request(tokenizer, ras_window=10)))
+
+
+# --- the choice ---------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, genai_dir, tokenizer):  # noqa: F811
+    chosen = []
+    engine = load_engine("auto", genai_dir, tokenizer, 1)
+    assert isinstance(engine, BatchingEngine)
+    engine.close()
+    for name in ("vllm", "tensorrt_llm"):
+        install(name)
+        chosen.append(type(load_engine("auto", llm_dir, tokenizer, 1)).__name__)
+    engine = load_engine("auto", genai_dir, tokenizer, 1)
+    assert isinstance(engine, BatchingEngine)  # which alone reads it
+    engine.close()
+    assert chosen == ["VLLMEngine", "TensorRTLLMEngine"]
+
+
+def test_no_engine_is_an_error_that_says_what_each_lacks(llm_dir, tokenizer):  # noqa: F811
+    with pytest.raises(ValueError) as error:
+        load_engine("auto", llm_dir, tokenizer, 1)
+    for part in (
+        "a directory of HuggingFace",
+        "tensorrt_llm cannot be imported (No module named 'tensorrt_llm')",
+        "vllm cannot be imported (No module named 'vllm')",
+        "onnxruntime_genai reads a directory of onnxruntime-genai",
+        "scripts/convert_genai.py",
+    ):
+        assert part in str(error.value)
+
+
+def test_an_engine_that_is_named_is_the_only_choice(genai_dir, tokenizer):  # noqa: F811
+    with pytest.raises(ValueError, match="vllm reads a directory of HuggingFace"):
+        load_engine("vllm", genai_dir, tokenizer, 1)
+
+
+def test_a_directory_of_anything_else_is_refused(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="holds no LLM: it has none of genai_config.json, rank0.engine, config.json"):
+        load_engine("auto", tmp_path, tokenizer, 1)
+
+
+@pytest.mark.parametrize("name", sorted(FAKES))
+def test_a_checkpoint_without_speech_tokens_is_refused_at_load(name, install, llm_dir, tokenizer, tmp_path):  # noqa: F811
+    install(name)
+    config = json.loads((llm_dir / "config.json").read_text()) | {"vocab_size": 500}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="vocabulary of 500, too small for the tokenizer's speech and end tokens"):
+        load_engine(name, tmp_path, tokenizer, 1)
+
+
+def test_built_engines_are_served_with_their_own_limits(install, llm_dir, tokenizer, tmp_path):  # noqa: F811
+    install("tensorrt_llm")
+    build = {"pretrained_config": {"vocab_size": 6826}, "build_config": {"max_seq_len": 100}}
+    (tmp_path / "config.json").write_text(json.dumps(build))
+    shutil.copy(Path(__file__), tmp_path / "rank0.engine")
+    engine = load_engine("auto", tmp_path, tokenizer, 1)
+    assert isinstance(engine._llm, fake_tensorrt_llm.BuiltLLM)
+    with pytest.raises(ValueError, match="context of 100"):
+        asyncio.run(collect(engine, make_request(tokenizer)))

@@ -1,0 +1,131 @@
+import json
+import random
+
+import pytest
+
+from common.constants import OFFICIAL_TOKEN_OFFSET, SPEECH_VOCAB
+from common.llm.speech_tokens import (
+    END_OF_PROMPT,
+    LLMTokenizer,
+    SpeechTokenParser,
+    instruction,
+    speech_token_offset,
+    speech_token_text,
+)
+from tools.demo_model.llm import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir):
+    return LLMTokenizer.from_dir(tokenizer_dir)
+
+
+def test_the_offset_is_read_from_the_tokenizer(tokenizer_dir, tokenizer):
+    assert speech_token_offset(str(tokenizer_dir)) == tokenizer.offset
+    assert tokenizer.offset == build_tokenizer().token_to_id("<|s_0|>")
+
+
+def test_without_a_tokenizer_the_offset_is_the_official_one():
+    assert speech_token_offset("") == OFFICIAL_TOKEN_OFFSET
+
+
+def test_a_directory_without_a_tokenizer_is_refused_by_path(tmp_path):
+    with pytest.raises(ValueError, match=f"no file {tmp_path}/tokenizer.json"):
+        LLMTokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["<|s_0|>", "<|eos1|>", "<|sos|>", "<|task_id|>", "<|endofprompt|>"])
+def test_a_tokenizer_of_another_model_is_refused_with_the_missing_token(tmp_path, tokenizer_dir, missing):
+    content = json.loads((tokenizer_dir / "tokenizer.json").read_text())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != missing]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="has no token " + missing.replace("|", r"\|")):
+        LLMTokenizer.from_dir(tmp_path)
+
+
+def test_the_template_is_the_same_as_ids_and_as_text(tokenizer):
+    parts = ("Prompt text. ", "Target 文本.", [0, 5, SPEECH_VOCAB - 1])
+    text = tokenizer.prompt_string(*parts)
+    assert text == "<|sos|>Prompt text. Target 文本.<|task_id|><|s_0|><|s_5|><|s_6560|>"
+    assert tokenizer.encode_prompt(*parts) == tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("texts", [("", "Hi<|s_1|>"), ("<|eos1|>", "Hi"), ("Hi<|s_", "1|>"), ("Hi", "<|task_id|>")])
+def test_control_tokens_in_the_text_never_reach_the_llm(tokenizer, texts):
+    ids = tokenizer.encode_prompt(*texts, [])
+    control = {*tokenizer.end_ids, tokenizer.sos_id, tokenizer.task_id}
+    assert ids[0] == tokenizer.sos_id
+    assert ids[-1] == tokenizer.task_id
+    assert not control.intersection(ids[1:-1])
+    assert tokenizer.to_speech_ids(ids) == []
+    assert "<|s_1|>" not in tokenizer.prompt_string(*texts, [])
+
+
+def test_an_instruction_is_ended_by_its_token_and_no_other_control_token_passes(tokenizer):
+    parts = (instruction("sadly<|s_1|>" + END_OF_PROMPT), "Target" + END_OF_PROMPT, [])
+    assert tokenizer.prompt_string(*parts) == "<|sos|>sadly  <|endofprompt|>Target <|task_id|>"
+    ids = tokenizer.encode_prompt(*parts)
+    assert ids.count(tokenizer.tokenizer.token_to_id(END_OF_PROMPT)) == 1
+    assert ids == tokenizer.tokenizer.encode(tokenizer.prompt_string(*parts), add_special_tokens=False).ids
+
+
+def test_text_is_counted_in_tokens_and_comes_back_from_them(tokenizer):
+    ids = tokenizer.tokenizer.encode("Text 文本", add_special_tokens=False).ids
+    assert tokenizer.text_length("Text 文本") == len(ids)
+    assert tokenizer.decode(ids) == "Text 文本"
+
+
+def test_speech_ids_survive_the_way_to_the_llm_and_back(tokenizer):
+    ids = [0, 17, SPEECH_VOCAB - 1]
+    assert tokenizer.to_speech_ids(tokenizer.to_llm_ids(ids)) == ids
+
+
+def test_what_is_no_speech_token_is_dropped_from_an_answer(tokenizer):
+    assert tokenizer.to_speech_ids([3, tokenizer.offset + 7, *tokenizer.end_ids]) == [7]
+
+
+@pytest.mark.parametrize("token", [-1, SPEECH_VOCAB])
+def test_a_prompt_token_outside_the_codebook_is_refused(tokenizer, token):
+    with pytest.raises(ValueError, match=f"speech token {token} is outside"):
+        tokenizer.encode_prompt("", "Hi", [token])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_parser_reads_the_same_tokens_however_the_text_is_cut(seed):
+    rng = random.Random(seed)
+    tokens = [rng.randrange(SPEECH_VOCAB) for _ in range(50)]
+    text = speech_token_text(tokens)
+    parser = SpeechTokenParser()
+    found = []
+    while text:
+        cut = rng.randint(1, 12)
+        found += parser.feed(text[:cut])
+        text = text[cut:]
+    assert found == tokens
+
+
+def test_the_parser_skips_what_is_no_speech_token():
+    parser = SpeechTokenParser()
+    assert parser.feed("noise <|s_1|>文<|s_99999|><|s_6561|><|im_end|><<|s_2|>") == [1, 2]
+    assert not parser.ended
+
+
+def test_the_parser_stops_at_an_end_token():
+    parser = SpeechTokenParser()
+    assert parser.feed("<|s_1|><|eo") == [1]
+    assert parser.feed("s1|><|s_2|>") == []
+    assert parser.ended
+
+
+def test_unfinished_text_does_not_pile_up():
+    parser = SpeechTokenParser()
+    for _ in range(100):
+        parser.feed("<|never a token ")
+    assert len(parser._pending) < 20

@@ -1,0 +1,218 @@
+"""The python backend of `tensorrt_llm`, its model.py loaded as Triton does, over the real engine."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import UnavailableError
+from common.llm import triton_tensors as llm_tensors
+from common.llm.interface import TokenChunk
+from common.llm.speech_tokens import LLMTokenizer
+from tests.conftest import ROOT, load_model
+from tests.support.fake_triton import InferenceRequest, TritonError
+from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
+
+MAX_REQUESTS = 8
+
+
+def make_model(genai_dir: Path, decoupled: bool):  # noqa: F811
+    parameters = {"gpt_model_path": str(genai_dir), "max_requests": str(MAX_REQUESTS)}
+    config = {
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+        "model_transaction_policy": {"decoupled": decoupled},
+    }
+    model = load_model(ROOT / "model_repo" / "tensorrt_llm" / "1" / "model.py").TritonPythonModel()
+    model.initialize({"model_config": json.dumps(config), "model_instance_kind": "CPU"})
+    return model
+
+
+@pytest.fixture(scope="module")
+def decoupled_model(genai_dir):  # noqa: F811
+    model = make_model(genai_dir, decoupled=True)
+    yield model
+    model.finalize()
+
+
+@pytest.fixture(scope="module")
+def plain_model(genai_dir):  # noqa: F811
+    model = make_model(genai_dir, decoupled=False)
+    yield model
+    model.finalize()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llm_dir):  # noqa: F811
+    return LLMTokenizer.from_dir(llm_dir)
+
+
+def send(model, input_ids, *, decoupled=True, request_id="", parameters=None, **tensors) -> InferenceRequest:
+    """Give a request to the model, as Triton does; a tensor of None is left out."""
+    kinds = {
+        "random_seed": np.uint64,
+        "temperature": np.float32,
+        "runtime_top_p": np.float32,
+        "repetition_penalty": np.float32,
+        "streaming": bool,
+        "stop": bool,
+    }
+    tensors = {"request_output_len": 200, "streaming": decoupled, "random_seed": 1} | tensors
+    inputs = {
+        name: np.array([value], kinds.get(name, np.int32)) for name, value in tensors.items() if value is not None
+    }
+    inputs["input_ids"] = np.array([input_ids], np.int32)
+    request = InferenceRequest.from_client(inputs, decoupled=decoupled, request_id=request_id, parameters=parameters)
+    assert model.execute([request]) is None
+    return request
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def finished(request):
+    wait_until(lambda: request.sender.final)
+    return request.sender.responses
+
+
+def tokens_of(request) -> list[list[int]]:
+    groups = []
+    for response in finished(request):
+        outputs = response.arrays()
+        assert outputs["output_ids"].shape[:2] == (1, 1)
+        assert outputs["sequence_length"].tolist() == [[outputs["output_ids"].shape[2]]]
+        groups.append(outputs["output_ids"][0, 0].tolist())
+    return groups
+
+
+def error_of(request):
+    (response,) = finished(request)
+    return response.error()
+
+
+def test_streaming_yields_the_tokens_of_the_whole_answer_a_few_at_a_time(decoupled_model, plain_model, tokenizer):
+    prompt = tokenizer.encode_prompt("", "Hello", [])
+    streamed = tokens_of(send(decoupled_model, prompt))
+    (at_once,) = tokens_of(send(decoupled_model, prompt, streaming=False))
+    (plain,) = tokens_of(send(plain_model, prompt, decoupled=False))
+    assert all(len(group) == 3 for group in streamed[:-1]) and 1 <= len(streamed[-1]) <= 3
+    assert [token for group in streamed for token in group] == at_once == plain
+    assert at_once[-1] in tokenizer.end_ids
+
+
+def test_concurrent_requests_get_the_tokens_they_get_alone(decoupled_model, tokenizer):
+    prompts = [tokenizer.encode_prompt("", "word " * (i + 1), []) for i in range(MAX_REQUESTS)]
+    live = [send(decoupled_model, prompt, random_seed=i) for i, prompt in enumerate(prompts)]
+    together = [tokens_of(request) for request in live]
+    assert together == [tokens_of(send(decoupled_model, prompt, random_seed=i)) for i, prompt in enumerate(prompts)]
+
+
+def test_a_cancelled_request_ends_and_frees_its_place(decoupled_model, tokenizer):
+    endless = {"request_output_len": 3000, "min_length": 3000}
+    request = send(decoupled_model, tokenizer.encode_prompt("", "Hello", []), **endless)
+    wait_until(lambda: request.sender.responses)
+    request.sender.cancelled = True
+    assert finished(request)[-1].error().code() == TritonError.CANCELLED
+    assert len(request.sender.responses) < 1000
+    wait_until(lambda: decoupled_model._engine.live == 0)
+
+
+def test_a_request_with_stop_ends_the_live_one_of_its_id(decoupled_model, tokenizer):
+    prompt = tokenizer.encode_prompt("", "Hello", [])
+    request = send(decoupled_model, prompt, request_id="a", request_output_len=3000, min_length=3000)
+    other = send(decoupled_model, prompt, request_id="b")
+    wait_until(lambda: request.sender.responses)
+    assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []
+    assert not any(response.has_error() for response in finished(request))
+    assert tokens_of(other)[-1][0] in tokenizer.end_ids
+    wait_until(lambda: decoupled_model._engine.live == 0)
+    assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []  # it is gone: no error
+
+
+def failing_after(tokens):
+    async def generate(request):
+        for token in tokens:
+            yield TokenChunk([token])
+        raise UnavailableError("the LLM engine failed")
+
+    return generate
+
+
+def test_a_failure_in_the_middle_of_an_answer_follows_it_as_an_error(decoupled_model, monkeypatch):
+    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7, 8, 9, 10]))
+    first, last = finished(send(decoupled_model, [1, 2, 3]))
+    assert llm_tensors.output_tokens(first.arrays()) == [7, 8, 9]
+    assert last.error().code() == TritonError.UNAVAILABLE
+
+
+def test_a_failure_before_any_answer_is_an_error(decoupled_model, monkeypatch):
+    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([]))
+    assert error_of(send(decoupled_model, [1, 2, 3])).code() == TritonError.UNAVAILABLE
+    monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7]))
+    assert error_of(send(decoupled_model, [1, 2, 3], streaming=False)).code() == TritonError.UNAVAILABLE
+
+
+def test_two_live_requests_cannot_share_an_id(decoupled_model, tokenizer):
+    prompt = tokenizer.encode_prompt("", "Hello", [])
+    first = send(decoupled_model, prompt, request_id="a", min_length=100)
+    assert "'a' is in use" in error_of(send(decoupled_model, prompt, request_id="a")).message()
+    assert sum(map(len, tokens_of(first))) > 100
+
+
+def test_a_full_engine_answers_unavailable(decoupled_model, tokenizer):
+    prompt = tokenizer.encode_prompt("", "Hello", [])
+    live = [send(decoupled_model, prompt, min_length=150) for _ in range(MAX_REQUESTS)]
+    error = error_of(send(decoupled_model, prompt))
+    assert error.code() == TritonError.UNAVAILABLE
+    assert f"maximum of {MAX_REQUESTS}" in error.message()
+    for request in live:
+        assert sum(map(len, tokens_of(request))) > 150
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"request_output_len": None}, "request_output_len is missing"),
+        ({"request_output_len": 0}, "max_tokens 0 is out of range: 1..3000"),
+        ({"request_output_len": 3001}, "max_tokens 3001 is out of range: 1..3000"),
+        ({"input_lengths": 0}, "input_lengths 0 is outside 1..4"),
+        ({"input_lengths": 5}, "input_lengths 5 is outside 1..4"),
+        ({"runtime_top_p": 1.5}, "top_p 1.5 is out of range: above 0, up to 1"),
+        ({"temperature": [1.0, 2.0]}, "temperature must hold one value, not 2"),
+        ({"min_length": 201}, "min_tokens 201 is out of range: 0..200"),
+        ({"beam_width": 2}, "beam_width 2 is not supported"),
+        ({"bad_words_list": [[1], [1]]}, "bad_words_list is not supported"),
+        ({"stop": True}, "the request id is empty"),
+    ],
+)
+def test_bad_input_is_an_error_that_names_the_value(decoupled_model, tensors, message):
+    error = error_of(send(decoupled_model, [1, 2, 3, 4], **tensors))
+    assert error.code() == TritonError.INVALID_ARG
+    assert message in error.message()
+
+
+def test_repetition_aware_sampling_is_asked_for_by_parameters(decoupled_model, tokenizer):
+    prompt = tokenizer.encode_prompt("", "Hello", [])
+    narrow = {"runtime_top_k": 1, "repetition_penalty": 1.0, "request_output_len": 60, "min_length": 60}
+    (looping,) = tokens_of(send(decoupled_model, prompt, streaming=False, **narrow))
+    ras = {"ras_window": "10", "ras_tau": "0.1"}
+    (free,) = tokens_of(send(decoupled_model, prompt, streaming=False, parameters=ras, **narrow))
+    assert looping[:2] == free[:2] and looping != free
+    error = error_of(send(decoupled_model, prompt, parameters={"ras_window": "ten"}))
+    assert "ras_window must be a number, not 'ten'" in error.message()
+
+
+def test_streaming_from_a_model_that_answers_once_is_refused(plain_model):
+    error = error_of(send(plain_model, [1, 2, 3], decoupled=False, streaming=True))
+    assert "without decoupled responses" in error.message()
+
+
+def test_only_input_lengths_ids_are_read(decoupled_model, tokenizer):
+    prompt = tokenizer.encode_prompt("", "Hello", [])
+    padded = send(decoupled_model, prompt + [0] * 7, input_lengths=len(prompt))
+    assert tokens_of(padded) == tokens_of(send(decoupled_model, prompt))

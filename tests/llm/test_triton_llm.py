@@ -1,0 +1,201 @@
+"""The client of the `tensorrt_llm` model, over a stream function that plays Triton."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from common.errors import UnavailableError
+from common.llm.interface import LLMPrompt, Sampling, Timeouts
+from common.llm.speech_tokens import LLMTokenizer
+from common.llm.triton_client import TritonLM
+from tools.demo_model.llm import build_tokenizer
+
+QUICK = Timeouts(connect=0.1, first_token=0.1, token=0.1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save(str(directory / "tokenizer.json"))
+    return LLMTokenizer.from_dir(directory)
+
+
+class ScriptedModel:
+    """Plays a list of answers: token ids, an exception to raise, or a number of seconds to be silent."""
+
+    def __init__(self, *script):
+        self.script = script
+        self.requests = []
+        self.parameters = []
+        self.open_streams = 0
+
+    async def ask(self, inputs, parameters):
+        self.requests.append(inputs)
+        self.parameters.append(parameters)
+        self.open_streams += 1
+        try:
+            for answer in self.script:
+                if isinstance(answer, Exception):
+                    raise answer
+                if isinstance(answer, float):
+                    await asyncio.sleep(answer)
+                else:
+                    padded = np.array([[[*answer, 0]]], np.int32)
+                    yield {"output_ids": padded, "sequence_length": np.array([[len(answer)]], np.int32)}
+        finally:
+            self.open_streams -= 1
+
+
+def speak(model, tokenizer, **sampling):
+    async def run():
+        stream = TritonLM(model, tokenizer, QUICK).generate(LLMPrompt("Hi", "Ref", (1,)), Sampling(**sampling))
+        try:
+            groups = [tokens async for tokens in stream]
+        finally:
+            await stream.aclose()
+        return groups, stream.finish_reason
+
+    return asyncio.run(run())
+
+
+def test_speech_ids_come_as_they_arrive_and_the_end_token_ends(tokenizer):
+    o, end = tokenizer.offset, tokenizer.end_ids[0]
+    model = ScriptedModel([o + 1], [o + 2, o + 3], [end])
+    assert speak(model, tokenizer) == ([[1], [2, 3]], "stop")
+    assert model.open_streams == 0
+
+
+def test_reaching_max_tokens_is_told(tokenizer):
+    model = ScriptedModel([tokenizer.offset], [tokenizer.offset])
+    assert speak(model, tokenizer, max_tokens=2) == ([[0], [0]], "length")
+
+
+def test_the_end_token_in_the_last_place_is_no_cut(tokenizer):
+    model = ScriptedModel([tokenizer.offset, tokenizer.end_ids[0]])
+    assert speak(model, tokenizer, max_tokens=2) == ([[0]], "stop")
+
+
+def test_the_request_carries_prompt_and_sampling_in_trt_llms_tensors(tokenizer):
+    model = ScriptedModel([tokenizer.end_ids[0]])
+    speak(model, tokenizer, seed=7, top_k=9, max_tokens=30)
+    (inputs,) = model.requests
+    prompt = tokenizer.encode_prompt("Ref", "Hi", (1,))
+    assert inputs["input_ids"].tolist() == [prompt]
+    values = {name: array.item() for name, array in inputs.items() if name != "input_ids"}
+    assert values["input_lengths"] == len(prompt)
+    assert values["random_seed"] == 7
+    assert values["runtime_top_k"] == 9
+    assert values["request_output_len"] == 30
+    assert values["min_length"] == 4  # two for each of the text's tokens
+    assert values["end_id"] == tokenizer.end_ids[0]
+    assert values["streaming"] is True
+    assert all(array.shape[0] == 1 for array in inputs.values())
+
+
+def test_repetition_aware_sampling_travels_as_parameters(tokenizer):
+    model = ScriptedModel([tokenizer.end_ids[0]])
+    speak(model, tokenizer)
+    speak(model, tokenizer, ras_window=10)
+    assert model.parameters == [{}, {"ras_window": "10", "ras_tau": "0.1"}]
+
+
+def test_the_c_plus_plus_backend_gets_a_bias_and_no_repetition_aware_sampling(tokenizer):
+    bias = np.zeros(9, np.float32)
+
+    async def run(**sampling):
+        model = ScriptedModel([tokenizer.end_ids[0]])
+        stream = TritonLM(model, tokenizer, QUICK, bias=bias).generate(LLMPrompt("Hi"), Sampling(**sampling))
+        assert [tokens async for tokens in stream] == []
+        return model
+
+    (inputs,) = asyncio.run(run()).requests
+    assert inputs["embedding_bias"].shape == (1, 9)
+    with pytest.raises(ValueError, match="ras_window 10: TensorRT-LLM has no"):
+        asyncio.run(run(ras_window=10))
+
+
+def test_without_a_seed_each_request_gets_another(tokenizer):
+    model = ScriptedModel([tokenizer.end_ids[0]])
+    for _ in range(3):
+        speak(model, tokenizer)
+    assert len({inputs["random_seed"].item() for inputs in model.requests}) == 3
+
+
+@pytest.mark.parametrize("error", [RuntimeError("stub died"), UnavailableError("full")])
+def test_a_failing_model_is_unavailable(tokenizer, error):
+    with pytest.raises(UnavailableError, match=str(error)):
+        speak(ScriptedModel([tokenizer.offset], error), tokenizer)
+
+
+def test_a_refused_request_stays_the_callers_mistake(tokenizer):
+    with pytest.raises(ValueError, match="exceed the LLM's context"):
+        speak(ScriptedModel(ValueError("5000 tokens exceed the LLM's context")), tokenizer)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_silent_model_is_an_error_in_time_and_is_stopped(tokenizer, before):
+    model = ScriptedModel(*[[tokenizer.offset]] * before, 30.0)
+    with pytest.raises(UnavailableError, match="sent no token for 0.1 s"):
+        speak(model, tokenizer)
+    assert model.open_streams == 0
+
+
+def test_closing_the_stream_stops_the_request_at_the_model(tokenizer):
+    async def run():
+        model = ScriptedModel([tokenizer.offset], 30.0)
+        stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
+        assert await anext(stream) == [0]
+        await stream.aclose()
+        return model
+
+    model = asyncio.run(run())
+    assert model.open_streams == 0
+
+
+def test_cancelling_the_reader_stops_the_request_at_the_model(tokenizer):
+    async def run():
+        model = ScriptedModel(30.0)
+        stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.02)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await stream.aclose()
+        return model
+
+    model = asyncio.run(run())
+    assert model.open_streams == 0
+
+
+@pytest.mark.parametrize("moments", range(8))
+def test_a_reader_that_is_cancelled_while_tokens_arrive_ends(tokenizer, moments):
+    """Python 3.11's wait_for returns what has just arrived, and the cancellation is lost: the reader goes on."""
+
+    async def run():
+        arrives = asyncio.get_running_loop().create_future()
+
+        class Model(ScriptedModel):
+            async def ask(self, inputs, parameters):
+                await arrives
+                yield {"output_ids": np.array([[[tokenizer.offset]]]), "sequence_length": np.array([[1]], np.int32)}
+
+        async def read():
+            stream = TritonLM(Model(), tokenizer).generate(LLMPrompt("Hi"), Sampling())
+            try:
+                await anext(stream)
+                await asyncio.Event().wait()
+            finally:
+                await stream.aclose()
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0.02)
+        arrives.set_result(None)
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait({reader}, timeout=5)
+        assert reader.cancelled()
+
+    asyncio.run(run())

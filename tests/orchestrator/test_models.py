@@ -1,0 +1,401 @@
+"""`cosyvoice2` and `cosyvoice2_dit` as Triton loads them, over models that are a few lines each."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
+from common.errors import UnavailableError
+from common.llm.speech_tokens import END_OF_PROMPT, LLMTokenizer
+from common.orchestrator.model import Orchestrator
+from common.voice.book import save_voice
+from tests.conftest import ROOT, load_model
+from tests.support import fake_triton
+from tests.support.fake_triton import Callee, InferenceRequest, InferenceResponse, TritonError
+from tests.support.fakes import PROMPT_TOKENS, fake_prompt
+
+MODEL_FILES = {
+    "cosyvoice2": ROOT / "model_repo/cosyvoice2/1/model.py",
+    "cosyvoice2_dit": ROOT / "model_repo_dit/cosyvoice2_dit/1/model.py",
+}
+OFFSET = 10  # of the speech tokens in this vocabulary
+EOS = 3
+TOKENS = 100  # that the LLM says to everything
+PROMPT = 25  # speech tokens of one second
+WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
+
+
+pytestmark = pytest.mark.usefixtures("triton_door")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = ["[UNK]", "<|sos|>", "<|task_id|>", "<|eos1|>", END_OF_PROMPT, *(f"word{i}" for i in range(5, OFFSET))]
+    vocabulary = {word: index for index, word in enumerate([*words, *(f"<|s_{i}|>" for i in range(SPEECH_VOCAB))])}
+    directory = tmp_path_factory.mktemp("tokenizer")
+    Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def answer(**outputs: np.ndarray) -> InferenceResponse:
+    tensors = [fake_triton.Tensor.from_dlpack(name, torch.from_numpy(array)) for name, array in outputs.items()]
+    return InferenceResponse(tensors)
+
+
+def arrays(request: InferenceRequest) -> dict[str, np.ndarray]:
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+@dataclass
+class Neighbours:
+    """The other models. The LLM says 0..99; a vocoder's audio is one sample per token: the voice and the token.
+
+    `pause`: how long the LLM thinks before each token.
+    """
+
+    pause: float = 0.0
+    vocoder_fails: bool = False
+    llm_tokens: int = TOKENS
+    llm_ends: bool = True  # by an end token; otherwise its tokens are all that were asked for
+    llm_requests: list[dict[str, np.ndarray]] = field(default_factory=list)
+    sequences: dict[int, float] = field(default_factory=dict)  # live ones, and their voices
+    ended: list[int] = field(default_factory=list)
+
+    def install(self, models: dict[str, Callee]) -> None:
+        models["audio_tokenizer"] = self.audio_tokenizer
+        models["speaker_embedding"] = self.speaker_embedding
+        models["tensorrt_llm"] = self.llm
+        models["token2wav"] = models["token2wav_dit"] = self.vocoder
+
+    def audio_tokenizer(self, request: InferenceRequest) -> InferenceResponse:
+        assert arrays(request)["reference_wav"].shape[1] == arrays(request)["reference_wav_len"].item()
+        return answer(prompt_speech_tokens=np.arange(OFFSET, OFFSET + PROMPT, dtype=np.int32)[None])
+
+    def speaker_embedding(self, request: InferenceRequest) -> InferenceResponse:
+        voice = arrays(request)["reference_wav"].max()
+        return answer(prompt_spk_embedding=np.full((1, SPEAKER_DIM), voice, np.float16))
+
+    def llm(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
+        inputs = arrays(request)
+        self.llm_requests.append(inputs)
+        tokens = range(OFFSET, OFFSET + self.llm_tokens)
+        for token in [*tokens, EOS] if self.llm_ends else tokens:
+            time.sleep(self.pause)
+            yield answer(output_ids=np.array([[[token]]], np.int32), sequence_length=np.array([[1]], np.int32))
+
+    def vocoder(self, request: InferenceRequest) -> InferenceResponse:
+        inputs, sequence = arrays(request), request.correlation_id()
+        start = request.flags() & fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+        end = request.flags() & fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+        if start:
+            assert sequence not in self.sequences
+            self.sequences[sequence] = float(inputs["prompt_spk_embedding"][0, 0])
+        voice = self.sequences[sequence]
+        if end:
+            del self.sequences[sequence]
+            self.ended.append(sequence)
+        tokens = inputs["target_speech_tokens"][0] - OFFSET
+        if "finalize" in inputs:
+            if self.vocoder_fails and len(tokens):
+                return InferenceResponse(error=TritonError("out of memory", TritonError.UNAVAILABLE))
+            offset = inputs["token_offset"].item() if "token_offset" in inputs else 0
+            tokens = tokens[offset:] if inputs["finalize"].item() else tokens[offset : max(offset, len(tokens) - 3)]
+        return answer(waveform=(1000 * voice + tokens)[None].astype(np.float32))
+
+
+@contextmanager
+def started(name: str, tokenizer_dir: Path, decoupled: bool = True, **settings: str) -> Iterator[Any]:
+    """The model of that name, initialized; nothing of it is left at the end."""
+    parameters = {"model_dir": "unused", "llm_tokenizer_dir": str(tokenizer_dir)} | settings
+    config = {
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+        "model_transaction_policy": {"decoupled": decoupled},
+    }
+    model = load_model(MODEL_FILES[name]).TritonPythonModel()
+    model.initialize({"model_name": name, "model_instance_name": f"{name}_0", "model_config": json.dumps(config)})
+    try:
+        yield model
+    finally:
+        model.finalize()
+
+
+def client_request(
+    decoupled: bool = True, parameters: Mapping[str, Any] | None = None, **inputs: Any
+) -> InferenceRequest:
+    texts = {"target_text": "word5.", "reference_text": "word6"} | {
+        k: v for k, v in inputs.items() if isinstance(v, str)
+    }
+    tensors = {name: np.array([[text.encode()]], object) for name, text in texts.items()}
+    wav = inputs.get("reference_wav", WAV)
+    if wav is None:
+        return InferenceRequest.from_client(tensors, parameters=parameters, decoupled=decoupled)
+    tensors |= {"reference_wav": wav[None], "reference_wav_len": np.array([[inputs.get("length", len(wav))]], np.int32)}
+    return InferenceRequest.from_client(tensors, parameters=parameters, decoupled=decoupled)
+
+
+def wait(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.005)
+
+
+def serve(model: Any, *requests: InferenceRequest) -> None:
+    assert model.execute(list(requests)) is None
+    wait(lambda: all(request.sender.final for request in requests))
+
+
+def audio(request: InferenceRequest) -> np.ndarray:
+    """(N,) of all responses."""
+    return np.concatenate([response.arrays()["waveform"] for response in request.sender.responses], axis=1)[0]
+
+
+def failure(request: InferenceRequest) -> tuple[int, str]:
+    """Code and message of the error that ended a request."""
+    error = request.sender.responses[-1].error()
+    assert error is not None
+    return error.code(), error.message()
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_a_decoupled_model_streams_every_token_once(
+    name: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
+    neighbours = Neighbours()
+    neighbours.install(triton_models)
+    request = client_request()
+    with started(name, tokenizer_dir) as model:
+        serve(model, request)
+    np.testing.assert_array_equal(audio(request), 1000 + np.arange(TOKENS))
+    assert len(request.sender.responses) == 3
+    assert len(neighbours.ended) == 1 and not neighbours.sequences
+
+
+def test_a_request_that_asks_is_told_when_each_stage_was_reached(
+    tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
+    Neighbours().install(triton_models)
+    asks, does_not = client_request(parameters={"timeline": True}), client_request()
+    with started("cosyvoice2_dit", tokenizer_dir) as model:
+        serve(model, asks, does_not)
+    told = [json.loads(r.arrays()["timeline"].item()) for r in asks.sender.responses if r.arrays()]
+    assert len(told) > 1, "a chunk's stages come beside it"
+    assert {stage for stage, _ in told[0]} == {"voice", "llm", "vocoder", "tokens", "audio"}
+    times = [at for stages in told for _, at in stages]
+    assert times == sorted(times) and times[0] >= 0
+    assert all([stage for stage, _ in stages][-2:] == ["tokens", "audio"] for stages in told)
+    assert not any("timeline" in r.arrays() for r in does_not.sender.responses)
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_a_model_that_is_not_decoupled_answers_once(
+    name: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
+    Neighbours().install(triton_models)
+    request = client_request(decoupled=False)
+    with started(name, tokenizer_dir, decoupled=False) as model:
+        serve(model, request)
+    assert len(request.sender.responses) == 1
+    np.testing.assert_array_equal(audio(request), 1000 + np.arange(TOKENS))
+
+
+def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(
+    tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
+    neighbours = Neighbours()
+    neighbours.install(triton_models)
+    request = client_request(parameters={"top_k": 5, "seed": 11, "triton_enable_empty_final_response": True})
+    with started("cosyvoice2_dit", tokenizer_dir, temperature="0.25", top_k="7", max_tokens="12") as model:
+        serve(model, request)
+    (llm,) = neighbours.llm_requests
+    names = ("temperature", "runtime_top_k", "request_output_len", "min_length", "random_seed")
+    assert [llm[name].item() for name in names] == [0.25, 5, 12, 2, 11]
+    # <|sos|> the texts <|task_id|> and the prompt's tokens
+    assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(OFFSET, OFFSET + PROMPT))
+
+
+def test_a_registered_voice_and_an_instruction_reach_the_llm_and_the_vocoder(
+    tokenizer_dir: Path, triton_models: dict[str, Callee], tmp_path: Path
+) -> None:
+    neighbours = Neighbours()
+    neighbours.install(triton_models)
+    save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
+    by_name = client_request(reference_wav=None, speaker="anna", reference_text="")
+    by_default = client_request(reference_wav=None, reference_text="", instruct_text="word8")
+    with started("cosyvoice2_dit", tokenizer_dir, voices_dir=str(tmp_path), default_speaker="anna") as model:
+        serve(model, by_name)
+        serve(model, by_default)
+    for request in (by_name, by_default):
+        np.testing.assert_array_equal(audio(request), 2000 + np.arange(TOKENS))
+    zero_shot, instructed = (request["input_ids"][0].tolist() for request in neighbours.llm_requests)
+    assert zero_shot[-PROMPT_TOKENS:] == [OFFSET + 2] * PROMPT_TOKENS
+    assert instructed[-1] == LLMTokenizer.from_dir(tokenizer_dir).task_id
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"default_speaker": "bert"}, "unknown speaker 'bert'; known speakers: anna"),
+        ({"default_speaker": "damaged"}, "speaker 'damaged' cannot be used"),
+    ],
+)
+def test_a_default_speaker_that_cannot_be_used_stops_the_model_from_loading(
+    settings: dict[str, str], message: str, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    save_voice(tmp_path / "anna.safetensors", fake_prompt(2))
+    if settings["default_speaker"] == "damaged":
+        (tmp_path / "damaged.wav").write_bytes(b"no audio")
+    with (
+        pytest.raises((ValueError, UnavailableError), match=message),
+        started("cosyvoice2", tokenizer_dir, voices_dir=str(tmp_path), **settings),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_cut_by_max_tokens_reaches_the_caller_as_a_warning(
+    tokenizer_dir: Path, triton_models: dict[str, Callee], decoupled: bool
+) -> None:
+    Neighbours(llm_tokens=20, llm_ends=False).install(triton_models)
+    request = client_request(decoupled)
+    with started("cosyvoice2_dit", tokenizer_dir, decoupled) as model:
+        serve(model, request)
+    answers = [response.arrays() for response in request.sender.responses]
+    (warning,) = (outputs["warning"].item() for outputs in answers if "warning" in outputs)
+    assert warning.startswith("speech was cut short after 20 tokens") and warning.endswith("'word five.'")
+
+
+def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
+    Neighbours().install(triton_models)
+    request = client_request()
+    with started("cosyvoice2_dit", tokenizer_dir, dynamic_chunk_strategy="equal", first_hop_tokens="20") as model:
+        serve(model, request)
+    assert [response.arrays()["waveform"].shape[1] for response in request.sender.responses] == [20] * 5
+
+
+def test_padding_of_the_reference_reaches_no_model(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
+    Neighbours().install(triton_models)
+    padded = np.concatenate([WAV, np.full(PROMPT_SAMPLE_RATE, 9, np.float32)])
+    request = client_request(reference_wav=padded, length=len(WAV))
+    with started("cosyvoice2", tokenizer_dir) as model:
+        serve(model, request)
+    np.testing.assert_array_equal(audio(request), 1000 + np.arange(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"target_text": "<|s_1|><|eos1|>"}, "target_text has nothing to speak"),
+        ({"speaker": "anna"}, "speaker 'anna' with a reference_wav"),
+        ({"length": 10**6}, "reference_wav_len 1000000"),
+        ({"parameters": {"top_p": 2}}, "top_p"),
+    ],
+)
+def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
+    inputs: dict[str, Any], message: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
+    Neighbours().install(triton_models)
+    bad, good = client_request(**inputs), client_request()
+    with started("cosyvoice2_dit", tokenizer_dir) as model:
+        serve(model, bad)
+        serve(model, good)
+    assert failure(bad)[0] == TritonError.INVALID_ARG and message in failure(bad)[1]
+    assert len(audio(good)) == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"vocoder_fails": True}, "out of memory"),
+        ({"llm_tokens": 0}, "the LLM returned no speech token for the text 'word five.'"),
+    ],
+)
+def test_a_part_that_fails_makes_the_request_unavailable_and_leaves_no_sequence(
+    fault: dict[str, Any], message: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
+    neighbours = Neighbours(**fault)
+    neighbours.install(triton_models)
+    request = client_request()
+    with started("cosyvoice2_dit", tokenizer_dir) as model:
+        serve(model, request)
+    assert failure(request)[0] == TritonError.UNAVAILABLE and message in failure(request)[1]
+    assert len(neighbours.ended) <= 1  # the LLM may fail before one is begun
+    assert not neighbours.sequences
+
+
+def test_an_llm_server_that_is_down_is_an_error_naming_it(
+    tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
+    Neighbours().install(triton_models)
+    request = client_request()
+    settings = {"llm_transport": "openai", "llm_urls": "http://127.0.0.1:9"}
+    with started("cosyvoice2_dit", tokenizer_dir, **settings) as model:
+        serve(model, request)
+    assert failure(request)[0] == TritonError.UNAVAILABLE and "http://127.0.0.1:9" in failure(request)[1]
+
+
+@pytest.mark.parametrize("llm_pause", [0.02, 1.0])
+def test_a_client_that_leaves_has_its_sequence_ended(
+    llm_pause: float, tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
+    """While the LLM speaks, and while it has said nothing yet."""
+    neighbours = Neighbours(pause=llm_pause)
+    neighbours.install(triton_models)
+    request = client_request()
+    with started("cosyvoice2_dit", tokenizer_dir) as model:
+        model.execute([request])
+        wait(lambda: bool(neighbours.sequences))
+        request.sender.cancelled = True
+        wait(lambda: request.sender.final)
+    assert failure(request)[0] == TritonError.CANCELLED
+    assert len(neighbours.ended) == 1 and not neighbours.sequences
+
+
+def test_eight_requests_at_a_time_keep_their_voices(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
+    neighbours = Neighbours(pause=0.001)
+    neighbours.install(triton_models)
+    requests = [client_request(reference_wav=WAV * 2**-voice) for voice in range(8)]
+    with started("cosyvoice2_dit", tokenizer_dir) as model:
+        serve(model, *requests)
+    for voice, request in enumerate(requests):
+        np.testing.assert_allclose(audio(request), 1000 * 2.0**-voice + np.arange(TOKENS), atol=0.1)
+    assert len(set(neighbours.ended)) == 8
+
+
+def test_finalize_ends_the_live_requests_before_the_connections_they_use_and_the_loop_in_any_case(
+    tokenizer_dir: Path, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neighbours = Neighbours(pause=0.02)
+    neighbours.install(triton_models)
+    request = client_request()
+    ended = []
+
+    async def fail_to_close(orchestrator: Orchestrator) -> None:
+        ended.append(request.sender.final)
+        raise RuntimeError("cannot close")
+
+    monkeypatch.setattr(Orchestrator, "aclose", fail_to_close)
+    with pytest.raises(RuntimeError, match="cannot close"), started("cosyvoice2_dit", tokenizer_dir) as model:
+        model.execute([request])
+        wait(lambda: bool(neighbours.sequences))
+    assert ended == [True]
+    assert failure(request)[0] == TritonError.UNAVAILABLE
+    assert model._loop.loop.is_closed()
+
+
+def test_hops_that_the_vocoder_cannot_render_stop_the_model_from_loading(tokenizer_dir: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="largest hop of 60"),
+        started("cosyvoice2", tokenizer_dir, max_hop_tokens="60"),
+    ):
+        pass

@@ -1,0 +1,261 @@
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.constants import MEL_BINS, SPEAKER_DIM
+from common.errors import LostAnswerError
+from common.orchestrator.chunking import Chunk
+from common.orchestrator.ports import TritonPromptEncoder, TritonVocoder, TritonVocoderStream, new_correlation_id
+from common.voice.prompt import Prompt
+
+OFFSET = 1000  # of the speech tokens in the LLM's vocabulary
+PROMPT = Prompt(
+    tokens=np.array([7, 8]),
+    mel=np.full((4, MEL_BINS), 0.5, np.float32),
+    embedding=np.full(SPEAKER_DIM, 0.25, np.float32),
+    text="",
+)
+
+
+@dataclass(frozen=True)
+class Sent:
+    model: str
+    inputs: Mapping[str, np.ndarray]
+    correlation_id: int
+    start: bool
+    end: bool
+
+    def __getitem__(self, name: str) -> Any:
+        """An input without its batch dimension, as plain Python."""
+        assert self.inputs[name].shape[0] == 1
+        return self.inputs[name][0].tolist()
+
+
+@dataclass
+class FakeCall:
+    """Answers every request with `answers`; fails where `failing` names the number of the request."""
+
+    answers: dict[str, np.ndarray] = field(default_factory=lambda: {"waveform": np.ones((1, 3), np.float32)})
+    failing: dict[int, Exception] = field(default_factory=dict)
+    gate: asyncio.Event | None = None
+    sent: list[Sent] = field(default_factory=list)
+    answered: int = 0
+
+    async def __call__(
+        self,
+        model: str,
+        inputs: Mapping[str, np.ndarray],
+        outputs: Sequence[str],
+        *,
+        correlation_id: int = 0,
+        start: bool = False,
+        end: bool = False,
+    ) -> dict[str, np.ndarray]:
+        number = len(self.sent)
+        self.sent.append(Sent(model, inputs, correlation_id, start, end))
+        if self.gate is not None:
+            await self.gate.wait()
+        self.answered += 1
+        if number in self.failing:
+            raise self.failing[number]
+        return {name: self.answers[name] for name in outputs}
+
+
+def vocoder(call: FakeCall, *, cumulative: bool) -> TritonVocoder:
+    return TritonVocoder(call, "vocoder", cumulative=cumulative, token_offset=OFFSET)
+
+
+async def two_chunks(stream: TritonVocoderStream) -> None:
+    """An utterance of 13 tokens: 6, then 7."""
+    await stream.start()
+    await stream.chunk(list(range(9)), Chunk(0, 6, final=False))
+    await stream.chunk(list(range(13)), Chunk(6, 7, final=True))
+    await stream.abort()
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_a_stream_is_one_sequence_with_the_voice_at_its_start_and_end_on_its_final_chunk(cumulative: bool) -> None:
+    call = FakeCall()
+    asyncio.run(two_chunks(vocoder(call, cumulative=cumulative).open(PROMPT)))
+    assert [(sent.start, sent.end, sent["finalize"]) for sent in call.sent] == [
+        (True, False, [False]),
+        (False, False, [False]),
+        (False, True, [True]),
+    ]
+    assert len({sent.correlation_id for sent in call.sent}) == 1
+    assert ["prompt_speech_tokens" in sent.inputs for sent in call.sent] == [True, False, False]
+
+
+def test_the_unet_vocoder_gets_all_tokens_so_far_and_the_offset() -> None:
+    call = FakeCall()
+    asyncio.run(two_chunks(vocoder(call, cumulative=True).open(PROMPT)))
+    assert [sent["target_speech_tokens"] for sent in call.sent] == [
+        [],
+        list(range(OFFSET, OFFSET + 9)),
+        list(range(OFFSET, OFFSET + 13)),
+    ]
+    assert [sent["token_offset"] for sent in call.sent] == [[0], [0], [6]]
+
+
+def test_the_dit_vocoder_gets_the_new_tokens_and_their_look_ahead() -> None:
+    call = FakeCall()
+    asyncio.run(two_chunks(vocoder(call, cumulative=False).open(PROMPT)))
+    assert [sent["target_speech_tokens"] for sent in call.sent] == [
+        [],
+        list(range(OFFSET, OFFSET + 9)),
+        list(range(OFFSET + 6, OFFSET + 13)),
+    ]
+    assert all("token_offset" not in sent.inputs for sent in call.sent)
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_tokens_beyond_the_look_ahead_are_not_sent(cumulative: bool) -> None:
+    call = FakeCall()
+    stream = vocoder(call, cumulative=cumulative).open(PROMPT)
+
+    async def main() -> None:
+        await stream.start()
+        await stream.chunk(list(range(50)), Chunk(0, 6, final=False))
+        await stream.abort()
+
+    asyncio.run(main())
+    assert len(call.sent[1]["target_speech_tokens"]) == 9
+
+
+def test_prompt_tensors_have_the_types_and_shapes_of_the_contract() -> None:
+    call = FakeCall()
+    asyncio.run(vocoder(call, cumulative=True).open(PROMPT).start())
+    assert {name: (value.dtype.name, value.shape) for name, value in call.sent[0].inputs.items()} == {
+        "target_speech_tokens": ("int32", (1, 0)),
+        "token_offset": ("int32", (1, 1)),
+        "finalize": ("bool", (1, 1)),
+        "prompt_speech_tokens": ("int32", (1, 2)),
+        "prompt_speech_feat": ("float16", (1, 4, MEL_BINS)),
+        "prompt_spk_embedding": ("float16", (1, SPEAKER_DIM)),
+    }
+    assert call.sent[0]["prompt_speech_tokens"] == [OFFSET + 7, OFFSET + 8]
+
+
+def test_offline_is_one_request_that_starts_and_ends_a_sequence() -> None:
+    call = FakeCall()
+    audio = asyncio.run(vocoder(call, cumulative=True).offline(PROMPT, [1, 2], speed=1.25))
+    assert audio.shape == (3,)
+    (sent,) = call.sent
+    assert (sent.start, sent.end, sent["target_speech_tokens"]) == (True, True, [OFFSET + 1, OFFSET + 2])
+    assert "token_offset" not in sent.inputs and "finalize" not in sent.inputs
+    assert sent["speed"] == [1.25]
+
+
+def test_a_failure_that_the_response_cache_kept_does_not_silence_a_voice() -> None:
+    """Triton caches the error of a prompt model as an answer without outputs."""
+    answers = {"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)}
+    call = FakeCall(answers, failing={0: LostAnswerError("answered without prompt_spk_embedding")})
+    wav = np.ones(100, np.float32)
+    assert len(asyncio.run(TritonPromptEncoder(call, OFFSET).embedding(wav))) == SPEAKER_DIM
+    assert [sent["reference_wav_len"] for sent in call.sent] == [[100], [100]]
+    assert [sent.inputs["reference_wav"].shape for sent in call.sent] == [(1, 100), (1, 101)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_stream_whose_request_failed_is_still_ended_once(failing: int) -> None:
+    call = FakeCall(failing={failing: RuntimeError("out of memory")})
+    stream = vocoder(call, cumulative=False).open(PROMPT)
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await two_chunks(stream)
+        await stream.abort()
+        await stream.abort()
+
+    asyncio.run(main())
+    assert [sent.end for sent in call.sent] == [False] * (failing + 1) + [True]
+    assert call.sent[-1]["finalize"] == [False] and call.sent[-1]["target_speech_tokens"] == []
+
+
+def test_end_is_not_repeated_after_a_final_chunk_that_failed() -> None:
+    call = FakeCall(failing={2: RuntimeError("out of memory")})
+    stream = vocoder(call, cumulative=False).open(PROMPT)
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await two_chunks(stream)
+        await stream.abort()
+
+    asyncio.run(main())
+    assert [sent.end for sent in call.sent] == [False, False, True]
+
+
+def test_aborting_a_stream_that_never_started_sends_nothing() -> None:
+    call = FakeCall()
+    asyncio.run(vocoder(call, cumulative=False).open(PROMPT).abort())
+    assert call.sent == []
+
+
+def test_an_abort_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+    call = FakeCall(failing={1: ValueError("stream is not live")})
+    stream = vocoder(call, cumulative=False).open(PROMPT)
+
+    async def main() -> None:
+        await stream.start()
+        await stream.abort()
+
+    asyncio.run(main())
+    assert "stream is not live" in caplog.text
+
+
+def test_an_abort_waits_for_the_chunk_that_is_under_way() -> None:
+    async def main() -> None:
+        call = FakeCall(gate=asyncio.Event())
+        stream = vocoder(call, cumulative=False).open(PROMPT)
+        starting = asyncio.create_task(stream.start())
+        await asyncio.sleep(0.01)
+        starting.cancel()
+        aborting = asyncio.create_task(stream.abort())
+        await asyncio.sleep(0.01)
+        assert [sent.end for sent in call.sent] == [False]
+        assert call.gate is not None
+        call.gate.set()
+        await aborting
+        assert [sent.end for sent in call.sent] == [False, True]
+        assert call.answered == 2
+
+    asyncio.run(main())
+
+
+def test_correlation_ids_are_63_bits_and_differ() -> None:
+    ids = {new_correlation_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(0 < correlation_id < 2**63 for correlation_id in ids)
+
+
+def encode(work: Coroutine[Any, Any, np.ndarray]) -> np.ndarray:
+    return asyncio.run(work)
+
+
+WAV = np.linspace(-0.5, 0.5, 16_000, dtype=np.float32)
+
+
+def test_prompt_tokens_lose_the_offset_of_the_llm() -> None:
+    call = FakeCall(answers={"prompt_speech_tokens": np.array([[OFFSET, OFFSET + 5]], np.int32)})
+    tokens = encode(TritonPromptEncoder(call, OFFSET).tokens(WAV))
+    assert tokens.tolist() == [0, 5] and tokens.dtype == np.int64
+    (sent,) = call.sent
+    assert sent.model == "audio_tokenizer"
+    assert sent.inputs["reference_wav"].shape == (1, len(WAV)) and sent["reference_wav_len"] == [len(WAV)]
+
+
+def test_the_x_vector_is_that_of_the_whole_reference() -> None:
+    call = FakeCall(answers={"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)})
+    assert encode(TritonPromptEncoder(call, OFFSET).embedding(WAV)).shape == (SPEAKER_DIM,)
+    assert call.sent[0].model == "speaker_embedding"
+
+
+def test_the_mel_has_fifty_frames_per_second_and_asks_no_model() -> None:
+    call = FakeCall()
+    mel = encode(TritonPromptEncoder(call, OFFSET).mel(WAV))
+    assert mel.shape == (50, MEL_BINS) and mel.dtype == np.float32
+    assert call.sent == []

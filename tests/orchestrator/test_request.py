@@ -1,0 +1,116 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.constants import PROMPT_SAMPLE_RATE
+from common.llm.interface import Sampling
+from common.orchestrator.request import RequestInputs, SpeechRequest
+
+WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
+
+
+def check(defaults: Sampling | None = None, default_speaker: str = "", **inputs: Any) -> SpeechRequest:
+    given = {"target_text": "hello", "reference_wav": WAV, "reference_text": "reference"} | inputs
+    return RequestInputs(**given).check(defaults or Sampling(), 100, default_speaker)
+
+
+def test_a_request_without_parameters_samples_by_the_defaults() -> None:
+    defaults = Sampling(temperature=0.5, max_tokens=99)
+    assert check(defaults).sampling == defaults
+
+
+def test_parameters_replace_the_defaults_and_those_of_triton_are_ignored() -> None:
+    parameters = {"seed": 7, "temperature": 0, "top_p": "0.5", "top_k": 3, "repetition_penalty": 1.5, "max_tokens": "9"}
+    sampling = check(parameters=parameters | {"triton_enable_empty_final_response": True, "speed": 1}).sampling
+    assert sampling == Sampling(seed=7, temperature=0.0, top_p=0.5, top_k=3, repetition_penalty=1.5, max_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", -1),
+        ("seed", "abc"),
+        ("seed", True),
+        ("temperature", float("nan")),
+        ("temperature", "inf"),
+        ("temperature", -0.5),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 2.5),
+        ("top_k", [5]),
+        ("repetition_penalty", 0),
+        ("max_tokens", 0),
+        ("max_tokens", "7.5"),
+        ("speed", 0.1),
+        ("speed", 4.5),
+        ("speed", "fast"),
+    ],
+)
+def test_a_bad_parameter_is_an_error_naming_it_and_its_value(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name) as error:
+        check(parameters={name: value})
+    assert str(value) in str(error.value)
+
+
+def test_the_padding_behind_the_reference_is_cut_off() -> None:
+    padded = np.concatenate([WAV, np.full(5000, np.nan, np.float32)])[None]
+    np.testing.assert_array_equal(check(reference_wav=padded, reference_wav_len=len(WAV)).voice.wav, WAV)
+    np.testing.assert_array_equal(check(reference_wav=WAV, reference_wav_len=None).voice.wav, WAV)
+
+
+@pytest.mark.parametrize("text", [None, "", "  \n"])
+def test_a_reference_without_words_is_cross_lingual(text: str | None) -> None:
+    assert check(reference_text=text).voice.text == ""
+
+
+def test_every_text_is_cleaned() -> None:
+    request = check(target_text=" one\n two<|eos1|> ", reference_text="three\t\nfour")
+    assert (request.target_text, request.voice.text) == ("one\ntwo", "three four")
+    assert check(instruct_text="<|endofprompt|>slowly\n please", reference_text="").instruct_text == "slowly please"
+
+
+def test_a_speaker_stands_for_the_recording_and_a_default_one_where_neither_is_given() -> None:
+    without = {"target_text": "hello"}
+    assert RequestInputs(**without, speaker="anna").check(Sampling(), 100).voice == "anna"
+    assert RequestInputs(**without, speaker="anna").check(Sampling(), 100, "bert").voice == "anna"
+    assert RequestInputs(**without).check(Sampling(), 100, "bert").voice == "bert"
+    assert check(default_speaker="bert").voice.text == "reference"
+
+
+@pytest.mark.parametrize(("value", "flag"), [(True, True), ("false", False), ("True", True), (0, False), ("1", True)])
+def test_flags_may_come_as_text(value: object, flag: bool) -> None:
+    request = check(parameters={"text_frontend": value, "cross_lingual": value}, reference_text="")
+    assert (request.in_words, request.cross_lingual) == (flag, flag)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"target_text": None}, "target_text is missing"),
+        ({"target_text": " "}, "target_text has nothing to speak"),
+        ({"target_text": "<|s_1|><|eos1|>"}, "target_text has nothing to speak"),
+        ({"target_text": "x" * 101}, "target_text has 101 characters"),
+        ({"reference_text": "<|s_1|>"}, "reference_text has nothing to speak"),
+        ({"reference_wav_len": 0}, "reference_wav_len 0"),
+        ({"reference_wav": WAV[:100]}, "100 samples"),
+        ({"reference_wav": None}, "reference_text 'reference' without a reference_wav"),
+        ({"reference_wav": None, "reference_text": None, "reference_wav_len": 5}, "reference_wav_len 5 without"),
+        ({"reference_wav": None, "reference_text": None}, "neither a reference_wav nor a speaker"),
+        ({"speaker": "anna"}, "speaker 'anna' with a reference_wav"),
+        ({"speaker": "anna", "reference_wav": None}, "reference_text 'reference' without a reference_wav"),
+        ({"instruct_text": "sadly"}, "instruct_text 'sadly' with the reference_text 'reference'"),
+        ({"instruct_text": "<|s_1|>", "reference_text": ""}, "instruct_text has nothing to speak"),
+        ({"instruct_text": "x" * 101, "reference_text": ""}, "instruct_text has 101 characters"),
+        ({"parameters": {"cross_lingual": True}}, "cross_lingual with the reference_text 'reference'"),
+        (
+            {"parameters": {"cross_lingual": True}, "instruct_text": "sadly"},
+            "cross_lingual with the instruct_text 'sadly'",
+        ),
+        ({"parameters": {"cross_lingual": "perhaps"}}, "cross_lingual must be true or false, not 'perhaps'"),
+        ({"parameters": {"text_frontend": 2}}, "text_frontend must be true or false, not 2"),
+    ],
+)
+def test_bad_input_is_an_error_naming_the_value(inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(**inputs)

@@ -1,0 +1,153 @@
+"""Texts of several segments: in order, in one voice, the LLM one ahead."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import UnavailableError
+from common.llm.interface import LLMPrompt
+from common.voice.prompt import Prompt
+from tests.support.fakes import (
+    PROMPT_TOKENS,
+    FakeLM,
+    FakeTexts,
+    FakeVocoder,
+    Step,
+    speech_request,
+)
+from tests.support.pipeline import Pipeline, turns
+
+
+class CountingLM(FakeLM):
+    """Says the numbers that the text names, "100-130", and notes the segments begun. `events`: waited for midway."""
+
+    def __init__(self, **events: asyncio.Event):
+        super().__init__()
+        self.events = events
+
+    def script(self, prompt: LLMPrompt) -> Sequence[Step]:
+        if prompt.target_text not in self.events:
+            return [[token] for token in range(*map(int, prompt.target_text.split("-")))]
+        return [[1], self.events[prompt.target_text], [2]]
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_segments_are_spoken_in_order_in_one_voice_with_the_same_sampling(offline: bool) -> None:
+    pipeline = Pipeline(CountingLM())
+    request = speech_request(voice=3, text="0-40|100-101|200-260")
+
+    async def scenario() -> list[np.ndarray]:
+        return [await pipeline.synthesizer.offline(request)] if offline else await pipeline.speak(request)
+
+    audio = np.concatenate(pipeline.run(scenario()))
+    np.testing.assert_array_equal(audio, 30_000 + np.concatenate([np.arange(40), [100], np.arange(200, 260)]))
+    voice = ("reference", [3] * PROMPT_TOKENS)
+    assert pipeline.llm.prompts == [LLMPrompt(text, *voice) for text in ("0-40", "100-101", "200-260")]
+    assert pipeline.llm.samplings == [request.sampling] * 3
+    assert len(pipeline.encoder.begun) == 3  # the voice is encoded once
+
+
+def test_a_recording_that_was_heard_is_not_encoded_again() -> None:
+    pipeline = Pipeline(CountingLM())
+    request = speech_request(voice=3, text="0-40")
+
+    synthesizer = pipeline.synthesizer
+
+    async def scenario() -> list[np.ndarray]:
+        return [await synthesizer.offline(request) for _ in range(2)]
+
+    first, second = pipeline.run(scenario())
+    np.testing.assert_array_equal(first, second)
+    assert len(pipeline.encoder.begun) == 3
+    assert pipeline.llm.prompts[0] == pipeline.llm.prompts[1]
+
+
+def test_the_llm_speaks_the_next_segment_while_one_is_rendered_and_no_further() -> None:
+    gate = asyncio.Event()
+    pipeline = Pipeline(CountingLM(), vocoder=FakeVocoder(gate=gate))
+
+    async def scenario() -> list[np.ndarray]:
+        speaking = asyncio.create_task(pipeline.speak(speech_request(text="0-20|20-40|40-60|60-80")))
+        await turns(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.unclosed == 0)
+        await asyncio.sleep(0.1)  # time in which it could go on
+        assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
+        gate.set()
+        return await speaking
+
+    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(80))
+
+
+def test_the_first_segment_is_heard_before_the_text_is_cut_to_its_end() -> None:
+    released = threading.Event()
+
+    class Slow(FakeTexts):
+        def segments(self, text: str, in_words: bool) -> Iterator[str]:
+            yield "0-40"
+            assert released.wait(10)
+            yield "40-60"
+
+    pipeline = Pipeline(CountingLM())
+    pipeline.texts = Slow()
+
+    async def scenario() -> list[np.ndarray]:
+        async with aclosing(pipeline.synthesizer.stream(speech_request())) as waveforms:
+            first = [await anext(waveforms), await anext(waveforms)]
+            released.set()
+            return first + [waveform async for waveform in waveforms]
+
+    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(60))
+
+
+@pytest.mark.parametrize("failing", ["llm", "vocoder", "segments"])
+def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: str) -> None:
+    class FailingTexts(FakeTexts):
+        def segments(self, text: str, in_words: bool) -> Iterator[str]:
+            yield from ("0-20", "20-40")
+            raise ValueError("segments")
+
+    class Failing(CountingLM):
+        def script(self, prompt: LLMPrompt) -> Sequence[Step]:
+            return [[1], UnavailableError("llm")] if prompt.target_text == "40-60" else super().script(prompt)
+
+    class FailingVocoder(FakeVocoder):
+        def open(self, prompt: Prompt) -> Any:
+            self.failures = {0: RuntimeError("vocoder")} if len(self.streams) == 2 else {}
+            return super().open(prompt)
+
+    pipeline = Pipeline(
+        Failing() if failing == "llm" else CountingLM(),
+        vocoder=FailingVocoder() if failing == "vocoder" else FakeVocoder(),
+    )
+    pipeline.texts = FailingTexts() if failing == "segments" else FakeTexts()
+    with pytest.raises((ValueError, UnavailableError, RuntimeError), match=failing):
+        pipeline.run(pipeline.speak(speech_request(text="0-20|20-40|40-60")))
+
+
+@pytest.mark.parametrize("place", ["the segment being rendered", "the segment ahead"])
+def test_cancelling_frees_every_segment(place: str) -> None:
+    never = asyncio.Event()
+    ahead = place == "the segment ahead"
+    pipeline = Pipeline(
+        CountingLM(slow=never) if ahead else CountingLM(), vocoder=FakeVocoder(gate=never if ahead else None)
+    )
+
+    async def scenario() -> list[np.ndarray]:
+        if not ahead:  # the consumer holds a waveform of the second segment, the third one waits
+            async with aclosing(pipeline.synthesizer.stream(speech_request(text="0-20|20-60|60-80|80-99"))) as audio:
+                return [await anext(audio) for _ in range(3)]
+        speaking = asyncio.create_task(pipeline.speak(speech_request(text="0-20|slow|60-80")))
+        await turns(lambda: len(pipeline.llm.prompts) == 2 and pipeline.vocoder.live == 1)
+        speaking.cancel()
+        return await speaking
+
+    if ahead:
+        with pytest.raises(asyncio.CancelledError):
+            pipeline.run(scenario())
+    else:
+        assert len(pipeline.run(scenario())) == 3
+    assert [stream.aborts for stream in pipeline.vocoder.streams] == ([1] if ahead else [0, 1])

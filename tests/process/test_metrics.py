@@ -1,0 +1,71 @@
+"""What a model counts, and the page that all make together."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from common.constants import SAMPLE_RATE
+from common.errors import UnavailableError
+from common.process import metrics
+from common.process.metrics import Published, RequestStats
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, "ok"),
+        (ValueError("a bad value"), "invalid"),
+        (UnavailableError("full"), "unavailable"),
+        (asyncio.CancelledError(), "cancelled"),
+        (RuntimeError("a bug"), "error"),
+    ],
+)
+def test_a_request_is_counted_by_how_it_ended(error: BaseException | None, outcome: str) -> None:
+    stats = RequestStats()
+    try:
+        with stats.request() as speaking:
+            assert stats.values()[metrics.LIVE] == 1
+            speaking.sent(SAMPLE_RATE)
+            if error:
+                raise error
+    except BaseException as raised:
+        assert raised is error
+    values = stats.values()
+    assert values[metrics.LIVE] == 0 and values[metrics.AUDIO] == 1
+    assert {line.labels[0][1]: value for line, value in values.items() if line.name == metrics.ENDED.name} == {
+        name: int(name == outcome) for name in metrics.OUTCOMES
+    }
+
+
+def test_first_chunks_are_counted_up_to_each_bound() -> None:
+    stats = RequestStats()
+    for seconds in (0.01, 0.2, 99.0):
+        with stats.request() as speaking:
+            speaking.first_chunk = seconds
+    values = stats.values()
+    buckets = {line.labels[0][1]: value for line, value in values.items() if line.suffix == "_bucket"}
+    assert (buckets["0.05"], buckets["0.15"], buckets["0.2"], buckets["10.0"], buckets["+Inf"]) == (1, 1, 2, 2, 3)
+    assert values[metrics.FIRST_CHUNK.line("_count")] == 3
+    assert values[metrics.FIRST_CHUNK.line("_sum")] == pytest.approx(99.21)
+
+
+def test_the_page_has_each_family_once_and_a_line_for_each_instance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path))
+    models = [
+        Published(lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, {"model_name": "m", "model_instance_name": name})
+        for name in ("m_0", "m_1")
+    ]
+    for model in models:
+        model.close()
+    page = metrics.page(tmp_path)
+    assert page.count("# TYPE tts_vocoder_chunks_queued gauge\n") == 1
+    assert 'tts_vocoder_chunks_total{model="m",model_instance="m_1"} 7\n' in page
+    assert metrics.sum_of(page, metrics.QUEUED.name) == 6 and metrics.sum_of(page, "tts_other") == 0
+
+
+def test_without_a_directory_nothing_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(metrics.VARIABLE, raising=False)
+    Published(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()

@@ -1,0 +1,91 @@
+"""scripts/fill_template.py: upstream's commands, and what it says to mistakes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.server.rendering import TEMPLATES, parse
+from scripts.fill_template import main, parse_substitutions
+
+ORCHESTRATOR = (
+    "model_dir:/m,bls_instance_num:4,llm_tokenizer_dir:/t,triton_max_batch_size:16,decoupled_mode:False,"
+    "max_queue_delay_microseconds:0"
+)
+VOCODER = "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"
+LLM = (
+    "triton_backend:tensorrtllm,triton_max_batch_size:16,decoupled_mode:False,max_beam_width:1,engine_dir:/e,"
+    "max_tokens_in_paged_kv_cache:2560,max_attention_window_size:2560,kv_cache_free_gpu_mem_fraction:0.5,"
+    "exclude_input_in_output:True,enable_kv_cache_reuse:False,batching_strategy:inflight_fused_batching,"
+    "max_queue_delay_microseconds:0,encoder_input_features_data_type:TYPE_FP16,logits_datatype:TYPE_FP32"
+)
+UPSTREAM = {
+    "model_repo/token2wav": VOCODER,
+    "model_repo/audio_tokenizer": VOCODER,
+    "model_repo/speaker_embedding": VOCODER,
+    "model_repo/cosyvoice2": ORCHESTRATOR,
+    "model_repo/tensorrt_llm": LLM,
+    "model_repo_dit/token2wav_dit": VOCODER,
+    "model_repo_dit/cosyvoice2_dit": ORCHESTRATOR,
+}
+
+
+@pytest.fixture
+def template(tmp_path) -> Path:
+    return Path(shutil.copy(TEMPLATES / "model_repo" / "cosyvoice2" / "config.pbtxt", tmp_path))
+
+
+@pytest.mark.parametrize("directory", UPSTREAM)
+def test_upstreams_commands_work_unchanged(directory, tmp_path):
+    file = Path(shutil.copy(TEMPLATES / directory / "config.pbtxt", tmp_path))
+    assert main(["-i", str(file), UPSTREAM[directory]]) == 0
+    name = Path(directory).name
+    assert parse(file.read_text(), name).max_batch_size == 16
+
+
+def test_without_i_the_result_is_printed_and_the_file_kept(template, capsys):
+    before = template.read_text()
+    assert main([str(template), ORCHESTRATOR]) == 0
+    assert parse(capsys.readouterr().out, "cosyvoice2").instance_group[0].count == 4
+    assert template.read_text() == before
+
+
+def test_a_value_may_hold_colons_and_escaped_commas():
+    assert parse_substitutions(r"llm_urls:http://a:8000/v1\,http://b:1,model_dir:C\:/m") == {
+        "llm_urls": "http://a:8000/v1,http://b:1",
+        "model_dir": "C:/m",
+    }
+
+
+def test_urls_reach_the_parameter(template):
+    assert main(["-i", str(template), ORCHESTRATOR + r",llm_transport:openai,llm_urls:http://a:8000/v1\,http://b"]) == 0
+    config = parse(template.read_text(), "cosyvoice2")
+    assert config.parameters["llm_urls"].string_value == "http://a:8000/v1,http://b"
+
+
+@pytest.mark.parametrize(
+    ("substitutions", "message"),
+    [
+        (ORCHESTRATOR + ",name:x", "unknown key 'name'"),
+        ("model_dir:/m", "no value for 'triton_max_batch_size'"),
+        (ORCHESTRATOR + ",llm_urls:http://a,b", r"'b' is not key:value; a comma within a value is written as \,"),
+        (ORCHESTRATOR + ",model_dir:/n", "key 'model_dir' is given twice"),
+        (ORCHESTRATOR + ',llm_model:a"b', "the value of 'llm_model' may not hold"),
+    ],
+)
+def test_a_mistake_is_named_and_the_file_kept(template, capsys, substitutions, message):
+    before = template.read_text()
+    assert main(["-i", str(template), substitutions]) == 1
+    assert message in capsys.readouterr().err
+    assert template.read_text() == before
+
+
+def test_a_filled_file_is_not_filled_again(template, capsys):
+    assert main(["-i", str(template), ORCHESTRATOR]) == 0
+    assert main(["-i", str(template), ORCHESTRATOR]) == 1
+    assert "it was filled before" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path, capsys):
+    assert main([str(tmp_path / "none"), "a:b"]) == 1
+    assert "No such file" in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""Templates and rendered stacks, parsed as Triton parses them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from common.llm.interface import Sampling
+from common.llm.triton_tensors import request_tensors
+from common.server import rendering
+from common.server.rendering import (
+    SETTINGS,
+    TEMPLATES,
+    StackOptions,
+    defaults,
+    fill,
+    parse,
+    placeholders,
+    render,
+)
+
+CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
+STACKS = [(stack, transport) for stack in ("unet", "dit") for transport in ("triton", "openai")]
+
+# Declared, because TensorRT-LLM's clients may send them, and not read by our own engine.
+UNREAD = {
+    "tensorrt_llm": {
+        *("encoder_input_features", "encoder_output_lengths", "stop_words_list", "bad_words_list", "embedding_bias"),
+        *("beam_width", "len_penalty", "presence_penalty", "frequency_penalty", "pad_id"),
+        *("return_log_probs", "return_context_logits", "return_generation_logits"),
+        *("cum_log_probs", "output_log_probs", "context_logits", "generation_logits"),
+    }
+}
+
+
+def options(tmp_path: Path, **changes) -> StackOptions:
+    return StackOptions(models_dir=tmp_path / "models", **changes)
+
+
+@pytest.mark.parametrize(("stack", "transport"), STACKS)
+def test_a_rendered_stack_parses_and_leaves_no_placeholder(tmp_path, stack, transport):
+    urls = ("http://a:8000/v1",) if transport == "openai" else ()
+    wanted = options(tmp_path, stack=stack, llm_transport=transport, llm_urls=urls)
+    render(wanted, tmp_path / "out")
+    models = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
+    assert models == set(wanted.models)
+    for name in models:
+        text = (tmp_path / "out" / name / "config.pbtxt").read_text()
+        assert "${" not in text
+        config = parse(text, name)
+        assert config.max_batch_size >= 1
+        assert (tmp_path / "out" / name / "1" / "model.py").exists()
+        SETTINGS[name].from_triton(as_args(config))
+
+
+def as_args(config) -> dict[str, str]:
+    """What Triton's python backend would hand to `initialize`."""
+    from google.protobuf import json_format
+
+    text = json_format.MessageToJson(config, preserving_proto_field_name=True)
+    return {"model_config": text, "model_instance_kind": "CPU", "model_instance_device_id": "0"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
+def test_a_template_declares_every_setting_of_its_model(path):
+    name = path.parent.name
+    template = path.read_text()
+    own = {"triton_backend": "python", "instance_kind": "KIND_CPU", "decoupled_mode": "true"}
+    types = {"encoder_input_features_data_type": "TYPE_FP16", "logits_datatype": "TYPE_FP32"}
+    values = {key: (own | types).get(key, "1") for key in placeholders(template)}
+    config = parse(fill(template, values), name)
+    assert set(config.parameters) == SETTINGS[name].parameters().keys() | SETTINGS[name].foreign_parameters
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
+def test_a_model_names_the_tensors_that_its_template_declares(path, tmp_path):
+    name = path.parent.name
+    wanted = options(tmp_path, stack="dit" if "dit" in str(path.parent) else "unet")
+    config = rendering._filled_configs(wanted)[name]
+    message = parse(config, name)
+    declared = {tensor.name for tensor in (*message.input, *message.output)} - UNREAD.get(name, set())
+    assert declared <= strings_of(name, path.parent / "1" / "model.py")
+
+
+def strings_of(name: str, model: Path) -> set[str]:
+    """The string constants of a model.py, of the adapter, and of what the orchestrators and the LLM read by."""
+    common = TEMPLATES / "common"
+    sources = [model, *(common / "triton_io").glob("*.py"), common / "ports.py"]
+    if name.startswith("cosyvoice2"):
+        sources += [common / "orchestrator.py", common / "request.py"]
+    if name == "tensorrt_llm":
+        sources.append(common / "llm" / "tensors.py")
+    trees = [ast.parse(source.read_text()) for source in sources if source.exists()]
+    return {
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def test_sequences_and_streams_are_bounded_by_the_same_settings(tmp_path):
+    wanted = options(tmp_path, stack="dit", settings={"max_streams": "3", "idle_seconds": "2.5"})
+    config = parse(rendering._filled_configs(wanted)["token2wav_dit"], "token2wav_dit")
+    assert config.sequence_batching.oldest.max_candidate_sequences == 3
+    assert config.sequence_batching.max_sequence_idle_microseconds == 2_500_000
+
+
+def test_the_llms_requests_are_bounded_apart_from_the_vocoders_streams(tmp_path):
+    configs = rendering._filled_configs(options(tmp_path, stack="dit", settings={"max_requests": "5"}))
+    llm, vocoder = (parse(configs[name], name).parameters for name in ("tensorrt_llm", "token2wav_dit"))
+    assert (llm["max_requests"].string_value, vocoder["max_streams"].string_value) == ("5", "64")
+
+
+def test_the_llm_takes_as_many_requests_as_the_vocoder_has_streams():
+    assert defaults("tensorrt_llm")["max_requests"] == defaults("token2wav")["max_streams"]
+
+
+@pytest.mark.parametrize("stack", ["unet", "dit"])
+def test_the_llm_renders_for_the_c_plus_plus_backend(tmp_path, stack):
+    wanted = options(tmp_path, stack=stack, llm_backend="tensorrtllm")
+    config = parse(rendering._filled_configs(wanted)["tensorrt_llm"], "tensorrt_llm")
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    assert config.backend == "tensorrtllm"
+    assert parameters["gpt_model_path"] == str(tmp_path / "models" / "trt_engines_bfloat16")
+    assert parameters["gpt_model_type"] == "inflight_fused_batching"
+    assert (parameters["kv_cache_free_gpu_mem_fraction"], parameters["max_tokens_in_paged_kv_cache"]) == ("0.5", "")
+    sent = request_tensors([1], Sampling(), 2).keys() | {"embedding_bias", "stop"}
+    assert sent <= {tensor.name for tensor in config.input}
+    required = {tensor.name for tensor in config.input if not tensor.optional}
+    assert required == {"input_ids", "input_lengths", "request_output_len"}
+    orchestrator = parse(rendering._filled_configs(wanted)[wanted.orchestrator], wanted.orchestrator)
+    assert orchestrator.parameters["llm_backend"].string_value == "tensorrtllm"
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "installed", "directory"),
+    [
+        ("auto", "auto", False, "cosyvoice2_llm_genai"),
+        ("auto", "auto", True, "cosyvoice2_llm"),
+        ("auto", "cpu", True, "cosyvoice2_llm_genai"),
+        ("vllm", "gpu", False, "cosyvoice2_llm"),
+        ("onnxruntime_genai", "gpu", True, "cosyvoice2_llm_genai"),
+    ],
+)
+def test_the_engine_gets_the_directory_that_it_reads(tmp_path, monkeypatch, engine, device, installed, directory):
+    monkeypatch.setattr(rendering, "gpu_engine_installed", lambda: installed)
+    assert options(tmp_path, llm_engine=engine, device=device).engine_dir.name == directory
+
+
+def test_both_prompt_models_are_cached(tmp_path):
+    configs = rendering._filled_configs(options(tmp_path))
+    assert all(parse(configs[name], name).response_cache.enable for name in ("audio_tokenizer", "speaker_embedding"))
+
+
+def test_offline_rendering_keeps_the_llm_streaming(tmp_path):
+    configs = rendering._filled_configs(options(tmp_path, stack="unet", decoupled=False))
+    decoupled = {name: parse(configs[name], name).model_transaction_policy.decoupled for name in configs}
+    assert decoupled["tensorrt_llm"] and not decoupled["cosyvoice2"]
+
+
+def test_an_earlier_rendering_is_replaced(tmp_path):
+    render(options(tmp_path, stack="unet"), tmp_path / "out")
+    render(options(tmp_path, stack="dit"), tmp_path / "out")
+    assert not (tmp_path / "out" / "cosyvoice2").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_directory_of_somebody_else_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not empty and not an earlier rendering"):
+        render(options(tmp_path), tmp_path / "out")
+    assert (tmp_path / "out" / "thesis.txt").exists()
+
+
+def test_a_failed_rendering_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="unknown setting 'colour'"):
+        render(options(tmp_path, settings={"colour": "red"}), tmp_path / "out")
+    with pytest.raises(ValueError, match="not a valid config.pbtxt"):
+        render(options(tmp_path, settings={"max_streams": "many"}), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_openai_needs_urls(tmp_path):
+    with pytest.raises(ValueError, match="needs llm_urls"):
+        options(tmp_path, llm_transport="openai")
+
+
+def test_every_missing_file_of_a_checkpoint_is_listed(tmp_path):
+    missing = [path.name for path in options(tmp_path, stack="unet").missing_files()]
+    assert missing == [
+        *("flow.pt", "hift.pt", "campplus.onnx", "speech_tokenizer_v2.onnx"),
+        *("tokenizer_config.json", "cosyvoice2_llm_genai"),
+    ]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_defaults_are_those_of_the_models_settings(name):
+    config = SETTINGS[name]
+    for key, field in config.parameters().items():
+        if field.name in defaults(name):
+            assert rendering.format_setting(field.default) == defaults(name)[field.name], key

@@ -1,0 +1,191 @@
+"""Starting and stopping the real tritonserver, and what it says when it cannot."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from common.server import installation
+from common.server.tritonserver import Ports, ServerError, TritonServer
+
+MODEL = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return []
+"""
+CONFIG = """
+name: "idle" backend: "python" max_batch_size: 1 instance_group [ { kind: KIND_CPU count: 1 } ]
+input [ { name: "x" data_type: TYPE_FP32 dims: [1] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [1] } ]
+"""
+# `caller` asks `slow`, which takes a second, for a hundred answers at once and says how long that took.
+SLOW = """
+import threading
+import numpy as np
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Timer(1.0, self.answer, [request.get_response_sender()]).start()
+
+    def answer(self, sender):
+        output = pb.Tensor("y", np.ones((1, 1), np.float32))
+        sender.send(pb.InferenceResponse([output]), flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+CALLER = """
+import threading
+import time
+import numpy as np
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        begun = time.monotonic()
+        threads = [threading.Thread(target=self.call) for _ in range(100)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        taken = np.full((1, 1), time.monotonic() - begun, np.float32)
+        return [pb.InferenceResponse([pb.Tensor("y", taken)]) for _ in requests]
+
+    def call(self):
+        x = pb.Tensor("x", np.ones((1, 1), np.float32))
+        pb.InferenceRequest(model_name="slow", requested_output_names=["y"], inputs=[x]).exec()
+"""
+FREE = Ports(0, 0, 0)
+
+
+def add_model(repository: Path, name: str, source: str) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "1" / "model.py").write_text(source)
+    (repository / name / "config.pbtxt").write_text(CONFIG.replace("idle", name))
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """A model that loads and does nothing."""
+    add_model(tmp_path / "repository", "idle", MODEL)
+    return tmp_path / "repository"
+
+
+def stubs_of(server: TritonServer) -> list[str]:
+    return subprocess.run(["pgrep", "-f", server._shm_prefix], capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.server
+def test_a_server_answers_while_it_lives_and_leaves_nothing_behind(repository):
+    with TritonServer(repository, ports=FREE) as server:
+        assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
+        assert urllib.request.urlopen(f"http://{server.metrics_url}/metrics").status == 200
+        assert stubs_of(server)
+    assert stubs_of(server) == []
+    assert not server.log_file.exists()
+    assert list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
+
+
+@pytest.mark.server
+def test_calls_between_models_do_not_wait_for_each_other(tmp_path):
+    """Hundreds of streams wait for their chunks at once; Triton's own pool of threads lets through a handful."""
+    add_model(tmp_path / "repository", "slow", SLOW)
+    add_model(tmp_path / "repository", "caller", CALLER)
+    body = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [0.0]}]}
+    with TritonServer(tmp_path / "repository", ports=FREE) as server:
+        url = f"http://{server.http_url}/v2/models/caller/infer"
+        answer = json.load(urllib.request.urlopen(url, json.dumps(body).encode()))
+    assert 1.0 < answer["outputs"][0]["data"][0] < 3.0
+
+
+@pytest.mark.server
+def test_a_model_that_does_not_load_is_told_in_its_own_words(repository):
+    (repository / "idle" / "1" / "model.py").write_text("raise ValueError('flow.pt is missing')")
+    with pytest.raises(ServerError, match="flow.pt is missing"), TritonServer(repository, ports=FREE):
+        pass
+
+
+@pytest.mark.server
+def test_a_busy_port_is_named(repository):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ServerError, match=f"port {port} is busy"),
+            TritonServer(repository, ports=Ports(port, 0, 0)),
+        ):
+            pass
+
+
+@pytest.mark.server
+def test_a_model_whose_process_died_ends_serve_which_names_it(repository, tmp_path):
+    command = [sys.executable, "-m", "scripts.serve", str(repository), "--log-file", str(tmp_path / "log")]
+    command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--health-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        while "ready" not in (line := serving.stdout.readline()):
+            assert line, "it ended"
+        (stub,) = subprocess.run(
+            ["pgrep", "-f", f"stub {repository}"], capture_output=True, text=True, check=True
+        ).stdout.split()
+        os.kill(int(stub), signal.SIGKILL)
+        _, errors = serving.communicate(timeout=20)
+    assert serving.returncode == 1
+    assert errors == "the process of model idle has died; tritonserver has to be started again\n"
+
+
+@pytest.mark.server
+def test_a_server_that_is_told_to_end_is_no_model_that_died(repository):
+    with TritonServer(repository, ports=FREE) as server:
+        assert server._process is not None
+        threading.Timer(0.2, server._process.terminate).start()
+        assert server.wait() == 0
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("victims", ["parent", "parent and tritonserver"])
+def test_nothing_outlives_a_parent_that_was_killed(victims, repository):
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom common.server.tritonserver import Ports, TritonServer\n"
+        "server = TritonServer(Path(sys.argv[1]), ports=Ports(0, 0, 0)).__enter__()\n"
+        "print(server._shm_prefix, server._process.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", code, str(repository)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        prefix, tritonserver = parent.stdout.readline().split()
+        os.kill(parent.pid, signal.SIGKILL)
+        if victims != "parent":
+            os.kill(int(tritonserver), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while subprocess.run(["pgrep", "-f", prefix], capture_output=True).returncode == 0:
+        assert time.monotonic() < deadline, "the server outlived its parent"
+        time.sleep(0.1)
+    assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
+
+
+@pytest.mark.server
+def test_where_the_wheel_is_not_installed_the_images_tritonserver_runs(repository, tmp_path, monkeypatch):
+    wheel = installation.Installation.find()
+    root = tmp_path / "opt"
+    shutil.copytree(wheel.backend_directory(tmp_path), root / "backends")
+    (root / "bin").mkdir()
+    (root / "bin" / "tritonserver").symlink_to(wheel.binary)
+    (root / "caches").symlink_to(wheel.caches)
+    monkeypatch.setattr(installation, "IMAGE_ROOT", root)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, wheel.libraries)))
+    with TritonServer(repository, ports=FREE) as server:
+        assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
+    monkeypatch.setattr(installation, "IMAGE_ROOT", tmp_path / "nowhere")
+    with pytest.raises(ServerError, match="run: make setup"):
+        installation.Installation.find()

@@ -1,0 +1,195 @@
+"""What may be asked of the speech service, and what is said of everything else, before a stub of Triton."""
+
+import base64
+import io
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+import soundfile as sf
+
+from common.constants import SAMPLE_RATE
+from common.speech_service.settings import Settings
+from tests.support.speech_fixtures import SPEECH, TEXT, Served, served_by_stub, serving
+from tools.bench.triton_stub import texts_of
+
+
+def recording(seconds: float = 1.0, rate: int = SAMPLE_RATE, level: float = 0.3, kind: str = "WAV") -> bytes:
+    """A sound file of a tone."""
+    file = io.BytesIO()
+    sf.write(file, level * np.sin(np.arange(int(seconds * rate)) * 0.05), rate, format=kind)
+    return file.getvalue()
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served_by_stub(tmp_path_factory.mktemp("voices")) as service:
+        yield service
+
+
+BAD_BODIES = {
+    "nothing": ({}, "input"),
+    "no input": ({"model": "tts-1", "voice": "x"}, "input"),
+    "input is a number": ({"input": 7}, "input"),
+    "input is empty": ({"input": "  "}, "input"),
+    "input is too long": ({"input": "a" * 4097}, "input"),
+    "an unknown field": ({**TEXT, "voise": "anna"}, "voise"),
+    "an unknown model": ({**TEXT, "model": "gpt-17"}, "model"),
+    "a model that is a list": ({**TEXT, "model": ["tts-1"]}, "model"),
+    "an unknown format": ({**TEXT, "response_format": "ogg"}, "response_format"),
+    "a speed too high": ({**TEXT, "speed": 4.1}, "speed"),
+    "a speed too low": ({**TEXT, "speed": 0}, "speed"),
+    "a speed in words": ({**TEXT, "speed": "fast"}, "speed"),
+    "an unknown stream format": ({**TEXT, "stream_format": "chunks"}, "stream_format"),
+    "a rate that no player has": ({**TEXT, "sample_rate": 12_345}, "sample_rate"),
+    "a rate that the format lacks": ({**TEXT, "response_format": "opus", "sample_rate": 44_100}, "sample_rate"),
+    "a seed in words": ({**TEXT, "seed": "lucky"}, "seed"),
+    "a temperature that is a list": ({**TEXT, "temperature": [1]}, "temperature"),
+    "max_tokens with a fraction": ({**TEXT, "max_tokens": 1.5}, "max_tokens"),
+    "a language that is none": ({**TEXT, "language": "<en>"}, "language"),
+    "a voice that is a number": ({**TEXT, "voice": 3}, "voice.str"),
+    "a voice object without an id": ({**TEXT, "voice": {"name": "anna"}}, "voice.str"),
+    "the address of a recording": ({**TEXT, "ref_audio": "http://127.0.0.1:1/a.wav"}, "ref_audio"),
+    "a recording that is not base64": ({**TEXT, "ref_audio": "????"}, "ref_audio"),
+    "a recording that is no sound": ({**TEXT, "ref_audio": in_base64(b"RIFF" + bytes(900))}, "ref_audio"),
+    "a recording too short": ({**TEXT, "ref_audio": in_base64(recording(0.3))}, "ref_audio"),
+    "a recording too long": ({**TEXT, "ref_audio": in_base64(recording(31, 8000))}, "ref_audio"),
+    "a silent recording": ({**TEXT, "ref_audio": in_base64(recording(level=0))}, "ref_audio"),
+    "a recording at an odd rate": ({**TEXT, "ref_audio": in_base64(recording(1, 15_999))}, "ref_audio"),
+    "a transcript of nothing": ({**TEXT, "ref_text": "Hello."}, "ref_text"),
+    "a list": ([TEXT], None),
+    "a text": ("hello", None),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BODIES)
+def test_a_bad_request_is_answered_in_openais_form_and_reaches_no_model(served: Served, case: str) -> None:
+    body, param = BAD_BODIES[case]
+    before = served.stub.served
+    answer = served.post(body)
+    error = answer.json()["error"]
+    assert answer.status_code == (404 if case == "an unknown model" else 400), answer.text
+    assert set(error) == {"message", "type", "param", "code"} and error["param"] == param
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert served.stub.served == before
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"\xff\xfe", "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b"input=", "application/x-www-form-urlencoded", 400),
+        (b"nothing like it", "multipart/form-data; boundary=x", 400),
+        (b"hello", "text/plain", 415),
+        (bytes(4 << 20), "application/json", 413),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused(served: Served, content: bytes, kind: str, status: int) -> None:
+    answer = httpx.post(served.url + SPEECH, content=content, headers={"content-type": kind}, timeout=20)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_of_unannounced_length_is_cut_off_at_the_limit(served: Served) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(64):
+            yield bytes(1 << 16)
+
+    answer = httpx.post(served.url + SPEECH, content=endless(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", SPEECH, 405), ("GET", "/v1/nothing", 404)])
+def test_a_wrong_path_or_method_is_answered_in_the_same_form(
+    served: Served, method: str, path: str, status: int
+) -> None:
+    answer = httpx.request(method, served.url + path)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
+
+
+def test_fields_reach_the_model_under_its_own_names(served: Served) -> None:
+    body = {**TEXT, "voice": {"id": "zoe"}, "instructions": "Slowly.", "seed": 3, "temperature": 0.5, "max_tokens": 9}
+    answer = served.post(body, "/audio/speech")
+    assert answer.status_code == 200 and len(answer.content) == 2 * served.stub.chunks * served.stub.samples
+    assert answer.headers["content-type"] == "audio/pcm" and answer.headers["x-sample-rate"] == str(SAMPLE_RATE)
+    request = served.stub.requests[-1]
+    assert texts_of(request) == {"target_text": "Hello.", "speaker": "zoe", "instruct_text": "Slowly."}
+    assert request.parameters["seed"].int64_param == 3 and request.parameters["max_tokens"].int64_param == 9
+    assert request.parameters["temperature"].string_param == "0.5"
+
+
+@pytest.mark.parametrize("form", [False, True], ids=["base64", "upload"])
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_a_recording_of_any_kind_travels_with_its_words(served: Served, form: bool, kind: str) -> None:
+    data = recording(2.0, 44_100, kind=kind)
+    if form:
+        fields = {"input": "Hello.", "response_format": "wav", "ref_text": "Hi.", "speed": "1.5"}
+        answer = httpx.post(served.url + SPEECH, data=fields, files={"ref_audio": ("a", data)}, timeout=20)
+    else:
+        encoded = f"data:audio/x;base64,{in_base64(data)}"
+        answer = served.post({"input": "Hello.", "ref_audio": encoded, "ref_text": "Hi.", "voice": "alloy"})
+    assert answer.status_code == 200, answer.text
+    request = served.stub.requests[-1]
+    assert texts_of(request) == {"target_text": "Hello.", "reference_text": "Hi."}
+    shapes = {tensor.name: list(tensor.shape) for tensor in request.inputs}
+    assert shapes["reference_wav"][1] == pytest.approx(32_000, abs=2000)
+
+
+def test_a_voice_is_added_used_and_taken_away(served: Served) -> None:
+    files = {"audio_sample": ("a.flac", recording(1.5, 48_000, kind="FLAC"))}
+    answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe", "ref_text": "Hi."}, files=files)
+    assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
+    assert "zöe" in httpx.get(f"{served.url}/v1/audio/voices").json()["voices"]
+    assert sf.info(served.voices / "zöe.wav").frames == 24_000 and (served.voices / "zöe.txt").read_text() == "Hi."
+    with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as restarted:
+        assert "zöe" in httpx.get(f"{restarted}/v1/audio/voices").json()["voices"]
+    again = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe"}, files=files)
+    assert again.status_code == 409
+    for more, texts in (
+        ({}, {"reference_text": "Hi."}),
+        ({"language": "zh"}, {}),
+        ({"instructions": "Slowly."}, {"instruct_text": "Slowly."}),
+    ):
+        assert served.post({**TEXT, "voice": "zöe", **more}).status_code == 200
+        assert texts_of(served.stub.requests[-1]) == {"target_text": "Hello.", **texts}
+    assert httpx.delete(f"{served.url}/v1/audio/voices/zöe").json()["deleted"]
+    assert list(served.voices.iterdir()) == []
+    assert httpx.delete(f"{served.url}/v1/audio/voices/zöe").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "param"),
+    [
+        ("../up", recording(), "name"),
+        ("", recording(), "name"),
+        (".hidden", recording(), "name"),
+        ("short", recording(0.2), "audio_sample"),
+        ("noise", b"no sound at all", "audio_sample"),
+        ("none", None, "audio_sample"),
+        ("mute", recording(), "ref_text"),
+    ],
+)
+def test_a_voice_that_cannot_be_one_is_refused(served: Served, name: str, data: bytes | None, param: str) -> None:
+    fields = {"name": name, "ref_text": "?!" if name == "mute" else "Hi."}
+    files = {"audio_sample": ("a.wav", data)} if data is not None else {"other": ("a", b"x")}
+    answer = httpx.post(f"{served.url}/v1/audio/voices", data=fields, files=files)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] in (param, "other"), answer.text
+    assert list(served.voices.iterdir()) == []
+
+
+def test_a_damaged_voice_is_not_available_and_nobody_else_notices(served: Served) -> None:
+    damaged = served.voices / "torn.safetensors"
+    damaged.write_bytes(b"not safe")
+    try:
+        items = [{**TEXT, "voice": "torn"}, TEXT]
+        assert served.post(items[0]).status_code == 503
+        assert served.post({"items": items}, f"{SPEECH}/batch").json()["succeeded"] == 1
+    finally:
+        damaged.unlink()

@@ -1,0 +1,68 @@
+"""The plain runtime's gRPC service before a stub of Triton: keys, limits, errors, clients that leave."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from common.server.tritonserver import free_port
+from common.speech_service.runtime_grpc import PROTO, Endpoint
+from common.speech_service.settings import Settings
+from tests.support.speech_fixtures import serving, stub_triton, until
+from tools.bench.triton_stub import TritonStub, texts_of
+
+KEY = (("authorization", "Bearer key"),)
+
+
+@pytest.fixture(scope="module")
+def stub() -> TritonStub:
+    return TritonStub()
+
+
+@pytest.fixture(scope="module")
+def client(stub: TritonStub) -> Iterator[Any]:
+    """Its `Inference`."""
+    _, services = grpc.protos_and_services(PROTO)
+    endpoint = Endpoint("127.0.0.1", free_port())
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), api_keys=("key",), max_streams=1), endpoint):
+        with grpc.insecure_channel(f"{endpoint.host}:{endpoint.port}") as channel:
+            yield services.CosyVoiceStub(channel).Inference
+
+
+def sft(text: str) -> Any:
+    messages, _ = grpc.protos_and_services(PROTO)
+    return messages.Request(sft_request={"spk_id": "zoe", "tts_text": text})
+
+
+def test_speech_comes_in_pieces(client: Any, stub: TritonStub) -> None:
+    sizes = [len(response.tts_audio) for response in client(sft("Hello."), metadata=KEY, timeout=20)]
+    assert sizes == [2 * stub.samples] * stub.chunks
+    assert texts_of(stub.requests[-1]) == {"target_text": "Hello.", "speaker": "zoe"}
+
+
+@pytest.mark.parametrize(
+    ("text", "metadata", "code"),
+    [
+        ("Hello.", (), grpc.StatusCode.UNAUTHENTICATED),
+        ("", KEY, grpc.StatusCode.INVALID_ARGUMENT),
+        ("refuse", KEY, grpc.StatusCode.INVALID_ARGUMENT),
+        ("lost", KEY, grpc.StatusCode.UNAVAILABLE),
+        ("break", KEY, grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_an_error_ends_the_call_with_its_status(client: Any, text: str, metadata: Any, code: grpc.StatusCode) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        list(client(sft(text), metadata=metadata, timeout=20))
+    assert error.value.code() == code and error.value.details()
+
+
+def test_one_stream_too_many_is_refused_and_a_client_that_leaves_ends_its_own(client: Any, stub: TritonStub) -> None:
+    cancelled = stub.cancelled
+    endless = client(sft("endless"), metadata=KEY, timeout=20)
+    next(endless)
+    with pytest.raises(grpc.RpcError) as error:
+        list(client(sft("Hello."), metadata=KEY, timeout=20))
+    assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    endless.cancel()
+    assert until(lambda: stub.cancelled > cancelled and stub.live == 0) < 1.0

@@ -1,0 +1,130 @@
+"""The speech service as a process: its options and environment, its end, beside a tritonserver, under load."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import soundfile as sf
+
+from common.server.tritonserver import ServerError, free_port
+from common.speech_service.beside import speech_service
+from common.speech_service.settings import Settings
+from scripts import speech_server
+from tests.conftest import ROOT
+from tests.support.speech_fixtures import RECORDING, serving, stub_triton, until
+from tools.bench import speech_server as bench_speech_server
+from tools.bench.triton_stub import TritonStub
+
+BODY = {"input": "Hello.", "response_format": "pcm"}
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health").status_code == 200
+    return False
+
+
+@contextlib.contextmanager
+def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The script in a process of its own, ready."""
+    port = free_port()
+    command = [sys.executable, "scripts/speech_server.py", "--port", str(port), *options]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: answers(url), 60)
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_settings_come_from_the_environment_and_a_live_stream_may_end_after_sigterm() -> None:
+    stub = TritonStub(chunks=10, pause=0.1)
+    settings = {"SPEECH_API_KEYS": "a, b", "SPEECH_MAX_INPUT_CHARS": "20"}
+    with stub_triton(stub) as address, running("--url", address, **settings) as (url, process):
+        speech, key = f"{url}/v1/audio/speech", {"authorization": "Bearer b"}
+        assert httpx.post(speech, json=BODY).status_code == 401
+        assert httpx.post(speech, json={**BODY, "input": "a" * 21}, headers=key).status_code == 400
+        size = 0
+        with httpx.stream("POST", speech, json=BODY, headers=key) as answer:
+            for part in answer.iter_raw():
+                size += len(part)
+                process.send_signal(signal.SIGTERM)
+        assert size == 2 * stub.chunks * stub.samples
+        process.wait(10)
+        assert not answers(url)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"), [("--url", "localhost", "'localhost' is no address"), ("--stall", "0", "stall 0.0")]
+)
+def test_an_option_that_cannot_be_is_one_line(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert speech_server.main([option, value]) == 1
+    complaint = capsys.readouterr().err
+    assert words in complaint and complaint.count("\n") == 1
+
+
+def test_beside_a_tritonserver_it_comes_and_goes_and_is_missed(tmp_path: Path) -> None:
+    port, told = free_port(), threading.Event()
+    url = f"http://127.0.0.1:{port}"
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        with stub_triton(TritonStub()) as address:
+            with speech_service(address, tmp_path, "127.0.0.1", port):
+                until(lambda: answers(url), 60)
+                with pytest.raises(ServerError, match=f"port {port} is busy"):
+                    with speech_service(address, tmp_path, "127.0.0.1", port):
+                        pass
+            assert not answers(url) and not told.is_set()
+        with speech_service("no address", tmp_path, "127.0.0.1", port):  # it ends by itself
+            assert told.wait(20)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_small_load_is_carried_and_forgotten(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "bench"
+    options: dict[str, Any] = {"streams": 30, "length": 2, "seconds": 2, "requests": 150, "output": output}
+    assert (
+        bench_speech_server.main([word for name, value in options.items() for word in (f"--{name}", str(value))]) == 0
+    )
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    figures = json.loads(output.with_suffix(".json").read_text())
+    assert len(figures["service_ms"]) == len(figures["direct_ms"]) == 30
+    assert figures["longest_gap_s"] < 4 * bench_speech_server.PAUSE  # nobody starves, on a busy machine either
+    settled = len(figures["memory_mib"]) // 3
+    assert figures["memory_mib"][-1] - figures["memory_mib"][settled] < 10
+    assert "added" in capfd.readouterr().out
+
+
+@pytest.mark.server
+def test_the_other_stack_served_for_whole_answers(serve: Any, tmp_path: Path) -> None:
+    triton = serve(stack="unet", decoupled=False)
+    with serving(Settings(urls=(triton.grpc_url,), voices_dir=tmp_path)) as url:
+        files = {"ref_audio": RECORDING.read_bytes()}
+        fields = {
+            "input": "Hello.",
+            "model": "cosyvoice2",
+            "response_format": "wav",
+            "speed": "2",
+            "seed": "1",
+            "max_tokens": "40",
+        }
+        fast = httpx.post(f"{url}/v1/audio/speech", data=fields, files=files, timeout=60)
+        usual = httpx.post(f"{url}/v1/audio/speech", data={**fields, "speed": "1"}, files=files, timeout=60)
+        assert fast.status_code == usual.status_code == 200, fast.text
+        lengths = [sf.info(io.BytesIO(answer.content)).duration for answer in (fast, usual)]
+        assert lengths[0] == pytest.approx(lengths[1] / 2, abs=0.1)

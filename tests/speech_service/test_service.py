@@ -1,0 +1,238 @@
+"""The speech service over real sockets, before a stub of Triton that fails when it is told to."""
+
+import base64
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from common.constants import SAMPLE_RATE
+from common.server.tritonserver import free_port
+from common.speech_service.settings import Settings
+from tests.support.speech_fixtures import SPEECH, TEXT, Served, served_by_stub, serving, stub_triton, until
+from tools.bench.triton_stub import TritonStub
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served_by_stub(tmp_path_factory.mktemp("voices")) as service:
+        yield service
+
+
+@pytest.mark.parametrize(("words", "status"), [("refuse", 400), ("lost", 503), ("silent", 502)])
+@pytest.mark.parametrize("stream_format", ["audio", "sse"])
+def test_an_error_before_the_first_byte_is_a_status(
+    served: Served, words: str, status: int, stream_format: str
+) -> None:
+    answer = served.post({"input": words, "stream_format": stream_format})
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == ("invalid_request_error" if status == 400 else "server_error")
+    assert ("retry-after" in answer.headers) == (status == 503)
+    assert f'speech_errors_total{{status="{status}"}}' in served.figures()
+
+
+@pytest.mark.parametrize("name", ["pcm", "wav", "mp3"])
+def test_an_error_after_the_first_byte_breaks_the_answer_off(served: Served, name: str) -> None:
+    got = b""
+    with (
+        pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"),
+        httpx.stream("POST", served.url + SPEECH, json={**TEXT, "input": "break", "response_format": name}) as answer,
+    ):
+        assert answer.status_code == 200
+        for part in answer.iter_raw():
+            got += part
+    assert got
+    assert 'status="aborted"' in served.figures()
+
+
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
+
+
+def test_events_carry_the_audio_and_then_the_usage(served: Served) -> None:
+    answer = served.post({**TEXT, "stream_format": "sse"})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *deltas, done = events_of(answer)
+    samples = served.stub.chunks * served.stub.samples
+    audio = b"".join(base64.b64decode(event["audio"]) for event in deltas)
+    assert {event["type"] for event in deltas} == {"speech.audio.delta"} and len(audio) == 2 * samples
+    assert done["type"] == "speech.audio.done"
+    assert done["usage"] == {"input_tokens": 6, "output_tokens": 15, "total_tokens": 21}
+
+
+def test_an_error_amid_events_is_an_event(served: Served) -> None:
+    first, last = events_of(served.post({**TEXT, "input": "break", "stream_format": "sse"}))
+    assert first["type"] == "speech.audio.delta"
+    assert last["type"] == "speech.audio.error" and "the vocoder broke" in last["error"]["message"]
+
+
+@pytest.mark.parametrize("words", ["endless", "stall"])
+def test_a_client_that_leaves_ends_the_work_within_a_second(served: Served, words: str) -> None:
+    cancelled = served.stub.cancelled
+    host, port = served.url.removeprefix("http://").split(":")
+    body = json.dumps({**TEXT, "input": words})
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        client.sendall(f"{head}\r\n\r\n{body}".encode())
+        until(lambda: served.stub.live > 0)
+    assert until(lambda: served.stub.cancelled > cancelled and not served.live()) < 1.0
+    assert 'status="gone"' in served.figures()
+
+
+def test_one_stream_too_many_is_told_to_come_again(served: Served) -> None:
+    def occupy() -> None:
+        with httpx.stream("POST", served.url + SPEECH, json={**TEXT, "input": "endless"}, timeout=20) as answer:
+            parts = answer.iter_raw()  # kept: httpx closes the answer with it
+            next(parts)
+            full.wait()
+
+    full = threading.Barrier(5)
+    threads = [threading.Thread(target=occupy) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: "speech_live_streams 4.0" in served.figures())
+        answer = served.post(TEXT)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+    finally:
+        full.wait()
+        for thread in threads:
+            thread.join()
+    until(lambda: not served.live())
+    assert served.post(TEXT).status_code == 200
+
+
+def test_a_batch_answers_for_each_item(served: Served) -> None:
+    items = [{"input": "One."}, {"input": "refuse"}, {"input": "Three.", "response_format": "wav"}]
+    answer = served.post({"items": items, "response_format": "pcm", "voice": "zoe"}, f"{SPEECH}/batch").json()
+    assert (answer["succeeded"], answer["failed"]) == (2, 1)
+    first, second, third = answer["results"]
+    assert len(base64.b64decode(first["audio_data"])) == 2 * served.stub.chunks * served.stub.samples
+    assert second["status"] == "error" and second["error"]["message"] == "target_text is refused"
+    assert third["media_type"] == "audio/wav"
+
+
+def test_a_batch_ends_with_the_client_who_asked_for_it(served: Served) -> None:
+    cancelled = served.stub.cancelled
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{served.url}{SPEECH}/batch", json={"items": [{"input": "stall"}] * 3}, timeout=0.5)
+    until(lambda: served.stub.cancelled == cancelled + 3)
+
+
+@pytest.mark.parametrize("body", [{}, {"items": []}, {"items": [{"input": "x"}] * 4}, {"items": "x"}, {"items": [1]}])
+def test_a_batch_that_is_none_is_refused(served: Served, body: Any) -> None:
+    assert served.post(body, f"{SPEECH}/batch").status_code == 400
+
+
+def test_without_a_triton_everything_says_so_and_heals_when_it_comes(tmp_path: Path) -> None:
+    stub, port = TritonStub(), free_port()
+    with serving(Settings(urls=(f"127.0.0.1:{port}",), voices_dir=tmp_path)) as url:
+        assert httpx.get(f"{url}/health").status_code == 503
+        answer = httpx.post(url + SPEECH, json=TEXT)
+        assert answer.status_code == 503 and "no Triton answers at 127.0.0.1" in answer.text
+        assert httpx.get(f"{url}/v1/models").json()["data"] == []
+        with stub_triton(stub, port):
+            until(lambda: httpx.get(f"{url}/health").status_code == 200, 15)
+            assert httpx.post(url + SPEECH, json=TEXT).status_code == 200
+
+
+def test_streams_go_to_whoever_has_least_to_do_and_around_one_that_fails(tmp_path: Path) -> None:
+    one, two = TritonStub(), TritonStub(first=0.5)
+    with stub_triton(one) as first, stub_triton(two) as second:
+        with serving(Settings(urls=(f"http://{first.rsplit(':')[0]}:{int(first.rsplit(':')[1]) - 1}", second))) as url:
+            threads = [threading.Thread(target=httpx.post, args=(url + SPEECH,), kwargs={"json": TEXT}) for _ in "ab"]
+            with httpx.stream("POST", url + SPEECH, json={**TEXT, "input": "endless"}) as answer:
+                parts = answer.iter_raw()  # kept: httpx closes the answer with it
+                next(parts)
+                for thread in threads:
+                    thread.start()
+                    time.sleep(0.1)
+                for thread in threads:
+                    thread.join()
+            # The endless one is at the first; then the second is free, then they have as much to do.
+            assert (one.served, two.served) == (2, 1)
+            assert httpx.post(url + SPEECH, json={**TEXT, "input": "lost"}).status_code == 503
+            assert (one.served, two.served) == (3, 2)  # both were asked
+
+
+def test_offline_models_are_asked_for_whole_answers(tmp_path: Path) -> None:
+    stub = TritonStub(model="cosyvoice2", decoupled=False)
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=tmp_path)) as url:
+        assert len(httpx.post(url + SPEECH, json=TEXT).content) == 2 * stub.chunks * stub.samples
+        assert httpx.post(url + SPEECH, json={**TEXT, "input": "refuse"}).status_code == 400
+        cancelled = stub.cancelled
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url + SPEECH, json={**TEXT, "input": "stall"}, timeout=0.5)
+        until(lambda: stub.cancelled > cancelled)
+
+
+def test_an_answer_that_takes_too_long_is_a_timeout(tmp_path: Path) -> None:
+    with stub_triton(TritonStub()) as address, serving(Settings(urls=(address,), timeout=0.3)) as url:
+        answer = httpx.post(url + SPEECH, json={**TEXT, "input": "stall"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
+def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path) -> None:
+    stub = TritonStub(samples=20 * SAMPLE_RATE)
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), stall=0.5)) as url:
+        with httpx.stream("POST", url + SPEECH, json={**TEXT, "input": "endless"}) as answer:
+            assert answer.status_code == 200
+            until(lambda: stub.served == 1 and stub.live == 0, 15)
+
+
+KEYS = ("first key", "second")
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[str]:
+    with stub_triton(TritonStub()) as address:
+        with serving(Settings(urls=(address,), api_keys=KEYS, cors_origins=("https://friend.example",))) as url:
+            yield url
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "second"}, 401),
+        ({"authorization": "Bearer second"}, 200),
+        ({"authorization": "Bearer second", "origin": "https://evil.example"}, 403),
+        ({"authorization": "Bearer second", "origin": "https://friend.example"}, 200),
+    ],
+)
+def test_keys_and_foreign_pages(guarded: str, headers: dict[str, str], status: int) -> None:
+    answer = httpx.post(guarded + SPEECH, json=TEXT, headers=headers)
+    assert answer.status_code == status
+    if headers.get("origin") == "https://friend.example":
+        assert answer.headers["access-control-allow-origin"] == "https://friend.example"
+
+
+def test_browsers_may_ask_without_a_key_and_so_may_machines_for_health(guarded: str) -> None:
+    asking = {"origin": "https://friend.example", "access-control-request-method": "POST"}
+    assert httpx.options(guarded + SPEECH, headers=asking).status_code == 200
+    for path in ("/", "/health", "/metrics", "/static/style.css"):
+        assert httpx.get(guarded + path).status_code == 200, path
+    assert httpx.get(f"{guarded}/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"urls": ()}, "no address"),
+        ({"urls": ("localhost",)}, "'localhost' is no address"),
+        ({"urls": ("https://x:1",)}, "no address"),
+        ({"max_streams": 0}, "max_streams 0"),
+        ({"timeout": -1.0}, "timeout -1.0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Settings(**wrong)

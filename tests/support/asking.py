@@ -1,0 +1,107 @@
+"""Requests to the real server, for the end-to-end tests."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tritonclient.grpc as triton
+from tritonclient.utils import np_to_triton_dtype
+
+from common.client import grpc_client
+from common.client.requests import WARNING, Speech, Utterance
+from common.constants import PROMPT_SAMPLE_RATE
+from common.voice.audio import resample
+
+ASSETS = Path(__file__).parents[1] / "assets"
+MODELS = {"dit": "cosyvoice2_dit", "unet": "cosyvoice2"}
+STACKS = tuple(MODELS)
+TEXT = "A short sentence."
+VOICE = ASSETS / "reference_en.wav"
+VOICE_TEXT = "Your call is now first in line and will be answered by the next available representative."
+
+Serve = Callable[..., Any]
+
+
+def stream(address: str, model: str, utterance: Utterance, timeout: float = 60.0) -> Speech:
+    return asyncio.run(grpc_client.synthesize(address, model, utterance, timeout=timeout))
+
+
+def assert_speech(speech: Speech) -> None:
+    assert speech.waveform.dtype == np.float32
+    assert np.isfinite(speech.waveform).all() and np.abs(speech.waveform).max() > 0
+    assert np.abs(speech.waveform).max() <= 1.0
+    assert speech.seconds > 0.1
+
+
+def text_array(text: str) -> np.ndarray:
+    return np.array([[text.encode()]], dtype=np.object_)
+
+
+def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of a good request, for tests that change one of them."""
+    return {
+        "reference_wav": wav[None],
+        "reference_wav_len": np.array([[wav.size]], np.int32),
+        "reference_text": text_array(VOICE_TEXT),
+        "target_text": text_array(TEXT),
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How one request ended: with its audio and perhaps a warning, or with the message of its error."""
+
+    waveform: np.ndarray
+    error: str | None
+    warning: str | None = None
+
+
+def ask(address: str, model: str, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Answer:
+    """A streamed request of any tensors; TimeoutError unless the server ends it within 30 s."""
+
+    async def run() -> Answer:
+        return await asyncio.wait_for(collect(address, model, inputs_of(arrays), parameters), 30)
+
+    return asyncio.run(run())
+
+
+def inputs_of(arrays: dict[str, np.ndarray]) -> list[triton.InferInput]:
+    inputs = []
+    for name, array in arrays.items():
+        inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    return inputs
+
+
+async def collect(address: str, model: str, inputs: list[Any], parameters: dict[str, Any] | None) -> Answer:
+    async def requests() -> Any:
+        yield {"model_name": model, "inputs": inputs, "parameters": parameters}
+
+    chunks, error, warning = [np.zeros(0, np.float32)], None, None
+    async with grpc_client.triton.InferenceServerClient(address) as connection:
+        async for result, problem in connection.stream_infer(requests()):
+            if problem is not None:
+                assert error is None, f"two errors: {error} and {problem}"
+                error = problem.message()
+                continue
+            chunks.append(result.as_numpy("waveform").reshape(-1))
+            if (told := result.as_numpy(WARNING)) is not None:
+                warning = told.item().decode()
+    return Answer(np.concatenate(chunks), error, warning)
+
+
+def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
+    return {"reference_wav": values[None], "reference_wav_len": np.array([[values.size]], np.int32)}
+
+
+def process_of(server: Any, model: str) -> int:
+    return next(process for process, name in server.model_processes().items() if name == model)
+
+
+def faster(wav: np.ndarray, rate: int) -> np.ndarray:
+    """The recording as if it had been made at `rate`: another pitch, another voice."""
+    return resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, rate).numpy()

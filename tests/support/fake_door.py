@@ -1,0 +1,75 @@
+"""The gRPC door of a tritonserver whose models are those of `fake_triton.models`; decoupled ones, for streams."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
+
+from tests.support import fake_triton
+from tests.support.fake_triton import InferenceRequest, InferenceResponse
+
+
+@dataclass
+class Door:
+    """`live`: requests begun and not ended; `stop` ends the server at once."""
+
+    address: str
+    server: grpc.Server
+    live: int = 0
+
+    def stop(self) -> None:
+        self.server.stop(grace=None).wait()
+
+
+class _Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
+    door: Door
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802 - the protocol's name
+        for request in requests:
+            self.door.live += 1
+            try:
+                for response in fake_triton.models[request.model_name](_read(request)):
+                    if not context.is_active():
+                        return
+                    yield _written(response)
+            finally:
+                self.door.live -= 1
+
+
+def _read(request: Any) -> InferenceRequest:
+    arrays = {
+        sent.name: np.frombuffer(raw, triton_to_np_dtype(sent.datatype)).reshape(sent.shape)
+        for sent, raw in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+    parameters = {name: value.string_param for name, value in request.parameters.items()}
+    return InferenceRequest.from_client(arrays, parameters=parameters, decoupled=True)
+
+
+def _written(response: InferenceResponse) -> Any:
+    if response.has_error():
+        return service_pb2.ModelStreamInferResponse(error_message=response.error().message())
+    infer = service_pb2.ModelInferResponse()
+    for name, array in response.arrays().items():
+        infer.outputs.add(name=name, datatype=np_to_triton_dtype(array.dtype), shape=list(array.shape))
+        infer.raw_output_contents.append(array.tobytes())
+    return service_pb2.ModelStreamInferResponse(infer_response=infer)
+
+
+@contextmanager
+def fake_door() -> Iterator[Door]:
+    with ThreadPoolExecutor(64) as threads:
+        server = grpc.server(threads)
+        servicer = _Servicer()
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+        servicer.door = Door(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", server)
+        server.start()
+        try:
+            yield servicer.door
+        finally:
+            servicer.door.stop()

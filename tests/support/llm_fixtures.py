@@ -1,0 +1,48 @@
+"""Fixtures of the LLM's tests: stand-ins for the GPU engines, and the demo's random LLM as HuggingFace directory and
+converted for the CPU engine, each made once a session.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from scripts.convert_genai import convert
+from tests.support import fake_tensorrt_llm, fake_vllm
+from tools.demo_model.llm import make_llm
+
+FAKES = {"vllm": fake_vllm, "tensorrt_llm": fake_tensorrt_llm}
+ENGINE_MODULES = ("common.llm.engines.vllm", "common.llm.vllm_logits", "common.llm.engines.trtllm")  # that import them
+
+
+@pytest.fixture(scope="session")
+def llm_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.getbasetemp() / "cosyvoice2_llm"
+    if not directory.exists():
+        make_llm(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def genai_dir(llm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.getbasetemp() / "cosyvoice2_llm_genai"
+    if not directory.exists():
+        convert(llm_dir, directory, "fp32")
+    return directory
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """`install("vllm")` makes the stand-in importable, and returns it; the library's modules over it are forgotten in
+    the end."""
+
+    def run(name: str) -> ModuleType:
+        for module, content in FAKES[name].modules().items():
+            monkeypatch.setitem(sys.modules, module, content)
+        return FAKES[name]
+
+    yield run
+    for module in ENGINE_MODULES:
+        sys.modules.pop(module, None)

@@ -1,0 +1,46 @@
+"""Fixtures of the offline tools' tests: a short manifest over the demo checkpoint, whose weights are random."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
+from common.voice.audio import load_audio, save_audio
+from tests.conftest import ROOT
+
+GPU_ENGINES = {"vllm": "vllm", "trtllm": "tensorrt_llm"}  # by backend
+TOKEN_SAMPLES = TOKEN_MEL_RATIO * HOP_SAMPLES
+STACKS = {"dit": "Step-Audio-2-mini/token2wav", "unet": "CosyVoice2-0.5B"}
+ROWS = [
+    {"id": "first", "prompt_audio": "voice.wav", "prompt_text": "Your call.", "target_text": "One."},
+    {"id": "second", "prompt_audio": "voice.wav", "prompt_text": "", "target_text": "Two. Then three."},
+    {"id": "third", "prompt_audio": "other.wav", "prompt_text": "Your call.", "target_text": "三。"},
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other crawl where another process has the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    """`manifest(*rows)`: a file of those rows, beside recordings of 1 s, 1.2 s and silence."""
+    wav = load_audio(ROOT / "tests" / "assets" / "reference_en.wav", PROMPT_SAMPLE_RATE)
+    save_audio(tmp_path / "voice.wav", wav[:PROMPT_SAMPLE_RATE], PROMPT_SAMPLE_RATE)
+    save_audio(tmp_path / "other.wav", wav[PROMPT_SAMPLE_RATE : int(2.2 * PROMPT_SAMPLE_RATE)], PROMPT_SAMPLE_RATE)
+    save_audio(tmp_path / "silence.wav", np.zeros(PROMPT_SAMPLE_RATE, np.float32), PROMPT_SAMPLE_RATE)
+
+    def write(*rows: dict) -> Path:
+        path = tmp_path / "manifest.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write

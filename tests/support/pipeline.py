@@ -1,0 +1,81 @@
+"""The pipeline over fakes, for the tests of `synthesis`."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+
+import numpy as np
+
+from common.orchestrator.chunking import Chunk, HopRules
+from common.orchestrator.request import SpeechRequest
+from common.orchestrator.synthesis import Synthesizer
+from common.voice.prompt import Prompt, Recording
+from tests.support.fakes import (
+    FakeLM,
+    FakePromptEncoder,
+    FakeTexts,
+    FakeVocoder,
+    Step,
+    speech_request,
+)
+
+
+class Pipeline:
+    """A synthesizer over fakes, and a check that it left nothing behind."""
+
+    def __init__(
+        self,
+        llm: FakeLM,
+        encoder: FakePromptEncoder | None = None,
+        vocoder: FakeVocoder | None = None,
+        rules: HopRules | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.clock = clock
+        self.llm = llm
+        self.encoder = encoder or FakePromptEncoder()
+        self.vocoder = vocoder or FakeVocoder()
+        self.voices: dict[str, Recording | Prompt] = {}
+        self.texts = FakeTexts()
+        self.rules = rules or HopRules()
+
+    @property
+    def synthesizer(self) -> Synthesizer:
+        ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, self.vocoder)
+        return Synthesizer(*ports, self.rules, self.clock)
+
+    async def speak(self, request: SpeechRequest | None = None) -> list[np.ndarray]:
+        async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:
+            return [waveform async for waveform in waveforms]
+
+    def run(self, scenario: Coroutine[None, None, list[np.ndarray]] | None = None) -> list[np.ndarray]:
+        async def main() -> list[np.ndarray]:
+            try:
+                return await (scenario or self.speak())
+            finally:
+                self.assert_nothing_left()
+
+        return asyncio.run(main())
+
+    def assert_nothing_left(self) -> None:
+        assert len(asyncio.all_tasks()) == 1
+        assert self.llm.open == self.llm.unclosed == 0
+        assert self.vocoder.live == 0
+        assert sorted(self.encoder.begun) == sorted(self.encoder.ended)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self.vocoder.streams[0].chunks
+
+
+async def turns(condition: Callable[[], bool]) -> None:
+    """Let the loop run until `condition` holds; for a bounded time, so that a test cannot hang."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        await asyncio.sleep(0)
+
+
+def one_by_one(total: int) -> list[Step]:
+    return [[token] for token in range(total)]

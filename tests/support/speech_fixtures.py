@@ -1,0 +1,153 @@
+"""Speech services and Tritons for them, on real sockets, in threads of the tests' process."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import uvicorn
+
+from common.server.tritonserver import TritonServer, free_port
+from common.speech_service.app import build
+from common.speech_service.runtime_grpc import Endpoint
+from common.speech_service.settings import Settings
+from tests.conftest import ROOT
+from tools.bench.triton_stub import TritonStub
+
+RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
+VOICE = "anna"
+SPEECH = "/v1/audio/speech"
+TEXT = {"input": "Hello.", "response_format": "pcm"}
+PLACES = 4  # of the vocoder
+
+
+@dataclass(frozen=True)
+class SpeechStack:
+    """A service with the voice VOICE, before the real tritonserver."""
+
+    url: str
+    runtime_port: int
+    client: openai.OpenAI
+
+
+def transcript(recording: Path) -> str:
+    """What the recording says, from the list beside it."""
+    lines = (recording.parent / "references.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = {entry["audio"]: entry["text"] for entry in map(json.loads, lines)}
+    return str(texts[recording.name])
+
+
+@contextlib.contextmanager
+def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStack]:
+    """The voice is put there by the route for it; the folder has no other before, and is taken away after."""
+    shutil.rmtree(voices, ignore_errors=True)
+    port = free_port()
+    with serving(Settings(urls=(triton.grpc_url,), voices_dir=voices), Endpoint("127.0.0.1", port)) as url:
+        files = {"audio_sample": (RECORDING.name, RECORDING.read_bytes())}
+        words = {"name": VOICE, "ref_text": transcript(RECORDING)}
+        assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
+            yield SpeechStack(url, port, client)
+    shutil.rmtree(voices)
+
+
+class Loop:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float = 20) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@contextlib.contextmanager
+def stub_triton(stub: TritonStub, port: int = 0) -> Iterator[str]:
+    """The address of a stub that listens."""
+    loop = Loop()
+    try:
+        server, address = loop.run(stub.start(port=port))
+        try:
+            yield address
+        finally:
+            loop.run(server.stop(None))
+    finally:
+        loop.close()
+
+
+@contextlib.contextmanager
+def serving(settings: Settings, runtime: Endpoint | None = None) -> Iterator[str]:
+    """http://host:port of the service, ready."""
+    port = free_port()
+    config = uvicorn.Config(
+        build(settings, runtime),
+        port=port,
+        log_config=None,
+        access_log=False,
+        ws="websockets-sansio",
+        ws_max_size=settings.max_body_bytes,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive())
+        assert server.started
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(15)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    """How many seconds it took `condition` to hold."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, "it did not happen in time"
+        time.sleep(0.01)
+    return time.monotonic() - begun
+
+
+@dataclass
+class Served:
+    """A service and the stub behind it."""
+
+    url: str
+    stub: TritonStub
+    voices: Path
+
+    def post(self, body: Any = None, path: str = SPEECH, **how: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **how)
+
+    def figures(self) -> str:
+        return httpx.get(f"{self.url}/metrics").text
+
+    def live(self) -> bool:
+        return "speech_live_streams 0.0" not in self.figures()
+
+
+@contextlib.contextmanager
+def served_by_stub(voices: Path) -> Iterator[Served]:
+    """A service with narrow limits, before a stub."""
+    stub = TritonStub()
+    with stub_triton(stub) as address:
+        settings = Settings(urls=(address,), voices_dir=voices, max_streams=4, max_reference_mb=1, max_batch=3)
+        with serving(settings) as url:
+            yield Served(url, stub, voices)

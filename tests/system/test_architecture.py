@@ -1,0 +1,162 @@
+"""The rules of the design: who imports whom, how long a file may be, where numbers live."""
+
+import ast
+import graphlib
+import io
+import re
+import tokenize
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = sorted((ROOT / "common").rglob("*.py"))
+MODELS = sorted(ROOT.glob("model_repo*/*/1/*.py"))
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+TOOLS = sorted((ROOT / "tools").rglob("*.py"))
+SOURCES = [*LIBRARY, *MODELS, *SCRIPTS, *TOOLS]
+
+TRITON = "triton_python_backend_utils"
+# 151663 and the rates; written so that this file does not hold what it forbids elsewhere.
+NUMBERS = {"151663", "24000", "16000", "480", "3840"}
+
+# The rooms of the library from the ground floor up. A room imports itself and rooms of the floors below, nothing else.
+FLOORS = (
+    {"constants", "errors", "tasks", "checkpoint", "kernels", "text"},
+    {"config", "stacks", "process", "flow", "hift"},
+    {"accel", "llm"},
+    {"voice", "server"},
+    {"token2wav", "triton_io", "client"},
+    {"orchestrator", "speech_service"},
+)
+# Within a room: the pipeline is tested without Triton, so it does not import what asks Triton.
+FORBIDDEN = {
+    "common/orchestrator/synthesis.py": ("common.triton_io", "common.orchestrator.ports"),
+    "common/orchestrator/chunking.py": ("common.triton_io", "common.orchestrator.ports"),
+    "common/token2wav/scheduler.py": ("common.token2wav", "torch"),
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that a file imports, at its top or anywhere within."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)} line {node.lineno}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return found
+
+
+def begins_with(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def test_there_is_something_to_check():
+    assert len(LIBRARY) > 20 and len(MODELS) == 7 and len(SCRIPTS) > 5
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_the_library_imports_nothing_that_stands_above_it(path):
+    above = ("scripts", "tools", "tests", "model_repo")
+    assert {m for m in imports_of(path) if any(begins_with(m, package) for package in above)} == set()
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_the_library_names_no_script_or_tool(path):
+    """Also not in strings or comments: it says what is wrong, and whoever called it knows the command that helps."""
+    lines = enumerate(path.read_text().splitlines(), start=1)
+    assert [f"line {number}: {line}" for number, line in lines if re.search(r"\b(scripts|tools)[./]", line)] == []
+
+
+def test_tools_do_not_import_launchers():
+    assert {(name_of(p), m) for p in TOOLS for m in imports_of(p) if begins_with(m, "scripts")} == set()
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "common").parts[0].removesuffix(".py")
+
+
+def test_every_room_is_on_one_floor():
+    rooms = [room for floor in FLOORS for room in floor]
+    assert sorted(rooms) == sorted({room_of(path) for path in LIBRARY} - {"__init__"})
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_rooms_import_downward_only(path):
+    below: set[str] = set()
+    for floor in FLOORS:
+        if room_of(path) in floor:
+            break
+        below |= floor
+    imported = {m.split(".")[1] for m in imports_of(path) if begins_with(m, "common") and m != "common"}
+    assert imported - below - {room_of(path)} == set()
+
+
+@pytest.mark.parametrize("file", FORBIDDEN)
+def test_some_files_import_less_than_their_room(file):
+    modules = imports_of(ROOT / file)
+    assert {m for m in modules if any(begins_with(m, package) for package in FORBIDDEN[file])} == set()
+
+
+@pytest.mark.parametrize("package", ["common", "scripts", "tools"])
+def test_no_modules_import_each_other_in_a_circle(package):
+    """Imports within functions count too: a circle is one, whenever it is closed."""
+    files = {module_of(path): path for path in sorted((ROOT / package).rglob("*.py"))}
+    imports = {module: set(modules_of(path, files)) - {module} for module, path in files.items()}
+    try:
+        list(graphlib.TopologicalSorter(imports).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def modules_of(path: Path, modules: Container[str]) -> Iterator[str]:
+    """Which of `modules` a file imports; `from package import name` is the module `package.name` if there is one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if (found := name if name in modules else str(node.module)) in modules:
+                    yield found
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_only_models_and_one_adapter_know_triton(path):
+    if path not in MODELS and not name_of(path).startswith("common/triton_io/"):
+        assert not any(begins_with(module, TRITON) for module in imports_of(path))
+
+
+@pytest.mark.parametrize("path", MODELS, ids=name_of)
+def test_a_model_is_short(path):
+    assert len(path.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_no_file_is_a_giant(path):
+    assert len(path.read_text().splitlines()) <= 450
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_rates_and_offsets_live_in_one_file(path):
+    if name_of(path) == "common/constants.py":
+        return
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    found = [
+        f"line {token.start[0]}: {token.string}"
+        for token in tokens
+        if token.type == tokenize.NUMBER and token.string.replace("_", "").removesuffix(".0") in NUMBERS
+    ]
+    assert found == []

@@ -1,0 +1,38 @@
+"""The demo as `make demo` runs it, on free ports: its sentence is understood."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from common.constants import SAMPLE_RATE
+from scripts import demo
+from tools.voice_evaluation.recognition import Recognizer, word_errors
+
+pytestmark = pytest.mark.server
+
+PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+# "Cosy" is no word of the recogniser's; it hears "cause she voice, which runs on your own computer".
+UNDERSTOOD = 0.3
+
+
+@pytest.mark.parametrize("stack", ["dit", "unet"])
+def test_the_demos_sentence_is_recognised(stack: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "demo.wav"
+    assert demo.main(["--stack", stack, "--output", str(output), *PORTS]) == 0
+    info = soundfile.info(output)
+    assert (info.samplerate, info.channels, info.subtype) == (SAMPLE_RATE, 1, "PCM_16")
+    printed = capsys.readouterr().out
+    for promised in ("first chunk", "total time", "audio length", demo.TEXT):
+        assert promised in printed
+    heard = Recognizer().hear(soundfile.read(output, dtype="float32")[0], SAMPLE_RATE)
+    assert word_errors(demo.TEXT, heard).rate <= UNDERSTOOD, heard
+
+
+def test_a_busy_port_ends_the_demo_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert demo.main(["--output", str(tmp_path / "demo.wav"), *PORTS, "--grpc-port", port]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and f"port {port} is busy" in error

@@ -1,0 +1,449 @@
+"""Both stacks through the real tritonserver, asked by the real clients."""
+
+import asyncio
+import os
+import queue
+import shutil
+import signal
+import time
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from common.client import grpc_client
+from common.client.requests import Speech, Utterance, read_reference
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.llm.speech_tokens import LLMTokenizer
+from common.server.tritonserver import ServerError
+from common.text import TextFrontend
+from scripts import add_voice, client_grpc, client_http
+from tests.support.asking import (
+    ASSETS,
+    MODELS,
+    STACKS,
+    TEXT,
+    VOICE,
+    VOICE_TEXT,
+    Serve,
+    ask,
+    assert_speech,
+    faster,
+    inputs_of,
+    process_of,
+    request_arrays,
+    stream,
+    text_array,
+    wav_of,
+)
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module", params=STACKS)
+def stack(request: pytest.FixtureRequest) -> str:
+    """A fixture and not a mark, so that pytest runs one stack's tests together and its server starts once."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def voice() -> np.ndarray:
+    return read_reference(VOICE)
+
+
+# --- good requests -----------------------------------------------------------------------------------------------
+
+
+def test_the_grpc_client_writes_a_streamed_wav(stack: str, serve: Serve, tmp_path: Path) -> None:
+    host, port = serve(stack=stack).grpc_url.split(":")
+    output = tmp_path / "speech.wav"
+    arguments = ["--server-addr", host, "--server-port", port, "--model-name", MODELS[stack], "--target-text", TEXT]
+    arguments += ["--reference-audio", str(VOICE), "--reference-text", VOICE_TEXT, "--output-audio", str(output)]
+    assert client_grpc.main(arguments) == 0
+    assert output.stat().st_size > SAMPLE_RATE // 10
+
+
+def test_a_long_answer_comes_in_several_chunks_the_first_before_the_end(
+    stack: str, serve: Serve, voice: np.ndarray
+) -> None:
+    utterance = Utterance("word " * 60, voice, VOICE_TEXT, {"seed": 1})
+    speech = stream(serve(stack=stack).grpc_url, MODELS[stack], utterance)
+    assert_speech(speech)
+    assert len(speech.arrivals) > 1
+    assert speech.first_chunk < speech.total
+
+
+def test_a_recording_without_its_text_clones_the_voice_across_languages(
+    stack: str, serve: Serve, voice: np.ndarray
+) -> None:
+    speech = stream(serve(stack=stack).grpc_url, MODELS[stack], Utterance("你好，世界。", voice))
+    assert_speech(speech)
+
+
+@pytest.mark.parametrize("seconds", [10, 40])
+def test_zeros_behind_the_recording_change_nothing(stack: str, seconds: int, serve: Serve, voice: np.ndarray) -> None:
+    """Upstream's clients pad to whole tens of seconds and send the true length."""
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    plain = stream(address, model, Utterance(TEXT, voice, VOICE_TEXT, {"seed": 9}))
+    padded = np.zeros((1, seconds * PROMPT_SAMPLE_RATE), np.float32)
+    padded[0, : voice.size] = voice
+    inputs = request_arrays(voice) | {"reference_wav": padded}
+    answer = ask(address, model, inputs, {"seed": 9})
+    assert answer.error is None
+    np.testing.assert_allclose(answer.waveform, plain.waveform, atol=1e-3)
+
+
+# --- long texts, modes and registered voices ---------------------------------------------------------------------
+
+LONG_TEXT = "The first sentence costs $3.50 and is spoken by nobody. " * 5 + "今天是2023年11月5日，一切都好。"
+
+
+def test_a_long_text_is_one_stream_that_sounds_as_its_segments_do(
+    stack: str, serve: Serve, demo_models: Path, voice: np.ndarray
+) -> None:
+    """Each segment alone gives the audio that it has within the long answer: one voice, one seed, nothing lost."""
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    segments = list(TextFrontend(LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").text_length).segments(LONG_TEXT))
+    assert len(segments) > 2 and "three point five dollars" in segments[0]
+    whole = stream(address, model, Utterance(LONG_TEXT, voice, VOICE_TEXT, {"seed": 3}))
+    parts = [stream(address, model, Utterance(text, voice, VOICE_TEXT, {"seed": 3})) for text in segments]
+    assert whole.first_chunk < whole.total / 2
+    np.testing.assert_allclose(whole.waveform, np.concatenate([part.waveform for part in parts]), atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def anna(demo_models: Path, stack: str) -> str:
+    """The English recording, registered as it is."""
+    (demo_models / "voices").mkdir(exist_ok=True)
+    shutil.copy(VOICE, demo_models / "voices" / "anna.wav")
+    (demo_models / "voices" / "anna.txt").write_text(VOICE_TEXT)
+    return "anna"
+
+
+@pytest.mark.parametrize("parameters", [{}, {"cross_lingual": True}])
+def test_a_speaker_by_name_sounds_as_the_recording_does(
+    stack: str, parameters: dict[str, Any], serve: Serve, voice: np.ndarray, anna: str
+) -> None:
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    named = Utterance(TEXT, parameters={"seed": 4} | parameters, speaker=anna)
+    sent = Utterance(TEXT, voice, None if parameters else VOICE_TEXT, {"seed": 4})
+    np.testing.assert_allclose(stream(address, model, named).waveform, stream(address, model, sent).waveform, atol=1e-3)
+
+
+def test_a_voice_is_added_while_the_server_runs_and_spoken_in_by_the_client(
+    stack: str, serve: Serve, demo_models: Path, tmp_path: Path
+) -> None:
+    host, port = serve(stack=stack).grpc_url.split(":")
+    arguments = ["--server-addr", host, "--server-port", port, "--model-name", MODELS[stack], "--target-text", TEXT]
+    arguments += ["--speaker", f"new-{stack}", "--output-audio", str(tmp_path / "speech.wav")]
+    assert client_grpc.main(arguments) == 1
+    register = [str(demo_models), f"new-{stack}", "--stack", stack, "--reference-audio", str(VOICE)]
+    assert add_voice.main([*register, "--reference-text", VOICE_TEXT]) == 0
+    assert client_grpc.main(arguments) == 0
+
+
+def test_a_speaker_of_spk2info_is_spoken_in(stack: str, serve: Serve, demo_models: Path) -> None:
+    rng = np.random.default_rng(0)
+    speaker = {
+        "prompt_text": "What it says.",
+        "speech_token": torch.from_numpy(rng.integers(0, 6561, (1, 50))),
+        "speech_feat": torch.from_numpy(rng.normal(-6, 1, (1, 100, 80))).float(),
+        "embedding": torch.from_numpy(rng.normal(0, 1, (1, 192))).float(),
+    }
+    (demo_models / "voices").mkdir(exist_ok=True)
+    torch.save({"001": speaker}, demo_models / "voices" / "spk2info.pt")
+    assert_speech(stream(serve(stack=stack).grpc_url, MODELS[stack], Utterance(TEXT, speaker="001")))
+
+
+def test_an_instruction_changes_what_is_said_and_is_not_spoken(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    plain, sad, happy = (
+        stream(address, model, Utterance(TEXT, voice, parameters={"seed": 6}, instruct_text=text))
+        for text in (None, "Speak sadly.", "Speak happily.")
+    )
+    assert_speech(sad)
+    assert not np.array_equal(sad.waveform, plain.waveform) and not np.array_equal(sad.waveform, happy.waveform)
+
+
+def test_a_cut_by_max_tokens_is_a_warning_beside_the_audio(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    address, arrays = serve(stack=stack).grpc_url, request_arrays(voice)
+    cut = ask(address, MODELS[stack], arrays, {"max_tokens": 20, "seed": 1})
+    assert cut.error is None and cut.waveform.size > 0
+    assert cut.warning is not None and "cut short after 20 tokens" in cut.warning
+    assert ask(address, MODELS[stack], arrays, {"seed": 1}).warning is None
+
+
+def test_repetition_aware_sampling_reaches_the_llm(serve: Serve, voice: np.ndarray) -> None:
+    address, arrays = serve(stack="dit").grpc_url, request_arrays(voice)
+    narrow = {"seed": 1, "top_k": 1, "repetition_penalty": "1.0"}
+    looping, free = (ask(address, MODELS["dit"], arrays, narrow | {"ras_window": window}) for window in (0, 10))
+    assert looping.error is free.error is None
+    assert looping.waveform.shape != free.waveform.shape or not np.array_equal(looping.waveform, free.waveform)
+
+
+# --- bad requests ------------------------------------------------------------------------------------------------
+
+
+NOISE = np.random.default_rng(0).normal(0, 0.1, 31 * PROMPT_SAMPLE_RATE).astype(np.float32)
+SECOND = NOISE[:PROMPT_SAMPLE_RATE]
+REMOVED = np.zeros(0)  # stands for "without this tensor"
+NO_RECORDING = dict.fromkeys(("reference_wav", "reference_wav_len", "reference_text"), REMOVED)
+
+# name: (tensors that replace those of a good request, what the message must name)
+BAD_REQUESTS: dict[str, tuple[dict[str, np.ndarray], str]] = {
+    "empty text": ({"target_text": text_array("")}, "target_text"),
+    "whitespace": ({"target_text": text_array(" \n\t ")}, "target_text"),
+    "only control tokens": ({"target_text": text_array("<|s_1|><|eos1|> <|sos|>")}, "<|s_1|>"),
+    "text without a recording": ({"reference_wav": REMOVED, "reference_wav_len": REMOVED}, "reference_text"),
+    "no voice at all": (NO_RECORDING, "reference_wav"),
+    "recording of no samples": (wav_of(SECOND[:0]), "reference_wav is empty"),
+    "NaN": (wav_of(np.where(np.arange(SECOND.size) == 9, np.nan, SECOND).astype(np.float32)), "nan"),
+    "infinite": (wav_of(np.where(np.arange(SECOND.size) == 9, np.inf, SECOND).astype(np.float32)), "inf"),
+    "silence": (wav_of(np.zeros_like(SECOND)), "silen"),
+    "silence before the padding": (
+        {
+            "reference_wav": np.concatenate([0 * SECOND, SECOND])[None],
+            "reference_wav_len": np.array([[16_000]], np.int32),
+        },
+        "silen",
+    ),
+    "too short": (wav_of(SECOND[:7_900]), "0.49"),
+    "too long": (wav_of(NOISE), "31"),
+    "length beyond the array": (
+        {"reference_wav": SECOND[None], "reference_wav_len": np.array([[16_001]], np.int32)},
+        "16001",
+    ),
+    "length zero": (
+        {"reference_wav": SECOND[None], "reference_wav_len": np.array([[0]], np.int32)},
+        "reference_wav_len 0 ",
+    ),
+    "length negative": (
+        {"reference_wav": SECOND[None], "reference_wav_len": np.array([[-5]], np.int32)},
+        "reference_wav_len -5 ",
+    ),
+    "wrong type": ({"reference_wav": SECOND[None].astype(np.float64)}, "FP64"),
+    "wrong shape": ({"reference_wav": SECOND.reshape(1, 2, -1)}, "reference_wav"),
+    "two lengths": ({"reference_wav_len": np.array([[16_000, 16_000]], np.int32)}, "reference_wav_len"),
+    "unknown speaker": (NO_RECORDING | {"speaker": text_array("nobody")}, "unknown speaker 'nobody'; known speakers: "),
+    "a way out of the folder": (NO_RECORDING | {"speaker": text_array("../anna")}, "unknown speaker '../anna'"),
+    "two voices": ({"speaker": text_array("nobody")}, "speaker 'nobody' with a reference_wav"),
+    "speaker with a transcript": (
+        NO_RECORDING | {"speaker": text_array("nobody"), "reference_text": text_array("words")},
+        "reference_text 'words'",
+    ),
+    "instruction and transcript": (
+        {"instruct_text": text_array("sadly")},
+        "instruct_text 'sadly' with the reference_text",
+    ),
+    "instruction of control tokens": (
+        {"instruct_text": text_array("<|endofprompt|>"), "reference_text": REMOVED},
+        "instruct_text has nothing to speak",
+    ),
+    "too long a text": ({"target_text": text_array("word " * 1000)}, "5000 characters"),
+}
+BAD_PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
+    "cross_lingual with a transcript": ({"cross_lingual": True}, "cross_lingual with the reference_text"),
+    "cross_lingual that is no flag": ({"cross_lingual": "perhaps"}, "cross_lingual must be true or false"),
+    "text_frontend that is no flag": ({"text_frontend": 3}, "text_frontend must be true or false"),
+}
+
+
+def bad_request(name: str, voice: np.ndarray) -> dict[str, np.ndarray]:
+    changed = request_arrays(voice) | BAD_REQUESTS[name][0]
+    return {key: value for key, value in changed.items() if value is not REMOVED}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(
+    stack: str, name: str, serve: Serve, voice: np.ndarray
+) -> None:
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    answer = ask(address, model, bad_request(name, voice))  # returns: the server ended the request
+    assert answer.error is not None and BAD_REQUESTS[name][1] in answer.error
+    assert answer.waveform.size == 0
+    assert ask(address, model, request_arrays(voice)).error is None
+
+
+@pytest.mark.parametrize("name", BAD_PARAMETERS)
+def test_a_bad_parameter_is_refused_with_its_value(stack: str, name: str, serve: Serve, voice: np.ndarray) -> None:
+    parameters, named = BAD_PARAMETERS[name]
+    answer = ask(serve(stack=stack).grpc_url, MODELS[stack], request_arrays(voice), parameters)
+    assert answer.error is not None and named in answer.error
+
+
+def test_a_good_stream_ends_with_exactly_one_final_response(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    """Seen by upstream's way of asking: one long-lived stream on which an empty final response is wanted."""
+    arrivals: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    finals, sizes = 0, []
+    with triton.InferenceServerClient(serve(stack=stack).grpc_url) as connection:
+        connection.start_stream(lambda result, error: arrivals.put((result, error)))
+        inputs = inputs_of(request_arrays(voice))
+        connection.async_stream_infer(MODELS[stack], inputs, enable_empty_final_response=True)
+        while not finals:
+            result, error = arrivals.get(timeout=30)
+            assert error is None
+            finals += result.get_response().parameters["triton_final_response"].bool_param
+            waveform = result.as_numpy("waveform")
+            sizes.append(0 if waveform is None else waveform.size)
+        connection.stop_stream()  # returns when nothing is outstanding any more
+    assert arrivals.empty()
+    assert all(sizes[:-1]) and sizes[-1] == 0
+
+
+# --- several at once ---------------------------------------------------------------------------------------------
+
+
+def eight_requests(voice: np.ndarray) -> list[Utterance]:
+    """Different voices (recordings, excerpts, speeds), texts and seeds; every second one cross-lingual."""
+    other = read_reference(ASSETS / "reference_zh.wav")
+    recordings = [voice, other, voice[: 2 * PROMPT_SAMPLE_RATE], other[PROMPT_SAMPLE_RATE:]]
+    recordings += [faster(recording, 14_000 + 500 * index) for index, recording in enumerate(recordings)]
+    return [
+        Utterance(f"Sentence {index} " + "goes on " * index, wav, None if index % 2 else VOICE_TEXT, {"seed": index})
+        for index, wav in enumerate(recordings)
+    ]
+
+
+def test_eight_streams_at_once_sound_as_each_does_alone(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    utterances = eight_requests(voice)
+    alone = [stream(address, model, utterance) for utterance in utterances]
+
+    async def at_once() -> list[Speech]:
+        return await asyncio.gather(
+            *(grpc_client.synthesize(address, model, utterance, timeout=120.0) for utterance in utterances)
+        )
+
+    together = asyncio.run(at_once())
+    for one, other in zip(alone, together, strict=True):
+        assert one.waveform.shape == other.waveform.shape
+        np.testing.assert_allclose(one.waveform, other.waveform, atol=1e-3)
+    assert len({speech.waveform.tobytes() for speech in alone}) == len(alone)
+
+
+def test_cancelled_streams_free_their_places(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    """The vocoder and its sequence batcher have two places, for four clients: a stream that kept one would block those
+    after it; none is refused, they wait."""
+    server = serve(stack=stack, settings={"max_streams": "2", "idle_seconds": "600"})
+    long, short = Utterance("word " * 100, voice, VOICE_TEXT), Utterance(TEXT, voice, VOICE_TEXT)
+
+    async def hear(given_up: int) -> Speech:
+        """Streams that are left after their first chunk, then a whole one."""
+        for _ in range(given_up):
+            async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
+                async with aclosing(grpc_client.chunks(connection, MODELS[stack], long, 30.0)) as waveforms:
+                    async for waveform in waveforms:
+                        assert waveform is not None and waveform.size
+                        break
+        return await grpc_client.synthesize(server.grpc_url, MODELS[stack], short, timeout=30)
+
+    async def everybody() -> list[Speech]:
+        return await asyncio.gather(*map(hear, (3, 4, 5, 6)))
+
+    for speech in asyncio.run(everybody()):
+        assert_speech(speech)
+
+
+def test_cancelled_streams_leave_no_thread_behind(serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack="dit")
+    status = Path(f"/proc/{process_of(server, MODELS['dit'])}/status")
+    long = Utterance("word " * 100, voice, VOICE_TEXT)
+
+    async def cancel_after_the_first_chunk() -> None:
+        async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
+            async for _ in grpc_client.chunks(connection, MODELS["dit"], long, 60.0):
+                break
+
+    def threads() -> int:
+        return int(status.read_text().partition("Threads:")[2].split()[0])
+
+    asyncio.run(cancel_after_the_first_chunk())  # what is started once is there now
+    before = threads()
+    pool = min(32, (os.cpu_count() or 1) + 4)  # asyncio's threads for blocking work, which come one by one and stay
+    for _ in range(pool + 20):
+        asyncio.run(cancel_after_the_first_chunk())
+    deadline = time.monotonic() + 10
+    while threads() > before + pool + 2:  # the last ones may still be ending
+        assert time.monotonic() < deadline, f"{before} threads have become {threads()}"
+        time.sleep(0.1)
+
+
+def test_long_texts_given_up_again_and_again_leave_every_process_alive(serve: Serve, voice: np.ndarray) -> None:
+    """Each has the LLM speaking ahead when it is given up. As a call between models that damaged the heap, or made
+    everything stand still, see streams.py."""
+    server = serve(stack="dit")
+    address, before = server.grpc_url, server.model_processes()
+    long = Utterance("word " * 100, voice, VOICE_TEXT)
+
+    async def cancel_after(chunks: int) -> None:
+        async with grpc_client.triton.InferenceServerClient(address) as connection:
+            async with aclosing(grpc_client.chunks(connection, MODELS["dit"], long, 60.0)) as waveforms:
+                for _ in range(chunks):
+                    await anext(waveforms)
+
+    async def four_at_once() -> None:
+        await asyncio.gather(*map(cancel_after, (1, 2, 3, 4)))
+
+    for _ in range(8):
+        asyncio.run(four_at_once())
+    assert server.model_processes() == before
+    assert_speech(stream(address, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT), timeout=20))
+
+
+def test_the_death_of_a_models_process_ends_live_streams_and_is_told(serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack="dit", settings={"model_timeout": "2"})
+    begun = 0.0
+
+    async def kill_after_the_first_chunk() -> None:
+        nonlocal begun
+        utterance = Utterance("word " * 100, voice, VOICE_TEXT)
+        async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
+            async for _ in grpc_client.chunks(connection, MODELS["dit"], utterance, 60.0):
+                if not begun:
+                    begun = time.monotonic()
+                    os.kill(process_of(server, "token2wav_dit"), signal.SIGKILL)
+
+    with pytest.raises((InferenceServerException, grpc.aio.AioRpcError)):
+        asyncio.run(kill_after_the_first_chunk())
+    assert time.monotonic() - begun < 5
+    try:
+        assert server.wait() != 0  # tritonserver itself aborts, if the process died while it held their common lock
+    except ServerError as error:
+        assert "the process of model token2wav_dit has died" in str(error)
+
+
+# --- offline requests --------------------------------------------------------------------------------------------
+
+
+def test_offline_requests_give_the_same_audio_over_http_and_grpc(stack: str, serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack=stack, decoupled=False)
+    utterance = Utterance(TEXT, voice, VOICE_TEXT, {"seed": 5})
+    by_http = client_http.synthesize(f"http://{server.http_url}", MODELS[stack], utterance, 60.0)
+    by_grpc = asyncio.run(grpc_client.synthesize(server.grpc_url, MODELS[stack], utterance, "offline"))
+    assert_speech(by_http)
+    np.testing.assert_allclose(by_http.waveform, by_grpc.waveform, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["whitespace", "NaN", "length beyond the array", "unknown speaker"])
+def test_a_bad_offline_request_is_refused_with_its_value(
+    stack: str, name: str, serve: Serve, voice: np.ndarray
+) -> None:
+    address = serve(stack=stack, decoupled=False).grpc_url
+    answer = ask(address, MODELS[stack], bad_request(name, voice))
+    assert answer.error is not None and BAD_REQUESTS[name][1] in answer.error
+
+
+# --- a default speaker -------------------------------------------------------------------------------------------
+
+
+def test_a_default_speaker_speaks_where_no_voice_is_asked_for(serve: Serve, demo_models: Path) -> None:
+    if not (demo_models / "voices" / "default.safetensors").exists():
+        assert add_voice.main([str(demo_models), "default", "--reference-audio", str(VOICE)]) == 0
+    server = serve(stack="dit", decoupled=False, settings={"default_speaker": "default"})
+    assert_speech(client_http.synthesize(f"http://{server.http_url}", MODELS["dit"], Utterance(TEXT), 60.0))

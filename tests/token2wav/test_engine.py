@@ -1,0 +1,355 @@
+"""The engine on the small golden networks: upstream's streaming loops, isolation, limits. Weights are the fixtures'."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.constants import DIT_TAIL_FRAMES, HOP_SAMPLES, LOOKAHEAD_TOKENS, OVERLAP_FRAMES, TOKEN_MEL_RATIO
+from common.errors import UnavailableError
+from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.token2wav.engine import Stream, Token2Wav
+from common.token2wav.hift.overlap import hamming_window
+from common.token2wav.hift.streaming import MelChunk, StreamingVocoder
+from common.token2wav.noise import NoiseTape, flow_noise, source_noise
+from common.token2wav.streaming import Chunk, Voice
+from common.token2wav.unet.streaming import UNetStreaming
+from common.voice.prompt import Prompt
+from tools.parity import flow_dit, flow_unet, hift, streaming
+from tools.parity.fixture import Fixture
+from tools.parity.runner import run_fixture
+
+GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
+DIT = "item8b_dit_streaming_token2wav"
+UNET = "item8c_cosyvoice2_streaming_token2wav"
+VOICES_BYTES = 64 << 20
+
+
+def prompt(seed: int, tokens: int = 12) -> Prompt:
+    rng = np.random.default_rng(seed)
+    return Prompt(
+        tokens=rng.integers(0, 120, tokens),
+        mel=rng.standard_normal((TOKEN_MEL_RATIO * tokens, 80)).astype(np.float32) - 4,
+        embedding=rng.standard_normal(24).astype(np.float32),
+        text="",
+    )
+
+
+def ids(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 120, count)
+
+
+@pytest.fixture(scope="module")
+def vocoder():
+    network = hift.build(Fixture(GOLDEN / f"{DIT}.json"), "hift_tiny.weights.safetensors")
+    return StreamingVocoder(network, source_noise(network.config.harmonics + 1), hamming_window(), max_streams=99)
+
+
+@pytest.fixture(scope="module")
+def dit_network():
+    return flow_dit.build(Fixture(GOLDEN / f"{DIT}.json"), "stepaudio2_flow_tiny.weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def unet_network():
+    return flow_unet.build(Fixture(GOLDEN / f"{UNET}.json"), "cosyvoice2_flow_tiny.weights.safetensors")
+
+
+@pytest.fixture
+def voices():
+    return VoiceCache(VOICES_BYTES)
+
+
+@pytest.fixture
+def dit(dit_network, vocoder, voices):
+    flow = DiTStreaming(dit_network, flow_noise(), voices, max_streams=8, steps=4, max_tokens=200)
+    return Token2Wav(flow, vocoder)
+
+
+@pytest.fixture
+def unet(unet_network, vocoder):
+    return Token2Wav(UNetStreaming(unet_network, flow_noise(), steps=4, max_tokens=200), vocoder)
+
+
+def dit_chunks(tokens: np.ndarray, hops: list[int]) -> list[Chunk]:
+    """New tokens and look-ahead, chunk by chunk; the last takes what is left."""
+    chunks, at = [], 0
+    for hop in hops:
+        chunks.append(Chunk(tokens[at : at + hop + LOOKAHEAD_TOKENS], last=False, offset=at))
+        at += hop
+    return [*chunks, Chunk(tokens[at:], last=True, offset=at)]
+
+
+def unet_chunks(tokens: np.ndarray, hops: list[int]) -> list[Chunk]:
+    """All tokens so far, chunk by chunk."""
+    return [
+        Chunk(tokens if chunk.last else tokens[: chunk.offset + len(chunk.tokens)], chunk.last, chunk.offset)
+        for chunk in dit_chunks(tokens, hops)
+    ]
+
+
+def step(engine: Token2Wav, stream: Stream, chunk: Chunk) -> np.ndarray:
+    (result,) = engine.step([(stream, chunk)])
+    if isinstance(result, ValueError):
+        raise result
+    return result
+
+
+def speak(engine: Token2Wav, voice: Prompt, chunks: list[Chunk]) -> np.ndarray:
+    stream = engine.open(voice)
+    audio = np.concatenate([step(engine, stream, chunk) for chunk in chunks])
+    engine.close(stream)
+    return audio
+
+
+@pytest.mark.parametrize("name", [DIT, UNET])
+def test_the_loop_matches_upstreams_where_it_is_right(name):
+    results = list(run_fixture(Fixture(GOLDEN / f"{name}.json"), streaming.CHECKS[name]))
+    assert len(results) >= 4
+    assert [result for result in results if result.verdict != "PASS"] == []
+
+
+@pytest.mark.parametrize("hops", [[], [5], [15, 20], [1, 1, 2, 3], [3, 40]])
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_every_cut_of_an_utterance_gives_all_of_its_audio(kind, hops, request):
+    engine = request.getfixturevalue(kind)
+    tokens = ids(1, 47)
+    chunks = (dit_chunks if kind == "dit" else unet_chunks)(tokens, hops)
+    audio = speak(engine, prompt(1), chunks)
+    assert audio.dtype == np.float32
+    assert len(audio) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
+    assert np.isfinite(audio).all() and audio.std() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_interleaved_streams_equal_the_same_streams_alone(kind, request):
+    engine = request.getfixturevalue(kind)
+    cut = dit_chunks if kind == "dit" else unet_chunks
+    plans = {seed: (prompt(seed), cut(ids(seed, 40), [10, 10 + seed])) for seed in range(4)}
+    alone = {seed: speak(engine, *plan) for seed, plan in plans.items()}
+    streams = {seed: engine.open(voice) for seed, (voice, _) in plans.items()}
+    parts: dict[int, list[np.ndarray]] = {seed: [] for seed in plans}
+    for turn in range(3):
+        for seed, (_, chunks) in plans.items():
+            parts[seed].append(step(engine, streams[seed], chunks[turn]))
+    for seed in plans:
+        np.testing.assert_array_equal(np.concatenate(parts[seed]), alone[seed])
+    assert np.abs(alone[0][: len(alone[1])] - alone[1][: len(alone[0])]).max() > 1e-3
+
+
+def test_unet_chunks_on_training_boundaries_equal_the_utterance_at_once(unet_network):
+    """Boundaries count from the prompt's start: here every 5 tokens, the small network's chunk."""
+    flow = UNetStreaming(unet_network, flow_noise(), steps=4)
+    voice, tokens = _voice(prompt(3, tokens=8)), ids(3, 40)
+
+    def mel(chunks):
+        state = flow.open(voice)
+        return torch.cat([flow.render([(state, chunk)])[0] for chunk in chunks], dim=1)
+
+    whole = mel([Chunk(tokens, last=True)])
+    torch.testing.assert_close(mel(unet_chunks(tokens, [12, 5, 10])), whole, atol=1e-4, rtol=0)
+    assert (mel(unet_chunks(tokens, [11, 5, 10])) - whole).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_a_batch_of_streams_equals_each_stream_alone(kind, request):
+    """Voices, histories and chunk sizes differ; streams begin and end in different batches."""
+    engine = request.getfixturevalue(kind)
+    cut = dit_chunks if kind == "dit" else unet_chunks
+    plans = {seed: (prompt(seed, 9 + seed), cut(ids(seed, 70), [10 + seed, 30, 4 * seed + 1])) for seed in range(5)}
+    alone = {seed: speak(engine, *plan) for seed, plan in plans.items()}
+    streams, parts = {}, {seed: [] for seed in plans}
+    for turn in range(9):
+        due = [seed for seed in plans if 0 <= turn - seed < 4]
+        streams |= {seed: engine.open(plans[seed][0]) for seed in due if turn == seed}
+        batch = [(streams[seed], plans[seed][1][turn - seed]) for seed in due]
+        for seed, audio in zip(due, engine.step(batch), strict=True):
+            parts[seed].append(audio)
+    for seed in plans:
+        np.testing.assert_allclose(np.concatenate(parts[seed]), alone[seed], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_a_chunk_in_error_does_not_spoil_its_batch(kind, request):
+    engine = request.getfixturevalue(kind)
+    tokens = ids(1, 20)
+    expected = step(engine, engine.open(prompt(1)), Chunk(tokens, last=True))
+    good, bad = engine.open(prompt(1)), engine.open(prompt(2))
+    error, audio = engine.step([(bad, Chunk(tokens + 200, last=True)), (good, Chunk(tokens, last=True))])
+    assert isinstance(error, ValueError)
+    np.testing.assert_allclose(audio, expected, atol=1e-3)
+
+
+def test_the_dit_renders_like_its_reference_while_nothing_is_forgotten_and_like_the_trimmed_one_after(dit_network):
+    flow = DiTStreaming(dit_network, flow_noise(), VoiceCache(VOICES_BYTES), max_streams=1, steps=3)
+    voice, tokens = _voice(prompt(4)), ids(4, 160)
+    state = flow.open(voice)
+    noise = flow_noise().read(0, 24).T[None]
+    cache = dit_network.setup_cache(voice.tokens, voice.mel, voice.embedding, noise=noise, steps=3)
+    for chunk in dit_chunks(tokens, [20, 25, 30, 60, 3]):
+        frames = TOKEN_MEL_RATIO * flow.new_tokens(state, chunk)
+        noise = flow_noise().read(cache.frames, frames).T[None]
+        expected, cache = dit_network.inference_chunk(
+            torch.from_numpy(chunk.tokens)[None], cache, last=chunk.last, noise=noise
+        )
+        cache = cache.trimmed(DIT_TAIL_FRAMES)
+        assert state.complete == (state.rendered <= DIT_TAIL_FRAMES // TOKEN_MEL_RATIO)
+        torch.testing.assert_close(flow.render([(state, chunk)])[0], expected[0], atol=1e-4, rtol=0)
+
+
+def test_streams_of_one_voice_share_its_prompt_cache(dit, voices):
+    first, second = dit.open(prompt(5)), dit.open(prompt(5))
+    assert len(voices) == 1
+    assert first.flow.voice is second.flow.voice
+    before = first.flow.voice.attention.keys.clone()
+    step(dit, first, dit_chunks(ids(5, 20), [10])[0])
+    torch.testing.assert_close(second.flow.voice.attention.keys, before)
+
+
+def test_places_are_bounded_and_come_back(dit):
+    streams = [dit.open(prompt(5)) for _ in range(8)]
+    with pytest.raises(UnavailableError, match="all 8 streams"):
+        dit.open(prompt(5))
+    for stream in streams:
+        dit.close(stream)
+    dit.close(dit.open(prompt(5)))
+
+
+def test_voices_are_bounded_in_bytes_and_the_least_recently_used_that_nobody_speaks_in_goes(dit_network, vocoder):
+    size = DiTStreaming(dit_network, flow_noise(), VoiceCache(0), max_streams=1, steps=4)._pool.voice_bytes(24)
+    voices = VoiceCache(2 * size)
+    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, max_streams=9, steps=4), vocoder)
+    spoken = engine.open(prompt(0))
+    assert spoken.flow.voice.nbytes == size
+    for seed in (1, 2, 3):
+        engine.close(engine.open(prompt(seed)))
+        assert voices.nbytes == 2 * size
+    assert engine.open(prompt(0)).flow.voice is spoken.flow.voice
+    third = engine.open(prompt(3))
+    with pytest.raises(UnavailableError, match="no room for another voice: .* the 2 voices"):
+        engine.open(prompt(4))
+    engine.close(third)
+    engine.close(engine.open(prompt(4)))
+    assert len(voices) == 2
+
+
+def test_a_voice_is_let_go_where_its_stream_finds_no_place(dit_network, vocoder):
+    voices = VoiceCache(VOICES_BYTES)
+    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, max_streams=1, steps=4), vocoder)
+    stream = engine.open(prompt(0))
+    with pytest.raises(UnavailableError, match="all 1 streams"):
+        engine.open(prompt(1))
+    engine.close(stream)
+    assert all(entry.streams == 0 for entry in voices._entries.values())
+
+
+def test_audio_too_short_for_the_overlap_is_kept_for_the_next_chunk(vocoder):
+    mel = torch.randn(80, 30) - 4
+    state = vocoder.open()
+    assert len(vocoder.step([MelChunk(state, mel[:, : OVERLAP_FRAMES - 2], last=False)])[0]) == 0
+    (rest,) = vocoder.step([MelChunk(state, mel[:, OVERLAP_FRAMES - 2 :], last=True)])
+    torch.testing.assert_close(rest, *vocoder.whole([mel]))
+
+
+def test_an_empty_last_chunk_lets_go_of_the_withheld_audio(dit):
+    stream, tokens = dit.open(prompt(6)), ids(6, 13)
+    head = step(dit, stream, Chunk(tokens, last=False))
+    tail = step(dit, stream, Chunk(tokens[:0], last=True))
+    assert len(head) + len(tail) == 10 * TOKEN_MEL_RATIO * HOP_SAMPLES
+
+
+def test_whole_utterances_are_reproducible_and_as_long_as_their_tokens(dit, unet):
+    for engine in (dit, unet):
+        audio = engine.whole(prompt(7), ids(7, 21))
+        assert len(audio) == 21 * TOKEN_MEL_RATIO * HOP_SAMPLES
+        np.testing.assert_array_equal(audio, engine.whole(prompt(7), ids(7, 21)))
+
+
+def test_a_whole_utterance_is_what_the_networks_render(dit_network, unet_network, voices):
+    voice, tokens = _voice(prompt(3, tokens=8)), torch.from_numpy(ids(3, 40))[None]
+    spoken, feat = torch.cat([voice.tokens, tokens], dim=1), voice.mel
+    noise = flow_noise().read(0, TOKEN_MEL_RATIO * 48).T[None]
+    lengths = torch.tensor([48]), feat, torch.tensor([feat.shape[1]])
+    expected = {
+        DiTStreaming(dit_network, flow_noise(), voices, max_streams=1, steps=4): dit_network.inference(
+            spoken, *lengths, voice.embedding, noise=noise, steps=4
+        )[0, :, feat.shape[1] :],
+        UNetStreaming(unet_network, flow_noise(), steps=4): unet_network.inference(
+            tokens, voice.tokens, feat, voice.embedding, noise=noise, streaming=False, finalize=True, steps=4
+        )[0],
+    }
+    for flow, mel in expected.items():
+        torch.testing.assert_close(*flow.whole([(voice, tokens[0].numpy())]), mel, atol=1e-4, rtol=0)
+
+
+def test_whole_utterances_of_a_batch_equal_the_same_utterances_alone(dit, unet):
+    """Voices and utterances of different lengths: each is padded, and the longest pads the others' look-ahead."""
+    utterances = [
+        (prompt(seed, tokens), ids(seed, length)) for seed, tokens, length in [(7, 12, 21), (8, 5, 40), (9, 20, 3)]
+    ]
+    for engine in (dit, unet):
+        for together, utterance in zip(engine.whole_batch(utterances), utterances, strict=True):
+            np.testing.assert_allclose(together, engine.whole(*utterance), atol=1e-3, rtol=0)
+
+
+def test_a_batch_of_whole_utterances_names_the_one_that_cannot_be_spoken(dit):
+    good = (prompt(7), ids(7, 21))
+    for tokens, message in [
+        (ids(7, 0), "is empty"),
+        (np.array([120]), "speech token 120"),
+        (ids(7, 201), "limit is 200"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dit.whole_batch([good, (prompt(8), tokens)])
+
+
+@pytest.mark.parametrize(("speed", "frames"), [(0.5, 84), (1.0, 42), (2.0, 21), (3.0, 14)])
+def test_speed_stretches_a_whole_utterance(unet, speed, frames):
+    assert len(unet.whole(prompt(7), ids(7, 21), speed)) == frames * HOP_SAMPLES
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        (Chunk(np.array([0, 1, 2, 120, 4]), last=False), "speech token 120 is outside 0..119"),
+        (Chunk(np.array([0, -1, 2, 3, 4]), last=False), "speech token -1 is outside"),
+        (Chunk(np.arange(20), last=False, offset=7), "token_offset is 7, but 0 tokens"),
+        (Chunk(np.arange(3), last=False), "3 speech tokens add 0 to the 0"),
+        (Chunk(np.zeros(201, int), last=True), "201 speech tokens; the limit is 200"),
+    ],
+)
+def test_a_chunk_that_cannot_continue_its_stream_is_named(kind, chunk, message, request):
+    engine = request.getfixturevalue(kind)
+    stream = engine.open(prompt(8))
+    with pytest.raises(ValueError, match=message):
+        step(engine, stream, chunk)
+
+
+def test_warming_up_leaves_the_voice_of_a_stream_alone(dit, unet):
+    for engine in (dit, unet):
+        cold = engine.whole(prompt(7), ids(7, 21))
+        engine.warm_up()
+        np.testing.assert_array_equal(engine.whole(prompt(7), ids(7, 21)), cold)
+
+
+def test_a_prompt_without_look_ahead_is_refused(dit):
+    with pytest.raises(ValueError, match="the prompt has 2 speech tokens"):
+        dit.open(prompt(9, tokens=2))
+
+
+def test_a_tape_repeats_itself():
+    tape = NoiseTape(torch.arange(5.0)[:, None])
+    assert tape.read(3, 9)[:, 0].tolist() == [3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert tape.read(11, 2)[:, 0].tolist() == [1, 2]
+
+
+def test_the_flow_noise_is_upstreams():
+    torch.manual_seed(0)
+    expected = torch.randn(1, 80, 15000)
+    torch.testing.assert_close(flow_noise().read(0, 15000).T[None], expected, atol=0, rtol=0)
+
+
+def _voice(p: Prompt) -> Voice:
+    return Voice(*(torch.from_numpy(x)[None] for x in (p.tokens, p.mel, p.embedding)))

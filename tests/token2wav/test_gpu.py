@@ -1,0 +1,197 @@
+"""What only a GPU runs: fused kernels and CUDA graphs, against the plain form. Weights are random."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.constants import LOOKAHEAD_TOKENS
+from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
+from common.flow.config import DiTConfig, EncoderConfig, UNetConfig
+from common.hift.config import HiFTConfig
+from common.hift.generator import HiFTGenerator
+from common.token2wav.dit.memory import GatheredSolve
+from common.token2wav.dit.solver import DiTSolver
+from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.token2wav.hift.overlap import hamming_window
+from common.token2wav.hift.streaming import MelChunk, OverlapPool, OverlapRenderer, StreamingVocoder
+from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.streaming import Chunk, Voice
+from common.token2wav.unet.streaming import PlainUNetSolve, UNetStreaming
+from tools.bench.token2wav import randomise
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine"),
+]
+STEPS = 3
+ENCODER = EncoderConfig(blocks=1, up_blocks=1)
+# The root mean square error of a chunk's mel against the plain form in float32, of the mel's own.
+BOUNDS = [(torch.float32, 1e-4), (torch.float16, 3e-3), (torch.bfloat16, 3e-2)]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected).norm() / expected.norm())
+
+
+def ready(network):
+    randomise(network)
+    return network.cuda().eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def dit() -> DiTFlow:
+    return ready(DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=2))))
+
+
+@pytest.fixture(scope="module")
+def unet() -> UNetFlow:
+    return ready(UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=2))))
+
+
+def voices() -> list[Voice]:
+    made = []
+    for tokens in (40, 7, 25):
+        generator = torch.Generator().manual_seed(tokens)
+        mel = torch.randn(1, 2 * tokens, 80, generator=generator) - 4
+        embedding = torch.randn(1, 192, generator=generator)
+        made.append(Voice(torch.arange(tokens).cuda()[None], mel.cuda(), embedding.cuda()))
+    return made
+
+
+def worst_error(plain, fused, hops: list[tuple[int, int, int]]) -> float:
+    """Three streams of different voices, histories and chunk lengths, batch by batch through both."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 6561, (3, 400))
+    states = [[flow.open(voice) for voice in voices()] for flow in (plain, fused)]
+    at, errors = np.zeros(3, int), []
+    for batch in hops:
+        ends = at + batch
+        begins = np.zeros(3, int) if plain.cumulative else at
+        chunks = [
+            Chunk(row[begin : end + LOOKAHEAD_TOKENS], last=False)
+            for row, begin, end in zip(tokens, begins, ends, strict=True)
+        ]
+        expected, actual = (
+            [mel.clone() for mel in flow.render(list(zip(of, chunks, strict=True)))]
+            for flow, of in zip((plain, fused), states, strict=True)
+        )
+        errors += [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
+        at = ends
+    return max(errors)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
+def test_the_dit_on_a_gpu_stays_near_its_plain_form(dit: DiTFlow, dtype: torch.dtype, bound: float) -> None:
+    """Rings wrap around, batches fall between the graphs' sizes and above them."""
+    plain = DiTStreaming(dit, flow_noise("cuda"), VoiceCache(1 << 33), max_streams=3, steps=STEPS)
+    plain._solve = GatheredSolve(DiTSolver(dit, STEPS), plain._pool, flow_noise("cuda"))
+    served = copy.deepcopy(dit).to(dtype)
+    fused = DiTStreaming(served, flow_noise("cuda"), VoiceCache(1 << 33), max_streams=3, steps=STEPS)
+    assert worst_error(plain, fused, [(15, 15, 15), (25, 4, 22), (100, 60, 1), (104, 110, 30)]) < bound
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
+def test_the_unet_on_a_gpu_stays_near_its_plain_form(unet: UNetFlow, dtype: torch.dtype, bound: float) -> None:
+    """Windows begin to forget on the way."""
+    plain = UNetStreaming(unet, flow_noise("cuda"), steps=STEPS, context_tokens=50)
+    plain._solve = PlainUNetSolve(unet, flow_noise("cuda"), STEPS)
+    served = copy.deepcopy(unet).to(dtype)
+    fused = UNetStreaming(served, flow_noise("cuda"), steps=STEPS, context_tokens=50)
+    assert worst_error(plain, fused, [(10, 18, 25), (25, 5, 25), (50, 60, 50), (100, 2, 100)]) < bound
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_whole_utterances_need_no_graphs(kind: str, request: pytest.FixtureRequest) -> None:
+    network = request.getfixturevalue(kind)
+
+    def flow(graphs: bool) -> DiTStreaming | UNetStreaming:
+        if kind == "unet":
+            return UNetStreaming(network, flow_noise("cuda"), steps=STEPS, graphs=graphs)
+        return DiTStreaming(network, flow_noise("cuda"), VoiceCache(1 << 33), max_streams=1, steps=STEPS, graphs=graphs)
+
+    utterances = [(voice, np.arange(count)) for voice, count in zip(voices(), (40, 100, 3), strict=True)]
+    expected = flow(graphs=True).whole(utterances)
+    for actual, mel in zip(flow(graphs=False).whole(utterances), expected, strict=True):
+        assert relative_error(actual, mel) < BOUNDS[0][1]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.float16, 3e-2)])
+def test_the_vocoder_on_a_gpu_stays_near_its_plain_form(dtype: torch.dtype, bound: float) -> None:
+    """Rows of different lengths, first chunks and later ones; pitch and source are float32 in both."""
+    from common.token2wav.hift.graphs import GraphedRenderer
+
+    hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
+    hift.conv_post.weight *= 0.1  # random weights are loud: the limit would hide errors
+    noise = source_noise(hift.config.harmonics + 1, "cuda")
+    graphed, plain = (
+        renderer(network, OverlapPool(3, 80, 8, 3840, torch.device("cuda")), noise, hamming_window())
+        for renderer, network in ((GraphedRenderer, copy.deepcopy(hift).body_to(dtype)), (OverlapRenderer, hift))
+    )
+    slots, starts = torch.arange(3, device="cuda"), torch.tensor([0, 70, 9], device="cuda")
+    for stage, lengths in (("first", (30, 50, 20)), ("later", (50, 10, 200)), ("later", (7, 100, 31))):
+        frames = torch.tensor(lengths, device="cuda")
+        mel = torch.randn(3, 80, max(lengths), device="cuda") - 4
+        actual, expected = (getattr(renderer, stage)(mel, slots, starts, frames) for renderer in (graphed, plain))
+        for row, count in enumerate(lengths):
+            assert relative_error(actual[row, : 480 * count], expected[row, : 480 * count]) < bound
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [2, 64])
+def test_a_fused_layer_is_its_parts(rows: int) -> None:
+    """Norm, Mish, causal convolution behind a history, gate and residual: by small tiles and by large ones."""
+    from common import kernels
+
+    torch.manual_seed(0)
+    T, C = 24, 96
+    x, out, history = (torch.randn(rows, length, C, device="cuda") for length in (T, T, 2))
+    weight, gate, scale, shift = (torch.randn(*s, device="cuda") for s in ((C, 3 * C), (C,), (C,), (C,)))
+    weight *= C**-0.5
+    frames = torch.tensor([T, 10], device="cuda")
+    taken = F.mish(F.layer_norm(x, (C,), scale, shift))
+    padded = torch.cat([history, taken], dim=1)
+    taps = torch.cat([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]], dim=-1)
+    expected = out + gate * F.linear(taps.double(), weight.double()).float()
+    following = torch.empty_like(history)
+    kernels.linear(
+        x, weight, norm=(scale, shift), mish=True, history=(history, following, frames), gate=gate, add_to=out
+    )
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    kept = torch.stack([padded[row, int(frames[row % 2]) :][:2] for row in range(rows)])
+    torch.testing.assert_close(following, kept, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_windows_too_many_for_one_graph_are_rendered_in_parts(unet: UNetFlow) -> None:
+    """Short windows stand before long ones, so that the parts alone would be of other sizes."""
+    flow = UNetStreaming(copy.deepcopy(unet).half(), flow_noise("cuda"), steps=STEPS)
+    tokens = np.random.default_rng(0).integers(0, 6561, 400)
+    hops = [25] * 12 + [330] * 12
+    chunks = [Chunk(tokens[: hop + LOOKAHEAD_TOKENS], last=False) for hop in hops]
+    voice = voices()[2]
+    together = [mel.clone() for mel in flow.render([(flow.open(voice), chunk) for chunk in chunks])]
+    for index in (0, 11, 12, 23):
+        (alone,) = flow.render([(flow.open(voice), chunks[index])])
+        assert relative_error(together[index], alone.float()) < 3e-3
+
+
+@torch.inference_mode()
+def test_mels_too_many_for_one_graph_are_vocoded_in_parts() -> None:
+    hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
+    hift.conv_post.weight *= 0.1
+    noise = source_noise(hift.config.harmonics + 1, "cuda")
+    vocoder = StreamingVocoder(hift, noise, hamming_window(), max_streams=70)
+    mels = torch.randn(40, 80, 200, device="cuda") - 4
+    states = [vocoder.open() for _ in range(41)]
+    for part in (mels[:, :, :30], mels):  # a first chunk, then a long one
+        together = vocoder.step([MelChunk(states[i], part[i], last=False) for i in range(40)])
+        (alone,) = vocoder.step([MelChunk(states[40], part[39], last=False)])
+        assert relative_error(together[39], alone) < 1e-2

@@ -1,0 +1,163 @@
+"""token2wav and token2wav_dit over the demo checkpoint (random weights), through the fake of Triton's API."""
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
+from common.llm.speech_tokens import speech_token_offset
+from common.token2wav.requests import chunk_request
+from common.voice.audio import load_audio
+from tests.conftest import ROOT, load_model
+from tests.support import fake_triton
+from tools.demo_model.make import DIT_DIR, LLM_DIR, UNET_DIR
+
+PATHS = {
+    "token2wav": ("model_repo/token2wav/1/model.py", UNET_DIR),
+    "token2wav_dit": ("model_repo_dit/token2wav_dit/1/model.py", DIT_DIR),
+}
+TOKENS_PER_SECOND_OF_AUDIO = TOKEN_MEL_RATIO * HOP_SAMPLES
+
+
+class Served:
+    """A model with a client: `send` answers with the waveform or raises the error's message."""
+
+    def __init__(self, name: str, models: Any):
+        path, directory = PATHS[name]
+        module = load_model(ROOT / path)
+        self.inputs = frozenset(module.INPUTS) | {"reference_wav", "reference_wav_len"}
+        self.offset = speech_token_offset(str(models / LLM_DIR))
+        parameters = {"model_dir": str(models / directory), "llm_tokenizer_dir": str(models / LLM_DIR)}
+        parameters |= {"n_timesteps": "2", "max_streams": "3"}
+        config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+        self.model = module.TritonPythonModel()
+        self.model.initialize(
+            {"model_name": name, "model_instance_name": f"{name}_0", "model_config": json.dumps(config)}
+        )
+
+    def post(self, stream: int, *, start: bool = False, end: bool = False, **tensors: np.ndarray) -> Any:
+        controls = {
+            "START": np.array([[start]], np.float32),
+            "END": np.array([[end]], np.float32),
+            "CORRID": np.array([[stream]], np.uint64),
+        }
+        request = fake_triton.InferenceRequest.from_client(tensors | controls, declared=self.inputs)
+        assert self.model.execute([request]) is None
+        return request.get_response_sender()
+
+    def send(self, stream: int, **kwargs: Any) -> np.ndarray:
+        sender = self.post(stream, **kwargs)
+        deadline = time.monotonic() + 30
+        while not sender.final:
+            assert time.monotonic() < deadline, "no final response"
+            time.sleep(0.002)
+        (response,) = sender.responses
+        if response.has_error():
+            raise RuntimeError(response.error().message())
+        waveform = response.arrays()["waveform"]
+        assert waveform.shape[0] == 1 and waveform.dtype == np.float32
+        return waveform[0]
+
+    def ids(self, *tokens: int) -> np.ndarray:
+        return np.array([tokens], np.int32).reshape(1, -1) + np.int32(self.offset)
+
+    def voice(self, seed: int, tokens: int = 25) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        return {
+            "prompt_speech_tokens": self.ids(*rng.integers(0, 6561, tokens)),
+            "prompt_speech_feat": (rng.standard_normal((1, 2 * tokens + 1, MEL_BINS)) - 6).astype(np.float16),
+            "prompt_spk_embedding": rng.standard_normal((1, SPEAKER_DIM)).astype(np.float16),
+        }
+
+
+@pytest.fixture(scope="module", params=list(PATHS))
+def served(request: pytest.FixtureRequest, demo_models: Any) -> Any:
+    served = Served(request.param, demo_models)
+    yield served
+    served.model.finalize()
+
+
+@pytest.fixture(scope="module")
+def dit(demo_models: Any) -> Any:
+    served = Served("token2wav_dit", demo_models)
+    yield served
+    served.model.finalize()
+
+
+def finalize(value: bool) -> dict[str, np.ndarray]:
+    return {"finalize": np.array([[value]])}
+
+
+def test_a_sequence_streams_all_of_its_audio(served: Served) -> None:
+    tokens = list(range(60))
+    assert len(served.send(1, start=True, target_speech_tokens=served.ids(), **served.voice(1))) == 0
+    begin = 0 if "token_offset" in served.inputs else 25
+    head = served.send(1, target_speech_tokens=served.ids(*tokens[: 25 + LOOKAHEAD_TOKENS]), **finalize(False))
+    tail = served.send(1, end=True, target_speech_tokens=served.ids(*tokens[begin:]), **finalize(True))
+    assert 0 < len(head) < 25 * TOKENS_PER_SECOND_OF_AUDIO
+    assert len(head) + len(tail) == 60 * TOKENS_PER_SECOND_OF_AUDIO
+
+
+def test_one_request_without_finalize_speaks_at_once_and_at_any_speed(served: Served) -> None:
+    tokens = {"target_speech_tokens": served.ids(*range(20))}
+    audio = served.send(2, start=True, end=True, **tokens, **served.voice(2))
+    assert len(audio) == 20 * TOKENS_PER_SECOND_OF_AUDIO
+    fast = served.send(2, start=True, end=True, speed=np.array([[2.0]], np.float32), **tokens, **served.voice(2))
+    assert len(fast) == len(audio) // 2
+
+
+def test_an_error_names_its_value_and_the_next_request_is_served(served: Served) -> None:
+    with pytest.raises(RuntimeError, match="speech token 6561 is outside 0..6560"):
+        served.send(3, start=True, end=True, target_speech_tokens=served.ids(6561), **served.voice(3))
+    with pytest.raises(RuntimeError, match="target_speech_tokens is missing"):
+        served.send(3, start=True)
+    with pytest.raises(RuntimeError, match="stream 3 is not live"):
+        served.send(3, target_speech_tokens=served.ids(1, 2), **finalize(True))
+    with pytest.raises(RuntimeError, match="prompt_spk_embedding is missing"):
+        voice = served.voice(3)
+        del voice["prompt_spk_embedding"]
+        served.send(3, start=True, target_speech_tokens=served.ids(), **voice)
+    assert len(served.send(3, start=True, end=True, target_speech_tokens=served.ids(1, 2), **served.voice(3)))
+
+
+def test_streams_that_were_given_up_free_their_places(served: Served) -> None:
+    for stream in range(10, 30):
+        served.send(stream, start=True, target_speech_tokens=served.ids(), **served.voice(4))
+        served.send(stream, end=True, target_speech_tokens=served.ids(), **finalize(False))
+    for stream in range(30, 33):
+        served.send(stream, start=True, target_speech_tokens=served.ids(), **served.voice(4))
+    with pytest.raises(RuntimeError, match="3 streams are live, which is the limit"):
+        served.send(33, start=True, target_speech_tokens=served.ids(), **served.voice(4))
+    for stream in range(30, 33):
+        served.send(stream, end=True, target_speech_tokens=served.ids())
+
+
+def test_the_dit_takes_a_recording_for_its_voice(dit: Served) -> None:
+    wav = load_audio(ROOT / "tests/assets/reference_en.wav", PROMPT_SAMPLE_RATE)
+    padded = np.pad(wav, (0, 3 * PROMPT_SAMPLE_RATE))[None]
+    tokens = dit.ids(*range(20))
+    length = np.array([[len(wav)]], np.int32)
+    one = dit.send(5, start=True, end=True, target_speech_tokens=tokens, reference_wav=wav[None])
+    two = dit.send(5, start=True, end=True, target_speech_tokens=tokens, reference_wav=padded, reference_wav_len=length)
+    assert len(one) == 20 * TOKENS_PER_SECOND_OF_AUDIO
+    np.testing.assert_array_equal(one, two)
+    with pytest.raises(RuntimeError, match="reference_wav is silent"):
+        dit.send(5, start=True, target_speech_tokens=tokens, reference_wav=np.zeros_like(padded))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_speech_tokens": np.zeros((2, 4), np.int32)}, r"target_speech_tokens must have the shape \[1, n\]"),
+        ({"finalize": np.zeros((1, 2), bool)}, r"finalize must hold one value, not 2"),
+        ({"speed": np.array([[9.0]], np.float32)}, r"speed 9.0 is not in"),
+    ],
+)
+def test_a_malformed_tensor_is_named(change: dict[str, np.ndarray], message: str) -> None:
+    tensors = {"START": np.ones((1, 1)), "END": np.ones((1, 1)), "CORRID": np.ones((1, 1))}
+    tensors |= {"target_speech_tokens": np.zeros((1, 4), np.int32)}
+    with pytest.raises(ValueError, match=message):
+        chunk_request(tensors | change, token_offset=0)

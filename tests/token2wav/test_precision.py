@@ -1,0 +1,80 @@
+"""What the vocoder's networks compute in; bfloat16, which `auto` takes on some CPUs, changes the mel little."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.token2wav.engine import Precision
+from common.token2wav.noise import flow_noise
+from common.token2wav.streaming import Chunk, StreamingFlow, Voice
+from common.token2wav.unet.streaming import UNetStreaming
+from tools.parity import flow_dit, flow_unet
+from tools.parity.fixture import Fixture
+
+GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
+FLOAT32, HALF = Precision(torch.float32, torch.float32), Precision(torch.float16, torch.float16)
+BFLOAT16_FLOW = Precision(torch.bfloat16, torch.float32)
+TOLERANCE = 3e-2  # root mean square, relative to the mel's
+
+
+@pytest.fixture(params=["avx512_bf16", "amx_bf16"])
+def with_bfloat16(request, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {request.param: True, "avx512_f": True})
+
+
+def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False, "avx2": True})
+    assert Precision.named("auto", "auto", "cpu") == FLOAT32
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "aarch64"})
+    assert Precision.named("auto", "auto", "cpu") == FLOAT32
+
+
+def test_a_cpu_with_bfloat16_takes_it_for_a_flow_in_torch(with_bfloat16):
+    assert Precision.named("auto", "auto", "cpu") == BFLOAT16_FLOW
+    assert Precision.named("auto", "auto", "cpu", "torch") == BFLOAT16_FLOW
+    assert Precision.named("auto", "auto", "cpu", "onnxruntime") == FLOAT32
+
+
+@pytest.mark.parametrize("runtime", ["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"])
+def test_a_gpu_computes_in_float16_whatever_the_cpu_has(with_bfloat16, runtime):
+    assert Precision.named("auto", "auto", "cuda:0", runtime) == HALF
+
+
+def test_a_precision_by_name_is_taken(with_bfloat16):
+    assert Precision.named("float32", "bfloat16", "cpu") == Precision(torch.float32, torch.bfloat16)
+
+
+def flow_of(stack: str, dtype: torch.dtype) -> StreamingFlow:
+    if stack == "dit":
+        fixture = Fixture(GOLDEN / "item8b_dit_streaming_token2wav.json")
+        dit = flow_dit.build(fixture, "stepaudio2_flow_tiny.weights.safetensors").to(dtype)
+        return DiTStreaming(dit, flow_noise(), VoiceCache(64 << 20), max_streams=1)
+    fixture = Fixture(GOLDEN / "item8c_cosyvoice2_streaming_token2wav.json")
+    unet = flow_unet.build(fixture, "cosyvoice2_flow_tiny.weights.safetensors").to(dtype)
+    return UNetStreaming(unet, flow_noise())
+
+
+@torch.inference_mode()
+def mels(flow: StreamingFlow) -> list[torch.Tensor]:
+    """Of a whole utterance, and of its first chunks."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 120, 60)
+    voice = Voice(
+        tokens=torch.from_numpy(rng.integers(0, 120, (1, 20))),
+        mel=torch.from_numpy(rng.standard_normal((1, 40, 80)).astype(np.float32) - 4),
+        embedding=torch.from_numpy(rng.standard_normal((1, 24)).astype(np.float32)),
+    )
+    state = flow.open(voice)
+    chunks = [flow.render([(state, Chunk(tokens[:28], last=False))])[0].clone()]
+    second = tokens if flow.cumulative else tokens[25:]
+    return [*flow.whole([(voice, tokens)]), *chunks, *flow.render([(state, Chunk(second, last=True))])]
+
+
+@pytest.mark.parametrize("stack", ["dit", "unet"])
+def test_bfloat16_changes_the_mel_of_ten_steps_little(stack):
+    for exact, rounded in zip(mels(flow_of(stack, torch.float32)), mels(flow_of(stack, torch.bfloat16)), strict=True):
+        error = (rounded - exact).norm() / exact.norm()
+        assert rounded.dtype == torch.float32 and 0 < error < TOLERANCE

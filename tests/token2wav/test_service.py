@@ -1,0 +1,346 @@
+"""Who owns the streams: every request answered once, every stream freed whatever ends it. The engine is a fake."""
+
+import asyncio
+import queue
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from common.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
+from common.errors import UnavailableError
+from common.token2wav.service import ChunkRequest, Token2WavService
+from common.voice.prompt import Prompt
+
+PROMPT = Prompt(
+    tokens=np.arange(5), mel=np.zeros((10, MEL_BINS), np.float32), embedding=np.zeros(SPEAKER_DIM, np.float32), text=""
+)
+NO_TOKENS = np.zeros(0, np.int64)
+
+
+@dataclass
+class FakeStream:
+    rendered: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class FakeEngine:
+    """Answers a chunk with two frames of audio per token; token 13 breaks its batch, 14 its chunk, 15 the service.
+
+    `gate` holds every step back; `batches` are the first tokens of the chunks that were rendered together.
+    """
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+    batches: list[list[int]] = field(default_factory=list)
+    live: int = 0
+    batch_tokens: int = 1600
+    cache_bytes: int = 4096
+    contexts: tuple[int, float] = (0, 0.0)
+
+    def __post_init__(self):
+        self.gate.set()
+
+    def warm_up(self):
+        pass
+
+    def open(self, prompt):
+        self.live += 1
+        return FakeStream()
+
+    def close(self, stream):
+        self.live -= 1
+
+    def tokens(self, stream, chunk):
+        if 14 in chunk.tokens:
+            raise ValueError("bad chunk")
+        if 15 in chunk.tokens:
+            raise RuntimeError("the scheduler's own mistake")
+        return len(chunk.tokens)
+
+    def step(self, batch):
+        self.entered.set()
+        self.gate.wait(10)
+        if any(14 in chunk.tokens for _, chunk in batch):
+            return [ValueError("bad chunk")]
+        if any(13 in chunk.tokens for _, chunk in batch):
+            raise RuntimeError("broken chunk")
+        self.batches.append([int(chunk.tokens[0]) for _, chunk in batch])
+        return [np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32) for _, c in batch]
+
+    def whole(self, prompt, tokens, speed):
+        return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
+
+
+class Client:
+    """Sends requests and waits for their replies."""
+
+    def __init__(self, service):
+        self.service = service
+
+    def post(self, stream_id, tokens=NO_TOKENS, is_cancelled=lambda: False, **kwargs):
+        request = ChunkRequest(stream_id, **{"start": False, "end": False, **kwargs}, tokens=np.asarray(tokens))
+        replies = queue.Queue()
+        self.service.submit(request, replies.put, is_cancelled)
+        return replies
+
+    def send(self, *args, **kwargs):
+        reply = self.post(*args, **kwargs).get(timeout=10)
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    def start(self, stream_id, tokens=NO_TOKENS):
+        return self.send(stream_id, tokens, start=True, prompt=PROMPT)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def service(engine, clock):
+    service = Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)
+    yield service
+    engine.gate.set()
+    service.close()
+    assert engine.live == 0
+
+
+@pytest.fixture
+def client(service):
+    return Client(service)
+
+
+def test_a_stream_is_opened_rendered_and_freed_by_its_last_chunk(service, client):
+    assert len(client.start(1)) == 0
+    assert len(client.send(1, [4, 5], finalize=False)) == 4 * HOP_SAMPLES
+    assert service.stats().live_streams == 1
+    assert len(client.send(1, [6], finalize=True, end=True)) == 2 * HOP_SAMPLES
+    assert service.stats().live_streams == 0
+
+
+def test_end_without_finalize_drops_the_stream_and_makes_no_audio(service, client, engine):
+    client.start(1, [4, 5])
+    assert len(client.send(1, [6, 7], end=True, finalize=False)) == 0
+    assert service.stats().live_streams == 0
+    assert engine.batches == [[4]]
+
+
+def test_ending_a_stream_that_is_gone_is_no_error(client):
+    assert len(client.send(99, end=True)) == 0
+
+
+@pytest.mark.parametrize(("token", "error"), [(13, RuntimeError), (14, ValueError)])
+def test_a_failed_chunk_frees_its_stream_and_no_other(service, client, token, error):
+    client.start(1)
+    client.start(2)
+    with pytest.raises(error, match="chunk"):
+        client.send(1, [token], finalize=False)
+    assert service.stats().live_streams == 1
+    with pytest.raises(ValueError, match="stream 1 is not live"):
+        client.send(1, [4], finalize=False)
+    assert len(client.send(2, [4], finalize=False)) == 2 * HOP_SAMPLES
+
+
+def test_a_batch_that_breaks_is_an_error_of_each_of_its_chunks(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [13], 2: [5]})
+    engine.gate.set()
+    replies = [replies.get(timeout=10) for replies in waiting]
+    assert [type(reply) for reply in replies] == [np.ndarray, RuntimeError, RuntimeError]
+    assert service.stats().live_streams == 1
+
+
+def queue_behind_a_running_chunk(client, engine, chunks):
+    """Streams 0 (which is rendering token 40) and those of `chunks`, whose chunks wait; their replies in order."""
+    for stream in (0, *chunks):
+        client.start(stream)
+    engine.gate.clear()
+    engine.entered.clear()
+    running = client.post(0, [40], finalize=False)
+    assert engine.entered.wait(10)
+    return [running, *(client.post(stream, tokens, finalize=False) for stream, tokens in chunks.items())]
+
+
+def test_a_cancelled_request_that_waited_frees_its_stream_unrendered(service, client, engine, clock):
+    replies = queue_behind_a_running_chunk(client, engine, {})
+    client_gone = client.post(1, [4], is_cancelled=lambda: True, start=True, prompt=PROMPT, finalize=False)
+    clock.now += 1
+    engine.gate.set()
+    assert isinstance(client_gone.get(timeout=10), asyncio.CancelledError)
+    assert len(replies[0].get(timeout=10))
+    assert service.stats().live_streams == 1
+    assert engine.batches == [[40]]
+
+
+def test_triton_is_not_asked_for_the_client_of_a_chunk_that_just_came(client):
+    client.start(1)
+    assert len(client.send(1, [4], is_cancelled=lambda: pytest.fail("asked"), finalize=False))
+
+
+def test_a_whole_utterance_is_not_rendered_for_a_client_that_has_gone(client, engine):
+    engine.whole = lambda *_: pytest.fail("rendered")
+    with pytest.raises(asyncio.CancelledError):
+        client.send(1, [4], is_cancelled=lambda: True, start=True, end=True, prompt=PROMPT)
+
+
+def test_an_idle_stream_is_freed_and_says_so(service, client, clock):
+    client.start(1)
+    clock.now += 6
+    client.start(2)
+    assert service.stats().live_streams == 1
+    with pytest.raises(ValueError, match=r"idle for 5\.0 s"):
+        client.send(1, [4], finalize=False)
+
+
+def test_streams_beyond_the_limit_are_refused_at_once(client):
+    for stream_id in range(4):
+        client.start(stream_id)
+    with pytest.raises(UnavailableError, match="4 streams are live"):
+        client.start(4)
+    client.send(0, end=True)
+    client.start(4)
+
+
+@pytest.mark.parametrize("last", [{}, {"tokens": [5], "finalize": True}])
+def test_a_new_stream_is_not_refused_while_the_end_of_another_is_queued(service, client, engine, last):
+    """Whichever is more urgent: the new stream has heard nothing yet, the one that ends has audio left."""
+    replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    ends = client.post(0, end=True, **last)
+    starts = client.post(4, start=True, prompt=PROMPT)
+    first_chunk = client.post(4, [4], finalize=False)
+    refused = client.post(5, start=True, prompt=PROMPT)
+    engine.gate.set()
+    for reply in [*replies, ends, starts, first_chunk]:
+        assert isinstance(reply.get(timeout=10), np.ndarray)
+    assert isinstance(refused.get(timeout=10), UnavailableError)
+    assert service.stats().live_streams == 4
+
+
+def test_a_full_queue_is_refused_at_once(client, engine):
+    client.start(1)
+    engine.gate.clear()
+    waiting = [client.post(1, [4], finalize=False)]
+    assert engine.entered.wait(10)
+    waiting += [client.post(1, [4], finalize=False) for _ in range(8)]
+    with pytest.raises(UnavailableError, match="queue is full: 8"):
+        client.post(1, [4], finalize=False)
+    engine.gate.set()
+    assert all(len(replies.get(timeout=10)) for replies in waiting)
+
+
+def test_what_waits_together_is_rendered_together(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    engine.gate.set()
+    audio = [replies.get(timeout=10) for replies in waiting]
+    assert [float(a[0]) for a in audio] == [40, 1, 2, 3]
+    assert engine.batches == [[40], [1, 2, 3]]
+    stats = service.stats()
+    assert (stats.batches, stats.chunks, stats.queued, stats.cache_bytes) == (2, 4, 0, 4096)
+
+
+def test_the_wait_of_chunks_is_counted_by_the_services_clock(service, client, engine, clock):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2]})
+    clock.now += 0.25
+    engine.gate.set()
+    for replies in waiting:
+        replies.get(timeout=10)
+    assert service.stats().waited_seconds == pytest.approx(0.5)
+
+
+def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audio(service, client, engine, clock):
+    client.start(1, [1] * 50)  # 2 s of audio from now on
+    clock.now += 0.5
+    client.start(2, [2] * 5)  # 0.2 s from now on: falls silent first
+    waiting = []
+    client.start(3)
+    client.start(0)
+    engine.gate.clear()
+    engine.entered.clear()
+    engine.batches.clear()
+    waiting.append(client.post(0, [40], finalize=False))
+    assert engine.entered.wait(10)
+    waiting += [client.post(1, [1], finalize=False), client.post(2, [2] * 2, finalize=False)]
+    waiting.append(client.post(3, [3] * 4, finalize=False))
+    engine.gate.set()
+    for replies in waiting:
+        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert engine.batches == [[40], [3, 2, 1]]
+
+
+def test_an_utterance_at_once_needs_no_stream(service, client):
+    audio = client.send(1, [7, 8], start=True, end=True, prompt=PROMPT)
+    assert len(audio) == 4 * HOP_SAMPLES
+    assert len(client.send(1, [7, 8], start=True, end=True, prompt=PROMPT, speed=2.0)) == 2 * HOP_SAMPLES
+    assert service.stats().live_streams == 0
+
+
+def test_a_stream_cannot_be_stretched(client):
+    with pytest.raises(ValueError, match=r"speed 2\.0 is for whole utterances"):
+        client.send(1, [4], start=True, prompt=PROMPT, speed=2.0)
+
+
+def test_a_stream_without_a_voice_is_refused(client):
+    with pytest.raises(ValueError, match="needs a voice"):
+        client.send(1, [4], start=True)
+
+
+def test_a_reply_that_raises_does_not_end_the_service(service, client):
+    def broken(_):
+        raise OSError("the receiver is gone")
+
+    service.submit(ChunkRequest(1, start=True, end=False, tokens=NO_TOKENS, prompt=PROMPT), broken)
+    assert len(client.send(2, [4], start=True, prompt=PROMPT)) == 2 * HOP_SAMPLES
+
+
+def test_closing_answers_what_is_queued_and_refuses_what_comes(engine, clock):
+    service = Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)
+    client = Client(service)
+    client.start(1)
+    engine.gate.clear()
+    engine.entered.clear()
+    running = client.post(1, [4], finalize=False)
+    assert engine.entered.wait(10)
+    queued = client.post(1, [5], finalize=False)
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    engine.gate.set()
+    closing.join(10)
+    assert len(running.get(timeout=10))
+    assert isinstance(queued.get(timeout=10), UnavailableError)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        client.post(1, [4], finalize=False)
+    assert service.stats().live_streams == 0
+
+
+def test_an_engine_that_cannot_speak_is_an_error_at_the_start(engine, clock):
+    def broken():
+        raise ValueError("not a checkpoint that speaks")
+
+    engine.warm_up = broken
+    with pytest.raises(ValueError, match="not a checkpoint that speaks"):
+        Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)
+
+
+def test_a_service_that_fails_answers_everybody_and_refuses_what_comes(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [15]})
+    engine.gate.set()
+    replies = [replies.get(timeout=10) for replies in waiting]
+    assert [type(reply) for reply in replies] == [np.ndarray, UnavailableError, UnavailableError]
+    with pytest.raises(UnavailableError, match="token2wav has failed"):
+        client.post(3, start=True, prompt=PROMPT)

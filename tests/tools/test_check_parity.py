@@ -1,0 +1,293 @@
+"""The parity command: what it runs, what it calls a miss, and what it returns."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from common.hift import HiFTConfig, HiFTGenerator, split_weight_norm
+from tools.parity.__main__ import main
+from tools.parity.fixture import Tolerance
+from tools.parity.runner import all_checks, compare
+from tools.parity.weight_rule import generate_weights
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "assets" / "golden"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with one small fixture, to be spoiled."""
+    for suffix in (".json", ".safetensors"):
+        shutil.copy(GOLDEN / f"item8a_fade_in_out{suffix}", tmp_path)
+    return tmp_path
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor) -> None:
+    path = folder / "item8a_fade_in_out.safetensors"
+    save_file(load_file(path) | {key.replace("__", "/"): value for key, value in changes.items()}, path)
+
+
+def edit_json(folder: Path, **changes: object) -> None:
+    path = folder / "item8a_fade_in_out.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_every_committed_fixture_has_a_check():
+    names = {
+        json.loads(path.read_text())["name"] for path in GOLDEN.glob("*.json") if not path.stem.endswith(".weights")
+    }
+    assert names
+    assert names <= all_checks().keys()
+
+
+def test_a_good_folder_passes_with_one_line_per_output(folder, capsys):
+    assert main([str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("PASS  item8a_fade_in_out out/faded  abs 0.0e+00 rel 0.0e+00")
+    assert lines[-1] == "1 passed, 0 missed"
+
+
+@pytest.mark.parametrize("value", [1e-3, float("nan")])
+def test_a_changed_result_is_a_miss(folder, capsys, value):
+    faded = load_file(folder / "item8a_fade_in_out.safetensors")["out/faded"]
+    faded[0, 7] += value
+    edit_tensors(folder, out__faded=faded)
+    assert main([str(folder)]) == 1
+    assert "MISS  item8a_fade_in_out out/faded" in capsys.readouterr().out
+
+
+def test_another_shape_is_a_miss(folder, capsys):
+    edit_tensors(folder, out__faded=torch.zeros(1, 4999))
+    assert main([str(folder)]) == 1
+    assert "shape [1, 5000], expected [1, 4999]" in capsys.readouterr().out
+
+
+def test_an_output_that_no_check_computes_is_a_miss(folder, capsys):
+    edit_tensors(folder, out__more=torch.zeros(1))
+    assert main([str(folder)]) == 1
+    assert "MISS  item8a_fade_in_out out/more  not computed" in capsys.readouterr().out
+
+
+def test_an_unknown_fixture_is_named_and_the_others_still_run(folder, capsys):
+    for suffix in (".json", ".safetensors"):
+        shutil.copy(folder / f"item8a_fade_in_out{suffix}", folder / f"item9_new{suffix}")
+    meta = folder / "item9_new.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"name": "item9_new"}))
+    assert main([str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "MISS  item9_new  unknown fixture" in out
+    assert "PASS  item8a_fade_in_out" in out
+
+
+def test_a_check_that_raises_is_a_miss_with_its_message(folder, capsys):
+    edit_tensors(folder, in__fade_out=torch.zeros(1, 3))
+    assert main([str(folder)]) == 1
+    assert "ValueError: cannot fade 3 into 5000 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_half_a_fixture_is_a_miss(folder, capsys, suffix):
+    (folder / f"item8a_fade_in_out{suffix}").unlink()
+    assert main([str(folder)]) == 1
+    assert f"MISS  item8a_fade_in_out  item8a_fade_in_out{suffix} is missing" in capsys.readouterr().out
+
+
+def test_a_broken_description_is_a_miss(folder, capsys):
+    (folder / "item8a_fade_in_out.json").write_text("{")
+    assert main([str(folder)]) == 1
+    assert "MISS  item8a_fade_in_out  unreadable" in capsys.readouterr().out
+
+
+def test_the_fixtures_own_tolerance_decides(folder):
+    faded = load_file(folder / "item8a_fade_in_out.safetensors")["out/faded"]
+    edit_tensors(folder, out__faded=faded + 1e-3)
+    edit_json(folder, tolerance={"atol": 2e-3})
+    assert main([str(folder)]) == 0
+
+
+def test_listings_are_compared_by_key_and_shape(folder, capsys):
+    (folder / "manifests").mkdir()
+    listing = json.loads((GOLDEN / "manifests" / "cosyvoice2_hift_pt.json").read_text())
+    target = folder / "manifests" / "cosyvoice2_hift_pt.json"
+    target.write_text(json.dumps(listing))
+    assert main([str(folder)]) == 0
+    assert "328 keys and shapes equal" in capsys.readouterr().out
+    target.write_text(json.dumps(listing | {"conv_post.bias": [19], "stray": [1]}))
+    assert main([str(folder)]) == 1
+    assert "2 differences" in capsys.readouterr().out
+
+
+def test_an_unknown_listing_is_a_miss(folder, capsys):
+    (folder / "manifests").mkdir()
+    (folder / "manifests" / "vocos.json").write_text("{}")
+    assert main([str(folder)]) == 1
+    assert "MISS  manifests/vocos.json  unknown listing" in capsys.readouterr().out
+
+
+def test_a_folder_without_fixtures_or_no_folder_is_unusable(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "holds no fixture" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not a folder" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_file_from_any_directory(folder):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    run = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "check_parity.py", "."], cwd=folder, env=environment, capture_output=True
+    )
+    assert run.returncode == 0, run.stderr.decode()
+
+
+def test_rms_and_absolute_difference_must_both_hold():
+    expected = torch.zeros(100)
+    actual = torch.full((100,), 0.5)
+    assert compare(expected, actual, Tolerance(0.5, 0.5))[0]
+    assert not compare(expected, actual, Tolerance(0.4, 0.5))[0]
+    assert not compare(expected, actual, Tolerance(0.5, 0.4))[0]
+
+
+def test_integers_must_be_equal():
+    assert compare(torch.tensor([1, 2]), torch.tensor([1, 2]), Tolerance())[0]
+    assert not compare(torch.tensor([1, 2]), torch.tensor([1, 3]), Tolerance())[0]
+
+
+def test_generated_weights_that_differ_from_the_check_are_refused():
+    with pytest.raises(ValueError, match="generated weights sum to"):
+        generate_weights({"a.bias": (3,)}, {"sum_abs_float64": 1.0, "first_two_values": {}})
+
+
+# --- a fixture of other sizes ------------------------------------------------------------------------------------
+# An odd number of samples per frame, no power of two anywhere, calls with other tags than the committed ones.
+SMALL = HiFTConfig(
+    channels=8,
+    f0_channels=5,
+    harmonics=3,
+    upsample_rates=(3, 5),
+    upsample_kernels=(7, 9),
+    resblock_kernels=(3,),
+    resblock_dilations=((1, 2),),
+    source_resblock_kernels=(5, 3),
+    source_resblock_dilations=((1,), (1,)),
+    n_fft=12,
+    istft_hop=3,
+)
+SMALL_JSON = {
+    "hift": {
+        "in_channels": 80,
+        "base_channels": 8,
+        "nb_harmonics": 3,
+        "sampling_rate": 24000,
+        "nsf_alpha": 0.1,
+        "nsf_sigma": 0.003,
+        "nsf_voiced_threshold": 10,
+        "upsample_rates": [3, 5],
+        "upsample_kernel_sizes": [7, 9],
+        "istft_params": {"n_fft": 12, "hop_len": 3},
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 2]],
+        "source_resblock_kernel_sizes": [5, 3],
+        "source_resblock_dilation_sizes": [[1], [1]],
+        "lrelu_slope": 0.1,
+        "audio_limit": 0.99,
+    },
+    "f0_predictor": {"in_channels": 80, "cond_channels": 5},
+}
+
+
+def upstream_source(hift: HiFTGenerator, f0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """The harmonic source as upstream computes it: phase at the samples' rate, brought to the frames' and back."""
+    hop = hift.config.hop
+    f0 = f0.repeat_interleave(hop, dim=1)[..., None]  # (B, T*hop, 1)
+    cycles = (f0.double() * torch.arange(1, hift.config.harmonics + 2) / 24_000 % 1).transpose(1, 2)
+    phase = F.interpolate(cycles, scale_factor=1 / hop, mode="linear").cumsum(dim=2) * 2 * torch.pi
+    waves = 0.1 * F.interpolate(phase * hop, scale_factor=hop, mode="linear").sin().transpose(1, 2).float()
+    voiced = (f0 > 10).float()
+    merged = hift.m_source.l_linear(voiced * waves + (voiced * 0.003 + (1 - voiced) * 0.1 / 3) * noise)
+    return merged.tanh().transpose(1, 2)
+
+
+@pytest.fixture
+def other_sizes(tmp_path):
+    """A folder whose one fixture is a HiFT of other sizes, batch, length and calls than the committed one."""
+    torch.manual_seed(5)
+    hift = HiFTGenerator(SMALL).eval()
+    hift.f0_predictor.classifier.bias.data.fill_(120)
+    weights = {key: value.contiguous() for key, value in split_weight_norm(hift.state_dict()).items()}
+    save_file(weights, tmp_path / "small.weights.safetensors")
+    (tmp_path / "small.weights.json").write_text(json.dumps({"config": SMALL_JSON}))
+    with torch.inference_mode():
+        mel, noise = torch.randn(2, 80, 7), torch.randn(2, 7 * SMALL.hop, 4)
+        f0 = hift.f0(mel)
+        source = upstream_source(hift, f0, noise)
+        tensors = {
+            "in/mel": mel,
+            "in/draw1_randn": noise,
+            "out/f0": f0,
+            "out/drawn/source": source,
+            "out/drawn/speech": hift.decode(mel, source),
+            "out/louder/speech": hift.decode(2.5 * mel, 3 * source),
+            "in/source": source.clone(),
+        }
+    calls = [
+        {"tag": "pitch", "fn": "f0_predictor(in/mel)", "output": "out/f0"},
+        {"tag": "drawn", "fn": "inference(in/mel)", "outputs": ["out/drawn/speech", "out/drawn/source"]},
+        {"tag": "louder", "fn": "decode(x=2.5*in/mel, s=3*in/source)", "outputs": ["out/louder/speech"]},
+    ]
+    described = {key: {"atol": 1e-4, "rms_tol": 1e-5} for key in tensors if key.startswith("out/")}
+    meta = {
+        "name": "item5_hift",
+        "weights_file": "small.weights.safetensors",
+        "calls": calls,
+        "tensors": described,
+    }
+    (tmp_path / "item5_hift.json").write_text(json.dumps(meta))
+    save_file(tensors, tmp_path / "item5_hift.safetensors")
+    return tmp_path
+
+
+def test_other_sizes_batches_lengths_and_calls_are_read_from_the_folder(other_sizes, capsys):
+    assert main([str(other_sizes)]) == 0
+    assert "4 passed, 0 missed" in capsys.readouterr().out
+
+
+def test_one_changed_sample_of_other_sizes_is_a_miss(other_sizes, capsys):
+    path = other_sizes / "item5_hift.safetensors"
+    tensors = load_file(path)
+    tensors["out/louder/speech"][1, -1] += 1e-2
+    save_file(tensors, path)
+    assert main([str(other_sizes)]) == 1
+    assert capsys.readouterr().out.endswith("3 passed, 1 missed\n  missed: item5_hift out/louder/speech\n")
+
+
+def test_an_output_that_is_described_but_not_stored_is_a_miss(other_sizes, capsys):
+    path = other_sizes / "item5_hift.safetensors"
+    save_file({key: value for key, value in load_file(path).items() if key != "out/f0"}, path)
+    assert main([str(other_sizes)]) == 1
+    assert "MISS  item5_hift out/f0  out/f0 is not stored" in capsys.readouterr().out
+
+
+def test_a_missing_weights_file_is_named(other_sizes, capsys):
+    (other_sizes / "small.weights.safetensors").unlink()
+    assert main([str(other_sizes)]) == 1
+    assert "small.weights.safetensors is missing" in capsys.readouterr().out
+
+
+def test_a_fixture_described_under_another_name_is_unknown(folder, capsys):
+    edit_json(folder, name="item9_new")
+    assert main([str(folder)]) == 1
+    assert "unknown fixture: the file describes 'item9_new'" in capsys.readouterr().out
+
+
+def test_an_output_without_a_tolerance_is_a_miss(folder, capsys):
+    edit_json(folder, tolerance="none")
+    assert main([str(folder)]) == 1
+    assert "no tolerance is given for out/faded" in capsys.readouterr().out

@@ -1,0 +1,142 @@
+"""The official layout of the LLM and the HuggingFace directory made from it: the same logits, small and random."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+
+from common.constants import SPEECH_VOCAB
+from common.llm.checkpoint import read_head_bias
+from common.llm.engines.genai import GenAIModel
+from common.llm.speech_tokens import LLMTokenizer
+from scripts import convert_genai
+from scripts.convert_llm import TEXT_SPECIALS, main
+
+HIDDEN, TEXT_ROWS, UTTERABLE = 64, 384, SPEECH_VOCAB + 3
+
+
+@pytest.fixture(scope="module")
+def blank_dir(tmp_path_factory):
+    """As CosyVoice-BlankEN: a Qwen2 tokenizer without what CosyVoice2 adds, and a configuration."""
+    directory = tmp_path_factory.mktemp("official") / "CosyVoice-BlankEN"
+    directory.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    Qwen2Config(
+        vocab_size=TEXT_ROWS,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    ).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def official_state(blank_dir):
+    """Random weights under the official keys."""
+    torch.manual_seed(0)
+    config = Qwen2Config.from_pretrained(blank_dir)
+    config.tie_word_embeddings = False
+    state = {
+        f"llm.model.{name}": torch.randn_like(w) * 0.1 for name, w in Qwen2ForCausalLM(config).state_dict().items()
+    }
+    return state | {
+        "llm_embedding.weight": torch.randn(2, HIDDEN),
+        "speech_embedding.weight": torch.randn(UTTERABLE, HIDDEN),
+        "llm_decoder.weight": torch.randn(UTTERABLE, HIDDEN),
+        "llm_decoder.bias": torch.randn(UTTERABLE),
+    }
+
+
+@pytest.fixture(scope="module")
+def converted(blank_dir, official_state):
+    directory = blank_dir.parent
+    torch.save(official_state, directory / "llm.pt")
+    arguments = ["--llm-pt", str(directory / "llm.pt"), "--blank-dir", str(blank_dir), "--dtype", "float32"]
+    assert main([*arguments, "--output-dir", str(directory / "hf")]) == 0
+    return directory / "hf"
+
+
+def official_logits(state, blank_dir, text_ids, speech):
+    """Logits (UTTERABLE,) as CosyVoice2 computes them: marks, text and speech embedded apart, a head with a bias."""
+    prefix = "llm.model.model."
+    model = Qwen2Model(Qwen2Config.from_pretrained(blank_dir)).eval()
+    model.load_state_dict({name.removeprefix(prefix): w for name, w in state.items() if name.startswith(prefix)})
+    marks, text = state["llm_embedding.weight"], state[f"{prefix}embed_tokens.weight"][text_ids]
+    embedded = torch.cat([marks[:1], text, marks[1:], state["speech_embedding.weight"][speech]])
+    with torch.no_grad():
+        hidden = model(inputs_embeds=embedded[None]).last_hidden_state[0, -1]
+    return hidden @ state["llm_decoder.weight"].T + state["llm_decoder.bias"]
+
+
+def test_both_layouts_give_the_same_logits(converted, official_state, blank_dir, tmp_path):
+    tokenizer = LLMTokenizer.from_dir(converted)
+    speech = [5, 6560, 17]
+    ids = tokenizer.encode_prompt("a voice", "Hello", speech)
+    expected = official_logits(official_state, blank_dir, ids[1 : ids.index(tokenizer.task_id)], speech)
+    utterable = slice(tokenizer.offset, tokenizer.offset + UTTERABLE)
+    with torch.no_grad():
+        logits = Qwen2ForCausalLM.from_pretrained(converted, dtype=torch.float32)(torch.tensor([ids])).logits[0, -1]
+    found = logits[utterable].numpy() + read_head_bias(converted)[utterable]
+    np.testing.assert_allclose(found, expected.numpy(), atol=2e-4)
+    convert_genai.convert(converted, tmp_path / "genai", "fp32")
+    model = GenAIModel(tmp_path / "genai", rows=1, threads=1)
+    np.testing.assert_allclose(model.prefill(0, np.array(ids)), expected.numpy(), atol=2e-4)
+
+
+def test_the_tokenizer_has_the_official_ids_behind_the_text(converted):
+    tokenizer = LLMTokenizer.from_dir(converted)
+    ids = tokenizer.tokenizer.token_to_id
+    assert tokenizer.offset == 256 + 1 + len(TEXT_SPECIALS)
+    assert [ids(token) for token in TEXT_SPECIALS] == list(range(257, tokenizer.offset))
+    assert tokenizer.end_ids == tuple(range(tokenizer.offset + SPEECH_VOCAB, tokenizer.offset + UTTERABLE))
+    assert (tokenizer.sos_id, tokenizer.task_id) == (tokenizer.offset + UTTERABLE, tokenizer.offset + UTTERABLE + 1)
+    config = json.loads((converted / "config.json").read_text())
+    assert config["vocab_size"] % 128 == 0 and config["vocab_size"] > tokenizer.task_id
+    assert (config["eos_token_id"], config["tie_word_embeddings"]) == (list(tokenizer.end_ids), False)
+
+
+def test_the_chat_template_writes_the_prompt(converted):
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<|s_1|>"}]
+    rendered = AutoTokenizer.from_pretrained(converted).apply_chat_template(messages, tokenize=False)
+    assert rendered == LLMTokenizer.from_dir(converted).prompt_string("", "Hello", (1,))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"llm_decoder.bias": None}, "missing: llm_decoder.bias"),
+        ({"extra": torch.zeros(1)}, "unexpected: extra"),
+        ({"speech_embedding.weight": torch.zeros(4096, HIDDEN)}, "mismatched: speech_embedding.weight is [4096, 64]"),
+    ],
+)
+def test_another_checkpoint_is_refused_by_its_keys(official_state, blank_dir, tmp_path, capsys, change, message):
+    state = {name: tensor for name, tensor in (official_state | change).items() if tensor is not None}
+    torch.save(state, tmp_path / "llm.pt")
+    arguments = ["--llm-pt", str(tmp_path / "llm.pt"), "--blank-dir", str(blank_dir)]
+    assert main([*arguments, "--output-dir", str(tmp_path / "hf")]) == 1
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["llm.pt"]
+
+
+def test_code_in_a_checkpoint_is_not_run(blank_dir, tmp_path, capsys):
+    torch.save({"llm_decoder.bias": print}, tmp_path / "llm.pt")
+    arguments = ["--llm-pt", str(tmp_path / "llm.pt"), "--blank-dir", str(blank_dir)]
+    assert main([*arguments, "--output-dir", str(tmp_path / "hf")]) == 1
+    assert "is not a file of tensors" in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""The trained checkpoint that is committed: whole, small, nothing in it that runs; and how the demo gets it."""
+
+import json
+import pickletools
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import safetensors
+
+from common.constants import PROMPT_SAMPLE_RATE
+from common.flow import load_dit_flow, load_unet_flow
+from common.hift import load_hift
+from common.llm.speech_tokens import LLMTokenizer
+from common.voice.audio import load_audio, validate_reference
+from common.voice.book import VoiceBook
+from common.voice.prompt import Recording, SpeakerEncoder
+from scripts import demo
+from tools.demo_model import checkpoint
+from tools.demo_model.checkpoint import TRAINED
+from tools.demo_model.make import DIT_DIR, LLM_DIR, MANIFEST, UNET_DIR, VOICES_DIR, main, make_demo_model, weights_of
+
+VOICES = ("rms", "slt")
+OFFICIAL = {
+    LLM_DIR: {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"},
+    UNET_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "speech_tokenizer_v2.onnx"},
+    DIT_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "speech_tokenizer_v2_25hz.onnx"},
+    VOICES_DIR: {f"{name}.{kind}" for name in VOICES for kind in ("txt", "wav")},
+}
+# What torch.save writes for a dict of tensors: how they are put together again, and of what.
+HARMLESS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch FloatStorage", "torch HalfStorage"}
+
+
+def test_the_layout_is_the_official_one() -> None:
+    assert set(checkpoint.files_of(TRAINED)) == {f"{room}/{name}" for room in OFFICIAL for name in OFFICIAL[room]}
+
+
+def test_every_file_is_what_its_sum_says_by_our_check_and_by_sha256sum() -> None:
+    assert set(checkpoint.read_sums(TRAINED)) == set(checkpoint.files_of(TRAINED))
+    checkpoint.check(TRAINED)
+    done = subprocess.run(["sha256sum", "-c", "--quiet", checkpoint.SUMS], cwd=TRAINED, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_it_is_small_enough_for_every_clone() -> None:
+    assert sum(path.stat().st_size for path in TRAINED.rglob("*") if path.is_file()) <= checkpoint.MAX_BYTES
+
+
+@pytest.mark.parametrize("path", sorted(TRAINED.rglob("*.pt")), ids=lambda path: path.parent.name + "-" + path.stem)
+def test_no_pickle_in_it_names_anything_that_runs(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        (pickled,) = (name for name in archive.namelist() if name.endswith(".pkl"))
+        operations = list(pickletools.genops(archive.read(pickled)))
+    named = {argument for operation, argument, _ in operations if operation.name == "GLOBAL"}
+    assert named and named <= HARMLESS
+    assert not {operation.name for operation, _, _ in operations} & {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ"}
+
+
+def test_the_other_formats_hold_numbers_alone() -> None:
+    for path in TRAINED.rglob("*.onnx"):
+        model = onnx.load(path, load_external_data=False)
+        assert {opset.domain for opset in model.opset_import} <= {"", "ai.onnx"}, path
+        assert {node.domain for node in model.graph.node} == {""} and not model.functions, path
+        assert all(tensor.data_location == onnx.TensorProto.DEFAULT for tensor in model.graph.initializer), path
+    with safetensors.safe_open(TRAINED / LLM_DIR / "model.safetensors", "np") as weights:
+        assert weights.keys()
+    for path in TRAINED.rglob("*.json"):
+        json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_our_loaders_read_it_and_the_tokenizer_has_every_speech_token() -> None:
+    load_unet_flow(TRAINED / UNET_DIR / "flow.pt")
+    load_dit_flow(TRAINED / DIT_DIR / "flow.pt")
+    for room in (UNET_DIR, DIT_DIR):
+        load_hift(TRAINED / room / "hift.pt")
+    LLMTokenizer.from_dir(TRAINED / LLM_DIR)
+
+
+@pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR])
+def test_the_two_voices_can_be_references_and_are_told_apart(directory: str) -> None:
+    recordings = [load_audio(TRAINED / VOICES_DIR / f"{name}.wav", PROMPT_SAMPLE_RATE) for name in VOICES]
+    for recording in recordings:
+        validate_reference(recording[None])
+    halves = [half for recording in recordings for half in np.array_split(recording, 2)]
+    vectors = np.stack(SpeakerEncoder(TRAINED / directory)(halves))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    alike = vectors @ vectors.T
+    assert min(alike[0, 1], alike[2, 3]) > alike[:2, 2:].max()
+
+
+def test_both_are_offered_by_their_names_with_what_they_say() -> None:
+    book = VoiceBook(TRAINED / VOICES_DIR, TRAINED, str)
+    assert book.names() == list(VOICES)
+    for name in VOICES:
+        voice = book.get(name)
+        assert isinstance(voice, Recording) and len(voice.text.split()) > 5
+
+
+def test_the_card_says_what_it_is() -> None:
+    card = " ".join((TRAINED / checkpoint.CARD).read_text(encoding="utf-8").split())
+    for said in ("synthetic", "flite", "not CosyVoice2's quality", "Carnegie Mellon University"):
+        assert said in card
+
+
+# --- getting it ready --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Path:
+    assert main([str(tmp_path / "demo")]) == 0
+    return tmp_path / "demo"
+
+
+def test_it_is_the_default_and_kept_once_it_is_there(ready: Path) -> None:
+    checkpoint.check(ready)
+    assert weights_of(ready) == weights_of(ready / DIT_DIR) == "trained"
+    before = (ready / MANIFEST).stat().st_mtime_ns
+    assert not make_demo_model(ready)
+    assert (ready / MANIFEST).stat().st_mtime_ns == before
+
+
+def test_random_weights_replace_it_where_they_are_asked_for_and_back(ready: Path) -> None:
+    assert make_demo_model(ready, "random") and weights_of(ready) == "random"
+    assert make_demo_model(ready) and weights_of(ready) == "trained"
+    checkpoint.check(ready)
+
+
+def test_a_voice_that_was_taken_away_comes_back_and_voices_of_others_stay(ready: Path) -> None:
+    voices = ready / VOICES_DIR
+    (voices / "anna.safetensors").write_bytes(b"computed")
+    (voices / "anna.wav").write_bytes(b"recorded")
+    (voices / "slt.wav").unlink()
+    assert make_demo_model(ready)
+    assert (voices / "slt.wav").is_file()
+    assert (voices / "anna.wav").read_bytes() == b"recorded" and (voices / "anna.safetensors").is_file()
+    assert make_demo_model(ready, "random")  # what other networks computed is of no use to these
+    assert (voices / "anna.wav").is_file() and not (voices / "anna.safetensors").exists()
+
+
+def test_damage_to_the_committed_files_is_named_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "trained"
+    shutil.copytree(TRAINED, damaged)
+    with (damaged / DIT_DIR / "hift.pt").open("r+b") as weights:
+        weights.seek(1000)
+        weights.write(b"worms")
+    monkeypatch.setattr(checkpoint, "TRAINED", damaged)
+    assert main([str(tmp_path / "demo")]) == 1
+    assert "hift.pt is damaged" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+
+
+def test_sums_are_written_as_they_are_read(tmp_path: Path) -> None:
+    shutil.copytree(TRAINED, tmp_path / "trained")
+    checkpoint.write_sums(tmp_path / "trained")
+    assert (tmp_path / "trained" / checkpoint.SUMS).read_bytes() == (TRAINED / checkpoint.SUMS).read_bytes()
+
+
+def test_the_demo_names_the_project_and_speaks_in_one_of_its_voices() -> None:
+    assert "Cosy Voice" in demo.TEXT and demo.SPEAKER in VOICES

@@ -1,0 +1,34 @@
+"""scripts/test_llm.py, which pytest does not collect, over a real engine and a real socket."""
+
+from scripts.test_llm import main
+from tests.support.faulty_llm import TOKENS, faulty_llm
+from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
+
+
+def test_one_prompt_through_the_cpu_engine_prints_tokens_speed_and_reason(llm_dir, genai_dir, capsys):  # noqa: F811
+    arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--seed", "1"]
+    assert main([*arguments, "--max_tokens", "20", "--exact_length"]) == 0
+    figures, tokens, end = capsys.readouterr().out.splitlines()
+    assert tokens.count("<|s_") == 20
+    assert end == "20 tokens, finish reason length"
+    assert "1 stream(s): first token" in figures and "tokens/s each" in figures
+
+
+def test_many_streams_are_measured_without_printing_their_tokens(llm_dir, genai_dir, capsys):  # noqa: F811
+    arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--prompt_ids", "180"]
+    assert main([*arguments, "--max_tokens", "20", "--exact_length", "--streams", "1", "4"]) == 0
+    figures = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in figures] == ["1", "4"]
+
+
+def test_one_prompt_through_a_server(llm_dir, capsys):  # noqa: F811
+    with faulty_llm() as server:
+        assert main(["--tokenizer_dir", str(llm_dir), "--urls", server.url]) == 0
+    assert f"{TOKENS} tokens, finish reason stop" in capsys.readouterr().out
+
+
+def test_what_cannot_be_served_is_one_line(llm_dir, tmp_path, capsys):  # noqa: F811
+    assert main(["--tokenizer_dir", str(llm_dir), "--engine_dir", str(tmp_path)]) == 1
+    assert "test_llm: " in capsys.readouterr().err
+    assert main(["--tokenizer_dir", str(llm_dir), "--urls", "http://127.0.0.1:9"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""Reports of runs whose figures are known: upstream's keys, tables, counters of the servers."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from common.server.tritonserver import free_port
+from tools.load.measure import Outcome, Run
+from tools.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
+from tools.load.statistics import ModelTimes, between, vocoder_counters, vocoder_figures
+
+TIMELINE = (("voice", 0.01), ("llm", 0.02), ("vocoder", 0.03), ("tokens", 0.04), ("audio", 0.09))
+
+
+def figures(mode: str = "streaming", label: int = 4, **changes: Any) -> dict[str, Any]:
+    outcomes = [
+        Outcome(f"row-{n}", "s:1", 0.0, (0.1 + n / 1000, 0.3, 0.5), (12_000,) * 3, 0.6, timeline=TIMELINE)
+        for n in range(100)
+    ]
+    return {"mode": mode, "label": label, **Run(outcomes, elapsed=30.0).figures(), **changes}
+
+
+def values_of(text: str) -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+
+
+def test_the_text_file_of_a_streaming_run_has_upstream_s_keys_and_units() -> None:
+    told = values_of(rtf_text(figures()))
+    assert told["Mode"] == "streaming" and told["RTF"] == "0.2000" and told["total_duration"] == "150.000 seconds"
+    assert told["processing time"] == "30.000 seconds (0.01 hours)"
+    assert told["average_first_chunk_latency_ms"] == "149.50"
+    for name in ("total_request_latency", "first_chunk_latency", "second_chunk_latency"):
+        assert {f"{name}_{share}_percentile_ms" for share in (50, 90, 95, 99)} <= told.keys()
+        assert f"{name}_variance" in told
+
+
+def test_the_text_file_of_an_offline_run_has_upstream_s_keys() -> None:
+    told = values_of(rtf_text(figures("offline")))
+    assert told["average_latency_ms"] == "600.00" and told["latency_99_percentile_ms"] == "600.00"
+    assert not any("chunk" in key for key in told)
+
+
+def test_a_run_without_answers_is_told_without_figures() -> None:
+    nothing = {"mode": "streaming", "label": 1, **Run([], elapsed=0.0, unsent=3).figures()}
+    assert "No first chunk latency data collected." in rtf_text(nothing)
+    assert closing_lines(nothing) == ["0 requests answered, 0 failed, 3 not sent"]
+    assert "| 1 | 0 | 0 | 3 |" in markdown_tables([nothing], "Concurrent Tasks")
+
+
+def test_the_tables_are_those_of_upstream_s_document() -> None:
+    text = markdown_tables([figures(label=1), figures(label=8)], "Concurrent Tasks")
+    percentiles = (
+        "| Average (ms) | 50th Percentile (ms) | 90th Percentile (ms) | 95th Percentile (ms) | 99th Percentile"
+    )
+    assert f"| Concurrent Tasks | RTF {percentiles}" in text and f"| Concurrent Tasks {percentiles}" in text
+    assert "| 8 | 0.2000 | 600.00 |" in text and "| 8 | 149.50 | 149.50 |" in text
+    assert "| 1 | 100 | 0 | 0 | 100.0 % | 0 |" in text
+    assert "| 10.0 / 10.0 | 10.0 / 10.0 | 10.0 / 10.0 | 10.0 / 10.0 | 50.0 / 50.0 |" in text
+
+
+def test_the_disaggregated_table_has_the_documented_columns() -> None:
+    row = figures(concurrent_task_per_instance=3, concurrent_tasks_per_gpu=4.5)
+    head, _, line = disaggregated_table([row], gpus=3).splitlines()
+    assert head.startswith("| token2wav_num_gpu | concurrent_task_per_instance | concurrent_tasks_per_gpu | avg (ms)")
+    assert line.startswith("| 3 | 3 | 4.50 | 149.50 |")
+
+
+def test_a_late_client_says_so() -> None:
+    assert any("this client was late by 12 ms" in line for line in closing_lines(figures(client_lag_p95_ms=12.0)))
+    assert not any("late" in line for line in closing_lines(figures(client_lag_p95_ms=2.0)))
+
+
+def test_what_a_model_did_before_the_run_is_not_counted() -> None:
+    before = [ModelTimes("s:1", "token2wav", requests=10, queue=1.0), ModelTimes("s:1", "idle", requests=2)]
+    after = [ModelTimes("s:1", "token2wav", requests=14, queue=1.2), ModelTimes("s:1", "idle", requests=2)]
+    (model,) = between(before, after)
+    assert (model.name, model.requests) == ("token2wav", 4) and model.queue == pytest.approx(0.2)
+    assert "mean queue time 50.00 ms" in statistics_text([model])
+
+
+@contextlib.contextmanager
+def metrics_page(page: str) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing on the screen."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_vocoder_s_wait_and_batch_are_means_over_its_instances() -> None:
+    page = """
+        # TYPE tts_vocoder_chunks_total counter
+        tts_vocoder_chunks_total{model="token2wav_dit",instance="0"} 30
+        tts_vocoder_chunks_total{model="token2wav_dit",instance="1"} 10
+        tts_vocoder_batches_total{model="token2wav_dit",instance="0"} 10
+        tts_vocoder_waited_seconds_total{model="token2wav_dit",instance="0"} 0.4
+    """
+    with metrics_page("\n".join(line.strip() for line in page.splitlines())) as address:
+        counters = asyncio.run(vocoder_counters([address]))
+    assert counters == {"chunks": 40, "batches": 10, "waited_seconds": 0.4}
+    before = {"chunks": 20.0, "batches": 6.0, "waited_seconds": 0.2}
+    assert vocoder_figures(before, counters) == pytest.approx({"mean_wait_ms": 10.0, "mean_batch": 5.0})
+
+
+def test_a_metrics_page_that_is_away_leaves_the_report_without_it() -> None:
+    assert asyncio.run(vocoder_counters([f"127.0.0.1:{free_port()}"])) == {}
+    assert vocoder_figures({}, {}) is None

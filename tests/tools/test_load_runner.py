@@ -1,0 +1,217 @@
+"""The measuring client against a stub whose chunks leave on a schedule: what it reports is known in advance."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from common.constants import SAMPLE_RATE
+from scripts import benchmark, client_grpc
+from tests.support.stub_triton import CHUNK, ROOT, SCHEDULE, Stub, stub_server
+from tools.load import runner
+
+VOICE = str(ROOT / "tests" / "assets" / "reference_zh.wav")
+MANIFEST = str(ROOT / "tests" / "assets" / "manifest.jsonl")
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[Stub]:
+    with stub_server() as server:
+        yield server
+
+
+def manifest(tmp_path: Path, texts: list[str]) -> str:
+    rows = [
+        {"id": f"row-{index}", "target_text": text, "prompt_audio": VOICE, "prompt_text": "你好"}
+        for index, text in enumerate(texts)
+    ]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def command(stub: Stub, log_dir: Path, *more: object) -> list[str]:
+    host, port = stub.address.split(":")
+    return ["--server-addr", host, "--server-port", port, "--log-dir", str(log_dir), *map(str, more)]
+
+
+def summary(log_dir: Path) -> dict[str, Any]:
+    return json.loads((log_dir / "summary.json").read_text())
+
+
+def lateness(told: dict[str, Any]) -> np.ndarray:
+    """How far each reported arrival is from the schedule, ms."""
+    return np.array([np.array(stream["arrivals_ms"]) - 1000 * np.array(SCHEDULE) for stream in told["streams"]])
+
+
+@pytest.mark.parametrize("client", ["asyncio", "sync"])
+def test_chunks_are_reported_when_they_came_and_audio_is_written_whole(
+    client: str, stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = manifest(tmp_path, ["Hello."] * 3)
+    more = ("--manifest-path", rows, "--num-tasks", 2, "--client", client, "--warmup-requests", 0)
+    assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 0
+    told = summary(tmp_path / "log")
+    assert (told["requests"], told["errors"], told["warmup_requests"]) == (3, 0, 0)
+    assert (lateness(told) > -1).all(), "nothing can come before it left"
+    assert told["share_without_gap"] == 1.0 and told["later_chunk_ms"] is not None
+    for index in range(3):
+        assert soundfile.info(tmp_path / "log" / f"row-{index}.wav").frames == len(SCHEDULE) * CHUNK.size
+    keys = (tmp_path / "log" / "rtf-texts.txt").read_text()
+    for key in ("RTF: ", "total_duration: ", "average_first_chunk_latency_ms: ", "second_chunk_latency_99_percentile"):
+        assert key in keys
+    assert (tmp_path / "log" / "stats_summary-texts.txt").exists()
+    assert (tmp_path / "log" / "summary.png").stat().st_size > 10_000
+    captured = capsys.readouterr()
+    assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first chunk p50" in captured.err
+
+
+def test_latencies_at_200_streams_are_within_5_ms_of_the_schedule(stub: Stub, tmp_path: Path) -> None:
+    """The best of six, since what else runs on the machine is late too."""
+    rows = manifest(tmp_path, ["Hello."])
+    more = ("--manifest-path", rows, "--num-tasks", 200, "--num-requests", 400, "--warmup-requests", 50)
+    late = []
+    for attempt in range(6):
+        assert client_grpc.main(command(stub, tmp_path / str(attempt), *more)) == 0
+        late.append(float(np.percentile(np.abs(lateness(summary(tmp_path / str(attempt)))), 95)))
+        if late[-1] <= 5:
+            return
+    told = f"95th percentiles of the lateness: {late} ms"
+    if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+        pytest.skip(f"{told}, but the machine is busy with other work: its load is {os.getloadavg()[0]:.0f}")
+    pytest.fail(told)
+
+
+def test_a_failing_request_neither_stops_nor_delays_the_others(
+    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = manifest(tmp_path, ["Hello.", "fail", "Hello.", "fail", "Hello."])
+    more = ("--manifest-path", rows, "--num-tasks", 5, "--warmup-requests", 0)
+    assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
+    told = summary(tmp_path / "log")
+    assert told["failures"] == dict.fromkeys(
+        ("row-1", "row-3"), "the server answered with an error: this request fails"
+    )
+    assert (told["requests"], told["errors"], told["unsent"]) == (5, 2, 0)
+    assert told["total_ms"]["max"] < 1000 * (SCHEDULE[-1] + 1.0)
+    captured = capsys.readouterr()
+    assert "3 requests answered, 2 failed" in captured.out and "failed: row-1: " in captured.err
+
+
+def test_requests_at_a_rate_leave_at_random_whether_others_are_answered_or_not(stub: Stub, tmp_path: Path) -> None:
+    rows = manifest(tmp_path, ["Hello."])
+    more = ("--manifest-path", rows, "--request-rate", 40, "--num-requests", 80, "--warmup-requests", 0)
+    assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 0
+    told = summary(tmp_path / "log")
+    begun = np.sort([stream["begun_s"] for stream in told["streams"]])
+    steps = np.diff(begun)
+    assert begun[-1] == pytest.approx(2.0, rel=0.4), "80 requests at 40 a second"
+    assert steps.std() == pytest.approx(steps.mean(), rel=0.4), "as a Poisson process has it"
+    assert told["request_rate"] == 40 and told["num_tasks"] is None
+
+
+def test_listeners_hear_their_answer_before_they_ask_anew(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "LISTENERS_COME", 0.0)
+    rows = manifest(tmp_path, ["Hello."])
+    more = ["--manifest-path", rows, "--num-requests", "2", "--warmup-requests", "0", "--output", str(tmp_path / "out")]
+    assert benchmark.main(["--servers", stub.address, "--listeners", "1", *more]) == 0
+    told = json.loads((tmp_path / "out.json").read_text())
+    heard = SCHEDULE[0] + len(SCHEDULE) * CHUNK.size / SAMPLE_RATE
+    assert told["rows"][0]["processing_seconds"] == pytest.approx(heard + SCHEDULE[-1], abs=0.1)
+    assert told["label"] == "Listeners"
+
+
+@pytest.mark.parametrize(
+    ("client", "blow"), [("asyncio", signal.SIGKILL), ("sync", signal.SIGKILL), ("asyncio", signal.SIGSTOP)]
+)
+def test_a_server_that_dies_or_hangs_ends_the_run_within_10_s_with_what_finished(
+    client: str, blow: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stub_server() as stub:
+        rows = manifest(tmp_path, ["Hello."])
+        more = ("--manifest-path", rows, "--num-tasks", 4, "--num-requests", 500, "--warmup-requests", 0)
+        killed = []
+
+        def strike() -> None:
+            killed.append(time.monotonic())
+            stub.process.send_signal(blow)
+
+        timer = threading.Timer(3.0, strike)
+        timer.start()
+        assert client_grpc.main(command(stub, tmp_path / "log", "--client", client, *more)) == 1
+        assert time.monotonic() - killed[0] < 10
+        timer.join()
+    told = summary(tmp_path / "log")
+    assert told["requests"] - told["errors"] == 4, "the first round was finished"
+    assert told["unsent"] >= 490 and "stopped answering" in told["lost_servers"][stub.address]
+    assert "4 requests answered" in capsys.readouterr().out
+
+
+def test_ctrl_c_tells_what_was_measured(stub: Stub, tmp_path: Path) -> None:
+    more = ("--manifest-path", manifest(tmp_path, ["Hello."]), "--num-tasks", 2, "--num-requests", 500)
+    arguments = command(stub, tmp_path / "log", "--warmup-requests", 0, *more)
+    with subprocess.Popen(
+        [sys.executable, "scripts/client_grpc.py", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "log" / "row-0.wav").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "requests answered" in out and "Traceback" not in err
+    assert summary(tmp_path / "log")["requests"] >= 1
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_the_first_request(
+    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log").touch()
+    assert client_grpc.main(command(stub, tmp_path / "log", "--target-text", "Hello.")) == 1
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("error: cannot write to ") and complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--manifest-path", "away.jsonl"), "cannot read the manifest away.jsonl"),
+        (("--client", "sync", "--request-rate", 2, "--target-text", "a"), "use --client asyncio with a request rate"),
+        ((), "there is nothing to say: give --target-text"),
+        (("--manifest-path", MANIFEST, "--target-text", "a"), "--target-text beside manifest: each row brings its own"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(
+    more: tuple[object, ...], words: str, stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
+    complaint = capsys.readouterr().err
+    assert words in complaint and complaint.startswith("error: ") and complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--num-tasks", "0"), ("--request-rate", "-1"), ("--parameter", "seed"), ("--warmup-requests", "-1")],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(
+    option: tuple[str, str], stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        client_grpc.main(command(stub, tmp_path, *option))
+    assert option[0] in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""Manifests and data sets: what is read, and how each mistake in them is told."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.constants import MAX_REFERENCE_SECONDS, MIN_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
+from tools.load.samples import SampleError, read_dataset, read_manifest
+
+ASSETS = Path(__file__).parents[1] / "assets"
+VOICE = ASSETS / "reference_zh.wav"
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    good = {"id": "a", "target_text": "Hello.", "prompt_audio": str(VOICE), "prompt_text": "你好"}
+    return {key: value for key, value in (good | changes).items() if value is not None}
+
+
+def manifest(tmp_path: Path, *rows: dict[str, Any] | str) -> Path:
+    path = tmp_path / "manifest.jsonl"
+    lines = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in rows]
+    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    return path
+
+
+def test_the_shipped_manifest_is_real_speech_that_a_server_accepts() -> None:
+    samples = read_manifest(ASSETS / "manifest.jsonl")
+    assert len(samples) >= 10 and len({sample.id for sample in samples}) == len(samples)
+    for sample in samples:
+        assert sample.prompt_audio is not None and sample.prompt_audio.dtype == np.float32
+        assert MIN_REFERENCE_SECONDS < sample.prompt_audio.size / PROMPT_SAMPLE_RATE < MAX_REFERENCE_SECONDS
+        assert sample.prompt_text and sample.target_text
+    assert samples[0].prompt_audio is samples[2].prompt_audio, "a voice of several rows is kept once"
+
+
+def test_the_first_rows_can_be_taken_alone(tmp_path: Path) -> None:
+    path = manifest(tmp_path, row(id="a"), row(id="b"), "not read")
+    assert [sample.id for sample in read_manifest(path, limit=2)] == ["a", "b"]
+
+
+def test_a_registered_speaker_takes_the_place_of_a_recording(tmp_path: Path) -> None:
+    (sample,) = read_manifest(manifest(tmp_path, {"id": 7, "target_text": "Hello.", "speaker": "anna"}))
+    assert (sample.id, sample.speaker, sample.prompt_audio, sample.prompt_text) == ("7", "anna", None, "")
+
+
+def test_tokens_computed_ahead_are_read_and_can_be_required(tmp_path: Path) -> None:
+    path = manifest(tmp_path, row(target_audio_cosy2_tokens=[0, 6560, 5]))
+    (sample,) = read_manifest(path, require=["target_audio_cosy2_tokens"])
+    np.testing.assert_array_equal(sample.target_audio_cosy2_tokens, [0, 6560, 5])
+    assert sample.prompt_audio_cosy2_tokens is None
+    with pytest.raises(SampleError, match="line 1 has no prompt_audio_cosy2_tokens"):
+        read_manifest(path, require=["prompt_audio_cosy2_tokens"])
+
+
+def test_a_list_of_seed_tts_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "meta.lst"
+    path.write_text(f"utt-1.wav|你好|{VOICE}|再见\nutt-2|你好|{VOICE}\n", encoding="utf-8")
+    with pytest.raises(SampleError, match=r"line 2 has 3 cells; expected id\|prompt_text\|prompt_audio\|target_text"):
+        read_manifest(path)
+    (sample,) = read_manifest(path, limit=1)
+    assert (sample.id, sample.prompt_text, sample.target_text) == ("utt-1", "你好", "再见")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("{'id': 1}", "line 2 is not JSON"),
+        ("[1]", "line 2 is a JSON list"),
+        (row(id="b", target_text=None), "line 2 has no target_text; it has id, prompt_audio, prompt_text"),
+        (row(id="b", prompt_audio=None, prompt_text=None), "has no prompt_audio and no prompt_text"),
+        (row(id="b", target_text=3), "target_text is 3, not a text"),
+        (row(id="b", target_text="  "), "target_text is '  ', without a word"),
+        (row(id="b", prompt_text=[]), r"prompt_text is \[\], not a text"),
+        (row(id="b", speaker=3), "speaker is 3, not a text"),
+        (row(id="b", prompt_audio=5), "prompt_audio is 5, not the path of a recording"),
+        (row(id="b", prompt_audio="none.wav"), r"line 2: cannot read prompt_audio .*none\.wav"),
+        (row(id="a"), "the id 'a' is there twice"),
+        (row(id="../a"), r"id is '\.\./a'"),
+        (row(id="b", prompt_audio_cosy2_tokens=[6561]), "prompt_audio_cosy2_tokens holds 6561"),
+        (row(id="b", prompt_audio_cosy2_tokens=[[1], [2, 3]]), "prompt_audio_cosy2_tokens is not a list of integers"),
+        (row(id="b", target_audio_cosy2_tokens=["<|s_1|>"]), "target_audio_cosy2_tokens is not a list of integers"),
+        (row(id="b", target_audio_cosy2_tokens=[]), "target_audio_cosy2_tokens is not a list of integers"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_column(bad: dict[str, Any] | str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match=words) as raised:
+        read_manifest(manifest(tmp_path, row(), bad))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_manifest_that_is_empty_or_away_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match="has no rows"):
+        read_manifest(manifest(tmp_path))
+    with pytest.raises(SampleError, match="cannot read the manifest"):
+        read_manifest(tmp_path / "away.jsonl")
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No network, no waiting for one, and nothing left in the user's cache."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def saved_dataset(directory: Path, rows: list[dict[str, Any]]) -> str:
+    """The rows as upstream's data sets lie on the hub: a parquet file whose recordings are an audio column."""
+    import datasets
+
+    table = datasets.Dataset.from_list(rows).cast_column("prompt_audio", datasets.Audio())
+    (directory / "data").mkdir()
+    table.to_parquet(directory / "data" / "test_zh-00000-of-00001.parquet")
+    return str(directory)
+
+
+def test_a_dataset_of_upstream_is_read(tmp_path: Path, offline: None) -> None:
+    tokens = {"prompt_audio_cosy2_tokens": [1, 2], "target_audio_cosy2_tokens": [3]}
+    embedded = {"bytes": VOICE.read_bytes(), "path": None}
+    name = saved_dataset(
+        tmp_path, [row(id=f"utt-{index}", prompt_audio=embedded) | tokens | {"duration": 4.2} for index in range(3)]
+    )
+    samples = read_dataset(name, "test_zh", limit=2)
+    assert [sample.id for sample in samples] == ["utt-0", "utt-1"]
+    (expected,) = read_manifest(manifest(tmp_path, row()))
+    np.testing.assert_array_equal(samples[1].prompt_audio, expected.prompt_audio)
+    np.testing.assert_array_equal(samples[1].target_audio_cosy2_tokens, [3])
+
+
+def test_a_dataset_with_other_columns_is_refused(tmp_path: Path, offline: None) -> None:
+    rows = [row(prompt_audio={"bytes": VOICE.read_bytes(), "path": None}, target_text=None, text="Hello.")]
+    with pytest.raises(SampleError, match="row 0 has no target_text; it has id, prompt_audio, prompt_text, text"):
+        read_dataset(saved_dataset(tmp_path, rows), "test_zh")
+
+
+def test_a_dataset_out_of_reach_is_one_line_that_names_the_manifest(offline: None) -> None:
+    with pytest.raises(SampleError, match="cannot load the split test_zh .* --manifest-path") as raised:
+        read_dataset("yuekai/seed_tts", "test_zh")
+    assert "\n" not in str(raised.value)
+
+
+def test_without_the_package_a_dataset_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SampleError, match=r"pip install -e '\.\[datasets\]'"):
+        read_dataset("yuekai/seed_tts", "test_zh")

@@ -1,0 +1,170 @@
+"""The measuring tools against the real tritonserver over the demo checkpoint."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import soundfile
+
+from common.server.rendering import StackOptions, render
+from common.server.tritonserver import Ports, TritonServer
+from scripts import benchmark, client_grpc
+from tools.load import perf_analyzer as perf_analyzer_input
+
+pytestmark = pytest.mark.server
+
+ASSETS = Path(__file__).parents[1] / "assets"
+MANIFEST = ASSETS / "manifest.jsonl"
+SHORT = ("--parameter", "max_tokens=60")  # speech of a second or two a segment, so that the tests take seconds
+
+Serve = Callable[..., Any]
+
+
+def measure(address: str, log_dir: Path, *more: object) -> int:
+    host, port = address.split(":")
+    return client_grpc.main(
+        ["--server-addr", host, "--server-port", port, "--log-dir", str(log_dir), *SHORT, *map(str, more)]
+    )
+
+
+def summary(log_dir: Path) -> dict[str, Any]:
+    return json.loads((log_dir / "summary.json").read_text())
+
+
+def test_16_concurrent_streams_are_all_answered_and_their_stages_told(serve: Serve, tmp_path: Path) -> None:
+    more = ("--manifest-path", MANIFEST, "--num-tasks", 16, "--num-requests", 20, "--warmup-requests", 2)
+    assert measure(serve(stack="dit").grpc_url, tmp_path, *more) == 0
+    told = summary(tmp_path)
+    assert (told["requests"], told["errors"], told["unsent"], told["warmup_requests"]) == (20, 0, 0, 2)
+    assert len(list(tmp_path.glob("*.wav"))) == 20
+    assert told["audio_seconds"] == pytest.approx(sum(soundfile.info(path).duration for path in tmp_path.glob("*.wav")))
+    assert told["rtf"] == pytest.approx(told["processing_seconds"] / told["audio_seconds"])
+    for stream in told["streams"]:
+        assert set(stream["stages_ms"]) == {"voice", "llm", "vocoder", "tokens", "audio", "transport"}
+        assert sum(stream["stages_ms"].values()) == pytest.approx(stream["arrivals_ms"][0], abs=0.1)
+        assert min(stream["stages_ms"].values()) >= 0
+    asked = {model["name"]: model["requests"] for model in told["models"]}
+    assert asked["cosyvoice2_dit"] == 20 and asked["token2wav_dit"] > 40
+    assert "model name is cosyvoice2_dit" in (tmp_path / "stats_summary-manifest.txt").read_text()
+
+
+def test_an_error_among_good_requests_is_one_of_them(serve: Serve, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in MANIFEST.read_text(encoding="utf-8").splitlines()[:4]]
+    rows[1]["target_text"] = "<|s_1|>"
+    rows = [row | {"prompt_audio": str(ASSETS / row["prompt_audio"])} for row in rows]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert measure(serve(stack="dit").grpc_url, tmp_path, "--manifest-path", path, "--num-tasks", 4) == 1
+    told = summary(tmp_path)
+    assert (told["requests"], told["errors"], told["unsent"]) == (4, 1, 0)
+    assert list(told["failures"]) == ["zh-01"] and "<|s_1|>" in told["failures"]["zh-01"]
+
+
+def test_new_voices_are_in_no_cache_of_the_server(serve: Serve, tmp_path: Path) -> None:
+    address, more = serve(stack="dit").grpc_url, ("--manifest-path", MANIFEST, "--num-requests", 2)
+    asked = []
+    for directory, new in (("known", ()), ("new", ("--new-voices",))):
+        assert measure(address, tmp_path / directory, *more, *new, "--warmup-requests", 2) == 0
+        models = summary(tmp_path / directory)["models"]
+        asked.append([(m["requests"], m["cache_hits"]) for m in models if m["name"] == "audio_tokenizer"])
+    assert asked == [[], [(2, 0)]]  # of a voice that it knows the orchestrator asks nothing
+
+
+def test_a_sweep_over_two_addresses_writes_tables_and_two_sweeps_are_compared(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = serve(stack="dit").grpc_url.split(":")[1]
+    servers = ["--servers", f"127.0.0.1:{port}", f"localhost:{port}", "--token2wav-gpus", "2", "--llm-gpus", "1"]
+    more = [*SHORT, "--num-requests", "4", "--warmup-requests", "1", "--concurrency", "1", "2", "--title", "A run"]
+    assert benchmark.main([*servers, *more, "--output", str(tmp_path / "a")]) == 0
+    tables = (tmp_path / "a.md").read_text()
+    for title in ("Total Request Latency", "First Chunk Latency", "Playback", "Disaggregated Server"):
+        assert f"#### {title}" in tables
+    assert "| 2 | 2 | 1.33 |" in tables, "2 tasks each on 2 servers of 2 GPUs beside 1 of the LLM"
+    sweep = json.loads((tmp_path / "a.json").read_text())
+    assert [row["label"] for row in sweep["rows"]] == [2, 4] and all(row["errors"] == 0 for row in sweep["rows"])
+    for row in sweep["rows"]:
+        row["first_chunk_ms"]["p50"] *= 2
+    (tmp_path / "slower.json").write_text(json.dumps(sweep | {"title": "a slower run"}))
+    capsys.readouterr()
+    both = [str(tmp_path / "a.json"), str(tmp_path / "slower.json")]
+    assert benchmark.main(["--compare", *both, "--output", str(tmp_path / "both")]) == 0
+    told = capsys.readouterr().out
+    assert "first chunk p50 A → B (ms)" in told and "(+100 %)" in told and "B: a slower run" in told
+    assert all((tmp_path / name).stat().st_size > 20_000 for name in ("a.png", "both.png"))
+
+
+def test_a_sweep_over_rates_is_told_by_its_rates(serve: Serve, tmp_path: Path) -> None:
+    more = ["--request-rates", "2", "4", "--num-requests", "4", "--output", str(tmp_path / "rates"), *SHORT]
+    assert benchmark.main(["--servers", serve(stack="dit").grpc_url, *more]) == 0
+    assert "| Requests per Second | RTF |" in (tmp_path / "rates.md").read_text()
+    other = ["--compare", str(tmp_path / "rates.json"), str(tmp_path / "nothing.json")]
+    assert benchmark.main([*other, "--output", str(tmp_path / "c")]) == 1
+
+
+@pytest.fixture
+def own_server(demo_models: Path, tmp_path: Path) -> Iterator[TritonServer]:
+    """A server that a test may kill."""
+    render(StackOptions(models_dir=demo_models, stack="dit", device="cpu"), tmp_path / "repository")
+    with TritonServer(tmp_path / "repository", ports=Ports(0, 0, 0), log_file=tmp_path / "server.log") as server:
+        yield server
+
+
+def test_a_server_killed_in_mid_benchmark_ends_it_within_10_s_with_what_finished(
+    own_server: TritonServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while len(list((tmp_path / "log").glob("*.wav"))) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert own_server._process is not None
+        killed.append(time.monotonic())
+        os.killpg(own_server._process.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    more = ("--manifest-path", MANIFEST, "--num-tasks", 3, "--num-requests", 400, "--warmup-requests", 0)
+    assert measure(own_server.grpc_url, tmp_path / "log", *more) == 1
+    assert time.monotonic() - killed[0] < 10
+    killer.join()
+    told = summary(tmp_path / "log")
+    finished = told["requests"] - told["errors"]
+    assert finished >= 3 and 0 < told["errors"] <= 6 and told["unsent"] == 400 - told["requests"]
+    assert told["first_chunk_ms"]["p50"] > 0 and own_server.grpc_url in told["lost_servers"]
+    assert f"{finished} requests answered" in capsys.readouterr().out
+
+
+def test_perf_analyzer_reads_the_input_file(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "input.json"
+    assert perf_analyzer_input.main(["--manifest-path", str(MANIFEST), "--output", str(path)]) == 0
+    requests = json.loads(path.read_text())["data"]
+    assert len(requests) == 10
+    names = {"reference_wav", "reference_wav_len", "reference_text", "target_text"}
+    assert all(set(request) == names for request in requests)
+    if (binary := shutil.which("perf_analyzer")) is None:
+        pytest.skip("perf_analyzer is not installed; the file's columns were checked")
+    command = [binary, "-m", "cosyvoice2_dit", "-i", "grpc", "--streaming", "--async", "--input-data", str(path)]
+    command += ["-u", serve(stack="dit").grpc_url, "--request-count", "4", "--request-parameter", "max_tokens:60:int"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "Throughput" in done.stdout, done.stdout + done.stderr
+
+
+# Last: it takes another server.
+@pytest.mark.parametrize("client", ["asyncio", "sync"])
+def test_whole_utterances_are_measured_too(client: str, serve: Serve, tmp_path: Path) -> None:
+    server = serve(stack="dit", decoupled=False)
+    more = ("--manifest-path", MANIFEST, "--num-requests", 4, "--num-tasks", 2, "--mode", "offline", "--client", client)
+    assert measure(server.grpc_url, tmp_path, *more) == 0
+    told = summary(tmp_path)
+    assert (told["requests"], told["errors"]) == (4, 0) and told["stages_ms"] == {}
+    assert "latency_99_percentile_ms: " in (tmp_path / "rtf-manifest.txt").read_text()

@@ -1,0 +1,207 @@
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
+from common.flow import load_dit_flow, load_unet_flow
+from common.hift import load_hift
+from common.llm.speech_tokens import LLMTokenizer
+from common.voice.audio import load_audio
+from common.voice.prompt import AudioTokenizer, SpeakerEncoder
+from tools.demo_model import make as script
+from tools.demo_model.llm import FIRST_UTTERED, Sizes, make_llm
+from tools.demo_model.make import DIT_DIR, LLM_DIR, UNET_DIR, main, make_demo_model
+
+ASSETS = Path(__file__).parents[1] / "assets"
+
+
+@pytest.fixture(scope="module")
+def llm(demo_models: Path):
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model, report = AutoModelForCausalLM.from_pretrained(demo_models / LLM_DIR, output_loading_info=True)
+    assert not any(report.values()), report
+    return model
+
+
+def utterances(llm, demo_models: Path, text: str, prompt_tokens: list[int], count: int, **sampling) -> list[list[int]]:
+    """Speech ids of `count` answers, up to the end token that every answer must have."""
+    tokenizer = LLMTokenizer.from_dir(demo_models / LLM_DIR)
+    ids = torch.tensor([tokenizer.encode_prompt("", text, prompt_tokens)])
+    torch.manual_seed(0)
+    answers = llm.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, num_return_sequences=count, **sampling
+    )
+    spoken = []
+    for answer in answers[:, ids.shape[1] :].tolist():
+        ended = answer[: answer.index(tokenizer.end_ids[0])]
+        spoken.append(tokenizer.to_speech_ids(ended))
+        assert len(spoken[-1]) == len(ended)  # nothing but speech tokens
+    return spoken
+
+
+def test_layout_is_the_official_one_and_says_that_its_weights_are_random(demo_models: Path) -> None:
+    for name in (
+        "cosyvoice2_llm/config.json",
+        "cosyvoice2_llm/generation_config.json",
+        "cosyvoice2_llm/model.safetensors",
+        "cosyvoice2_llm/tokenizer.json",
+        "cosyvoice2_llm/tokenizer_config.json",
+        "CosyVoice2-0.5B/campplus.onnx",
+        "CosyVoice2-0.5B/flow.pt",
+        "CosyVoice2-0.5B/hift.pt",
+        "CosyVoice2-0.5B/speech_tokenizer_v2.onnx",
+        "Step-Audio-2-mini/token2wav/campplus.onnx",
+        "Step-Audio-2-mini/token2wav/flow.pt",
+        "Step-Audio-2-mini/token2wav/hift.pt",
+        "Step-Audio-2-mini/token2wav/speech_tokenizer_v2_25hz.onnx",
+    ):
+        assert (demo_models / name).is_file(), name
+    assert "random" in (demo_models / "README.md").read_text(encoding="utf-8")
+    assert json.loads((demo_models / "demo_model.json").read_text(encoding="utf-8"))["weights"] == "random"
+
+
+def test_complete_checkpoint_is_kept(demo_models: Path) -> None:
+    before = (demo_models / "demo_model.json").stat().st_mtime_ns
+    assert not make_demo_model(demo_models, "random")
+    assert (demo_models / "demo_model.json").stat().st_mtime_ns == before
+
+
+def test_same_seed_gives_the_same_bytes_and_another_seed_does_not(demo_models: Path, tmp_path: Path) -> None:
+    make_demo_model(tmp_path / "again", "random")
+    make_demo_model(tmp_path / "other", "random", seed=7)
+    again = tmp_path / "again"
+    weights = [
+        path.relative_to(again) for suffix in ("pt", "onnx", "safetensors") for path in again.rglob(f"*.{suffix}")
+    ]
+    assert len(weights) == 9
+    for path in weights:
+        assert (tmp_path / "again" / path).read_bytes() == (demo_models / path).read_bytes(), path
+        assert (tmp_path / "other" / path).read_bytes() != (demo_models / path).read_bytes(), path
+
+
+def test_damaged_checkpoint_is_written_anew(demo_models: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "damaged"
+    shutil.copytree(demo_models, dest)
+    (dest / UNET_DIR / "flow.pt").write_bytes(b"cut off")
+    assert make_demo_model(dest, "random")
+    assert (dest / UNET_DIR / "flow.pt").read_bytes() == (demo_models / UNET_DIR / "flow.pt").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_directory_of_something_else_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dest = tmp_path / "mine"
+    dest.mkdir()
+    (dest / "thesis.txt").write_text("years of work")
+    assert main([str(dest)]) == 1
+    assert "no demo checkpoint" in caplog.text
+    assert [path.name for path in dest.iterdir()] == ["thesis.txt"]
+
+
+def test_full_disk_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=5 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert main([str(tmp_path / "demo")]) == 1
+    assert main([str(tmp_path / "demo"), "--weights", "random-full"]) == 1
+    assert "has 5 MiB free, 200 MiB are needed" in caplog.text and "6144 MiB are needed" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path, seed: int, sizes: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.vocoder, "write_dit_flow", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_demo_model(tmp_path / "demo", "random")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.0}, {"top_k": 25, "top_p": 0.8, "temperature": 1.0}])
+def test_llm_speaks_about_three_seconds_and_ends(llm, demo_models: Path, sampling: dict) -> None:
+    lengths = [
+        len(tokens) for tokens in utterances(llm, demo_models, "Good morning.", list(range(100)), 16, **sampling)
+    ]
+    assert 30 <= min(lengths) and max(lengths) <= 160
+    assert 55 <= np.mean(lengths) <= 105
+
+
+def test_llm_of_another_size_speaks_as_long(tmp_path: Path) -> None:
+    """The official one is too large for a test: wider, deeper, more text tokens."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = Sizes(hidden=384, layers=6, heads=6, kv_heads=2, mlp=768, text_vocab=3000)
+    make_llm(tmp_path / LLM_DIR, sizes=sizes, dtype=torch.bfloat16)
+    wider = AutoModelForCausalLM.from_pretrained(tmp_path / LLM_DIR)
+    assert wider.dtype == torch.bfloat16 and wider.config.vocab_size > 3000 + SPEECH_VOCAB
+    lengths = [len(tokens) for tokens in utterances(wider, tmp_path, "Good morning.", list(range(100)), 8)]
+    assert 30 <= min(lengths) and max(lengths) <= 160
+
+
+def test_llm_answers_depend_on_text_and_prompt(llm, demo_models: Path) -> None:
+    text, prompt = "Good morning.", list(range(50))
+    (answer,) = utterances(llm, demo_models, text, prompt, 1)
+    assert utterances(llm, demo_models, text, prompt, 1) == [answer]
+    assert utterances(llm, demo_models, "Good evening.", prompt, 1) != [answer]
+    assert utterances(llm, demo_models, text, [], 1) != [answer]
+
+
+def test_chat_template_is_the_prompt_of_the_orchestrator(demo_models: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_models / LLM_DIR)
+    ours = LLMTokenizer.from_dir(demo_models / LLM_DIR)
+    messages = [{"role": "user", "content": "Hi, 你好"}, {"role": "assistant", "content": "<|s_5|><|s_6560|>"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert rendered == ours.prompt_string("", "Hi, 你好", [5, 6560])
+    ids = ours.encode_prompt("", "Hi, 你好", [5, 6560])
+    assert tokenizer(rendered, add_special_tokens=False).input_ids == ids
+    # Servers drop special tokens when they decode; the speech tokens must survive that.
+    assert tokenizer.decode(ids[-2:], skip_special_tokens=True) == "<|s_5|><|s_6560|>"
+
+
+@pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR])
+def test_prompt_tokens_are_apart_from_those_that_the_llm_utters(demo_models: Path, directory: str) -> None:
+    wave = load_audio(ASSETS / "reference_en.wav", PROMPT_SAMPLE_RATE)
+    (tokens,) = AudioTokenizer(demo_models / directory)([wave])
+    assert tokens.max() < FIRST_UTTERED
+
+
+@pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR])
+def test_audio_is_neither_silent_nor_clipped_and_differs_between_voices(demo_models: Path, directory: str) -> None:
+    recordings = [load_audio(ASSETS / f"reference_{name}.wav", PROMPT_SAMPLE_RATE) for name in ("en", "zh")]
+    noise = torch.randn(1, MEL_BINS, 4 * TOKEN_RATE, generator=torch.Generator().manual_seed(0))
+    voices = []
+    for embedding in SpeakerEncoder(demo_models / directory)(recordings):
+        assert embedding.shape == (SPEAKER_DIM,)
+        mel = offline_mel(demo_models / directory, torch.from_numpy(embedding)[None], noise)
+        hift = load_hift(demo_models / directory / "hift.pt")
+        waves = torch.randn(1, SAMPLE_RATE, hift.config.harmonics + 1, generator=torch.Generator().manual_seed(1))
+        voices.append(hift(mel, waves)[0])
+    for voice in voices:
+        assert voice.shape == (1, SAMPLE_RATE)
+        assert 0.01 < voice.square().mean().sqrt() < 0.3
+        assert voice.abs().max() < 0.99
+    assert (voices[0] - voices[1]).abs().max() > 0.05
+
+
+def offline_mel(directory: Path, embedding: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """One second of mel (1, 80, 50) after one second of prompt."""
+    prompt_token = torch.arange(TOKEN_RATE)[None]
+    token = FIRST_UTTERED + prompt_token
+    prompt_feat = torch.full((1, 2 * TOKEN_RATE, MEL_BINS), -5.0)
+    if directory.name == "token2wav":
+        flow = load_dit_flow(directory / "flow.pt")
+        tokens = torch.cat([prompt_token, token], dim=1)
+        token_len, feat_len = torch.tensor([tokens.shape[1]]), torch.tensor([prompt_feat.shape[1]])
+        mel = flow.inference(tokens, token_len, prompt_feat, feat_len, embedding, noise=noise)
+        return mel[:, :, prompt_feat.shape[1] :]
+    unet = load_unet_flow(directory / "flow.pt")
+    return unet.inference(token, prompt_token, prompt_feat, embedding, noise=noise, streaming=True, finalize=True)

@@ -1,0 +1,134 @@
+"""The folder that an offline run writes to, and what a second run finds in it."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common.constants import SAMPLE_RATE
+from common.voice.audio import load_audio
+from tools.load.samples import Sample, SampleError
+from tools.offline.results import JOURNAL, OutputFolder, identity
+from tools.offline.stages import Stages, table
+
+SETTINGS = {"backend": "hf", "seed": 0}
+SAMPLE = Sample("a", "Hello.", np.full(100, 0.5, np.float32), "What is said.")
+AUDIO = np.linspace(-0.5, 0.5, SAMPLE_RATE, dtype=np.float32)
+TOKENS = np.array([5, 6560])
+
+
+def save(path, *samples, settings=SETTINGS):
+    with OutputFolder(path, settings) as folder:
+        for sample in samples:
+            folder.save(sample, AUDIO, TOKENS, cut_short=False)
+
+
+def holds(path, sample, settings=SETTINGS):
+    with OutputFolder(path, settings) as folder:
+        return folder.holds(sample)
+
+
+def test_a_finished_sample_is_there_with_its_tokens(tmp_path):
+    save(tmp_path / "new" / "folder", SAMPLE)
+    audio = load_audio(tmp_path / "new" / "folder" / "a.wav", SAMPLE_RATE)
+    np.testing.assert_allclose(audio, AUDIO, atol=1e-4)
+    (line,) = (tmp_path / "new" / "folder" / JOURNAL).read_text().splitlines()
+    record = json.loads(line)
+    assert record["id"] == "a" and record["seconds"] == 1.0 and record["target_audio_cosy2_tokens"] == [5, 6560]
+    assert holds(tmp_path / "new" / "folder", SAMPLE)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"target_text": "Bye."},
+        {"prompt_text": "Something else is said."},
+        {"prompt_audio": np.full(100, 0.4, np.float32)},
+        {"id": "b"},
+    ],
+)
+def test_another_text_or_voice_is_another_sample(tmp_path, changed):
+    save(tmp_path, SAMPLE)
+    assert not holds(tmp_path, replace(SAMPLE, **changed))
+
+
+def test_other_settings_are_made_anew_and_replace_what_was_there(tmp_path):
+    save(tmp_path, SAMPLE)
+    other = SETTINGS | {"seed": 1}
+    with OutputFolder(tmp_path, other) as folder:
+        assert not folder.holds(SAMPLE) and folder.replaces(SAMPLE)
+        folder.save(SAMPLE, AUDIO[:100], TOKENS, cut_short=True)
+        assert folder.holds(SAMPLE) and not folder.replaces(SAMPLE)
+    assert holds(tmp_path, SAMPLE, other) and not holds(tmp_path, SAMPLE)
+    assert len((tmp_path / JOURNAL).read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_audio_that_is_not_as_it_was_written_is_made_anew(tmp_path, damage):
+    save(tmp_path, SAMPLE)
+    wav = tmp_path / "a.wav"
+    wav.unlink() if damage == "gone" else wav.write_bytes(wav.read_bytes()[:1000])
+    assert not holds(tmp_path, SAMPLE)
+
+
+def test_what_a_killed_run_left_unfinished_is_cleared_away(tmp_path):
+    save(tmp_path, SAMPLE, replace(SAMPLE, id="b"))
+    journal = tmp_path / JOURNAL
+    journal.write_text(journal.read_text()[:-30])  # the last line was being written
+    (tmp_path / ".c.wav.partial").write_bytes(b"RIFF")
+    with OutputFolder(tmp_path, SETTINGS) as folder:
+        assert folder.holds(SAMPLE) and not folder.holds(replace(SAMPLE, id="b"))
+        folder.save(replace(SAMPLE, id="b"), AUDIO, TOKENS, cut_short=False)
+    assert [json.loads(line)["id"] for line in journal.read_text().splitlines()] == ["a", "b"]
+    assert not (tmp_path / ".c.wav.partial").exists()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with OutputFolder(tmp_path, SETTINGS), pytest.raises(SampleError, match="another run is writing"):
+        OutputFolder(tmp_path, SETTINGS).__enter__()
+    assert not holds(tmp_path, SAMPLE)  # free again
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SampleError, match="cannot write to .*; name another folder"):
+        OutputFolder(tmp_path / "file", SETTINGS).__enter__()
+
+
+def test_a_checkpoint_that_is_replaced_is_another_one(tmp_path):
+    (tmp_path / "flow.pt").write_bytes(b"1")
+    before = identity(tmp_path)
+    assert before == identity(tmp_path)
+    (tmp_path / "flow.pt").write_bytes(b"12")
+    assert before != identity(tmp_path)
+
+
+def test_stages_take_their_own_time_and_are_given_per_second_of_audio():
+    clock = iter([0.0, 1.0, 3.0, 3.0, 7.0, 10.0])
+    stages = Stages(("llm", "token2wav", "idle"), lambda: next(clock))
+    with stages.time("llm"):
+        pass
+    with pytest.raises(ValueError), stages.time("token2wav"):
+        raise ValueError("its time counts all the same")
+    figures = stages.figures(audio_seconds=20.0, total=stages.total())
+    assert figures == {
+        "llm_time_seconds": 2.0,
+        "llm_rtf": 0.1,
+        "token2wav_time_seconds": 4.0,
+        "token2wav_rtf": 0.2,
+        "idle_time_seconds": 0.0,
+        "idle_rtf": 0.0,
+        "pipeline_time_seconds": 10.0,
+        "pipeline_rtf": 0.5,
+    }
+    assert stages.figures(0.0, 1.0)["llm_rtf"] is None
+
+
+def test_a_table_lines_up():
+    assert table(("stage", "RTF"), [("llm", 0.5), ("longer", None)]).splitlines() == [
+        "| stage  | RTF    |",
+        "|--------|--------|",
+        "| llm    | 0.5000 |",
+        "| longer | -      |",
+    ]

@@ -1,0 +1,158 @@
+"""scripts/token2wav.py and scripts/streaming_inference.py over the demo checkpoint, whose weights are random."""
+
+import json
+
+import numpy as np
+import pytest
+
+from common.constants import (
+    MEL_BINS,
+    OVERLAP_SAMPLES,
+    SAMPLE_RATE,
+    SPEAKER_DIM,
+    SPEECH_VOCAB,
+    TOKEN_MEL_RATIO,
+    TOKEN_RATE,
+)
+from common.voice.audio import load_audio
+from common.voice.prompt import Prompt
+from scripts import streaming_inference, token2wav
+from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
+from tools.offline.compare import compare, joints
+from tools.offline.vocoder import OfflineVocoder, Streamed
+
+LENGTHS = {"first": 60, "second": 140, "third": 4}
+WITH_TOKENS = [
+    {**row, "target_audio_cosy2_tokens": [7 * i % SPEECH_VOCAB for i in range(LENGTHS[row["id"]])]} for row in ROWS
+]
+
+
+@pytest.fixture
+def run(demo_models, tmp_path, manifest, capsys):  # noqa: F811
+    """`run(tool, *options, rows=..., stack=...)` -> exit code, standard output, standard error."""
+
+    def run_tool(tool, *options, rows=WITH_TOKENS, stack="dit"):
+        code = tool.main(
+            [
+                *("--model-dir", str(demo_models / STACKS[stack]), "--output-dir", str(tmp_path / "out")),
+                *("--manifest-path", str(manifest(*rows)), "--device", "cpu", *options),
+            ]
+        )
+        return code, *capsys.readouterr()
+
+    return run_tool
+
+
+def samples_of(path):
+    return len(load_audio(path, SAMPLE_RATE))
+
+
+@pytest.mark.parametrize("stack", sorted(STACKS))
+@pytest.mark.parametrize("mode", [[], ["--streaming"]])
+def test_token2wav_renders_every_sample(run, tmp_path, stack, mode):
+    code, out, _ = run(token2wav, "--batch-size", "2", *mode, stack=stack)
+    assert code == 0
+    for name, tokens in LENGTHS.items():
+        assert samples_of(tmp_path / "out" / f"{name}.wav") == TOKEN_SAMPLES * tokens
+    figures = json.loads((tmp_path / "out" / "token2wav.json").read_text())
+    assert figures["total_audio_duration_seconds"] == pytest.approx(sum(LENGTHS.values()) / TOKEN_RATE)
+    assert figures["token2wav_rtf"] == pytest.approx(
+        figures["token2wav_time_seconds"] / figures["total_audio_duration_seconds"]
+    )
+    assert f"{stack} vocoder, RANDOM weights, {'streamed (exponential)' if mode else 'whole'}, batches of 2" in out
+    assert "Measurement epoch time taken: " in out and "say their recordings again" not in out
+
+
+def test_a_sample_without_tokens_says_its_recording_again(run, tmp_path):
+    code, out, _ = run(token2wav, rows=[*ROWS[:1], WITH_TOKENS[2]])
+    assert code == 0 and "1 of 2 samples have no tokens and say their recordings again" in out
+    assert samples_of(tmp_path / "out" / "first.wav") == SAMPLE_RATE  # which lasts a second
+
+
+def test_tokens_come_from_a_file_by_id(run, tmp_path):
+    path = tmp_path / "samples.jsonl"
+    lines = [json.dumps({"id": name, "target_audio_cosy2_tokens": list(range(9))}) for name in LENGTHS]
+    path.write_text("\n".join(lines))
+    assert run(token2wav, "--tokens-path", str(path), rows=ROWS)[0] == 0
+    assert [samples_of(tmp_path / "out" / f"{name}.wav") for name in LENGTHS] == [9 * TOKEN_SAMPLES] * 3
+    path.write_text(lines[0])
+    code, _, error = run(token2wav, "--tokens-path", str(path), rows=ROWS)
+    assert code == 1 and "has no tokens of 2 sample(s), the first of which is 'second'" in error
+    path.write_text("[]")
+    assert "offline_inference.py writes such a file" in run(token2wav, "--tokens-path", str(path), rows=ROWS)[2]
+
+
+@pytest.mark.parametrize("tool", [token2wav, streaming_inference])
+def test_samples_that_fail_are_named_and_the_others_go_on(run, tmp_path, tool):
+    silent = {**WITH_TOKENS[2], "id": "silent", "prompt_audio": "silence.wav"}
+    endless = {**WITH_TOKENS[2], "id": "endless", "target_audio_cosy2_tokens": [1] * 3001}
+    options = ["--streaming"] if tool is token2wav else ["--strategy", "exponential"]
+    code, _, error = run(tool, "--batch-size", "3", *options, rows=[silent, WITH_TOKENS[2]])
+    assert code == 1 and "failed: silent (voice): " in error
+    assert samples_of(tmp_path / "out" / "third.wav") == 4 * TOKEN_SAMPLES
+    code, _, error = run(token2wav, rows=[endless, WITH_TOKENS[2]])
+    assert code == 1 and "failed: endless (token2wav): the stream has 3001 speech tokens; the limit is 3000" in error
+
+
+# Chunks of streams of 60, 140 and 4 tokens in batches of two. The UNet flow's first ones are stretched to a boundary:
+# its prompts have 25, 25 and 30 tokens.
+@pytest.mark.parametrize(
+    ("stack", "strategy", "chunks", "calls"),
+    [
+        ("dit", "equal", 3 + 6 + 1, 6 + 1),  # 25 25 10, 25 25 25 25 25 15, 4
+        ("dit", "exponential", 2 + 3 + 1, 3 + 1),  # 25 35, 25 50 65, 4
+        ("unet", "equal", 3 + 6 + 1, 6 + 1),
+        ("unet", "exponential", 3 + 4 + 1, 4 + 1),  # 25 25 10, 25 25 50 40, 4
+    ],
+)
+def test_streaming_is_counted_timed_and_compared(run, tmp_path, stack, strategy, chunks, calls):
+    code, out, _ = run(streaming_inference, "--strategy", strategy, "--batch-size", "2", stack=stack)
+    assert code == 0 and f"Total flow matching forward calls: {calls}\n" in out
+    figures = json.loads((tmp_path / "out" / f"streaming-{strategy}.json").read_text())
+    for voices in ("voices_new", "voices_known"):
+        assert figures[voices]["chunks"] == chunks and figures[voices]["forward_calls"] == calls
+        assert 0 < figures[voices]["first_chunk_ms"] < 1000 * figures[voices]["seconds"]
+    differences = {difference["id"]: difference for difference in figures["differences"]}
+    assert sorted(differences) == sorted(LENGTHS)
+    assert differences["third"]["joint_db"] is None and differences["second"]["joint_db"] > 0
+    for name, tokens in LENGTHS.items():
+        assert samples_of(tmp_path / "out" / f"{name}.wav") == TOKEN_SAMPLES * tokens
+        assert samples_of(tmp_path / "out" / "offline" / f"{name}.wav") == TOKEN_SAMPLES * tokens
+    assert (tmp_path / "out" / f"streaming-{strategy}.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("stack", sorted(STACKS))
+def test_a_stream_sounds_the_same_in_any_batch(demo_models, stack):
+    vocoder = OfflineVocoder.load(demo_models / STACKS[stack], "cpu", streams=3)
+    rng = np.random.default_rng(0)
+
+    def utterance(count):
+        mel = rng.normal(-4, 1, (TOKEN_MEL_RATIO * 30, MEL_BINS)).astype(np.float32)
+        prompt = Prompt(rng.integers(0, SPEECH_VOCAB, 30), mel, rng.normal(0, 1, SPEAKER_DIM).astype(np.float32), "")
+        return prompt, rng.integers(0, SPEECH_VOCAB, count)
+
+    batch = [utterance(count) for count in (30, 70, 0)]
+    together = vocoder.streamed(batch, vocoder.rules("equal"))
+    assert isinstance(together[2], ValueError) and "no speech tokens" in str(together[2])
+    for index in range(2):
+        (alone,) = vocoder.streamed(batch[index : index + 1], vocoder.rules("equal"))
+        assert isinstance(alone, Streamed) and isinstance(together[index], Streamed)
+        for first, second in zip(alone.waveforms, together[index].waveforms, strict=True):
+            np.testing.assert_allclose(first, second, atol=1e-3)
+
+
+def test_the_difference_is_in_decibels_and_finds_the_joint():
+    rng = np.random.default_rng(0)
+    offline = rng.normal(0, 0.1, 2 * SAMPLE_RATE).astype(np.float32)
+    cut = SAMPLE_RATE
+    same = compare("same", offline, [offline[:cut], offline[cut:]])
+    assert (same.mel_db, same.joint_db, same.snr_db) == (0.0, 0.0, None)
+    half = compare("half", offline, [offline / 2])
+    assert half.mel_db == pytest.approx(6.02, abs=0.05) and half.snr_db == pytest.approx(6.02, abs=0.01)
+    assert half.joint_db is None
+    swollen = offline.copy()
+    swollen[cut : cut + OVERLAP_SAMPLES] *= 1.5
+    joint = compare("joint", offline, [swollen[:cut], swollen[cut:]])
+    assert joint.joint_db > 5 * joint.mel_db and joints([swollen[:cut], swollen[cut:]]) == [cut]
+    with pytest.raises(ValueError, match="streamed audio has 47999 samples, the same speech at once 48000"):
+        compare("short", offline, [offline[:-1]])

@@ -1,0 +1,177 @@
+"""Checkpoints fetched from a hub of our own, and the LLM's engine built by stand-ins of TensorRT-LLM's tools."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts import prepare
+from tests.conftest import ROOT
+from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
+from tools.prepare import engine, hub
+
+SOURCE = hub.Source(hub.COSYVOICE2, "CosyVoice2-0.5B", ("flow.pt", "CosyVoice-BlankEN/*"))
+BIG = os.urandom(24 << 20)  # the hub's client writes 10 MiB at a time
+FILES = {"flow.pt": BIG, "CosyVoice-BlankEN/config.json": b"{}", "README.md": b"not asked for"}
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with fake_hub(dict(FILES)) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        yield running
+
+
+def test_what_is_there_is_not_asked_for_again(remote: FakeHub, tmp_path: Path) -> None:
+    assert hub.fetch(SOURCE, tmp_path)
+    assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
+    assert not (tmp_path / "CosyVoice2-0.5B/README.md").exists()
+    assert hub.read_record(tmp_path)[hub.COSYVOICE2]["commit"] == COMMIT
+    remote.asked.clear()
+    assert not hub.fetch(SOURCE, tmp_path)
+    assert not hub.fetch(SOURCE, tmp_path, COMMIT)
+    assert remote.asked == []
+    (tmp_path / "CosyVoice2-0.5B/CosyVoice-BlankEN/config.json").unlink()
+    assert hub.fetch(SOURCE, tmp_path)
+    assert not any(path.endswith("flow.pt") for path in remote.asked)
+
+
+def test_an_interrupted_file_is_completed_and_not_begun_anew(remote: FakeHub, tmp_path: Path) -> None:
+    remote.cut["flow.pt"] = 15 << 20
+    try:
+        hub.fetch(SOURCE, tmp_path)
+    except hub.DownloadError as error:
+        assert "what has arrived is kept: run again" in str(error)
+        hub.fetch(SOURCE, tmp_path)
+    assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
+    assert any(int(asked.removeprefix("bytes=").split("-")[0]) > 0 for asked in remote.ranges)
+
+
+def test_a_damaged_file_is_removed_and_fetched_by_the_next_run(remote: FakeHub, tmp_path: Path) -> None:
+    remote.damage.add("flow.pt")
+    with pytest.raises(hub.DownloadError, match=r"flow.pt arrived damaged .* run again"):
+        hub.fetch(SOURCE, tmp_path)
+    assert not (tmp_path / "CosyVoice2-0.5B/flow.pt").exists() and not (tmp_path / hub.RECORD).exists()
+    remote.damage.clear()
+    assert hub.fetch(SOURCE, tmp_path)
+
+
+def test_a_disk_that_is_too_full_is_told_before_anything_is_fetched(
+    remote: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(hub.DownloadError, match="1.1 GB are needed .* 0.0 GB are free"):
+        hub.fetch(SOURCE, tmp_path)
+    assert not any("resolve" in path for path in remote.asked)
+
+
+def test_a_missing_file_and_a_hub_that_is_down_are_told_in_one_line(
+    remote: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del remote.files["flow.pt"]
+    with pytest.raises(hub.DownloadError, match=f"at {COMMIT} has no flow.pt"):
+        hub.fetch(SOURCE, tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert prepare.main(["download", str(tmp_path)]) == 1
+    error = capsys.readouterr().err.strip()
+    assert "could not be fetched" in error and "HF_ENDPOINT" in error and len(error.splitlines()) == 1
+
+
+def test_a_revision_for_an_unknown_repository_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKPOINT_REVISIONS", f"{hub.STEP_AUDIO2}=abc")
+    assert prepare.revisions() == {hub.STEP_AUDIO2: "abc"}
+    monkeypatch.setenv("CHECKPOINT_REVISIONS", "someone/else=abc")
+    with pytest.raises(ValueError, match="someone/else=abc"):
+        prepare.revisions()
+
+
+def test_one_preparation_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order = []
+
+    def second() -> None:
+        with prepare.only_one(tmp_path):
+            order.append("second")
+
+    with prepare.only_one(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(0.3)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert "another process prepares" in capsys.readouterr().out
+
+
+TOOL = """#!/bin/sh
+for option; do
+    case $option in --output_dir=*) mkdir -p "${option#*=}"; echo built >"${option#*=}/rank0.engine" ;; esac
+done
+echo "$0 $*" >>"$CALLS"
+exit "${TOOL_EXIT:-0}"
+"""
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins of trtllm-build and of the interpreter that has TensorRT-LLM; the file of their calls."""
+    (tmp_path / "bin").mkdir()
+    for name in ("trtllm-build", "trtllm-python"):
+        (tmp_path / "bin" / name).write_text(TOOL)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("TRTLLM_PYTHON", str(tmp_path / "bin" / "trtllm-python"))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    return tmp_path / "calls"
+
+
+def test_an_engine_is_built_once_and_anew_for_other_options(tools: Path, tmp_path: Path) -> None:
+    llm = tmp_path / "models" / "cosyvoice2_llm"
+    llm.mkdir(parents=True)
+    (llm / "config.json").write_text("{}")
+    (llm / "model.safetensors").write_text("weights")
+    arguments = ["engine", str(tmp_path / "models")]
+    assert prepare.main(arguments) == 0
+    assert (tmp_path / "models" / engine.ENGINE / "rank0.engine").exists()
+    calls = tools.read_text()
+    assert "--max_batch_size=64 --max_num_tokens=32768 --gemm_plugin=bfloat16" in calls
+    built = [line for line in calls.splitlines() if "trtllm-build" in line]
+    assert prepare.main(arguments) == 0
+    assert [line for line in tools.read_text().splitlines() if "trtllm-build" in line] == built
+    assert prepare.main([*arguments, "--tp-size", "2"]) == 0
+    assert "--tp_size=2" in tools.read_text()
+
+
+def test_a_build_that_fails_leaves_the_earlier_engine(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_an_engine_is_built_once_and_anew_for_other_options(tools, tmp_path)
+    before = (tmp_path / "models" / engine.ENGINE / engine.STAMP).read_text()
+    monkeypatch.setenv("TOOL_EXIT", "3")
+    assert prepare.main(["engine", str(tmp_path / "models"), "--max-batch-size", "8"]) == 1
+    assert "ended with code 3" in capsys.readouterr().err
+    assert (tmp_path / "models" / engine.ENGINE / engine.STAMP).read_text() == before
+    assert [path.name for path in (tmp_path / "models").iterdir() if path.name.startswith(".trt")] == []
+
+
+def test_without_a_checkpoint_the_engine_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(["engine", str(tmp_path)]) == 1
+    assert "run: python -m scripts.prepare download" in capsys.readouterr().err
+
+
+def test_waiting_ends_with_the_process_that_is_waited_for() -> None:
+    command = [sys.executable, "-m", "scripts.wait_ready", "http://127.0.0.1:9/ready"]
+    with subprocess.Popen(["sleep", "1"]) as ending:
+        run = subprocess.run(
+            [*command, "--process", str(ending.pid)], cwd=ROOT, capture_output=True, text=True, timeout=30
+        )
+    assert run.returncode == 1 and f"process {ending.pid} has ended" in run.stderr
+    run = subprocess.run([*command, "--seconds", "0"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert run.returncode == 1 and "Connection refused" in run.stderr

@@ -1,0 +1,150 @@
+"""scripts/voice_evaluation: words that are heard, joints, voices, the report."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.client.requests import Utterance
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.voice.audio import load_audio, save_audio
+from common.voice.prompt import SpeakerEncoder
+from tests.support.speech_fixtures import stub_triton
+from tools.bench.triton_stub import TritonStub
+from tools.demo_model.checkpoint import TRAINED
+from tools.demo_model.make import DIT_DIR, VOICES_DIR
+from tools.voice_evaluation import __main__ as evaluate_voice
+from tools.voice_evaluation import measures, report
+from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors, words
+from tools.voice_evaluation.takes import Series, Take, ask, copy_synthesis, read_teacher
+
+
+def recording(name: str) -> Take:
+    """Of a voice that the trained checkpoint brings along."""
+    path = TRAINED / VOICES_DIR / f"{name}.wav"
+    return Take(path.with_suffix(".txt").read_text(), load_audio(path, PROMPT_SAMPLE_RATE), PROMPT_SAMPLE_RATE)
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def test_words_are_compared_without_marks_and_case() -> None:
+    assert words("It's four o'clock, Anna!") == ["its", "four", "oclock", "anna"]
+
+
+@pytest.mark.parametrize(
+    ("said", "heard", "errors"),
+    [
+        ("one two three", "one two three", 0),
+        ("one two three", "one three", 1),
+        ("one two three", "one and two three", 1),
+        ("one two three", "one too three", 1),
+        ("one two three", "three one two", 2),
+        ("one two three", "", 3),
+    ],
+)
+def test_wrong_words_are_counted(said: str, heard: str, errors: int) -> None:
+    assert word_errors(said, heard) == WordErrors(errors, 3)
+
+
+def test_the_recogniser_understands_the_teacher_and_forgets_what_it_heard_before() -> None:
+    recognizer, takes = Recognizer(), [recording("slt"), recording("rms")]
+    first = [recognizer.hear(take.waveform, take.rate) for take in takes]
+    assert [recognizer.hear(take.waveform, take.rate) for take in reversed(takes)] == first[::-1]
+    errors = [word_errors(take.text, heard) for take, heard in zip(takes, first, strict=True)]
+    assert (errors[0] + errors[1]).rate < 0.4, first
+
+
+def test_silence_has_no_words() -> None:
+    assert words(Recognizer().hear(np.zeros(SAMPLE_RATE, np.float32), SAMPLE_RATE)) in ([], ["the"], ["a"])
+
+
+# --- joints, voices, parts -----------------------------------------------------------------------------------------
+
+
+def test_a_click_at_a_joint_is_found_and_a_smooth_joint_is_none() -> None:
+    wave = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
+    clicked = wave.copy()
+    clicked[9000:] += 0.5
+    (smooth, click) = measures.joint_steps(Take("", clicked, joints=(4000, 9000)))
+    assert smooth.usual <= 1 < click.usual and click.usual == pytest.approx(10, rel=0.2)
+    assert click.clicks and not smooth.clicks
+    assert measures.joint_steps(Take("", wave)) == []
+
+
+def test_a_joint_within_a_pulse_that_is_as_steep_is_no_click() -> None:
+    wave = 0.01 * np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
+    wave[8990:9010:4] += 0.3
+    (joint,) = measures.joint_steps(Take("", wave, joints=(8994,)))
+    assert joint.usual > 1 and not joint.clicks
+
+
+def test_a_recording_is_nearest_to_its_own_voice() -> None:
+    whole = {name: recording(name) for name in ("slt", "rms")}
+    halves = {
+        name: [Take("", part, take.rate) for part in np.array_split(take.waveform, 2)] for name, take in whole.items()
+    }
+    encoder = SpeakerEncoder(TRAINED / DIT_DIR)
+    voices = {name: parts[:1] for name, parts in halves.items()}
+    assert measures.nearest(encoder, [halves["slt"][1], halves["rms"][1]], voices) == ["slt", "rms"]
+
+
+def test_copy_synthesis_is_as_long_as_the_teacher() -> None:
+    teacher = Series("teacher", "", "slt", [recording("slt")])
+    (take,) = copy_synthesis(TRAINED / DIT_DIR, teacher, "dit").takes
+    assert take.seconds == pytest.approx(teacher.takes[0].seconds, abs=0.05)
+    assert 0.01 < np.abs(take.waveform).max() <= 1
+
+
+def test_the_teachers_recordings_are_found_by_the_sentences_numbers(tmp_path: Path) -> None:
+    (tmp_path / "slt").mkdir()
+    for number in range(2):
+        save_audio(tmp_path / "slt" / f"{number:02d}.wav", np.full(1600 * (number + 1), 0.1), PROMPT_SAMPLE_RATE)
+    series = read_teacher(tmp_path, "slt", ["One.", "Two."])
+    assert [take.seconds for take in series.takes] == pytest.approx([0.1, 0.2])
+    with pytest.raises((OSError, RuntimeError), match=r"02\.wav"):
+        read_teacher(tmp_path, "slt", ["One.", "Two.", "Three."])
+
+
+def test_takes_of_a_stream_know_their_joints_and_times() -> None:
+    with stub_triton(TritonStub(chunks=3, pause=0.05)) as address:
+        (take,) = ask(address, "cosyvoice2_dit", "streaming", [Utterance("Hello.")])
+        (whole,) = ask(address, "cosyvoice2_dit", "offline", [Utterance("Hello.")])
+    size = SAMPLE_RATE // 5
+    assert take.joints == (size, 2 * size) and len(take.waveform) == 3 * size and whole.joints == ()
+    assert take.first_chunk is not None and take.total is not None and take.first_chunk < take.total
+
+
+# --- the report ----------------------------------------------------------------------------------------------------
+
+
+def rows(teacher: Series | None) -> list[dict]:
+    wave = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
+    take = Take("One two three four five.", wave, SAMPLE_RATE, (12000,), first_chunk=0.3, total=0.6)
+    heard = {report.STREAMED: "one two three four", report.OFFLINE: "one two three four five"}
+    return [measures.figures(Series(system, "dit", "slt", [take]), [words], teacher) for system, words in heard.items()]
+
+
+def test_the_report_says_what_was_reached_and_what_was_not() -> None:
+    teacher = Series("teacher", "", "slt", [Take("", np.zeros(SAMPLE_RATE, np.float32))])
+    text = report.markdown(rows(teacher), {"dit": (30, 40)}, "one sentence")
+    assert "| text to audio, streamed | dit | slt | 20.0% | 1.00 (1.00–1.00) | 0 of 1, largest" in text
+    assert "| 0.60 | 300 ms, p95 300 ms |" in text
+    for line in (
+        "| WER, streamed, at most 20% | 20.0% (the worst stack and voice) | reached |",
+        "| streamed within 3 points of offline | +20.0 | **missed** |",
+        "| nearest to the voice of its reference, dit | 30 of 40 | **missed** |",
+        "| RTF, dit, at most 0.5 | 0.60 | **missed** |",
+    ):
+        assert line in text
+
+
+def test_without_a_teacher_the_report_says_so() -> None:
+    assert "| lengths 0.6–1.6× the teacher's | not given |  |" in report.markdown(rows(None), {}, "one sentence")
+
+
+def test_a_teacher_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--models", str(TRAINED), "--teacher", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert evaluate_voice.main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("evaluate_voice: ") and "00.wav" in line

@@ -1,0 +1,106 @@
+"""The views that the flows are trained under are what a stream computes when it is served."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
+from common.flow import DiTConfig, DiTFlow, DiTFlowConfig, EncoderConfig, UNetConfig, UNetFlow, UNetFlowConfig
+from common.orchestrator.chunking import HopRules
+from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.token2wav.noise import flow_noise
+from common.token2wav.streaming import Chunk, StreamingFlow, Voice
+from common.token2wav.unet.streaming import UNetStreaming
+from tools.voice_training import flow, flow_dit, flow_unet
+
+ENCODER = EncoderConfig(width=16, heads=2, feed_forward=16, blocks=1, up_blocks=1)
+PROMPT, TARGET, STEPS = 20, 150, 2  # tokens; long enough that the DiT forgets
+
+
+@pytest.fixture
+def batch() -> flow.Batch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(SPEECH_VOCAB, (1, PROMPT + TARGET + LOOKAHEAD_TOKENS), generator=generator)
+    tokens[:, -LOOKAHEAD_TOKENS:] = flow.ABSENT
+    mel = torch.randn(1, MEL_BINS, TOKEN_MEL_RATIO * (PROMPT + TARGET), generator=generator)
+    condition = mel.clone()
+    condition[:, :, TOKEN_MEL_RATIO * PROMPT :] = 0
+    return flow.Batch(tokens, mel, condition, torch.randn(1, SPEAKER_DIM, generator=generator), torch.tensor([PROMPT]))
+
+
+def random_weights(network: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in network.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = noise * parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3 * noise
+
+
+@torch.no_grad()
+def as_trained(network: DiTFlow | UNetFlow, view: flow.View, batch: flow.Batch, streaming: bool) -> torch.Tensor:
+    """The mel behind the prompt, (80, T)."""
+    ahead, visible, keywords = view(batch, streaming)
+    mu = network.encode_window(ahead, visible).transpose(1, 2)
+    both = {key: value.repeat(2, 1, 1) if isinstance(value, torch.Tensor) else value for key, value in keywords.items()}
+    mel = network.decoder.solve(
+        lambda _, *rows: network.decoder.estimator(*rows, **both),
+        flow_noise().read(0, mu.shape[2]).T[None],
+        mu,
+        network.project_speaker(batch.embedding),
+        batch.condition,
+        STEPS,
+    )
+    return mel[0, :, TOKEN_MEL_RATIO * PROMPT :]
+
+
+def as_streamed(streaming: StreamingFlow, batch: flow.Batch, rules: HopRules) -> torch.Tensor:
+    frames = TOKEN_MEL_RATIO * PROMPT
+    voice = Voice(batch.tokens[:, :PROMPT], batch.condition[:, :, :frames].transpose(1, 2), batch.embedding)
+    state, schedule = streaming.open(voice), rules.schedule(PROMPT)
+    tokens = batch.tokens[0, PROMPT:-LOOKAHEAD_TOKENS].numpy()
+    mels = []
+    while (cut := schedule.next_chunk(len(tokens), ended=True)) is not None:
+        begin = 0 if streaming.cumulative else cut.offset
+        mels += streaming.render([(state, Chunk(tokens[begin : cut.end_of_context], last=cut.final))])
+    return torch.cat(mels, dim=1)
+
+
+def test_dit_is_trained_with_what_its_streams_hear(batch: flow.Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimator = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
+    network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
+    random_weights(network)
+    monkeypatch.setattr(flow_dit, "FIRST_HOPS", (15,))
+    streaming = DiTStreaming(network, flow_noise(), VoiceCache(1 << 30), max_streams=1, steps=STEPS)
+    streamed = as_streamed(streaming, batch, HopRules(first_hop=15, max_hop=flow_dit.LARGEST_HOP))
+    torch.testing.assert_close(as_trained(network, flow_dit.view, batch, streaming=True), streamed, atol=2e-4, rtol=0)
+
+
+def test_unet_is_trained_with_what_its_streams_hear(batch: flow.Batch) -> None:
+    estimator = UNetConfig(channels=16, heads=1, blocks=1, mid_stages=1)
+    network = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
+    random_weights(network)
+    streamed = as_streamed(UNetStreaming(network, flow_noise(), steps=STEPS), batch, HopRules(boundary=25))
+    torch.testing.assert_close(as_trained(network, flow_unet.view, batch, streaming=True), streamed, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_whole_utterances_hear_everything(batch: flow.Batch, kind: str) -> None:
+    network: DiTFlow | UNetFlow
+    if kind == "dit":
+        estimator = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
+        network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
+        random_weights(network)
+        streaming: StreamingFlow = DiTStreaming(network, flow_noise(), VoiceCache(1 << 30), max_streams=1, steps=STEPS)
+    else:
+        network = (
+            UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(channels=16, heads=1, blocks=1)))
+            .eval()
+            .requires_grad_(False)
+        )
+        random_weights(network)
+        streaming = UNetStreaming(network, flow_noise(), steps=STEPS)
+    view = flow_dit.view if kind == "dit" else flow_unet.view
+    frames = TOKEN_MEL_RATIO * PROMPT
+    voice = Voice(batch.tokens[:, :PROMPT], batch.condition[:, :, :frames].transpose(1, 2), batch.embedding)
+    tokens = batch.tokens[0, PROMPT:-LOOKAHEAD_TOKENS].numpy().astype(np.int64)
+    (whole,) = streaming.whole([(voice, tokens)])
+    torch.testing.assert_close(as_trained(network, view, batch, streaming=False), whole, atol=2e-4, rtol=0)

@@ -1,0 +1,175 @@
+"""Calls of other models of the same Triton, and their threads."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from common import triton_io
+from common.errors import UnavailableError
+from common.triton_io import calls
+from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, wait_until
+
+
+def answer(**outputs: np.ndarray) -> InferenceResponse:
+    return triton_io.to_response(outputs)
+
+
+@pytest.fixture(autouse=True)
+def no_calls_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fakes that hang for ever, elsewhere in the suite, leave threads behind."""
+    monkeypatch.setattr(calls, "_given_up", set())
+
+
+def test_a_call_returns_the_outputs_and_carries_its_sequence(triton_models):
+    seen = []
+
+    def callee(sent: InferenceRequest) -> InferenceResponse:
+        seen.append((sent.correlation_id(), sent.flags()))
+        return answer(y=triton_io.require(sent, "x") + 1)
+
+    triton_models["m"] = callee
+    outputs = asyncio.run(triton_io.call("m", {"x": np.ones(2)}, ["y"], correlation_id=2**62, start=True, end=True))
+    assert outputs["y"].tolist() == [2, 2]
+    assert seen == [(2**62, 3)]
+
+
+@pytest.mark.parametrize("kind", [ValueError, UnavailableError])
+def test_an_error_keeps_its_kind_between_models_although_triton_drops_its_code(triton_models, kind):
+    def callee(sent: InferenceRequest) -> InferenceResponse:
+        message = triton_io.error_response(kind("too many"), "m").error().message()
+        return InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
+
+    triton_models["m"] = callee
+    with pytest.raises(kind, match="^m: too many$"):
+        asyncio.run(triton_io.call("m", {}, ["y"]))
+
+
+@pytest.mark.parametrize(
+    "message", ["Stub process 'm_0_0' is not healthy.", "Model m - Error when running inference: Server not ready"]
+)
+def test_a_model_that_died_and_a_server_that_is_ending_are_unavailable(triton_models, message):
+    triton_models["m"] = lambda sent: InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
+    with pytest.raises(UnavailableError, match="^m: "):
+        asyncio.run(triton_io.call("m", {}, ["y"]))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UnavailableError, "unavailable: the LLM server said: invalid request: x"),
+        (RuntimeError, "m: KeyError: 'invalid request: x'"),
+        (RuntimeError, "m: KeyError: 'unavailable: x'"),
+        (RuntimeError, "m: KeyError: 'Server not ready'"),
+    ],
+)
+def test_the_kind_of_an_error_is_read_from_the_opening_of_its_message_alone(triton_models, error, message):
+    triton_models["m"] = lambda sent: InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
+    with pytest.raises(error) as caught:
+        asyncio.run(triton_io.call("m", {}, ["y"]))
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("model", ["m", "absent"])
+def test_other_errors_of_a_call_are_internal(triton_models, model):
+    triton_models["m"] = lambda sent: triton_io.error_response(KeyError("x"), "m")
+    with pytest.raises(RuntimeError, match=f"{model}.*(KeyError|not ready)"):
+        asyncio.run(triton_io.call(model, {}, ["y"]))
+
+
+def test_an_error_that_tritons_cache_made_a_success_is_an_error(triton_models):
+    triton_models["m"] = lambda sent: InferenceResponse([])
+    with pytest.raises(RuntimeError, match="m answered without y"):
+        asyncio.run(triton_io.call("m", {}, ["y"]))
+
+
+def test_a_call_that_is_not_answered_times_out(triton_models):
+    release = threading.Event()
+    triton_models["m"] = lambda sent: answer(y=np.ones(1)) if release.wait(10) else answer()
+    with pytest.raises(UnavailableError, match="m did not answer within 0.05 s"):
+        asyncio.run(triton_io.call("m", {}, ["y"], timeout=0.05))
+    release.set()
+
+
+def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_GIVEN_UP", 2)
+    release = threading.Event()
+    triton_models["hangs"] = lambda sent: answer() if release.wait(10) else answer()
+    triton_models["good"] = lambda sent: answer(y=np.ones(1))
+    for stuck in range(2):
+        asyncio.run(triton_io.call("good", {}, ["y"]))  # one that was answered does not count
+        wait_until(lambda stuck=stuck: len(calls._given_up) == stuck)
+        with pytest.raises(UnavailableError, match="did not answer"):
+            asyncio.run(triton_io.call("hangs", {}, ["y"], timeout=0.02))
+    with pytest.raises(UnavailableError, match="2 calls of other models are stuck"):
+        asyncio.run(triton_io.call("good", {}, ["y"]))
+    release.set()
+    wait_until(lambda: not calls._given_up)
+    assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
+
+
+def test_threads_of_calls_are_used_again_and_few_stay_idle(triton_models, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_IDLE", 2)
+    monkeypatch.setattr(calls, "_idle", [])
+    names: list[str] = []
+
+    def callee(sent: InferenceRequest) -> InferenceResponse:
+        names.append(str(threading.get_ident()))
+        time.sleep(0.05)
+        return answer(y=np.ones(1))
+
+    triton_models["m"] = callee
+
+    async def ask(count: int) -> None:
+        await asyncio.gather(*(triton_io.call("m", {}, ["y"]) for _ in range(count)))
+
+    asyncio.run(ask(5))
+    wait_until(lambda: len(calls._idle) == 2)
+    asyncio.run(ask(1))
+    assert len(set(names[:5])) == 5 and names[5] in names[:5]
+
+
+def test_calls_leave_threads_of_tritons_free_and_wait_for_their_turn(triton_models, monkeypatch):
+    """Also behind calls that were given up, which keep their places, and where those who wait have gone away."""
+    monkeypatch.setattr(calls, "_places", calls.Places(2))
+    release, running, most = threading.Event(), [0], [0]
+
+    def callee(sent: InferenceRequest) -> InferenceResponse:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        release.wait(10)
+        running[0] -= 1
+        return answer(y=np.ones(1))
+
+    triton_models["m"] = callee
+
+    async def ask() -> int:
+        given_up = await asyncio.gather(
+            *(triton_io.call("m", {}, ["y"], timeout=0.05) for _ in range(4)), return_exceptions=True
+        )
+        assert [type(error) for error in given_up] == [UnavailableError] * 4
+        waiting = [asyncio.ensure_future(triton_io.call("m", {}, ["y"])) for _ in range(8)]
+        await asyncio.sleep(0.02)
+        waiting[0].cancel()
+        release.set()
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        return sum(isinstance(found, dict) for found in answers)
+
+    assert asyncio.run(ask()) == 7
+    assert most[0] == 2
+
+
+def test_a_call_whose_thread_cannot_be_started_leaves_its_place(triton_models, monkeypatch):
+    def no_thread() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(calls, "_places", calls.Places(1))
+    monkeypatch.setattr(calls, "_idle", [])
+    triton_models["m"] = lambda sent: answer(y=np.ones(1))
+    with monkeypatch.context() as broken:
+        broken.setattr(calls, "_Worker", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            asyncio.run(triton_io.call("m", {}, ["y"]))
+    assert asyncio.run(triton_io.call("m", {}, ["y"], timeout=5))["y"] == 1

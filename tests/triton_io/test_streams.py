@@ -1,0 +1,103 @@
+"""Streams of another model of the same tritonserver, over a real gRPC door before models of a few lines."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from common import triton_io
+from common.errors import UnavailableError
+from common.server.tritonserver import free_port
+from common.triton_io.streams import DEFAULT_ADDRESS, GRPC_ADDRESS_VARIABLE, Streams
+from tests.support.fake_door import Door
+from tests.support.fake_triton import InferenceRequest, InferenceResponse, wait_until
+
+
+def answer(number: int) -> InferenceResponse:
+    return triton_io.to_response({"y": np.array([number])})
+
+
+def read(**inputs: np.ndarray) -> list[int]:
+    async def collect() -> list[int]:
+        streams = Streams("m", ["y"])
+        try:
+            return [int(outputs["y"][0]) async for outputs in streams.ask(inputs, {"ras_window": "10"})]
+        finally:
+            await streams.aclose()
+
+    return asyncio.run(collect())
+
+
+def test_inputs_and_parameters_arrive_and_each_response_comes_back(triton_door, triton_models):
+    sent = {
+        "ids": np.array([[1, 2, 3]], np.int32),
+        "seed": np.array([[2**63 + 1]], np.uint64),
+        "streaming": np.array([[True]]),
+        "temperature": np.array([[0.8]], np.float32),
+    }
+    seen = []
+
+    def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
+        seen.append(({tensor.name(): tensor.as_numpy() for tensor in request.inputs()}, triton_io.parameters(request)))
+        yield from map(answer, range(3))
+
+    triton_models["m"] = callee
+    assert read(**sent) == [0, 1, 2]
+    ((inputs, parameters),) = seen
+    assert parameters == {"ras_window": "10"} and inputs.keys() == sent.keys()
+    for name, array in sent.items():
+        assert inputs[name].dtype == array.dtype
+        np.testing.assert_array_equal(inputs[name], array)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("kind", [ValueError, UnavailableError, RuntimeError])
+def test_an_error_keeps_its_kind_at_the_beginning_and_in_the_middle(triton_door, triton_models, kind, before):
+    failure = triton_io.error_response(kind("too many"), "m")
+    triton_models["m"] = lambda request: [*map(answer, range(before)), failure]
+    with pytest.raises(kind, match="^m: .*too many$"):
+        read()
+
+
+def test_leaving_early_cancels_the_request(triton_door: Door, triton_models):
+    def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
+        for number in range(3000):  # for half a minute, if nobody cancels it
+            yield answer(number)
+            time.sleep(0.01)
+
+    async def leave_after_the_first() -> None:
+        streams = Streams("m", ["y"])
+        async with aclosing(streams.ask({}, {})) as responses:
+            assert (await anext(responses))["y"] == 0
+        await asyncio.to_thread(wait_until, lambda: triton_door.live == 0)  # the connection is open still
+        await streams.aclose()
+
+    triton_models["m"] = callee
+    asyncio.run(leave_after_the_first())
+
+
+def test_a_server_that_is_not_there_is_unavailable(monkeypatch):
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv(GRPC_ADDRESS_VARIABLE, address)
+    with pytest.raises(UnavailableError, match=f"m at {address}"):
+        read()
+
+
+def test_a_server_that_ends_in_the_middle_is_unavailable(triton_door: Door, triton_models):
+    def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
+        yield answer(1)
+        threading.Thread(target=triton_door.stop).start()
+        threading.Event().wait(1)
+
+    triton_models["m"] = callee
+    with pytest.raises(UnavailableError, match="m at 127.0.0.1"):
+        read()
+
+
+def test_without_a_word_in_the_environment_it_is_tritons_own_port(monkeypatch):
+    monkeypatch.delenv(GRPC_ADDRESS_VARIABLE, raising=False)
+    assert Streams("m", [])._address == DEFAULT_ADDRESS == "127.0.0.1:8001"

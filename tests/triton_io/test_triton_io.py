@@ -1,0 +1,279 @@
+"""Inputs, outputs, batches, and the one error boundary per request."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from common import triton_io
+from common.errors import UnavailableError
+from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, wait_until
+
+
+def request(decoupled: bool = False, **inputs: np.ndarray) -> InferenceRequest:
+    return InferenceRequest.from_client(inputs, decoupled=decoupled)
+
+
+# --- inputs and outputs ------------------------------------------------------------------------------------------
+
+
+def test_an_input_that_was_not_sent_is_none():
+    assert triton_io.read(request(), "x") is None
+    assert triton_io.scalar(request(), "x") is None
+    assert triton_io.text(request(), "x") is None
+
+
+def test_a_required_input_is_named():
+    with pytest.raises(ValueError, match="reference_wav is missing"):
+        triton_io.require(request(), "reference_wav")
+
+
+def test_text_is_utf8():
+    assert triton_io.text(request(t=np.array([["你好".encode()]], object)), "t") == "你好"
+    with pytest.raises(ValueError, match="t is not UTF-8: byte 0xff at 1"):
+        triton_io.text(request(t=np.array([[b"a\xff"]], object)), "t")
+
+
+def test_a_scalar_of_many_values_is_refused():
+    with pytest.raises(ValueError, match="n must hold one value, not 2"):
+        triton_io.scalar(request(n=np.array([[1, 2]])), "n")
+
+
+def test_parameters_are_read_and_may_be_absent():
+    assert triton_io.parameters(request()) == {}
+    assert triton_io.parameters(InferenceRequest.from_client({}, parameters={"seed": 3, "a": "b"})) == {
+        "seed": 3,
+        "a": "b",
+    }
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([[True]]),
+        np.ones((1, 3, 80), np.float16),
+        np.array([[2**63 + 1]], np.uint64),
+        np.zeros((1, 0), np.int32),
+        np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        np.broadcast_to(np.float32(1), (1, 4)),
+        np.array([["a"]], object),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_arrays_become_tensors_of_the_same_values(array):
+    tensor = triton_io.to_tensor("x", array)
+    np.testing.assert_array_equal(tensor.as_numpy(), array)
+    assert tensor.as_numpy().dtype == array.dtype
+
+
+# --- batches -----------------------------------------------------------------------------------------------------
+
+
+def double(requests: list[InferenceRequest]) -> tuple[list[InferenceResponse], list[int]]:
+    """Doubles x; the second list holds the size of each call of `compute`."""
+    sizes: list[int] = []
+
+    def compute(values: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
+        sizes.append(len(values))
+        return [{"y": 2 * value} for value in values]
+
+    return triton_io.respond_batch(requests, lambda r: triton_io.require(r, "x"), compute, model="double"), sizes
+
+
+def test_one_bad_request_does_not_fail_its_neighbours():
+    responses, sizes = double([request(x=np.ones(1)), request(), request(x=np.full(1, 3.0))])
+    assert [response.has_error() for response in responses] == [False, True, False]
+    assert responses[2].arrays()["y"] == 6
+    assert responses[1].error().code() == TritonError.INVALID_ARG and "x is missing" in responses[1].error().message()
+    assert sizes == [2]
+
+
+def test_nothing_is_computed_when_no_request_is_good():
+    responses, sizes = double([request(), request()])
+    assert all(response.has_error() for response in responses) and sizes == []
+
+
+@pytest.mark.parametrize("results", [[], None])
+def test_a_failing_computation_answers_everybody(results):
+    def compute(values: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
+        if results is None:
+            raise MemoryError("full")
+        return results
+
+    requests = [request(x=np.ones(1)), request(x=np.ones(1))]
+    responses = triton_io.respond_batch(requests, lambda r: triton_io.require(r, "x"), compute, model="m")
+    assert [response.error().code() for response in responses] == [TritonError.INTERNAL] * 2
+
+
+# --- requests answered later -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[True, False], ids=["decoupled", "one answer"])
+def decoupled(request) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def serve(decoupled) -> Iterator[Callable[..., triton_io.RequestLoop]]:
+    """`serve(handler)`: a loop over it, closed at the end."""
+    loops: list[triton_io.RequestLoop] = []
+
+    def start(handler: triton_io.Handler) -> triton_io.RequestLoop:
+        loops.append(triton_io.RequestLoop(handler, model="m", decoupled=decoupled))
+        return loops[-1]
+
+    yield start
+    for loop in loops:
+        loop.close()
+
+
+def submit(loop: triton_io.RequestLoop, decoupled: bool):
+    sent = request(decoupled)
+    loop.submit(sent)
+    return sent.sender
+
+
+async def speak(sent, responder) -> None:
+    responder.send({"waveform": np.ones((1, 4), np.float32)})
+
+
+async def wait_for_ever(sent, responder) -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_request_is_answered_and_ended(serve, decoupled):
+    sender = submit(serve(speak), decoupled)
+    wait_until(lambda: sender.final)
+    assert [response.arrays()["waveform"].shape for response in sender.responses] == [(1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("text is ''"), TritonError.INVALID_ARG),
+        (UnavailableError("full"), TritonError.UNAVAILABLE),
+        (asyncio.CancelledError(), TritonError.CANCELLED),
+        (KeyError("x"), TritonError.INTERNAL),
+    ],
+)
+def test_a_failing_handler_ends_its_request_with_an_error(serve, decoupled, error, code):
+    async def fail(sent, responder) -> None:
+        raise error
+
+    sender = submit(serve(fail), decoupled)
+    wait_until(lambda: sender.final)
+    assert [response.error().code() for response in sender.responses] == [code]
+
+
+def test_the_message_of_an_error_stays_short_enough_for_grpc(serve, decoupled):
+    async def fail(sent, responder) -> None:
+        raise ValueError(f"unknown speaker {'语' * 9000!r}")
+
+    sender = submit(serve(fail), decoupled)
+    wait_until(lambda: sender.final)
+    message = sender.responses[-1].error().message()
+    assert "unknown speaker" in message and len(message) < 550
+
+
+def test_a_failure_after_audio_is_still_told(serve, decoupled):
+    async def fail(sent, responder) -> None:
+        await speak(sent, responder)
+        raise UnavailableError("the LLM went away")
+
+    sender = submit(serve(fail), decoupled)
+    wait_until(lambda: sender.final)
+    assert sender.responses[-1].has_error()
+
+
+def test_requests_do_not_wait_for_each_other(serve, decoupled):
+    first = threading.Event()
+
+    async def handler(sent, responder) -> None:
+        if not first.is_set():
+            first.set()
+            await wait_for_ever(sent, responder)
+        await speak(sent, responder)
+
+    loop = serve(handler)
+    stuck = submit(loop, decoupled)
+    quick = submit(loop, decoupled)
+    wait_until(lambda: quick.final)
+    assert not stuck.final
+
+
+def test_triton_is_not_asked_after_the_end_whether_the_client_has_gone_away(serve, decoupled):
+    kept: list[triton_io.Responder] = []
+
+    async def keep(sent, responder) -> None:
+        kept.append(responder)
+        await speak(sent, responder)
+
+    sender = submit(serve(keep), decoupled)
+    wait_until(lambda: sender.final)
+    assert not kept[0].is_cancelled()
+    assert not sender.asked_too_late
+
+
+def test_a_handler_is_cancelled_when_its_client_goes_away(serve, decoupled):
+    sender = submit(serve(wait_for_ever), decoupled)
+    sender.cancelled = True
+    wait_until(lambda: sender.final)
+    assert sender.responses[0].error().code() == TritonError.CANCELLED
+
+
+def test_a_request_that_cannot_be_asked_for_leaves_the_others_watched(serve, decoupled, caplog):
+    loop = serve(wait_for_ever)
+    odd, other = submit(loop, decoupled), submit(loop, decoupled)
+    odd.is_cancelled = lambda: 1 / 0
+    wait_until(lambda: "does not tell" in caplog.text)
+    other.cancelled = True
+    wait_until(lambda: other.final)
+    assert not odd.final
+
+
+def test_closing_answers_what_still_runs_and_what_comes_after(serve, decoupled):
+    loop = serve(wait_for_ever)
+    senders = [submit(loop, decoupled) for _ in range(3)]
+    loop.close()
+    senders.append(submit(loop, decoupled))
+    assert all(sender.final for sender in senders)
+    assert {sender.responses[0].error().code() for sender in senders} == {TritonError.UNAVAILABLE}
+
+
+def test_a_model_that_answers_once_may_not_stay_silent():
+    async def nothing(sent, responder) -> None:
+        pass
+
+    loop = triton_io.RequestLoop(nothing, model="m", decoupled=False)
+    sender = submit(loop, False)
+    wait_until(lambda: sender.final)
+    loop.close()
+    assert "sent no response" in sender.responses[0].error().message()
+
+
+def test_a_late_answer_that_cannot_be_sent_still_ends_the_request():
+    sent = InferenceRequest.from_client({})
+    reply = triton_io.answer_later(sent, "waveform", model="m")
+    reply(np.array(["no", "audio"], dtype="U4"))  # a kind of array that no tensor can hold
+    assert sent.get_response_sender().final
+    (response,) = sent.get_response_sender().responses
+    assert response.has_error()
+
+
+def test_an_answer_given_later_is_the_only_one():
+    sent = request()
+    with triton_io.answer_later(sent, "waveform", model="m") as reply:
+        pass
+    assert not sent.sender.final
+    reply(np.ones(3, np.float32))
+    reply(ValueError("too late"))
+    assert sent.sender.final and sent.sender.responses[0].arrays()["waveform"].shape == (1, 3)
+
+
+def test_a_request_that_cannot_be_handed_over_is_answered_at_once():
+    sent = request()
+    with triton_io.answer_later(sent, "waveform", model="m"):
+        raise UnavailableError("the queue is full")
+    assert sent.sender.responses[0].error().code() == TritonError.UNAVAILABLE

@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+
+from common.constants import PROMPT_SAMPLE_RATE
+from common.voice.book import VoiceBook
+from common.voice.prompt import Prompt
+from scripts import add_voice
+from tests.conftest import ROOT
+
+VOICE = ROOT / "tests/assets/reference_en.wav"
+
+
+def arguments(models: Path, name: str = "anna", audio: Path = VOICE, *more: str) -> list[str]:
+    return [str(models), name, "--reference-audio", str(audio), *more]
+
+
+@pytest.mark.parametrize("stack", ["dit", "unet"])
+def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
+    stack: str, demo_models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ["--reference-text", " What she<|s_1|>\n says. ", "--stack", stack]
+    assert add_voice.main(arguments(demo_models, f"told {stack}", VOICE, *text)) == 0
+    voice = VoiceBook(demo_models / "voices", demo_models, str).get(f"told {stack}")
+    assert isinstance(voice, Prompt)
+    assert voice.text == "What she says."
+    assert len(voice.tokens) == len(voice.mel) // 2 > 100
+    out = capsys.readouterr().out
+    assert "[1/2]" in out and "5.4 s" in out and f"speaker 'told {stack}'" in out
+
+
+def test_a_voice_is_not_replaced_unasked(demo_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert add_voice.main(arguments(demo_models, "twice")) == 0
+    assert add_voice.main(arguments(demo_models, "twice")) == 1
+    assert "twice.safetensors exists; choose another name, or give --replace" in capsys.readouterr().err
+    assert add_voice.main(arguments(demo_models, "twice", VOICE, "--replace")) == 0
+
+
+def recorded(path: Path, wav: np.ndarray) -> Path:
+    sf.write(path, wav, PROMPT_SAMPLE_RATE)
+    return path
+
+
+def test_a_bad_recording_is_refused_in_the_servers_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    silence = np.zeros(PROMPT_SAMPLE_RATE, np.float32)
+    for wav, message in ((silence, "reference_wav is silent"), (silence[:500], "lasts 0.03125 s at 16000 Hz")):
+        assert add_voice.main(arguments(tmp_path, "anna", recorded(tmp_path / "voice.wav", wav))) == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "voices").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "audio", "more", "message"),
+    [
+        ("../anna", VOICE, (), "'../anna' cannot be a voice's name"),
+        ("anna", Path("absent.wav"), (), "absent.wav"),
+        ("anna", ROOT / "pyproject.toml", (), "pyproject.toml"),
+        ("anna", VOICE, (), "speech_tokenizer_v2*.onnx"),
+        ("anna", VOICE, ("--reference-text", "<|s_1|>"), "reference_text has nothing to speak"),
+    ],
+)
+def test_what_cannot_become_a_voice_is_said_in_one_line(
+    name: str, audio: Path, more: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert add_voice.main(arguments(tmp_path, name, audio, *more)) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "voices").exists()

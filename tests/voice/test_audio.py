@@ -1,0 +1,168 @@
+"""Recordings are judged by what counts of them; features and rates are the trained ones; files come back as written."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+import torch
+
+from common.constants import HOP_SAMPLES, MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.voice.audio import MelConfig, fbank, load_audio, mel_spectrogram, resample, save_audio, validate_reference
+from tools.parity.features import CHECKS
+from tools.parity.fixture import Fixture
+from tools.parity.runner import run_fixture
+
+GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
+SECOND = PROMPT_SAMPLE_RATE
+
+
+def tone(samples: int, hz: float = 220.0, rate: int = PROMPT_SAMPLE_RATE) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * hz / rate * np.arange(samples))).astype(np.float32)
+
+
+def with_sample(value: float, index: int) -> np.ndarray:
+    wav = tone(SECOND)
+    wav[index] = value
+    return wav
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_values_are_upstreams(name):
+    results = run_fixture(Fixture(GOLDEN / f"{name}.json"), CHECKS[name])
+    assert results
+    assert [result for result in results if result.verdict != "PASS"] == []
+
+
+@pytest.mark.parametrize(
+    ("wav", "length", "message"),
+    [
+        (np.zeros(0, np.float32), None, "reference_wav is empty"),
+        (np.zeros(0, np.float32), 0, "reference_wav is empty"),
+        (tone(SECOND), 0, r"reference_wav_len 0 is not in 1\.\.16000"),
+        (tone(SECOND), -5, r"reference_wav_len -5 is not in 1\.\.16000"),
+        (tone(SECOND), SECOND + 1, r"reference_wav_len 16001 is not in 1\.\.16000"),
+        (tone(SECOND), 7999, "reference_wav of 7999 samples lasts 0.4999375 s"),
+        (tone(100), None, "reference_wav of 100 samples lasts 0.00625 s"),
+        (tone(30 * SECOND + 1), None, "reference_wav of 480001 samples lasts 30.00006 s"),
+        (np.zeros(SECOND, np.float32), None, r"reference_wav is silent: its largest sample is 0\.0e\+00"),
+        (tone(SECOND) * 1e-5, None, r"reference_wav is silent: its largest sample is 5\.0e-06"),
+        (with_sample(np.nan, 17), None, "reference_wav holds nan at sample 17"),
+        (with_sample(-np.inf, 400), None, "reference_wav holds -inf at sample 400"),
+        (np.ones(SECOND, np.int16), None, "reference_wav is int16 of shape"),
+        (np.ones((2, SECOND), np.float32), None, r"reference_wav is float32 of shape \[2, 16000\]"),
+        (np.float32(1), None, r"reference_wav is float32 of shape \[\]"),
+    ],
+)
+def test_a_bad_reference_is_refused_by_name_and_value(wav, length, message):
+    with pytest.raises(ValueError, match=message):
+        validate_reference(np.asarray(wav), length)
+
+
+@pytest.mark.parametrize("padding", [0.0, np.nan, np.inf])
+def test_samples_beyond_the_length_are_neither_judged_nor_used(padding):
+    wav = tone(SECOND)
+    padded = np.concatenate([wav, np.full(40 * SECOND, padding, np.float32)])
+    np.testing.assert_array_equal(validate_reference(padded, SECOND), wav)
+
+
+def test_a_recording_followed_by_sound_is_silent_if_it_is_itself():
+    padded = np.concatenate([np.zeros(SECOND, np.float32), tone(SECOND)])
+    with pytest.raises(ValueError, match="silent"):
+        validate_reference(padded, SECOND)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 30.0])
+def test_the_limits_themselves_are_allowed(seconds):
+    samples = int(seconds * SECOND)
+    assert validate_reference(tone(samples)).shape == (samples,)
+
+
+def test_a_batch_dimension_of_one_is_taken_off():
+    wav = validate_reference(tone(SECOND)[None].astype(np.float64), SECOND // 2)
+    assert wav.shape == (SECOND // 2,)
+    assert wav.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("from_rate", "to_rate"), [(8000, 16000), (44100, 16000), (48000, 16000), (16000, 24000), (22050, 16000)]
+)
+@pytest.mark.parametrize("samples", [1, 997, 16000])
+def test_resampling_keeps_the_duration(from_rate, to_rate, samples):
+    resampled = resample(torch.from_numpy(tone(samples)), from_rate, to_rate)
+    assert resampled.shape == (-(-samples * to_rate // from_rate),)
+
+
+def test_resampling_keeps_a_tone():
+    resampled = resample(torch.from_numpy(tone(SECOND)), PROMPT_SAMPLE_RATE, SAMPLE_RATE).numpy()
+    inside = slice(100, -100)
+    np.testing.assert_allclose(resampled[inside], tone(SAMPLE_RATE, rate=SAMPLE_RATE)[inside], atol=2e-3)
+
+
+def test_resampling_to_the_same_rate_changes_nothing():
+    wav = torch.from_numpy(tone(100))
+    assert torch.equal(resample(wav, 16000, 16000), wav)
+
+
+def test_resampling_a_batch_gives_what_its_rows_give_alone():
+    wavs = torch.from_numpy(np.stack([tone(900), tone(900, 440)]))
+    both = resample(wavs, 16000, 24000)
+    for row, wav in zip(both, wavs, strict=True):
+        torch.testing.assert_close(row, resample(wav, 16000, 24000))
+
+
+def test_mel_has_one_frame_per_hop():
+    assert mel_spectrogram(torch.from_numpy(tone(5 * HOP_SAMPLES + 7))[None]).shape == (1, MEL_BINS, 5)
+
+
+def test_features_of_other_sizes_follow_their_configuration():
+    wav = torch.from_numpy(tone(4000))
+    config = MelConfig(sample_rate=16_000, n_fft=1024, window=800, hop=200, bins=40, min_hz=50, max_hz=7600)
+    assert mel_spectrogram(wav[None], config).shape == (1, 40, 20)
+    assert fbank(wav, bins=23, rate=8000).shape == (48, 23)
+
+
+def test_a_wave_too_short_for_a_mel_is_named():
+    with pytest.raises(ValueError, match="a wave of 720 samples has no mel spectrogram"):
+        mel_spectrogram(torch.zeros(1, 720))
+
+
+def test_a_wave_too_short_for_a_filter_bank_is_named():
+    with pytest.raises(ValueError, match="a wave of 399 samples is shorter"):
+        fbank(torch.zeros(399))
+
+
+def test_a_saved_wave_comes_back_within_half_a_step(tmp_path):
+    wav = tone(1000, rate=SAMPLE_RATE)
+    save_audio(tmp_path / "a.wav", wav, SAMPLE_RATE)
+    info = sf.info(tmp_path / "a.wav")
+    assert (info.samplerate, info.channels, info.subtype) == (SAMPLE_RATE, 1, "PCM_16")
+    np.testing.assert_allclose(load_audio(tmp_path / "a.wav", SAMPLE_RATE), wav, atol=1 / 32767)
+
+
+def test_samples_beyond_full_scale_are_clipped_and_do_not_wrap(tmp_path):
+    save_audio(tmp_path / "a.wav", np.array([2.0, -2.0, 0.5], np.float32), SAMPLE_RATE)
+    loaded = load_audio(tmp_path / "a.wav", SAMPLE_RATE)
+    np.testing.assert_allclose(loaded, [1.0, -1.0, 0.5], atol=1e-4)
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (44100, 2), (48000, 6)])
+def test_a_file_of_any_rate_and_channel_count_becomes_mono_at_the_asked_rate(tmp_path, rate, channels):
+    wav = tone(rate, rate=rate)
+    sf.write(tmp_path / "a.flac", np.stack([wav] * channels, axis=1), rate)
+    loaded = load_audio(tmp_path / "a.flac", PROMPT_SAMPLE_RATE)
+    assert loaded.shape == (PROMPT_SAMPLE_RATE,)
+    assert loaded.dtype == np.float32
+    np.testing.assert_allclose(loaded[200:-200], tone(PROMPT_SAMPLE_RATE)[200:-200], atol=2e-3)
+
+
+def test_channels_are_averaged(tmp_path):
+    wav = tone(800)
+    sf.write(tmp_path / "a.wav", np.stack([wav, -wav], axis=1), PROMPT_SAMPLE_RATE, subtype="FLOAT")
+    np.testing.assert_allclose(load_audio(tmp_path / "a.wav", PROMPT_SAMPLE_RATE), np.zeros(800), atol=1e-7)
+
+
+def test_a_file_that_is_no_audio_is_an_error_naming_it(tmp_path):
+    (tmp_path / "words.wav").write_text("no audio at all")
+    with pytest.raises(RuntimeError, match=r"words\.wav"):
+        load_audio(tmp_path / "words.wav", PROMPT_SAMPLE_RATE)

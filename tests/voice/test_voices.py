@@ -1,0 +1,294 @@
+"""Registered voices: what can be read, what is said about what cannot, and how changes are found."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.errors import UnavailableError
+from common.voice import book as voices
+from common.voice.audio import save_audio
+from common.voice.book import VoiceBook, is_voice_name, save_voice
+from common.voice.prompt import Prompt, Recording
+from tests.support.fakes import fake_prompt
+
+TONE = np.sin(np.arange(PROMPT_SAMPLE_RATE) / 9).astype(np.float32)
+
+
+def decode(ids: object) -> str:
+    return f"decoded {ids}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The voices' folder, not made yet; its parent stands for the checkpoint's directory."""
+    return tmp_path / "voices"
+
+
+@pytest.fixture
+def book(folder: Path, tmp_path: Path) -> VoiceBook:
+    return VoiceBook(folder, tmp_path, decode)
+
+
+def assert_same(voice: Recording | Prompt, expected: Prompt) -> None:
+    assert isinstance(voice, Prompt)
+    for name in ("tokens", "mel", "embedding"):
+        np.testing.assert_array_equal(getattr(voice, name), getattr(expected, name))
+        assert getattr(voice, name).dtype == getattr(expected, name).dtype
+    assert voice.text == expected.text
+
+
+def triton_speaker(value: int = 5) -> dict[str, object]:
+    """A speaker as upstream's Triton runtime wants it."""
+    prompt = fake_prompt(value)
+    return {
+        "prompt_text": "它说什么",
+        "speech_token": torch.from_numpy(prompt.tokens)[None].int(),
+        "speech_feat": torch.from_numpy(prompt.mel)[None],
+        "embedding": torch.from_numpy(prompt.embedding)[None],
+    }
+
+
+def cosyvoice_speaker(value: int = 6) -> dict[str, object]:
+    """A speaker as CosyVoice2 saves it."""
+    of = triton_speaker(value)
+    return {
+        "prompt_text": torch.tensor([[4, 2]], dtype=torch.int32),
+        "prompt_text_len": torch.tensor([2]),
+        "llm_prompt_speech_token": of["speech_token"],
+        "flow_prompt_speech_token": of["speech_token"],
+        "prompt_speech_feat": of["speech_feat"],
+        "llm_embedding": of["embedding"],
+        "flow_embedding": of["embedding"],
+    }
+
+
+# --- what is read ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["anna", "中文女", "Anna B. 2_x-y"])
+def test_a_saved_voice_comes_back_as_it_was(name: str, folder: Path, book: VoiceBook) -> None:
+    prompt = fake_prompt(3, "What she says: 什么。")
+    save_voice(folder / f"{name}.safetensors", prompt)
+    assert_same(book.get(name), prompt)
+    assert [path.name for path in folder.iterdir()] == [f"{name}.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("transcript", "text"), [("\ufeffWhat she\nsays<|s_1|>.\n", "What she says ."), ("", ""), (None, "")]
+)
+def test_a_recording_of_any_rate_is_a_voice_with_or_without_its_text(
+    transcript: str | None, text: str, folder: Path, book: VoiceBook
+) -> None:
+    folder.mkdir()
+    save_audio(folder / "anna.wav", TONE, SAMPLE_RATE)
+    if transcript is not None:
+        (folder / "anna.txt").write_text(transcript, "utf-8")
+    voice = book.get("anna")
+    assert isinstance(voice, Recording)
+    assert len(voice.wav) == pytest.approx(len(TONE) * PROMPT_SAMPLE_RATE / SAMPLE_RATE, abs=1)
+    assert voice.text == text
+
+
+@pytest.mark.parametrize("place", ["voices", "checkpoint"])
+def test_both_forms_of_spk2info_are_read(place: str, folder: Path, tmp_path: Path, book: VoiceBook) -> None:
+    folder.mkdir()
+    file = (folder if place == "voices" else tmp_path) / "spk2info.pt"
+    torch.save({"001": triton_speaker(5), "中文女": cosyvoice_speaker(6)}, file)
+    assert_same(book.get("001"), fake_prompt(5, "它说什么"))
+    assert_same(book.get("中文女"), fake_prompt(6, "decoded [4, 2]"))
+
+
+def test_a_computed_voice_goes_before_a_recording_and_both_before_spk2info(folder: Path, book: VoiceBook) -> None:
+    save_voice(folder / "anna.safetensors", fake_prompt(1))
+    save_audio(folder / "anna.wav", TONE, PROMPT_SAMPLE_RATE)
+    torch.save({"anna": triton_speaker()}, folder / "spk2info.pt")
+    assert_same(book.get("anna"), fake_prompt(1))
+    (folder / "anna.safetensors").unlink()
+    assert isinstance(book.get("anna"), Recording)
+    (folder / "anna.wav").unlink()
+    assert_same(book.get("anna"), fake_prompt(5, "它说什么"))
+
+
+def test_voices_are_found_changed_and_forgotten_while_the_server_runs(folder: Path, book: VoiceBook) -> None:
+    with pytest.raises(ValueError, match="unknown speaker 'anna'"):
+        book.get("anna")
+    save_voice(folder / "anna.safetensors", fake_prompt(1))
+    assert_same(book.get("anna"), fake_prompt(1))
+    save_voice(folder / "anna.safetensors", fake_prompt(2))
+    assert_same(book.get("anna"), fake_prompt(2))
+    (folder / "anna.safetensors").unlink()
+    with pytest.raises(ValueError, match="unknown speaker 'anna'"):
+        book.get("anna")
+    save_audio(folder / "anna.wav", TONE, PROMPT_SAMPLE_RATE)
+    assert book.get("anna").text == ""
+    (folder / "anna.txt").write_text("Her text.")
+    assert book.get("anna").text == "Her text."
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match="unknown speaker 'anna'"):
+        book.get("anna")
+
+
+def test_a_file_is_read_once_and_a_bounded_number_is_kept(
+    folder: Path, book: VoiceBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(voices, "FILES_KEPT", 3)
+    for index in range(5):
+        save_voice(folder / f"{index}.safetensors", fake_prompt(index))
+    assert book.get("0") is book.get("0")
+    first = book.get("0")
+    for index in range(1, 5):
+        assert_same(book.get(str(index)), fake_prompt(index))
+    assert len(book._read) == 3
+    assert book.get("0") is not first
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_speaker_is_told_the_known_ones(folder: Path, tmp_path: Path, book: VoiceBook) -> None:
+    with pytest.raises(ValueError, match="unknown speaker 'bert'; known speakers: none$"):
+        book.get("bert")
+    save_voice(folder / "anna.safetensors", fake_prompt(1))
+    save_audio(folder / "carl.wav", TONE, PROMPT_SAMPLE_RATE)
+    (folder / "notes.txt").write_text("no voice")
+    torch.save({"001": triton_speaker()}, tmp_path / "spk2info.pt")
+    with pytest.raises(ValueError, match="unknown speaker 'bert'; known speakers: 001, anna, carl$"):
+        book.get("bert")
+    for index in range(30):
+        save_voice(folder / f"v{index}.safetensors", fake_prompt(1))
+    with pytest.raises(ValueError, match="v1, .* and 13 more$"):
+        book.get("bert")
+
+
+ESCAPES = ["../secret", "..", ".", "", "/etc/passwd", "a/b", "..\\secret", "a\x00b", "a\nb", ".hidden", " x", "x" * 200]
+
+
+@pytest.mark.parametrize("name", [*ESCAPES, "\ud800"])
+def test_a_name_is_no_way_out_of_the_folder(name: str, folder: Path, tmp_path: Path, book: VoiceBook) -> None:
+    folder.mkdir()
+    for place in (tmp_path / "secret.wav", folder / ".hidden.wav"):
+        save_audio(place, TONE, PROMPT_SAMPLE_RATE)
+    assert not is_voice_name(name)
+    with pytest.raises(ValueError, match="unknown speaker .*; known speakers: none$"):
+        book.get(name)
+
+
+def write_voice(folder: Path, **changes: np.ndarray | None) -> None:
+    prompt = fake_prompt(1)
+    tensors = {
+        "prompt_speech_tokens": prompt.tokens.astype(np.int32),
+        "prompt_speech_feat": prompt.mel,
+        "prompt_spk_embedding": prompt.embedding,
+        "reference_text": np.frombuffer(b"text", np.uint8),
+    }
+    save_file({name: t for name, t in (tensors | changes).items() if t is not None}, folder / "anna.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_speech_feat": None}, "has no prompt_speech_feat"),
+        ({"prompt_speech_tokens": np.full(30, 6561, np.int32)}, "token 6561 is not in 0..6560"),
+        ({"prompt_speech_tokens": np.zeros(0, np.int32)}, "0 speech tokens, not 1..750"),
+        ({"prompt_speech_tokens": np.zeros(751, np.int32)}, "751 speech tokens, not 1..750"),
+        ({"prompt_speech_feat": np.zeros((100, 80), np.float32)}, "100 mel frames for 30 speech tokens"),
+        ({"prompt_speech_feat": np.zeros((60, 40), np.float32)}, r"\(60, 40\)"),
+        ({"prompt_speech_feat": np.full((60, 80), np.nan, np.float32)}, "not finite"),
+        ({"prompt_spk_embedding": np.zeros(8, np.float32)}, r"\(8,\)"),
+        ({"reference_text": np.frombuffer(b"\xff\xfe", np.uint8)}, "utf-8"),
+        ({"reference_text": np.frombuffer(b"<|s_1|>", np.uint8)}, "its transcript has nothing to speak"),
+    ],
+)
+def test_a_damaged_voice_is_unavailable_and_says_why(
+    changes: dict[str, np.ndarray | None], message: str, folder: Path, book: VoiceBook
+) -> None:
+    folder.mkdir()
+    write_voice(folder, **changes)
+    with pytest.raises(UnavailableError, match=f"speaker 'anna' cannot be used: .*{message}"):
+        book.get("anna")
+    write_voice(folder)
+    assert isinstance(book.get("anna"), Prompt)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("anna.safetensors", b"", ""),
+        ("anna.safetensors", b"\xff" * 100, ""),
+        ("anna.wav", b"RIFF no audio", "anna.wav"),
+        ("spk2info.pt", b"no archive", ""),
+    ],
+)
+def test_a_file_of_something_else_is_unavailable(
+    file: str, content: bytes, message: str, folder: Path, book: VoiceBook
+) -> None:
+    folder.mkdir()
+    (folder / file).write_bytes(content)
+    with pytest.raises(UnavailableError, match=f"speaker 'anna' cannot be used: .*{message}"):
+        book.get("anna")
+
+
+@pytest.mark.parametrize(
+    ("wav", "message"), [(TONE[:100], "100 samples"), (0 * TONE, "silent"), (np.tile(TONE, 31), "31 s")]
+)
+def test_a_bad_recording_is_judged_as_that_of_a_request(
+    wav: np.ndarray, message: str, folder: Path, book: VoiceBook
+) -> None:
+    folder.mkdir()
+    save_audio(folder / "anna.wav", wav, PROMPT_SAMPLE_RATE)
+    with pytest.raises(UnavailableError, match=f"anna.wav: reference_wav .*{message}"):
+        book.get("anna")
+
+
+def test_a_file_that_is_too_large_is_not_read(folder: Path, book: VoiceBook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(voices, "MAX_FILE_BYTES", 1000)
+    save_voice(folder / "anna.safetensors", fake_prompt(1))
+    with pytest.raises(UnavailableError, match="more than the limit of 1000"):
+        book.get("anna")
+
+
+class Payload:
+    """Pickled, it makes a folder when it is read by a careless reader."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_spk2info_can_run(tmp_path: Path, book: VoiceBook) -> None:
+    torch.save({"anna": Payload(tmp_path / "owned")}, tmp_path / "spk2info.pt")
+    with pytest.raises(UnavailableError, match="speaker 'anna' cannot be used"):
+        book.get("anna")
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"embedding": torch.zeros(1, 192)}, "spk2info.pt, 'anna' has no speech_token or flow_prompt_speech_token, no"),
+        (torch.zeros(3), "is a Tensor, not a speaker"),
+        (triton_speaker() | {"speech_feat": torch.zeros(1, 200, 80)}, "200 mel frames for 30 speech tokens"),
+    ],
+)
+def test_a_speaker_of_another_model_is_unavailable_and_its_neighbours_are_not(
+    entry: object, message: str, tmp_path: Path, book: VoiceBook
+) -> None:
+    torch.save({"anna": entry, "bert": triton_speaker()}, tmp_path / "spk2info.pt")
+    with pytest.raises(UnavailableError, match=message):
+        book.get("anna")
+    assert isinstance(book.get("bert"), Prompt)
+
+
+def test_a_voice_that_cannot_be_written_leaves_nothing(folder: Path) -> None:
+    (folder / "anna.safetensors").mkdir(parents=True)
+    with pytest.raises(OSError, match="anna.safetensors"):
+        save_voice(folder / "anna.safetensors", fake_prompt(2))
+    assert [path.name for path in folder.iterdir()] == ["anna.safetensors"]

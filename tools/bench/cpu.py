@@ -1,0 +1,119 @@
+"""Time what can compute the DiT stack's networks on this CPU, at full size with random weights: a Markdown table.
+
+    python -m tools.bench.cpu
+
+One utterance at once, in the voice of a recording: the flow's encoder and Euler steps over recording and utterance,
+then HiFT over the utterance. Candidates take turns, once to warm up, then --repeat times; of each the best time counts,
+because other processes only ever add to it. onnxruntime's files are exported first, which takes a minute or two.
+"""
+
+import argparse
+import copy
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from common.accel.loading import use_runtime
+from common.constants import EULER_STEPS, MEL_BINS, MEL_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
+from common.flow import DiTFlow, DiTFlowConfig
+from common.hift.generator import HiFTGenerator
+from common.token2wav.engine import Precision
+from common.token2wav.hift.overlap import hamming_window
+from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.noise import flow_noise, source_noise
+from tools.bench.token2wav import randomise
+from tools.export.onnx import dit_exports, write
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    best = fastest(candidates(args.prompt_seconds, args.seconds), args.repeat)
+    print(f"{args.seconds} s of audio, {args.prompt_seconds} s of recording, {args.threads} threads\n")
+    print("| network | computed by | s | s per second of audio |\n|---|---|---|---|")
+    for (network, runtime), seconds in best.items():
+        print(f"| {network} | {runtime} | {seconds:.2f} | {seconds / args.seconds:.2f} |")
+    auto = Precision.named("auto", "auto", "cpu")
+    chosen = ("flow", in_torch(auto.flow)), ("HiFT", in_torch(auto.vocoder))
+    total = sum(best[name] for name in chosen)
+    print(f"\nauto takes {' and '.join(map(' in '.join, chosen))}: {total / args.seconds:.2f} s per second of audio")
+    return 0
+
+
+Name = tuple[str, str]  # network, what computes it
+
+
+def candidates(prompt_seconds: float, seconds: float) -> dict[Name, Callable[[], object]]:
+    """What runs each of them once."""
+    flow, hift = DiTFlow(DiTFlowConfig()).eval(), HiFTGenerator().eval()
+    for network in (flow, hift):
+        randomise(network)
+    count = int((prompt_seconds + seconds) * TOKEN_RATE)
+    token, length = torch.randint(SPEECH_VOCAB, (1, count)), torch.tensor([count])
+    prompt = torch.randn(1, int(prompt_seconds * MEL_RATE), MEL_BINS)
+    speaker, noise = torch.randn(1, SPEAKER_DIM), flow_noise().read(0, 2 * count).T[None]
+    mel = torch.randn(MEL_BINS, int(seconds * MEL_RATE)) - 6
+
+    def run_flow(network: DiTFlow) -> Callable[[], object]:
+        frames = torch.tensor([prompt.shape[1]])
+        return lambda: network.inference(token, length, prompt, frames, speaker, noise=noise, steps=EULER_STEPS)
+
+    def run_hift(dtype: torch.dtype) -> Callable[[], object]:
+        body = copy.deepcopy(hift).body_to(dtype)
+        vocoder = StreamingVocoder(body, source_noise(hift.config.harmonics + 1), hamming_window(), max_streams=1)
+        return lambda: vocoder.whole([mel])
+
+    return {
+        ("flow", in_torch(torch.float32)): run_flow(flow),
+        ("flow", in_torch(torch.bfloat16)): run_flow(copy.deepcopy(flow).to(torch.bfloat16)),
+        ("flow", "onnxruntime, float32"): run_flow(on_onnx(copy.deepcopy(flow))),
+        ("HiFT", in_torch(torch.float32)): run_hift(torch.float32),
+        ("HiFT", in_torch(torch.bfloat16)): run_hift(torch.bfloat16),
+    }
+
+
+def in_torch(dtype: torch.dtype) -> str:
+    return f"torch, {str(dtype).removeprefix('torch.')}"
+
+
+def on_onnx(flow: DiTFlow) -> DiTFlow:
+    """The flow with its estimator in onnxruntime."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for export in dit_exports(flow):
+            write(export, Path(scratch) / export.signature.file)
+        use_runtime(flow, "onnxruntime", scratch, device="cpu", max_streams=1)
+    return flow
+
+
+@torch.inference_mode()
+def fastest(runs: Mapping[Name, Callable[[], object]], repeat: int) -> dict[Name, float]:
+    """Seconds of the fastest of `repeat` runs of each, after one. They take turns, so that what else the machine does
+    meets all of them.
+    """
+    times: dict[Name, list[float]] = {name: [] for name in runs}
+    for name, run in tqdm([*runs.items()] * (1 + repeat), desc="timing"):
+        begin = time.perf_counter()
+        run()
+        times[name].append(time.perf_counter() - begin)
+    return {name: min(of[1:]) for name, of in times.items()}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--seconds", type=float, default=8.5, help="of speech")
+    parser.add_argument("--prompt-seconds", type=float, default=5.0, help="of the recording whose voice it is")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

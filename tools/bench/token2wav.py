@@ -1,0 +1,268 @@
+"""How fast token2wav is: its engine and scheduler alone, without Triton, LLM or network."""
+
+import argparse
+import copy
+import itertools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
+from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, load_dit_flow, load_unet_flow
+from common.hift.checkpoint import load_hift
+from common.hift.generator import HiFTGenerator
+from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.hift.overlap import hamming_window
+from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.streaming import Chunk
+from common.token2wav.unet.streaming import UNetStreaming
+from common.voice.prompt import Prompt
+from tools.bench.token2wav_load import LoadResult, run_load
+from tools.bench.token2wav_plot import plot
+
+DESCRIPTION = """\
+Time token2wav's engine and scheduler.
+
+  python tools/bench/token2wav.py --stack dit                       full-size networks with RANDOM weights, on a GPU
+  python tools/bench/token2wav.py --stack dit --models models/demo  a checkpoint on the CPU: what `make bench` runs
+
+Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens. Each run also times the plain form of the same networks
+in the same process: eager, in float32, one stream at a time. In the load tests utterances begin at random within a
+window, their tokens come at twice real time, and a chunk is asked for when its tokens and the answer to the one before
+are there. Latency is from that moment to audio on the host; a gap is what a player hears that starts 250 ms after the
+first audio. "Listeners" are streams in real time: as many utterances are being heard at any moment. Voices are warm:
+their prompt caches are there already.
+"""
+PROMPT_TOKENS, UTTERANCE_TOKENS = 125, 212
+HOPS = (15, 25, 50, 100)
+VOICES = 32
+UTTERANCE_SECONDS = UTTERANCE_TOKENS / TOKEN_RATE
+BURSTS = (1, 4, 16, 32)  # utterances that begin within one second
+LISTENERS = {"dit": (64, 128, 256, 320, 352, 384), "unet": (32, 64, 80, 96)}  # at the same time
+ROUNDS = 1.5  # how long they come and go, in lengths of an utterance
+BATCHES = (1, 4, 16, 32, 64)
+CPU_STREAMS = 8
+
+
+def voice(seed: int) -> Prompt:
+    rng = np.random.default_rng(seed)
+    mel = (rng.standard_normal((2 * PROMPT_TOKENS, MEL_BINS)) - 6).astype(np.float32)
+    embedding = rng.standard_normal(SPEAKER_DIM).astype(np.float32)
+    return Prompt(rng.integers(0, SPEECH_VOCAB, PROMPT_TOKENS), mel, embedding, text="")
+
+
+def utterance(seed: int, cumulative: bool) -> list[Chunk]:
+    """Random tokens cut into the hops; the last chunk takes what is left. `cumulative`: with all tokens before them."""
+    tokens = np.random.default_rng(seed).integers(0, SPEECH_VOCAB, UTTERANCE_TOKENS)
+    cuts = [0, *(cut for cut in itertools.accumulate(HOPS) if cut < UTTERANCE_TOKENS)]
+    begins = [0 if cumulative else cut for cut in cuts]
+    chunks = [
+        Chunk(tokens[begin : end + LOOKAHEAD_TOKENS], last=False)
+        for begin, end in zip(begins[:-1], cuts[1:], strict=True)
+    ]
+    return [*chunks, Chunk(tokens[begins[-1] :], last=True)]
+
+
+def randomise(network: torch.nn.Module) -> None:
+    """Random weights that keep signals in range; how long a network takes does not depend on them."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in network.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim >= 2:
+            parameter.data = noise * parameter[0].numel() ** -0.5
+        elif name.endswith("alpha") or ("norm" in name and name.endswith("weight")):
+            parameter.data = 1 + 0.1 * noise.abs()
+        else:
+            parameter.data = 0.1 * noise
+
+
+@dataclass
+class Subject:
+    """What is timed."""
+
+    flow: DiTFlow | UNetFlow
+    hift: HiFTGenerator
+    engine: Token2Wav
+    cumulative: bool
+    device: torch.device
+
+    @classmethod
+    def build(cls, stack: str, models: Path | None, device: str, max_streams: int) -> "Subject":
+        flow: DiTFlow | UNetFlow
+        if models is None:
+            flow, hift = (DiTFlow(DiTFlowConfig()) if stack == "dit" else UNetFlow(UNetFlowConfig())), HiFTGenerator()
+            for network in (flow, hift):
+                randomise(network)
+                network.to(device).eval().requires_grad_(False)
+        else:
+            directory = models / ("Step-Audio-2-mini/token2wav" if stack == "dit" else "CosyVoice2-0.5B")
+            flow = (load_dit_flow if stack == "dit" else load_unet_flow)(directory / "flow.pt", device)
+            hift = load_hift(directory / "hift.pt", device)
+        precision = Precision.named("auto", "auto", device)
+        vocoder = StreamingVocoder(
+            copy.deepcopy(hift).body_to(precision.vocoder),
+            source_noise(hift.config.harmonics + 1, device),
+            hamming_window(),
+            max_streams=max_streams,
+        )
+        noise = flow_noise(device)
+        served = copy.deepcopy(flow).to(precision.flow)
+        streaming: DiTStreaming | UNetStreaming
+        if isinstance(served, DiTFlow):
+            streaming = DiTStreaming(served, noise, VoiceCache(32 << 30), max_streams=max_streams)
+        else:
+            streaming = UNetStreaming(served, noise)
+        engine = Token2Wav(streaming, vocoder, device)
+        return cls(flow, hift, engine, stack == "unet", torch.device(device))
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Wall time of `work`, the GPU's included."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+
+@torch.inference_mode()
+def plain_first_chunk(subject: Subject) -> float:
+    """Median seconds of a first chunk through the networks as they are: flow, then vocoder, nothing prepared."""
+    prompt, chunk, device = voice(0), utterance(0, subject.cumulative)[0], subject.device
+    tokens, prompt_tokens, mel, embedding = (
+        torch.from_numpy(x)[None].to(device) for x in (chunk.tokens, prompt.tokens, prompt.mel, prompt.embedding)
+    )
+    noise = flow_noise(device).read(0, 2 * (PROMPT_TOKENS + HOPS[0] + LOOKAHEAD_TOKENS)).T[None]  # (T, C) -> (1, C, T)
+    flow = subject.flow
+    cache = flow.setup_cache(prompt_tokens, mel, embedding, noise=noise) if isinstance(flow, DiTFlow) else None
+
+    def render() -> None:
+        if isinstance(flow, DiTFlow):
+            assert cache is not None
+            rendered, _ = flow.inference_chunk(tokens, cache, last=False, noise=noise[:, :, : 2 * HOPS[0]])
+        else:
+            rendered = flow.inference(
+                tokens, prompt_tokens, mel, embedding, noise=noise, streaming=True, finalize=False
+            )
+        samples = rendered.shape[2] * subject.hift.config.hop
+        silence = torch.zeros(1, samples, subject.hift.config.harmonics + 1, device=device)
+        subject.hift(rendered, silence)[0].cpu()
+
+    return statistics.median([subject.seconds(render) for _ in range(5)][2:])
+
+
+def first_chunk(subject: Subject) -> float:
+    """Median seconds of a first chunk of one stream through the engine."""
+    times = []
+    for seed in range(16):
+        stream, chunks = subject.engine.open(voice(seed % VOICES)), utterance(seed, subject.cumulative)
+        times.append(subject.seconds(partial(subject.engine.step, [(stream, chunks[0])])))
+        subject.engine.close(stream)
+    return statistics.median(times[4:])
+
+
+def batches(subject: Subject) -> list[dict[str, float]]:
+    """Seconds of a batch of equal chunks, by its size and hop; the faster of two."""
+    rows = []
+    for size, index in itertools.product(BATCHES, range(len(HOPS))):
+        best = float("inf")
+        for _ in range(2):
+            streams = [(subject.engine.open(voice(i % VOICES)), utterance(i, subject.cumulative)) for i in range(size)]
+            for before in range(index):
+                subject.engine.step([(stream, chunks[before]) for stream, chunks in streams])
+            batch = [(stream, chunks[index]) for stream, chunks in streams]
+            best = min(best, subject.seconds(partial(subject.engine.step, batch)))
+            for stream, _ in streams:
+                subject.engine.close(stream)
+        audio = size * HOPS[index] / TOKEN_RATE
+        rows.append({"streams": size, "hop": HOPS[index], "seconds": best, "audio_seconds_per_second": audio / best})
+        print(f"  {size:3d} x {HOPS[index]:3d} tokens: {1e3 * best:7.1f} ms, {audio / best:6.0f} audio-s/s", flush=True)
+    return rows
+
+
+def cpu_ratio(subject: Subject) -> float:
+    """CPU time of 8 streams rendered together over that of the same 8 rendered one by one."""
+
+    def cpu_seconds(groups: list[list[int]]) -> float:
+        begun = time.process_time()
+        for group in groups:
+            streams = [(subject.engine.open(voice(i)), utterance(i, subject.cumulative)) for i in group]
+            for index in range(len(HOPS) + 1):
+                subject.engine.step([(stream, chunks[index]) for stream, chunks in streams])
+            for stream, _ in streams:
+                subject.engine.close(stream)
+        return time.process_time() - begun
+
+    everyone = list(range(CPU_STREAMS))
+    cpu_seconds([everyone])  # voices and caches are there from now on
+    single = min(cpu_seconds([[i] for i in everyone]) for _ in range(3))
+    together = min(cpu_seconds([everyone]) for _ in range(3))
+    return together / single
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stack", choices=("dit", "unet"), default="dit")
+    parser.add_argument("--models", type=Path, help="checkpoints; without it: full size, RANDOM weights")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=Path("out/bench"), help="OUTPUT.json and OUTPUT.png are written")
+    parser.add_argument("--max-streams", type=int, default=400)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    weights = f"checkpoint {args.models}" if args.models else "full size, RANDOM weights"
+    gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "no GPU"
+    print(f"{args.stack} stack, {weights}, {args.device} ({gpu}), torch {torch.__version__}", flush=True)
+    subject = Subject.build(args.stack, args.models, args.device, args.max_streams)
+    result: dict[str, Any] = {"stack": args.stack, "weights": weights, "device": gpu, "torch": torch.__version__}
+    result |= {"machine": platform.processor() or platform.machine(), "hops": HOPS, "prompt_tokens": PROMPT_TOKENS}
+    result["plain_first_chunk_ms"] = 1e3 * plain_first_chunk(subject)
+    print(f"first chunk, plain form: {result['plain_first_chunk_ms']:.1f} ms")
+    subject.engine.warm_up()
+    result["first_chunk_ms"] = 1e3 * first_chunk(subject)
+    print(f"first chunk, engine:     {result['first_chunk_ms']:.1f} ms", flush=True)
+    loads: list[LoadResult] = []
+    if subject.device.type == "cpu":
+        result["cpu_time_batch8_over_8_single"] = cpu_ratio(subject)
+        print(f"CPU time of 8 streams together over one by one: {result['cpu_time_batch8_over_8_single']:.2f}")
+    else:
+        result["batches"] = batches(subject)
+        steady = [(int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS) for listeners in LISTENERS[args.stack]]
+        for utterances, window in [*((burst, 1.0) for burst in BURSTS), *steady]:
+            loads.append(
+                run_load(
+                    subject.engine,
+                    [utterance(seed, subject.cumulative) for seed in range(utterances)],
+                    [voice(seed % VOICES) for seed in range(utterances)],
+                    hops=HOPS,
+                    tokens=UTTERANCE_TOKENS,
+                    window=window,
+                )
+            )
+            listeners = utterances / window * UTTERANCE_SECONDS if window > 1 else None
+            print(f"  {f'{listeners:.0f} listeners: ' if listeners else ''}{loads[-1].line()}", flush=True)
+            result.setdefault("loads", []).append({"listeners": listeners, **loads[-1].summary()})
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, loads, args.output.with_suffix(".png"))
+    print(f"written: {args.output.with_suffix('.json')}, {args.output.with_suffix('.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Streams that begin at random and are fed at twice real time, through the real service."""
+
+import heapq
+import itertools
+import queue
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from common.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
+from common.token2wav.engine import Token2Wav
+from common.token2wav.service import ChunkRequest, Stats, Token2WavService
+from common.token2wav.streaming import Chunk
+from common.voice.prompt import Prompt
+from tools.load.measure import Player
+
+FEED_RATE = 2 * TOKEN_RATE  # tokens per second
+
+
+@dataclass
+class Listener:
+    """One stream, its tokens and what its listener hears. Times are seconds of one clock."""
+
+    begins: float
+    chunks: list[Chunk]
+    ready: list[float]  # when the tokens of each chunk are there
+    asked: float = 0.0
+    next: int = -1  # the chunk asked for; -1 is the stream's start
+    latencies: list[float] = field(default_factory=list)
+    player: Player = field(default_factory=Player)
+    error: str = ""
+
+    @property
+    def done(self) -> bool:
+        return bool(self.error) or self.next == len(self.chunks)
+
+    def hear(self, now: float, answer: Any) -> None:
+        if isinstance(answer, BaseException):
+            self.error = repr(answer)
+            return
+        if self.next >= 0:
+            self.latencies.append(now - self.asked)
+            self.player.hear(now, len(answer) / SAMPLE_RATE)
+        self.next += 1
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    listeners: list[Listener]
+    window: float
+    stats: Stats
+
+    @property
+    def label(self) -> str:
+        return f"{len(self.listeners) / self.window:.0f}"
+
+    def summary(self) -> dict[str, float]:
+        first = [1e3 * listener.latencies[0] for listener in self.listeners if listener.latencies]
+        later = [1e3 * latency for listener in self.listeners for latency in listener.latencies[1:]]
+        gaps = [listener.player.worst_gap for listener in self.listeners if not listener.error]
+        return {
+            "utterances": len(self.listeners),
+            "window_seconds": self.window,
+            "errors": sum(bool(listener.error) for listener in self.listeners),
+            "first_chunk_p50_ms": float(np.percentile(first, 50)),
+            "first_chunk_p95_ms": float(np.percentile(first, 95)),
+            "later_chunk_p50_ms": float(np.percentile(later, 50)),
+            "later_chunk_p95_ms": float(np.percentile(later, 95)),
+            "share_without_gap": sum(gap <= 0 for gap in gaps) / len(self.listeners),
+            "worst_gap_ms": 1e3 * max(gaps),
+            "least_slack_p5_ms": 1e3 * float(np.percentile([x.player.least_slack for x in self.listeners], 5)),
+            "mean_batch": self.stats.chunks / max(self.stats.batches, 1),
+            "mean_wait_ms": 1e3 * self.stats.waited_seconds / max(self.stats.chunks, 1),
+        }
+
+    def line(self) -> str:
+        s = self.summary()
+        first = f"first chunk p50 {s['first_chunk_p50_ms']:.1f}, p95 {s['first_chunk_p95_ms']:.1f} ms"
+        return (
+            f"{s['utterances']:3.0f} utterances within {self.window:.3g} s: {first}; "
+            f"later p95 {s['later_chunk_p95_ms']:.1f} ms; without a gap {100 * s['share_without_gap']:.1f} %, "
+            f"worst {s['worst_gap_ms']:.0f} ms; least slack p5 {s['least_slack_p5_ms']:.0f} ms; "
+            f"errors {s['errors']:.0f}; mean batch {s['mean_batch']:.1f}"
+        )
+
+
+def run_load(
+    engine: Token2Wav,
+    utterances: Sequence[list[Chunk]],
+    voices: Sequence[Prompt],
+    *,
+    hops: Sequence[int],
+    tokens: int,
+    window: float,
+) -> LoadResult:
+    """Speak every utterance, of `tokens` tokens cut by `hops`, in its voice; they begin within `window` seconds."""
+    for prompt in voices:  # prompt caches are there before the clock runs
+        engine.close(engine.open(prompt))
+    service = Token2WavService(engine, max_streams=len(utterances), idle_seconds=600)
+    rng, begun = random.Random(0), time.perf_counter() + 0.2
+    listeners = []
+    for chunks in utterances:
+        begins = begun + rng.random() * window
+        needs = [end + LOOKAHEAD_TOKENS for end in itertools.accumulate(hops)][: len(chunks) - 1]
+        listeners.append(Listener(begins, chunks, [begins + need / FEED_RATE for need in [*needs, tokens]]))
+    answers: queue.Queue[tuple[float, int, Any]] = queue.Queue()
+    due = [(listener.begins, index) for index, listener in enumerate(listeners)]
+    heapq.heapify(due)
+    live = len(listeners)
+    while live:
+        wait = max(0.0, due[0][0] - time.perf_counter()) if due else None
+        try:
+            now, index, answer = answers.get(timeout=wait)
+            listener = listeners[index]
+            listener.hear(now, answer)
+            if listener.done:
+                live -= 1
+            else:
+                heapq.heappush(due, (max(now, listener.ready[listener.next]), index))
+        except queue.Empty:
+            pass
+        while due and due[0][0] <= time.perf_counter():
+            _ask(service, listeners, voices, heapq.heappop(due)[1], answers)
+    stats = service.stats()
+    service.close()
+    return LoadResult(listeners, window, stats)
+
+
+def _ask(
+    service: Token2WavService,
+    listeners: list[Listener],
+    voices: Sequence[Prompt],
+    index: int,
+    answers: "queue.Queue[tuple[float, int, Any]]",
+) -> None:
+    listener = listeners[index]
+    if listener.next < 0:
+        nothing = np.zeros(0, np.int64)
+        request = ChunkRequest(index + 1, start=True, end=False, tokens=nothing, prompt=voices[index])
+    else:
+        chunk = listener.chunks[listener.next]
+        request = ChunkRequest(index + 1, start=False, end=chunk.last, tokens=chunk.tokens, finalize=chunk.last)
+    listener.asked = time.perf_counter()
+    service.submit(request, lambda answer: answers.put((time.perf_counter(), index, answer)))

@@ -1,0 +1,62 @@
+"""The trained checkpoint that is part of this repository: where it lies, and that it is what it was.
+
+python -m tools.voice_training                       trains it, see docs/demo_voice.md
+tools/demo_model/trained/                              official layout; README.md is its model card
+(cd tools/demo_model/trained && sha256sum -c SHA256SUMS)
+"""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+TRAINED = Path(__file__).resolve().parent / "trained"
+SUMS = "SHA256SUMS"
+CARD = "README.md"
+MAX_BYTES = 24 * 10**6  # of all files together: every clone carries them
+
+
+def files_of(directory: Path) -> list[str]:
+    """What the sums are of, relative to `directory`: every file but themselves and the model card."""
+    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in found if name not in (SUMS, CARD))
+
+
+def read_sums(directory: Path) -> dict[str, str]:
+    """SHA-256 of each file by its name; ValueError where the list is not one."""
+    path = directory / SUMS
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: it is part of the repository; run: git checkout {directory}")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if not sums or not all(len(digest) == 64 and name for name, digest in sums.items()):
+        raise ValueError(f"{path} is no list of SHA-256 sums")
+    return sums
+
+
+def check(directory: Path) -> None:
+    """ValueError naming the first file that is not there or not as it was."""
+    for name, digest in read_sums(directory).items():
+        path = directory / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        if _sha256(path) != digest:
+            raise ValueError(f"{path} is damaged: its SHA-256 is not that of {SUMS}")
+
+
+def copy(destination: Path) -> None:
+    """The checkpoint with its card and sums to `destination`, checked there."""
+    for name in (CARD, SUMS, *read_sums(TRAINED)):
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(TRAINED / name, target)
+    check(destination)
+
+
+def write_sums(directory: Path) -> None:
+    """The list of what is there now."""
+    sums = "".join(f"{_sha256(directory / name)}  {name}\n" for name in files_of(directory))
+    (directory / SUMS).write_text(sums, encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

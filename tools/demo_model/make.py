@@ -1,0 +1,210 @@
+"""Get the demo checkpoint ready: every model of both stacks, small, in the official layout and formats.
+
+    python -m tools.demo_model.make DEST                                the trained voice of docs/demo_voice.md
+    python -m tools.demo_model.make DEST --weights random [--seed N]    noise of speech-like length: sizes, parity
+    python -m tools.demo_model.make DEST --weights random-full          the same at official sizes: speed
+
+DEST/cosyvoice2_llm/               HuggingFace Qwen2ForCausalLM with CosyVoice2's speech tokens
+DEST/CosyVoice2-0.5B/              flow.pt (UNet), hift.pt, campplus.onnx, speech_tokenizer_v2.onnx
+DEST/Step-Audio-2-mini/token2wav/  flow.pt (DiT), hift.pt, campplus.onnx, speech_tokenizer_v2_25hz.onnx
+DEST/voices/                       registered voices, trained weights only
+
+The speaker encoder stays small at the official sizes: there is no CAM++ here to take them from.
+
+A complete checkpoint of the same weights is kept, and so are voices that were registered in one that is replaced.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from tqdm import tqdm
+
+from common import flow, hift
+from tools import demo_model
+from tools.demo_model import checkpoint, llm, speaker, speech_tokenizer, vocoder
+
+LLM_DIR = "cosyvoice2_llm"
+UNET_DIR = "CosyVoice2-0.5B"
+DIT_DIR = "Step-Audio-2-mini/token2wav"
+VOICES_DIR = "voices"
+MANIFEST = "demo_model.json"
+ABOUT = "random weights, not a trained model"
+README = """# Demo checkpoint: random weights
+
+Made by tools/demo_model/make.py. Nothing here was trained: the weights are random numbers, and what the models speak
+is noise. Layout and file formats are those of the official checkpoints, which go in their place.
+"""
+
+Weights = Literal["trained", "random", "random-full"]
+# Of disk: the checkpoint and, while it replaces an older one, that one.
+NEEDED_BYTES: dict[Weights, int] = {"trained": 200 << 20, "random": 200 << 20, "random-full": 6 << 30}
+
+log = logging.getLogger("make_demo_model")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the networks of random weights."""
+
+    lm: llm.Sizes = llm.SMALL
+    lm_dtype: torch.dtype = torch.float32
+    tokenizer: tuple[int, int] = speech_tokenizer.SMALL
+    unet: flow.UNetFlowConfig = vocoder.UNET_FLOW
+    dit: flow.DiTFlowConfig = vocoder.DIT_FLOW
+    generator: hift.HiFTConfig = vocoder.HIFT
+
+
+SMALL = Sizes()
+OFFICIAL = Sizes(
+    llm.OFFICIAL,
+    torch.bfloat16,
+    speech_tokenizer.OFFICIAL,
+    flow.UNetFlowConfig(),
+    flow.DiTFlowConfig(),
+    hift.HiFTConfig(),
+)
+
+
+def parts(sizes: Sizes, seed: int) -> dict[str, Callable[[Path], None]]:
+    """What of random weights is written where. The two stacks share no weights, as officially."""
+    return {
+        LLM_DIR: lambda path: llm.make_llm(path, seed, sizes.lm, sizes.lm_dtype),
+        f"{UNET_DIR}/speech_tokenizer_v2.onnx": lambda path: _write_tokenizer(path, seed, sizes),
+        f"{UNET_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed),
+        f"{UNET_DIR}/flow.pt": lambda path: vocoder.write_unet_flow(path, seed, sizes.unet),
+        f"{UNET_DIR}/hift.pt": lambda path: vocoder.write_hift(path, seed, sizes.generator),
+        f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": lambda path: _write_tokenizer(path, seed + 1, sizes),
+        f"{DIT_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed + 1),
+        f"{DIT_DIR}/flow.pt": lambda path: vocoder.write_dit_flow(path, seed + 1, sizes.dit),
+        f"{DIT_DIR}/hift.pt": lambda path: vocoder.write_hift(path, seed + 1, sizes.generator),
+    }
+
+
+def _write_tokenizer(path: Path, seed: int, sizes: Sizes) -> None:
+    weights = speech_tokenizer.random_weights(seed, *sizes.tokenizer)
+    speech_tokenizer.write_speech_tokenizer(path, weights, ABOUT)
+
+
+def _write_speaker(path: Path, seed: int) -> None:
+    speaker.write_campplus(path, speaker.random_weights(seed), ABOUT)
+
+
+def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> bool:
+    """Write the checkpoint to `dest` unless it is there already; return whether it was written.
+
+    It is made beside `dest` and renamed, so that `dest` is complete or not there. `seed`: of random weights. Raises
+    ValueError where `dest` is something else, the disk is too full, or the trained checkpoint is damaged.
+    """
+    recipe = _recipe(weights, seed)
+    known = _read_manifest(dest)
+    if known is not None and known == _manifest(dest, weights, recipe, known["files"]):
+        return False
+    if dest.exists() and known is None and (not dest.is_dir() or any(dest.iterdir())):
+        raise ValueError(f"{dest} exists and is no demo checkpoint: name another directory, or remove it")
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(dest.parent).free, NEEDED_BYTES[weights]
+    if free < needed:
+        raise ValueError(f"{dest.parent} has {free >> 20} MiB free, {needed >> 20} MiB are needed: free some disk")
+    with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as scratch:
+        fresh = Path(scratch) / "new"
+        if weights == "trained":
+            checkpoint.copy(fresh)
+        else:
+            _write_random(fresh, SMALL if weights == "random" else OFFICIAL, seed)
+        names = [path.relative_to(fresh).as_posix() for path in sorted(fresh.rglob("*")) if path.is_file()]
+        manifest = _manifest(fresh, weights, recipe, names)
+        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        if known is not None:
+            _keep_voices(dest / VOICES_DIR, fresh / VOICES_DIR, same_networks=known["recipe"] == recipe)
+        if dest.exists():
+            dest.rename(Path(scratch) / "old")
+        fresh.rename(dest)
+    return True
+
+
+def weights_of(directory: Path) -> Literal["trained", "random"] | None:
+    """Whose weights lie in a demo checkpoint or a directory of one; None: it is no demo checkpoint."""
+    for candidate in (directory, *directory.resolve().parents):
+        if (manifest := _read_manifest(candidate)) is not None:
+            return "random" if str(manifest["weights"]).startswith("random") else "trained"
+    return None
+
+
+def _write_random(root: Path, sizes: Sizes, seed: int) -> None:
+    progress = tqdm(parts(sizes, seed).items(), desc="demo checkpoint (random weights)", unit="part")
+    for name, write in progress:
+        progress.set_postfix_str(name)
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    (root / "README.md").write_text(README, encoding="utf-8")
+
+
+def _keep_voices(old: Path, fresh: Path, same_networks: bool) -> None:
+    """Voices that somebody registered; what other networks computed ahead is of no use to these."""
+    for path in sorted(old.iterdir()) if old.is_dir() else ():
+        if path.is_file() and not (fresh / path.name).exists() and (same_networks or path.suffix in (".wav", ".txt")):
+            fresh.mkdir(exist_ok=True)
+            shutil.copy2(path, fresh / path.name)
+
+
+def _read_manifest(directory: Path) -> dict | None:
+    """What was written there; None where nothing was, or nobody can tell."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        return manifest if {"weights", "recipe", "files"} <= manifest.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _manifest(root: Path, weights: Weights, recipe: str, names: Iterable[str]) -> dict:
+    """The weights, what they are made by, and the files with the sizes that they have in `root` (-1: missing)."""
+    paths = {name: root / name for name in names}
+    sizes = {name: path.stat().st_size if path.is_file() else -1 for name, path in paths.items()}
+    return {"weights": weights, "recipe": recipe, "files": sizes}
+
+
+def _recipe(weights: Weights, seed: int) -> str:
+    """What the files are made by: the list of sums; or the seed and the code, the networks included."""
+    if weights == "trained":
+        content = json.dumps(checkpoint.read_sums(checkpoint.TRAINED)).encode()
+    else:
+        rooms = (Path(room.__path__[0]) for room in (demo_model, flow, hift))
+        sources = [Path(__file__), *(source for room in rooms for source in sorted(room.glob("*.py")))]
+        content = b"".join((str(seed).encode(), *(source.read_bytes() for source in sources)))
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dest", type=Path, help="directory to write, for example models/demo")
+    parser.add_argument("--weights", choices=get_args(Weights), default="trained")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    try:
+        written = make_demo_model(args.dest, args.weights, args.seed)
+    except (ValueError, OSError) as error:
+        log.error("make_demo_model: %s", error)
+        return 1
+    state = f"written in {time.monotonic() - start:.1f} s" if written else "is there already"
+    what = "a small trained voice" if args.weights == "trained" else "RANDOM weights, which speak noise"
+    log.info("demo checkpoint %s: %s, %s", args.dest, state, what)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

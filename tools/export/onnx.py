@@ -1,0 +1,262 @@
+"""Write a checkpoint's networks as ONNX files beside it, for onnxruntime and TensorRT, each checked against torch.
+
+    python -m tools.export.onnx --model-dir models/official/CosyVoice2-0.5B
+    python -m tools.export.onnx --model-dir models/official/Step-Audio-2-mini/token2wav
+
+File names, inputs and outputs are upstream's, so that its files load here and these in its tools; a file that is there
+already, upstream's own too, is checked and kept. Every file is run in onnxruntime on the CPU over shapes and batch
+sizes and compared with torch; the exit code is 1 if one differs. A new file that differs stays as FILE.failed.
+
+CAM++ comes as ONNX with the official checkpoints. Where only its torch checkpoint is there (campplus*.bin or *.pt), its
+network is taken from the package modelscope: pip install modelscope==1.40.2 addict==2.4.0
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from common.accel.onnx import OnnxNetwork
+from common.accel.signatures import (
+    DIT,
+    DIT_CHUNK,
+    SPEAKER,
+    UNET,
+    UNET_STREAMING,
+    NextChunk,
+    Signature,
+    WholeUtterance,
+)
+from common.checkpoint import read_state
+from common.constants import MEL_BINS, SPEAKER_DIM
+from common.flow.checkpoint import flow_kind, load_dit_flow, load_unet_flow
+from common.flow.dit_flow import DiTFlow
+from common.voice.torchaudio_stub import torchaudio_or_stand_in
+
+TOLERANCE = 1e-4  # largest difference over the largest value, float32
+MAX_ROWS, MAX_FRAMES = 128, 20_000  # what the exporter is told; the files' own dimensions are free
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Export:
+    """One network: its module, how to make inputs of a size, and the sizes to check."""
+
+    signature: Signature
+    module: nn.Module
+    inputs: Callable[..., Inputs]
+    sizes: tuple[tuple[int, ...], ...]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    model_dir: Path = args.model_dir
+    try:
+        exports = list(exports_of(model_dir))
+        passed = [write_and_check(export, args.output_dir or model_dir) for export in exports]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0 if all(passed) else 1
+
+
+def exports_of(model_dir: Path) -> Iterator[Export]:
+    """What can be exported of a checkpoint directory. ValueError where there is no flow.pt."""
+    path = model_dir / "flow.pt"
+    if flow_kind(path) == "unet":
+        unet = load_unet_flow(path).decoder.estimator
+        yield Export(UNET, WholeUtterance(unet).eval(), whole_inputs, WHOLE_SIZES)
+        yield Export(UNET_STREAMING, WholeUtterance(unet, streaming=True).eval(), whole_inputs, WHOLE_SIZES)
+    else:
+        yield from dit_exports(load_dit_flow(path))
+    if not (model_dir / SPEAKER.file).exists():
+        for path in sorted([*model_dir.glob("campplus*.bin"), *model_dir.glob("campplus*.pt")])[:1]:
+            yield Export(SPEAKER, load_campplus(path), speaker_inputs, ((1, 30), (1, 200), (4, 351)))
+
+
+WHOLE_SIZES = ((2, 4), (2, 57), (4, 200), (16, 32))
+
+
+def whole_inputs(R: int, T: int) -> Inputs:
+    """Rows of different lengths, the first as long as all."""
+    lengths = torch.tensor([max(1, T - 3 * row) for row in range(R)])
+    return {
+        "x": torch.randn(R, MEL_BINS, T),
+        "mask": (torch.arange(T) < lengths[:, None])[:, None].float(),
+        "mu": torch.randn(R, MEL_BINS, T),
+        "t": torch.rand(R),
+        "spks": torch.randn(R, MEL_BINS),
+        "cond": torch.randn(R, MEL_BINS, T),
+    }
+
+
+def dit_exports(flow: DiTFlow) -> Iterator[Export]:
+    dit = flow.decoder.estimator
+    config = dit.config
+    yield Export(DIT, WholeUtterance(dit).eval(), whole_inputs, WHOLE_SIZES)
+
+    def inputs(R: int, T: int, K: int) -> Inputs:
+        whole = whole_inputs(R, T)
+        chosen = {name: whole[name] for name in DIT_CHUNK.inputs if name in whole}
+        chosen["cnn_cache"] = torch.randn(config.depth, R, 2 * config.width, 2)
+        chosen["att_cache"] = torch.randn(config.depth, R, config.heads, K, 2 * config.head_dim)
+        return chosen
+
+    yield Export(DIT_CHUNK, NextChunk(dit).eval(), inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)))
+
+
+def speaker_inputs(B: int, T: int) -> Inputs:
+    return {"input": torch.randn(B, T, MEL_BINS)}
+
+
+class SpeakerNetwork(nn.Module):
+    """CAM++ with its input named as in the file."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, T, 80) -> (B, 192)"""
+        return self.network(input)
+
+
+def load_campplus(path: Path) -> nn.Module:
+    """CAM++ from its torch checkpoint."""
+    try:
+        import modelscope.models  # noqa: F401  # first: it asks what is installed
+
+        with torchaudio_or_stand_in():  # which makes features; here the network is given them
+            from modelscope.models.audio.sv.DTDNN import CAMPPlus
+    except ImportError as error:
+        raise ValueError(
+            f"{path} needs the package modelscope ({error}); run: pip install modelscope==1.40.2 addict==2.4.0"
+        ) from None
+    network = CAMPPlus(feat_dim=MEL_BINS, embedding_size=SPEAKER_DIM)
+    network.load_state_dict(read_state(path), strict=True)
+    return SpeakerNetwork(network).eval()
+
+
+def write_and_check(export: Export, directory: Path) -> bool:
+    """Write the file unless it is there; whether it computes what torch does."""
+    path = directory / export.signature.file
+    if path.exists():
+        print(f"{path}: there already, checking it")
+        return check(export, path)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".export.") as scratch:
+        written = Path(scratch) / path.name
+        print(f"{path}: exporting (a minute at full size)")
+        write(export, written)
+        passed = check(export, written)
+        written.rename(path if passed else path.with_name(f"{path.name}.failed"))
+    return passed
+
+
+def write(export: Export, path: Path) -> None:
+    """Export with all free dimensions free."""
+    dims = {
+        "rows": torch.export.Dim("rows", min=1, max=MAX_ROWS),
+        "batch": torch.export.Dim("batch", min=1, max=MAX_ROWS),
+        "frames": torch.export.Dim("frames", min=1, max=MAX_FRAMES),
+        "cached": torch.export.Dim("cached", min=0, max=MAX_FRAMES),
+    }
+    axes = export.signature.axes
+    shapes = {name: {axis: dims[dim] for axis, dim in varying.items()} for name, varying in axes.items()}
+    # Sizes that no other dimension has, so that the exporter takes none of them for a constant.
+    example = export.inputs(*(6, 37, 29)[: len(export.sizes[0])])
+    with _quiet():
+        torch.onnx.export(
+            export.module,
+            (),
+            str(path),
+            kwargs=example,
+            input_names=list(export.signature.inputs),
+            output_names=list(export.signature.outputs),
+            dynamic_shapes={name: shapes[name] for name in example},
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns of packages and names that mean nothing here."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def check(export: Export, path: Path) -> bool:
+    """Compare onnxruntime with torch over the sizes, a line each."""
+    network = OnnxNetwork(path)
+    expected = set(export.signature.inputs), set(export.signature.outputs)
+    found = set(network.inputs), set(network.outputs)
+    if found != expected:
+        print(f"  FAILED: inputs and outputs are {found}, expected {expected}")
+        return False
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(0)
+    passed = True
+    for size in export.sizes:
+        error = difference(export, network, size)
+        good = error <= TOLERANCE
+        passed &= good
+        print(f"  {'ok' if good else 'FAILED'}: {_named(export, size)}, largest error {error:.1e}")
+    torch.set_rng_state(generator_state)
+    return passed
+
+
+@torch.inference_mode()
+def difference(export: Export, network: OnnxNetwork, size: tuple[int, ...]) -> float:
+    """The largest difference of any output, over its largest value. A cache may have its newest frames first."""
+    inputs = export.inputs(*size)
+    results = export.module(**inputs)
+    outputs = network.run(inputs)
+    worst = 0.0
+    results = results if isinstance(results, tuple) else (results,)
+    for name, wanted in zip(export.signature.outputs, results, strict=True):
+        got = outputs[name]
+        if got.shape != wanted.shape:
+            return float("inf")
+        candidates = [wanted]
+        if name == "new_att_cache":
+            known = inputs["att_cache"].shape[3]
+            candidates.append(torch.cat([wanted[..., known:, :], wanted[..., :known, :]], dim=3))
+        scale = wanted.abs().max().item() or 1.0
+        worst = max(worst, min((got - x).abs().max().item() for x in candidates) / scale)
+    return worst
+
+
+def _named(export: Export, size: tuple[int, ...]) -> str:
+    names = ("rows", "frames", "cached frames")
+    return ", ".join(f"{count} {name}" for count, name in zip(size, names, strict=False))
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model-dir", type=Path, required=True, help="directory with flow.pt of either stack")
+    parser.add_argument("--output-dir", type=Path, help="where the files go (default: the model directory)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

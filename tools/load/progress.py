@@ -1,0 +1,60 @@
+"""A run with a bar: how far it is, first-chunk percentiles so far, errors as they come."""
+
+import asyncio
+import sys
+from collections import deque
+
+import numpy as np
+from tqdm import tqdm
+
+from tools.load.measure import Outcome, Run
+from tools.load.plan import Load
+from tools.load.runner import run
+
+RECENT = 1000  # requests that the percentiles on the screen are of
+SHOWN_ERRORS = 5  # the others are in the report
+
+
+def measured(load: Load, title: str, interval: int) -> Run:
+    """Do `load`. interval: the percentiles are computed anew after so many requests. ClientError as `runner.run`."""
+    progress = _Progress(len(load.jobs), title, interval)
+    try:
+        return asyncio.run(run(load, progress))
+    finally:
+        progress.close()
+
+
+class _Progress:
+    def __init__(self, total: int, title: str, interval: int) -> None:
+        self._total = total
+        self._title = title
+        self._interval = interval
+        self._bar: tqdm[None] | None = None
+        self._first_chunks: deque[float] = deque(maxlen=RECENT)
+        self._answered = 0
+        self._errors = 0
+        self._percentiles = ""
+
+    def begins(self, phase: str) -> None:
+        self.close()
+        self._bar = tqdm(total=self._total, desc=f"{self._title}, {phase}", unit="request", leave=phase == "measuring")
+
+    def ended(self, outcome: Outcome, live: int) -> None:
+        assert self._bar is not None, "begins() comes first"
+        if outcome.error:
+            self._errors += 1
+            if self._errors <= SHOWN_ERRORS:
+                more = "; further ones are in the report" if self._errors == SHOWN_ERRORS else ""
+                self._bar.write(f"failed: {outcome.id}: {outcome.error}{more}", file=sys.stderr)
+        else:
+            self._answered += 1
+            self._first_chunks.append(1000 * outcome.arrivals[0])
+            if self._answered == 1 or self._answered % self._interval == 0:
+                p50, p95 = np.percentile(self._first_chunks, (50, 95))
+                self._percentiles = f"first chunk p50 {p50:.0f} p95 {p95:.0f} ms, "
+        self._bar.set_postfix_str(f"{self._percentiles}{live} under way, {self._errors} failed", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

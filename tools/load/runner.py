@@ -1,0 +1,235 @@
+"""Asks for many utterances at once and notes how each request ended.
+
+Closed loop: `tasks` tasks, each of which sends its next request when the one before is answered, or, where they listen,
+has been heard to its end. Open loop: requests leave at `rate`, at random (Poisson), whether those before are answered
+or not; their times count from when they should have left. No request waits for another's failure, and a server that
+stops answering is given up in seconds.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+import numpy as np
+import tritonclient.grpc.aio as triton
+
+from common.client.grpc_client import AsyncConnection, Connection, ThreadConnection, require_model
+from common.client.requests import ClientError, Recorder
+from common.constants import SAMPLE_RATE
+from tools.load.audio import AudioWriter
+from tools.load.jobs import Job
+from tools.load.measure import Outcome, Run
+from tools.load.plan import Load
+from tools.load.statistics import ModelTimes, between, model_times, vocoder_counters, vocoder_figures
+from tools.load.watch import ServerWatch, interruptible, lags
+
+logger = logging.getLogger(__name__)
+
+LISTENERS_COME = 8.0  # seconds within which they begin: about the length of an utterance
+START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not come in one instant
+MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
+MAX_IN_FLIGHT = 1024  # at a given rate: beyond this the server is overrun, and memory is finite
+
+
+class Observer(Protocol):
+    """Is told how the run goes."""
+
+    def begins(self, phase: str) -> None:
+        """The servers are there; the warm-up begins, or the run."""
+        ...
+
+    def ended(self, outcome: Outcome, live: int) -> None:
+        """A counted request has ended; `live` others are under way."""
+        ...
+
+
+async def run(load: Load, observer: Observer) -> Run:
+    """Do it all. ClientError where a server is not there to begin with or an audio file cannot be written.
+
+    Ctrl-C and SIGTERM end the run early; what was measured until then is returned.
+    """
+    async with AsyncExitStack() as stack:
+        probes, connections = {}, {}
+        for server in load.servers:
+            probes[server] = await stack.enter_async_context(triton.InferenceServerClient(server))
+            await require_model(probes[server], server, load.model, load.mode)
+            connections[server] = _connections(load, server)
+            for connection in connections[server]:
+                stack.push_async_callback(connection.aclose)
+        writer = AudioWriter(load.audio_dir)
+        stack.push_async_callback(writer.aclose)
+        return await _Runner(load, probes, connections, writer, observer).run()
+
+
+def _connections(load: Load, server: str) -> list[Connection]:
+    share = -(-load.tasks // len(load.servers))
+    if load.client == "sync":
+        return [ThreadConnection(server) for _ in range(share)]
+    most = share if load.rate is None else MAX_SHARED_CONNECTIONS
+    return [AsyncConnection(server) for _ in range(min(most, MAX_SHARED_CONNECTIONS))]
+
+
+class _Runner:
+    def __init__(
+        self,
+        load: Load,
+        probes: dict[str, triton.InferenceServerClient],
+        connections: dict[str, list[Connection]],
+        writer: AudioWriter,
+        observer: Observer,
+    ) -> None:
+        self._load = load
+        self._probes = probes
+        self._connections = connections
+        self._writer = writer
+        self._observer = observer
+        self._watch = ServerWatch(probes, self._give_up)
+        self._tasks: dict[asyncio.Task[object], str] = {}  # what asks, and which server
+        self._live = 0
+        self._outcomes: list[Outcome] = []
+        self._counts = False  # whether outcomes are of the run, not of its warm-up
+        self._begun = 0.0
+
+    async def run(self) -> Run:
+        load, interrupted = self._load, False
+        before: list[ModelTimes] = []
+        vocoder_before: dict[str, float] = {}
+        async with self._watch.running(), lags() as late:
+            try:
+                with interruptible():
+                    self._observer.begins("warming up")
+                    await self._closed(load.warmup)
+                    before, vocoder_before = await self._model_times(), await vocoder_counters(load.metrics)
+                    late.clear()
+                    self._observer.begins("measuring")
+                    self._counts, self._begun = True, time.perf_counter()
+                    await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
+            except asyncio.CancelledError:
+                interrupted = True
+        await self._writer.finish()
+        return Run(
+            outcomes=self._outcomes,
+            elapsed=max((outcome.begun + outcome.total for outcome in self._outcomes), default=0.0),
+            unsent=len(load.jobs) - len(self._outcomes),
+            lost=self._watch.lost,
+            interrupted=interrupted,
+            client_lag=float(np.percentile(late, 95)) if late else 0.0,
+            models=between(before, await self._model_times()) if self._counts else [],
+            vocoder=vocoder_figures(vocoder_before, await vocoder_counters(load.metrics)),
+        )
+
+    # --- who asks when -------------------------------------------------------------------------------------------
+
+    async def _closed(self, jobs: Sequence[Job]) -> None:
+        left, spread = deque(jobs), np.random.default_rng(0)
+        for index in range(min(self._load.tasks, len(jobs))):
+            server, connection = self._way(self._load.servers, index)
+            delay = spread.uniform(0, LISTENERS_COME) if self._load.listening else index * START_SPACING
+            self._start(self._work(left, server, connection, delay), server)
+        await self._finish()
+
+    async def _work(self, jobs: deque[Job], server: str, connection: Connection, delay: float) -> None:
+        await asyncio.sleep(delay)
+        while jobs and server not in self._watch.lost:
+            heard = await self._request(jobs.popleft(), server, connection, time.perf_counter())
+            if self._load.listening and jobs:
+                await asyncio.sleep(heard - time.perf_counter())
+
+    async def _open(self, jobs: Sequence[Job], rate: float) -> None:
+        due = self._begun + np.cumsum(np.random.default_rng(0).exponential(1 / rate, len(jobs)))
+        try:
+            for index, (job, at) in enumerate(zip(jobs, due.tolist(), strict=True)):
+                await asyncio.sleep(at - time.perf_counter())
+                if not (servers := [server for server in self._load.servers if server not in self._watch.lost]):
+                    break
+                server, connection = self._way(servers, index)
+                if self._live >= MAX_IN_FLIGHT:
+                    refusal = f"not sent: {MAX_IN_FLIGHT} requests are unanswered; the rate is beyond the server"
+                    self._note(Outcome(job.id, server, at - self._begun, (), (), 0.0, refusal))
+                else:
+                    self._start(self._request(job, server, connection, at), server)
+        except asyncio.CancelledError:
+            for task in self._tasks:
+                task.cancel()
+            raise
+        finally:
+            await self._finish()
+
+    def _way(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
+        """Servers in turn, and each one's connections in turn."""
+        server = servers[index % len(servers)]
+        connections = self._connections[server]
+        return server, connections[index // len(servers) % len(connections)]
+
+    def _start(self, work: Coroutine[Any, Any, object], server: str) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = server
+        task.add_done_callback(self._tasks.pop)
+
+    async def _finish(self) -> None:
+        """Wait for what was started; cancelled, take it along."""
+        tasks = list(self._tasks)
+        try:
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        except asyncio.CancelledError:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def _give_up(self, server: str) -> None:
+        """The server is lost, and with it what waits for its answers."""
+        for task, asked in self._tasks.items():
+            if asked == server and task is not asyncio.current_task():
+                task.cancel()
+
+    # --- one request ---------------------------------------------------------------------------------------------
+
+    async def _request(self, job: Job, server: str, connection: Connection, start: float) -> float:
+        """Returns when it has been heard to its end, if it is played from its first chunk on."""
+        load, recorder, error = self._load, Recorder(start=start), ""
+        self._live += 1
+        try:
+            await connection.record(load.model, job.utterance(), load.mode, load.timeout, recorder)
+            speech = recorder.finish()
+        except ClientError as problem:
+            error = str(problem)
+        except asyncio.CancelledError:
+            if server not in self._watch.lost:
+                raise
+            error = self._watch.lost[server]
+        finally:
+            self._live -= 1
+        self._note(
+            Outcome(
+                id=job.id,
+                server=server,
+                begun=start - self._begun,
+                arrivals=tuple(recorder.arrivals),
+                samples=tuple(recorder.samples),
+                total=recorder.elapsed,
+                error=error,
+                timeline=tuple(recorder.timeline),
+            )
+        )
+        if error:
+            await self._watch.check(server)
+        elif self._counts:
+            await self._writer.write(job.id, speech)
+        return start + (recorder.arrivals[0] if recorder.arrivals else 0.0) + sum(recorder.samples) / SAMPLE_RATE
+
+    def _note(self, outcome: Outcome) -> None:
+        if self._counts:
+            self._outcomes.append(outcome)
+            self._observer.ended(outcome, self._live)
+        elif outcome.error:
+            logger.warning("warm-up, %s: %s", outcome.id, outcome.error)
+
+    async def _model_times(self) -> list[ModelTimes]:
+        servers = [server for server in self._load.servers if server not in self._watch.lost]
+        return [model for server in servers for model in await model_times(self._probes[server], server)]

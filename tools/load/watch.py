@@ -1,0 +1,118 @@
+"""Are the servers there, is this process in time, has somebody pressed Ctrl-C: what a run has to know beside it."""
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException
+
+from common.client.requests import one_line
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 1.0  # between two looks at a server
+PROBE_SECONDS = 2.0  # for its answer; two looks without one, and it is lost
+LAG_SECONDS = 0.02  # between two looks at this process's own lateness
+
+
+class ServerWatch:
+    """Asks servers whether they live. `lost`: those that do not, and why; `on_loss` is told each."""
+
+    def __init__(self, probes: Mapping[str, triton.InferenceServerClient], on_loss: Callable[[str], None]) -> None:
+        self.lost: dict[str, str] = {}
+        self._probes = probes
+        self._on_loss = on_loss
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Looks at every server now and then."""
+        async with _in_background(*(self._watch(server) for server in self._probes)):
+            yield
+
+    async def check(self, server: str) -> None:
+        """After a failure: a server that is gone must not fail every request that is left, one by one."""
+        if server not in self.lost and (reason := await self._silence(server)):
+            self._lose(server, reason)
+
+    async def _watch(self, server: str) -> None:
+        silent = 0
+        while server not in self.lost:
+            await asyncio.sleep(WATCH_SECONDS)
+            reason = await self._silence(server)
+            silent = silent + 1 if reason else 0
+            if silent == 2:
+                self._lose(server, reason)
+
+    async def _silence(self, server: str) -> str:
+        """Why a server does not answer; "" when it does."""
+        try:
+            if await self._probes[server].is_server_live(client_timeout=PROBE_SECONDS):
+                return ""
+            return "it says that it is not live"
+        except InferenceServerException as error:
+            if error.status() == str(grpc.StatusCode.DEADLINE_EXCEEDED):
+                return f"nothing came within {PROBE_SECONDS:g} s"
+            return one_line(error.message())
+
+    def _lose(self, server: str, reason: str) -> None:
+        if server not in self.lost:
+            self.lost[server] = f"{server} stopped answering: {reason}"
+            self._on_loss(server)
+
+
+@asynccontextmanager
+async def lags() -> AsyncIterator[list[float]]:
+    """A list that fills with how late this process notices that a time has come, in seconds."""
+    measured: list[float] = []
+
+    async def measure() -> None:
+        while True:
+            due = time.perf_counter() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            measured.append(max(0.0, time.perf_counter() - due))
+
+    async with _in_background(measure()):
+        yield measured
+
+
+@asynccontextmanager
+async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("a watch of the run has failed: %r", result)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM cancel the running task once; a second one ends the process as usual."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+
+    def cancel() -> None:
+        release()
+        task.cancel()
+
+    def release() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, cancel)
+    try:
+        yield
+    finally:
+        release()

@@ -1,0 +1,114 @@
+"""What the offline tools are given: samples, their voices, and tokens that were computed ahead."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.constants import PROMPT_SAMPLE_RATE
+from common.text import clean_line
+from common.voice.audio import validate_reference
+from common.voice.prompt import Prompt, ReferenceEncoder
+from tools.load.samples import Sample, SampleError, read_dataset, read_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ROOT / "tests" / "assets" / "manifest.jsonl"
+VOICES_KEPT = 64  # some 3 MB each at most
+MAX_TRANSCRIPT_CHARS = 4096
+
+
+def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
+    """The options that name the samples. split: the tool's name of a data set's split, as upstream has it."""
+    parser.add_argument("--manifest-path", type=Path, help=f"JSON lines or seed-tts .lst; default: {_shown(SHIPPED)}")
+    parser.add_argument(split, dest="split_name", help="split of a HuggingFace data set, such as wenetspeech4tts")
+    parser.add_argument(
+        "--dataset-name",
+        help="default: yuekai/CV3-Eval for splits with 'zero' in their name, else yuekai/seed_tts_cosy2",
+    )
+
+
+def read_samples(args: argparse.Namespace) -> list[Sample]:
+    """The samples that the command line names; SampleError in one line where it cannot be."""
+    if args.manifest_path and (args.split_name or args.dataset_name):
+        raise SampleError("give a manifest or a data set, not both")
+    if args.dataset_name and not args.split_name:
+        raise SampleError(f"which split of {args.dataset_name}? name it")
+    if args.split_name:
+        name = args.dataset_name or ("yuekai/CV3-Eval" if "zero" in args.split_name else "yuekai/seed_tts_cosy2")
+        samples = read_dataset(name, args.split_name)
+    else:
+        samples = read_manifest(args.manifest_path or SHIPPED)
+    if nameless := [sample.id for sample in samples if sample.prompt_audio is None]:
+        raise SampleError(f"sample {nameless[0]!r} names a speaker; offline tools know no voice but prompt_audio")
+    return samples
+
+
+def add_vocoder_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the tools that render tokens which are there already."""
+    parser.add_argument(
+        "--model-dir",
+        type=Path,
+        default=Path("models/demo/Step-Audio-2-mini/token2wav"),
+        help="checkpoint of either vocoder (default: %(default)s)",
+    )
+    add_data_arguments(parser, "--huggingface-dataset-split")
+    parser.add_argument("--tokens-path", type=Path, help="JSON lines of id and target_audio_cosy2_tokens")
+    parser.add_argument("--output-dir", type=Path, default=Path("out/generated_wavs"), help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
+    """The samples with the tokens of `path`: JSON lines of `id` and `target_audio_cosy2_tokens`."""
+    if path is None:
+        return list(samples)
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        tokens = {str(row["id"]): np.asarray(row["target_audio_cosy2_tokens"], np.int64) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SampleError(
+            f"cannot read the tokens in {path}: {type(error).__name__} {error}; "
+            "scripts/offline_inference.py writes such a file, samples.jsonl"
+        ) from None
+    if missing := [sample.id for sample in samples if sample.id not in tokens]:
+        raise SampleError(f"{path} has no tokens of {len(missing)} sample(s), the first of which is {missing[0]!r}")
+    return [replace(sample, target_audio_cosy2_tokens=tokens[sample.id]) for sample in samples]
+
+
+class Voices:
+    """The prompt of a recording, as the networks see it. Voices come back, so the latest are kept."""
+
+    def __init__(self, model_dir: Path, device: str) -> None:
+        self._encode = ReferenceEncoder(model_dir, device)
+        self._known = lru_cache(VOICES_KEPT)(lambda wav: self._encode(np.frombuffer(wav, np.float32).copy()))
+
+    def __call__(self, sample: Sample) -> Prompt:
+        """Raises ValueError where the recording or its transcript cannot be used."""
+        assert sample.prompt_audio is not None  # `read_samples` has looked
+        wav = validate_reference(sample.prompt_audio)
+        text = sample.prompt_text.strip()
+        if text:
+            text = clean_line(text, name="prompt_text", max_chars=MAX_TRANSCRIPT_CHARS)
+        return replace(self._known(wav.tobytes()), text=text)
+
+    def utterance(self, sample: Sample) -> tuple[Prompt, np.ndarray]:
+        """The prompt, and the sample's speech tokens (n,); those of the recording itself where it has none."""
+        prompt = self(sample)
+        tokens = sample.target_audio_cosy2_tokens
+        return prompt, prompt.tokens if tokens is None else tokens
+
+    def forget(self) -> None:
+        """Make every voice anew from now on."""
+        self._known.cache_clear()
+
+    def warm_up(self) -> None:
+        """Read the networks, so that the first voice does not wait for them."""
+        self._encode(np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32))
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(ROOT)

@@ -1,0 +1,140 @@
+"""The LLM's backends of the offline tool: prompts in batches, speech tokens out.
+
+    hf                   transformers' generate over a HuggingFace directory: any device, slow
+    trtllm               TensorRT-LLM in this process, over built engines or a HuggingFace directory
+    vllm                 vLLM in this process, over a HuggingFace directory
+    trtllm-serve         a server with OpenAI's interface: trtllm-serve, vllm serve, transformers serve
+    onnxruntime_genai    this project's CPU engine, over a directory from scripts/convert_genai.py
+
+All but `hf` batch by themselves: so many prompts as a batch has are under way at any moment.
+"""
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from async_timeout import timeout
+
+from common.config import LLMEngine
+from common.errors import UnavailableError
+from common.llm.engines.interface import EngineLM
+from common.llm.engines.loading import load_engine
+from common.llm.interface import FinishReason, LLMPrompt, Sampling, SpeechLM, Timeouts
+from common.llm.openai_client import OpenAILM
+from common.llm.speech_tokens import LLMTokenizer
+
+ENGINES: dict[str, LLMEngine] = {"trtllm": "tensorrt_llm", "vllm": "vllm", "onnxruntime_genai": "onnxruntime_genai"}
+BACKENDS = ("hf", "trtllm", "vllm", "trtllm-serve", "onnxruntime_genai")
+SILENT_SECONDS = (
+    60.0  # nobody listens, so an LLM may take longer than in serving; one that hangs must still be an error
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Speech ids (n,) int64 0..6560, at least one, and why the LLM ended: "length" where it was cut short."""
+
+    tokens: np.ndarray
+    finish_reason: FinishReason | None
+
+
+class BatchLM(Protocol):
+    """A way to the LLM for work that is all there."""
+
+    def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
+        """The answer to each, or why there is none."""
+        ...
+
+    def close(self) -> None:
+        """End it; harmless twice."""
+        ...
+
+
+class StreamedLM:
+    """A way to the LLM that batches by itself, kept busy with `at_once` requests. For the main thread: it has an event
+    loop of its own, which takes interruptions.
+    """
+
+    def __init__(self, llm: SpeechLM, at_once: int) -> None:
+        self._llm = llm
+        self._at_once = at_once
+        self._loop = asyncio.new_event_loop()
+
+    def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
+        batch = self._loop.create_task(self._generate(prompts, sampling))
+        # An interruption ends the requests first; raised among them it would leave them running.
+        self._loop.add_signal_handler(signal.SIGINT, batch.cancel)
+        try:
+            return self._loop.run_until_complete(batch)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        finally:
+            self._loop.remove_signal_handler(signal.SIGINT)
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.run_until_complete(self._llm.aclose())
+            self._loop.close()
+
+    async def _generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
+        places = asyncio.Semaphore(self._at_once)
+
+        async def ask(prompt: LLMPrompt) -> Answer | Exception:
+            async with places:
+                try:
+                    return await self._ask(prompt, sampling)
+                except Exception as error:
+                    return error
+
+        return await asyncio.gather(*map(ask, prompts))
+
+    async def _ask(self, prompt: LLMPrompt, sampling: Sampling) -> Answer:
+        stream = self._llm.generate(prompt, sampling)
+        tokens: list[int] = []
+        try:
+            while True:
+                async with timeout(SILENT_SECONDS):
+                    part = await anext(stream, None)
+                if part is None:
+                    break
+                tokens += part
+        except asyncio.TimeoutError:
+            raise UnavailableError(f"the LLM sent no token for {SILENT_SECONDS:g} s") from None
+        finally:
+            await stream.aclose()
+        return answer(prompt, tokens, stream.finish_reason)
+
+
+def answer(prompt: LLMPrompt, tokens: Sequence[int], finish_reason: FinishReason | None) -> Answer:
+    """Raises UnavailableError where nothing was said."""
+    if not tokens:
+        raise UnavailableError(f"the LLM returned no speech token for the text {prompt.target_text[:80]!r}")
+    return Answer(np.asarray(tokens, np.int64), finish_reason)
+
+
+def engine_dir(backend: str, model_dir: Path, given: Path | None) -> Path:
+    """What a backend's engine loads, where none is given: the LLM's own directory, or the converted one beside it."""
+    beside = model_dir.with_name(model_dir.name + "_genai")
+    return given or (beside if backend == "onnxruntime_genai" else model_dir)
+
+
+def load_llm(
+    backend: str, model_dir: Path, engine: Path, tokenizer: LLMTokenizer, batch_size: int, device: str
+) -> BatchLM:
+    """A backend in this process, serving what `engine_dir` names. Raises ValueError where it cannot."""
+    if backend == "hf":
+        from tools.offline.transformers_lm import TransformersLM  # takes seconds to import
+
+        return TransformersLM.load(model_dir, tokenizer, batch_size, device)
+    return StreamedLM(EngineLM(load_engine(ENGINES[backend], engine, tokenizer, batch_size), tokenizer), batch_size)
+
+
+def connect(url: str, model: str, tokenizer: LLMTokenizer, batch_size: int) -> BatchLM:
+    """The backend trtllm-serve. url: with or without the path of an API, as upstream's --openai-api-base."""
+    base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
+    timeouts = Timeouts(first_token=SILENT_SECONDS, token=SILENT_SECONDS)
+    return StreamedLM(OpenAILM([base], model, tokenizer, timeouts), batch_size)

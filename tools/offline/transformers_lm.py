@@ -1,0 +1,140 @@
+"""The backend `hf`: transformers' generate, one batch after another, on any device."""
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria
+
+from common.llm.checkpoint import read_limits, speech_bias
+from common.llm.engines.interface import GenerationRequest, require_speech_tokens
+from common.llm.interface import LengthRatios, LLMPrompt, Sampling
+from common.llm.speech_tokens import LLMTokenizer
+from tools.offline.llm import Answer, answer
+
+RATIOS = LengthRatios()
+
+
+class TransformersLM:
+    """A causal LM that utters nothing but speech. A batch is as slow as its longest answer.
+
+    The draws of a batch come from one seed, so what is said depends on who else is in the batch.
+    """
+
+    def __init__(self, model: Any, tokenizer: LLMTokenizer, limits: tuple[int, int], batch_size: int) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._batch_size = batch_size
+
+    @classmethod
+    def load(cls, model_dir: Path, tokenizer: LLMTokenizer, batch_size: int, device: str) -> "TransformersLM":
+        """Raises ValueError where `model_dir` is not that of a CosyVoice2 LLM."""
+        limits = read_limits(model_dir)
+        require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
+        dtype = torch.float32 if device == "cpu" else "auto"
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+        model = model.to(device).eval()
+        # Minus infinity for what is no speech, before any penalty; the official head's own bias has no other place.
+        bias = torch.from_numpy(speech_bias(model_dir, tokenizer, limits.vocab_size))
+        model.lm_head.bias = torch.nn.Parameter(bias.to(device, model.lm_head.weight.dtype))
+        return cls(model, tokenizer, limits, batch_size)
+
+    def close(self) -> None:
+        """Nothing runs between batches."""
+
+    def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
+        results: list[Answer | Exception] = [ValueError("never asked")] * len(prompts)
+        requests: dict[int, GenerationRequest] = {}
+        for index, prompt in enumerate(prompts):
+            try:
+                requests[index] = self._request(prompt, sampling)
+            except ValueError as error:
+                results[index] = error
+        waiting = iter(requests)
+        while members := list(islice(waiting, self._batch_size)):
+            try:
+                spoken = self._generate([requests[index] for index in members])
+            except Exception as error:  # such as a GPU that is full
+                results = [error if index in members else result for index, result in enumerate(results)]
+                continue
+            for index, ids in zip(members, spoken, strict=True):
+                results[index] = self._answer(prompts[index], ids)
+        return results
+
+    def _request(self, prompt: LLMPrompt, sampling: Sampling) -> GenerationRequest:
+        if sampling.ras_window:
+            raise ValueError(f"ras_window {sampling.ras_window}: transformers has no repetition-aware sampling")
+        ids = self._tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
+        sampling = RATIOS.bound(sampling, self._tokenizer.text_length(prompt.target_text))
+        request = GenerationRequest(ids, sampling, self._tokenizer.end_ids)
+        request.check(*self._limits)
+        return request
+
+    @torch.inference_mode()
+    def _generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+        """The ids that each request is answered with, its end token last where there is one."""
+        device, longest = self._model.device, max(len(request.input_ids) for request in requests)
+        ids = torch.full((len(requests), longest), self._tokenizer.sos_id, device=device)  # in every prompt: no penalty
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):  # padded at the left: answers begin side by side
+            ids[row, longest - len(request.input_ids) :] = torch.tensor(request.input_ids)
+            mask[row, longest - len(request.input_ids) :] = 1
+        sampling, end_ids = requests[0].sampling, list(self._tokenizer.end_ids)
+        least, most = (
+            torch.tensor([getattr(request.sampling, name) for request in requests], device=device)
+            for name in ("min_tokens", "max_tokens")
+        )
+        drawn: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:
+            drawn = {"do_sample": True, "temperature": sampling.temperature}
+            drawn |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if sampling.seed is not None:
+                torch.manual_seed(sampling.seed)
+            output = self._model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=int(most.max()),
+                repetition_penalty=sampling.repetition_penalty,
+                eos_token_id=end_ids,
+                pad_token_id=end_ids[0],
+                logits_processor=[_Least(longest, least, end_ids)],
+                stopping_criteria=[_Most(longest, most)],
+                **drawn,
+            )
+        answers = output[:, longest:].tolist()
+        return [ids[: request.sampling.max_tokens] for ids, request in zip(answers, requests, strict=True)]
+
+    def _answer(self, prompt: LLMPrompt, ids: list[int]) -> Answer | Exception:
+        ends = [position for position, token in enumerate(ids) if token in self._tokenizer.end_ids]
+        spoken = ids[: ends[0]] if ends else ids
+        try:
+            return answer(prompt, self._tokenizer.to_speech_ids(spoken), "stop" if ends else "length")
+        except RuntimeError as error:
+            return error
+
+
+class _Least(LogitsProcessor):
+    """No end before each row's fewest tokens."""
+
+    def __init__(self, prompt: int, least: Tensor, end_ids: list[int]) -> None:
+        self._prompt, self._least, self._end_ids = prompt, least, end_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        early = input_ids.shape[1] - self._prompt < self._least
+        blocked = scores.index_fill(1, torch.tensor(self._end_ids, device=scores.device), -torch.inf)
+        return torch.where(early[:, None], blocked, scores)
+
+
+class _Most(StoppingCriteria):
+    """Each row ends after its most tokens."""
+
+    def __init__(self, prompt: int, most: Tensor) -> None:
+        self._prompt, self._most = prompt, most
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] - self._prompt >= self._most

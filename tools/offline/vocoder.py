@@ -1,0 +1,141 @@
+"""Speech tokens to audio for many utterances at once: whole, or in the chunks that a listener would get."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from common.config import OrchestratorConfig, Token2WavConfig
+from common.constants import FLOW_CHUNK_TOKENS
+from common.flow.checkpoint import flow_kind
+from common.orchestrator.chunking import HopRules, HopSchedule, Strategy
+from common.token2wav.engine import Precision, Stream, Token2Wav
+from common.token2wav.streaming import Chunk
+from common.voice.prompt import Prompt
+from tools.demo_model.make import weights_of
+
+Utterance = tuple[Prompt, np.ndarray]  # a voice, and what it says: (n,) int64, speech tokens
+
+
+@dataclass
+class Streamed:
+    """One utterance as a listener gets it: `waveforms` (N,) float32 at 24 kHz, one a chunk."""
+
+    waveforms: list[np.ndarray] = field(default_factory=list)
+    first_chunk: float = 0.0  # seconds from the batch's start to the first audio
+
+
+class OfflineVocoder:
+    """Either stack's vocoder, whichever the checkpoint is of. `kind`: "dit" or "unet"; `calls` of the flow so far."""
+
+    def __init__(self, engine: Token2Wav, kind: Literal["dit", "unet"], random_weights: bool) -> None:
+        self.kind = kind
+        self.name = f"{kind} vocoder{', RANDOM weights' if random_weights else ''}"
+        self.calls = 0
+        self._engine = engine
+
+    @classmethod
+    def load(cls, model_dir: Path, device: str, streams: int) -> "OfflineVocoder":
+        """From a checkpoint's flow.pt and hift.pt, for so many streams at once; 0: whole utterances only, which takes
+        far less memory on a GPU. Raises ValueError.
+        """
+        kind = flow_kind(model_dir / "flow.pt")
+        options: dict[str, Any] = {"device": device, "max_streams": max(1, streams)}
+        options["runtime"] = "auto" if streams else "torch"  # which captures nothing
+        options["precision"] = Precision.named("auto", "auto", device, options["runtime"])
+        if kind == "unet":
+            engine = Token2Wav.load_unet(model_dir, **options)
+        else:
+            engine = Token2Wav.load_dit(model_dir, **options, voice_cache_bytes=Token2WavConfig.voice_cache_mb << 20)
+        engine.warm_up()
+        return cls(engine, kind, weights_of(model_dir) == "random")
+
+    def rules(self, strategy: Strategy) -> HopRules:
+        """Upstream's streaming test cuts after 25 tokens; doubling ends where the server's does."""
+        return HopRules(
+            strategy=strategy,
+            first_hop=FLOW_CHUNK_TOKENS,
+            max_hop=OrchestratorConfig.max_hop_tokens,
+            boundary=FLOW_CHUNK_TOKENS if self.kind == "unet" else 1,
+        )
+
+    def whole(self, batch: Sequence[Utterance]) -> list[np.ndarray | Exception]:
+        """Utterances at once, (N,) float32 at 24 kHz each. A batch that fails is rendered one by one, so that nothing
+        but the culprit fails.
+        """
+        self.calls += 1
+        try:
+            return list(self._engine.whole_batch(batch))
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+        return [self.whole([utterance])[0] for utterance in batch]
+
+    def streamed(
+        self, batch: Sequence[Utterance], rules: HopRules, clock: Callable[[], float] = time.perf_counter
+    ) -> list[Streamed | Exception]:
+        """The same chunk by chunk, all utterances in step."""
+        begun = clock()
+        streams: list[_Stream | Exception] = []
+        try:
+            for prompt, tokens in batch:
+                streams.append(self._open(prompt, tokens, rules))
+            opened = [stream for stream in streams if isinstance(stream, _Stream)]
+            while live := [stream for stream in opened if stream.live]:
+                self._advance(live)
+                for stream in live:
+                    stream.spoken.first_chunk = stream.spoken.first_chunk or clock() - begun
+        finally:
+            for each in streams:
+                if isinstance(each, _Stream):
+                    self._engine.close(each.stream)
+        return [each if isinstance(each, Exception) else each.error or each.spoken for each in streams]
+
+    def _open(self, prompt: Prompt, tokens: np.ndarray, rules: HopRules) -> "_Stream | Exception":
+        if len(tokens) == 0:
+            return ValueError("there are no speech tokens to speak")
+        try:
+            return _Stream(self._engine.open(prompt), tokens, rules.schedule(len(prompt.tokens)))
+        except Exception as error:
+            return error
+
+    def _advance(self, live: Sequence["_Stream"]) -> None:
+        """One more chunk for each."""
+        chunks = [self._next_chunk(stream) for stream in live]
+        parts: Sequence[np.ndarray | Exception]
+        self.calls += 1
+        try:
+            parts = self._engine.step([(each.stream, chunk) for each, chunk in zip(live, chunks, strict=True)])
+        except Exception as error:
+            parts = [error] * len(live)
+        for stream, chunk, part in zip(live, chunks, parts, strict=True):
+            if isinstance(part, Exception):
+                stream.error = part
+            else:
+                stream.spoken.waveforms.append(part)
+            stream.ended = chunk.last
+
+    def _next_chunk(self, stream: "_Stream") -> Chunk:
+        cut = stream.schedule.next_chunk(len(stream.tokens), ended=True)
+        assert cut is not None  # all tokens are there, and the final chunk has not been taken
+        begin = 0 if self.kind == "unet" else cut.offset
+        return Chunk(stream.tokens[begin : cut.end_of_context], last=cut.final, offset=cut.offset)
+
+
+@dataclass
+class _Stream:
+    """An utterance on its way."""
+
+    stream: Stream
+    tokens: np.ndarray
+    schedule: HopSchedule
+    spoken: Streamed = field(default_factory=Streamed)
+    error: Exception | None = None
+    ended: bool = False
+
+    @property
+    def live(self) -> bool:
+        return not self.ended and self.error is None

@@ -1,0 +1,112 @@
+"""One golden fixture on disk: `<name>.json` that describes it and `<name>.safetensors` that holds its tensors."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tools.parity.weight_rule import generate_weights
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bounds on what a computed tensor may differ by; both zero means equal in every element."""
+
+    atol: float = 0.0  # largest absolute difference
+    rms: float | None = None  # root mean square of the difference
+
+
+class Fixture:
+    """Inputs, expected results, weights and description of one fixture.
+
+    `fixture["in/xs"]` is a stored tensor, `"in/xs" in fixture` tells whether there is one, `fixture.meta` is the JSON.
+    """
+
+    def __init__(self, json_path: Path) -> None:
+        """ValueError, KeyError or safetensors' own error when a file of the pair is not what it should be."""
+        self.folder = json_path.parent
+        self.meta: dict[str, Any] = json.loads(json_path.read_text())
+        self.name = json_path.stem
+        self.described: dict[str, dict[str, Any]] = self.meta["tensors"]
+        if self.meta["name"] != self.name:
+            raise ValueError(f"unknown fixture: the file describes {self.meta['name']!r}")
+        # Where tolerances are given per family of outputs and not per tensor, the check says which output is of which.
+        self.families: dict[str, str] = {}
+        self._tensors_path = json_path.with_suffix(".safetensors")
+        with safe_open(self._tensors_path, framework="pt") as file:
+            self.keys = list(file.keys())
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return load_file(self._tensors_path)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys
+
+    @property
+    def outputs(self) -> set[str]:
+        """Keys of all results, those that are only described or only stored included."""
+        return {key for key in (*self.keys, *self.described) if key.startswith("out/")}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key not in self:
+            raise ValueError(f"{key} is not stored")
+        return self._tensors[key]
+
+    def weights(self, file: str | None = None) -> dict[str, torch.Tensor]:
+        """The state_dict that the fixture was made with.
+
+        file: one of several weights files by its name; without it, the fixture's own "weights_file", of which only
+        the keys under "weights_prefix" are returned, with the prefix taken off.
+        """
+        prefix = "" if file else self.meta.get("weights_prefix", "")
+        state = load_file(self._beside(file or self.meta["weights_file"]))
+        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+    def weights_meta(self, file: str | None = None) -> dict[str, Any]:
+        """The JSON beside the weights file: constructor arguments of every sub-module under "config"."""
+        file = file or self.meta["weights_file"]
+        return json.loads(self._beside(str(Path(file).with_suffix(".json"))).read_text())
+
+    def _beside(self, file: str) -> Path:
+        path = self.folder / file
+        if not path.is_file():
+            raise ValueError(f"{file} is missing")
+        return path
+
+    def generated_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """The state_dict of a fixture whose weights follow from a rule over key names; ValueError if they come out
+        other than the fixture's "weight_check" says.
+
+        shapes: the official checkpoint's {key: shape} for the network.
+        """
+        return generate_weights(shapes, self.meta["weight_check"])
+
+    def tolerance(self, key: str) -> Tolerance:
+        """What the stored tensor `key` may differ by. ValueError if the fixture does not say."""
+        tensor = self.described.get(key, {})
+        if "atol" in tensor:
+            return Tolerance(tensor["atol"], tensor.get("rms_tol"))
+        if tensor.get("compare") == "exact" or not self[key].is_floating_point():
+            return Tolerance()
+        tolerance = self.meta["tolerance"]
+        if isinstance(tolerance, dict) and key in self.families:
+            tolerance = tolerance.get(self.families[key])
+        if not isinstance(tolerance, dict):
+            raise ValueError(f"no tolerance is given for {key}")
+        return Tolerance(tolerance["atol"])
+
+
+def outputs_of(call: Mapping[str, Any]) -> list[str]:
+    """Keys of the results of a call, which has one ("output") or several ("outputs")."""
+    return call["outputs"] if "outputs" in call else [call["output"]]
+
+
+# Computes a fixture's results: yields (key of the stored tensor, such as "out/full/xs", computed tensor).
+Check = Callable[[Fixture], Iterator[tuple[str, torch.Tensor]]]

@@ -1,0 +1,144 @@
+"""Fixtures of CosyVoice2's flow: encoder, UNet estimator, flow-matching solve, and the flow as a whole."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.checkpoint import load_strict, shapes_of
+from common.flow.config import EncoderConfig, UNetConfig, UNetFlowConfig
+from common.flow.encoder import UpsampleConformerEncoder
+from common.flow.matching import FlowMatching, time_schedule
+from common.flow.unet import UNetEstimator
+from common.flow.unet_flow import UNetFlow
+from tools.parity.fixture import Check, Fixture
+from tools.parity.tracing import intermediates, steps_of
+
+Results = Iterator[tuple[str, Tensor]]
+
+
+def build(fixture: Fixture, file: str | None = None) -> UNetFlow:
+    """The flow in a weights file of the fixture; heads, chunks and guidance are from the JSON beside it."""
+    state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
+    sizes = UNetFlowConfig.from_shapes(
+        shapes_of(state),
+        head_dim=config["estimator"]["attention_head_dim"],
+        chunk_tokens=config["encoder"]["static_chunk_size"],
+        guidance=config["cfm"]["cfm_params"]["inference_cfg_rate"],
+    )
+    estimator = replace(sizes.estimator, chunk_frames=config["estimator"]["static_chunk_size"])
+    return load_strict(UNetFlow(replace(sizes, estimator=estimator)), state, "cpu", torch.float32)
+
+
+def _estimator(fixture: Fixture, prefix: str) -> UNetEstimator:
+    config = fixture.weights_meta()["config"]["estimator"]
+    shapes = shapes_of(fixture.weights())
+    return UNetEstimator(
+        UNetConfig.from_shapes(shapes, config["attention_head_dim"], config["static_chunk_size"], prefix)
+    )
+
+
+def check_encoder(fixture: Fixture) -> Results:
+    state = fixture.weights()
+    chunk_tokens = fixture.weights_meta()["config"]["encoder"]["static_chunk_size"]
+    encoder = UpsampleConformerEncoder(EncoderConfig.from_shapes(shapes_of(state), chunk_tokens, prefix=""))
+    load_strict(encoder, state, "cpu", torch.float32)
+    for call in fixture.meta["calls"]:
+        xs, context = fixture[call["xs"]], None
+        if call["context"]:
+            frames = encoder.config.lookahead
+            xs, context = xs[:, :-frames], xs[:, -frames:]
+        with intermediates(encoder, fixture, call["tag"]) as found:
+            ys, valid = encoder(xs, fixture[call["xs_lens"]], context, call["streaming"])
+        yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
+        yield from found.items()
+
+
+def check_estimator(fixture: Fixture) -> Results:
+    estimator = load_strict(_estimator(fixture, prefix=""), fixture.weights(), "cpu", torch.float32)
+    for call in fixture.meta["calls"]:
+        x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
+        with intermediates(estimator, fixture, call["tag"]) as found:
+            yield call["output"], estimator(x, t, mu, speaker, condition, mask.bool(), call["streaming"])
+        yield from found.items()
+
+
+def check_solve(fixture: Fixture) -> Results:
+    guidance = fixture.weights_meta()["config"]["cfm"]["cfm_params"]["inference_cfg_rate"]
+    decoder = FlowMatching(_estimator(fixture, prefix="estimator."), guidance)
+    load_strict(decoder, fixture.weights(), "cpu", torch.float32)
+    for call in fixture.meta["calls"]:
+        mu, mask, speaker, condition = (fixture[key] for key in call["inputs"])
+        states: list[Tensor] = []
+        velocities: list[Tensor] = []
+
+        def velocity(_: int, x: Tensor, *rows: Tensor, mask=mask, call=call, states=states, velocities=velocities):
+            states.append(x[0])
+            velocities.append(decoder.estimator(x, *rows, mask.bool().repeat(2, 1, 1), call["streaming"]))
+            return velocities[-1]
+
+        steps, noise = call["n_timesteps"], fixture["in/rand_noise"][:, :, : mu.shape[2]] * call["temperature"]
+        yield call["output"], decoder.solve(velocity, noise, mu, speaker, condition, steps)
+        computed = {
+            "t_per_step": torch.tensor(time_schedule(steps)[0]),
+            "x_per_step": torch.stack(states),
+            "dphi_per_step": torch.stack(velocities),
+        }
+        for name, tensor in computed.items():
+            if (key := f"mid/{call['tag']}/{name}") in fixture:
+                yield key, tensor
+
+
+def check_flow(fixture: Fixture) -> Results:
+    yield from _flow_calls(fixture, build(fixture))
+
+
+def check_full_size_flow(fixture: Fixture) -> Results:
+    with torch.device("meta"):
+        flow = UNetFlow(UNetFlowConfig())
+    state = fixture.generated_weights({key: tuple(shape) for key, shape in shapes_of(flow.state_dict()).items()})
+    yield from _flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
+
+
+def _flow_calls(fixture: Fixture, flow: UNetFlow) -> Results:
+    if "mid/spk" in fixture:
+        yield "mid/spk", flow.project_speaker(fixture["in/embedding"])
+    for call in fixture.meta["calls"]:
+        token, prompt_token, prompt_feat = _tokens(fixture, call)
+        flags = {"streaming": call["streaming"], "finalize": call["finalize"]}
+        yield (
+            call["output"],
+            flow.inference(
+                token,
+                prompt_token,
+                prompt_feat,
+                fixture["in/embedding"],
+                noise=fixture["in/rand_noise"],
+                steps=steps_of(fixture, call),
+                **flags,
+            ),
+        )
+        if (key := f"mid/{call['tag']}/mu") in fixture:
+            mu = flow.encode(torch.cat([prompt_token, token], dim=1), **flags)
+            yield key, mu.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
+
+
+def _tokens(fixture: Fixture, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Target tokens, prompt tokens and prompt mel of a call; some calls go without a prompt."""
+    prompt_token, prompt_feat = fixture["in/prompt_token"], fixture["in/prompt_feat"]
+    if "prompt" in call:
+        if not call["prompt"].startswith("empty"):
+            raise ValueError(f"{fixture.name}: cannot read the prompt {call['prompt']!r}")
+        prompt_token, prompt_feat = prompt_token[:, :0], prompt_feat[:, :0]
+    return fixture["in/token"][:, : call["n_token"]], prompt_token, prompt_feat
+
+
+CHECKS: dict[str, Check] = {
+    "item1_cosyvoice2_encoder": check_encoder,
+    "item2_cosyvoice2_unet_estimator": check_estimator,
+    "item3_cosyvoice2_cfm_solve": check_solve,
+    "item4_cosyvoice2_flow_inference": check_flow,
+    "fullsize_cosyvoice2_flow": check_full_size_flow,
+}

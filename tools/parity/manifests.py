@@ -1,0 +1,68 @@
+"""Listings of official checkpoints, {key: shape} as JSON, against the networks that would load them."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common.checkpoint import Shapes, shape_differences, shapes_of
+from common.flow.config import DiTFlowConfig, UNetFlowConfig
+from common.flow.dit_flow import DiTFlow
+from common.flow.unet_flow import UNetFlow
+from common.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, split_weight_norm
+from tools.parity.runner import Result, one_line
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
+    """A network's state_dict without memory behind it."""
+    with torch.device("meta"):
+        return build().state_dict()
+
+
+def _hift(listed: Shapes) -> Shapes:
+    empty = {key: torch.empty(shape, device="meta") for key, shape in listed.items()}
+    config = HiFTConfig.from_shapes(shapes_of(fuse_weight_norm(empty)))
+    return shapes_of(split_weight_norm(_on_meta(lambda: HiFTGenerator(config))))
+
+
+def _unet_flow(listed: Shapes) -> Shapes:
+    return shapes_of(_on_meta(lambda: UNetFlow(UNetFlowConfig.from_shapes(listed))))
+
+
+def _dit_flow(listed: Shapes) -> Shapes:
+    return shapes_of(_on_meta(lambda: DiTFlow(DiTFlowConfig.from_shapes(listed))))
+
+
+# What our network of the listed sizes would hold, by the manifest's file name.
+NETWORKS: dict[str, Callable[[Shapes], Shapes]] = {
+    "cosyvoice2_hift_pt.json": _hift,
+    "cosyvoice2_flow_pt.json": _unet_flow,
+    "stepaudio2_token2wav_flow_pt.instantiated.json": _dit_flow,
+}
+# Files that our system never reads: the LLM is served from its Hugging Face form, by an engine of its own.
+NOT_OURS = ("cosyvoice2_llm_pt.json",)
+
+
+def run_manifests(folder: Path) -> Iterator[Result]:
+    """One result per listing; none if there is no such folder. A listing that no network knows is a miss."""
+    for path in sorted(folder.glob("*.json")):
+        name = f"manifests/{path.name}"
+        if path.name in NOT_OURS:
+            yield Result(name, "SKIP", "not compared: no network of ours loads this file")
+        elif path.name not in NETWORKS:
+            yield Result(name, "MISS", "unknown listing: no network has this name")
+        else:
+            yield _compare(name, path)
+
+
+def _compare(name: str, path: Path) -> Result:
+    try:
+        listed = {key: torch.Size(shape) for key, shape in json.loads(path.read_text()).items()}
+        differences = shape_differences(NETWORKS[path.name](listed), listed)
+    except Exception as error:  # the other listings still tell something
+        return Result(name, "MISS", one_line(error))
+    if differences:
+        return Result(name, "MISS", f"{len(differences)} differences, the first: {'; '.join(differences[:5])}")
+    return Result(name, "PASS", f"{len(listed)} keys and shapes equal")

@@ -1,0 +1,101 @@
+"""Runs every fixture of a folder through the check that knows it and compares what comes out with what is stored."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tools.parity.fixture import Check, Fixture, Tolerance
+
+MODULES = ("hift", "features", "flow_unet", "flow_dit", "streaming")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The comparison of one output, or of a fixture as a whole where its outputs could not be compared."""
+
+    name: str  # "<fixture> <tensor key>"
+    verdict: Literal["PASS", "MISS", "SKIP"]
+    detail: str
+
+
+def all_checks() -> dict[str, Check]:
+    """Fixture name -> check, over every module."""
+    checks: dict[str, Check] = {}
+    for module in MODULES:
+        checks |= importlib.import_module(f"tools.parity.{module}").CHECKS
+    return checks
+
+
+def one_line(error: Exception) -> str:
+    """An exception in the words of a Result."""
+    return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
+
+
+def compare(expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> tuple[bool, str]:
+    """(within tolerance, figures in words). Relative error is against the largest magnitude of `expected`."""
+    if expected.shape != actual.shape:
+        return False, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    reference = expected.double()
+    difference = (actual.detach().cpu().double() - reference).abs()
+    largest = difference.max().item() if difference.numel() else 0.0
+    magnitude = reference.abs().max().item() if reference.numel() else 0.0
+    relative = largest / magnitude if magnitude else largest
+    rms = difference.square().mean().sqrt().item() if difference.numel() else 0.0
+    # `<=` is false for NaN, so a NaN on either side is a miss.
+    passed = largest <= tolerance.atol and (tolerance.rms is None or rms <= tolerance.rms)
+    allowed = f"abs {tolerance.atol:.1e}" + ("" if tolerance.rms is None else f" rms {tolerance.rms:.1e}")
+    return passed, f"abs {largest:.1e} rel {relative:.1e} rms {rms:.1e} (allowed {allowed})"
+
+
+def run_fixture(fixture: Fixture, check: Check) -> Iterator[Result]:
+    """One result per compared tensor, then one for each output of the fixture that the check did not compute.
+
+    An exception inside the check ends this fixture with a miss that carries its message.
+    """
+    missing = fixture.outputs
+    try:
+        with torch.inference_mode():
+            for key, actual in check(fixture):
+                missing.discard(key)
+                yield _compare_stored(fixture, key, actual)
+    except Exception as error:  # the other fixtures still tell something
+        yield Result(fixture.name, "MISS", one_line(error))
+    for key in sorted(missing):
+        yield Result(f"{fixture.name} {key}", "MISS", "not computed" if key in fixture else "described, but not stored")
+
+
+def _compare_stored(fixture: Fixture, key: str, actual: torch.Tensor) -> Result:
+    name = f"{fixture.name} {key}"
+    try:
+        passed, detail = compare(fixture[key], actual, fixture.tolerance(key))
+    except ValueError as error:
+        return Result(name, "MISS", str(error))
+    return Result(name, "PASS" if passed else "MISS", detail)
+
+
+def run_folder(folder: Path) -> Iterator[Result]:
+    """Every fixture of a folder, those without a check or without tensors as misses."""
+    checks = all_checks()
+    described = {path.stem for path in folder.glob("*.json") if not path.stem.endswith(".weights")}
+    stored = {path.stem for path in folder.glob("*.safetensors") if not path.stem.endswith(".weights")}
+    for stem in sorted(described | stored):
+        if stem not in described or stem not in stored:
+            yield Result(stem, "MISS", f"{stem}.{'json' if stem in stored else 'safetensors'} is missing")
+            continue
+        yield from _run_file(folder / f"{stem}.json", checks)
+
+
+def _run_file(path: Path, checks: dict[str, Check]) -> Iterator[Result]:
+    if path.stem not in checks:
+        yield Result(path.stem, "MISS", "unknown fixture: no check has this name")
+        return
+    try:
+        fixture = Fixture(path)
+    except Exception as error:
+        yield Result(path.stem, "MISS", f"unreadable: {one_line(error)}")
+        return
+    yield from run_fixture(fixture, checks[fixture.name])

@@ -1,0 +1,194 @@
+"""The streaming loops: our engine against upstream's, chunk by chunk.
+
+Two rules of upstream's loops are mistakes that our engine does not share: the DiT loop trims its cache as if the newest
+frames came last and then reuses noise, and the UNet loop renders its last chunk without the streaming mask. The engine
+is compared wherever those rules (or a fixture's own, where it trims elsewhere) have not acted yet; the rest is composed
+from the same networks under upstream's rules.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from common.flow.cache import DiTFlowCache, KeyValues
+from common.flow.config import FlowConfig
+from common.flow.dit_flow import DiTFlow
+from common.flow.unet_flow import UNetFlow
+from common.token2wav.dit.streaming import DiTState, DiTStreaming, VoiceCache
+from common.token2wav.engine import Stream, Token2Wav
+from common.token2wav.hift.overlap import raw_hamming_window
+from common.token2wav.hift.streaming import MelChunk, StreamingVocoder
+from common.token2wav.noise import NoiseTape
+from common.token2wav.streaming import Chunk
+from common.token2wav.unet.streaming import UNetStreaming
+from common.voice.prompt import Prompt
+from tools.parity import flow_dit, flow_unet, hift
+from tools.parity.fixture import Check, Fixture
+from tools.parity.tracing import steps_of
+
+Outputs = Iterator[tuple[str, Tensor]]
+
+
+class RestartingTape(NoiseTape):
+    """Upstream's fixture draws the vocoder's noise from row 0 of the table in every call."""
+
+    def at(self, index: Tensor) -> Tensor:
+        return super().at(index - index[..., :1])
+
+
+def _vocoder(fixture: Fixture) -> StreamingVocoder:
+    """The vocoder with upstream's window, whose halves add up to 1.08, and the fixture's noise."""
+    network = hift.build(fixture, _file(fixture, "hift"))
+    return StreamingVocoder(network, RestartingTape(fixture["in/noise_table"]), raw_hamming_window(), max_streams=2)
+
+
+def _file(fixture: Fixture, part: str) -> str:
+    """The one of the fixture's weights files that holds a network with this part."""
+    for name in fixture.meta["weights_files"]:
+        if part in fixture.weights_meta(name)["config"]:
+            return name
+    raise ValueError(f"{fixture.name}: none of {fixture.meta['weights_files']} describes a {part!r}")
+
+
+def _served(config: FlowConfig) -> bool:
+    """Whether our engine serves networks of this look-ahead; others are composed under upstream's rules throughout."""
+    return config.encoder.lookahead == LOOKAHEAD_TOKENS
+
+
+def _flow_noise(fixture: Fixture) -> NoiseTape:
+    return NoiseTape(fixture["in/rand_noise"][0].T)  # (1, C, T) -> (T, C)
+
+
+def _prompt(fixture: Fixture, mel: str) -> Prompt:
+    """The prompt cut to whole tokens, as both loops do before they start."""
+    tokens, frames = fixture["in/prompt_token"].reshape(-1), fixture[mel][0]
+    length = min(len(tokens), len(frames) // TOKEN_MEL_RATIO)
+    return Prompt(
+        tokens=tokens[:length].numpy(),
+        mel=frames[: length * TOKEN_MEL_RATIO].numpy(),
+        embedding=fixture["in/embedding"][0].numpy(),
+        text="",
+    )
+
+
+def _tokens(fixture: Fixture, call: dict[str, Any]) -> np.ndarray:
+    first, end = call["token"]
+    return fixture["in/token"].reshape(-1)[first:end].numpy()
+
+
+def _where_stored(fixture: Fixture, results: dict[str, Tensor]) -> Outputs:
+    yield from ((key, result) for key, result in results.items() if key in fixture)
+
+
+def check_dit(fixture: Fixture) -> Outputs:
+    """token2wav_dit: a chunk is the engine's own until it or upstream starts from a cache that was trimmed."""
+    network: DiTFlow = flow_dit.build(fixture, _file(fixture, "dit"))
+    vocoder = _vocoder(fixture)
+    noise = _flow_noise(fixture)
+    prompt = _prompt(fixture, "in/prompt_mel")
+    steps = steps_of(fixture)
+    engine = Token2Wav(DiTStreaming(network, noise, VoiceCache(1 << 30), max_streams=1, steps=steps), vocoder)
+    ours, upstream = engine.open(prompt), _UpstreamDiT(network, noise, prompt, steps)
+    theirs = vocoder.open()
+    same_rules = _served(network.config)
+    for call in fixture.meta["calls"]:
+        tag, tokens, last = call["tag"], _tokens(fixture, call), call["last_chunk"]
+        mel = upstream.step(tokens, last, call.get("flow_cache_frames_after_trim"))
+        (speech,), state = vocoder.step([MelChunk(theirs, mel, last)]), theirs
+        if same_rules:
+            speech, state = _audio(engine, ours, Chunk(tokens, last)), ours.vocoder
+            assert isinstance(ours.flow, DiTState)
+            same_rules = upstream.cache.estimator.attention.frames == upstream.cache.frames and ours.flow.complete
+        yield f"out/{tag}/speech", speech[None]
+        yield from _where_stored(
+            fixture,
+            {
+                f"out/{tag}/cache_source": vocoder.pool.source[state.slot][None, None],
+                f"out/{tag}/cache_speech": vocoder.pool.speech[state.slot][None],
+                f"mid/{tag}/mel": mel[None],
+            },
+        )
+
+
+def _audio(engine: Token2Wav, stream: Stream, chunk: Chunk) -> Tensor:
+    """(N,), or the ValueError that the engine has for the chunk."""
+    (result,) = engine.step([(stream, chunk)])
+    if isinstance(result, ValueError):
+        raise result
+    return torch.from_numpy(result)
+
+
+class _UpstreamDiT:
+    """The flow under upstream's caller: newest frames first, cut to both ends, noise from the cache's length on."""
+
+    def __init__(self, network: DiTFlow, noise: NoiseTape, prompt: Prompt, steps: int) -> None:
+        self._network = network
+        self._noise = noise
+        self.cache: DiTFlowCache = network.setup_cache(
+            torch.from_numpy(prompt.tokens)[None],
+            torch.from_numpy(prompt.mel)[None],
+            torch.from_numpy(prompt.embedding)[None],
+            noise=noise.read(0, len(prompt.mel)).T[None],  # (T, C) -> (1, C, T)
+            steps=steps,
+        )
+        self._prompt_frames = len(prompt.mel)
+
+    def step(self, tokens: np.ndarray, last: bool, keep: int | None) -> Tensor:
+        cached = self.cache.estimator.attention.frames
+        lookahead = 0 if last else self._network.config.encoder.lookahead
+        frames = (len(tokens) - lookahead) * self._network.config.encoder.ratio
+        noise = self._noise.read(cached, frames).T[None]  # (T, C) -> (1, C, T)
+        mel, cache = self._network.inference_chunk(torch.from_numpy(tokens)[None], self.cache, last=last, noise=noise)
+        attention = cache.estimator.attention
+        newest_first = KeyValues(*(_newest_first(x, cached) for x in (attention.keys, attention.values)))
+        if keep is not None:
+            newest_first = newest_first.trimmed(self._prompt_frames, keep - self._prompt_frames)
+        self.cache = replace(cache, estimator=replace(cache.estimator, attention=newest_first))
+        return mel[0]
+
+
+def _newest_first(x: Tensor, cached: int) -> Tensor:
+    """(..., T, D) with the new frames behind the cached ones -> before them. Attention knows no positions."""
+    return torch.cat([x[..., cached:, :], x[..., :cached, :]], dim=-2)
+
+
+def check_unet(fixture: Fixture) -> Outputs:
+    """token2wav: a chunk is the engine's own until upstream renders one without the streaming mask."""
+    network: UNetFlow = flow_unet.build(fixture, _file(fixture, "estimator"))
+    vocoder = _vocoder(fixture)
+    noise = _flow_noise(fixture)
+    prompt = _prompt(fixture, "in/prompt_feat")
+    steps = steps_of(fixture)
+    engine = Token2Wav(UNetStreaming(network, noise, steps=steps), vocoder)
+    ours, theirs = engine.open(prompt), vocoder.open()
+    same_rules = _served(network.config)
+    for call in fixture.meta["calls"]:
+        tag, tokens, offset, last = call["tag"], _tokens(fixture, call), call["token_offset"], call["finalize"]
+        mel = network.inference(
+            torch.from_numpy(tokens)[None],
+            torch.from_numpy(prompt.tokens)[None],
+            torch.from_numpy(prompt.mel)[None],
+            torch.from_numpy(prompt.embedding)[None],
+            noise=fixture["in/rand_noise"],
+            streaming=call["stream"],
+            finalize=last,
+            steps=steps,
+        )[0, :, offset * network.config.encoder.ratio :]
+        rendered = torch.cat([vocoder.pool.mel[theirs.slot], mel], dim=1) if theirs.begun else mel
+        (speech,) = vocoder.step([MelChunk(theirs, mel, last)])
+        same_rules = same_rules and call["stream"]
+        if same_rules:
+            speech = _audio(engine, ours, Chunk(tokens, last, offset=offset))
+        yield f"out/{tag}/speech", speech[None]
+        yield from _where_stored(fixture, {f"mid/{tag}/vocoder_mel": rendered[None]})
+
+
+CHECKS: dict[str, Check] = {
+    "item8b_dit_streaming_token2wav": check_dit,
+    "item8c_cosyvoice2_streaming_token2wav": check_unet,
+}

@@ -1,0 +1,158 @@
+"""How well a checkpoint of the demo's kind speaks, over the real tritonserver: words, lengths, joints, voices, speed.
+
+    python -m tools.voice_evaluation --teacher out/voice/teacher --output out/voice/evaluation
+
+Says every sentence with both stacks, in each voice, streamed and in one piece, at the server's default sampling with
+the sentence's number as seed; then in the voice of a recording of a human. A recogniser (pocketsphinx) judges the
+words. The teacher's own recordings are DIR/VOICE/NN.wav, NN the line of the sentence from 00; without them what is
+compared with them is left out. Writes report.md, figures.json, spectrogram.png and every waveform.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from common.client.requests import Utterance
+from common.constants import PROMPT_SAMPLE_RATE
+from common.server.rendering import StackOptions, render
+from common.server.tritonserver import Ports, TritonServer
+from common.voice.audio import load_audio, save_audio
+from common.voice.prompt import ReferenceEncoder, SpeakerEncoder
+from tools.demo_model.make import DIT_DIR, UNET_DIR, VOICES_DIR
+from tools.voice_evaluation import HELD_OUT, measures, report
+from tools.voice_evaluation.takes import Series, Take, ask, copy_synthesis, from_tokens, read_teacher, seeded
+
+ROOT = Path(__file__).resolve().parents[2]
+Stack = Literal["dit", "unet"]
+DIRECTORIES: dict[Stack, str] = {"dit": DIT_DIR, "unet": UNET_DIR}
+HUMAN = ROOT / "tests" / "assets" / "reference_en.wav"
+HUMAN_TEXT = "Your call is now first in line and will be answered by the next available representative."
+
+
+class Evaluation:
+    """One run; `series` grows as it goes on."""
+
+    def __init__(self, models: Path, voices: Sequence[str], sentences: Sequence[str], teacher: Path | None) -> None:
+        self.models = models
+        self.sentences = sentences
+        self.series: list[Series] = []
+        self.nearness: dict[str, tuple[int, int]] = {}
+        self._recordings = {name: self._registered(name) for name in voices}
+        self._teachers = {name: read_teacher(teacher, name, sentences) for name in voices} if teacher else {}
+        self.series += self._teachers.values()
+
+    def _registered(self, voice: str) -> Take:
+        """What the server has under that name."""
+        path = self.models / VOICES_DIR / f"{voice}.wav"
+        text = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
+        return Take(text, load_audio(path, PROMPT_SAMPLE_RATE), PROMPT_SAMPLE_RATE)
+
+    def parts(self, stack: Stack) -> None:
+        """What the vocoder alone costs, and flow and vocoder together."""
+        directory = self.models / DIRECTORIES[stack]
+        encode = ReferenceEncoder(directory)
+        for voice, teacher in self._teachers.items():
+            self.series.append(copy_synthesis(directory, teacher, stack))
+            self.series.append(from_tokens(directory, teacher, encode(self._recordings[voice].waveform), stack))
+
+    def whole(self, stack: Stack, mode: str, work: Path) -> None:
+        """The server's answers."""
+        options = StackOptions(models_dir=self.models, stack=stack, decoupled=mode == "streaming", device="cpu")
+        repository = work / f"{stack}-{mode}"
+        render(options, repository)
+        with TritonServer(repository, ports=Ports(0, 0, 0), log_file=work / f"{stack}-{mode}.log") as server:
+            said = list(enumerate(self.sentences))
+            for voice in self._recordings:
+                requests = [Utterance(text, speaker=voice, parameters=seeded(number)) for number, text in said]
+                takes = ask(server.grpc_url, options.orchestrator, mode, requests)
+                name = report.STREAMED if mode == "streaming" else report.OFFLINE
+                self.series.append(Series(name, stack, voice, takes))
+            if mode == "streaming":
+                human = load_audio(HUMAN, PROMPT_SAMPLE_RATE)
+                requests = [Utterance(text, human, HUMAN_TEXT, seeded(number)) for number, text in said]
+                takes = ask(server.grpc_url, options.orchestrator, mode, requests)
+                self.series.append(Series("after a human's recording, streamed", stack, HUMAN.stem, takes))
+                self._prompting(stack, server.grpc_url, options.orchestrator)
+
+    def _prompting(self, stack: Stack, address: str, model: str) -> None:
+        """Each sentence after a recording of the voices in turn, of another sentence where the teacher has given them:
+        whose voice the answer is in."""
+        names = list(self._recordings)
+        voices = {name: self._teachers[name].takes if self._teachers else [self._recordings[name]] for name in names}
+        wanted, requests = [], []
+        for number, text in enumerate(self.sentences):
+            voice = names[number % len(names)]
+            reference = voices[voice][(number + 1) % len(voices[voice])]
+            wanted.append(voice)
+            requests.append(Utterance(text, reference.waveform, reference.text, seeded(number)))
+        takes = ask(address, model, "streaming", requests)
+        found = measures.nearest(SpeakerEncoder(self.models / DIRECTORIES[stack]), takes, voices)
+        near = sum(voice == other for voice, other in zip(wanted, found, strict=True))
+        self.nearness[stack] = (near, len(wanted))
+
+    def write(self, output: Path, about: str) -> str:
+        """Every file; the report's text."""
+        for each in self.series:
+            (output / "wav" / each.name).mkdir(parents=True, exist_ok=True)
+            for number, take in enumerate(each.takes):
+                save_audio(output / "wav" / each.name / f"{number:02d}.wav", take.waveform, take.rate)
+        heard = measures.recognise(self.series)
+        rows = [
+            measures.figures(each, words, self._teachers.get(each.voice))
+            for each, words in zip(self.series, heard, strict=True)
+        ]
+        text = report.markdown(rows, self.nearness, about)
+        (output / "report.md").write_text(text, encoding="utf-8")
+        content = {"about": about, "nearness": self.nearness, "rows": rows}
+        (output / "figures.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        first = next(iter(self._recordings))
+        systems = ("teacher", report.STREAMED)
+        drawn = [each for each in self.series if each.voice == first and each.system in systems]
+        takes = {f"{each.system} {each.stack}".strip(): each.takes[0] for each in drawn}
+        report.draw(takes, output / "spectrogram.png")
+        return text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, default=Path("models/demo"), help="as make_demo_model.py leaves it")
+    parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one a line")
+    parser.add_argument("--teacher", type=Path, metavar="DIR", help="the teacher's recordings of the sentences")
+    parser.add_argument("--stacks", nargs="+", choices=tuple(DIRECTORIES), default=tuple(DIRECTORIES))
+    parser.add_argument("--voices", nargs="+", default=("slt", "rms"), help="of the models' folder voices")
+    parser.add_argument("--output", type=Path, default=Path("out/voice_evaluation"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    try:
+        sentences = args.sentences.read_text(encoding="utf-8").splitlines()
+        evaluation = Evaluation(args.models, args.voices, sentences, args.teacher)
+        args.output.mkdir(parents=True, exist_ok=True)
+        for stack in args.stacks:
+            for mode in ("streaming", "offline"):
+                print(f"{stack}, {mode}: {len(sentences)} sentences in each voice", flush=True)
+                evaluation.whole(stack, mode, args.output)
+            evaluation.parts(stack)
+        print("recognising", flush=True)
+        about = f"{len(sentences)} sentences, {os.cpu_count()} CPU cores. Teacher: {args.teacher or report.NOT_GIVEN}."
+        print(evaluation.write(args.output, about))
+    except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
+        print(f"evaluate_voice: {error}", file=sys.stderr)
+        return 1
+    print(f"{time.monotonic() - begun:.0f} s; written to {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Figures of takes: words, lengths, joints, times, nearness to a voice."""
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache, reduce
+from multiprocessing import get_context
+from operator import add
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.voice import audio
+from common.voice.prompt import SpeakerEncoder
+from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors
+from tools.voice_evaluation.takes import Series, Take
+
+ELSEWHERE = 99.9  # percentile of the steps from sample to sample that a joint is compared with
+BESIDE = SAMPLE_RATE // 200  # 5 ms: as far as a pulse of the voice reaches
+CLICK = 1.5  # times the largest step beside it
+
+
+@lru_cache(maxsize=1)
+def _recognizer() -> Recognizer:
+    torch.set_num_threads(1)
+    return Recognizer()
+
+
+def _hear(take: Take) -> str:
+    return _recognizer().hear(take.waveform, take.rate)
+
+
+def recognise(series: Sequence[Series]) -> list[list[str]]:
+    """What is heard in every take, on all cores."""
+    takes = [take for each in series for take in each.takes]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        heard = iter(list(pool.map(_hear, takes, chunksize=8)))
+    return [[next(heard) for _ in each.takes] for each in series]
+
+
+def figures(series: Series, heard: Sequence[str], teacher: Series | None) -> dict[str, Any]:
+    """Of one series; what cannot be told is left out. Times in seconds."""
+    errors = [word_errors(take.text, words) for take, words in zip(series.takes, heard, strict=True)]
+    total = reduce(add, errors, WordErrors())
+    found: dict[str, Any] = {
+        "system": series.system,
+        "stack": series.stack,
+        "voice": series.voice,
+        "wer": total.rate,
+        "words": total.words,
+        "heard": [
+            {"text": take.text, "heard": words, "errors": each.errors, "seconds": round(take.seconds, 3)}
+            for take, words, each in zip(series.takes, heard, errors, strict=True)
+        ],
+    }
+    if teacher is not None and teacher is not series:
+        lengths = [take.seconds / other.seconds for take, other in zip(series.takes, teacher.takes, strict=True)]
+        found["lengths"] = {"least": min(lengths), "median": float(np.median(lengths)), "most": max(lengths)}
+    if joints := [joint for take in series.takes for joint in joint_steps(take)]:
+        found["joints"] = {
+            "count": len(joints),
+            "above": sum(joint.usual > 1 for joint in joints),
+            "worst": max(joint.usual for joint in joints),
+            "clicks": sum(joint.clicks for joint in joints),
+        }
+    timed = [take for take in series.takes if take.total is not None]
+    if timed:
+        found["rtf"] = sum(take.total or 0.0 for take in timed) / sum(take.seconds for take in timed)
+        first = [take.first_chunk or 0.0 for take in timed]
+        found["first_chunk"] = {"median": float(np.median(first)), "p95": float(np.percentile(first, 95))}
+    return found
+
+
+class Joint(NamedTuple):
+    """The step between the two samples at a joint, in units of others of the same take.
+
+    usual: of the 99.9th percentile of the steps elsewhere. beside: of the largest step within 5 ms.
+    """
+
+    usual: float
+    beside: float
+
+    @property
+    def clicks(self) -> bool:
+        """It stands out. One that is large among others as large is a pulse of the voice."""
+        return self.usual > 1 and self.beside > CLICK
+
+
+def joint_steps(take: Take) -> list[Joint]:
+    """Those of a take, in their order."""
+    if not take.joints:
+        return []
+    steps = np.abs(np.diff(take.waveform))  # (N - 1,): step i leads to sample i + 1
+    joints = np.array(take.joints) - 1
+    usual = np.percentile(np.delete(steps, joints), ELSEWHERE)
+    found = []
+    for at in joints:
+        beside = np.concatenate([steps[max(0, at - BESIDE) : at], steps[at + 1 : at + 1 + BESIDE]]).max()
+        found.append(Joint(float(steps[at] / usual), float(steps[at] / max(beside, 1e-9))))
+    return found
+
+
+def nearest(encoder: SpeakerEncoder, takes: Sequence[Take], voices: Mapping[str, Sequence[Take]]) -> list[str]:
+    """The voice that each take sounds most like: cosine between its x-vector and the mean of the voice's."""
+    names = list(voices)
+    centres = np.stack([_unit(_vectors(encoder, voices[name]).mean(axis=0)) for name in names])  # (V, 192)
+    nearness = _vectors(encoder, takes) @ centres.T  # (n, V)
+    return [names[index] for index in nearness.argmax(axis=1)]
+
+
+def _vectors(encoder: SpeakerEncoder, takes: Sequence[Take]) -> np.ndarray:
+    """(n, 192) of length one."""
+    waves = [audio.resample(torch.from_numpy(take.waveform), take.rate, PROMPT_SAMPLE_RATE).numpy() for take in takes]
+    return _unit(np.stack(encoder(waves)))
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)

@@ -1,0 +1,122 @@
+"""What the sound networks of a checkpoint are worth, without LLM and server: words, lengths and joints.
+
+    python -m tools.voice_training.evaluate out/voice/checkpoint --flite DIR
+
+flite says every sentence in the demo's two voices; then come copy synthesis (HiFT alone), and the speech tokens of what
+flite said through each stack's flow and HiFT, whole and in the server's chunks, after a prompt in the same voice.
+Writes OUTPUT/report.md and every waveform.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from common.config import OrchestratorConfig
+from common.constants import FLOW_CHUNK_TOKENS, PROMPT_SAMPLE_RATE
+from common.orchestrator.chunking import HopRules
+from common.voice.audio import save_audio
+from common.voice.prompt import AudioTokenizer, Prompt, ReferenceEncoder
+from tools.demo_model.make import DIT_DIR, UNET_DIR
+from tools.offline.vocoder import OfflineVocoder
+from tools.voice_evaluation import HELD_OUT
+from tools.voice_evaluation.measures import figures, recognise
+from tools.voice_evaluation.report import joints_cell
+from tools.voice_evaluation.takes import Series, Take, copy_synthesis
+from tools.voice_training.dataset import INT16_SCALE
+from tools.voice_training.flite import VOICES, Flite
+
+STACKS = {"dit": DIT_DIR, "unet": UNET_DIR}
+SPEAKERS = 2  # of flite's voices, the demo's come first
+PROMPT_TEXT = "this is how i sound when somebody asks me to read a sentence or two."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    torch.set_num_threads(1)
+    sentences = args.sentences.read_text(encoding="utf-8").splitlines()[: args.count]
+    flite = Flite(args.flite)
+    teachers = [taught(flite, voice, sentences) for voice in range(SPEAKERS)]
+    series = [*teachers, *(copy_synthesis(args.checkpoint / UNET_DIR, teacher, "") for teacher in teachers)]
+    for stack, directory in STACKS.items():
+        encode = ReferenceEncoder(args.checkpoint / directory)
+        for voice, teacher in enumerate(teachers):
+            prompt = encode(said(flite, PROMPT_TEXT, voice))
+            series += from_tokens(args.checkpoint / directory, teacher, prompt, stack)
+    for each in series:
+        save(each, args.output / each.name)
+    (args.output / "report.md").write_text(text := report(series, teachers), encoding="utf-8")
+    print(text)
+    return 0
+
+
+def said(flite: Flite, text: str, voice: int) -> np.ndarray:
+    """16 kHz (N,) float32."""
+    samples, _ = flite.speak(text.lower(), voice)
+    return (samples * INT16_SCALE).astype(np.float32)
+
+
+def taught(flite: Flite, voice: int, sentences: Sequence[str]) -> Series:
+    takes = [Take(text, said(flite, text, voice), PROMPT_SAMPLE_RATE) for text in sentences]
+    return Series("teacher", "", VOICES[voice], takes)
+
+
+def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: str) -> list[Series]:
+    """The teacher's speech tokens through flow and HiFT: whole, and in chunks."""
+    tokenizer, vocoder = AudioTokenizer(model_dir), OfflineVocoder.load(model_dir, "cpu", streams=1)
+    rules = HopRules(
+        first_hop=OrchestratorConfig.first_hop_tokens,
+        max_hop=OrchestratorConfig.max_hop_tokens,
+        boundary=FLOW_CHUNK_TOKENS if stack == "unet" else 1,
+    )
+    whole, streamed = [], []
+    for take in tqdm(teacher.takes, desc=f"{stack}, {teacher.voice}", unit="sentence"):
+        utterance = (prompt, tokenizer([take.waveform])[0])
+        (at_once,), (in_chunks,) = vocoder.whole([utterance]), vocoder.streamed([utterance], rules)
+        if isinstance(at_once, Exception):
+            raise at_once
+        if isinstance(in_chunks, Exception):
+            raise in_chunks
+        whole.append(Take(take.text, at_once))
+        joints = tuple(accumulate(len(waveform) for waveform in in_chunks.waveforms))[:-1]
+        streamed.append(Take(take.text, np.concatenate(in_chunks.waveforms), joints=joints))
+    return [
+        Series("tokens to audio", stack, teacher.voice, whole),
+        Series("tokens to audio, streamed", stack, teacher.voice, streamed),
+    ]
+
+
+def report(series: Sequence[Series], teachers: Sequence[Series]) -> str:
+    """A Markdown table."""
+    of_voice = {teacher.voice: teacher for teacher in teachers}
+    lines = ["| audio | stack | voice | WER | joints above the usual step |", "|---|---|---|---|---|"]
+    for each, heard in zip(series, recognise(series), strict=True):
+        found = figures(each, heard, of_voice[each.voice])
+        clicks = joints_cell(found.get("joints"))
+        lines.append(f"| {each.system} | {each.stack} | {each.voice} | {found['wer']:.1%} | {clicks} |")
+    return "\n".join(lines) + "\n"
+
+
+def save(series: Series, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, take in enumerate(series.takes):
+        save_audio(folder / f"{number:02d}.wav", take.waveform, take.rate)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="in the official layout, as stage `export` writes it")
+    parser.add_argument("--flite", type=Path, required=True, metavar="DIR", help="where libflite1 was unpacked")
+    parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one a line")
+    parser.add_argument("--count", type=int, help="only so many of them")
+    parser.add_argument("--output", type=Path, default=Path("out/voice/sound"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

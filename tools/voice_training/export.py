@@ -1,0 +1,87 @@
+"""Stage `export`: what was trained so far as a checkpoint in the official layout, half precision, with its voices."""
+
+import logging
+import shutil
+import wave
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from common.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from tools.demo_model.checkpoint import files_of, write_sums
+from tools.voice_training import flow_dit, flow_unet, llm, speaker, tokenizer, vocoder
+from tools.voice_training.dataset import TOKEN_SAMPLES
+from tools.voice_training.flite import VOICES
+
+logger = logging.getLogger(__name__)
+
+LLM_DIR, UNET_DIR, DIT_DIR = "cosyvoice2_llm", "CosyVoice2-0.5B", "Step-Audio-2-mini/token2wav"
+DEMO_VOICES = VOICES[:2]
+VOICE_SECONDS = (5.0, 6.5)
+VOICE_WORDS = 12
+
+# What is written of which trained file.
+_PARTS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
+    LLM_DIR: (llm.FILE, llm.export),
+    f"{UNET_DIR}/flow.pt": (flow_unet.FILE, flow_unet.export),
+    f"{UNET_DIR}/hift.pt": (vocoder.FILE, vocoder.export),
+    f"{UNET_DIR}/campplus.onnx": (speaker.FILE, speaker.export),
+    f"{UNET_DIR}/speech_tokenizer_v2.onnx": (tokenizer.FILE, tokenizer.export),
+    f"{DIT_DIR}/flow.pt": (flow_dit.FILE, flow_dit.export),
+    f"{DIT_DIR}/hift.pt": (vocoder.FILE, vocoder.export),
+    f"{DIT_DIR}/campplus.onnx": (speaker.FILE, speaker.export),
+    f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": (tokenizer.FILE, tokenizer.export),
+}
+
+
+def export(work: Path, checkpoint: Path) -> None:
+    """Write `checkpoint` anew: every part that was trained, the voices and the list of sums."""
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    for name, (source, write) in _PARTS.items():
+        if not (work / source).is_file():
+            logger.warning("export: no %s, so no %s", source, name)
+            continue
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        write(work, checkpoint / name)
+    _write_voices(work, checkpoint / "voices")
+    write_sums(checkpoint)
+    sizes = {name: (checkpoint / name).stat().st_size for name in files_of(checkpoint)}
+    for name, size in sizes.items():
+        logger.info("export: %10d bytes  %s", size, name)
+    logger.info("export: %s, %.1f MB", checkpoint, sum(sizes.values()) / 1e6)
+
+
+def _write_voices(work: Path, folder: Path) -> None:
+    """A recording of each demo voice, as `common.voice.book` reads them: NAME.wav and what it says in NAME.txt."""
+    folder.mkdir(parents=True)
+    sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    utterances = np.load(work / "utterances.npy")
+    audio = np.load(work / "audio.npy", mmap_mode="r")
+    starts = np.cumsum(utterances[:, 2]) - utterances[:, 2]
+    for voice, name in enumerate(DEMO_VOICES):
+        (index, text) = _recording(utterances, sentences, voice)
+        begin, length = int(starts[index]) * TOKEN_SAMPLES, int(utterances[index, 2]) * TOKEN_SAMPLES
+        with wave.open(str(folder / f"{name}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(PROMPT_SAMPLE_RATE)
+            file.writeframes(audio[begin : begin + length].tobytes())
+        (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def _recording(utterances: np.ndarray, sentences: list[str], voice: int) -> tuple[int, str]:
+    """The first utterance of `voice` that is a plain sentence of a good length; any one where there is none."""
+    shortest, longest = (seconds * TOKEN_RATE for seconds in VOICE_SECONDS)
+    members = [(index, sentences[row[0]], row[2]) for index, row in enumerate(utterances) if row[1] == voice]
+    good = [
+        (index, text)
+        for index, text, tokens in members
+        if shortest <= tokens <= longest
+        and text.endswith(".")
+        and text.replace(" ", "")[:-1].isalpha()
+        and len(text.split()) >= VOICE_WORDS
+        and text.startswith(("the ", "he ", "she ", "we ", "they ", "it "))
+    ]
+    index, text = (good or [(index, text) for index, text, _ in members])[0]
+    return index, text.capitalize()

@@ -1,0 +1,42 @@
+"""Stage `flow_unet`: CosyVoice2's flow, whose streams are cut at multiples of 25 tokens from the prompt's start."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.constants import FLOW_CHUNK_TOKENS, TOKEN_MEL_RATIO
+from common.flow import EncoderConfig, UNetConfig, UNetFlow, UNetFlowConfig
+from common.flow.layers import valid_frames
+from tools.voice_training import flow
+from tools.voice_training.dataset import Speech
+from tools.voice_training.training import prepare
+
+CONFIG = UNetFlowConfig(
+    encoder=EncoderConfig(width=64, heads=2, feed_forward=96, blocks=2, up_blocks=1),
+    estimator=UNetConfig(channels=96, heads=2, blocks=1, mid_stages=2),
+)
+FILE = "flow_unet.pt"
+
+
+def train(work: Path, seconds: float, device: str | torch.device) -> None:
+    speech = Speech.load(work, prepare(device, seed=2))
+    flow.fit(UNetFlow(CONFIG), view, work / FILE, speech, seconds)
+
+
+def export(work: Path, path: Path) -> None:
+    """The trained network as `flow.pt`."""
+    flow.export(work / FILE, path)
+
+
+def view(batch: flow.Batch, streaming: bool) -> tuple[Tensor, Tensor, dict]:
+    """See flow.View. Both networks are limited to chunks in the same way."""
+    ahead = batch.ahead
+    B, T, _ = ahead.shape
+    token = torch.arange(T, device=ahead.device)
+    ends = (
+        ((token // FLOW_CHUNK_TOKENS + 1) * FLOW_CHUNK_TOKENS).clamp(max=T) if streaming else torch.full_like(token, T)
+    )
+    frames = TOKEN_MEL_RATIO * T
+    valid = valid_frames(torch.full((B,), frames, device=ahead.device), frames)
+    return ahead, ends.expand(B, T), {"valid": valid, "streaming": streaming}

@@ -1,0 +1,198 @@
+"""What the LLM learns from: sequences `<|sos|> text <|task_id|> speech <|eos1|>` as serving builds them.
+
+A sequence is one utterance or several of a voice, one after another. The first of several is a prompt in half of the
+cases: its text joins the next one without a blank, as serving joins them, and its speech may be that of a recording
+that is less than perfect, heard through another microphone, at another speed, or hardly understood. Of such speech
+nothing is learned but what follows it.
+"""
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, trainers
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from common.constants import SPEECH_VOCAB
+from common.llm.speech_tokens import END_TOKENS, SOS, TASK_ID
+from tools.demo_model.llm import build_tokenizer
+
+# With so many pairs joined, a token of text is some 2.5 letters and lasts some 4 tokens of speech: inside the bounds
+# that serving sets to what an utterance may last (common.config, min_token_ratio and max_token_ratio).
+MERGES = 400
+TEXTS_FOR_MERGES = 40_000
+LOWER, UPPER = 0.3, 0.04  # shares of the texts in either case alone
+NAMES = 0.1  # share of words with a capital, in half of the others
+CURLED = 0.3  # share of texts with typographic apostrophes
+
+UTTERANCES = (1, 2, 3, 4)
+UTTERANCES_SHARE = (0.3, 0.45, 0.15, 0.1)
+MOST_SPEECH = 700  # tokens of a sequence
+WITH_PROMPT = 0.7  # share of the sequences of several utterances
+ALTERED, DAMAGED = 0.35, 0.3  # shares of the prompts
+BATCH_TOKENS = 40_000
+
+Ids = np.ndarray
+
+
+def text_tokenizer(sentences: Sequence[str]) -> Tokenizer:
+    """The LLM's tokenizer, with the most frequent pieces of words in `sentences`."""
+    plain = build_tokenizer()
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = plain.pre_tokenizer
+    alphabet = json.loads(plain.to_str())["model"]["vocab"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + MERGES, initial_alphabet=list(alphabet), show_progress=False
+    )
+    rng = random.Random(0)
+    learner.train_from_iterator((cased(sentence, rng) for sentence in sentences[:TEXTS_FOR_MERGES]), trainer)
+    merges = json.loads(learner.to_str())["model"]["merges"]
+    return build_tokenizer([(first, second) for first, second in merges])
+
+
+def cased(sentence: str, rng: random.Random) -> str:
+    """A sentence in lower case as people write it, who may begin it, names and "I" with a capital or shout it."""
+    manner = rng.random()
+    if manner < LOWER:
+        return sentence
+    if manner < LOWER + UPPER:
+        return sentence.upper()
+    names = NAMES if rng.random() < 0.5 else 0.0
+    words = [
+        word.capitalize()
+        if index == 0 or word.startswith(("i'", "i,")) or word == "i" or rng.random() < names
+        else word
+        for index, word in enumerate(sentence.split(" "))
+    ]
+    written = " ".join(words)
+    return written.replace("'", "\u2019") if rng.random() < CURLED else written
+
+
+@dataclass(frozen=True)
+class Utterances:
+    """Utterances u = 0..U-1: text ids `texts[u]`, the same behind a blank `joined[u]`, and their speech.
+
+    tokens: speech ids of all, one behind another; altered: those of perturbed recordings of some. Those of u are
+    `tokens[starts[u]:starts[u + 1]]`, `altered[altered_starts[u]:altered_starts[u + 1]]`. voices: (U,).
+    """
+
+    texts: list[Ids]
+    joined: list[Ids]
+    voices: np.ndarray
+    tokens: np.ndarray
+    starts: np.ndarray
+    altered: np.ndarray
+    altered_starts: np.ndarray
+
+    def speech(self, u: int) -> Ids:
+        return self.tokens[self.starts[u] : self.starts[u + 1]]
+
+    def altered_speech(self, u: int) -> Ids:
+        return self.altered[self.altered_starts[u] : self.altered_starts[u + 1]]
+
+
+def encoded(tokenizer: Tokenizer, sentences: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
+    """Ids of sentences as first ones, and as ones behind a blank."""
+    rng = random.Random(1)
+    plain, behind = (
+        [
+            np.array(encoding.ids, np.int32)
+            for encoding in tokenizer.encode_batch([blank + cased(sentence, rng) for sentence in sentences])
+        ]
+        for blank in ("", " ")
+    )
+    return plain, behind
+
+
+class Sequences(IterableDataset):
+    """Batches without end: ids (B, L) int64 and which of them are to be foretold (B, L) bool, padded at the right.
+
+    L takes few values, and B follows from it.
+    """
+
+    def __init__(self, utterances: Utterances, tokenizer: Tokenizer, members: np.ndarray, seed: int) -> None:
+        """members: the utterances to draw from. `offset`: id of the first speech token."""
+        self._utterances = utterances
+        self._by_voice = [members[utterances.voices[members] == voice] for voice in np.unique(utterances.voices)]
+        shares = np.array([len(voice) for voice in self._by_voice], np.float64)
+        self._voice_shares = shares / shares.sum()
+        self._seed = seed
+        ids = tokenizer.get_vocab()
+        self.offset = ids["<|s_0|>"]
+        self._sos, self._task, self._end = (np.array([ids[token]], np.int32) for token in (SOS, TASK_ID, END_TOKENS[0]))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        rng = np.random.default_rng((self._seed, worker.id if worker else 0))
+        waiting: defaultdict[int, list[tuple[Ids, np.ndarray]]] = defaultdict(list)  # by their length with padding
+        while True:
+            sequence = self.draw(rng)
+            length = _padded_length(len(sequence[0]))
+            waiting[length].append(sequence)
+            if len(waiting[length]) == max(1, BATCH_TOKENS // length):
+                yield _padded(waiting.pop(length), length)
+
+    def draw(self, rng: np.random.Generator) -> tuple[Ids, np.ndarray]:
+        """One sequence: ids (L,), and which are foretold (L,)."""
+        of_voice = self._by_voice[rng.choice(len(self._by_voice), p=self._voice_shares)]
+        count = rng.choice(UTTERANCES, p=UTTERANCES_SHARE)
+        chosen = self._fitting(of_voice[rng.integers(len(of_voice), size=count)])
+        data = self._utterances
+        prompted = len(chosen) > 1 and rng.random() < WITH_PROMPT
+        begins = 1 + prompted  # texts with no blank before them
+        texts = [(data.texts if index < begins else data.joined)[u] for index, u in enumerate(chosen)]
+        first, clean = self._prompt(chosen[0], rng) if prompted else (data.speech(chosen[0]), True)
+        speech = [first, *(data.speech(u) for u in chosen[1:])]
+        heads = [self._sos, *texts, self._task]
+        ids = np.concatenate([*heads, *(part + self.offset for part in speech), self._end])
+        foretold = np.zeros(len(ids), bool)
+        foretold[sum(map(len, heads)) + (0 if clean else len(first)) :] = True
+        return ids, foretold
+
+    def _fitting(self, chosen: np.ndarray) -> list[int]:
+        """As many of them as MOST_SPEECH has room for, one at least."""
+        kept: list[int] = []
+        total = 0
+        for u in chosen.tolist():
+            total += len(self._utterances.speech(u))
+            if kept and total > MOST_SPEECH:
+                break
+            kept.append(u)
+        return kept
+
+    def _prompt(self, u: int, rng: np.random.Generator) -> tuple[Ids, bool]:
+        """The speech of a prompt, and whether it is as it was."""
+        kind = rng.random()
+        altered = self._utterances.altered_speech(u)
+        if kind < ALTERED and len(altered):
+            return altered, False
+        speech = self._utterances.speech(u)
+        return (self._damaged(speech, rng), False) if kind < ALTERED + DAMAGED else (speech, True)
+
+    def _damaged(self, speech: Ids, rng: np.random.Generator) -> Ids:
+        """Faster or slower, and any share of it replaced, by itself or in runs; its end may be missing."""
+        length = max(4, round(len(speech) * rng.uniform(0.7, 1.5)))
+        damaged = speech[np.arange(length) * len(speech) // length].copy()
+        run = int(rng.choice((1, 3, 8)))
+        replaced = np.repeat(rng.random(-(-length // run)) < rng.random(), run)[:length]
+        usual = self._utterances.tokens
+        other = usual[rng.integers(len(usual), size=length)] if rng.random() < 0.5 else None
+        damaged[replaced] = (rng.integers(SPEECH_VOCAB, size=length) if other is None else other)[replaced]
+        return damaged[: length - rng.integers(0, 5)] if length > 20 else damaged
+
+
+def _padded_length(length: int) -> int:
+    step = 32 if length <= 256 else 64 if length <= 512 else 128
+    return -(-length // step) * step
+
+
+def _padded(batch: Sequence[tuple[Ids, np.ndarray]], length: int) -> tuple[Tensor, Tensor]:
+    ids, foretold = np.zeros((len(batch), length), np.int64), np.zeros((len(batch), length), bool)
+    for row, (sequence, targets) in enumerate(batch):
+        ids[row, : len(sequence)], foretold[row, : len(sequence)] = sequence, targets
+    return torch.from_numpy(ids), torch.from_numpy(foretold)

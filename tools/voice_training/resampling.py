@@ -1,0 +1,16 @@
+"""16 kHz speech at the rate of the mel, on any device."""
+
+import torch
+from torch import Tensor
+
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.voice import audio
+
+
+def upsampled(wave: Tensor) -> Tensor:
+    """(B, N) at 16 kHz -> (B, 1.5 N) at 24 kHz, as a prompt's recording is resampled.
+
+    Without TF32, whose rounding would be heard as noise between 8 and 12 kHz, where there is nothing.
+    """
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        return audio.resample(wave, PROMPT_SAMPLE_RATE, SAMPLE_RATE)

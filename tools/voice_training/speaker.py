@@ -1,0 +1,124 @@
+"""Stage `speaker`: a small speaker encoder, taught to tell voices apart, also those that come of another speed.
+
+A voice played faster is another voice: the classes are the synthetic voices at some speeds each, which gives
+embeddings that differ as voices do. Gain, tone and noise do not matter, as they do not to a listener.
+"""
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.constants import MEL_BINS, SPEAKER_DIM
+from tools.demo_model.speaker import write_campplus
+from tools.voice_training.dataset import TOKEN_SAMPLES, Speech
+from tools.voice_training.features import as_recorded, at_speed, kaldi_fbank
+from tools.voice_training.flite import VOICES
+from tools.voice_training.training import Recorded, Run, adamw, autocast, descend, heard_as_served, prepare, trained
+
+FILE = "speaker.pt"
+CHANNELS = 96
+KERNELS = (5, 3, 3)  # convolution i is dilated by i + 1
+CROPS = (32, 80)  # tokens
+SPEEDS = (0.85, 0.9, 0.95, 1.0, 1.06, 1.12, 1.2)
+ROWS = 18  # of each speed
+PEAK_RATE = 2e-3
+SHARPNESS, MARGIN = 16.0, 0.15  # of the classes, whose logits are cosines
+EMBEDDED_AT_ONCE = 60_000  # tokens
+PERTURBED = 0.6
+
+
+class SpeakerNetwork(nn.Module):
+    """(B, T, 80) -> (B, 192); `tools.demo_model.speaker` writes the same as ONNX."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (MEL_BINS, *[CHANNELS] * len(KERNELS))
+        convs = [
+            nn.Conv1d(widths[i], widths[i + 1], kernel, dilation=i + 1, padding=kernel // 2 * (i + 1))
+            for i, kernel in enumerate(KERNELS)
+        ]
+        with torch.no_grad():
+            convs[0].weight *= 0.3  # log mel deviates by about 4, and is to stay in tanh's range
+        self.convs = nn.ModuleList(convs)
+        self.project = nn.Linear(2 * CHANNELS, SPEAKER_DIM)
+
+    def forward(self, features: Tensor) -> Tensor:
+        x = features.transpose(1, 2)  # (B, T, 80) -> (B, 80, T)
+        for conv in self.convs:
+            x = torch.tanh(conv(x))
+        x = x.float()
+        spread = (x.var(-1, unbiased=False) + 1e-6).sqrt()
+        return self.project(torch.cat([x.mean(-1), spread], dim=-1))
+
+
+def train(work: Path, seconds: float, device: str | torch.device) -> None:
+    """Write speaker.pt, then speakers.npy."""
+    speech = Speech.load(work, prepare(device, seed=4))
+    network = SpeakerNetwork().to(speech.device)
+    classes = nn.Linear(SPEAKER_DIM, len(VOICES) * len(SPEEDS), bias=False).to(speech.device)
+    optimizer = adamw([*network.parameters(), *classes.parameters()], PEAK_RATE)
+    run = Run(work / FILE, seconds, {"network": network, "classes": classes}, [optimizer])
+
+    def learn(crop: int) -> dict[str, Tensor]:
+        features, target = _draw(speech, crop)
+        with autocast(speech.device):
+            embedding = network(features)
+        cosine = F.normalize(embedding.float(), dim=1) @ F.normalize(classes.weight, dim=1).T
+        margin = MARGIN * F.one_hot(target, cosine.shape[1])
+        # Their length means nothing: held near the official one's.
+        length = (embedding.norm(dim=1) / math.sqrt(SPEAKER_DIM) - 1).square().mean()
+        loss = F.cross_entropy(SHARPNESS * (cosine - margin), target)
+        descend(loss + 0.1 * length, optimizer, clip=1.0)
+        return {"classes": loss.detach(), "hits": (cosine.argmax(1) == target).float().mean()}
+
+    recorded = Recorded(learn, speech.device)
+    for _ in run:
+        run.losses(**recorded(random.choice(CROPS)))
+    np.save(work / "speakers.npy", embed_utterances(load(work, speech.device), speech))
+
+
+def _draw(speech: Speech, crop: int) -> tuple[Tensor, Tensor]:
+    """Features (B, T, 80) of crops, and the class (B,) of each: all voices equally often, at every speed."""
+    rows = len(SPEEDS) * ROWS
+    voice = torch.randint(speech.voice_count, (rows,), device=speech.device)
+    first = torch.searchsorted(speech.voices.contiguous(), voice)
+    count = torch.searchsorted(speech.voices.contiguous(), voice, right=True) - first
+    utterance = first + (torch.rand(rows, device=speech.device) * count).long()
+    waves = []
+    for speed, chosen in zip(SPEEDS, utterance.split(ROWS), strict=True):
+        played = round(crop * speed)
+        starts = speech.starts[chosen].clamp(max=len(speech.owner) - played)
+        waves.append(at_speed(speech.wave(starts, played), crop * TOKEN_SAMPLES))
+    wave = torch.cat(waves)
+    perturbed = torch.rand(rows, 1, device=speech.device) < PERTURBED
+    level = torch.arange(rows, device=speech.device) // ROWS
+    return kaldi_fbank(torch.where(perturbed, as_recorded(wave), wave)), voice * len(SPEEDS) + level
+
+
+def load(work: Path, device: str | torch.device) -> SpeakerNetwork:
+    """The trained network with its weights as they are exported: matrices of half precision."""
+    network = SpeakerNetwork()
+    weights = {key: value.half().float() if value.ndim > 1 else value for key, value in trained(work / FILE).items()}
+    network.load_state_dict(weights)
+    return network.to(device).eval()
+
+
+def embed_utterances(network: SpeakerNetwork, speech: Speech) -> np.ndarray:
+    """(U, 192)."""
+    lengths = speech.utterances[:, 2]
+    vectors = torch.zeros(len(lengths), SPEAKER_DIM, device=speech.device)
+    with heard_as_served():
+        for length in lengths.unique().tolist():
+            for members in (lengths == length).nonzero()[:, 0].split(max(1, EMBEDDED_AT_ONCE // length)):
+                vectors[members] = network(kaldi_fbank(speech.wave(speech.starts[members], length)))
+    return vectors.cpu().numpy()
+
+
+def export(work: Path, path: Path) -> None:
+    weights = {key: value.numpy() for key, value in trained(work / FILE).items()}
+    write_campplus(path, weights, "a small speaker encoder in CAM++'s interface, trained on synthetic voices")

@@ -1,0 +1,114 @@
+"""Stages `speech` and `more_speech`: the corpus as flite speaks it, on all cores.
+
+`speech` writes the files of `dataset.py`, which all networks learn from. `more_speech` goes on with the sentences that
+follow while the first networks are trained; the LLM alone hears those, because it needs more text than the others.
+It writes shards to `more/`: `N.audio` raw int16 samples, and `N.npy` (U, 3) as utterances.npy.
+"""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tools.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
+from tools.voice_training.flite import Flite
+
+logger = logging.getLogger(__name__)
+
+# Voice of the sentences, in turn.
+TURNS = (0, 1, 0, 1, 2, 0, 1, 0, 1, 3)
+MORE_TURNS = (0, 1)
+
+
+def speak(work: Path, seconds: float, flite: Path) -> None:
+    """Stage `speech`."""
+    shards = _scratch(work / "speech")
+    _run(work, seconds, flite, shards, 0, os.cpu_count() or 1, TURNS)
+    _join(shards, work)
+    shutil.rmtree(shards)
+    utterances = np.load(work / "utterances.npy")
+    hours = utterances[:, 2].sum() / 25 / 3600
+    logger.info("speech: %d utterances, %.1f h", len(utterances), hours)
+
+
+def speak_more(work: Path, seconds: float, flite: Path) -> None:
+    """Stage `more_speech`, which leaves some cores to the processes that keep the GPU busy."""
+    shards = _scratch(work / "more")
+    first = int(np.load(work / "utterances.npy")[:, 0].max()) + 1
+    processes = max(1, (os.cpu_count() or 1) - 5)
+    _run(work, seconds, flite, shards, first, processes, MORE_TURNS)
+    hours = sum(np.load(path)[:, 2].sum() for path in shards.glob("*.npy")) / 25 / 3600
+    logger.info("more speech: %.1f h", hours)
+
+
+def _scratch(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _run(
+    work: Path, seconds: float, flite: Path, shards: Path, first: int, processes: int, turns: tuple[int, ...]
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [
+        context.Process(
+            target=_speak_lines,
+            args=(work, flite, shards / str(index), range(first + index, 10**9, processes), turns, seconds),
+        )
+        for index in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise RuntimeError(f"speech: workers ended with {[worker.exitcode for worker in workers]}")
+
+
+def _speak_lines(work: Path, flite: Path, shard: Path, lines: range, turns: tuple[int, ...], seconds: float) -> None:
+    """One process: as many of the sentences `lines` as there is time for, into files beside `shard`."""
+    os.nice(5)
+    sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    voices = Flite(flite)
+    spoken = []
+    deadline = time.monotonic() + seconds
+    with shard.with_suffix(".audio").open("wb") as audio, shard.with_suffix(".phones").open("wb") as labels:
+        for line in range(lines.start, len(sentences), lines.step):
+            if time.monotonic() > deadline:
+                break
+            voice = turns[line % len(turns)]
+            samples, phones = voices.speak(sentences[line], voice)
+            audio.write(samples.tobytes())
+            labels.write(phones.tobytes())
+            spoken.append((line, voice, len(samples) // TOKEN_SAMPLES))
+    np.save(shard.with_suffix(".npy"), np.array(spoken, np.int64).reshape(-1, 3))
+
+
+def _join(shards: Path, work: Path) -> None:
+    """The shards as one stream, grouped by voice, in the order of the sentences."""
+    parts = []
+    for path in sorted(shards.glob("*.npy")):
+        utterances = np.load(path)
+        if not len(utterances):
+            continue
+        starts = np.cumsum(utterances[:, 2]) - utterances[:, 2]
+        audio = np.memmap(path.with_suffix(".audio"), np.int16, "r").reshape(-1, TOKEN_SAMPLES)
+        phones = np.memmap(path.with_suffix(".phones"), np.uint8, "r").reshape(-1, TOKEN_PHONES)
+        for (line, voice, length), start in zip(utterances.tolist(), starts.tolist(), strict=True):
+            parts.append((voice, line, length, audio[start : start + length], phones[start : start + length]))
+    parts.sort(key=lambda part: part[:2])
+    total = sum(part[2] for part in parts)
+    streams = (("audio", np.int16, TOKEN_SAMPLES, 3), ("phones", np.uint8, TOKEN_PHONES, 4))
+    for name, dtype, width, column in streams:
+        stream = np.lib.format.open_memmap(work / f"{name}.npy", "w+", dtype, (total * width,))
+        rows, begin = stream.reshape(total, width), 0
+        for part in parts:
+            rows[begin : begin + part[2]] = part[column]
+            begin += part[2]
+        stream.flush()
+    np.save(work / "utterances.npy", np.array([(line, voice, length) for voice, line, length, *_ in parts], np.int64))

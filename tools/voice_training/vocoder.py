@@ -1,0 +1,183 @@
+"""Stage `vocoder`: HiFT, one network for both stacks.
+
+The generator learns from the pitch that autocorrelation finds, the pitch predictor by its own loss; towards the end,
+half of the rows hear the predicted pitch, as they do when served. The judges come in the second part: before, they
+would only see that everything is wrong.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
+from common.hift import HiFTConfig, HiFTGenerator, split_weight_norm
+from common.hift.generator import Snake
+from common.voice import audio
+from tools.voice_training.dataset import Speech
+from tools.voice_training.discriminators import Discriminators
+from tools.voice_training.pitch import fundamental
+from tools.voice_training.resampling import upsampled
+from tools.voice_training.training import Recorded, Run, adamw, autocast, descend, prepare, trained
+
+CONFIG = HiFTConfig(channels=128, f0_channels=64, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
+FILE = "hift.pt"
+CROP_TOKENS, MARGIN_TOKENS, BATCH = 20, 2, 32  # a margin on both sides, so that mel and pitch have their context
+PEAK_RATE, JUDGES_RATE, PITCH_RATE = 5e-4, 4e-4, 1e-3  # 1.5e-3 ran away after a thousand steps
+BETAS = (0.8, 0.99)
+HERTZ_RATE = 100  # the pitch predictor's last layer gives Hz, so its weights are that much larger than others
+JUDGED_FROM = 0.45  # share of the time
+OWN_PITCH_FROM = 0.3
+RESOLUTIONS = ((128, 32), (512, 128), (1024, 256), (2048, 512))  # windows and hops
+MEL_WEIGHT, JUDGED_WEIGHT, ALIKE_WEIGHT = 3.0, 0.5, 0.25
+# What is heard as silence. Below, log distances would be about nothing: pauses, and all above 8 kHz, where the voices
+# have no sound, as much as all speech together.
+QUIETEST, QUIETEST_MEL = 1e-5, -9.0  # magnitude per sample of a window; log mel
+PITCH_SCALE = 50.0  # Hz that count as an error of one
+
+
+class _SnakeFunction(torch.autograd.Function):
+    """x + sin(alpha x)^2 / alpha of x (B, C, T), alpha (C, 1) in half the passes over memory that autograd would take.
+
+    sin^2 = (1 - cos(2 alpha x)) / 2, whose derivative by x is alpha sin(2 alpha x).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha: Tensor) -> Tensor:
+        ctx.save_for_backward(x, alpha)
+        sine = torch.sin(x * alpha)
+        return torch.addcmul(x.to(sine.dtype), sine, sine / alpha)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        x, alpha = ctx.saved_tensors
+        angle = x * (2 * alpha)
+        slope = gradient * torch.sin(angle)
+        square = gradient * (1 - torch.cos(angle))
+        of_alpha = ((slope * x).sum((0, 2)) - 0.5 * square.sum((0, 2)) / alpha[:, 0]) / alpha[:, 0]
+        return (gradient + slope).to(x.dtype), of_alpha[:, None]
+
+
+class TrainedSnake(Snake):
+    """The same in operations that have gradients, which the GPU's kernel has not."""
+
+    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return _SnakeFunction.apply(x, self.alpha[:, None] + 1e-9)
+
+
+def build() -> HiFTGenerator:
+    """The network as it is trained: of the same weights as the served one."""
+    hift = HiFTGenerator(replace(CONFIG, audio_limit=math.inf))  # a wave beyond the limit has no gradient back
+    for module in list(hift.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Snake):
+                module.register_module(name, TrainedSnake(len(child.alpha)))
+    return hift
+
+
+def train(work: Path, seconds: float, device: str | torch.device) -> None:
+    speech = Speech.load(work, prepare(device, seed=3))
+    lesson = Lesson(speech)
+    networks = {"network": lesson.hift, "judges": lesson.judges}
+    run = Run(work / FILE, seconds, networks, [lesson.of_body, lesson.of_judges, lesson.of_pitch])
+    step = Recorded(lesson.step, speech.device)
+    for share in run:
+        run.losses(**step(share > OWN_PITCH_FROM, share > JUDGED_FROM))
+
+
+class Lesson:
+    """Networks and optimizers of the vocoder's training."""
+
+    def __init__(self, speech: Speech) -> None:
+        self.speech = speech
+        self.hift, self.judges = build().to(speech.device), Discriminators().to(speech.device)
+        nn.init.constant_(self.hift.f0_predictor.classifier.bias, 120.0)  # Hz, between the voices
+        pitch = dict(self.hift.f0_predictor.named_parameters())
+        last = [pitch.pop("classifier.weight"), pitch.pop("classifier.bias")]
+        groups = [{"params": list(pitch.values())}, {"params": last, "lr": HERTZ_RATE * PITCH_RATE}]
+        body = [weight for name, weight in self.hift.named_parameters() if not name.startswith("f0_predictor.")]
+        self.of_body = adamw(body, PEAK_RATE, BETAS)
+        self.of_judges = adamw(self.judges.parameters(), JUDGES_RATE, BETAS)
+        self.of_pitch = adamw(groups, PITCH_RATE, weight_decay=0.0)
+
+    def step(self, own_pitch: bool, judged: bool) -> dict[str, Tensor]:
+        wave, mel, f0 = draw(self.speech)
+        predicted = self.hift.f0(mel)
+        pitch_error = pitch_loss(predicted, f0)
+        descend(pitch_error, self.of_pitch, clip=10.0)
+        if own_pitch:
+            own = torch.rand(len(f0), 1, device=f0.device) < 0.5
+            f0 = torch.where(own, predicted.detach(), f0)
+        made = render(self.hift, mel, f0)
+        spectral, of_mel = spectral_loss(made, wave), mel_loss(made, wave)
+        loss = spectral + MEL_WEIGHT * of_mel
+        found = {"spectral": spectral.detach(), "mel": of_mel.detach(), "pitch": pitch_error.detach()}
+        if judged:
+            taken, alike = self._judged(wave, made)
+            loss = loss + JUDGED_WEIGHT * taken + ALIKE_WEIGHT * alike
+            found |= {"taken": taken.detach(), "alike": alike.detach()}
+        descend(loss, self.of_body, clip=1.0)
+        return found
+
+    def _judged(self, wave: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
+        """The judges learn, then they judge."""
+        with autocast(wave.device):
+            judged = self.judges.loss(wave, made.detach())
+        descend(judged, self.of_judges, clip=10.0)
+        self.judges.requires_grad_(False)  # half the work: only the waves' gradients are wanted
+        with autocast(wave.device):
+            taken, alike = self.judges.generator_loss(wave, made)
+        self.judges.requires_grad_(True)
+        return taken, alike
+
+
+def export(work: Path, path: Path) -> None:
+    """The trained network as an official `hift.pt`, float16."""
+    state = split_weight_norm(trained(work / FILE))
+    torch.save({name: tensor.half() for name, tensor in state.items()}, path)
+
+
+def draw(speech: Speech) -> tuple[Tensor, Tensor, Tensor]:
+    """Random crops: waves (B, N) at 24 kHz, their mel (B, 80, T) and f0 (B, T)."""
+    length = CROP_TOKENS + 2 * MARGIN_TOKENS
+    starts = speech.random_starts(BATCH, length)
+    wave = upsampled(speech.wave(starts, length))
+    margin = MARGIN_TOKENS * TOKEN_MEL_RATIO
+    inside = slice(margin, -margin)
+    mel, f0 = audio.mel_spectrogram(wave)[:, :, inside], fundamental(wave)[:, inside]
+    return wave[:, margin * HOP_SAMPLES : -margin * HOP_SAMPLES], mel, f0
+
+
+def render(hift: HiFTGenerator, mel: Tensor, f0: Tensor) -> Tensor:
+    """mel (B, 80, T), f0 (B, T) -> waves (B, N).
+
+    No bfloat16: quiet sounds are what is left of large parts that cancel out, and its rounding would be louder.
+    """
+    B, T = f0.shape
+    return hift.decode(mel, hift.source(f0, torch.randn(B, T * HOP_SAMPLES, CONFIG.harmonics + 1, device=f0.device)))
+
+
+def pitch_loss(predicted: Tensor, f0: Tensor) -> Tensor:
+    """(B, T) in Hz. Absolute errors, whose optimum is the median: voiced or not, but never in between."""
+    return (predicted - f0).abs().mean() / PITCH_SCALE
+
+
+def mel_loss(made: Tensor, wave: Tensor) -> Tensor:
+    found, wanted = (audio.mel_spectrogram(x).clamp(min=QUIETEST_MEL) for x in (made, wave))
+    return (found - wanted).abs().mean()
+
+
+def spectral_loss(made: Tensor, wave: Tensor) -> Tensor:
+    """Of magnitudes at several resolutions: log distance, and distance relative to the whole."""
+    total = made.new_zeros(())
+    for n_fft, hop in RESOLUTIONS:
+        window = torch.hann_window(n_fft, device=wave.device)
+        found, wanted = (torch.stft(x, n_fft, hop, window=window, return_complex=True).abs() for x in (made, wave))
+        quietest = QUIETEST * n_fft
+        total = total + (found.clamp(min=quietest).log() - wanted.clamp(min=quietest).log()).abs().mean()
+        total = total + (found - wanted).norm() / wanted.norm().clamp(min=1e-2)
+    return total
