@@ -101,7 +101,8 @@ def _device(args: dict[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AudioTokenizerConfig(ModelConfig):
-    """`model_dir` holds speech_tokenizer_v2*.onnx. An empty `llm_tokenizer_dir` means the official token offset."""
+    """`model_dir` holds speech_tokenizer_v2*.onnx. An empty `llm_tokenizer_dir` means
+    OFFICIAL_FIRST_SPEECH_ID."""
 
     model_dir: str
     llm_tokenizer_dir: str = ""
@@ -167,7 +168,8 @@ class TensorrtLLMConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Token2WavConfig(ModelConfig):
-    """Both vocoders. `model_dir` holds flow.pt and hift.pt; an empty `llm_tokenizer_dir` means the official offset.
+    """Both vocoders. `model_dir` holds flow.pt and hift.pt; an empty `llm_tokenizer_dir` means
+    OFFICIAL_FIRST_SPEECH_ID.
 
     `n_timesteps`: Euler steps. `max_streams`: live streams per instance. `idle_seconds`: a stream that is silent for
     longer is freed. `voice_cache_mb`: prompt caches of voices, MiB (only the DiT flow has them; on a GPU 33 per second

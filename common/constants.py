@@ -12,9 +12,9 @@ MEL_BINS = 80
 # --- speech tokens -----------------------------------------------------------------------------------------------
 SPEECH_VOCAB = 3**8  # FSQ codebook of the S3 tokenizer: ids 0..6560
 SPEAKER_DIM = 192  # CAM++ x-vector
-# Id of <|s_0|> in the official LLM tokenizer. Serving reads the offset from the tokenizer (speech_tokens.py);
+# Id of <|s_0|> in the official LLM tokenizer. Serving reads it from the tokenizer's files (llm/speech_tokens.py);
 # this value stands in only where a model is rendered without a tokenizer directory, as upstream's commands do.
-OFFICIAL_TOKEN_OFFSET = 151_663
+OFFICIAL_FIRST_SPEECH_ID = 151_663
 
 # --- flow --------------------------------------------------------------------------------------------------------
 LOOKAHEAD_TOKENS = 3  # the encoder sees this many tokens ahead of the last one it renders

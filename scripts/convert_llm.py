@@ -92,7 +92,7 @@ def _write_model(
 
     text = state.pop("llm.model.model.embed_tokens.weight")
     del state["llm.model.lm_head.weight"]  # of text, which is never uttered
-    first, end = tokenizer.offset, tokenizer.offset + UTTERABLE
+    first, end = tokenizer.first_speech_id, tokenizer.first_speech_id + UTTERABLE
     if first > len(text):
         raise ValueError(f"{blank_dir} has {first} tokens of text, more than the {len(text)} rows of the embedding")
     vocab = -(-(end + 2) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from common.constants import OFFICIAL_TOKEN_OFFSET, SPEECH_VOCAB
+from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
 from common.text.cleaning import strip_control_tokens
 
 SOS = "<|sos|>"
@@ -45,12 +45,12 @@ def added_tokens() -> list[str]:
 class LLMTokenizer:
     """The LLM's tokenizer, as far as speech needs it. Safe to use from several threads.
 
-    offset: id of `<|s_0|>`; the ids of all speech tokens are consecutive from there.
+    first_speech_id: id of `<|s_0|>`; the ids of all speech tokens are consecutive from there.
     end_ids: ids that end an utterance, `<|eos1|>` first.
     """
 
     tokenizer: Tokenizer = field(repr=False)
-    offset: int
+    first_speech_id: int
     end_ids: tuple[int, ...]
     sos_id: int
     task_id: int
@@ -69,14 +69,14 @@ class LLMTokenizer:
                 raise ValueError(f"{path} has no token {token}: not the tokenizer of a CosyVoice2 LLM")
             return found
 
-        offset, last = token_id("<|s_0|>"), SPEECH_VOCAB - 1
-        if token_id(f"<|s_{last}|>") != offset + last:
-            raise ValueError(f"{path}: ids of <|s_0|>..<|s_{last}|> are not consecutive from {offset}")
+        first, last = token_id("<|s_0|>"), SPEECH_VOCAB - 1
+        if token_id(f"<|s_{last}|>") != first + last:
+            raise ValueError(f"{path}: ids of <|s_0|>..<|s_{last}|> are not consecutive from {first}")
         # The official vocabulary has all three end tokens, of which only the first is used in training.
         others = (tokenizer.token_to_id(token) for token in END_TOKENS[1:])
         end_ids = (token_id(END_TOKENS[0]), *(found for found in others if found is not None))
         token_id(END_OF_PROMPT)  # not used by its id, but the text of it must be one token
-        return cls(tokenizer, offset, end_ids, sos_id=token_id(SOS), task_id=token_id(TASK_ID))
+        return cls(tokenizer, first, end_ids, sos_id=token_id(SOS), task_id=token_id(TASK_ID))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
@@ -104,17 +104,17 @@ class LLMTokenizer:
         for token in tokens:
             if not 0 <= token < SPEECH_VOCAB:
                 raise ValueError(f"speech token {token} is outside 0..{SPEECH_VOCAB - 1}")
-        return [self.offset + int(token) for token in tokens]
+        return [self.first_speech_id + int(token) for token in tokens]
 
     def to_speech_ids(self, llm_ids: Sequence[int]) -> list[int]:
         """Ids of the LLM -> speech ids; text and control tokens that the LLM may utter are dropped."""
-        shifted = (int(token) - self.offset for token in llm_ids)
+        shifted = (int(token) - self.first_speech_id for token in llm_ids)
         return [token for token in shifted if 0 <= token < SPEECH_VOCAB]
 
 
-def speech_token_offset(tokenizer_dir: str) -> int:
+def read_first_speech_id(tokenizer_dir: str) -> int:
     """Id of `<|s_0|>` in the LLM's vocabulary; the official one where no tokenizer directory is given."""
-    return LLMTokenizer.from_dir(tokenizer_dir).offset if tokenizer_dir else OFFICIAL_TOKEN_OFFSET
+    return LLMTokenizer.from_dir(tokenizer_dir).first_speech_id if tokenizer_dir else OFFICIAL_FIRST_SPEECH_ID
 
 
 class SpeechTokenParser:

@@ -87,9 +87,11 @@ class Orchestrator:
         self._synthesizer = Synthesizer(
             TextFrontend(tokenizer.text_length),
             voices.get,
-            TritonPromptEncoder(call, tokenizer.offset),
+            TritonPromptEncoder(call, tokenizer.first_speech_id),
             self._llm,
-            TritonVocoder(call, vocoder.model, cumulative=vocoder.cumulative, token_offset=tokenizer.offset),
+            TritonVocoder(
+                call, vocoder.model, cumulative=vocoder.cumulative, first_speech_id=tokenizer.first_speech_id
+            ),
             HopRules(
                 strategy=config.dynamic_chunk_strategy,
                 first_hop=config.first_hop_tokens,

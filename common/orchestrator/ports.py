@@ -40,17 +40,17 @@ class Call(Protocol):
 class TritonPromptEncoder:
     """`audio_tokenizer` and `speaker_embedding`, both answered from Triton's cache for a voice it has met.
 
-    `token_offset` is the id of the LLM's first speech token, which tokens carry between models.
+    `first_speech_id` is the id of the LLM's first speech token, which tokens carry between models.
     """
 
-    def __init__(self, call: Call, token_offset: int):
+    def __init__(self, call: Call, first_speech_id: int):
         self._call = call
-        self._token_offset = token_offset
+        self._first_speech_id = first_speech_id
         reference_mel(np.zeros(PROMPT_SAMPLE_RATE, np.float32))  # the first one loads the filters: not in a request
 
     async def tokens(self, wav: np.ndarray) -> np.ndarray:
         tokens = await self._ask("audio_tokenizer", wav, "prompt_speech_tokens")
-        return tokens.reshape(-1).astype(np.int64) - self._token_offset
+        return tokens.reshape(-1).astype(np.int64) - self._first_speech_id
 
     async def mel(self, wav: np.ndarray) -> np.ndarray:
         return await asyncio.to_thread(reference_mel, wav)
@@ -75,11 +75,11 @@ class TritonVocoder:
     otherwise with its own tokens alone (token2wav_dit, which keeps caches).
     """
 
-    def __init__(self, call: Call, model: str, *, cumulative: bool, token_offset: int):
+    def __init__(self, call: Call, model: str, *, cumulative: bool, first_speech_id: int):
         self._call = call
         self._model = model
         self._cumulative = cumulative
-        self._token_offset = token_offset
+        self._first_speech_id = first_speech_id
 
     def open(self, prompt: Prompt) -> "TritonVocoderStream":
         return TritonVocoderStream(self, prompt)
@@ -116,7 +116,7 @@ class TritonVocoder:
 
     def _ids(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """(n,) -> (1, n) in the LLM's vocabulary."""
-        return np.asarray(tokens, np.int32)[None] + np.int32(self._token_offset)
+        return np.asarray(tokens, np.int32)[None] + np.int32(self._first_speech_id)
 
 
 def new_correlation_id() -> int:

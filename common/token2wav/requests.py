@@ -15,8 +15,9 @@ CONTROLS = ("START", "END", "CORRID")
 PROMPT_TENSORS = ("prompt_speech_tokens", "prompt_speech_feat", "prompt_spk_embedding")
 
 
-def chunk_request(tensors: Tensors, token_offset: int, prompt: Prompt | None = None) -> ChunkRequest:
-    """tensors: what was sent, by name, batch dimension included. token_offset: the LLM's id of speech token 0.
+def chunk_request(tensors: Tensors, first_speech_id: int, prompt: Prompt | None = None) -> ChunkRequest:
+    """tensors: what was sent, by name, batch dimension included. first_speech_id: id of <|s_0|> in the
+    LLM's vocabulary.
 
     target_speech_tokens (1, n), prompt_speech_tokens (1, P), prompt_speech_feat (1, T, 80), prompt_spk_embedding
     (1, 192), token_offset, finalize and speed (1, 1), and the sequence controls. `prompt`: the voice where the caller
@@ -29,8 +30,8 @@ def chunk_request(tensors: Tensors, token_offset: int, prompt: Prompt | None = N
         stream_id=int(_one(tensors, "CORRID")),
         start=bool(_one(tensors, "START")),
         end=bool(_one(tensors, "END")),
-        tokens=_ids(tensors, "target_speech_tokens", token_offset),
-        prompt=prompt or _prompt(tensors, token_offset),
+        tokens=_ids(tensors, "target_speech_tokens", first_speech_id),
+        prompt=prompt or _prompt(tensors, first_speech_id),
         offset=int(_one(tensors, "token_offset")) if "token_offset" in tensors else None,
         finalize=bool(_one(tensors, "finalize")) if "finalize" in tensors else None,
         speed=speed,
@@ -44,15 +45,15 @@ def _one(tensors: Tensors, name: str) -> Any:
     return array.reshape(-1)[0]
 
 
-def _ids(tensors: Tensors, name: str, token_offset: int) -> np.ndarray:
+def _ids(tensors: Tensors, name: str, first_speech_id: int) -> np.ndarray:
     """(1, n) in the LLM's vocabulary -> (n,) int64 in 0..6560"""
     array = _require(tensors, name)
     if array.ndim != 2 or array.shape[0] != 1:
         raise ValueError(f"{name} must have the shape [1, n], not {list(array.shape)}")
-    return array[0].astype(np.int64) - token_offset
+    return array[0].astype(np.int64) - first_speech_id
 
 
-def _prompt(tensors: Tensors, token_offset: int) -> Prompt | None:
+def _prompt(tensors: Tensors, first_speech_id: int) -> Prompt | None:
     given = [name for name in PROMPT_TENSORS if name in tensors]
     if not given:
         return None
@@ -61,7 +62,7 @@ def _prompt(tensors: Tensors, token_offset: int) -> Prompt | None:
         raise ValueError(f"a voice needs {', '.join(PROMPT_TENSORS)}; {', '.join(missing)} is missing")
     mel, embedding = tensors["prompt_speech_feat"], tensors["prompt_spk_embedding"]
     return Prompt.aligned(
-        _ids(tensors, "prompt_speech_tokens", token_offset),
+        _ids(tensors, "prompt_speech_tokens", first_speech_id),
         mel.reshape(-1, mel.shape[-1]).astype(np.float32),  # (1, T, 80) -> (T, 80)
         embedding.reshape(-1).astype(np.float32),  # (1, 192) -> (192,)
     )

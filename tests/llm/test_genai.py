@@ -89,7 +89,7 @@ def test_the_end_token_comes_last(engine, tokenizer):
 def test_text_is_never_uttered_however_wild_the_sampling(engine, tokenizer):
     wild = {"temperature": 10.0, "top_k": 0, "top_p": 1.0, "max_tokens": 100}
     tokens = asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=1, **wild)))
-    assert min(tokens) >= tokenizer.offset
+    assert min(tokens) >= tokenizer.first_speech_id
 
 
 def test_the_same_seed_repeats_and_no_seed_does_not(engine, tokenizer):
@@ -152,7 +152,7 @@ def test_a_directory_that_was_not_converted_is_refused(llm_dir):  # noqa: F811
 
 
 def test_a_model_without_the_tokenizers_speech_tokens_is_refused(genai_dir, tokenizer):  # noqa: F811
-    larger = dataclasses.replace(tokenizer, offset=tokenizer.offset + 10_000)
+    larger = dataclasses.replace(tokenizer, first_speech_id=tokenizer.first_speech_id + 10_000)
     with pytest.raises(
         ValueError, match="vocabulary of 6826, too small for the tokenizer's speech and end tokens 10260"
     ):

@@ -246,7 +246,7 @@ def test_the_dialect_is_learned_once(tokenizer):
 
 
 def test_tokens_are_read_as_ids_where_the_server_sends_ids(tokenizer):
-    o, end = tokenizer.offset, tokenizer.end_ids[0]
+    o, end = tokenizer.first_speech_id, tokenizer.end_ids[0]
     stray = tokenizer.sos_id
     result, _ = ask(tokenizer, (STREAM, ids_event([o + 5, stray]), ids_event([o + 6, end], "stop")))
     assert result == ([5, 6], "stop")

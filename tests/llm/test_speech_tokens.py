@@ -3,13 +3,13 @@ import random
 
 import pytest
 
-from common.constants import OFFICIAL_TOKEN_OFFSET, SPEECH_VOCAB
+from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
 from common.llm.speech_tokens import (
     END_OF_PROMPT,
     LLMTokenizer,
     SpeechTokenParser,
     instruction,
-    speech_token_offset,
+    read_first_speech_id,
     speech_token_text,
 )
 from tools.demo_model.llm import build_tokenizer
@@ -27,13 +27,13 @@ def tokenizer(tokenizer_dir):
     return LLMTokenizer.from_dir(tokenizer_dir)
 
 
-def test_the_offset_is_read_from_the_tokenizer(tokenizer_dir, tokenizer):
-    assert speech_token_offset(str(tokenizer_dir)) == tokenizer.offset
-    assert tokenizer.offset == build_tokenizer().token_to_id("<|s_0|>")
+def test_the_first_speech_id_is_read_from_the_tokenizer(tokenizer_dir, tokenizer):
+    assert read_first_speech_id(str(tokenizer_dir)) == tokenizer.first_speech_id
+    assert tokenizer.first_speech_id == build_tokenizer().token_to_id("<|s_0|>")
 
 
-def test_without_a_tokenizer_the_offset_is_the_official_one():
-    assert speech_token_offset("") == OFFICIAL_TOKEN_OFFSET
+def test_without_a_tokenizer_the_first_speech_id_is_the_official_one():
+    assert read_first_speech_id("") == OFFICIAL_FIRST_SPEECH_ID
 
 
 def test_a_directory_without_a_tokenizer_is_refused_by_path(tmp_path):
@@ -88,7 +88,7 @@ def test_speech_ids_survive_the_way_to_the_llm_and_back(tokenizer):
 
 
 def test_what_is_no_speech_token_is_dropped_from_an_answer(tokenizer):
-    assert tokenizer.to_speech_ids([3, tokenizer.offset + 7, *tokenizer.end_ids]) == [7]
+    assert tokenizer.to_speech_ids([3, tokenizer.first_speech_id + 7, *tokenizer.end_ids]) == [7]
 
 
 @pytest.mark.parametrize("token", [-1, SPEECH_VOCAB])

@@ -60,19 +60,19 @@ def speak(model, tokenizer, **sampling):
 
 
 def test_speech_ids_come_as_they_arrive_and_the_end_token_ends(tokenizer):
-    o, end = tokenizer.offset, tokenizer.end_ids[0]
+    o, end = tokenizer.first_speech_id, tokenizer.end_ids[0]
     model = ScriptedModel([o + 1], [o + 2, o + 3], [end])
     assert speak(model, tokenizer) == ([[1], [2, 3]], "stop")
     assert model.open_streams == 0
 
 
 def test_reaching_max_tokens_is_told(tokenizer):
-    model = ScriptedModel([tokenizer.offset], [tokenizer.offset])
+    model = ScriptedModel([tokenizer.first_speech_id], [tokenizer.first_speech_id])
     assert speak(model, tokenizer, max_tokens=2) == ([[0], [0]], "length")
 
 
 def test_the_end_token_in_the_last_place_is_no_cut(tokenizer):
-    model = ScriptedModel([tokenizer.offset, tokenizer.end_ids[0]])
+    model = ScriptedModel([tokenizer.first_speech_id, tokenizer.end_ids[0]])
     assert speak(model, tokenizer, max_tokens=2) == ([[0]], "stop")
 
 
@@ -125,7 +125,7 @@ def test_without_a_seed_each_request_gets_another(tokenizer):
 @pytest.mark.parametrize("error", [RuntimeError("stub died"), UnavailableError("full")])
 def test_a_failing_model_is_unavailable(tokenizer, error):
     with pytest.raises(UnavailableError, match=str(error)):
-        speak(ScriptedModel([tokenizer.offset], error), tokenizer)
+        speak(ScriptedModel([tokenizer.first_speech_id], error), tokenizer)
 
 
 def test_a_refused_request_stays_the_callers_mistake(tokenizer):
@@ -135,7 +135,7 @@ def test_a_refused_request_stays_the_callers_mistake(tokenizer):
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_silent_model_is_an_error_in_time_and_is_stopped(tokenizer, before):
-    model = ScriptedModel(*[[tokenizer.offset]] * before, 30.0)
+    model = ScriptedModel(*[[tokenizer.first_speech_id]] * before, 30.0)
     with pytest.raises(UnavailableError, match="sent no token for 0.1 s"):
         speak(model, tokenizer)
     assert model.open_streams == 0
@@ -143,7 +143,7 @@ def test_a_silent_model_is_an_error_in_time_and_is_stopped(tokenizer, before):
 
 def test_closing_the_stream_stops_the_request_at_the_model(tokenizer):
     async def run():
-        model = ScriptedModel([tokenizer.offset], 30.0)
+        model = ScriptedModel([tokenizer.first_speech_id], 30.0)
         stream = TritonLM(model, tokenizer).generate(LLMPrompt("Hi"), Sampling())
         assert await anext(stream) == [0]
         await stream.aclose()
@@ -179,7 +179,10 @@ def test_a_reader_that_is_cancelled_while_tokens_arrive_ends(tokenizer, moments)
         class Model(ScriptedModel):
             async def ask(self, inputs, parameters):
                 await arrives
-                yield {"output_ids": np.array([[[tokenizer.offset]]]), "sequence_length": np.array([[1]], np.int32)}
+                yield {
+                    "output_ids": np.array([[[tokenizer.first_speech_id]]]),
+                    "sequence_length": np.array([[1]], np.int32),
+                }
 
         async def read():
             stream = TritonLM(Model(), tokenizer).generate(LLMPrompt("Hi"), Sampling())

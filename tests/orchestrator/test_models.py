@@ -28,7 +28,7 @@ MODEL_FILES = {
     "cosyvoice2": ROOT / "model_repo/cosyvoice2/1/model.py",
     "cosyvoice2_dit": ROOT / "model_repo_dit/cosyvoice2_dit/1/model.py",
 }
-OFFSET = 10  # of the speech tokens in this vocabulary
+FIRST_SPEECH_ID = 10  # in this vocabulary
 EOS = 3
 TOKENS = 100  # that the LLM says to everything
 PROMPT = 25  # speech tokens of one second
@@ -40,7 +40,14 @@ pytestmark = pytest.mark.usefixtures("triton_door")
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = ["[UNK]", "<|sos|>", "<|task_id|>", "<|eos1|>", END_OF_PROMPT, *(f"word{i}" for i in range(5, OFFSET))]
+    words = [
+        "[UNK]",
+        "<|sos|>",
+        "<|task_id|>",
+        "<|eos1|>",
+        END_OF_PROMPT,
+        *(f"word{i}" for i in range(5, FIRST_SPEECH_ID)),
+    ]
     vocabulary = {word: index for index, word in enumerate([*words, *(f"<|s_{i}|>" for i in range(SPEECH_VOCAB))])}
     directory = tmp_path_factory.mktemp("tokenizer")
     Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(directory / "tokenizer.json"))
@@ -79,7 +86,7 @@ class Neighbours:
 
     def audio_tokenizer(self, request: InferenceRequest) -> InferenceResponse:
         assert arrays(request)["reference_wav"].shape[1] == arrays(request)["reference_wav_len"].item()
-        return answer(prompt_speech_tokens=np.arange(OFFSET, OFFSET + PROMPT, dtype=np.int32)[None])
+        return answer(prompt_speech_tokens=np.arange(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT, dtype=np.int32)[None])
 
     def speaker_embedding(self, request: InferenceRequest) -> InferenceResponse:
         voice = arrays(request)["reference_wav"].max()
@@ -88,7 +95,7 @@ class Neighbours:
     def llm(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
         inputs = arrays(request)
         self.llm_requests.append(inputs)
-        tokens = range(OFFSET, OFFSET + self.llm_tokens)
+        tokens = range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + self.llm_tokens)
         for token in [*tokens, EOS] if self.llm_ends else tokens:
             time.sleep(self.pause)
             yield answer(output_ids=np.array([[[token]]], np.int32), sequence_length=np.array([[1]], np.int32))
@@ -104,7 +111,7 @@ class Neighbours:
         if end:
             del self.sequences[sequence]
             self.ended.append(sequence)
-        tokens = inputs["target_speech_tokens"][0] - OFFSET
+        tokens = inputs["target_speech_tokens"][0] - FIRST_SPEECH_ID
         if "finalize" in inputs:
             if self.vocoder_fails and len(tokens):
                 return InferenceResponse(error=TritonError("out of memory", TritonError.UNAVAILABLE))
@@ -221,7 +228,7 @@ def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(
     names = ("temperature", "runtime_top_k", "request_output_len", "min_length", "random_seed")
     assert [llm[name].item() for name in names] == [0.25, 5, 12, 2, 11]
     # <|sos|> the texts <|task_id|> and the prompt's tokens
-    assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(OFFSET, OFFSET + PROMPT))
+    assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT))
 
 
 def test_a_registered_voice_and_an_instruction_reach_the_llm_and_the_vocoder(
@@ -238,7 +245,7 @@ def test_a_registered_voice_and_an_instruction_reach_the_llm_and_the_vocoder(
     for request in (by_name, by_default):
         np.testing.assert_array_equal(audio(request), 2000 + np.arange(TOKENS))
     zero_shot, instructed = (request["input_ids"][0].tolist() for request in neighbours.llm_requests)
-    assert zero_shot[-PROMPT_TOKENS:] == [OFFSET + 2] * PROMPT_TOKENS
+    assert zero_shot[-PROMPT_TOKENS:] == [FIRST_SPEECH_ID + 2] * PROMPT_TOKENS
     assert instructed[-1] == LLMTokenizer.from_dir(tokenizer_dir).task_id
 
 

@@ -12,7 +12,7 @@ from common.orchestrator.chunking import Chunk
 from common.orchestrator.ports import TritonPromptEncoder, TritonVocoder, TritonVocoderStream, new_correlation_id
 from common.voice.prompt import Prompt
 
-OFFSET = 1000  # of the speech tokens in the LLM's vocabulary
+FIRST_SPEECH_ID = 1000
 PROMPT = Prompt(
     tokens=np.array([7, 8]),
     mel=np.full((4, MEL_BINS), 0.5, np.float32),
@@ -66,7 +66,7 @@ class FakeCall:
 
 
 def vocoder(call: FakeCall, *, cumulative: bool) -> TritonVocoder:
-    return TritonVocoder(call, "vocoder", cumulative=cumulative, token_offset=OFFSET)
+    return TritonVocoder(call, "vocoder", cumulative=cumulative, first_speech_id=FIRST_SPEECH_ID)
 
 
 async def two_chunks(stream: TritonVocoderStream) -> None:
@@ -95,8 +95,8 @@ def test_the_unet_vocoder_gets_all_tokens_so_far_and_the_offset() -> None:
     asyncio.run(two_chunks(vocoder(call, cumulative=True).open(PROMPT)))
     assert [sent["target_speech_tokens"] for sent in call.sent] == [
         [],
-        list(range(OFFSET, OFFSET + 9)),
-        list(range(OFFSET, OFFSET + 13)),
+        list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 9)),
+        list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 13)),
     ]
     assert [sent["token_offset"] for sent in call.sent] == [[0], [0], [6]]
 
@@ -106,8 +106,8 @@ def test_the_dit_vocoder_gets_the_new_tokens_and_their_look_ahead() -> None:
     asyncio.run(two_chunks(vocoder(call, cumulative=False).open(PROMPT)))
     assert [sent["target_speech_tokens"] for sent in call.sent] == [
         [],
-        list(range(OFFSET, OFFSET + 9)),
-        list(range(OFFSET + 6, OFFSET + 13)),
+        list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 9)),
+        list(range(FIRST_SPEECH_ID + 6, FIRST_SPEECH_ID + 13)),
     ]
     assert all("token_offset" not in sent.inputs for sent in call.sent)
 
@@ -137,7 +137,7 @@ def test_prompt_tensors_have_the_types_and_shapes_of_the_contract() -> None:
         "prompt_speech_feat": ("float16", (1, 4, MEL_BINS)),
         "prompt_spk_embedding": ("float16", (1, SPEAKER_DIM)),
     }
-    assert call.sent[0]["prompt_speech_tokens"] == [OFFSET + 7, OFFSET + 8]
+    assert call.sent[0]["prompt_speech_tokens"] == [FIRST_SPEECH_ID + 7, FIRST_SPEECH_ID + 8]
 
 
 def test_offline_is_one_request_that_starts_and_ends_a_sequence() -> None:
@@ -145,7 +145,11 @@ def test_offline_is_one_request_that_starts_and_ends_a_sequence() -> None:
     audio = asyncio.run(vocoder(call, cumulative=True).offline(PROMPT, [1, 2], speed=1.25))
     assert audio.shape == (3,)
     (sent,) = call.sent
-    assert (sent.start, sent.end, sent["target_speech_tokens"]) == (True, True, [OFFSET + 1, OFFSET + 2])
+    assert (sent.start, sent.end, sent["target_speech_tokens"]) == (
+        True,
+        True,
+        [FIRST_SPEECH_ID + 1, FIRST_SPEECH_ID + 2],
+    )
     assert "token_offset" not in sent.inputs and "finalize" not in sent.inputs
     assert sent["speed"] == [1.25]
 
@@ -155,7 +159,7 @@ def test_a_failure_that_the_response_cache_kept_does_not_silence_a_voice() -> No
     answers = {"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)}
     call = FakeCall(answers, failing={0: LostAnswerError("answered without prompt_spk_embedding")})
     wav = np.ones(100, np.float32)
-    assert len(asyncio.run(TritonPromptEncoder(call, OFFSET).embedding(wav))) == SPEAKER_DIM
+    assert len(asyncio.run(TritonPromptEncoder(call, FIRST_SPEECH_ID).embedding(wav))) == SPEAKER_DIM
     assert [sent["reference_wav_len"] for sent in call.sent] == [[100], [100]]
     assert [sent.inputs["reference_wav"].shape for sent in call.sent] == [(1, 100), (1, 101)]
 
@@ -239,9 +243,9 @@ def encode(work: Coroutine[Any, Any, np.ndarray]) -> np.ndarray:
 WAV = np.linspace(-0.5, 0.5, 16_000, dtype=np.float32)
 
 
-def test_prompt_tokens_lose_the_offset_of_the_llm() -> None:
-    call = FakeCall(answers={"prompt_speech_tokens": np.array([[OFFSET, OFFSET + 5]], np.int32)})
-    tokens = encode(TritonPromptEncoder(call, OFFSET).tokens(WAV))
+def test_prompt_tokens_become_speech_ids() -> None:
+    call = FakeCall(answers={"prompt_speech_tokens": np.array([[FIRST_SPEECH_ID, FIRST_SPEECH_ID + 5]], np.int32)})
+    tokens = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID).tokens(WAV))
     assert tokens.tolist() == [0, 5] and tokens.dtype == np.int64
     (sent,) = call.sent
     assert sent.model == "audio_tokenizer"
@@ -250,12 +254,12 @@ def test_prompt_tokens_lose_the_offset_of_the_llm() -> None:
 
 def test_the_x_vector_is_that_of_the_whole_reference() -> None:
     call = FakeCall(answers={"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)})
-    assert encode(TritonPromptEncoder(call, OFFSET).embedding(WAV)).shape == (SPEAKER_DIM,)
+    assert encode(TritonPromptEncoder(call, FIRST_SPEECH_ID).embedding(WAV)).shape == (SPEAKER_DIM,)
     assert call.sent[0].model == "speaker_embedding"
 
 
 def test_the_mel_has_fifty_frames_per_second_and_asks_no_model() -> None:
     call = FakeCall()
-    mel = encode(TritonPromptEncoder(call, OFFSET).mel(WAV))
+    mel = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID).mel(WAV))
     assert mel.shape == (50, MEL_BINS) and mel.dtype == np.float32
     assert call.sent == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
-from common.llm.speech_tokens import speech_token_offset
+from common.llm.speech_tokens import read_first_speech_id
 from common.token2wav.requests import chunk_request
 from common.voice.audio import load_audio
 from tests.conftest import ROOT, load_model
@@ -29,7 +29,7 @@ class Served:
         path, directory = PATHS[name]
         module = load_model(ROOT / path)
         self.inputs = frozenset(module.INPUTS) | {"reference_wav", "reference_wav_len"}
-        self.offset = speech_token_offset(str(models / LLM_DIR))
+        self.first_speech_id = read_first_speech_id(str(models / LLM_DIR))
         parameters = {"model_dir": str(models / directory), "llm_tokenizer_dir": str(models / LLM_DIR)}
         parameters |= {"n_timesteps": "2", "max_streams": "3"}
         config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
@@ -62,7 +62,7 @@ class Served:
         return waveform[0]
 
     def ids(self, *tokens: int) -> np.ndarray:
-        return np.array([tokens], np.int32).reshape(1, -1) + np.int32(self.offset)
+        return np.array([tokens], np.int32).reshape(1, -1) + np.int32(self.first_speech_id)
 
     def voice(self, seed: int, tokens: int = 25) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(seed)
@@ -160,4 +160,4 @@ def test_a_malformed_tensor_is_named(change: dict[str, np.ndarray], message: str
     tensors = {"START": np.ones((1, 1)), "END": np.ones((1, 1)), "CORRID": np.ones((1, 1))}
     tensors |= {"target_speech_tokens": np.zeros((1, 4), np.int32)}
     with pytest.raises(ValueError, match=message):
-        chunk_request(tensors | change, token_offset=0)
+        chunk_request(tensors | change, first_speech_id=0)

@@ -88,7 +88,7 @@ def test_both_layouts_give_the_same_logits(converted, official_state, blank_dir,
     speech = [5, 6560, 17]
     ids = tokenizer.encode_prompt("a voice", "Hello", speech)
     expected = official_logits(official_state, blank_dir, ids[1 : ids.index(tokenizer.task_id)], speech)
-    utterable = slice(tokenizer.offset, tokenizer.offset + UTTERABLE)
+    utterable = slice(tokenizer.first_speech_id, tokenizer.first_speech_id + UTTERABLE)
     with torch.no_grad():
         logits = Qwen2ForCausalLM.from_pretrained(converted, dtype=torch.float32)(torch.tensor([ids])).logits[0, -1]
     found = logits[utterable].numpy() + read_head_bias(converted)[utterable]
@@ -101,10 +101,15 @@ def test_both_layouts_give_the_same_logits(converted, official_state, blank_dir,
 def test_the_tokenizer_has_the_official_ids_behind_the_text(converted):
     tokenizer = LLMTokenizer.from_dir(converted)
     ids = tokenizer.tokenizer.token_to_id
-    assert tokenizer.offset == 256 + 1 + len(TEXT_SPECIALS)
-    assert [ids(token) for token in TEXT_SPECIALS] == list(range(257, tokenizer.offset))
-    assert tokenizer.end_ids == tuple(range(tokenizer.offset + SPEECH_VOCAB, tokenizer.offset + UTTERABLE))
-    assert (tokenizer.sos_id, tokenizer.task_id) == (tokenizer.offset + UTTERABLE, tokenizer.offset + UTTERABLE + 1)
+    assert tokenizer.first_speech_id == 256 + 1 + len(TEXT_SPECIALS)
+    assert [ids(token) for token in TEXT_SPECIALS] == list(range(257, tokenizer.first_speech_id))
+    assert tokenizer.end_ids == tuple(
+        range(tokenizer.first_speech_id + SPEECH_VOCAB, tokenizer.first_speech_id + UTTERABLE)
+    )
+    assert (tokenizer.sos_id, tokenizer.task_id) == (
+        tokenizer.first_speech_id + UTTERABLE,
+        tokenizer.first_speech_id + UTTERABLE + 1,
+    )
     config = json.loads((converted / "config.json").read_text())
     assert config["vocab_size"] % 128 == 0 and config["vocab_size"] > tokenizer.task_id
     assert (config["eos_token_id"], config["tie_word_embeddings"]) == (list(tokenizer.end_ids), False)

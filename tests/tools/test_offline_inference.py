@@ -142,7 +142,7 @@ def test_transformers_need_no_conversion(speak, tmp_path):
 @pytest.mark.parametrize("backend", sorted(GPU_ENGINES))
 def test_gpu_engines_load_the_directory_as_it_is(speak, tmp_path, demo_models, install, monkeypatch, backend):  # noqa: F811
     """Stand-ins of the libraries: neither runs on this machine."""
-    first = LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").offset
+    first = LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").first_speech_id
     monkeypatch.setattr(install(GPU_ENGINES[backend]), "FIRST_ID", first)
     assert speak("--batch-size", "2", backend=backend) == 0
     assert sorted(records(tmp_path / "out")) == ["first", "second", "third"]

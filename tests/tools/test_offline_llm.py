@@ -92,7 +92,7 @@ def test_transformers_refuse_what_they_cannot_sample(backend):
 @pytest.mark.parametrize("name", sorted(GPU_ENGINES))
 def test_gpu_engines_are_asked_for_a_batch_at_a_time(name, backend, tokenizer, install, monkeypatch):  # noqa: F811
     stand_in = install(GPU_ENGINES[name])
-    monkeypatch.setattr(stand_in, "FIRST_ID", tokenizer.offset)
+    monkeypatch.setattr(stand_in, "FIRST_ID", tokenizer.first_speech_id)
     llm = backend(name, 2)
     answers = llm.generate(PROMPTS, Sampling(max_tokens=9))  # one more than fit at once
     assert spoken(answers) == [list(range(9))] * 3

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.constants import OFFICIAL_TOKEN_OFFSET, PROMPT_SAMPLE_RATE, SPEECH_VOCAB
-from common.llm.speech_tokens import speech_token_offset
+from common.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_RATE, SPEECH_VOCAB
+from common.llm.speech_tokens import read_first_speech_id
 from common.voice.audio import load_audio
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
@@ -38,16 +38,16 @@ def request(wav: np.ndarray, length: int) -> fake_triton.InferenceRequest:
     return fake_triton.InferenceRequest.from_client(inputs, declared=INPUTS)
 
 
-def test_tokens_carry_the_offset_of_the_llm(model: Any, demo_models: Path, recording: np.ndarray) -> None:
+def test_tokens_carry_ids_of_the_llm(model: Any, demo_models: Path, recording: np.ndarray) -> None:
     (response,) = model.execute([request(recording, recording.shape[1])])
     tokens = response.arrays()["prompt_speech_tokens"]
-    offset = speech_token_offset(str(demo_models / LLM_DIR))
+    first_speech_id = read_first_speech_id(str(demo_models / LLM_DIR))
     assert tokens.shape == (1, 134) and tokens.dtype == np.int32
-    assert offset <= tokens.min() and tokens.max() < offset + SPEECH_VOCAB
+    assert first_speech_id <= tokens.min() and tokens.max() < first_speech_id + SPEECH_VOCAB
 
     (response,) = initialized(demo_models).execute([request(recording, recording.shape[1])])
     official = response.arrays()["prompt_speech_tokens"]
-    np.testing.assert_array_equal(official - OFFICIAL_TOKEN_OFFSET, tokens - offset)
+    np.testing.assert_array_equal(official - OFFICIAL_FIRST_SPEECH_ID, tokens - first_speech_id)
 
 
 def test_batch_of_recordings_answers_each_as_if_alone_and_in_order(model: Any, recording: np.ndarray) -> None:

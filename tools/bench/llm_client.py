@@ -27,7 +27,7 @@ TARGET_MICROSECONDS = 50
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def _event(offset: int, token: int, finish_reason: str | None) -> bytes:
+def _event(first_speech_id: int, token: int, finish_reason: str | None) -> bytes:
     """One HTTP chunk with one event."""
     choice = {
         "index": 0,
@@ -35,7 +35,7 @@ def _event(offset: int, token: int, finish_reason: str | None) -> bytes:
         "logprobs": None,
         "finish_reason": finish_reason,
         "stop_reason": None,
-        "token_ids": [offset + token],
+        "token_ids": [first_speech_id + token],
         "prompt_token_ids": None,
     }
     event = {
@@ -50,7 +50,7 @@ def _event(offset: int, token: int, finish_reason: str | None) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def _serve(offset: int, tokens: int, rate: float, port: Connection) -> None:
+def _serve(first_speech_id: int, tokens: int, rate: float, port: Connection) -> None:
     """The server's process; sends its port, then answers until it is terminated."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -62,7 +62,7 @@ def _serve(offset: int, tokens: int, rate: float, port: Connection) -> None:
         for token in range(tokens):
             if rate:
                 await asyncio.sleep(begun + token / rate - time.monotonic())
-            writer.write(_event(offset, token, "length" if token == tokens - 1 else None))
+            writer.write(_event(first_speech_id, token, "length" if token == tokens - 1 else None))
             await writer.drain()
         writer.write(b"0\r\n\r\n")
         await writer.drain()
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_tokenizer().save(str(Path(directory) / "tokenizer.json"))
         tokenizer = LLMTokenizer.from_dir(directory)
     ours, theirs = multiprocessing.Pipe()
-    arguments = (tokenizer.offset, args.tokens, args.tokens_per_second, theirs)
+    arguments = (tokenizer.first_speech_id, args.tokens, args.tokens_per_second, theirs)
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
     server.start()
     try:

@@ -60,19 +60,19 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=place.type == "cuda"))
     left = max(1.0, seconds - (time.monotonic() - begun))  # hearing all the speech takes its time
     network = Qwen2(SIZES, tokenizer.get_vocab_size(), DROPOUT)
-    fit(work / FILE, network, data.offset, batches, held_out, left, place)
+    fit(work / FILE, network, data.first_speech_id, batches, held_out, left, place)
 
 
 def fit(
     path: Path,
     network: Qwen2,
-    offset: int,
+    first_speech_id: int,
     batches: Iterator[tuple[Tensor, Tensor]],
     held_out: list[tuple[Tensor, Tensor]],
     seconds: float,
     device: torch.device,
 ) -> None:
-    """`offset`: id of the first speech token. `batches` and `held_out` as of `Sequences`."""
+    """`first_speech_id`: id of <|s_0|>. `batches` and `held_out` as of `Sequences`."""
     network.to(device).train()
     optimizer = adamw(network.parameters(), PEAK_RATE, weight_decay=WEIGHT_DECAY)
     run = Run(path, seconds, {"network": network}, [optimizer])
@@ -80,7 +80,7 @@ def fit(
 
     def learn(shape: torch.Size) -> dict[str, Tensor]:
         ids, foretold = given[shape]
-        loss, size = losses(network, _damaged(ids, offset), ids, foretold)
+        loss, size = losses(network, _damaged(ids, first_speech_id), ids, foretold)
         descend(loss + LOGIT_WEIGHT * size, optimizer, clip=1.0)
         return {"foretold": loss.detach(), "size": size.detach()}
 

@@ -116,14 +116,14 @@ class Sequences(IterableDataset):
     """
 
     def __init__(self, utterances: Utterances, tokenizer: Tokenizer, members: np.ndarray, seed: int) -> None:
-        """members: the utterances to draw from. `offset`: id of the first speech token."""
+        """members: the utterances to draw from. `first_speech_id`: id of <|s_0|>."""
         self._utterances = utterances
         self._by_voice = [members[utterances.voices[members] == voice] for voice in np.unique(utterances.voices)]
         shares = np.array([len(voice) for voice in self._by_voice], np.float64)
         self._voice_shares = shares / shares.sum()
         self._seed = seed
         ids = tokenizer.get_vocab()
-        self.offset = ids["<|s_0|>"]
+        self.first_speech_id = ids["<|s_0|>"]
         self._sos, self._task, self._end = (np.array([ids[token]], np.int32) for token in (SOS, TASK_ID, END_TOKENS[0]))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -149,7 +149,7 @@ class Sequences(IterableDataset):
         first, clean = self._prompt(chosen[0], rng) if prompted else (data.speech(chosen[0]), True)
         speech = [first, *(data.speech(u) for u in chosen[1:])]
         heads = [self._sos, *texts, self._task]
-        ids = np.concatenate([*heads, *(part + self.offset for part in speech), self._end])
+        ids = np.concatenate([*heads, *(part + self.first_speech_id for part in speech), self._end])
         foretold = np.zeros(len(ids), bool)
         foretold[sum(map(len, heads)) + (0 if clean else len(first)) :] = True
         return ids, foretold

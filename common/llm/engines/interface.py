@@ -106,14 +106,16 @@ def finish_reason(reason: str | None) -> FinishReason | None:
 
 def require_speech_tokens(tokenizer: LLMTokenizer, vocab_size: int, source: object) -> None:
     """ValueError where a model of `vocab_size` ids, read from `source`, cannot utter what `tokenizer` names."""
-    last = max(tokenizer.offset + SPEECH_VOCAB - 1, *tokenizer.end_ids)
+    last = max(tokenizer.first_speech_id + SPEECH_VOCAB - 1, *tokenizer.end_ids)
     if vocab_size <= last:
         raise ValueError(
             f"{source} has a vocabulary of {vocab_size}, too small for the tokenizer's speech and end tokens "
-            f"{tokenizer.offset}..{last}: not the checkpoint of a CosyVoice2 LLM"
+            f"{tokenizer.first_speech_id}..{last}: not the checkpoint of a CosyVoice2 LLM"
         )
 
 
 def utterable_ids(tokenizer: LLMTokenizer) -> np.ndarray:
     """The ids (C,), ascending, that an utterance consists of: speech tokens and end tokens."""
-    return np.union1d(np.arange(tokenizer.offset, tokenizer.offset + SPEECH_VOCAB), np.asarray(tokenizer.end_ids))
+    return np.union1d(
+        np.arange(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_VOCAB), np.asarray(tokenizer.end_ids)
+    )

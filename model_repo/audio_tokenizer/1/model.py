@@ -7,7 +7,7 @@ import torch
 
 from common import triton_io
 from common.config import AudioTokenizerConfig
-from common.llm.speech_tokens import speech_token_offset
+from common.llm.speech_tokens import read_first_speech_id
 from common.voice.prompt import AudioTokenizer
 
 
@@ -20,11 +20,11 @@ class TritonPythonModel:
         if config.device != "cpu":
             torch.set_num_threads(1)  # mels are all that is left to the CPU
         self._tokenizer = AudioTokenizer(config.model_dir, config.device)
-        self._offset = speech_token_offset(config.llm_tokenizer_dir)
+        self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return triton_io.respond_batch(requests, triton_io.reference, self._compute, model=self._name)
 
     def _compute(self, waves: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
         tokens = self._tokenizer(waves)
-        return [{"prompt_speech_tokens": (ids + self._offset).astype(np.int32)[None]} for ids in tokens]
+        return [{"prompt_speech_tokens": (ids + self._first_speech_id).astype(np.int32)[None]} for ids in tokens]

@@ -4,7 +4,7 @@ from typing import Any
 
 from common import triton_io
 from common.config import Token2WavConfig
-from common.llm.speech_tokens import speech_token_offset
+from common.llm.speech_tokens import read_first_speech_id
 from common.process.metrics import Published
 from common.token2wav.engine import Precision, Token2Wav
 from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, chunk_request
@@ -19,7 +19,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config = Token2WavConfig.from_triton(args)
         self._name = args["model_name"]
-        self._token_offset = speech_token_offset(config.llm_tokenizer_dir)
+        self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
         engine = Token2Wav.load_unet(
             config.model_dir,
             device=config.device,
@@ -37,7 +37,7 @@ class TritonPythonModel:
         for request in requests:
             with triton_io.answer_later(request, "waveform", model=self._name) as answer:
                 tensors = triton_io.read_all(request, INPUTS)
-                self._service.submit(chunk_request(tensors, self._token_offset), answer, answer.is_cancelled)
+                self._service.submit(chunk_request(tensors, self._first_speech_id), answer, answer.is_cancelled)
 
     def finalize(self) -> None:
         self._published.close()

@@ -5,7 +5,7 @@ from typing import Any
 
 from common import triton_io
 from common.config import Token2WavConfig
-from common.llm.speech_tokens import speech_token_offset
+from common.llm.speech_tokens import read_first_speech_id
 from common.process.metrics import Published
 from common.token2wav.engine import Precision, Token2Wav
 from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, chunk_request
@@ -22,7 +22,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         config = Token2WavConfig.from_triton(args)
         self._name = args["model_name"]
-        self._token_offset = speech_token_offset(config.llm_tokenizer_dir)
+        self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
         # Reads its networks when the first request brings a recording; the orchestrator sends tensors.
         self._reference = ReferenceEncoder(config.model_dir, config.device)
         engine = Token2Wav.load_dit(
@@ -51,7 +51,7 @@ class TritonPythonModel:
         with answer:
             tensors = triton_io.read_all(request, INPUTS)
             prompt = self._reference(triton_io.reference(request)) if "reference_wav" in tensors else None
-            self._service.submit(chunk_request(tensors, self._token_offset, prompt), answer, answer.is_cancelled)
+            self._service.submit(chunk_request(tensors, self._first_speech_id, prompt), answer, answer.is_cancelled)
 
     def finalize(self) -> None:
         self._published.close()
