@@ -1,14 +1,36 @@
 """The stacks: what differs between them, as data. Everything else is the same code.
 
 A stack is one orchestrator model, one token2wav model and one official checkpoint. To add one, add it to `BUILT_IN`, or
-`register` it from outside; CONTRIBUTING.md has the steps.
+`register` it from outside; CONTRIBUTING.md has the steps. Each model.py names its stack, so that the processes that
+tritonserver starts need no registration.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from common.constants import FLOW_CHUNK_TOKENS
+
+SHARED_TEMPLATES = "model_repo"  # templates of the models that all stacks have; also the unet stack's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechLLM:
+    """The LLM of one or more stacks. All paths are below the directory with all checkpoints.
+
+    repository: the HuggingFace repository of the official files; it is downloaded to `download`.
+    weights, base: the official state dict, and the folder of the text model that it extends.
+    directory: the same as a HuggingFace model directory, with the tokenizer.
+    genai, engine: what onnxruntime-genai and TensorRT-LLM load, both made from `directory`.
+    """
+
+    repository: str
+    download: str
+    weights: str = "llm.pt"
+    base: str = "CosyVoice-BlankEN"
+    directory: str
+    genai: str
+    engine: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,15 +39,19 @@ class Stack:
 
     name: what `--stack` takes. summary: one line for `--help`.
     orchestrator, token2wav: names of the two Triton models of its own.
-    templates: folder with their templates, relative to the checkout or absolute.
-    checkpoint: folder of the official files below the directory with all checkpoints; `flow`, `hift`,
-        `speech_tokenizer` and `speaker_encoder` are the files in it.
-    repository: the HuggingFace repository that has them, and `repository_folder`, where they are in it.
+    templates: folder with their templates, relative to the checkout or absolute. Where it also has a template of a
+        model that the stacks share, that one is used instead of the one in SHARED_TEMPLATES.
+    llm: its LLM.
+    repository: the HuggingFace repository of the other official files, which are in its folder `repository_folder`; it
+        is downloaded to `download`, a folder below the directory with all checkpoints.
+    flow, hift, speaker_encoder, speech_tokenizer: these files.
+    flow_tensors: prefix of tensor names by which its `flow` is told from other stacks' files.
+    networks: what of the flow can run outside torch: the use in serving (see common.accel.workloads) -> ONNX file.
     cumulative: a chunk is sent with all tokens of its stream so far and its `token_offset` (a flow that computes its
-        window again); otherwise with its new tokens alone (a flow that keeps caches).
-    chunk_boundary: chunks end on its multiples, counted from the prompt's first token. 1: anywhere.
+        window again); otherwise with its new tokens only (a flow that keeps caches).
+    chunk_boundary: chunks end on multiples of it, counted from the prompt's first token. 1: anywhere.
     loader: "module:function" that loads the flow and makes its streaming form; imported by token2wav only.
-    settings: defaults of template keys that differ from those of `common.config`.
+    settings: defaults of template keys, such as sampling, that differ from those of `common.config`.
     """
 
     name: str
@@ -33,29 +59,61 @@ class Stack:
     orchestrator: str
     token2wav: str
     templates: str
-    checkpoint: PurePosixPath
-    speech_tokenizer: str
+    llm: SpeechLLM
     repository: str
     repository_folder: str = ""
-    cumulative: bool
-    chunk_boundary: int
-    loader: str
+    download: str
     flow: str = "flow.pt"
     hift: str = "hift.pt"
     speaker_encoder: str = "campplus.onnx"
-    settings: Mapping[str, str] = field(default_factory=dict)
+    speech_tokenizer: str
+    flow_tensors: str
+    networks: Mapping[str, str] = field(default_factory=dict, hash=False)
+    cumulative: bool
+    chunk_boundary: int
+    loader: str
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def models(self) -> tuple[str, str]:
+        """The Triton models of its own."""
+        return self.token2wav, self.orchestrator
+
+    @property
+    def checkpoint(self) -> PurePosixPath:
+        """The folder of `files`, below the directory with all checkpoints."""
+        return PurePosixPath(self.download, self.repository_folder)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The official files that serving needs, apart from the LLM's."""
+        return self.flow, self.hift, self.speaker_encoder, self.speech_tokenizer
 
 
+COSYVOICE2_LLM = SpeechLLM(
+    repository="FunAudioLLM/CosyVoice2-0.5B",
+    download="CosyVoice2-0.5B",
+    directory="cosyvoice2_llm",
+    genai="cosyvoice2_llm_genai",
+    engine="trt_engines_bfloat16",  # upstream's name, which is also the model's name at trtllm-serve
+)
 DIT = Stack(
     name="dit",
     summary="Step-Audio2's DiT flow",
     orchestrator="cosyvoice2_dit",
     token2wav="token2wav_dit",
     templates="model_repo_dit",
-    checkpoint=PurePosixPath("Step-Audio-2-mini/token2wav"),
-    speech_tokenizer="speech_tokenizer_v2_25hz.onnx",
+    llm=COSYVOICE2_LLM,
     repository="stepfun-ai/Step-Audio-2-mini",
     repository_folder="token2wav",
+    download="Step-Audio-2-mini",
+    speech_tokenizer="speech_tokenizer_v2_25hz.onnx",
+    flow_tensors="decoder.estimator.blocks.",
+    networks={
+        "whole": "flow.decoder.estimator.fp32.dynamic_batch.onnx",
+        "prompt": "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx",
+        "chunk": "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx",
+    },
     cumulative=False,
     chunk_boundary=1,
     loader="common.token2wav.dit.streaming:load",
@@ -65,27 +123,32 @@ UNET = Stack(
     summary="CosyVoice2's causal UNet flow",
     orchestrator="cosyvoice2",
     token2wav="token2wav",
-    templates="model_repo",
-    checkpoint=PurePosixPath("CosyVoice2-0.5B"),
-    speech_tokenizer="speech_tokenizer_v2.onnx",
+    templates=SHARED_TEMPLATES,
+    llm=COSYVOICE2_LLM,
     repository="FunAudioLLM/CosyVoice2-0.5B",
+    download="CosyVoice2-0.5B",
+    speech_tokenizer="speech_tokenizer_v2.onnx",
+    flow_tensors="decoder.estimator.down_blocks.",
+    networks={
+        "whole": "flow.decoder.estimator.fp32.onnx",
+        # Upstream has no such file: its UNet sees the whole window, ours the chunks that a stream would have seen.
+        "streaming": "flow.decoder.estimator.streaming.fp32.onnx",
+    },
     cumulative=True,
     chunk_boundary=FLOW_CHUNK_TOKENS,
     loader="common.token2wav.unet.streaming:load",
 )
-BUILT_IN = (DIT, UNET)  # the first is the default of every command
+BUILT_IN = (DIT, UNET)
+DEFAULT = DIT  # of every command and client
 
 _stacks: dict[str, Stack] = {stack.name: stack for stack in BUILT_IN}
 
 
 def register(stack: Stack) -> None:
     """Add a stack. ValueError if its name or one of its models is another stack's."""
+    new = {stack.name, *stack.models}
     for other in _stacks.values():
-        if taken := {stack.name, stack.orchestrator, stack.token2wav} & {
-            other.name,
-            other.orchestrator,
-            other.token2wav,
-        }:
+        if taken := new & {other.name, *other.models}:
             raise ValueError(f"stack {stack.name!r}: {', '.join(sorted(taken))} belongs to the stack {other.name!r}")
     _stacks[stack.name] = stack
 
@@ -95,8 +158,13 @@ def unregister(name: str) -> None:
     del _stacks[name]
 
 
+def registered() -> tuple[Stack, ...]:
+    """All stacks, the built-in ones first."""
+    return tuple(_stacks.values())
+
+
 def names() -> tuple[str, ...]:
-    """The names of all stacks, the default first."""
+    """The names of all stacks: the choices of `--stack`."""
     return tuple(_stacks)
 
 
@@ -107,10 +175,28 @@ def named(name: str) -> Stack:
     return _stacks[name]
 
 
-def of_model(model: str) -> Stack:
-    """The stack that a Triton model (orchestrator or token2wav) belongs to. ValueError lists those there are."""
+def of_model(model: str) -> Stack | None:
+    """The stack whose own Triton model (orchestrator or token2wav) that is."""
+    return next((stack for stack in _stacks.values() if model in stack.models), None)
+
+
+def of_flow(tensors: Iterable[str], file: object) -> Stack:
+    """The stack whose flow has tensors of these names. ValueError says that `file` is no stack's flow."""
+    tensors = list(tensors)
     for stack in _stacks.values():
-        if model in (stack.orchestrator, stack.token2wav):
+        if any(name.startswith(stack.flow_tensors) for name in tensors):
             return stack
-    owned = [name for stack in _stacks.values() for name in (stack.orchestrator, stack.token2wav)]
-    raise ValueError(f"no stack has the model {model!r}; there are {', '.join(owned)}")
+    known = "; ".join(f"{stack.name}: {stack.summary}" for stack in _stacks.values())
+    raise ValueError(f"checkpoint {file} is the flow of no stack ({known})")
+
+
+def summaries() -> str:
+    """All stacks in one line, for the help of `--stack`."""
+    return "; ".join(
+        f"{stack.name}{' (default)' if stack is DEFAULT else ''}: {stack.summary}" for stack in _stacks.values()
+    )
+
+
+def orchestrators() -> tuple[str, ...]:
+    """The models that clients send requests to, the default first."""
+    return tuple(stack.orchestrator for stack in _stacks.values())

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import stacks
 from common.constants import PROMPT_SAMPLE_RATE
 from common.server.rendering import StackOptions
 from common.text import clean_line
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help="what requests call the voice: letters of any script, digits, blanks, -_.")
     parser.add_argument("--reference-audio", type=Path, required=True, help="any rate and channel count, 0.5 to 30 s")
     parser.add_argument("--reference-text", default="", help="what it says, word for word")
-    parser.add_argument("--stack", choices=("dit", "unet"), default="dit", help="whose networks encode it")
+    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help="whose networks encode it")
     parser.add_argument("--replace", action="store_true", help="overwrite a voice of this name")
     args = parser.parse_args(argv)
     try:

@@ -1,6 +1,6 @@
 """The whole system once: demo checkpoint, rendered repository, real tritonserver, one streaming request, one wav file.
 
-    python -m scripts.demo [--stack dit|unet] [--text TEXT] [--speaker NAME] [--output out/demo.wav]
+    python -m scripts.demo [--stack NAME] [--text TEXT] [--speaker NAME] [--output out/demo.wav]
 
 The checkpoint is a small trained voice, see docs/demo_voice.md; everything else is what serves the official weights.
 """
@@ -11,10 +11,10 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from common import stacks
 from common.client.grpc_client import synthesize
 from common.client.requests import Speech, Utterance
 from common.server.rendering import StackOptions, render
@@ -24,7 +24,6 @@ from tools.demo_model.make import make_demo_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "models" / "demo"
-GENAI_LLM = CHECKPOINT / "cosyvoice2_llm_genai"
 TEXT = "Good morning. You are listening to Cosy Voice, which runs on your own computer."
 SPEAKER = "rms"
 SEED = 2  # of the sampling, so that the demo is the same everywhere
@@ -50,10 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run(stack: Literal["dit", "unet"], text: str, speaker: str, ports: Ports) -> Speech:
+def run(stack: str, text: str, speaker: str, ports: Ports) -> Speech:
     """Make what is not there yet, serve it, ask once, shut down. Raises ValueError, RuntimeError or OSError."""
     step(1, f"demo checkpoint, a small trained voice: {shown(CHECKPOINT)}")
-    prepare_checkpoint()
+    prepare_checkpoint(stacks.named(stack).llm)
     repository = ROOT / "build" / stack
     step(2, f"model repository of the {stack} stack: {shown(repository)}")
     options = StackOptions(models_dir=CHECKPOINT, stack=stack, device="cpu")
@@ -76,17 +75,17 @@ def shown(path: Path) -> Path:
     return path.relative_to(ROOT)
 
 
-def prepare_checkpoint() -> None:
+def prepare_checkpoint(llm: stacks.SpeechLLM) -> None:
     """The checkpoint and the form of its LLM that onnxruntime-genai reads; what is there is kept."""
     make_demo_model(CHECKPOINT)
-    convert(CHECKPOINT / "cosyvoice2_llm", GENAI_LLM, "fp32")
+    convert(CHECKPOINT / llm.directory, CHECKPOINT / llm.genai, "fp32")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--stack", choices=("dit", "unet"), default="dit")
+    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     parser.add_argument("--text", default=TEXT)
     parser.add_argument("--speaker", default=SPEAKER, help="a voice of the checkpoint's folder voices (default rms)")
     parser.add_argument("--output", type=Path, default=Path("out/demo.wav"))

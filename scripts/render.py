@@ -1,4 +1,4 @@
-"""Render a stack: the Triton model repository of one choice of checkpoint, vocoder and LLM.
+"""Render a stack: the Triton model repository of one choice of checkpoint, stack and LLM.
 
     python -m scripts.render models/demo build/dit                            everything in one tritonserver
     python -m scripts.render models/demo build/unet --stack unet --offline    one answer per request, HTTP too
@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from common import stacks
 from common.config import LLMEngine
 from common.server.rendering import StackOptions, render
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models_dir", type=Path, help="cosyvoice2_llm, CosyVoice2-0.5B, Step-Audio-2-mini/token2wav")
+    parser.add_argument("models_dir", type=Path, help="directory with the checkpoints")
     parser.add_argument("destination", type=Path, help="a new directory, or an earlier rendering")
-    parser.add_argument("--stack", choices=("dit", "unet"), default="dit", help="the vocoder (default: dit)")
+    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     parser.add_argument("--offline", action="store_true", help="one response per request instead of a stream of chunks")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="of prompt models and vocoder")
     parser.add_argument("--llm-transport", choices=("triton", "openai"), default="triton")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from common import stacks
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.voice.audio import load_audio, save_audio
 
@@ -214,7 +215,8 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speaker", help="a voice that the server knows, instead of --reference-audio")
     parser.add_argument("--instruct-text", help='how to speak, such as "Speak slowly."; not with --reference-text')
     parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre, not their language")
-    parser.add_argument("--model-name", default="cosyvoice2_dit", help="cosyvoice2_dit (default) or cosyvoice2")
+    default, others = stacks.DEFAULT.orchestrator, stacks.orchestrators()[1:]
+    parser.add_argument("--model-name", default=default, help=" or ".join([f"{default} (default)", *others]))
     parser.add_argument("--seed", type=int, help="the same seed gives the same audio")
     parser.add_argument(
         "--parameter",
@@ -264,7 +266,7 @@ def not_served(server: str, model: str) -> ClientError:
     """The server is there and the model is not."""
     return ClientError(
         f"{server} does not serve the model '{model}': name another with --model-name, "
-        "or start its stack with `make serve STACK=unet` or `make serve STACK=dit`"
+        f"or start its stack with {' or '.join(f'`make serve STACK={name}`' for name in stacks.names())}"
     )
 
 

@@ -1,11 +1,10 @@
-"""The Triton models `cosyvoice2` and `cosyvoice2_dit`, which differ in their vocoder."""
+"""The orchestrator of every stack: the Triton model that clients ask."""
 
 import gc
 import json
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 from common import triton_io
 from common.config import OrchestratorConfig
-from common.constants import FLOW_CHUNK_TOKENS
 from common.llm.checkpoint import read_limits, speech_bias
 from common.llm.interface import LengthRatios, Sampling, SpeechLM, Timeouts
 from common.llm.openai_client import OpenAILM
@@ -27,34 +25,22 @@ from common.orchestrator.request import RequestInputs
 from common.orchestrator.synthesis import Synthesizer
 from common.process.drain import DrainMark
 from common.process.metrics import Published, RequestStats
+from common.stacks import Stack
 from common.text import TextFrontend
 from common.voice.book import VoiceBook
-
-
-@dataclass(frozen=True)
-class VocoderKind:
-    """A vocoder model. `cumulative`: it is sent all tokens so far. `boundary`: where its chunks end, see HopRules."""
-
-    model: str
-    cumulative: bool
-    boundary: int
-
-
-UNET = VocoderKind("token2wav", cumulative=True, boundary=FLOW_CHUNK_TOKENS)
-DIT = VocoderKind("token2wav_dit", cumulative=False, boundary=1)
 
 CLOSE_SECONDS = 5.0
 
 
 class OrchestratorModel:
-    """What Triton loads: one asyncio loop; each request is a task of it. A model.py names the vocoder."""
+    """What Triton loads: one asyncio loop; each request is a task of it. A model.py names the stack."""
 
-    vocoder: VocoderKind
+    stack: Stack
 
     def initialize(self, args: dict[str, str]) -> None:
         config = OrchestratorConfig.from_triton(args)
         torch.set_num_threads(1)  # mels of recordings are all that it computes
-        self._orchestrator = Orchestrator(config, self.vocoder)
+        self._orchestrator = Orchestrator(config, self.stack)
         self._loop = triton_io.RequestLoop(
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
         )
@@ -77,7 +63,7 @@ class OrchestratorModel:
 class Orchestrator:
     """Answers requests to speak: waveform by waveform where the model is decoupled, else with one."""
 
-    def __init__(self, config: OrchestratorConfig, vocoder: VocoderKind):
+    def __init__(self, config: OrchestratorConfig, stack: Stack):
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir)
         call = partial(triton_io.call, timeout=config.model_timeout)
         self._llm = _speech_lm(config, tokenizer)
@@ -90,13 +76,13 @@ class Orchestrator:
             TritonPromptEncoder(call, tokenizer.first_speech_id),
             self._llm,
             TritonVocoder(
-                call, vocoder.model, cumulative=vocoder.cumulative, first_speech_id=tokenizer.first_speech_id
+                call, stack.token2wav, cumulative=stack.cumulative, first_speech_id=tokenizer.first_speech_id
             ),
             HopRules(
                 strategy=config.dynamic_chunk_strategy,
                 first_hop=config.first_hop_tokens,
                 max_hop=config.max_hop_tokens,
-                boundary=vocoder.boundary,
+                boundary=stack.chunk_boundary,
             ),
         )
         self._sampling = Sampling(

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from common import stacks
 from common.config import (
     AudioTokenizerConfig,
     LLMEngine,
@@ -29,17 +30,14 @@ from common.config import (
 )
 from common.llm.engines.loading import gpu_engine_installed
 
-TEMPLATES = Path(__file__).resolve().parents[2]  # the checkout that holds model_repo/ and model_repo_dit/
+TEMPLATES = Path(__file__).resolve().parents[2]  # the checkout, which holds the stacks' folders of templates
 MARKER = ".rendered.json"  # says that a directory is a rendering, and of what; Triton looks at directories only
 
-SETTINGS: dict[str, type[ModelConfig]] = {
+# The models that all stacks have.
+_SHARED: dict[str, type[ModelConfig]] = {
     "audio_tokenizer": AudioTokenizerConfig,
     "speaker_embedding": SpeakerEmbeddingConfig,
     "tensorrt_llm": TensorrtLLMConfig,
-    "token2wav": Token2WavConfig,
-    "token2wav_dit": Token2WavConfig,
-    "cosyvoice2": OrchestratorConfig,
-    "cosyvoice2_dit": OrchestratorConfig,
 }
 
 # Keys that upstream's commands do not give and that no model reads.
@@ -66,11 +64,20 @@ def model_name(template: str) -> str:
     return match[1]
 
 
+def settings_of(model: str) -> type[ModelConfig] | None:
+    """The settings that a model reads; None for a model that is not ours."""
+    if (stack := stacks.of_model(model)) is None:
+        return _SHARED.get(model)
+    return OrchestratorConfig if model == stack.orchestrator else Token2WavConfig
+
+
 def defaults(model: str) -> dict[str, str]:
     """The keys of a model's template that need not be given, and their values."""
-    fields = SETTINGS[model].parameters().values() if model in SETTINGS else ()
+    settings, stack = settings_of(model), stacks.of_model(model)
+    fields = settings.parameters().values() if settings else ()
     own = {f.name: format_setting(f.default) for f in fields if f.default is not dataclasses.MISSING}
-    return _TEMPLATE_DEFAULTS | own
+    of_stack = {key: value for key, value in stack.settings.items() if key in own} if stack else {}
+    return _TEMPLATE_DEFAULTS | own | of_stack
 
 
 def fill(template: str, given: Mapping[str, str]) -> str:
@@ -107,15 +114,15 @@ def parse(config: str, name: str) -> Any:
 class StackOptions:
     """Everything that a rendering depends on.
 
-    `models_dir`: cosyvoice2_llm/, CosyVoice2-0.5B/, Step-Audio-2-mini/token2wav/ and what the LLM's engine loads where
-    it is not cosyvoice2_llm/: cosyvoice2_llm_genai/ on the CPU, trt_engines_bfloat16/ for the C++ backend; and
-    voices/ if any are registered. `decoupled`: streamed answers. `device`: of the prompt models and the vocoder.
+    `models_dir`: the directory with all checkpoints. The stack's folders in it are those named by `stacks`: its
+    checkpoint, its LLM, and what the LLM's engine loads where that is another directory; voices/ has the registered
+    voices. `stack`: its name. `decoupled`: streamed answers. `device`: of the prompt models and the vocoder.
     `llm_urls` and `llm_model`: for `llm_transport` "openai". `llm_backend`, `llm_engine` of the python one, and
     `llm_engine_dir`: of the model `tensorrt_llm`. `settings`: further template keys, for every model that has them.
     """
 
     models_dir: Path
-    stack: Literal["unet", "dit"] = "dit"
+    stack: str = stacks.DEFAULT.name
     decoupled: bool = True
     device: Literal["auto", "cpu", "gpu"] = "auto"
     llm_transport: Literal["triton", "openai"] = "triton"
@@ -130,6 +137,7 @@ class StackOptions:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        stacks.named(self.stack)
         for name in ("orchestrator_instances", "max_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -141,27 +149,25 @@ class StackOptions:
     @property
     def models(self) -> dict[str, Path]:
         """The models of the stack and the directories of their templates."""
-        suffix, repository = ("_dit", "model_repo_dit") if self.stack == "dit" else ("", "model_repo")
-        shared = ["audio_tokenizer", "speaker_embedding"] + ["tensorrt_llm"] * (self.llm_transport == "triton")
-        own = [f"token2wav{suffix}", f"cosyvoice2{suffix}"]
-        return {name: TEMPLATES / "model_repo" / name for name in shared} | {
-            name: TEMPLATES / repository / name for name in own
-        }
+        shared = [name for name in _SHARED if name != "tensorrt_llm" or self.llm_transport == "triton"]
+        own = TEMPLATES / stacks.named(self.stack).templates  # an absolute path stays as it is
+        folders = {name: own if (own / name).is_dir() else TEMPLATES / stacks.SHARED_TEMPLATES for name in shared}
+        folders |= dict.fromkeys(stacks.named(self.stack).models, own)
+        return {name: folder / name for name, folder in folders.items()}
 
     @property
     def orchestrator(self) -> str:
         """The model that clients ask."""
-        return "cosyvoice2_dit" if self.stack == "dit" else "cosyvoice2"
+        return stacks.named(self.stack).orchestrator
 
     @property
     def checkpoint_dir(self) -> Path:
         """Flow, vocoder and prompt models of the stack."""
-        name = "Step-Audio-2-mini/token2wav" if self.stack == "dit" else "CosyVoice2-0.5B"
-        return self.models_dir.resolve() / name
+        return self.models_dir.resolve() / stacks.named(self.stack).checkpoint
 
     @property
     def tokenizer_dir(self) -> Path:
-        return self.models_dir.resolve() / "cosyvoice2_llm"
+        return self.models_dir.resolve() / stacks.named(self.stack).llm.directory
 
     @property
     def voices_dir(self) -> Path:
@@ -172,17 +178,16 @@ class StackOptions:
         if self.llm_engine_dir is not None:
             return self.llm_engine_dir.resolve()
         if self.llm_backend == "tensorrtllm":
-            return self.models_dir.resolve() / "trt_engines_bfloat16"
+            return self.models_dir.resolve() / stacks.named(self.stack).llm.engine
         if self.llm_engine in ("tensorrt_llm", "vllm") or (
             self.llm_engine == "auto" and self.device != "cpu" and gpu_engine_installed()
         ):
             return self.tokenizer_dir
-        return self.models_dir.resolve() / "cosyvoice2_llm_genai"
+        return self.models_dir.resolve() / stacks.named(self.stack).llm.genai
 
     def missing_files(self) -> list[Path]:
         """What the stack would load and is not there."""
-        onnx = "speech_tokenizer_v2_25hz.onnx" if self.stack == "dit" else "speech_tokenizer_v2.onnx"
-        needed = [self.checkpoint_dir / name for name in ("flow.pt", "hift.pt", "campplus.onnx", onnx)]
+        needed = [self.checkpoint_dir / name for name in stacks.named(self.stack).files]
         needed.append(self.tokenizer_dir / "tokenizer_config.json")
         if self.llm_transport == "triton":
             needed.append(self.engine_dir)

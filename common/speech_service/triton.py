@@ -11,13 +11,13 @@ import numpy as np
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
+from common import stacks
 from common.client.grpc_client import chunks, complete
 from common.client.requests import Utterance
 from common.speech_service.errors import ApiError, from_triton
 
 logger = logging.getLogger(__name__)
 
-ORCHESTRATORS = ("cosyvoice2_dit", "cosyvoice2")
 PROBE_SECONDS = 2.0
 PROBE_TIMEOUT = 3.0
 MISSES = 3
@@ -49,7 +49,7 @@ class Address:
         try:
             index = await self.connection.get_model_repository_index(client_timeout=PROBE_TIMEOUT)
             ready = {model.name for model in index.models if model.state == "READY"}
-            self.models = {name: await self._streams(name) for name in ORCHESTRATORS if name in ready}
+            self.models = {name: await self._streams(name) for name in stacks.orchestrators() if name in ready}
             self.misses = 0
         except Exception as error:  # whatever it is, the next look must come
             self.misses += 1
@@ -121,7 +121,7 @@ class TritonPool:
     @property
     def models(self) -> list[str]:
         """The served models, in the order in which a request without a name tries them."""
-        return [name for name in ORCHESTRATORS if any(name in address.models for address in self.addresses)]
+        return [name for name in stacks.orchestrators() if any(name in address.models for address in self.addresses)]
 
     @contextlib.contextmanager
     def lease(self, model: str, avoid: Collection[Address] = ()) -> Iterator[tuple[Address, str]]:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from common import stacks
 from common.llm.interface import Sampling
 from common.llm.triton_tensors import request_tensors
 from common.server import rendering
 from common.server.rendering import (
-    SETTINGS,
     TEMPLATES,
     StackOptions,
     defaults,
@@ -17,10 +17,11 @@ from common.server.rendering import (
     parse,
     placeholders,
     render,
+    settings_of,
 )
 
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
-STACKS = [(stack, transport) for stack in ("unet", "dit") for transport in ("triton", "openai")]
+STACKS = [(stack, transport) for stack in stacks.names() for transport in ("triton", "openai")]
 
 # Declared, because TensorRT-LLM's clients may send them, and not read by our own engine.
 UNREAD = {
@@ -50,7 +51,7 @@ def test_a_rendered_stack_parses_and_leaves_no_placeholder(tmp_path, stack, tran
         config = parse(text, name)
         assert config.max_batch_size >= 1
         assert (tmp_path / "out" / name / "1" / "model.py").exists()
-        SETTINGS[name].from_triton(as_args(config))
+        settings_of(name).from_triton(as_args(config))
 
 
 def as_args(config) -> dict[str, str]:
@@ -69,13 +70,15 @@ def test_a_template_declares_every_setting_of_its_model(path):
     types = {"encoder_input_features_data_type": "TYPE_FP16", "logits_datatype": "TYPE_FP32"}
     values = {key: (own | types).get(key, "1") for key in placeholders(template)}
     config = parse(fill(template, values), name)
-    assert set(config.parameters) == SETTINGS[name].parameters().keys() | SETTINGS[name].foreign_parameters
+    settings = settings_of(name)
+    assert set(config.parameters) == settings.parameters().keys() | settings.foreign_parameters
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
 def test_a_model_names_the_tensors_that_its_template_declares(path, tmp_path):
     name = path.parent.name
-    wanted = options(tmp_path, stack="dit" if "dit" in str(path.parent) else "unet")
+    stack = stacks.of_model(name) or stacks.UNET
+    wanted = options(tmp_path, stack=stack.name)
     config = rendering._filled_configs(wanted)[name]
     message = parse(config, name)
     declared = {tensor.name for tensor in (*message.input, *message.output)} - UNREAD.get(name, set())
@@ -85,12 +88,9 @@ def test_a_model_names_the_tensors_that_its_template_declares(path, tmp_path):
 def strings_of(name: str, model: Path) -> set[str]:
     """The string constants of a model.py, of the adapter, and of what the orchestrators and the LLM read by."""
     common = TEMPLATES / "common"
-    sources = [model, *(common / "triton_io").glob("*.py"), common / "ports.py"]
-    if name.startswith("cosyvoice2"):
-        sources += [common / "orchestrator.py", common / "request.py"]
-    if name == "tensorrt_llm":
-        sources.append(common / "llm" / "tensors.py")
-    trees = [ast.parse(source.read_text()) for source in sources if source.exists()]
+    rooms = {"tensorrt_llm": "llm"} | dict.fromkeys(stacks.orchestrators(), "orchestrator")
+    sources = [model, *(common / "triton_io").glob("*.py"), *(common / rooms.get(name, "token2wav")).glob("*.py")]
+    trees = [ast.parse(source.read_text()) for source in sources]
     return {
         node.value
         for tree in trees
@@ -116,7 +116,7 @@ def test_the_llm_takes_as_many_requests_as_the_vocoder_has_streams():
     assert defaults("tensorrt_llm")["max_requests"] == defaults("token2wav")["max_streams"]
 
 
-@pytest.mark.parametrize("stack", ["unet", "dit"])
+@pytest.mark.parametrize("stack", stacks.names())
 def test_the_llm_renders_for_the_c_plus_plus_backend(tmp_path, stack):
     wanted = options(tmp_path, stack=stack, llm_backend="tensorrtllm")
     config = parse(rendering._filled_configs(wanted)["tensorrt_llm"], "tensorrt_llm")
@@ -195,9 +195,9 @@ def test_every_missing_file_of_a_checkpoint_is_listed(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [path.parent.name for path in CONFIGS])
 def test_defaults_are_those_of_the_models_settings(name):
-    config = SETTINGS[name]
+    config = settings_of(name)
     for key, field in config.parameters().items():
         if field.name in defaults(name):
             assert rendering.format_setting(field.default) == defaults(name)[field.name], key

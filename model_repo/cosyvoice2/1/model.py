@@ -1,7 +1,8 @@
-"""cosyvoice2: text and a reference recording to speech, through the other models and the vocoder token2wav."""
+"""cosyvoice2: text and a reference recording to speech, through the stack's other models."""
 
-from common.orchestrator.model import UNET, OrchestratorModel
+from common import stacks
+from common.orchestrator.model import OrchestratorModel
 
 
 class TritonPythonModel(OrchestratorModel):
-    vocoder = UNET
+    stack = stacks.UNET

@@ -1,7 +1,8 @@
-"""cosyvoice2_dit: text and a reference recording to speech, through the other models and the vocoder token2wav_dit."""
+"""cosyvoice2_dit: text and a reference recording to speech, through the stack's other models."""
 
-from common.orchestrator.model import DIT, OrchestratorModel
+from common import stacks
+from common.orchestrator.model import OrchestratorModel
 
 
 class TritonPythonModel(OrchestratorModel):
-    vocoder = DIT
+    stack = stacks.DIT
