@@ -38,6 +38,7 @@ MAX_SPEED = 4.0
 # --- limits of a reference recording -----------------------------------------------------------------------------
 MIN_REFERENCE_SECONDS = 0.5
 MAX_REFERENCE_SECONDS = 30.0
+MAX_TRANSCRIPT_CHARS = 2_000  # of a registered voice
 
 # --- calls between models ------------------------------------------------------------------------------------------
 # How many calls of other models one instance of a model may wait for at once: one per live stream. Each is a thread of

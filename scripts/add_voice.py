@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import stacks
-from common.constants import PROMPT_SAMPLE_RATE
+from common.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
 from common.server.rendering import StackOptions
 from common.text import clean_line
-from common.voice.audio import load_audio, validate_reference
-from common.voice.book import MAX_TRANSCRIPT_CHARS, is_voice_name, save_voice
-from common.voice.prompt import ReferenceEncoder
+from common.voice.audio import load_reference
+from common.voice.encoders import ReferenceEncoder
+from common.voice.files import is_voice_name, save_voice
 
 
 def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace: bool = False) -> Path:
@@ -38,8 +38,8 @@ def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace:
     destination = options.voices_dir / f"{name}.safetensors"
     if destination.exists() and not replace:
         raise ValueError(f"{destination} exists; choose another name, or give --replace")
-    text = clean_line(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS) if text.strip() else ""
-    wav = validate_reference(load_audio(audio, PROMPT_SAMPLE_RATE))
+    text = clean_line(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS)
+    wav = load_reference(audio)
     print(
         f"[1/2] {audio}: {len(wav) / PROMPT_SAMPLE_RATE:.1f} s, encoding it with {options.checkpoint_dir}", flush=True
     )

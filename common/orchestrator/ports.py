@@ -15,7 +15,8 @@ import numpy as np
 from common.constants import PROMPT_SAMPLE_RATE
 from common.errors import LostAnswerError
 from common.orchestrator.chunking import Chunk
-from common.voice.prompt import Prompt, reference_mel
+from common.voice.encoders import reference_mel
+from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -98,9 +98,7 @@ class RequestInputs:
         raise ValueError("no voice to speak in: the request has neither a reference_wav nor a speaker")
 
     def _line(self, name: str, max_text_chars: int) -> str:
-        """An optional text. No words are none; control tokens alone are a mistake."""
-        text = (getattr(self, name) or "").strip()
-        return clean_line(text, name=name, max_chars=max_text_chars) if text else ""
+        return clean_line(getattr(self, name) or "", name=name, max_chars=max_text_chars)
 
 
 def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:

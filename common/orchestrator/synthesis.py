@@ -28,7 +28,7 @@ from common.llm.speech_tokens import instruction
 from common.orchestrator.chunking import Chunk, HopRules, HopSchedule
 from common.orchestrator.request import SpeechRequest
 from common.tasks import TaskScope
-from common.voice.prompt import Prompt, PromptMemory, Recording
+from common.voice.prompt import Prompt, Recording, RecordingCache
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Synthesizer:
         self._vocoder = vocoder
         self._rules = rules
         self._clock = clock
-        self._heard = PromptMemory()
+        self._prompts = RecordingCache()
 
     async def stream(
         self, request: SpeechRequest, warn: Warn = _nobody, note: Note = _nobody
@@ -226,7 +226,7 @@ class Synthesizer:
         named = request.voice
         voice = named if isinstance(named, Recording) else await scope.result(asyncio.to_thread(self._voices, named))
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.in_words))
-        known = voice if isinstance(voice, Prompt) else self._heard.get(voice)
+        known = voice if isinstance(voice, Prompt) else self._prompts.get(voice)
         tokens, mel, embedding = self._encoded(known or voice, scope)
         llm_prompt = LLMPrompt("", instruction(request.instruct_text) if request.instruct_text else "")
         if voice.text and not (request.instruct_text or request.cross_lingual):
@@ -241,7 +241,7 @@ class Synthesizer:
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
         if known is None and isinstance(voice, Recording):
-            self._heard.put(voice, prompt)
+            self._prompts.put(voice, prompt)
         return prompt, backlogs
 
     def _encoded(self, voice: Recording | Prompt, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:

@@ -1,23 +1,13 @@
-"""Uploaded recordings: decoded and judged here, before they travel to a model or become a voice.
-
-Only libsndfile reads them (WAV, FLAC, OGG, MP3): FFmpeg's demuxers would open what a playlist names.
-"""
+"""Uploaded recordings: decoded and judged here, before they travel to a model or become a voice."""
 
 import base64
 import binascii
 import io
 
 import numpy as np
-import soundfile as sf
-import torch
 
 from common.constants import MAX_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
-from common.voice.audio import resample, validate_reference
-
-# The resampling filter has a row for every phase between two rates: rates with few factors in common would take
-# gigabytes. Every rate in use is a multiple of 25.
-_RATE_STEP = 25
-_RATES = (4_000, 192_000)
+from common.voice.audio import load_audio, validate_reference
 
 
 def decode(data: bytes, max_bytes: int) -> np.ndarray:
@@ -25,20 +15,10 @@ def decode(data: bytes, max_bytes: int) -> np.ndarray:
     if len(data) > max_bytes:
         raise ValueError(f"the recording has {len(data)} bytes, more than the limit of {max_bytes}")
     try:
-        with sf.SoundFile(io.BytesIO(data)) as file:
-            if file.samplerate % _RATE_STEP or not _RATES[0] <= file.samplerate <= _RATES[1]:
-                raise ValueError(
-                    f"the recording's sample rate is {file.samplerate}: use a multiple of {_RATE_STEP} from "
-                    f"{_RATES[0]} to {_RATES[1]}, such as {PROMPT_SAMPLE_RATE}"
-                )
-            limit = int(MAX_REFERENCE_SECONDS * file.samplerate)
-            samples = file.read(limit + 1, dtype="float32", always_2d=True)  # (N, channels)
-            if len(samples) > limit:
-                raise ValueError(f"the recording is longer than {MAX_REFERENCE_SECONDS:g} s")
-            wav = resample(torch.from_numpy(samples.mean(axis=1)), file.samplerate, PROMPT_SAMPLE_RATE)
-    except sf.SoundFileError:
+        wav = load_audio(io.BytesIO(data), PROMPT_SAMPLE_RATE, max_seconds=MAX_REFERENCE_SECONDS)
+    except RuntimeError:  # libsndfile's errors
         raise ValueError("the recording is no sound file that can be read: send WAV, FLAC, OGG or MP3") from None
-    return validate_reference(wav.numpy())
+    return validate_reference(wav)
 
 
 def decode_base64(text: str, max_bytes: int) -> np.ndarray:

@@ -10,12 +10,13 @@ from threading import Lock
 
 import numpy as np
 
-from common.constants import PROMPT_SAMPLE_RATE
+from common.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.recordings import decode
 from common.text import clean_line
 from common.voice.audio import save_audio
-from common.voice.book import MAX_TRANSCRIPT_CHARS, VoiceBook, is_voice_name
+from common.voice.book import VoiceBook
+from common.voice.files import is_voice_name
 from common.voice.prompt import Prompt, Recording
 
 MAX_VOICES = 1000
@@ -49,7 +50,7 @@ class Shelf:
                 f"{name!r} cannot be a voice's name: it is that of a file, so no slashes, no leading dot", "name"
             )
         try:
-            text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS) if text.strip() else ""
+            text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
         except ValueError as error:
             raise invalid(error, "ref_text") from None
         try:

@@ -44,8 +44,9 @@ def clean_text(text: str, *, name: str, max_chars: int) -> str:
 
 
 def clean_line(text: str, *, name: str, max_chars: int) -> str:
-    """`clean_text` as one line."""
-    return clean_text(text, name=name, max_chars=max_chars).replace("\n", " ")
+    """`clean_text` of an optional text, as one line. Blank text gives ""; control tokens alone are an error."""
+    text = text.strip()
+    return clean_text(text, name=name, max_chars=max_chars).replace("\n", " ") if text else ""
 
 
 def _printable(text: str) -> str:

@@ -1,1 +1,8 @@
-"""Voices: prompts, their encoders, registered voices, audio."""
+"""A voice to clone: prompts as data, their encoders, registered voices, audio files and features.
+
+prompt.py     Recording and Prompt, and a cache of prompts by recording; numpy only, so that any process can import it
+encoders.py   the networks that make a Prompt from a recording
+files.py      the file formats of registered voices, one reader each
+book.py       VoiceBook: registered voices by name
+audio.py      waveforms: validation, resampling, features, sound files
+"""

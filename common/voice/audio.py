@@ -1,6 +1,6 @@
-"""Waveforms: judge a reference recording, change its rate, turn it into features, read and write files.
+"""Waveforms: validate reference recordings, resample, compute features, read and write sound files.
 
-Waveforms are float32 in -1..1, mono. Feature values are those of the libraries that the networks were trained with:
+Waveforms are mono float32 in -1..1. Feature values equal those of the libraries that the networks were trained with:
 Matcha's mel spectrogram, torchaudio's resampling, Kaldi's filter bank.
 """
 
@@ -30,16 +30,21 @@ _INT16_PEAK = 32767
 _MEL_FLOOR = 1e-5
 
 _SINC_ZEROS = 6  # zero crossings of the resampling filter on each side
-_SINC_ROLLOFF = 0.99  # its cut-off, as a share of the lower Nyquist frequency
+_SINC_ROLLOFF = 0.99  # its cut-off, as a fraction of the lower Nyquist frequency
+
+# The resampling filter has one row per output phase, so two rates with few common factors would take gigabytes. Every
+# rate in use is a multiple of 25.
+_UNTRUSTED_RATE_STEP = 25
+_UNTRUSTED_RATES = (4_000, 192_000)
 
 
 def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray:
-    """The part of a request's `reference_wav` that counts: float32 (N,) at 16 kHz.
+    """The recording in a request's `reference_wav`, without padding: float32 (N,) at 16 kHz.
 
-    wav: (T,) or (1, T), possibly padded behind the recording. length: the request's `reference_wav_len`; samples
-    beyond it are neither judged nor used. None means all of them.
-    ValueError naming the value: wrong shape or type, length not in 1..T, shorter or longer than a reference may be,
-    NaN or infinite samples, silence.
+    wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
+    neither checked nor used. None: all samples.
+    ValueError with the offending value: wrong shape or type, length not in 1..T, duration out of range, NaN or infinite
+    samples, silence.
     """
     if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
         raise ValueError(f"reference_wav is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
@@ -58,7 +63,7 @@ def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray
         )
     bad = np.flatnonzero(~np.isfinite(wav))
     if bad.size:
-        raise ValueError(f"reference_wav holds {wav[bad[0]]} at sample {bad[0]}: every sample must be finite")
+        raise ValueError(f"reference_wav is {wav[bad[0]]} at sample {bad[0]}: every sample must be finite")
     peak = float(np.abs(wav).max())
     if peak < SILENCE_PEAK:
         raise ValueError(f"reference_wav is silent: its largest sample is {peak:.1e}, below {SILENCE_PEAK:.0e}")
@@ -66,7 +71,7 @@ def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray
 
 
 def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
-    """(..., N) -> (..., ceil(N * to_rate / from_rate)), the values of torchaudio's Resample with its defaults."""
+    """(..., N) -> (..., ceil(N * to_rate / from_rate)). Same values as torchaudio's Resample with its defaults."""
     if from_rate == to_rate:
         return wav
     divisor = math.gcd(from_rate, to_rate)
@@ -93,7 +98,7 @@ def _sinc_kernel(source: int, target: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class MelConfig:
-    """Sizes in samples, bounds of the lowest and the highest filter in Hz; by default those of the flow's features."""
+    """Sizes in samples, frequency range of the filters in Hz. The defaults are those of the flow's features."""
 
     sample_rate: int = SAMPLE_RATE
     n_fft: int = 4 * HOP_SAMPLES
@@ -107,7 +112,7 @@ class MelConfig:
 @lru_cache(maxsize=4)
 def _mel_basis(config: MelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Slaney mel filters (bins, n_fft // 2 + 1) and the Hann window, on a device."""
-    from transformers.audio_utils import mel_filter_bank  # takes half a second, and few processes need it
+    from transformers.audio_utils import mel_filter_bank  # takes half a second and few processes need it
 
     filters = mel_filter_bank(
         config.n_fft // 2 + 1,
@@ -122,9 +127,9 @@ def _mel_basis(config: MelConfig, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def mel_spectrogram(wav: Tensor, config: MelConfig | None = None) -> Tensor:
-    """24 kHz wave (B, N) -> log mel (B, 80, N // HOP_SAMPLES), the features of the flow; others by `config`.
+    """24 kHz wave (B, N) -> log mel (B, 80, N // HOP_SAMPLES), the flow's features; `config` for others.
 
-    ValueError if the wave is too short to be mirrored at its ends.
+    ValueError if the wave is too short for reflection padding.
     """
     config = config or MelConfig()
     margin = (config.n_fft - config.hop) // 2
@@ -144,9 +149,9 @@ def fbank(
 ) -> Tensor:
     """Wave (N,) -> Kaldi log filter bank (T, bins), 25 ms windows every 10 ms, no dither.
 
-    mean_normalised: minus each band's mean over time, the input of CAM++.
+    mean_normalised: subtract each band's mean over time, as CAM++ expects.
     """
-    import kaldi_native_fbank as knf  # here, because a client reads and writes files without it
+    import kaldi_native_fbank as knf  # here: clients read and write files without it
 
     options = knf.FbankOptions()
     options.frame_opts.samp_freq = rate
@@ -162,19 +167,43 @@ def fbank(
     return features - features.mean(dim=0) if mean_normalised else features
 
 
-def load_audio(path: str | Path | BinaryIO, rate: int) -> np.ndarray:
-    """A file (also an open one) of any rate and channel count as float32 (N,) at `rate`, its channels averaged.
+def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float | None = None) -> np.ndarray:
+    """A sound file (path or open file) of any rate and channel count as float32 (N,) at `rate`, channels averaged.
 
-    Raises soundfile.LibsndfileError (a RuntimeError) when the file cannot be opened or is no audio.
+    Only libsndfile reads it (WAV, FLAC, OGG, MP3): FFmpeg's demuxers would open files that a playlist names.
+    max_seconds: for files from untrusted clients. ValueError if the file is longer, which is found out without decoding
+    the rest, or if its rate would make resampling expensive.
+    soundfile.LibsndfileError (a RuntimeError) if the file cannot be opened or is not audio.
     """
-    import soundfile as sf  # here, because the servers never touch files
+    import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
 
-    samples, file_rate = sf.read(path, dtype="float32", always_2d=True)  # (N, channels)
-    return resample(torch.from_numpy(samples.mean(axis=1)), file_rate, rate).numpy()
+    with sf.SoundFile(source) as file:
+        limit = -1
+        if max_seconds is not None:
+            _require_common_rate(file.samplerate)
+            limit = int(max_seconds * file.samplerate) + 1
+        samples = file.read(limit, dtype="float32", always_2d=True)  # (N, channels)
+        if max_seconds is not None and len(samples) == limit:
+            raise ValueError(f"the recording is longer than {max_seconds:g} s")
+        return resample(torch.from_numpy(samples.mean(axis=1)), file.samplerate, rate).numpy()
+
+
+def _require_common_rate(rate: int) -> None:
+    lowest, highest = _UNTRUSTED_RATES
+    if rate % _UNTRUSTED_RATE_STEP or not lowest <= rate <= highest:
+        raise ValueError(
+            f"the recording's sample rate is {rate}: use a multiple of {_UNTRUSTED_RATE_STEP} from {lowest} to "
+            f"{highest}, such as {PROMPT_SAMPLE_RATE}"
+        )
+
+
+def load_reference(path: Path) -> np.ndarray:
+    """A sound file as a reference recording: float32 (N,) at 16 kHz. ValueError as in `validate_reference`."""
+    return validate_reference(load_audio(path, PROMPT_SAMPLE_RATE))
 
 
 def save_audio(path: str | Path, waveform: np.ndarray, rate: int) -> None:
-    """Write float32 (N,) as a 16-bit mono WAV; samples beyond -1..1 are clipped."""
+    """Write float32 (N,) as a 16-bit mono WAV; samples outside -1..1 are clipped."""
     import soundfile as sf
 
     pcm = np.rint(np.clip(waveform, -1.0, 1.0) * _INT16_PEAK).astype(np.int16)

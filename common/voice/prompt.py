@@ -1,52 +1,20 @@
-"""One voice as the networks see it, and the two models that make it from a 16 kHz recording.
+"""A voice as data: a recording with its transcript, or the prompt that the networks need. `encoders` makes the latter.
 
-    Recording          a 16 kHz recording and its transcript
-    Prompt             speech tokens, mel, x-vector and transcript of one recording, cut to one length
-    PromptMemory       prompts of recordings heard before
-    AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2, package s3tokenizer)
-    SpeakerEncoder     recordings -> x-vectors       (CAM++, onnxruntime)
-    reference_mel      a recording -> the flow's mel
-    ReferenceEncoder   a recording -> its Prompt, by all of these in one process
-
-Both models read the official ONNX files, at any size. Checking a recording is `audio.validate_reference`'s business.
+Imports numpy only: most processes handle prompts and never encode one.
 """
 
 import hashlib
-import logging
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
-from threading import Lock
-from types import ModuleType
-from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from common.accel.network import Network
-from common.accel.signatures import SPEAKER
-from common.constants import (
-    MEL_BINS,
-    PROMPT_SAMPLE_RATE,
-    SAMPLE_RATE,
-    SPEAKER_DIM,
-    SPEECH_VOCAB,
-    TOKEN_MEL_RATIO,
-)
-from common.voice import audio
-from common.voice.torchaudio_stub import torchaudio_or_stand_in
-
-logger = logging.getLogger(__name__)
-
-SESSION_THREADS = 2  # of the CAM++ session: by default onnxruntime takes every core from the other models
-S3_HEAD_DIM = 64  # of the S3 tokenizer's attention; no weight has it as a dimension
+from common.constants import MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A voice to continue, as it was recorded: `wav` (T,) float32 at 16 kHz, which says `text` (empty: unknown)."""
+    """A recording of a voice: `wav` (T,) float32 at 16 kHz, and its transcript `text` (empty: unknown)."""
 
     wav: np.ndarray = field(repr=False)
     text: str = ""
@@ -54,7 +22,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A voice to continue. `tokens` (P,) int64 without the LLM's offset, `mel` (2P, 80), `embedding` (192,)."""
+    """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`."""
 
     tokens: np.ndarray
     mel: np.ndarray
@@ -63,9 +31,9 @@ class Prompt:
 
     @classmethod
     def aligned(cls, tokens: np.ndarray, mel: np.ndarray, embedding: np.ndarray, text: str = "") -> "Prompt":
-        """Cut tokens (P',) and mel (T, 80) of one recording to the same duration: the shorter one decides.
+        """Cut tokens (P',) and mel (T, 80) of one recording to the same duration, that of the shorter one.
 
-        The two come from different filters and roundings, so that their lengths differ by a frame or so.
+        They come from different filters and roundings, so their lengths may differ by a frame or so.
         """
         if tokens.ndim != 1 or mel.ndim != 2 or mel.shape[1] != MEL_BINS or embedding.shape != (SPEAKER_DIM,):
             raise ValueError(
@@ -85,17 +53,18 @@ class Prompt:
         )
 
 
-class PromptMemory:
-    """Prompts of the recordings that were heard last, at most `most` of them: 160 kB for each 10 s of recording.
+class RecordingCache:
+    """The prompts of the `capacity` most recently used recordings, about 160 kB per 10 s of recording.
 
-    What Triton's response cache saves is the networks; a voice that is remembered here is not even asked for.
+    Triton's response cache saves running the encoders; a hit here also saves the calls to their models.
     """
 
-    def __init__(self, most: int = 256) -> None:
-        self._most = most
-        self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()  # by digest of the recording, the latest last
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = capacity
+        self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()  # by digest of the samples, most recently used last
 
     def get(self, recording: Recording) -> Prompt | None:
+        """The prompt of these samples, with this recording's transcript."""
         digest = self._digest(recording)
         if (prompt := self._prompts.get(digest)) is None:
             return None
@@ -104,128 +73,9 @@ class PromptMemory:
 
     def put(self, recording: Recording, prompt: Prompt) -> None:
         self._prompts[self._digest(recording)] = prompt
-        if len(self._prompts) > self._most:
+        if len(self._prompts) > self._capacity:
             self._prompts.popitem(last=False)
 
     @staticmethod
     def _digest(recording: Recording) -> bytes:
         return hashlib.blake2b(recording.wav.tobytes(), digest_size=16).digest()
-
-
-class AudioTokenizer:
-    """S3 speech tokenizer v2: 16 kHz recordings to 25 tokens per second."""
-
-    def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
-        self._s3 = import_s3tokenizer()
-        self._model = _load_s3_model(self._s3, _only_file(model_dir, "speech_tokenizer_v2*.onnx")).to(device).eval()
-        self._device = device
-
-    def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Float32 waves (N_i,) of at most 30 s to int64 ids (P_i,) in 0..6560; one padded batch, masked by length."""
-        mels = [self._s3.log_mel_spectrogram(torch.from_numpy(wave)) for wave in waves]
-        mel, mel_len = self._s3.padding(mels)  # (B, 128, T), (B,)
-        codes, code_len = self._model.quantize(mel.to(self._device), mel_len.to(self._device))  # (B, P), (B,)
-        return [
-            row[:length].astype(np.int64)
-            for row, length in zip(codes.cpu().numpy(), code_len.cpu().numpy(), strict=True)
-        ]
-
-
-class SpeakerEncoder:
-    """CAM++ x-vectors of 16 kHz recordings, computed by onnxruntime on the CPU or by a TensorRT plan on `device`."""
-
-    def __init__(
-        self,
-        model_dir: str | Path,
-        runtime: Literal["onnxruntime", "tensorrt"] = "onnxruntime",
-        device: str = "cpu",
-    ) -> None:
-        path = _only_file(model_dir, SPEAKER.file)
-        self._device = torch.device(device if runtime == "tensorrt" else "cpu")
-        # Imported here, because most processes that know a Prompt run no speaker encoder.
-        if runtime == "tensorrt":
-            from common.accel.tensorrt import TensorRTNetwork
-            from common.accel.workloads import speaker
-
-            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device)
-        else:
-            from common.accel.onnx import OnnxNetwork
-
-            self._network = OnnxNetwork(path, threads=SESSION_THREADS)
-            if torch.device(device).type == "cuda":
-                logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/tensorrt.md)")
-        self._input = next(iter(self._network.limits.most))
-        self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
-
-    def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Float32 waves (N_i,) to x-vectors (192,) float32. Recordings of equal length share a run.
-
-        Nothing is padded: the network pools statistics over all frames and takes no lengths.
-        """
-        features = [audio.fbank(torch.from_numpy(wave), mean_normalised=True).numpy() for wave in waves]  # (T_i, 80)
-        groups: dict[int, list[int]] = defaultdict(list)
-        for index, feature in enumerate(features):
-            groups[len(feature) if self._batches else -1 - index].append(index)
-        vectors: dict[int, np.ndarray] = {}
-        for members in groups.values():
-            batch = np.stack([features[index] for index in members])  # (B, T, 80)
-            (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
-            vectors.update(zip(members, output.float().cpu().numpy(), strict=True))
-        return [vectors[index] for index in range(len(waves))]
-
-
-def reference_mel(wav: np.ndarray) -> np.ndarray:
-    """16 kHz recording (T,) float32 -> log mel (frames, 80) float32 of its 24 kHz version."""
-    waveform = audio.resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, SAMPLE_RATE)
-    return audio.mel_spectrogram(waveform[None])[0].numpy().T  # (80, T) -> (T, 80)
-
-
-class ReferenceEncoder:
-    """A recording to its Prompt. Reads its networks at the first use: most processes get prompts ready-made."""
-
-    def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
-        self._model_dir = model_dir
-        self._device = device
-        self._lock = Lock()  # one recording at a time, also while the networks are read
-
-    @cached_property
-    def _networks(self) -> tuple[AudioTokenizer, SpeakerEncoder]:
-        return AudioTokenizer(self._model_dir, self._device), SpeakerEncoder(self._model_dir)
-
-    def __call__(self, wav: np.ndarray) -> Prompt:
-        """wav: 16 kHz (T,) float32, checked by `audio.validate_reference`."""
-        with self._lock:
-            tokenizer, speaker = self._networks
-            return Prompt.aligned(tokenizer([wav])[0], reference_mel(wav), speaker([wav])[0])
-
-
-def _only_file(model_dir: str | Path, pattern: str) -> Path:
-    """The one file of a checkpoint directory that matches; official directories name the tokenizer differently."""
-    found = sorted(Path(model_dir).glob(pattern))
-    if len(found) != 1:
-        raise ValueError(f"{model_dir}: expected one file {pattern}, found {[path.name for path in found]}")
-    return found[0]
-
-
-def import_s3tokenizer() -> ModuleType:
-    """The package s3tokenizer, which imports torchaudio for its file loader only, and we do not use that."""
-    with torchaudio_or_stand_in():
-        import s3tokenizer
-    return s3tokenizer
-
-
-def _load_s3_model(s3: ModuleType, path: Path) -> Any:
-    """Like `s3tokenizer.load_model`, which assumes the official sizes: here the file's own shapes decide."""
-    from s3tokenizer.model_v2 import ModelConfig, S3TokenizerV2
-
-    state = s3.onnx2torch(str(path))
-    width, n_mels, _ = state["encoder.conv1.weight"].shape
-    config = ModelConfig(
-        n_mels=n_mels,
-        n_audio_state=width,
-        n_audio_head=width // S3_HEAD_DIM,
-        n_audio_layer=sum(key.endswith(".attn.query.weight") for key in state),
-    )
-    model = S3TokenizerV2("speech_tokenizer_v2_25hz", config)
-    model.load_state_dict(state, strict=True)
-    return model

@@ -18,7 +18,7 @@ from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from common.errors import UnavailableError
 from common.llm.speech_tokens import END_OF_PROMPT, LLMTokenizer
 from common.orchestrator.model import Orchestrator
-from common.voice.book import save_voice
+from common.voice.files import save_voice
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
 from tests.support.fake_triton import Callee, InferenceRequest, InferenceResponse, TritonError

@@ -18,7 +18,8 @@ from common.hift import load_hift
 from common.llm.speech_tokens import LLMTokenizer
 from common.voice.audio import load_audio, validate_reference
 from common.voice.book import VoiceBook
-from common.voice.prompt import Recording, SpeakerEncoder
+from common.voice.encoders import SpeakerEncoder
+from common.voice.prompt import Recording
 from scripts import demo
 from tools.demo_model import checkpoint
 from tools.demo_model.checkpoint import TRAINED

@@ -11,7 +11,7 @@ from common.flow import load_dit_flow, load_unet_flow
 from common.hift import load_hift
 from common.llm.speech_tokens import LLMTokenizer
 from common.voice.audio import load_audio
-from common.voice.prompt import AudioTokenizer, SpeakerEncoder
+from common.voice.encoders import AudioTokenizer, SpeakerEncoder
 from tools.demo_model import make as script
 from tools.demo_model.llm import FIRST_UTTERED, Sizes, make_llm
 from tools.demo_model.make import DIT_DIR, LLM_DIR, UNET_DIR, main, make_demo_model

@@ -8,7 +8,7 @@ import pytest
 from common.client.requests import Utterance
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.voice.audio import load_audio, save_audio
-from common.voice.prompt import SpeakerEncoder
+from common.voice.encoders import SpeakerEncoder
 from tests.support.speech_fixtures import stub_triton
 from tools.bench.triton_stub import TritonStub
 from tools.demo_model.checkpoint import TRAINED

@@ -13,7 +13,8 @@ from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.errors import UnavailableError
 from common.voice import book as voices
 from common.voice.audio import save_audio
-from common.voice.book import VoiceBook, is_voice_name, save_voice
+from common.voice.book import VoiceBook
+from common.voice.files import is_voice_name, save_voice
 from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import fake_prompt
 
@@ -137,14 +138,14 @@ def test_voices_are_found_changed_and_forgotten_while_the_server_runs(folder: Pa
 def test_a_file_is_read_once_and_a_bounded_number_is_kept(
     folder: Path, book: VoiceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(voices, "FILES_KEPT", 3)
+    monkeypatch.setattr(voices, "CACHED_FILES", 3)
     for index in range(5):
         save_voice(folder / f"{index}.safetensors", fake_prompt(index))
     assert book.get("0") is book.get("0")
     first = book.get("0")
     for index in range(1, 5):
         assert_same(book.get(str(index)), fake_prompt(index))
-    assert len(book._read) == 3
+    assert len(book._cache) == 3
     assert book.get("0") is not first
 
 

@@ -39,7 +39,7 @@ from common.checkpoint import read_state
 from common.constants import MEL_BINS, SPEAKER_DIM
 from common.flow.checkpoint import flow_kind, load_dit_flow, load_unet_flow
 from common.flow.dit_flow import DiTFlow
-from common.voice.torchaudio_stub import torchaudio_or_stand_in
+from common.voice.torchaudio_stub import torchaudio_or_stub
 
 TOLERANCE = 1e-4  # largest difference over the largest value, float32
 MAX_ROWS, MAX_FRAMES = 128, 20_000  # what the exporter is told; the files' own dimensions are free
@@ -135,7 +135,7 @@ def load_campplus(path: Path) -> nn.Module:
     try:
         import modelscope.models  # noqa: F401  # first: it asks what is installed
 
-        with torchaudio_or_stand_in():  # which makes features; here the network is given them
+        with torchaudio_or_stub():  # which makes features; here the network is given them
             from modelscope.models.audio.sv.DTDNN import CAMPPlus
     except ImportError as error:
         raise ValueError(

@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.config import OrchestratorConfig
 from common.constants import PROMPT_SAMPLE_RATE
 from common.text import clean_line
 from common.voice.audio import validate_reference
-from common.voice.prompt import Prompt, ReferenceEncoder
+from common.voice.encoders import ReferenceEncoder
+from common.voice.prompt import Prompt
 from tools.load.samples import Sample, SampleError, read_dataset, read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "tests" / "assets" / "manifest.jsonl"
 VOICES_KEPT = 64  # some 3 MB each at most
-MAX_TRANSCRIPT_CHARS = 4096
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
@@ -90,9 +91,7 @@ class Voices:
         """Raises ValueError where the recording or its transcript cannot be used."""
         assert sample.prompt_audio is not None  # `read_samples` has looked
         wav = validate_reference(sample.prompt_audio)
-        text = sample.prompt_text.strip()
-        if text:
-            text = clean_line(text, name="prompt_text", max_chars=MAX_TRANSCRIPT_CHARS)
+        text = clean_line(sample.prompt_text, name="prompt_text", max_chars=OrchestratorConfig.max_text_chars)
         return replace(self._known(wav.tobytes()), text=text)
 
     def utterance(self, sample: Sample) -> tuple[Prompt, np.ndarray]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE
 from common.token2wav.hift.overlap import FadeWindow, cross_fade
 from common.voice.audio import MelConfig, fbank, mel_spectrogram, resample
-from common.voice.prompt import import_s3tokenizer
+from common.voice.encoders import import_s3tokenizer
 from tools.parity.fixture import Check, Fixture, outputs_of
 from tools.parity.tracing import evaluate
 

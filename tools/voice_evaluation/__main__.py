@@ -24,7 +24,7 @@ from common.constants import PROMPT_SAMPLE_RATE
 from common.server.rendering import StackOptions, render
 from common.server.tritonserver import Ports, TritonServer
 from common.voice.audio import load_audio, save_audio
-from common.voice.prompt import ReferenceEncoder, SpeakerEncoder
+from common.voice.encoders import ReferenceEncoder, SpeakerEncoder
 from tools.demo_model.make import DIT_DIR, UNET_DIR, VOICES_DIR
 from tools.voice_evaluation import HELD_OUT, measures, report
 from tools.voice_evaluation.takes import Series, Take, ask, copy_synthesis, from_tokens, read_teacher, seeded

@@ -13,7 +13,7 @@ import torch
 
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.voice import audio
-from common.voice.prompt import SpeakerEncoder
+from common.voice.encoders import SpeakerEncoder
 from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors
 from tools.voice_evaluation.takes import Series, Take
 

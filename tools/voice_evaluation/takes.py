@@ -15,7 +15,8 @@ from common.client.requests import Parameters, Recorder, Utterance
 from common.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.hift import load_hift
 from common.voice import audio
-from common.voice.prompt import AudioTokenizer, Prompt, reference_mel
+from common.voice.encoders import AudioTokenizer, reference_mel
+from common.voice.prompt import Prompt
 from tools.offline.vocoder import OfflineVocoder
 
 TIMEOUT = 120.0

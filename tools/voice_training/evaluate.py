@@ -21,7 +21,8 @@ from common.config import OrchestratorConfig
 from common.constants import FLOW_CHUNK_TOKENS, PROMPT_SAMPLE_RATE
 from common.orchestrator.chunking import HopRules
 from common.voice.audio import save_audio
-from common.voice.prompt import AudioTokenizer, Prompt, ReferenceEncoder
+from common.voice.encoders import AudioTokenizer, ReferenceEncoder
+from common.voice.prompt import Prompt
 from tools.demo_model.make import DIT_DIR, UNET_DIR
 from tools.offline.vocoder import OfflineVocoder
 from tools.voice_evaluation import HELD_OUT

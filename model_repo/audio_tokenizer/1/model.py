@@ -8,7 +8,7 @@ import torch
 from common import triton_io
 from common.config import AudioTokenizerConfig
 from common.llm.speech_tokens import read_first_speech_id
-from common.voice.prompt import AudioTokenizer
+from common.voice.encoders import AudioTokenizer
 
 
 class TritonPythonModel:

@@ -6,7 +6,7 @@ import numpy as np
 
 from common import triton_io
 from common.config import SpeakerEmbeddingConfig
-from common.voice.prompt import SpeakerEncoder
+from common.voice.encoders import SpeakerEncoder
 
 
 class TritonPythonModel:

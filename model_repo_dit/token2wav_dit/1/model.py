@@ -10,7 +10,7 @@ from common.process.metrics import Published
 from common.token2wav.engine import Precision, Token2Wav
 from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, chunk_request
 from common.token2wav.service import Token2WavService
-from common.voice.prompt import ReferenceEncoder
+from common.voice.encoders import ReferenceEncoder
 
 REFERENCE = ("reference_wav", "reference_wav_len")
 INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "speed", *CONTROLS)

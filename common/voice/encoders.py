@@ -1,0 +1,153 @@
+"""The networks that make a Prompt from a 16 kHz recording.
+
+    AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2, package s3tokenizer)
+    SpeakerEncoder     recordings -> x-vectors       (CAM++, onnxruntime or TensorRT)
+    reference_mel      a recording -> the flow's mel
+    ReferenceEncoder   a recording -> its Prompt: all of these in one process
+
+Both networks are read from the official ONNX files, of any size. Recordings are expected to have passed
+`audio.validate_reference`.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from common.accel.network import Network
+from common.accel.signatures import SPEAKER
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.voice import audio
+from common.voice.prompt import Prompt
+from common.voice.torchaudio_stub import torchaudio_or_stub
+
+logger = logging.getLogger(__name__)
+
+SESSION_THREADS = 2  # of the CAM++ session: by default onnxruntime would use all cores and slow down other models
+S3_HEAD_DIM = 64  # of the S3 tokenizer's attention; cannot be derived from the weights' shapes
+
+
+class AudioTokenizer:
+    """S3 speech tokenizer v2: 16 kHz recordings to 25 tokens per second."""
+
+    def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
+        self._s3 = import_s3tokenizer()
+        self._model = _load_s3_model(self._s3, _only_file(model_dir, "speech_tokenizer_v2*.onnx")).to(device).eval()
+        self._device = device
+
+    def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Float32 waves (N_i,) of at most 30 s to int64 ids (P_i,) in 0..6560; one padded batch, masked by length."""
+        mels = [self._s3.log_mel_spectrogram(torch.from_numpy(wave)) for wave in waves]
+        mel, mel_len = self._s3.padding(mels)  # (B, 128, T), (B,)
+        codes, code_len = self._model.quantize(mel.to(self._device), mel_len.to(self._device))  # (B, P), (B,)
+        return [
+            row[:length].astype(np.int64)
+            for row, length in zip(codes.cpu().numpy(), code_len.cpu().numpy(), strict=True)
+        ]
+
+
+class SpeakerEncoder:
+    """CAM++ x-vectors of 16 kHz recordings, computed by onnxruntime on the CPU or by a TensorRT plan on `device`."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        runtime: Literal["onnxruntime", "tensorrt"] = "onnxruntime",
+        device: str = "cpu",
+    ) -> None:
+        path = _only_file(model_dir, SPEAKER.file)
+        self._device = torch.device(device if runtime == "tensorrt" else "cpu")
+        # Imported here: each needs a package that the other does without.
+        if runtime == "tensorrt":
+            from common.accel.tensorrt import TensorRTNetwork
+            from common.accel.workloads import speaker
+
+            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device)
+        else:
+            from common.accel.onnx import OnnxNetwork
+
+            self._network = OnnxNetwork(path, threads=SESSION_THREADS)
+            if torch.device(device).type == "cuda":
+                logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/tensorrt.md)")
+        self._input = next(iter(self._network.limits.most))
+        self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
+
+    def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Float32 waves (N_i,) to x-vectors (192,) float32. Recordings of equal length share a run.
+
+        Nothing is padded: the network pools statistics over all frames and takes no lengths.
+        """
+        features = [audio.fbank(torch.from_numpy(wave), mean_normalised=True).numpy() for wave in waves]  # (T_i, 80)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for index, feature in enumerate(features):
+            groups[len(feature) if self._batches else -1 - index].append(index)
+        vectors: dict[int, np.ndarray] = {}
+        for members in groups.values():
+            batch = np.stack([features[index] for index in members])  # (B, T, 80)
+            (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
+            vectors.update(zip(members, output.float().cpu().numpy(), strict=True))
+        return [vectors[index] for index in range(len(waves))]
+
+
+def reference_mel(wav: np.ndarray) -> np.ndarray:
+    """16 kHz recording (T,) float32 -> log mel (frames, 80) float32 of its 24 kHz version."""
+    waveform = audio.resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, SAMPLE_RATE)
+    return audio.mel_spectrogram(waveform[None])[0].numpy().T  # (80, T) -> (T, 80)
+
+
+class ReferenceEncoder:
+    """A recording to its Prompt. Loads its networks on first use, because most processes receive finished prompts."""
+
+    def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
+        self._model_dir = model_dir
+        self._device = device
+        self._lock = Lock()  # one recording at a time, also while the networks are loading
+
+    @cached_property
+    def _networks(self) -> tuple[AudioTokenizer, SpeakerEncoder]:
+        return AudioTokenizer(self._model_dir, self._device), SpeakerEncoder(self._model_dir)
+
+    def __call__(self, wav: np.ndarray) -> Prompt:
+        """wav: 16 kHz (T,) float32, checked by `audio.validate_reference`. The prompt has no transcript."""
+        with self._lock:
+            tokenizer, speaker = self._networks
+            return Prompt.aligned(tokenizer([wav])[0], reference_mel(wav), speaker([wav])[0])
+
+
+def _only_file(model_dir: str | Path, pattern: str) -> Path:
+    """The one file of a checkpoint directory that matches; official checkpoints name the tokenizer differently."""
+    found = sorted(Path(model_dir).glob(pattern))
+    if len(found) != 1:
+        raise ValueError(f"{model_dir}: expected one file {pattern}, found {[path.name for path in found]}")
+    return found[0]
+
+
+def import_s3tokenizer() -> ModuleType:
+    """The package s3tokenizer; it imports torchaudio, but only for its file loader, which we do not use."""
+    with torchaudio_or_stub():
+        import s3tokenizer
+    return s3tokenizer
+
+
+def _load_s3_model(s3: ModuleType, path: Path) -> Any:
+    """Like `s3tokenizer.load_model`, but with the sizes of the file instead of the official ones."""
+    from s3tokenizer.model_v2 import ModelConfig, S3TokenizerV2
+
+    state = s3.onnx2torch(str(path))
+    width, n_mels, _ = state["encoder.conv1.weight"].shape
+    config = ModelConfig(
+        n_mels=n_mels,
+        n_audio_state=width,
+        n_audio_head=width // S3_HEAD_DIM,
+        n_audio_layer=sum(key.endswith(".attn.query.weight") for key in state),
+    )
+    model = S3TokenizerV2("speech_tokenizer_v2_25hz", config)
+    model.load_state_dict(state, strict=True)
+    return model

@@ -1,0 +1,95 @@
+"""The speech tokenizer and the speaker encoder: the official files' values, and a batch equals its recordings alone."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+
+from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
+from common.voice import audio
+from common.voice.encoders import AudioTokenizer, SpeakerEncoder
+from tools.demo_model.make import DIT_DIR, SMALL, parts
+
+ASSETS = Path(__file__).parents[1] / "assets"
+
+
+def references() -> list[np.ndarray]:
+    lines = (ASSETS / "references.jsonl").read_text(encoding="utf-8").splitlines()
+    return [audio.load_audio(ASSETS / json.loads(line)["audio"], PROMPT_SAMPLE_RATE) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    for name in ("speech_tokenizer_v2_25hz.onnx", "campplus.onnx"):
+        parts(SMALL, 0)[f"{DIT_DIR}/{name}"](directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> AudioTokenizer:
+    return AudioTokenizer(model_dir)
+
+
+@pytest.fixture(scope="module")
+def encoder(model_dir: Path) -> SpeakerEncoder:
+    return SpeakerEncoder(model_dir)
+
+
+def test_tokenizer_gives_25_tokens_per_second_within_the_codebook(tokenizer: AudioTokenizer) -> None:
+    for wave, tokens in zip(references(), tokenizer(references()), strict=True):
+        assert abs(len(tokens) - len(wave) / PROMPT_SAMPLE_RATE * TOKEN_RATE) <= 1
+        assert 0 <= tokens.min() and tokens.max() < SPEECH_VOCAB
+        assert len(set(tokens.tolist())) > 20
+
+
+def test_batched_tokens_equal_those_of_each_recording_alone(tokenizer: AudioTokenizer) -> None:
+    first, second = references()
+    waves = [first, second[:8_000], second, first[4_000:]]
+    for wave, tokens in zip(waves, tokenizer(waves), strict=True):
+        np.testing.assert_array_equal(tokens, tokenizer([wave])[0])
+
+
+def test_tokens_equal_those_of_the_onnx_file_run_as_it_is(tokenizer: AudioTokenizer, model_dir: Path) -> None:
+    import s3tokenizer
+
+    session = ort.InferenceSession(str(model_dir / "speech_tokenizer_v2_25hz.onnx"))
+    for wave, tokens in zip(references(), tokenizer(references()), strict=True):
+        mel = s3tokenizer.log_mel_spectrogram(torch.from_numpy(wave))[None].numpy()  # (1, 128, T)
+        (ids,) = session.run(None, {"feats": mel, "feats_length": np.array([mel.shape[2]], np.int32)})
+        np.testing.assert_array_equal(ids[0], tokens)
+
+
+def test_tokenizer_directory_needs_exactly_one_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"speech_tokenizer_v2\*\.onnx, found \[\]"):
+        AudioTokenizer(tmp_path)
+    for name in ("speech_tokenizer_v2.onnx", "speech_tokenizer_v2_25hz.onnx"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r"found \['speech_tokenizer_v2.onnx', 'speech_tokenizer_v2_25hz.onnx'\]"):
+        AudioTokenizer(tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchaudio") is not None, reason="torchaudio is installed")
+def test_the_stand_in_for_torchaudio_is_gone_after_loading(tokenizer: AudioTokenizer) -> None:
+    assert "torchaudio" not in sys.modules
+
+
+def test_speaker_vectors_do_not_depend_on_the_batch(encoder: SpeakerEncoder) -> None:
+    first, second = references()
+    waves = [first, second, first[: len(second)], second[::-1].copy()]  # lengths equal and not
+    vectors = encoder(waves)
+    for wave, vector in zip(waves, vectors, strict=True):
+        assert vector.shape == (SPEAKER_DIM,) and vector.dtype == np.float32
+        np.testing.assert_allclose(vector, encoder([wave])[0], atol=1e-5)
+    assert np.abs(vectors[0] - vectors[1]).max() > 0.1
+
+
+def test_speaker_vector_ignores_loudness(encoder: SpeakerEncoder) -> None:
+    """Features are normalised by their mean over time; a gain is a constant in their logarithm."""
+    wave = np.random.default_rng(0).normal(0, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)
+    np.testing.assert_allclose(encoder([wave])[0], encoder([wave * 0.5])[0], atol=1e-3)
