@@ -101,7 +101,7 @@ def waveform_of(result: Any) -> np.ndarray | None:
 def timeline_of(result: Any) -> list[tuple[str, float]]:
     """The stages that the server has reached, in seconds since it took the request up; empty unless it tells.
 
-    The names are those of `common.orchestrator.synthesis.Note`.
+    The names are those of `common.orchestrator.synthesis.OnStage`.
     """
     if (told := result.as_numpy(TIMELINE)) is None:
         return []

@@ -1,1 +1,1 @@
-"""The Triton models that turn a request into audio."""
+"""The Triton models that clients call: from a request to its audio, through the other models."""

@@ -1,13 +1,13 @@
-"""Where a stream of speech tokens is cut into the chunks that are rendered one after another.
+"""Divides a stream of speech tokens into hops, the new tokens of each chunk that token2wav renders.
 
-Pure policy: it counts tokens and reads a clock, and knows neither networks nor servers.
+Pure policy: it counts tokens and reads a clock; it uses no network and no server.
 
     exponential   hops double up to the cap: the first audio comes early, later chunks cost less per second
-    equal         every hop is the same
-    time_based    hops follow the LLM's backlog and how much audio the listener still has
+    equal         every hop has the same length
+    time_based    hops follow the number of tokens that are ready and the audio that the listener still has buffered
 
-Cuts of `exponential` and `equal` depend on the number of tokens alone, never on when they arrive, so that one
-utterance always sounds the same.
+The hops of `exponential` and `equal` depend on the number of tokens alone, never on when they arrive, so an utterance
+always sounds the same.
 """
 
 import math
@@ -20,41 +20,44 @@ from common.constants import LOOKAHEAD_TOKENS, OVERLAP_FRAMES, TOKEN_MEL_RATIO, 
 
 Strategy = Literal["exponential", "equal", "time_based"]
 
-# The vocoder withholds the audio of this many tokens from every chunk but the last, for the next cross-fade.
+# token2wav withholds the audio of this many tokens from every chunk but the final one, for the next cross-fade.
 WITHHELD_TOKENS = OVERLAP_FRAMES // TOKEN_MEL_RATIO
 
-# time_based counts the audio that the listener still has in units of what a chunk takes to render: above COMFORTABLE
-# it waits for more tokens than there are, below TIGHT it stops waiting.
+# time_based measures the audio that the listener still has in units of the time that a chunk takes to render. Above
+# COMFORTABLE_CHUNKS it waits for more tokens than are ready, below TIGHT_CHUNKS it stops waiting.
 COMFORTABLE_CHUNKS = 4.0
 TIGHT_CHUNKS = 2.0
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Render tokens `offset` to `end`. All but the final chunk are rendered with look-ahead behind `end`."""
+class Hop:
+    """The next tokens of a stream to render: `length` tokens from `offset` on.
+
+    All hops but the final one are rendered with LOOKAHEAD_TOKENS more after their end.
+    """
 
     offset: int
-    hop: int
+    length: int
     final: bool
 
     @property
     def end(self) -> int:
-        return self.offset + self.hop
+        return self.offset + self.length
 
     @property
     def end_of_context(self) -> int:
-        """End of the tokens that the networks see: the chunk's own and the look-ahead."""
+        """End of the tokens that the networks are given: the hop's own and the look-ahead."""
         return self.end if self.final else self.end + LOOKAHEAD_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopRules:
-    """How streams are cut, for all streams of a model. Hops count speech tokens.
+    """How the streams of a model are divided into hops. All lengths count speech tokens.
 
-    first_hop: least hop of the first chunk, and the unit of the later ones.
-    max_hop: largest hop; the final chunk may be LOOKAHEAD_TOKENS - 1 longer.
-    boundary: chunks end on its multiples, counted from the prompt's first token (the UNet flow's training chunk).
-        1 for a flow that may be cut anywhere.
+    first_hop: minimum length of the first hop, and the unit of later ones.
+    max_hop: maximum length; the final hop may be LOOKAHEAD_TOKENS - 1 longer.
+    boundary: hops end on multiples of it, counted from the prompt's first token (the UNet flow's training chunk).
+        1 for a flow that has no such boundaries.
     """
 
     strategy: Strategy = "exponential"
@@ -67,71 +70,71 @@ class HopRules:
             raise ValueError(f"chunk strategy must be exponential, equal or time_based, not {self.strategy!r}")
         if self.first_hop <= WITHHELD_TOKENS:
             raise ValueError(
-                f"the first hop of {self.first_hop} tokens gives no audio: the vocoder withholds {WITHHELD_TOKENS}"
+                f"the first hop of {self.first_hop} tokens gives no audio: token2wav withholds {WITHHELD_TOKENS}"
             )
         if self.max_hop < self.unit or self.max_hop % self.boundary:
             raise ValueError(
-                f"the largest hop of {self.max_hop} tokens must be a multiple of {self.boundary} from {self.unit} on"
+                f"the largest hop of {self.max_hop} tokens must be a multiple of {self.boundary}, at least {self.unit}"
             )
 
     @property
     def unit(self) -> int:
-        """Hop that later ones are multiples of: `first_hop`, rounded up to the boundary."""
+        """The length that later hops are multiples of: `first_hop`, rounded up to the boundary."""
         return math.ceil(self.first_hop / self.boundary) * self.boundary
 
     def schedule(self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic) -> "HopSchedule":
-        """A new stream behind a prompt of that many tokens."""
+        """The schedule of a new stream whose prompt has `prompt_tokens` tokens."""
         if self.strategy == "time_based":
             return TimeBasedSchedule(self, prompt_tokens, clock)
         return HopSchedule(self, prompt_tokens)
 
 
 class HopSchedule:
-    """The cuts of one stream: `exponential` and `equal`."""
+    """The hops of one stream: strategies `exponential` and `equal`."""
 
     def __init__(self, rules: HopRules, prompt_tokens: int):
         self._rules = rules
-        self._chunks = 0
+        self._hops = 0
         self._offset = 0
         self._finished = False
-        # Stretched to a boundary, which leaves the first chunk no shorter than asked.
+        # Extended to a boundary, so the first hop is never shorter than configured.
         self._first_hop = rules.first_hop + -(prompt_tokens + rules.first_hop) % rules.boundary
 
-    def next_chunk(self, available: int, ended: bool) -> Chunk | None:
-        """The next chunk to render, given that the LLM has made `available` tokens and perhaps `ended`.
+    def next_hop(self, available: int, ended: bool) -> Hop | None:
+        """The next hop to render, given that the LLM has made `available` tokens and may have `ended`.
 
-        None where more tokens are needed, and after the final chunk. Asking says that the chunk before has been sent.
-        The final chunk is never empty, since every other one leaves its look-ahead to those after it.
+        None if more tokens are needed, and after the final hop. A call implies that the previous hop's audio has been
+        sent. The final hop is never empty, because every other hop leaves its look-ahead to the hops after it.
         """
         pending = available - self._offset
         if self._finished or pending == 0:
             return None
-        hop = self._first_hop if self._chunks == 0 else self._later_hop(pending - LOOKAHEAD_TOKENS)
-        if pending >= hop + LOOKAHEAD_TOKENS:
-            chunk = Chunk(self._offset, hop, final=False)
+        length = self._first_hop if self._hops == 0 else self._later_hop(pending - LOOKAHEAD_TOKENS)
+        if pending >= length + LOOKAHEAD_TOKENS:
+            hop = Hop(self._offset, length, final=False)
         elif ended:
-            chunk = Chunk(self._offset, pending, final=True)
+            hop = Hop(self._offset, pending, final=True)
         else:
             return None
-        self._chunks += 1
-        self._offset = chunk.end
-        self._finished = chunk.final
-        return chunk
+        self._hops += 1
+        self._offset = hop.end
+        self._finished = hop.final
+        return hop
 
     def _later_hop(self, ready: int) -> int:
-        """Hop of a chunk that is not the first, given that `ready` tokens could be rendered now."""
+        """Length of a hop that is not the first, given that `ready` tokens could be rendered now."""
         rules = self._rules
         if rules.strategy == "equal":
             return rules.unit
-        # A first hop that was stretched to a boundary is no measure: the doubling then starts behind it.
-        doublings = self._chunks if rules.boundary == 1 else self._chunks - 1
+        # The length of a first hop that was extended to a boundary is arbitrary: the doubling then starts after it.
+        doublings = self._hops if rules.boundary == 1 else self._hops - 1
         return min(rules.unit << doublings, rules.max_hop)
 
 
 class TimeBasedSchedule(HopSchedule):
-    """Renders what the LLM has ready in whole units, and waits for one more where the listener can.
+    """Renders what is ready in whole units, and waits for one more unit while the listener has enough audio.
 
-    The cost of a chunk hardly grows with its size, so the fewest chunks that keep the listener supplied cost least.
+    The cost of a chunk hardly grows with its length, so the fewest chunks that keep the listener supplied cost least.
     """
 
     def __init__(self, rules: HopRules, prompt_tokens: int, clock: Callable[[], float]):
@@ -140,20 +143,20 @@ class TimeBasedSchedule(HopSchedule):
         self._rendering_since: float | None = None
         self._rendering_seconds = 0.0
         self._playing_since: float | None = None
-        self._target: int | None = None  # decided once per chunk: one that grows with the backlog is never reached
+        self._target: int | None = None  # fixed once per hop: one that grew with the ready tokens is never reached
 
-    def next_chunk(self, available: int, ended: bool) -> Chunk | None:
+    def next_hop(self, available: int, ended: bool) -> Hop | None:
         now = self._clock()
         if self._rendering_since is not None:
             self._rendering_seconds += now - self._rendering_since
             self._rendering_since = None
-        if self._chunks and self._playing_since is None:
+        if self._hops and self._playing_since is None:
             self._playing_since = now
-        chunk = super().next_chunk(available, ended)
-        if chunk is not None:
+        hop = super().next_hop(available, ended)
+        if hop is not None:
             self._rendering_since = now
             self._target = None
-        return chunk
+        return hop
 
     def _later_hop(self, ready: int) -> int:
         unit = self._rules.unit
@@ -171,5 +174,5 @@ class TimeBasedSchedule(HopSchedule):
         assert self._playing_since is not None
         sent_seconds = (self._offset - WITHHELD_TOKENS) / TOKEN_RATE
         buffered_seconds = sent_seconds - (self._clock() - self._playing_since)
-        chunk_seconds = self._rendering_seconds / self._chunks
+        chunk_seconds = self._rendering_seconds / self._hops
         return buffered_seconds / max(chunk_seconds, 1e-3)

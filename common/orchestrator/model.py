@@ -1,4 +1,4 @@
-"""The orchestrator of every stack: the Triton model that clients ask."""
+"""The orchestrator of every stack: the Triton model that clients call."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ from common.llm.speech_tokens import LLMTokenizer
 from common.llm.triton_client import TritonLM
 from common.llm.triton_tensors import RESPONSE_OUTPUTS
 from common.orchestrator.chunking import HopRules
-from common.orchestrator.ports import TritonPromptEncoder, TritonVocoder
+from common.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav
 from common.orchestrator.request import RequestInputs
 from common.orchestrator.synthesis import Synthesizer
 from common.process.drain import DrainMark
@@ -33,19 +33,19 @@ CLOSE_SECONDS = 5.0
 
 
 class OrchestratorModel:
-    """What Triton loads: one asyncio loop; each request is a task of it. A model.py names the stack."""
+    """Base class of the orchestrators' `TritonPythonModel`: each request is a task of one asyncio loop."""
 
-    stack: Stack
+    stack: Stack  # set by each model.py
 
     def initialize(self, args: dict[str, str]) -> None:
         config = OrchestratorConfig.from_triton(args)
-        torch.set_num_threads(1)  # mels of recordings are all that it computes
+        torch.set_num_threads(1)  # it only computes mels of recordings
         self._orchestrator = Orchestrator(config, self.stack)
         self._loop = triton_io.RequestLoop(
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
         )
         self._published = Published(self._orchestrator.stats.values, args)
-        gc.freeze()  # what was loaded stays: looking through it again and again takes a twentieth of a busy process
+        gc.freeze()  # loaded objects are permanent: scanning them takes 5 % of the CPU time of a busy process
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -53,7 +53,7 @@ class OrchestratorModel:
 
     def finalize(self) -> None:
         try:
-            self._loop.end_requests()  # before the connections that they use
+            self._loop.end_requests()  # before the connections that they use are closed
             self._loop.run(self._orchestrator.aclose(), CLOSE_SECONDS)
         finally:
             self._loop.close()
@@ -61,7 +61,7 @@ class OrchestratorModel:
 
 
 class Orchestrator:
-    """Answers requests to speak: waveform by waveform where the model is decoupled, else with one."""
+    """Answers speech requests: with a stream of waveforms if the model is decoupled, otherwise with one."""
 
     def __init__(self, config: OrchestratorConfig, stack: Stack):
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir)
@@ -69,13 +69,13 @@ class Orchestrator:
         self._llm = _speech_lm(config, tokenizer)
         voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode)
         if config.default_speaker:
-            voices.get(config.default_speaker)  # one that cannot be used must not be found out by requests
+            voices.get(config.default_speaker)  # fail now rather than in a request
         self._synthesizer = Synthesizer(
             TextFrontend(tokenizer.text_length),
             voices.get,
             TritonPromptEncoder(call, tokenizer.first_speech_id),
             self._llm,
-            TritonVocoder(
+            TritonToken2Wav(
                 call, stack.token2wav, cumulative=stack.cumulative, first_speech_id=tokenizer.first_speech_id
             ),
             HopRules(
@@ -101,7 +101,7 @@ class Orchestrator:
         self.stats = RequestStats()
 
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
-        """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all that was begun for it."""
+        """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all work started for it."""
         timeline = Timeline()
         warnings: list[str] = []
         with self.stats.request() as speaking:
@@ -109,14 +109,14 @@ class Orchestrator:
             speech = _inputs(request).check(self._sampling, self._max_text_chars, self._default_speaker)
 
             def send(waveform: np.ndarray) -> None:
-                stages = timeline.news()
+                stages = timeline.take()
                 responder.send(_outputs(waveform, warnings, stages if speech.timeline else []))
                 speaking.sent(waveform.size)
 
             if not self._decoupled:
                 send(await self._synthesizer.offline(speech, warnings.append))
                 return
-            async with aclosing(self._synthesizer.stream(speech, warnings.append, timeline.note)) as waveforms:
+            async with aclosing(self._synthesizer.stream(speech, warnings.append, timeline.add)) as waveforms:
                 async for waveform in waveforms:
                     send(waveform)
 
@@ -138,28 +138,28 @@ def _inputs(request: Any) -> RequestInputs:
 
 
 class Timeline:
-    """When each stage of a request was reached, in milliseconds since it was taken up."""
+    """When each stage of a request was reached, in milliseconds since its processing started."""
 
     def __init__(self) -> None:
-        self._begun = time.perf_counter()
-        self._news: list[tuple[str, float]] = []
+        self._started = time.perf_counter()
+        self._stages: list[tuple[str, float]] = []
 
-    def note(self, stage: str) -> None:
-        self._news.append((stage, round(1e3 * (time.perf_counter() - self._begun), 3)))
+    def add(self, stage: str) -> None:
+        self._stages.append((stage, round(1e3 * (time.perf_counter() - self._started), 3)))
 
-    def news(self) -> list[tuple[str, float]]:
-        """What was noted since the last call."""
-        news, self._news = self._news, []
-        return news
+    def take(self) -> list[tuple[str, float]]:
+        """The stages added since the last call."""
+        stages, self._stages = self._stages, []
+        return stages
 
 
 def _outputs(
     waveform: np.ndarray, warnings: list[str], stages: Sequence[tuple[str, float]] = ()
 ) -> dict[str, np.ndarray]:
-    """One response: (N,) -> (1, N), and where there are some, once what to warn of, and the stages reached as JSON;
-    `warnings` is emptied.
+    """The outputs of one response: waveform (N,) -> (1, N), and if there are any, warnings and stages as JSON.
 
-    Outputs, because Triton 2.51's python backend cannot set parameters of a response.
+    `warnings` is emptied, so each is sent once. They are outputs because Triton 2.51's python backend cannot set
+    parameters of a response.
     """
     outputs = {"waveform": waveform[None]}
     if stages:
@@ -176,9 +176,9 @@ def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
     if config.llm_transport == "openai":
         return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios, config.llm_dialect)
     bias = None
-    if config.llm_backend == "tensorrtllm":  # our own backend knows by itself what can be uttered
+    if config.llm_backend == "tensorrtllm":  # the python backend restricts the vocabulary itself
         limits = read_limits(config.llm_tokenizer_dir)
         bias = speech_bias(config.llm_tokenizer_dir, tokenizer, limits.vocab_size)
-    from common.triton_io.streams import Streams  # with another transport nobody needs the client
+    from common.triton_io.streams import Streams  # only this transport needs the client
 
     return TritonLM(Streams(config.llm_model, RESPONSE_OUTPUTS), tokenizer, timeouts, ratios, bias)

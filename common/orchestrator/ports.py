@@ -1,7 +1,7 @@
-"""The ports of `synthesis` that ask other models of the same Triton, through an injected `call`.
+"""The ports of `synthesis` that call other models of the same Triton, through an injected `call`.
 
-A vocoder stream is a sequence: START with the prompt and no tokens, then the chunks, and END exactly once, with the
-final chunk or without one when the stream is given up. Its correlation id is made here and is never a client's.
+A token2wav stream is a Triton sequence: START with the prompt and no tokens, then the chunks, and END exactly once,
+either with the final chunk or alone if the stream is aborted. Its correlation id is generated here, never by a client.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy as np
 
 from common.constants import PROMPT_SAMPLE_RATE
 from common.errors import LostAnswerError
-from common.orchestrator.chunking import Chunk
+from common.orchestrator.chunking import Hop
 from common.voice.encoders import reference_mel
 from common.voice.prompt import Prompt
 
@@ -24,7 +24,7 @@ Tensors = dict[str, np.ndarray]
 
 
 class Call(Protocol):
-    """One request to a model with a single answer, as `triton_io.call`. Tensors carry the batch dimension 1."""
+    """One request to a model with a single answer; `triton_io.call`. Tensors carry the batch dimension 1."""
 
     def __call__(
         self,
@@ -39,15 +39,15 @@ class Call(Protocol):
 
 
 class TritonPromptEncoder:
-    """`audio_tokenizer` and `speaker_embedding`, both answered from Triton's cache for a voice it has met.
+    """`audio_tokenizer` and `speaker_embedding`, both answered from Triton's response cache for a known recording.
 
-    `first_speech_id` is the id of the LLM's first speech token, which tokens carry between models.
+    `first_speech_id`: id of <|s_0|> in the LLM's vocabulary; tokens travel between models as ids of the LLM.
     """
 
     def __init__(self, call: Call, first_speech_id: int):
         self._call = call
         self._first_speech_id = first_speech_id
-        reference_mel(np.zeros(PROMPT_SAMPLE_RATE, np.float32))  # the first one loads the filters: not in a request
+        reference_mel(np.zeros(PROMPT_SAMPLE_RATE, np.float32))  # the first call loads the filters: not in a request
 
     async def tokens(self, wav: np.ndarray) -> np.ndarray:
         tokens = await self._ask("audio_tokenizer", wav, "prompt_speech_tokens")
@@ -60,20 +60,20 @@ class TritonPromptEncoder:
         return (await self._ask("speaker_embedding", wav, "prompt_spk_embedding")).reshape(-1)
 
     async def _ask(self, model: str, wav: np.ndarray, output: str) -> np.ndarray:
-        """`model`'s `output` for a recording: nothing but the voice is sent, so that equal ones meet in the cache."""
+        """`model`'s `output` for a recording. Only the recording is sent, so that equal ones hit the cache."""
         inputs = {"reference_wav": wav[None], "reference_wav_len": np.array([[len(wav)]], np.int32)}
         try:
             return (await self._call(model, inputs, [output]))[output]
-        except LostAnswerError:  # one failure must not silence a voice for good: padding makes it another request
+        except LostAnswerError:  # the response cache keeps a failure: padding makes it a different request
             padded = inputs | {"reference_wav": np.pad(wav, (0, 1))[None]}
             return (await self._call(model, padded, [output]))[output]
 
 
-class TritonVocoder:
-    """`token2wav` or `token2wav_dit`.
+class TritonToken2Wav:
+    """A token2wav model.
 
-    `cumulative`: a chunk is sent with all tokens before it and its offset (token2wav, whose flow looks back);
-    otherwise with its own tokens alone (token2wav_dit, which keeps caches).
+    `cumulative`: a chunk is sent with all tokens before it and its offset (token2wav, whose flow computes a window of
+    past tokens again); otherwise with its own tokens alone (token2wav_dit, which keeps caches).
     """
 
     def __init__(self, call: Call, model: str, *, cumulative: bool, first_speech_id: int):
@@ -82,41 +82,42 @@ class TritonVocoder:
         self._cumulative = cumulative
         self._first_speech_id = first_speech_id
 
-    def open(self, prompt: Prompt) -> "TritonVocoderStream":
-        return TritonVocoderStream(self, prompt)
+    def open(self, prompt: Prompt) -> "TritonToken2WavStream":
+        return TritonToken2WavStream(self, prompt)
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
-        inputs = self.target(tokens) | self.voice(prompt) | {"speed": np.array([[speed]], np.float32)}
-        return await self.render(inputs, new_correlation_id(), start=True, end=True)
+        inputs = self.target_inputs(tokens) | self.prompt_inputs(prompt) | {"speed": np.array([[speed]], np.float32)}
+        return await self.request(inputs, new_correlation_id(), start=True, end=True)
 
-    async def render(
+    async def request(
         self, inputs: Tensors, correlation_id: int, *, start: bool = False, end: bool = False
     ) -> np.ndarray:
+        """The waveform (N,) of the answer."""
         outputs = await self._call(
             self._model, inputs, ["waveform"], correlation_id=correlation_id, start=start, end=end
         )
         return outputs["waveform"].reshape(-1)
 
-    def target(self, tokens: Sequence[int]) -> Tensors:
+    def target_inputs(self, tokens: Sequence[int]) -> Tensors:
         return {"target_speech_tokens": self._ids(tokens)}
 
-    def voice(self, prompt: Prompt) -> Tensors:
+    def prompt_inputs(self, prompt: Prompt) -> Tensors:
         return {
             "prompt_speech_tokens": self._ids(prompt.tokens),
             "prompt_speech_feat": prompt.mel.astype(np.float16)[None],
             "prompt_spk_embedding": prompt.embedding.astype(np.float16)[None],
         }
 
-    def part(self, tokens: Sequence[int], chunk: Chunk) -> Tensors:
-        """Inputs of one chunk, `tokens` being all of the utterance so far."""
-        begin = 0 if self._cumulative else chunk.offset
-        inputs = self.target(tokens[begin : chunk.end_of_context]) | {"finalize": np.array([[chunk.final]])}
+    def hop_inputs(self, tokens: Sequence[int], hop: Hop) -> Tensors:
+        """Inputs of one chunk; `tokens` are all of the utterance so far."""
+        begin = 0 if self._cumulative else hop.offset
+        inputs = self.target_inputs(tokens[begin : hop.end_of_context]) | {"finalize": np.array([[hop.final]])}
         if self._cumulative:
-            inputs["token_offset"] = np.array([[chunk.offset]], np.int32)
+            inputs["token_offset"] = np.array([[hop.offset]], np.int32)
         return inputs
 
     def _ids(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """(n,) -> (1, n) in the LLM's vocabulary."""
+        """Speech ids (n,) -> ids of the LLM's vocabulary (1, n)."""
         return np.asarray(tokens, np.int32)[None] + np.int32(self._first_speech_id)
 
 
@@ -125,41 +126,42 @@ def new_correlation_id() -> int:
     return 1 + secrets.randbelow(2**63 - 1)
 
 
-NO_TOKENS = Chunk(0, 0, final=False)
+NO_TOKENS = Hop(0, 0, final=False)
 
 
-class TritonVocoderStream:
-    """One sequence. Calls come one after another; `abort` may come while one is under way."""
+class TritonToken2WavStream:
+    """One sequence. Calls are made one after another; `abort` may be called while another call is in flight."""
 
-    def __init__(self, vocoder: TritonVocoder, prompt: Prompt):
-        self._vocoder = vocoder
+    def __init__(self, token2wav: TritonToken2Wav, prompt: Prompt):
+        self._token2wav = token2wav
         self._prompt = prompt
         self._correlation_id = new_correlation_id()
         self._open = False
-        self._under_way: asyncio.Task[np.ndarray] | None = None
+        self._in_flight: asyncio.Task[np.ndarray] | None = None
 
     async def start(self) -> None:
-        await self._send(self._vocoder.part([], NO_TOKENS) | self._vocoder.voice(self._prompt), start=True)
+        inputs = self._token2wav.hop_inputs([], NO_TOKENS) | self._token2wav.prompt_inputs(self._prompt)
+        await self._send(inputs, start=True)
 
-    async def chunk(self, tokens: Sequence[int], chunk: Chunk) -> np.ndarray:
-        return await self._send(self._vocoder.part(tokens, chunk), end=chunk.final)
+    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
+        return await self._send(self._token2wav.hop_inputs(tokens, hop), end=hop.final)
 
     async def abort(self) -> None:
-        if self._under_way is not None:
-            await asyncio.wait({self._under_way})
+        if self._in_flight is not None:
+            await asyncio.wait({self._in_flight})
         if not self._open:
             return
         try:
-            await self._send(self._vocoder.part([], NO_TOKENS), end=True)
+            await self._send(self._token2wav.hop_inputs([], NO_TOKENS), end=True)
         except (ValueError, RuntimeError) as error:
-            # It was never opened, or is freed already: what ended the stream is the error worth reporting.
+            # It was never opened or is already freed; the error worth reporting is the one that ended the stream.
             logger.warning("stream %d could not be closed: %s", self._correlation_id, error)
 
     async def _send(self, inputs: Tensors, *, start: bool = False, end: bool = False) -> np.ndarray:
-        # Noted before the answer is known: a request that fails has opened or ended the sequence all the same.
+        # Set before the answer is known: even a request that fails has opened or ended the sequence.
         self._open = not end
-        # A request that has been sent cannot be taken back. Were its waiter alone cancelled, END could overtake it.
-        self._under_way = asyncio.ensure_future(
-            self._vocoder.render(inputs, self._correlation_id, start=start, end=end)
+        # A request that was sent cannot be withdrawn. If only its waiter were cancelled, END could overtake it.
+        self._in_flight = asyncio.ensure_future(
+            self._token2wav.request(inputs, self._correlation_id, start=start, end=end)
         )
-        return await asyncio.shield(self._under_way)
+        return await asyncio.shield(self._in_flight)

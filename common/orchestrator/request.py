@@ -1,4 +1,4 @@
-"""One request to speak, checked before any model is asked."""
+"""A request for speech, validated before any model is called."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from common.text import clean_line, clean_text
 from common.voice import audio
 from common.voice.prompt import Recording
 
-# Request parameters that set the sampling, and their kinds. Others are not ours to judge: Triton adds its own.
+# Request parameters that set the sampling, and their types. Others are ignored: Triton adds its own.
 _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "seed": int,
     "temperature": float,
@@ -28,13 +28,13 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
 
 
 @dataclass(frozen=True)
-class SpeechRequest:
-    """Say `target_text` in a voice: a recording of it, or the name of a registered one.
+class SynthesisRequest:
+    """Speak `target_text` in a voice: a recording of it, or the name of a registered one.
 
-    The LLM continues the voice's recording where it knows what that says (zero-shot). With an `instruct_text`, which
-    says how to speak, and in `cross_lingual` mode it does not: the flow alone keeps the voice. `in_words`: numbers and
-    signs of the text are spelled out. `speed` above 1 speaks faster; only whole utterances can be stretched.
-    `timeline`: the caller is told when each stage of a streamed answer was reached.
+    If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
+    describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
+    `in_words`: spell out numbers and symbols of the text. `speed` above 1 is faster; whole utterances only.
+    `timeline`: report when each stage of a streamed answer was reached.
     """
 
     target_text: str
@@ -49,7 +49,7 @@ class SpeechRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestInputs:
-    """The inputs of a request as they arrive; None where one is missing."""
+    """The inputs of a request as received; None for a missing one."""
 
     target_text: str | None
     reference_wav: np.ndarray | None = dataclasses.field(default=None, repr=False)
@@ -59,20 +59,20 @@ class RequestInputs:
     instruct_text: str | None = None
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def check(self, defaults: Sampling, max_text_chars: int, default_speaker: str = "") -> SpeechRequest:
-        """The request they make. Raises ValueError naming the value that is wrong."""
+    def check(self, defaults: Sampling, max_text_chars: int, default_speaker: str = "") -> SynthesisRequest:
+        """The validated request. Raises ValueError naming the invalid value."""
         if self.target_text is None:
             raise ValueError("target_text is missing")
         target_text = clean_text(self.target_text, name="target_text", max_chars=max_text_chars)
         instruct_text = self._line("instruct_text", max_text_chars)
         cross_lingual = _flag("cross_lingual", self.parameters.get("cross_lingual", False))
         if instruct_text and cross_lingual:
-            raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: the LLM follows one of them")
+            raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
         voice = self._voice(default_speaker, max_text_chars)
         if self.reference_text and (instruct_text or cross_lingual):
             other = f"instruct_text {instruct_text!r}" if instruct_text else "cross_lingual"
-            raise ValueError(f"{other} with the reference_text {self.reference_text!r}: the LLM would not hear it")
-        return SpeechRequest(
+            raise ValueError(f"{other} with the reference_text {self.reference_text!r}: the LLM would not use the text")
+        return SynthesisRequest(
             target_text=target_text,
             voice=voice,
             instruct_text=instruct_text,
@@ -84,10 +84,10 @@ class RequestInputs:
         )
 
     def _voice(self, default_speaker: str, max_text_chars: int) -> Recording | str:
-        """The recording, else the speaker, else the default one; not two of them."""
+        """The recording, the speaker, or the default speaker. ValueError if both of the first two are given."""
         if self.reference_wav is not None:
             if self.speaker:
-                raise ValueError(f"speaker {self.speaker!r} with a reference_wav: a request has one voice")
+                raise ValueError(f"speaker {self.speaker!r} with a reference_wav: give only one voice")
             wav = audio.validate_reference(self.reference_wav, self.reference_wav_len)
             return Recording(wav, self._line("reference_text", max_text_chars))
         for name in ("reference_text", "reference_wav_len"):
@@ -95,14 +95,15 @@ class RequestInputs:
                 raise ValueError(f"{name} {value!r} without a reference_wav")
         if speaker := self.speaker or default_speaker:
             return speaker
-        raise ValueError("no voice to speak in: the request has neither a reference_wav nor a speaker")
+        raise ValueError("no voice: the request has neither a reference_wav nor a speaker")
 
     def _line(self, name: str, max_text_chars: int) -> str:
+        """An optional text, "" if it is missing or blank. ValueError if it consists of control tokens alone."""
         return clean_line(getattr(self, name) or "", name=name, max_chars=max_text_chars)
 
 
 def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
-    """`defaults` with the request's parameters in place. Raises ValueError naming the parameter and its value."""
+    """`defaults`, replaced by the request's parameters. Raises ValueError naming the parameter and its value."""
     given = {
         name: _number(name, parameters[name], kind) for name, kind in _SAMPLING_KINDS.items() if name in parameters
     }
@@ -117,7 +118,7 @@ def _speed_of(parameters: Mapping[str, Any]) -> float:
 
 
 def _flag(name: str, value: Any) -> bool:
-    """`value` as a boolean. One may come as text, since not every client can send a boolean parameter."""
+    """`value` as a boolean. Text is accepted because not every client can send a boolean parameter."""
     flags: dict[str, bool] = {"true": True, "1": True, "false": False, "0": False}
     if (flag := flags.get(str(value).lower())) is None:
         raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
@@ -125,7 +126,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """`value` as `kind`. Numbers may come as text, since not every client can send a float parameter."""
+    """`value` as `kind`. Text is accepted because not every client can send a float parameter."""
     try:
         if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError

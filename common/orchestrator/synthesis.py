@@ -1,13 +1,13 @@
 """The pipeline from a request to its audio: prompt -> LLM -> chunks -> waveforms.
 
-It knows the parts that do the work only as ports, and no server:
+The parts that do the work are ports (protocols); nothing here depends on a server:
 
-    voice -+-> speech tokens, mel --+--> LLM, read by its own task into a backlog --+
-           +-> x-vector ------------|--> vocoder opened, prompt caches built -------+--> chunks --> waveforms
+    voice -+-> speech tokens, mel --+--> LLM, its stream read into a buffer by a task --+
+           +-> x-vector ------------|--> token2wav stream opened, prompt prefilled -----+--> chunks --> waveforms
     text ----> segments ------------+
 
-A text is spoken segment by segment, each by a request to the LLM and a stream of the vocoder of its own, both of which
-hear the same voice. The LLM is one segment ahead of the vocoder, and no further.
+Each segment of a text has its own LLM request and its own token2wav stream, both with the same voice. The LLM is at
+most one segment ahead of token2wav.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from common.constants import TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling, SpeechLM, TokenStream
 from common.llm.speech_tokens import instruction
-from common.orchestrator.chunking import Chunk, HopRules, HopSchedule
-from common.orchestrator.request import SpeechRequest
+from common.orchestrator.chunking import Hop, HopRules, HopSchedule
+from common.orchestrator.request import SynthesisRequest
 from common.tasks import TaskScope
 from common.voice.prompt import Prompt, Recording, RecordingCache
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class PromptEncoder(Protocol):
-    """What the networks see of a reference (T,) float32 at 16 kHz. The three are asked for at the same time."""
+    """The parts of a `Prompt`, from a recording (T,) float32 at 16 kHz. All three are requested concurrently."""
 
     async def tokens(self, wav: np.ndarray) -> np.ndarray:
         """Speech ids (P,) 0..6560."""
@@ -49,115 +49,116 @@ class PromptEncoder(Protocol):
         ...
 
 
-class VocoderStream(Protocol):
-    """One utterance, rendered chunk by chunk: `start` once, then the chunks in order, then `abort`."""
+class Token2WavStream(Protocol):
+    """One utterance, rendered chunk by chunk: `start` once, then the hops in order, then `abort`."""
 
     async def start(self) -> None:
-        """Build the caches of the prompt."""
+        """Prefill the prompt."""
         ...
 
-    async def chunk(self, tokens: Sequence[int], chunk: Chunk) -> np.ndarray:
-        """Audio (N,) float32 of `chunk`; `tokens` are all so far, at least `chunk.end_of_context`."""
+    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
+        """Audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`."""
         ...
 
     async def abort(self) -> None:
-        """Free what is still held. Nothing to do after the final chunk or before `start`; raises nothing."""
+        """Free what is still held; a no-op before `start` and after the final hop. Never raises."""
         ...
 
 
-class Vocoder(Protocol):
-    """Speech tokens -> 24 kHz audio."""
+class Token2WavPort(Protocol):
+    """Speech tokens -> 24 kHz audio, by flow and vocoder."""
 
-    def open(self, prompt: Prompt) -> VocoderStream: ...
+    def open(self, prompt: Prompt) -> Token2WavStream: ...
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
         """Audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
         ...
 
 
-class Texts(Protocol):
-    """What the LLM is given to read, see `text.TextFrontend`; asked in a thread."""
+class TextPreparer(Protocol):
+    """Makes the texts for the LLM, see `text.TextFrontend`. Called in a thread."""
 
     def segments(self, text: str, in_words: bool) -> Iterator[str]: ...
 
     def transcript(self, text: str, in_words: bool) -> str: ...
 
 
-class Voices(Protocol):
-    """Registered voices by name, see `voices.VoiceBook.get`; asked in a thread."""
+class VoiceLookup(Protocol):
+    """Returns a registered voice by name, see `voice.book.VoiceBook.get`. Called in a thread."""
 
     def __call__(self, name: str) -> Recording | Prompt: ...
 
 
-Warn = Callable[[str], object]  # told what the caller should know although there is audio
+OnWarning = Callable[[str], object]  # called with what the caller should know although there is audio
 
-# Told each stage when it is reached: "voice", once what the LLM hears of the voice is known; then for each segment
-# "llm", its first tokens, and "vocoder", the voice's caches; for each chunk "tokens", all that it needs, and "audio".
-Note = Callable[[str], object]
-
-
-def _nobody(word: str) -> None:
-    """Nobody is told; the log has warnings all the same."""
+# Called with the name of each stage when it is reached: "voice" when the LLM's part of the prompt is ready; then, for
+# each segment, "llm" at its first tokens and "vocoder" when token2wav has prefilled the prompt; for each chunk "tokens"
+# when it has all tokens that it needs, and "audio". The names are part of the tensor `timeline` and stay as they are:
+# "vocoder" is older than the use of that word for HiFT alone.
+OnStage = Callable[[str], object]
 
 
-class TokenBacklog:
-    """Speech tokens of one segment: the LLM's stream fills it, the chunks use it up."""
+def _ignore(message: str) -> None:
+    """The default callback: warnings are logged anyway."""
 
-    def __init__(self, target_text: str, warn: Warn, note: Note) -> None:
+
+class TokenBuffer:
+    """Speech tokens of one segment: the LLM's stream appends them, the chunks read them."""
+
+    def __init__(self, target_text: str, on_warning: OnWarning, on_stage: OnStage) -> None:
         self.tokens: list[int] = []
         self.ended = False
         self._target_text = target_text
-        self._warn = warn
-        self._note = note
-        self._news = asyncio.Event()
+        self._on_warning = on_warning
+        self._on_stage = on_stage
+        self._changed = asyncio.Event()
 
     async def fill(self, stream: TokenStream) -> None:
-        """Read `stream` to its end and close it, however this ends. No token at all is an UnavailableError."""
+        """Read `stream` to its end, and close it in any case. UnavailableError if it has no token at all."""
         try:
             async for tokens in stream:
                 if not self.tokens:
-                    self._note("llm")
+                    self._on_stage("llm")
                 self.tokens.extend(tokens)
-                self._news.set()
+                self._changed.set()
         finally:
             await stream.aclose()
         if not self.tokens:
             raise UnavailableError(f"the LLM returned no speech token for the text {self._target_text[:80]!r}")
         if stream.finish_reason == "length":
             warning = (
-                f"speech was cut short after {len(self.tokens)} tokens, the most that max_tokens and max_token_ratio "
-                f"allow: {self._target_text[:80]!r}"
+                f"speech was cut short after {len(self.tokens)} tokens, the limit set by max_tokens and "
+                f"max_token_ratio: {self._target_text[:80]!r}"
             )
             logger.warning(warning)
-            self._warn(warning)
+            self._on_warning(warning)
         self.ended = True
-        self._news.set()
+        self._changed.set()
 
-    async def complete(self) -> None:
-        """Wait for the end."""
+    async def wait_for_end(self) -> None:
         while not self.ended:
-            await self.more()
+            await self.wait_for_change()
 
-    async def more(self) -> None:
-        """Wait for tokens or the end, unless some came since the last wait."""
-        await self._news.wait()
-        self._news.clear()
+    async def wait_for_change(self) -> None:
+        """Wait for tokens or the end; returns at once if either came since the last wait."""
+        await self._changed.wait()
+        self._changed.clear()
 
 
-# Segments of a request; None is the end. One may wait, so that the LLM is no further ahead than that one.
-Backlogs = asyncio.Queue[TokenBacklog | None]
+# The segments of a request, None at the end. It has one slot, so that the LLM is at most one segment ahead.
+SegmentQueue = asyncio.Queue[TokenBuffer | None]
 
 
 class Synthesizer:
-    """Turns requests into audio. Requests share nothing but the ports and what is known of the voices."""
+    """Turns requests into audio. Requests share only the ports and the cache of prompts."""
 
     def __init__(
         self,
-        texts: Texts,
-        voices: Voices,
+        texts: TextPreparer,
+        voices: VoiceLookup,
         encoder: PromptEncoder,
         llm: SpeechLM,
-        vocoder: Vocoder,
+        token2wav: Token2WavPort,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -165,122 +166,127 @@ class Synthesizer:
         self._voices = voices
         self._encoder = encoder
         self._llm = llm
-        self._vocoder = vocoder
+        self._token2wav = token2wav
         self._rules = rules
         self._clock = clock
         self._prompts = RecordingCache()
 
     async def stream(
-        self, request: SpeechRequest, warn: Warn = _nobody, note: Note = _nobody
+        self, request: SynthesisRequest, on_warning: OnWarning = _ignore, on_stage: OnStage = _ignore
     ) -> AsyncGenerator[np.ndarray, None]:
-        """Waveforms (N,) float32 as they become ready. Closing the generator ends everything begun for it.
+        """Waveforms (N,) float32 as they become ready. Closing the generator ends everything started for it.
 
-        `warn` is called before the last one where speech was cut short, `note` as `Note` says.
+        `on_warning` is called before the last one if speech was cut short, `on_stage` at each stage.
 
-        Raises what a port raises, as soon as it does, UnavailableError where the LLM says nothing, and ValueError
-        for a speed other than 1.
+        Raises what a port raises, as soon as it does, UnavailableError if the LLM returns no speech tokens, and
+        ValueError for a speed other than 1.
         """
         if request.speed != 1.0:
-            raise ValueError(f"speed {request.speed} is for whole utterances; a streamed one is spoken at speed 1")
+            raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
         async with TaskScope() as scope:
-            prompt, backlogs = await self._begin(request, scope, warn, note)
-            while (backlog := await scope.result(backlogs.get())) is not None:
-                async with aclosing(self._rendered(prompt, backlog, scope, note)) as waveforms:
+            prompt, segments = await self._begin(request, scope, on_warning, on_stage)
+            while (segment := await scope.result(segments.get())) is not None:
+                async with aclosing(self._render(prompt, segment, scope, on_stage)) as waveforms:
                     async for waveform in waveforms:
                         yield waveform
 
-    async def offline(self, request: SpeechRequest, warn: Warn = _nobody) -> np.ndarray:
-        """The whole utterance, (N,) float32. Warns and raises as `stream` does."""
+    async def offline(self, request: SynthesisRequest, on_warning: OnWarning = _ignore) -> np.ndarray:
+        """The whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
-            prompt, backlogs = await self._begin(request, scope, warn, _nobody)
+            prompt, segments = await self._begin(request, scope, on_warning, _ignore)
             waveforms = []
-            while (backlog := await scope.result(backlogs.get())) is not None:
-                await scope.result(backlog.complete())
-                waveforms.append(await scope.result(self._vocoder.offline(prompt, backlog.tokens, request.speed)))
+            while (segment := await scope.result(segments.get())) is not None:
+                await scope.result(segment.wait_for_end())
+                waveforms.append(await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed)))
             return np.concatenate(waveforms)
 
-    async def _rendered(
-        self, prompt: Prompt, backlog: TokenBacklog, scope: TaskScope, note: Note
+    async def _render(
+        self, prompt: Prompt, segment: TokenBuffer, scope: TaskScope, on_stage: OnStage
     ) -> AsyncGenerator[np.ndarray, None]:
         """The waveforms of one segment."""
-        vocoder = self._vocoder.open(prompt)
+        stream = self._token2wav.open(prompt)
         try:
-            await scope.result(vocoder.start())
-            note("vocoder")
+            await scope.result(stream.start())
+            on_stage("vocoder")
             schedule = self._rules.schedule(len(prompt.tokens), self._clock)
             final = False
             while not final:
-                chunk = await scope.result(_next_chunk(schedule, backlog))
-                note("tokens")
-                waveform = await scope.result(vocoder.chunk(backlog.tokens, chunk))
-                note("audio")
+                hop = await scope.result(_next_hop(schedule, segment))
+                on_stage("tokens")
+                waveform = await scope.result(stream.render(segment.tokens, hop))
+                on_stage("audio")
                 yield waveform
-                final = chunk.final
+                final = hop.final
         finally:
-            await vocoder.abort()
+            await stream.abort()
 
-    async def _begin(self, request: SpeechRequest, scope: TaskScope, warn: Warn, note: Note) -> tuple[Prompt, Backlogs]:
-        """Find or encode the voice, and set the LLM going as soon as its part of the voice is known."""
+    async def _begin(
+        self, request: SynthesisRequest, scope: TaskScope, on_warning: OnWarning, on_stage: OnStage
+    ) -> tuple[Prompt, SegmentQueue]:
+        """Look up or encode the voice, and start the LLM as soon as its part of the prompt is ready."""
         texts = self._texts.segments(request.target_text, request.in_words)
         first = scope.spawn(_next(texts))
-        named = request.voice
-        voice = named if isinstance(named, Recording) else await scope.result(asyncio.to_thread(self._voices, named))
+        voice: Recording | Prompt
+        if isinstance(request.voice, Recording):
+            voice = request.voice
+        else:
+            voice = await scope.result(asyncio.to_thread(self._voices, request.voice))
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.in_words))
         known = voice if isinstance(voice, Prompt) else self._prompts.get(voice)
         tokens, mel, embedding = self._encoded(known or voice, scope)
         llm_prompt = LLMPrompt("", instruction(request.instruct_text) if request.instruct_text else "")
         if voice.text and not (request.instruct_text or request.cross_lingual):
-            # As many tokens as Prompt.aligned will keep.
-            spoken = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
-            llm_prompt = LLMPrompt("", await scope.result(transcript), spoken.tolist())
-        note("voice")
-        backlogs: Backlogs = asyncio.Queue(maxsize=1)
-        backlog_of = partial(TokenBacklog, warn=warn, note=note)
-        scope.spawn(self._speak(first, texts, llm_prompt, request.sampling, backlogs, backlog_of))
+            # The same tokens that Prompt.aligned will keep.
+            kept = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
+            llm_prompt = LLMPrompt("", await scope.result(transcript), kept.tolist())
+        on_stage("voice")
+        segments: SegmentQueue = asyncio.Queue(maxsize=1)
+        new_buffer = partial(TokenBuffer, on_warning=on_warning, on_stage=on_stage)
+        scope.spawn(self._generate(first, texts, llm_prompt, request.sampling, segments, new_buffer))
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
         if known is None and isinstance(voice, Recording):
             self._prompts.put(voice, prompt)
-        return prompt, backlogs
+        return prompt, segments
 
     def _encoded(self, voice: Recording | Prompt, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
-        """Tokens, mel and x-vector, each on its way."""
+        """Tasks that return tokens, mel and x-vector."""
         if isinstance(voice, Prompt):
-            return [scope.spawn(_known(part)) for part in (voice.tokens, voice.mel, voice.embedding)]
+            return [scope.spawn(_completed(part)) for part in (voice.tokens, voice.mel, voice.embedding)]
         encoder = self._encoder
         return [scope.spawn(part(voice.wav)) for part in (encoder.tokens, encoder.mel, encoder.embedding)]
 
-    async def _speak(
+    async def _generate(
         self,
         first: asyncio.Task[str | None],
         rest: Iterator[str],
         llm_prompt: LLMPrompt,
         sampling: Sampling,
-        backlogs: Backlogs,
-        backlog_of: Callable[[str], TokenBacklog],
+        segments: SegmentQueue,
+        new_buffer: Callable[[str], TokenBuffer],
     ) -> None:
-        """Fill a backlog for each text, one after another."""
+        """Queue a buffer for each text and fill it from the LLM, one after another."""
         text = await first
         while text is not None:
-            backlog = backlog_of(text)
-            await backlogs.put(backlog)
-            await backlog.fill(self._llm.generate(replace(llm_prompt, target_text=text), sampling))
+            segment = new_buffer(text)
+            await segments.put(segment)
+            await segment.fill(self._llm.generate(replace(llm_prompt, target_text=text), sampling))
             text = await _next(rest)
-        await backlogs.put(None)
+        await segments.put(None)
 
 
-async def _next_chunk(schedule: HopSchedule, backlog: TokenBacklog) -> Chunk:
-    """The next chunk, once the LLM has made its tokens."""
-    while (chunk := schedule.next_chunk(len(backlog.tokens), backlog.ended)) is None:
-        await backlog.more()
-    return chunk
+async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
+    """The next hop, once the LLM has made its tokens."""
+    while (hop := schedule.next_hop(len(segment.tokens), segment.ended)) is None:
+        await segment.wait_for_change()
+    return hop
 
 
 async def _next(texts: Iterator[str]) -> str | None:
-    """The next text, made in a thread; None at the end."""
+    """The next text, computed in a thread; None at the end."""
     return await asyncio.to_thread(next, texts, None)
 
 
-async def _known(part: np.ndarray) -> np.ndarray:
+async def _completed(part: np.ndarray) -> np.ndarray:
     return part

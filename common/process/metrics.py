@@ -58,6 +58,7 @@ FIRST_CHUNK = Metric(
 )
 FIRST_CHUNK_BOUNDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0)
 
+# The metrics of token2wav. Their prefix stays, because dashboards use it; elsewhere "vocoder" means HiFT alone.
 STREAMS = Metric("tts_vocoder_streams_live", "gauge", "Streams that the vocoder holds memory for")
 QUEUED = Metric("tts_vocoder_chunks_queued", "gauge", "Chunks that wait to be rendered")
 CACHE = Metric("tts_vocoder_cache_bytes", "gauge", "Memory of live streams and of voices, bytes")

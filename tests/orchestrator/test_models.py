@@ -1,4 +1,4 @@
-"""`cosyvoice2` and `cosyvoice2_dit` as Triton loads them, over models that are a few lines each."""
+"""`cosyvoice2` and `cosyvoice2_dit` as Triton loads them, over fakes of the other models."""
 
 import json
 import time
@@ -30,7 +30,7 @@ MODEL_FILES = {
 }
 FIRST_SPEECH_ID = 10  # in this vocabulary
 EOS = 3
-TOKENS = 100  # that the LLM says to everything
+TOKENS = 100  # of every answer of the LLM
 PROMPT = 25  # speech tokens of one second
 WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
 
@@ -64,25 +64,25 @@ def arrays(request: InferenceRequest) -> dict[str, np.ndarray]:
 
 
 @dataclass
-class Neighbours:
-    """The other models. The LLM says 0..99; a vocoder's audio is one sample per token: the voice and the token.
+class FakeModels:
+    """The other models. The LLM generates 0..99; token2wav's audio is one sample per token: 1000 x voice + token.
 
-    `pause`: how long the LLM thinks before each token.
+    `pause`: seconds that the LLM takes for each token.
     """
 
     pause: float = 0.0
-    vocoder_fails: bool = False
+    token2wav_fails: bool = False
     llm_tokens: int = TOKENS
-    llm_ends: bool = True  # by an end token; otherwise its tokens are all that were asked for
+    llm_ends: bool = True  # with an end token; otherwise by reaching max_tokens
     llm_requests: list[dict[str, np.ndarray]] = field(default_factory=list)
-    sequences: dict[int, float] = field(default_factory=dict)  # live ones, and their voices
+    sequences: dict[int, float] = field(default_factory=dict)  # live ones: correlation id -> voice
     ended: list[int] = field(default_factory=list)
 
     def install(self, models: dict[str, Callee]) -> None:
         models["audio_tokenizer"] = self.audio_tokenizer
         models["speaker_embedding"] = self.speaker_embedding
         models["tensorrt_llm"] = self.llm
-        models["token2wav"] = models["token2wav_dit"] = self.vocoder
+        models["token2wav"] = models["token2wav_dit"] = self.token2wav
 
     def audio_tokenizer(self, request: InferenceRequest) -> InferenceResponse:
         assert arrays(request)["reference_wav"].shape[1] == arrays(request)["reference_wav_len"].item()
@@ -100,7 +100,7 @@ class Neighbours:
             time.sleep(self.pause)
             yield answer(output_ids=np.array([[[token]]], np.int32), sequence_length=np.array([[1]], np.int32))
 
-    def vocoder(self, request: InferenceRequest) -> InferenceResponse:
+    def token2wav(self, request: InferenceRequest) -> InferenceResponse:
         inputs, sequence = arrays(request), request.correlation_id()
         start = request.flags() & fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         end = request.flags() & fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
@@ -113,7 +113,7 @@ class Neighbours:
             self.ended.append(sequence)
         tokens = inputs["target_speech_tokens"][0] - FIRST_SPEECH_ID
         if "finalize" in inputs:
-            if self.vocoder_fails and len(tokens):
+            if self.token2wav_fails and len(tokens):
                 return InferenceResponse(error=TritonError("out of memory", TritonError.UNAVAILABLE))
             offset = inputs["token_offset"].item() if "token_offset" in inputs else 0
             tokens = tokens[offset:] if inputs["finalize"].item() else tokens[offset : max(offset, len(tokens) - 3)]
@@ -122,7 +122,7 @@ class Neighbours:
 
 @contextmanager
 def started(name: str, tokenizer_dir: Path, decoupled: bool = True, **settings: str) -> Iterator[Any]:
-    """The model of that name, initialized; nothing of it is left at the end."""
+    """The model of that name, initialized; finalized at the end."""
     parameters = {"model_dir": "unused", "llm_tokenizer_dir": str(tokenizer_dir)} | settings
     config = {
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
@@ -153,7 +153,7 @@ def client_request(
 def wait(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.005)
 
 
@@ -178,37 +178,37 @@ def failure(request: InferenceRequest) -> tuple[int, str]:
 def test_a_decoupled_model_streams_every_token_once(
     name: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:
-    neighbours = Neighbours()
-    neighbours.install(triton_models)
+    models = FakeModels()
+    models.install(triton_models)
     request = client_request()
     with started(name, tokenizer_dir) as model:
         serve(model, request)
     np.testing.assert_array_equal(audio(request), 1000 + np.arange(TOKENS))
     assert len(request.sender.responses) == 3
-    assert len(neighbours.ended) == 1 and not neighbours.sequences
+    assert len(models.ended) == 1 and not models.sequences
 
 
-def test_a_request_that_asks_is_told_when_each_stage_was_reached(
+def test_a_timeline_is_sent_only_if_the_request_asks_for_it(
     tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:
-    Neighbours().install(triton_models)
-    asks, does_not = client_request(parameters={"timeline": True}), client_request()
+    FakeModels().install(triton_models)
+    with_timeline, without = client_request(parameters={"timeline": True}), client_request()
     with started("cosyvoice2_dit", tokenizer_dir) as model:
-        serve(model, asks, does_not)
-    told = [json.loads(r.arrays()["timeline"].item()) for r in asks.sender.responses if r.arrays()]
-    assert len(told) > 1, "a chunk's stages come beside it"
-    assert {stage for stage, _ in told[0]} == {"voice", "llm", "vocoder", "tokens", "audio"}
-    times = [at for stages in told for _, at in stages]
+        serve(model, with_timeline, without)
+    timelines = [json.loads(r.arrays()["timeline"].item()) for r in with_timeline.sender.responses if r.arrays()]
+    assert len(timelines) > 1, "a chunk's stages are sent with it"
+    assert {stage for stage, _ in timelines[0]} == {"voice", "llm", "vocoder", "tokens", "audio"}
+    times = [at for stages in timelines for _, at in stages]
     assert times == sorted(times) and times[0] >= 0
-    assert all([stage for stage, _ in stages][-2:] == ["tokens", "audio"] for stages in told)
-    assert not any("timeline" in r.arrays() for r in does_not.sender.responses)
+    assert all([stage for stage, _ in stages][-2:] == ["tokens", "audio"] for stages in timelines)
+    assert not any("timeline" in r.arrays() for r in without.sender.responses)
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)
 def test_a_model_that_is_not_decoupled_answers_once(
     name: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:
-    Neighbours().install(triton_models)
+    FakeModels().install(triton_models)
     request = client_request(decoupled=False)
     with started(name, tokenizer_dir, decoupled=False) as model:
         serve(model, request)
@@ -219,23 +219,23 @@ def test_a_model_that_is_not_decoupled_answers_once(
 def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(
     tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:
-    neighbours = Neighbours()
-    neighbours.install(triton_models)
+    models = FakeModels()
+    models.install(triton_models)
     request = client_request(parameters={"top_k": 5, "seed": 11, "triton_enable_empty_final_response": True})
     with started("cosyvoice2_dit", tokenizer_dir, temperature="0.25", top_k="7", max_tokens="12") as model:
         serve(model, request)
-    (llm,) = neighbours.llm_requests
+    (llm,) = models.llm_requests
     names = ("temperature", "runtime_top_k", "request_output_len", "min_length", "random_seed")
     assert [llm[name].item() for name in names] == [0.25, 5, 12, 2, 11]
     # <|sos|> the texts <|task_id|> and the prompt's tokens
     assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT))
 
 
-def test_a_registered_voice_and_an_instruction_reach_the_llm_and_the_vocoder(
+def test_a_registered_voice_and_an_instruction_reach_the_llm_and_token2wav(
     tokenizer_dir: Path, triton_models: dict[str, Callee], tmp_path: Path
 ) -> None:
-    neighbours = Neighbours()
-    neighbours.install(triton_models)
+    models = FakeModels()
+    models.install(triton_models)
     save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
     by_name = client_request(reference_wav=None, speaker="anna", reference_text="")
     by_default = client_request(reference_wav=None, reference_text="", instruct_text="word8")
@@ -244,7 +244,7 @@ def test_a_registered_voice_and_an_instruction_reach_the_llm_and_the_vocoder(
         serve(model, by_default)
     for request in (by_name, by_default):
         np.testing.assert_array_equal(audio(request), 2000 + np.arange(TOKENS))
-    zero_shot, instructed = (request["input_ids"][0].tolist() for request in neighbours.llm_requests)
+    zero_shot, instructed = (request["input_ids"][0].tolist() for request in models.llm_requests)
     assert zero_shot[-PROMPT_TOKENS:] == [FIRST_SPEECH_ID + 2] * PROMPT_TOKENS
     assert instructed[-1] == LLMTokenizer.from_dir(tokenizer_dir).task_id
 
@@ -273,7 +273,7 @@ def test_a_default_speaker_that_cannot_be_used_stops_the_model_from_loading(
 def test_a_cut_by_max_tokens_reaches_the_caller_as_a_warning(
     tokenizer_dir: Path, triton_models: dict[str, Callee], decoupled: bool
 ) -> None:
-    Neighbours(llm_tokens=20, llm_ends=False).install(triton_models)
+    FakeModels(llm_tokens=20, llm_ends=False).install(triton_models)
     request = client_request(decoupled)
     with started("cosyvoice2_dit", tokenizer_dir, decoupled) as model:
         serve(model, request)
@@ -283,7 +283,7 @@ def test_a_cut_by_max_tokens_reaches_the_caller_as_a_warning(
 
 
 def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
-    Neighbours().install(triton_models)
+    FakeModels().install(triton_models)
     request = client_request()
     with started("cosyvoice2_dit", tokenizer_dir, dynamic_chunk_strategy="equal", first_hop_tokens="20") as model:
         serve(model, request)
@@ -291,7 +291,7 @@ def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dic
 
 
 def test_padding_of_the_reference_reaches_no_model(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
-    Neighbours().install(triton_models)
+    FakeModels().install(triton_models)
     padded = np.concatenate([WAV, np.full(PROMPT_SAMPLE_RATE, 9, np.float32)])
     request = client_request(reference_wav=padded, length=len(WAV))
     with started("cosyvoice2", tokenizer_dir) as model:
@@ -311,7 +311,7 @@ def test_padding_of_the_reference_reaches_no_model(tokenizer_dir: Path, triton_m
 def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
     inputs: dict[str, Any], message: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:
-    Neighbours().install(triton_models)
+    FakeModels().install(triton_models)
     bad, good = client_request(**inputs), client_request()
     with started("cosyvoice2_dit", tokenizer_dir) as model:
         serve(model, bad)
@@ -323,27 +323,27 @@ def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"vocoder_fails": True}, "out of memory"),
+        ({"token2wav_fails": True}, "out of memory"),
         ({"llm_tokens": 0}, "the LLM returned no speech token for the text 'word five.'"),
     ],
 )
-def test_a_part_that_fails_makes_the_request_unavailable_and_leaves_no_sequence(
+def test_a_failing_model_makes_the_request_unavailable_and_leaves_no_sequence(
     fault: dict[str, Any], message: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:
-    neighbours = Neighbours(**fault)
-    neighbours.install(triton_models)
+    models = FakeModels(**fault)
+    models.install(triton_models)
     request = client_request()
     with started("cosyvoice2_dit", tokenizer_dir) as model:
         serve(model, request)
     assert failure(request)[0] == TritonError.UNAVAILABLE and message in failure(request)[1]
-    assert len(neighbours.ended) <= 1  # the LLM may fail before one is begun
-    assert not neighbours.sequences
+    assert len(models.ended) <= 1  # the LLM may fail before one is started
+    assert not models.sequences
 
 
 def test_an_llm_server_that_is_down_is_an_error_naming_it(
     tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:
-    Neighbours().install(triton_models)
+    FakeModels().install(triton_models)
     request = client_request()
     settings = {"llm_transport": "openai", "llm_urls": "http://127.0.0.1:9"}
     with started("cosyvoice2_dit", tokenizer_dir, **settings) as model:
@@ -352,38 +352,38 @@ def test_an_llm_server_that_is_down_is_an_error_naming_it(
 
 
 @pytest.mark.parametrize("llm_pause", [0.02, 1.0])
-def test_a_client_that_leaves_has_its_sequence_ended(
+def test_the_sequence_of_a_client_that_disconnects_is_ended(
     llm_pause: float, tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:
-    """While the LLM speaks, and while it has said nothing yet."""
-    neighbours = Neighbours(pause=llm_pause)
-    neighbours.install(triton_models)
+    """During generation, and before the first token."""
+    models = FakeModels(pause=llm_pause)
+    models.install(triton_models)
     request = client_request()
     with started("cosyvoice2_dit", tokenizer_dir) as model:
         model.execute([request])
-        wait(lambda: bool(neighbours.sequences))
+        wait(lambda: bool(models.sequences))
         request.sender.cancelled = True
         wait(lambda: request.sender.final)
     assert failure(request)[0] == TritonError.CANCELLED
-    assert len(neighbours.ended) == 1 and not neighbours.sequences
+    assert len(models.ended) == 1 and not models.sequences
 
 
 def test_eight_requests_at_a_time_keep_their_voices(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
-    neighbours = Neighbours(pause=0.001)
-    neighbours.install(triton_models)
+    models = FakeModels(pause=0.001)
+    models.install(triton_models)
     requests = [client_request(reference_wav=WAV * 2**-voice) for voice in range(8)]
     with started("cosyvoice2_dit", tokenizer_dir) as model:
         serve(model, *requests)
     for voice, request in enumerate(requests):
         np.testing.assert_allclose(audio(request), 1000 * 2.0**-voice + np.arange(TOKENS), atol=0.1)
-    assert len(set(neighbours.ended)) == 8
+    assert len(set(models.ended)) == 8
 
 
 def test_finalize_ends_the_live_requests_before_the_connections_they_use_and_the_loop_in_any_case(
     tokenizer_dir: Path, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    neighbours = Neighbours(pause=0.02)
-    neighbours.install(triton_models)
+    models = FakeModels(pause=0.02)
+    models.install(triton_models)
     request = client_request()
     ended = []
 
@@ -394,13 +394,13 @@ def test_finalize_ends_the_live_requests_before_the_connections_they_use_and_the
     monkeypatch.setattr(Orchestrator, "aclose", fail_to_close)
     with pytest.raises(RuntimeError, match="cannot close"), started("cosyvoice2_dit", tokenizer_dir) as model:
         model.execute([request])
-        wait(lambda: bool(neighbours.sequences))
+        wait(lambda: bool(models.sequences))
     assert ended == [True]
     assert failure(request)[0] == TritonError.UNAVAILABLE
     assert model._loop.loop.is_closed()
 
 
-def test_hops_that_the_vocoder_cannot_render_stop_the_model_from_loading(tokenizer_dir: Path) -> None:
+def test_hops_that_the_flow_cannot_render_stop_the_model_from_loading(tokenizer_dir: Path) -> None:
     with (
         pytest.raises(ValueError, match="largest hop of 60"),
         started("cosyvoice2", tokenizer_dir, max_hop_tokens="60"),

@@ -8,8 +8,8 @@ import pytest
 
 from common.constants import MEL_BINS, SPEAKER_DIM
 from common.errors import LostAnswerError
-from common.orchestrator.chunking import Chunk
-from common.orchestrator.ports import TritonPromptEncoder, TritonVocoder, TritonVocoderStream, new_correlation_id
+from common.orchestrator.chunking import Hop
+from common.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav, TritonToken2WavStream, new_correlation_id
 from common.voice.prompt import Prompt
 
 FIRST_SPEECH_ID = 1000
@@ -37,7 +37,7 @@ class Sent:
 
 @dataclass
 class FakeCall:
-    """Answers every request with `answers`; fails where `failing` names the number of the request."""
+    """Answers every request with `answers`; request number n raises `failing[n]` if there is one."""
 
     answers: dict[str, np.ndarray] = field(default_factory=lambda: {"waveform": np.ones((1, 3), np.float32)})
     failing: dict[int, Exception] = field(default_factory=dict)
@@ -65,22 +65,22 @@ class FakeCall:
         return {name: self.answers[name] for name in outputs}
 
 
-def vocoder(call: FakeCall, *, cumulative: bool) -> TritonVocoder:
-    return TritonVocoder(call, "vocoder", cumulative=cumulative, first_speech_id=FIRST_SPEECH_ID)
+def token2wav(call: FakeCall, *, cumulative: bool) -> TritonToken2Wav:
+    return TritonToken2Wav(call, "token2wav", cumulative=cumulative, first_speech_id=FIRST_SPEECH_ID)
 
 
-async def two_chunks(stream: TritonVocoderStream) -> None:
+async def two_chunks(stream: TritonToken2WavStream) -> None:
     """An utterance of 13 tokens: 6, then 7."""
     await stream.start()
-    await stream.chunk(list(range(9)), Chunk(0, 6, final=False))
-    await stream.chunk(list(range(13)), Chunk(6, 7, final=True))
+    await stream.render(list(range(9)), Hop(0, 6, final=False))
+    await stream.render(list(range(13)), Hop(6, 7, final=True))
     await stream.abort()
 
 
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_a_stream_is_one_sequence_with_the_voice_at_its_start_and_end_on_its_final_chunk(cumulative: bool) -> None:
     call = FakeCall()
-    asyncio.run(two_chunks(vocoder(call, cumulative=cumulative).open(PROMPT)))
+    asyncio.run(two_chunks(token2wav(call, cumulative=cumulative).open(PROMPT)))
     assert [(sent.start, sent.end, sent["finalize"]) for sent in call.sent] == [
         (True, False, [False]),
         (False, False, [False]),
@@ -90,9 +90,9 @@ def test_a_stream_is_one_sequence_with_the_voice_at_its_start_and_end_on_its_fin
     assert ["prompt_speech_tokens" in sent.inputs for sent in call.sent] == [True, False, False]
 
 
-def test_the_unet_vocoder_gets_all_tokens_so_far_and_the_offset() -> None:
+def test_the_unet_model_gets_all_tokens_so_far_and_the_offset() -> None:
     call = FakeCall()
-    asyncio.run(two_chunks(vocoder(call, cumulative=True).open(PROMPT)))
+    asyncio.run(two_chunks(token2wav(call, cumulative=True).open(PROMPT)))
     assert [sent["target_speech_tokens"] for sent in call.sent] == [
         [],
         list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 9)),
@@ -101,9 +101,9 @@ def test_the_unet_vocoder_gets_all_tokens_so_far_and_the_offset() -> None:
     assert [sent["token_offset"] for sent in call.sent] == [[0], [0], [6]]
 
 
-def test_the_dit_vocoder_gets_the_new_tokens_and_their_look_ahead() -> None:
+def test_the_dit_model_gets_the_new_tokens_and_their_look_ahead() -> None:
     call = FakeCall()
-    asyncio.run(two_chunks(vocoder(call, cumulative=False).open(PROMPT)))
+    asyncio.run(two_chunks(token2wav(call, cumulative=False).open(PROMPT)))
     assert [sent["target_speech_tokens"] for sent in call.sent] == [
         [],
         list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 9)),
@@ -115,11 +115,11 @@ def test_the_dit_vocoder_gets_the_new_tokens_and_their_look_ahead() -> None:
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_tokens_beyond_the_look_ahead_are_not_sent(cumulative: bool) -> None:
     call = FakeCall()
-    stream = vocoder(call, cumulative=cumulative).open(PROMPT)
+    stream = token2wav(call, cumulative=cumulative).open(PROMPT)
 
     async def main() -> None:
         await stream.start()
-        await stream.chunk(list(range(50)), Chunk(0, 6, final=False))
+        await stream.render(list(range(50)), Hop(0, 6, final=False))
         await stream.abort()
 
     asyncio.run(main())
@@ -128,7 +128,7 @@ def test_tokens_beyond_the_look_ahead_are_not_sent(cumulative: bool) -> None:
 
 def test_prompt_tensors_have_the_types_and_shapes_of_the_contract() -> None:
     call = FakeCall()
-    asyncio.run(vocoder(call, cumulative=True).open(PROMPT).start())
+    asyncio.run(token2wav(call, cumulative=True).open(PROMPT).start())
     assert {name: (value.dtype.name, value.shape) for name, value in call.sent[0].inputs.items()} == {
         "target_speech_tokens": ("int32", (1, 0)),
         "token_offset": ("int32", (1, 1)),
@@ -142,7 +142,7 @@ def test_prompt_tensors_have_the_types_and_shapes_of_the_contract() -> None:
 
 def test_offline_is_one_request_that_starts_and_ends_a_sequence() -> None:
     call = FakeCall()
-    audio = asyncio.run(vocoder(call, cumulative=True).offline(PROMPT, [1, 2], speed=1.25))
+    audio = asyncio.run(token2wav(call, cumulative=True).offline(PROMPT, [1, 2], speed=1.25))
     assert audio.shape == (3,)
     (sent,) = call.sent
     assert (sent.start, sent.end, sent["target_speech_tokens"]) == (
@@ -154,7 +154,7 @@ def test_offline_is_one_request_that_starts_and_ends_a_sequence() -> None:
     assert sent["speed"] == [1.25]
 
 
-def test_a_failure_that_the_response_cache_kept_does_not_silence_a_voice() -> None:
+def test_a_failure_that_the_response_cache_kept_does_not_disable_a_voice() -> None:
     """Triton caches the error of a prompt model as an answer without outputs."""
     answers = {"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)}
     call = FakeCall(answers, failing={0: LostAnswerError("answered without prompt_spk_embedding")})
@@ -167,7 +167,7 @@ def test_a_failure_that_the_response_cache_kept_does_not_silence_a_voice() -> No
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_stream_whose_request_failed_is_still_ended_once(failing: int) -> None:
     call = FakeCall(failing={failing: RuntimeError("out of memory")})
-    stream = vocoder(call, cumulative=False).open(PROMPT)
+    stream = token2wav(call, cumulative=False).open(PROMPT)
 
     async def main() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -182,7 +182,7 @@ def test_a_stream_whose_request_failed_is_still_ended_once(failing: int) -> None
 
 def test_end_is_not_repeated_after_a_final_chunk_that_failed() -> None:
     call = FakeCall(failing={2: RuntimeError("out of memory")})
-    stream = vocoder(call, cumulative=False).open(PROMPT)
+    stream = token2wav(call, cumulative=False).open(PROMPT)
 
     async def main() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -195,13 +195,13 @@ def test_end_is_not_repeated_after_a_final_chunk_that_failed() -> None:
 
 def test_aborting_a_stream_that_never_started_sends_nothing() -> None:
     call = FakeCall()
-    asyncio.run(vocoder(call, cumulative=False).open(PROMPT).abort())
+    asyncio.run(token2wav(call, cumulative=False).open(PROMPT).abort())
     assert call.sent == []
 
 
 def test_an_abort_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     call = FakeCall(failing={1: ValueError("stream is not live")})
-    stream = vocoder(call, cumulative=False).open(PROMPT)
+    stream = token2wav(call, cumulative=False).open(PROMPT)
 
     async def main() -> None:
         await stream.start()
@@ -211,10 +211,10 @@ def test_an_abort_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureF
     assert "stream is not live" in caplog.text
 
 
-def test_an_abort_waits_for_the_chunk_that_is_under_way() -> None:
+def test_an_abort_waits_for_the_chunk_in_flight() -> None:
     async def main() -> None:
         call = FakeCall(gate=asyncio.Event())
-        stream = vocoder(call, cumulative=False).open(PROMPT)
+        stream = token2wav(call, cumulative=False).open(PROMPT)
         starting = asyncio.create_task(stream.start())
         await asyncio.sleep(0.01)
         starting.cancel()
@@ -252,13 +252,13 @@ def test_prompt_tokens_become_speech_ids() -> None:
     assert sent.inputs["reference_wav"].shape == (1, len(WAV)) and sent["reference_wav_len"] == [len(WAV)]
 
 
-def test_the_x_vector_is_that_of_the_whole_reference() -> None:
+def test_the_x_vector_is_computed_from_the_whole_reference() -> None:
     call = FakeCall(answers={"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)})
     assert encode(TritonPromptEncoder(call, FIRST_SPEECH_ID).embedding(WAV)).shape == (SPEAKER_DIM,)
     assert call.sent[0].model == "speaker_embedding"
 
 
-def test_the_mel_has_fifty_frames_per_second_and_asks_no_model() -> None:
+def test_the_mel_has_fifty_frames_per_second_and_calls_no_model() -> None:
     call = FakeCall()
     mel = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID).mel(WAV))
     assert mel.shape == (50, MEL_BINS) and mel.dtype == np.float32

@@ -5,12 +5,12 @@ import pytest
 
 from common.constants import PROMPT_SAMPLE_RATE
 from common.llm.interface import Sampling
-from common.orchestrator.request import RequestInputs, SpeechRequest
+from common.orchestrator.request import RequestInputs, SynthesisRequest
 
 WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
 
 
-def check(defaults: Sampling | None = None, default_speaker: str = "", **inputs: Any) -> SpeechRequest:
+def check(defaults: Sampling | None = None, default_speaker: str = "", **inputs: Any) -> SynthesisRequest:
     given = {"target_text": "hello", "reference_wav": WAV, "reference_text": "reference"} | inputs
     return RequestInputs(**given).check(defaults or Sampling(), 100, default_speaker)
 

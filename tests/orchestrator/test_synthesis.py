@@ -16,54 +16,54 @@ from tests.support.fakes import (
     PROMPT_TOKENS,
     FakeLM,
     FakePromptEncoder,
-    FakeTexts,
-    FakeVocoder,
+    FakeTextPreparer,
+    FakeToken2Wav,
     Step,
     fake_prompt,
     speech_request,
 )
-from tests.support.pipeline import Pipeline, one_by_one, turns
+from tests.support.pipeline import Pipeline, one_by_one, run_until
 
 
 @pytest.mark.parametrize("strategy", ["exponential", "equal", "time_based"])
 @pytest.mark.parametrize("total", [1, 2, 17, 18, 100, 333])
-def test_every_token_is_spoken_once_and_in_order(strategy: str, total: int) -> None:
+def test_every_token_is_rendered_once_and_in_order(strategy: str, total: int) -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(total)), rules=HopRules(strategy=strategy))
     audio = pipeline.run()
     np.testing.assert_array_equal(np.concatenate(audio), np.arange(total))
-    assert [chunk.final for chunk in pipeline.chunks] == [False] * (len(audio) - 1) + [True]
+    assert [hop.final for hop in pipeline.hops] == [False] * (len(audio) - 1) + [True]
 
 
-def test_exponential_chunks_hold_exactly_their_tokens() -> None:
+def test_exponential_chunks_have_exactly_their_tokens() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(220)))
     assert [len(waveform) for waveform in pipeline.run()] == [15, 30, 60, 100, 15]
 
 
-def test_equal_chunks_hold_exactly_their_tokens() -> None:
+def test_equal_chunks_have_exactly_their_tokens() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(50)), rules=HopRules(strategy="equal"))
     assert [len(waveform) for waveform in pipeline.run()] == [15, 15, 15, 5]
 
 
-def test_time_based_chunks_use_the_backlog_that_grew_while_a_chunk_was_rendered() -> None:
-    times = iter(range(1000))  # every look at the clock takes a second: rendering is slower than playing
+def test_time_based_chunks_use_the_tokens_that_arrived_while_a_chunk_was_rendered() -> None:
+    times = iter(range(1000))  # each reading of the clock takes a second, so rendering is slower than playback
     llm = FakeLM(list(range(18)), list(range(18, 95)))
     pipeline = Pipeline(llm, rules=HopRules(strategy="time_based"), clock=lambda: next(times))
     assert [len(waveform) for waveform in pipeline.run()] == [15, 75, 5]
 
 
-def test_chunks_of_the_unet_flow_end_on_its_boundaries_behind_the_prompt() -> None:
+def test_hops_of_the_unet_flow_end_on_its_boundaries_counted_from_the_prompt() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(120)), rules=HopRules(boundary=FLOW_CHUNK_TOKENS))
     pipeline.run()
-    assert [PROMPT_TOKENS + chunk.end for chunk in pipeline.chunks] == [50, 75, 125, PROMPT_TOKENS + 120]
+    assert [PROMPT_TOKENS + hop.end for hop in pipeline.hops] == [50, 75, 125, PROMPT_TOKENS + 120]
 
 
-def test_the_three_parts_of_the_prompt_are_made_at_the_same_time() -> None:
+def test_the_three_parts_of_the_prompt_are_requested_concurrently() -> None:
     gate = asyncio.Event()
     pipeline = Pipeline(FakeLM([1]), FakePromptEncoder(gates=dict.fromkeys(("tokens", "mel", "embedding"), gate)))
 
     async def scenario() -> list[np.ndarray]:
         speaking = asyncio.create_task(pipeline.speak())
-        await turns(lambda: len(pipeline.encoder.begun) == 3)
+        await run_until(lambda: len(pipeline.encoder.started) == 3)
         assert pipeline.encoder.ended == []
         gate.set()
         return await speaking
@@ -71,35 +71,35 @@ def test_the_three_parts_of_the_prompt_are_made_at_the_same_time() -> None:
     assert len(pipeline.run(scenario())) == 1
 
 
-def test_the_llm_starts_before_the_x_vector_is_known() -> None:
+def test_the_llm_starts_before_the_x_vector_is_ready() -> None:
     gate = asyncio.Event()
     pipeline = Pipeline(FakeLM([1]), FakePromptEncoder(gates={"embedding": gate}))
 
     async def scenario() -> list[np.ndarray]:
         speaking = asyncio.create_task(pipeline.speak())
-        await turns(lambda: len(pipeline.llm.prompts) == 1)
-        assert pipeline.vocoder.streams == []
+        await run_until(lambda: len(pipeline.llm.prompts) == 1)
+        assert pipeline.token2wav.streams == []
         gate.set()
         return await speaking
 
     assert len(pipeline.run(scenario())) == 1
 
 
-def test_the_vocoder_starts_before_the_first_token() -> None:
+def test_token2wav_starts_before_the_first_token() -> None:
     first_token = asyncio.Event()
     pipeline = Pipeline(FakeLM(first_token, *one_by_one(20)))
 
     async def scenario() -> list[np.ndarray]:
         speaking = asyncio.create_task(pipeline.speak())
-        await turns(lambda: pipeline.vocoder.live == 1)
-        assert pipeline.chunks == []
+        await run_until(lambda: pipeline.token2wav.live == 1)
+        assert pipeline.hops == []
         first_token.set()
         return await speaking
 
     assert len(pipeline.run(scenario())) == 2
 
 
-def test_chunks_are_rendered_while_the_llm_still_speaks() -> None:
+def test_chunks_are_rendered_while_the_llm_still_generates() -> None:
     rest = asyncio.Event()
     pipeline = Pipeline(FakeLM(*one_by_one(18), rest, [18, 19]))
 
@@ -112,44 +112,44 @@ def test_chunks_are_rendered_while_the_llm_still_speaks() -> None:
     assert [len(waveform) for waveform in pipeline.run(scenario())] == [15, 5]
 
 
-def test_the_llm_continues_the_reference_and_samples_as_asked() -> None:
+def test_the_llm_continues_the_reference_with_the_requested_sampling() -> None:
     pipeline = Pipeline(FakeLM([1]))
-    request = speech_request(voice=7, text="hello", reference_text="what it says")
+    request = speech_request(voice=7, text="hello", reference_text="its transcript")
     pipeline.run(pipeline.speak(request))
-    assert pipeline.llm.prompts == [LLMPrompt("hello", "what it says", [7] * PROMPT_TOKENS)]
+    assert pipeline.llm.prompts == [LLMPrompt("hello", "its transcript", [7] * PROMPT_TOKENS)]
     assert pipeline.llm.samplings == [request.sampling]
-    assert len(pipeline.vocoder.streams[0].prompt.tokens) == PROMPT_TOKENS
+    assert len(pipeline.token2wav.streams[0].prompt.tokens) == PROMPT_TOKENS
 
 
-def test_without_a_transcript_the_llm_knows_the_text_alone_and_the_flow_keeps_the_voice() -> None:
+def test_without_a_transcript_the_llm_gets_only_the_text_and_the_flow_reproduces_the_voice() -> None:
     pipeline = Pipeline(FakeLM([1]))
     pipeline.run(pipeline.speak(speech_request(voice=7, reference_text="")))
     assert pipeline.llm.prompts == [LLMPrompt("hello")]
-    assert set(pipeline.vocoder.streams[0].prompt.tokens) == {7}
+    assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
 
 
-def test_without_a_transcript_the_llm_waits_for_no_prompt_model() -> None:
+def test_without_a_transcript_the_llm_does_not_wait_for_the_prompt_models() -> None:
     gate = asyncio.Event()
     pipeline = Pipeline(FakeLM([1]), FakePromptEncoder(gates=dict.fromkeys(("tokens", "mel", "embedding"), gate)))
 
     async def scenario() -> list[np.ndarray]:
         speaking = asyncio.create_task(pipeline.speak(speech_request(reference_text="")))
-        await turns(lambda: len(pipeline.llm.prompts) == 1)
+        await run_until(lambda: len(pipeline.llm.prompts) == 1)
         gate.set()
         return await speaking
 
     assert len(pipeline.run(scenario())) == 1
 
 
-def test_an_instruction_takes_the_place_of_the_recording_in_the_llm_and_the_flow_keeps_the_voice() -> None:
+def test_an_instruction_replaces_the_recording_in_the_llm_and_the_flow_reproduces_the_voice() -> None:
     pipeline = Pipeline(FakeLM([1]))
     pipeline.run(pipeline.speak(dataclasses.replace(speech_request(voice=7), instruct_text="sadly")))
     assert pipeline.llm.prompts == [LLMPrompt("hello", "sadly<|endofprompt|>")]
-    assert set(pipeline.vocoder.streams[0].prompt.tokens) == {7}
+    assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
 
 
 @pytest.mark.parametrize("registered", [fake_prompt(7, "its text"), Recording(speech_request(7).voice.wav, "its text")])
-def test_a_registered_voice_speaks_as_the_recording_it_was_made_of(registered: Prompt | Recording) -> None:
+def test_a_registered_voice_gives_the_same_prompts_as_its_recording(registered: Prompt | Recording) -> None:
     pipeline = Pipeline(FakeLM([1]))
     pipeline.voices["anna"] = registered
     request = dataclasses.replace(speech_request(), voice="anna")
@@ -161,12 +161,12 @@ def test_a_registered_voice_speaks_as_the_recording_it_was_made_of(registered: P
         LLMPrompt("hello"),
         LLMPrompt("hello", "sadly<|endofprompt|>"),
     ]
-    assert {int(stream.prompt.tokens[0]) for stream in pipeline.vocoder.streams} == {7}
-    assert bool(pipeline.encoder.begun) == isinstance(registered, Recording)
+    assert {int(stream.prompt.tokens[0]) for stream in pipeline.token2wav.streams} == {7}
+    assert bool(pipeline.encoder.started) == isinstance(registered, Recording)
 
 
-def test_texts_are_spelled_out_as_the_request_asks_the_transcript_too() -> None:
-    class Shouting(FakeTexts):
+def test_text_and_transcript_are_spelled_out_if_the_request_says_so() -> None:
+    class UpperCase(FakeTextPreparer):
         def segments(self, text: str, in_words: bool) -> Iterator[str]:
             yield text.upper() if in_words else text
 
@@ -174,18 +174,18 @@ def test_texts_are_spelled_out_as_the_request_asks_the_transcript_too() -> None:
             return text.upper() if in_words else text
 
     pipeline = Pipeline(FakeLM([1]))
-    pipeline.texts = Shouting()
+    pipeline.texts = UpperCase()
     for in_words in (True, False):
         pipeline.run(pipeline.speak(dataclasses.replace(speech_request(), in_words=in_words)))
     texts = [(prompt.target_text, prompt.prompt_text) for prompt in pipeline.llm.prompts]
     assert texts == [("HELLO", "REFERENCE"), ("hello", "reference")]
 
 
-def test_an_unknown_voice_ends_the_request_before_anything_is_asked() -> None:
+def test_an_unknown_voice_ends_the_request_before_any_model_is_called() -> None:
     pipeline = Pipeline(FakeLM([1]))
     with pytest.raises(KeyError, match="anna"):
         pipeline.run(pipeline.speak(dataclasses.replace(speech_request(), voice="anna")))
-    assert pipeline.llm.prompts == [] and pipeline.vocoder.streams == []
+    assert pipeline.llm.prompts == [] and pipeline.token2wav.streams == []
 
 
 def test_offline_makes_one_waveform_in_one_call() -> None:
@@ -195,8 +195,8 @@ def test_offline_makes_one_waveform_in_one_call() -> None:
         return [await pipeline.synthesizer.offline(speech_request(voice=2))]
 
     np.testing.assert_array_equal(pipeline.run(scenario())[0], 20_000 + np.arange(40))
-    assert pipeline.vocoder.offline_calls == [(list(range(40)), 1.0)]
-    assert pipeline.vocoder.streams == []
+    assert pipeline.token2wav.offline_calls == [(list(range(40)), 1.0)]
+    assert pipeline.token2wav.streams == []
 
 
 def test_speed_is_for_whole_utterances() -> None:
@@ -207,25 +207,25 @@ def test_speed_is_for_whole_utterances() -> None:
         return [await pipeline.synthesizer.offline(fast)]
 
     pipeline.run(scenario())
-    assert pipeline.vocoder.offline_calls == [(list(range(40)), 1.5)]
+    assert pipeline.token2wav.offline_calls == [(list(range(40)), 1.5)]
     with pytest.raises(ValueError, match="speed 1.5 is for whole utterances"):
         pipeline.run(pipeline.speak(fast))
 
 
-@pytest.mark.parametrize("said_before", [0, 5, 18, 60])
-def test_an_error_of_the_llm_ends_the_stream_with_that_error(said_before: int) -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(said_before), UnavailableError("the LLM is down")))
+@pytest.mark.parametrize("tokens_before", [0, 5, 18, 60])
+def test_an_error_of_the_llm_ends_the_stream_with_that_error(tokens_before: int) -> None:
+    pipeline = Pipeline(FakeLM(*one_by_one(tokens_before), UnavailableError("the LLM is down")))
     with pytest.raises(UnavailableError, match="the LLM is down"):
         pipeline.run()
 
 
-def test_an_error_of_the_llm_surfaces_while_a_chunk_is_being_rendered() -> None:
+def test_an_error_of_the_llm_is_raised_while_a_chunk_is_being_rendered() -> None:
     pipeline = Pipeline(
-        FakeLM(*one_by_one(18), UnavailableError("the LLM is down")), vocoder=FakeVocoder(gate=asyncio.Event())
+        FakeLM(*one_by_one(18), UnavailableError("the LLM is down")), token2wav=FakeToken2Wav(gate=asyncio.Event())
     )
     with pytest.raises(UnavailableError, match="the LLM is down"):
         pipeline.run()
-    assert pipeline.vocoder.streams[0].aborts == 1
+    assert pipeline.token2wav.streams[0].aborts == 1
 
 
 @pytest.mark.parametrize("name", ["tokens", "mel", "embedding"])
@@ -233,20 +233,20 @@ def test_an_error_of_the_prompt_models_ends_the_stream_with_that_error(name: str
     pipeline = Pipeline(FakeLM(asyncio.Event()), FakePromptEncoder(failures={name: ValueError(f"no {name}")}))
     with pytest.raises(ValueError, match=f"no {name}"):
         pipeline.run()
-    assert pipeline.vocoder.streams == []
+    assert pipeline.token2wav.streams == []
 
 
 @pytest.mark.parametrize("failing", ["start", 0, 1])
-def test_an_error_of_the_vocoder_closes_the_llm_and_frees_the_stream_once(failing: str | int) -> None:
-    vocoder = FakeVocoder(failures={failing: RuntimeError("out of memory")})
-    pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), vocoder=vocoder)
+def test_an_error_of_token2wav_closes_the_llm_stream_and_aborts_its_own_once(failing: str | int) -> None:
+    token2wav = FakeToken2Wav(failures={failing: RuntimeError("out of memory")})
+    pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), token2wav=token2wav)
     with pytest.raises(RuntimeError, match="out of memory"):
         pipeline.run()
-    assert vocoder.streams[0].aborts == 1
+    assert token2wav.streams[0].aborts == 1
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_an_llm_that_says_nothing_is_an_error_naming_the_text(offline: bool) -> None:
+def test_an_llm_without_speech_tokens_is_an_error_naming_the_text(offline: bool) -> None:
     pipeline = Pipeline(FakeLM())
 
     async def scenario() -> list[np.ndarray]:
@@ -260,24 +260,24 @@ def test_an_llm_that_says_nothing_is_an_error_naming_the_text(offline: bool) -> 
 
 def test_truncation_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(20), finish_reason="length"))
-    told: list[str] = []
+    warnings: list[str] = []
 
     async def scenario() -> list[np.ndarray]:
-        async with aclosing(pipeline.synthesizer.stream(speech_request(), told.append)) as waveforms:
+        async with aclosing(pipeline.synthesizer.stream(speech_request(), warnings.append)) as waveforms:
             return [waveform async for waveform in waveforms]
 
     with caplog.at_level(logging.WARNING):
         assert sum(map(len, pipeline.run(scenario()))) == 20
-    (warning,) = told
+    (warning,) = warnings
     assert warning.startswith("speech was cut short after 20 tokens") and warning.endswith("'hello'")
     assert warning in caplog.text
 
 
 STAGES: dict[str, Callable[[Pipeline], bool]] = {
-    "prompt": lambda pipeline: len(pipeline.encoder.begun) == 3,
-    "first token": lambda pipeline: pipeline.vocoder.live == 1,
-    "chunk": lambda pipeline: bool(pipeline.vocoder.streams) and bool(pipeline.chunks),
-    "next tokens": lambda pipeline: bool(pipeline.vocoder.streams) and len(pipeline.chunks) == 1,
+    "prompt": lambda pipeline: len(pipeline.encoder.started) == 3,
+    "first token": lambda pipeline: pipeline.token2wav.live == 1,
+    "chunk": lambda pipeline: bool(pipeline.token2wav.streams) and bool(pipeline.hops),
+    "next tokens": lambda pipeline: bool(pipeline.token2wav.streams) and len(pipeline.hops) == 1,
 }
 
 
@@ -288,12 +288,12 @@ def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
     pipeline = Pipeline(
         FakeLM(*script),
         FakePromptEncoder(gates={"tokens": never} if stage == "prompt" else {}),
-        FakeVocoder(gate=never if stage == "chunk" else None),
+        FakeToken2Wav(gate=never if stage == "chunk" else None),
     )
 
     async def scenario() -> list[np.ndarray]:
         speaking = asyncio.create_task(pipeline.speak())
-        await turns(lambda: STAGES[stage](pipeline))
+        await run_until(lambda: STAGES[stage](pipeline))
         for _ in range(5):
             await asyncio.sleep(0)
         speaking.cancel()
@@ -301,7 +301,7 @@ def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
 
     with pytest.raises(asyncio.CancelledError):
         pipeline.run(scenario())
-    assert [stream.aborts for stream in pipeline.vocoder.streams] == ([] if stage == "prompt" else [1])
+    assert [stream.aborts for stream in pipeline.token2wav.streams] == ([] if stage == "prompt" else [1])
 
 
 def test_closing_the_generator_after_the_first_waveform_frees_everything() -> None:
@@ -312,11 +312,11 @@ def test_closing_the_generator_after_the_first_waveform_frees_everything() -> No
             return [await anext(waveforms)]
 
     assert len(pipeline.run(scenario())) == 1
-    assert pipeline.vocoder.streams[0].aborts == 1
+    assert pipeline.token2wav.streams[0].aborts == 1
 
 
 class EchoLM(FakeLM):
-    """Says numbers that start at the text's own, so that a mixed-up stream is heard."""
+    """Generates numbers that start at the text's own, so that a mixed-up stream is detected."""
 
     def script(self, prompt: LLMPrompt) -> Sequence[Step]:
         start = int(prompt.target_text)

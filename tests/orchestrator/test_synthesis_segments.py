@@ -1,4 +1,4 @@
-"""Texts of several segments: in order, in one voice, the LLM one ahead."""
+"""Texts of several segments: rendered in order, in one voice, with the LLM at most one segment ahead."""
 
 import asyncio
 import threading
@@ -15,16 +15,16 @@ from common.voice.prompt import Prompt
 from tests.support.fakes import (
     PROMPT_TOKENS,
     FakeLM,
-    FakeTexts,
-    FakeVocoder,
+    FakeTextPreparer,
+    FakeToken2Wav,
     Step,
     speech_request,
 )
-from tests.support.pipeline import Pipeline, turns
+from tests.support.pipeline import Pipeline, run_until
 
 
 class CountingLM(FakeLM):
-    """Says the numbers that the text names, "100-130", and notes the segments begun. `events`: waited for midway."""
+    """Generates the range that the text names, such as "100-130". `events`: text -> event to wait for midway."""
 
     def __init__(self, **events: asyncio.Event):
         super().__init__()
@@ -37,7 +37,7 @@ class CountingLM(FakeLM):
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_segments_are_spoken_in_order_in_one_voice_with_the_same_sampling(offline: bool) -> None:
+def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offline: bool) -> None:
     pipeline = Pipeline(CountingLM())
     request = speech_request(voice=3, text="0-40|100-101|200-260")
 
@@ -49,10 +49,10 @@ def test_segments_are_spoken_in_order_in_one_voice_with_the_same_sampling(offlin
     voice = ("reference", [3] * PROMPT_TOKENS)
     assert pipeline.llm.prompts == [LLMPrompt(text, *voice) for text in ("0-40", "100-101", "200-260")]
     assert pipeline.llm.samplings == [request.sampling] * 3
-    assert len(pipeline.encoder.begun) == 3  # the voice is encoded once
+    assert len(pipeline.encoder.started) == 3  # the voice is encoded once
 
 
-def test_a_recording_that_was_heard_is_not_encoded_again() -> None:
+def test_a_recording_that_was_encoded_before_is_not_encoded_again() -> None:
     pipeline = Pipeline(CountingLM())
     request = speech_request(voice=3, text="0-40")
 
@@ -63,18 +63,18 @@ def test_a_recording_that_was_heard_is_not_encoded_again() -> None:
 
     first, second = pipeline.run(scenario())
     np.testing.assert_array_equal(first, second)
-    assert len(pipeline.encoder.begun) == 3
+    assert len(pipeline.encoder.started) == 3
     assert pipeline.llm.prompts[0] == pipeline.llm.prompts[1]
 
 
-def test_the_llm_speaks_the_next_segment_while_one_is_rendered_and_no_further() -> None:
+def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
     gate = asyncio.Event()
-    pipeline = Pipeline(CountingLM(), vocoder=FakeVocoder(gate=gate))
+    pipeline = Pipeline(CountingLM(), token2wav=FakeToken2Wav(gate=gate))
 
     async def scenario() -> list[np.ndarray]:
         speaking = asyncio.create_task(pipeline.speak(speech_request(text="0-20|20-40|40-60|60-80")))
-        await turns(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.unclosed == 0)
-        await asyncio.sleep(0.1)  # time in which it could go on
+        await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.unclosed == 0)
+        await asyncio.sleep(0.1)  # enough time to continue if it did
         assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
         gate.set()
         return await speaking
@@ -82,10 +82,10 @@ def test_the_llm_speaks_the_next_segment_while_one_is_rendered_and_no_further() 
     np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(80))
 
 
-def test_the_first_segment_is_heard_before_the_text_is_cut_to_its_end() -> None:
+def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> None:
     released = threading.Event()
 
-    class Slow(FakeTexts):
+    class Slow(FakeTextPreparer):
         def segments(self, text: str, in_words: bool) -> Iterator[str]:
             yield "0-40"
             assert released.wait(10)
@@ -103,9 +103,9 @@ def test_the_first_segment_is_heard_before_the_text_is_cut_to_its_end() -> None:
     np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(60))
 
 
-@pytest.mark.parametrize("failing", ["llm", "vocoder", "segments"])
+@pytest.mark.parametrize("failing", ["llm", "token2wav", "segments"])
 def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: str) -> None:
-    class FailingTexts(FakeTexts):
+    class FailingTexts(FakeTextPreparer):
         def segments(self, text: str, in_words: bool) -> Iterator[str]:
             yield from ("0-20", "20-40")
             raise ValueError("segments")
@@ -114,16 +114,16 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
         def script(self, prompt: LLMPrompt) -> Sequence[Step]:
             return [[1], UnavailableError("llm")] if prompt.target_text == "40-60" else super().script(prompt)
 
-    class FailingVocoder(FakeVocoder):
+    class FailingToken2Wav(FakeToken2Wav):
         def open(self, prompt: Prompt) -> Any:
-            self.failures = {0: RuntimeError("vocoder")} if len(self.streams) == 2 else {}
+            self.failures = {0: RuntimeError("token2wav")} if len(self.streams) == 2 else {}
             return super().open(prompt)
 
     pipeline = Pipeline(
         Failing() if failing == "llm" else CountingLM(),
-        vocoder=FailingVocoder() if failing == "vocoder" else FakeVocoder(),
+        token2wav=FailingToken2Wav() if failing == "token2wav" else FakeToken2Wav(),
     )
-    pipeline.texts = FailingTexts() if failing == "segments" else FakeTexts()
+    pipeline.texts = FailingTexts() if failing == "segments" else FakeTextPreparer()
     with pytest.raises((ValueError, UnavailableError, RuntimeError), match=failing):
         pipeline.run(pipeline.speak(speech_request(text="0-20|20-40|40-60")))
 
@@ -133,7 +133,7 @@ def test_cancelling_frees_every_segment(place: str) -> None:
     never = asyncio.Event()
     ahead = place == "the segment ahead"
     pipeline = Pipeline(
-        CountingLM(slow=never) if ahead else CountingLM(), vocoder=FakeVocoder(gate=never if ahead else None)
+        CountingLM(slow=never) if ahead else CountingLM(), token2wav=FakeToken2Wav(gate=never if ahead else None)
     )
 
     async def scenario() -> list[np.ndarray]:
@@ -141,7 +141,7 @@ def test_cancelling_frees_every_segment(place: str) -> None:
             async with aclosing(pipeline.synthesizer.stream(speech_request(text="0-20|20-60|60-80|80-99"))) as audio:
                 return [await anext(audio) for _ in range(3)]
         speaking = asyncio.create_task(pipeline.speak(speech_request(text="0-20|slow|60-80")))
-        await turns(lambda: len(pipeline.llm.prompts) == 2 and pipeline.vocoder.live == 1)
+        await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.token2wav.live == 1)
         speaking.cancel()
         return await speaking
 
@@ -150,4 +150,4 @@ def test_cancelling_frees_every_segment(place: str) -> None:
             pipeline.run(scenario())
     else:
         assert len(pipeline.run(scenario())) == 3
-    assert [stream.aborts for stream in pipeline.vocoder.streams] == ([1] if ahead else [0, 1])
+    assert [stream.aborts for stream in pipeline.token2wav.streams] == ([1] if ahead else [0, 1])

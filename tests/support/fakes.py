@@ -1,4 +1,4 @@
-"""Typed fake ports of the pipeline. Each keeps a record of what was asked of it; audio tells which tokens made it."""
+"""Typed fake ports of the pipeline. Each records its calls; audio encodes the tokens that it was made from."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -8,22 +8,22 @@ import numpy as np
 
 from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
 from common.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk, TokenStream
-from common.orchestrator.chunking import Chunk
-from common.orchestrator.request import SpeechRequest
+from common.orchestrator.chunking import Hop
+from common.orchestrator.request import SynthesisRequest
 from common.voice.prompt import Prompt, Recording
 
 PROMPT_TOKENS = 30
 Step = list[int] | BaseException | asyncio.Event
 
 
-def speech_request(voice: int = 0, text: str = "hello", reference_text: str = "reference") -> SpeechRequest:
+def speech_request(voice: int = 0, text: str = "hello", reference_text: str = "reference") -> SynthesisRequest:
     """A request whose reference samples all have the value `voice`."""
     recording = Recording(np.full(PROMPT_SAMPLE_RATE, voice, np.float32), reference_text)
-    return SpeechRequest(text, recording, sampling=Sampling(seed=1))
+    return SynthesisRequest(text, recording, sampling=Sampling(seed=1))
 
 
 def fake_prompt(voice: int, text: str = "reference") -> Prompt:
-    """As the fake encoder makes it of a reference of that value."""
+    """The prompt that the fake encoder makes from a reference of that value."""
     return Prompt(
         np.full(PROMPT_TOKENS, voice, np.int64),
         np.full((PROMPT_TOKENS * TOKEN_MEL_RATIO, MEL_BINS), voice, np.float32),
@@ -32,8 +32,8 @@ def fake_prompt(voice: int, text: str = "reference") -> Prompt:
     )
 
 
-class FakeTexts:
-    """Segments of a text are between its bars; transcripts are as they are."""
+class FakeTextPreparer:
+    """Segments of a text are separated by bars; transcripts stay unchanged."""
 
     def segments(self, text: str, in_words: bool) -> Iterator[str]:
         yield from text.split("|")
@@ -44,14 +44,14 @@ class FakeTexts:
 
 @dataclass
 class FakePromptEncoder:
-    """Prompts whose tokens, mel and x-vector all are the reference's sample value.
+    """Prompts whose tokens, mel and x-vector all have the reference's sample value.
 
-    gates: name of a call -> event that it waits for. failures: name of a call -> what it raises.
+    gates: name of a call -> event that it waits for. failures: name of a call -> the exception that it raises.
     """
 
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
     failures: dict[str, Exception] = field(default_factory=dict)
-    begun: list[str] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
 
     async def tokens(self, wav: np.ndarray) -> np.ndarray:
@@ -64,7 +64,7 @@ class FakePromptEncoder:
         return await self._answer("embedding", np.full(SPEAKER_DIM, wav[0], np.float32))
 
     async def _answer(self, name: str, value: np.ndarray) -> np.ndarray:
-        self.begun.append(name)
+        self.started.append(name)
         try:
             if name in self.gates:
                 await self.gates[name].wait()
@@ -76,20 +76,20 @@ class FakePromptEncoder:
 
 
 class FakeLM:
-    """Says `steps` to every prompt: tokens as they are, an event is waited for, an exception is raised."""
+    """Answers every prompt with `steps`: tokens are yielded, events waited for, exceptions raised."""
 
     def __init__(self, *steps: Step, finish_reason: FinishReason = "stop"):
         self.steps = steps
         self.finish_reason = finish_reason
         self.prompts: list[LLMPrompt] = []
         self.samplings: list[Sampling] = []
-        self.open = 0  # streams that speak
+        self.open = 0  # streams being generated
         self.unclosed = 0
 
     def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
         self.prompts.append(prompt)
         self.samplings.append(sampling)
-        return FakeTokenStream(self, self._speak(prompt))
+        return FakeTokenStream(self, self._generate(prompt))
 
     def script(self, prompt: LLMPrompt) -> Sequence[Step]:
         return self.steps
@@ -97,7 +97,7 @@ class FakeLM:
     async def aclose(self) -> None:
         assert self.open == self.unclosed == 0
 
-    async def _speak(self, prompt: LLMPrompt) -> AsyncGenerator[TokenChunk, None]:
+    async def _generate(self, prompt: LLMPrompt) -> AsyncGenerator[TokenChunk, None]:
         self.open += 1
         try:
             for step in self.script(prompt):
@@ -124,24 +124,24 @@ class FakeTokenStream(TokenStream):
         self._llm.unclosed -= 1
 
 
-class FakeVocoder:
-    """Audio of a token is one sample: 10000 times the voice plus the token.
+class FakeToken2Wav:
+    """The audio of a token is one sample: 10000 times the voice plus the token.
 
-    gate: chunks wait for it. failures: number of a stream's chunk, or "start" -> what it raises.
+    gate: hops wait for it. failures: index of a stream's hop, or "start" -> the exception that it raises.
     """
 
     def __init__(self, gate: asyncio.Event | None = None, failures: dict[int | str, Exception] | None = None):
         self.gate = gate
         self.failures = failures or {}
-        self.streams: list[FakeVocoderStream] = []
+        self.streams: list[FakeToken2WavStream] = []
         self.offline_calls: list[tuple[list[int], float]] = []
 
     @property
     def live(self) -> int:
         return sum(stream.live for stream in self.streams)
 
-    def open(self, prompt: Prompt) -> "FakeVocoderStream":
-        self.streams.append(FakeVocoderStream(self, prompt))
+    def open(self, prompt: Prompt) -> "FakeToken2WavStream":
+        self.streams.append(FakeToken2WavStream(self, prompt))
         return self.streams[-1]
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
@@ -150,38 +150,38 @@ class FakeVocoder:
 
 
 def audio_of(prompt: Prompt, tokens: Sequence[int]) -> np.ndarray:
-    """(N,) of N tokens; the three parts of the prompt have to agree about the voice."""
+    """(N,) of N tokens; asserts that the three parts of the prompt are of the same voice."""
     voice = int(prompt.tokens[0])
     assert prompt.mel[0, 0] == prompt.embedding[0] == voice
     return 10_000 * voice + np.asarray(tokens, np.float32)
 
 
-class FakeVocoderStream:
-    def __init__(self, vocoder: FakeVocoder, prompt: Prompt):
+class FakeToken2WavStream:
+    def __init__(self, token2wav: FakeToken2Wav, prompt: Prompt):
         self.prompt = prompt
-        self.chunks: list[Chunk] = []
+        self.hops: list[Hop] = []
         self.started = False
         self.live = False
         self.aborts = 0
-        self._vocoder = vocoder
+        self._token2wav = token2wav
 
     async def start(self) -> None:
         assert not self.started
         self.started = self.live = True
         await asyncio.sleep(0)
-        if "start" in self._vocoder.failures:
-            raise self._vocoder.failures["start"]
+        if "start" in self._token2wav.failures:
+            raise self._token2wav.failures["start"]
 
-    async def chunk(self, tokens: Sequence[int], chunk: Chunk) -> np.ndarray:
-        assert self.live and len(tokens) >= chunk.end_of_context
-        self.chunks.append(chunk)
+    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
+        assert self.live and len(tokens) >= hop.end_of_context
+        self.hops.append(hop)
         await asyncio.sleep(0)
-        if self._vocoder.gate is not None:
-            await self._vocoder.gate.wait()
-        if len(self.chunks) - 1 in self._vocoder.failures:
-            raise self._vocoder.failures[len(self.chunks) - 1]
-        self.live = not chunk.final
-        return audio_of(self.prompt, tokens[chunk.offset : chunk.end])
+        if self._token2wav.gate is not None:
+            await self._token2wav.gate.wait()
+        if len(self.hops) - 1 in self._token2wav.failures:
+            raise self._token2wav.failures[len(self.hops) - 1]
+        self.live = not hop.final
+        return audio_of(self.prompt, tokens[hop.offset : hop.end])
 
     async def abort(self) -> None:
         if self.live:

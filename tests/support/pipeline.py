@@ -7,45 +7,45 @@ from contextlib import aclosing
 
 import numpy as np
 
-from common.orchestrator.chunking import Chunk, HopRules
-from common.orchestrator.request import SpeechRequest
+from common.orchestrator.chunking import Hop, HopRules
+from common.orchestrator.request import SynthesisRequest
 from common.orchestrator.synthesis import Synthesizer
 from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import (
     FakeLM,
     FakePromptEncoder,
-    FakeTexts,
-    FakeVocoder,
+    FakeTextPreparer,
+    FakeToken2Wav,
     Step,
     speech_request,
 )
 
 
 class Pipeline:
-    """A synthesizer over fakes, and a check that it left nothing behind."""
+    """A synthesizer over fakes, and a check that it leaves no task or open stream behind."""
 
     def __init__(
         self,
         llm: FakeLM,
         encoder: FakePromptEncoder | None = None,
-        vocoder: FakeVocoder | None = None,
+        token2wav: FakeToken2Wav | None = None,
         rules: HopRules | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.clock = clock
         self.llm = llm
         self.encoder = encoder or FakePromptEncoder()
-        self.vocoder = vocoder or FakeVocoder()
+        self.token2wav = token2wav or FakeToken2Wav()
         self.voices: dict[str, Recording | Prompt] = {}
-        self.texts = FakeTexts()
+        self.texts = FakeTextPreparer()
         self.rules = rules or HopRules()
 
     @property
     def synthesizer(self) -> Synthesizer:
-        ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, self.vocoder)
+        ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, self.token2wav)
         return Synthesizer(*ports, self.rules, self.clock)
 
-    async def speak(self, request: SpeechRequest | None = None) -> list[np.ndarray]:
+    async def speak(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
         async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:
             return [waveform async for waveform in waveforms]
 
@@ -61,19 +61,19 @@ class Pipeline:
     def assert_nothing_left(self) -> None:
         assert len(asyncio.all_tasks()) == 1
         assert self.llm.open == self.llm.unclosed == 0
-        assert self.vocoder.live == 0
-        assert sorted(self.encoder.begun) == sorted(self.encoder.ended)
+        assert self.token2wav.live == 0
+        assert sorted(self.encoder.started) == sorted(self.encoder.ended)
 
     @property
-    def chunks(self) -> list[Chunk]:
-        return self.vocoder.streams[0].chunks
+    def hops(self) -> list[Hop]:
+        return self.token2wav.streams[0].hops
 
 
-async def turns(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds; for a bounded time, so that a test cannot hang."""
+async def run_until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until `condition` holds; fails after 10 s."""
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         await asyncio.sleep(0)
 
 

@@ -58,9 +58,9 @@ def as_streamed(streaming: StreamingFlow, batch: flow.Batch, rules: HopRules) ->
     state, schedule = streaming.open(voice), rules.schedule(PROMPT)
     tokens = batch.tokens[0, PROMPT:-LOOKAHEAD_TOKENS].numpy()
     mels = []
-    while (cut := schedule.next_chunk(len(tokens), ended=True)) is not None:
-        begin = 0 if streaming.cumulative else cut.offset
-        mels += streaming.render([(state, Chunk(tokens[begin : cut.end_of_context], last=cut.final))])
+    while (hop := schedule.next_hop(len(tokens), ended=True)) is not None:
+        begin = 0 if streaming.cumulative else hop.offset
+        mels += streaming.render([(state, Chunk(tokens[begin : hop.end_of_context], last=hop.final))])
     return torch.cat(mels, dim=1)
 
 

@@ -18,7 +18,7 @@ class Stage(NamedTuple):
     long: str
 
 
-STAGES = {  # in the order of the bars; see `common.orchestrator.synthesis.Note` and `measure.Outcome.stages`
+STAGES = {  # in the order of the bars; see `common.orchestrator.synthesis.OnStage` and `measure.Outcome.stages`
     "voice": Stage("prompt", "Prompt: Tokens, Mel, Text of the Voice"),
     "llm": Stage("LLM, first token", "LLM, until its First Token"),
     "vocoder": Stage("voice's caches in token2wav", "token2wav, Caches of the Voice"),

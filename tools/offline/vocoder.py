@@ -119,10 +119,10 @@ class OfflineVocoder:
             stream.ended = chunk.last
 
     def _next_chunk(self, stream: "_Stream") -> Chunk:
-        cut = stream.schedule.next_chunk(len(stream.tokens), ended=True)
-        assert cut is not None  # all tokens are there, and the final chunk has not been taken
-        begin = 0 if self.kind == "unet" else cut.offset
-        return Chunk(stream.tokens[begin : cut.end_of_context], last=cut.final, offset=cut.offset)
+        hop = stream.schedule.next_hop(len(stream.tokens), ended=True)
+        assert hop is not None  # all tokens are there, and the final hop has not been taken
+        begin = 0 if self.kind == "unet" else hop.offset
+        return Chunk(stream.tokens[begin : hop.end_of_context], last=hop.final, offset=hop.offset)
 
 
 @dataclass
