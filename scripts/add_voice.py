@@ -13,42 +13,13 @@ the recording itself, and each stack by its own networks. To take a voice away, 
 """
 
 import argparse
-import dataclasses
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from common import stacks
-from common.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
 from common.server.rendering import StackOptions
-from common.text import clean_line
-from common.voice.audio import load_reference
-from common.voice.encoders import ReferenceEncoder
-from common.voice.files import is_voice_name, save_voice
-
-
-def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace: bool = False) -> Path:
-    """Encode the recording `audio`, which says `text`, and write the voice; returns its file.
-
-    ValueError naming what is wrong with the name, the recording or the text, in the server's own words.
-    """
-    if not is_voice_name(name):
-        raise ValueError(f"{name!r} cannot be a voice's name: it is that of a file, so no slashes and no leading dot")
-    destination = options.voices_dir / f"{name}.safetensors"
-    if destination.exists() and not replace:
-        raise ValueError(f"{destination} exists; choose another name, or give --replace")
-    text = clean_line(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS)
-    wav = load_reference(audio)
-    print(
-        f"[1/2] {audio}: {len(wav) / PROMPT_SAMPLE_RATE:.1f} s, encoding it with {options.checkpoint_dir}", flush=True
-    )
-    begun = time.monotonic()
-    prompt = ReferenceEncoder(options.checkpoint_dir)(wav)
-    print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)
-    save_voice(destination, dataclasses.replace(prompt, text=text))
-    print(f"[2/2] written to {destination}; ask for it as speaker '{name}'")
-    return destination
+from tools.prepare.voice import add_voice
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Convert a HuggingFace LLM directory to a TensorRT-LLM checkpoint, with upstream's command line. Needs TensorRT-LLM.
 
-    python3 scripts/convert_checkpoint.py --model_dir ./cosyvoice2_llm --output_dir ./trt_weights_bfloat16 \\
+    python3 -m scripts.convert_checkpoint --model_dir ./cosyvoice2_llm --output_dir ./trt_weights_bfloat16 \\
         --dtype bfloat16
     trtllm-build --checkpoint_dir ./trt_weights_bfloat16 --output_dir ./trt_engines_bfloat16 \\
         --max_batch_size 64 --max_num_tokens 32768 --gemm_plugin bfloat16
@@ -9,84 +9,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from common.llm.checkpoint import read_limits
-from common.llm.engines.interface import require_speech_tokens
-from common.llm.speech_tokens import LLMTokenizer
-
-WEIGHT_ONLY = {"int8": "W8A16", "int4": "W4A16", "int4_gptq": "W4A16_GPTQ"}
-
-# By whether the weights' scales are per channel and the activations' per token.
-SMOOTHQUANT = {
-    (False, False): "W8A8_SQ_PER_TENSOR_PLUGIN",
-    (False, True): "W8A8_SQ_PER_TENSOR_PER_TOKEN_PLUGIN",
-    (True, False): "W8A8_SQ_PER_CHANNEL_PER_TENSOR_PLUGIN",
-    (True, True): "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN",
-}
-
-
-def convert(args: argparse.Namespace) -> None:
-    """Write the checkpoint of every rank. ValueError where `model_dir` is no CosyVoice2 LLM."""
-    require_speech_tokens(LLMTokenizer.from_dir(args.model_dir), read_limits(args.model_dir).vocab_size, args.model_dir)
-    from tensorrt_llm.mapping import Mapping
-    from tensorrt_llm.models import QWenForCausalLM
-
-    ranks = args.tp_size * args.pp_size
-    sizes = {"world_size": ranks, "tp_size": args.tp_size, "pp_size": args.pp_size}
-    quantisation = quant_config(args)
-    options = {
-        "use_parallel_embedding": args.use_parallel_embedding,
-        "embedding_sharding_dim": args.embedding_sharding_dim,
-        "disable_weight_only_quant_plugin": args.disable_weight_only_quant_plugin,
-    }
-    args.output_dir.mkdir(parents=True, exist_ok=True)  # TensorRT-LLM writes a file for each rank into it
-    model_dir, output_dir = str(args.model_dir), str(args.output_dir)
-    if args.smoothquant is not None or args.int8_kv_cache:  # what needs calibration is done for all ranks at once
-        QWenForCausalLM.quantize(
-            model_dir,
-            output_dir,
-            dtype=args.dtype,
-            mapping=Mapping(**sizes, cp_size=args.cp_size),
-            quant_config=quantisation,
-            calib_dataset=args.calib_dataset,
-            **options,
-        )
-        return
-
-    def convert_rank(rank: int) -> None:
-        mapping = Mapping(**sizes, rank=rank)
-        model = QWenForCausalLM.from_hugging_face(
-            model_dir, args.dtype, mapping=mapping, quant_config=quantisation, **options
-        )
-        # Ranks of context parallelism share their weights, so it enters the configuration alone.
-        model.config.mapping.cp_size = args.cp_size
-        model.config.mapping.attn_tp_size = model.config.mapping.attn_cp_size = -1
-        model.config.mapping.world_size *= args.cp_size
-        model.save_checkpoint(output_dir, save_config=rank == 0)
-
-    with ThreadPoolExecutor(args.workers) as workers:
-        list(workers.map(convert_rank, range(ranks)))
-
-
-def quant_config(args: argparse.Namespace) -> Any:
-    """TensorRT-LLM's QuantConfig of the options."""
-    from tensorrt_llm.models.modeling_utils import QuantConfig
-    from tensorrt_llm.quantization import QuantAlgo
-
-    config = QuantConfig()
-    if args.use_weight_only:
-        config.quant_algo = getattr(QuantAlgo, WEIGHT_ONLY[args.weight_only_precision])
-        if args.weight_only_precision == "int4_gptq":
-            config.group_size, config.has_zero_point, config.pre_quant_scale = args.group_size, True, False
-    elif args.smoothquant is not None:
-        config.quant_algo = getattr(QuantAlgo, SMOOTHQUANT[args.per_channel, args.per_token])
-        config.smoothquant_val = args.smoothquant
-    if args.int8_kv_cache:
-        config.kv_cache_quant_algo = QuantAlgo.INT8
-    return config
+from tools.arguments import fraction, positive_int
+from tools.prepare.trtllm_checkpoint import WEIGHT_ONLY, convert
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,13 +21,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output_dir", type=Path, default=Path("tllm_checkpoint"), help="directory to write")
     parser.add_argument("--dtype", choices=("auto", "float16", "bfloat16", "float32"), default="auto")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")):
-        parser.add_argument(f"--{name}_size", type=_positive, default=1, help=f"GPUs of {what} parallelism")
-    parser.add_argument("--workers", type=_positive, default=1, help="ranks converted at the same time")
+        parser.add_argument(f"--{name}_size", type=positive_int, default=1, help=f"GPUs of {what} parallelism")
+    parser.add_argument("--workers", type=positive_int, default=1, help="ranks converted at the same time")
     parser.add_argument("--use_weight_only", action="store_true", help="quantise the weights alone")
     parser.add_argument("--weight_only_precision", choices=tuple(WEIGHT_ONLY), default="int8")
-    parser.add_argument("--group_size", type=_positive, default=128, help="of int4_gptq")
+    parser.add_argument("--group_size", type=positive_int, default=128, help="of int4_gptq")
     parser.add_argument("--disable_weight_only_quant_plugin", action="store_true")
-    parser.add_argument("--smoothquant", "-sq", type=_share, help="alpha in 0..1: weights and activations in int8")
+    parser.add_argument("--smoothquant", "-sq", type=fraction, help="alpha in 0..1: weights and activations in int8")
     parser.add_argument("--per_channel", action="store_true", help="smoothquant: a scale for each channel")
     parser.add_argument("--per_token", action="store_true", help="smoothquant: a scale for each token")
     parser.add_argument("--int8_kv_cache", action="store_true", help="keys and values in int8")
@@ -109,18 +35,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--use_parallel_embedding", action="store_true")
     parser.add_argument("--embedding_sharding_dim", type=int, choices=(0, 1), default=0)
     return parser
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def _share(text: str) -> float:
-    if not 0 <= (number := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0..1")
-    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:

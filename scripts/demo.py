@@ -6,28 +6,15 @@ The checkpoint is a small trained voice, see docs/demo_voice.md; everything else
 """
 
 import argparse
-import asyncio
 import logging
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 from common import stacks
-from common.client.grpc_client import synthesize
-from common.client.requests import Speech, Utterance
-from common.server.rendering import StackOptions, render
-from common.server.tritonserver import Ports, TritonServer
-from scripts.convert_genai import convert
-from tools.demo_model.make import make_demo_model
-
-ROOT = Path(__file__).resolve().parent.parent
-CHECKPOINT = ROOT / "models" / "demo"
-TEXT = "Good morning. You are listening to Cosy Voice, which runs on your own computer."
-SPEAKER = "rms"
-SEED = 2  # of the sampling, so that the demo is the same everywhere
-STEPS = 4
+from common.server.tritonserver import Ports
+from tools import demo
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     torch.set_num_threads(1)
     try:
-        speech = run(args.stack, args.text, args.speaker, Ports(args.http_port, args.grpc_port, args.metrics_port))
+        speech = demo.run(args.stack, args.text, args.speaker, Ports(args.http_port, args.grpc_port, args.metrics_port))
         speech.save(args.output)
     except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
         print(f"error: {error}", file=sys.stderr)
@@ -49,45 +36,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run(stack: str, text: str, speaker: str, ports: Ports) -> Speech:
-    """Make what is not there yet, serve it, ask once, shut down. Raises ValueError, RuntimeError or OSError."""
-    step(1, f"demo checkpoint, a small trained voice: {shown(CHECKPOINT)}")
-    prepare_checkpoint(stacks.named(stack).llm)
-    repository = ROOT / "build" / stack
-    step(2, f"model repository of the {stack} stack: {shown(repository)}")
-    options = StackOptions(models_dir=CHECKPOINT, stack=stack, device="cpu")
-    render(options, repository)
-    step(3, "tritonserver: starting and loading the models")
-    begun = time.monotonic()
-    with TritonServer(repository, ports=ports) as server:
-        print(f"      ready after {time.monotonic() - begun:.1f} s: HTTP {server.http_url}, gRPC {server.grpc_url}")
-        step(4, f"one streaming request in the voice {speaker}: {text}")
-        utterance = Utterance(text, speaker=speaker, parameters={"seed": SEED})
-        speech = asyncio.run(synthesize(server.grpc_url, options.orchestrator, utterance))
-    return speech
-
-
-def step(number: int, what: str) -> None:
-    print(f"[{number}/{STEPS}] {what}", flush=True)
-
-
-def shown(path: Path) -> Path:
-    return path.relative_to(ROOT)
-
-
-def prepare_checkpoint(llm: stacks.SpeechLLM) -> None:
-    """The checkpoint and the form of its LLM that onnxruntime-genai reads; what is there is kept."""
-    make_demo_model(CHECKPOINT)
-    convert(CHECKPOINT / llm.directory, CHECKPOINT / llm.genai, "fp32")
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
-    parser.add_argument("--text", default=TEXT)
-    parser.add_argument("--speaker", default=SPEAKER, help="a voice of the checkpoint's folder voices (default rms)")
+    parser.add_argument("--text", default=demo.TEXT)
+    parser.add_argument("--speaker", default=demo.SPEAKER, help="a voice in the checkpoint's folder voices (rms)")
     parser.add_argument("--output", type=Path, default=Path("out/demo.wav"))
     parser.add_argument("--http-port", type=int, default=Ports.http)
     parser.add_argument("--grpc-port", type=int, default=Ports.grpc)

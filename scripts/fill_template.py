@@ -1,6 +1,6 @@
 """Fill in one config.pbtxt template, with upstream's command line.
 
-    python3 scripts/fill_template.py -i model_repo/token2wav/config.pbtxt model_dir:DIR,triton_max_batch_size:16
+    python3 -m scripts.fill_template -i model_repo/token2wav/config.pbtxt model_dir:DIR,triton_max_batch_size:16
 
 Without -i the result is printed. The first colon of a part ends its key, so a URL may stand as a value; a comma within
 a value is written as \\, and a colon within a key as \\:. Keys that are left out take their default, if they have one.

@@ -17,6 +17,7 @@ from typing import get_args
 from common import stacks
 from common.config import LLMEngine
 from common.server.rendering import StackOptions, render
+from tools.prepare.missing import parse_settings, remedy
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,7 +25,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("models_dir", type=Path, help="directory with the checkpoints")
     parser.add_argument("destination", type=Path, help="a new directory, or an earlier rendering")
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
-    parser.add_argument("--offline", action="store_true", help="one response per request instead of a stream of chunks")
+    parser.add_argument(
+        "--offline",
+        dest="decoupled",
+        action="store_false",
+        help="one response per request, not a stream",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="of prompt models and vocoder")
     parser.add_argument("--llm-transport", choices=("triton", "openai"), default="triton")
     parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")
@@ -37,48 +43,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """`key=value` items as a dict; ValueError naming one that is no pair."""
-    for pair in pairs:
-        if "=" not in pair:
-            raise ValueError(f"--set {pair!r} is not KEY=VALUE")
-    return dict(pair.split("=", 1) for pair in pairs)
-
-
-def _remedy(options: StackOptions, missing: Path) -> str:
-    """The command that makes a missing part of the checkpoint."""
-    if missing == options.engine_dir and options.llm_backend == "tensorrtllm":
-        return "convert the LLM with scripts/convert_checkpoint.py and build it with trtllm-build, see docs/llm.md"
-    if missing == options.engine_dir and options.tokenizer_dir.exists():
-        return f"run: python -m scripts.convert_genai --model-dir {options.tokenizer_dir} --output-dir {missing}"
-    return f"for the demo checkpoint run: python -m tools.demo_model.make {options.models_dir}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    given = vars(build_parser().parse_args(argv))
+    destination: Path = given.pop("destination")
     try:
         options = StackOptions(
-            models_dir=args.models_dir,
-            stack=args.stack,
-            decoupled=not args.offline,
-            device=args.device,
-            llm_transport=args.llm_transport,
-            llm_urls=tuple(args.llm_urls),
-            llm_model=args.llm_model,
-            llm_backend=args.llm_backend,
-            llm_engine=args.llm_engine,
-            llm_engine_dir=args.llm_engine_dir,
-            max_batch_size=args.max_batch_size,
-            settings=parse_settings(args.settings),
+            **given | {"llm_urls": tuple(given["llm_urls"]), "settings": parse_settings(given["settings"])}
         )
         if missing := options.missing_files():
-            print(f"{missing[0]} is missing; {_remedy(options, missing[0])}", file=sys.stderr)
+            print(f"{missing[0]} is missing; {remedy(options, missing[0])}", file=sys.stderr)
             return 1
-        render(options, args.destination)
+        render(options, destination)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"rendered the {args.stack} stack to {args.destination}: {', '.join(options.models)}")
+    print(f"rendered the {options.stack} stack to {destination}: {', '.join(options.models)}")
     return 0
 
 

@@ -1,7 +1,7 @@
 """The vocoder chunk by chunk on tokens that are all there: its cost, and how its audio differs from speech at once.
 
-    python scripts/streaming_inference.py --strategy equal
-    python scripts/streaming_inference.py --strategy exponential --model-dir models/demo/CosyVoice2-0.5B \\
+    python -m scripts.streaming_inference --strategy equal
+    python -m scripts.streaming_inference --strategy exponential --model-dir models/demo/CosyVoice2-0.5B \\
         --batch-size 4 --manifest-path tests/assets/manifest.jsonl --tokens-path out/offline/samples.jsonl
 
 `equal` cuts after every 25 tokens (a second), `exponential` after 25, 50, 100, 100, ..., as the server's hops double
@@ -19,112 +19,13 @@ a batch to its first audio; where voices are new, that includes the flow's cache
 """
 
 import argparse
-import json
-import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
-from tqdm import tqdm
-
-from common.constants import SAMPLE_RATE
-from common.orchestrator.chunking import Strategy
-from tools.load.jobs import positive_int
-from tools.load.samples import Sample
-from tools.offline.compare import Difference, compare, plot
-from tools.offline.inputs import Voices, add_vocoder_arguments, read_samples, with_tokens
-from tools.offline.pipeline import batches
-from tools.offline.results import save_wav, write_text
-from tools.offline.stages import table
-from tools.offline.tool import Failure, exit_code, show_failures, show_resynthesis
-from tools.offline.vocoder import OfflineVocoder, Streamed, Utterance
-
-
-class Pass(NamedTuple):
-    """All samples streamed once. `seconds` of making voices and audio alone; `first_chunks` in seconds, sorted."""
-
-    seconds: float
-    audio_seconds: float
-    forward_calls: int
-    chunks: int
-    first_chunks: list[float]
-
-    def figures(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "rtf": self.seconds / self.audio_seconds if self.audio_seconds else None,
-            "first_chunk_ms": 1e3 * statistics.median(self.first_chunks) if self.first_chunks else None,
-            "forward_calls": self.forward_calls,
-            "chunks": self.chunks,
-        }
-
-
-@dataclass
-class Study:
-    """The samples streamed by one vocoder, and what they differ by from speech at once."""
-
-    samples: Sequence[Sample]
-    voices: Voices
-    vocoder: OfflineVocoder
-    strategy: Strategy
-    batch_size: int
-    output_dir: Path
-    failures: dict[str, Failure] = field(default_factory=dict)
-    differences: list[Difference] = field(default_factory=list)
-    worst: tuple[Difference, np.ndarray, list[np.ndarray]] | None = None
-
-    def stream(self, progress: "tqdm[Any]", compared: bool) -> Pass:
-        """One pass. `compared`: write the audio, and compare it with what is rendered at once."""
-        seconds, calls, first_chunks, chunks, samples = 0.0, 0, [], 0, 0
-        rules = self.vocoder.rules(self.strategy)
-        for batch in batches(self.samples, self.batch_size):
-            begun, called = time.perf_counter(), self.vocoder.calls
-            spoken = self._utterances(batch)
-            results = self.vocoder.streamed([utterance for _, utterance in spoken], rules)
-            seconds += time.perf_counter() - begun
-            calls += self.vocoder.calls - called
-            for (sample, utterance), result in zip(spoken, results, strict=True):
-                if isinstance(result, Exception):
-                    self._fail(sample, "streaming", result)
-                    continue
-                first_chunks.append(result.first_chunk)
-                chunks += len(result.waveforms)
-                samples += sum(map(len, result.waveforms))
-                if compared:
-                    self._compare(sample, utterance, result)
-            progress.update(len(batch))
-        return Pass(seconds, samples / SAMPLE_RATE, calls, chunks, sorted(first_chunks))
-
-    def _utterances(self, samples: Sequence[Sample]) -> list[tuple[Sample, Utterance]]:
-        spoken = []
-        for sample in samples:
-            try:
-                spoken.append((sample, self.voices.utterance(sample)))
-            except Exception as error:
-                self._fail(sample, "voice", error)
-        return spoken
-
-    def _compare(self, sample: Sample, utterance: Utterance, streamed: Streamed) -> None:
-        (offline,) = self.vocoder.whole([utterance])
-        try:
-            if isinstance(offline, Exception):
-                raise offline
-            difference = compare(sample.id, offline, streamed.waveforms)
-            save_wav(self.output_dir / f"{sample.id}.wav", np.concatenate(streamed.waveforms))
-            save_wav(self.output_dir / "offline" / f"{sample.id}.wav", offline)
-        except Exception as error:
-            self._fail(sample, "comparison", error)
-            return
-        self.differences.append(difference)
-        if self.worst is None or difference.mel_db > self.worst[0].mel_db:
-            self.worst = difference, offline, streamed.waveforms
-
-    def _fail(self, sample: Sample, stage: str, error: Exception) -> None:
-        self.failures.setdefault(sample.id, Failure.of(sample, stage, error))
+from tools.arguments import positive_int
+from tools.offline.inputs import add_token2wav_arguments
+from tools.offline.streaming import run
+from tools.offline.tool import exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,57 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code("streaming_inference", lambda: run(args))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Raises ValueError, RuntimeError or OSError where it cannot begin."""
-    samples = with_tokens(read_samples(args), args.tokens_path)
-    (args.output_dir / "offline").mkdir(parents=True, exist_ok=True)
-    vocoder = OfflineVocoder.load(args.model_dir, args.device, args.batch_size)
-    voices = Voices(args.model_dir, args.device)
-    study = Study(samples, voices, vocoder, args.strategy, args.batch_size, args.output_dir)
-    voices.warm_up()
-    with tqdm(total=2 * len(samples), desc=f"streaming, {args.strategy}", unit="sample") as progress:
-        new = study.stream(progress, compared=False)
-        known = study.stream(progress, compared=True)
-    report(args, study, new, known)
-    return 1 if study.failures else 0
-
-
-def report(args: argparse.Namespace, study: Study, new: Pass, known: Pass) -> None:
-    """The figures on the screen, as JSON and as a picture."""
-    name = args.output_dir / f"streaming-{args.strategy}"
-    size = f"batches of {args.batch_size}"
-    print(f"{study.vocoder.name}, {args.strategy}, {size}: {known.audio_seconds:.1f} s of audio")
-    figures = {
-        "args": vars(args),
-        "vocoder": study.vocoder.name,
-        "samples": len(study.samples),
-        "samples_that_say_their_recording": show_resynthesis(study.samples),
-        "total_audio_duration_seconds": known.audio_seconds,
-        "voices_new": new.figures(),
-        "voices_known": known.figures(),
-        "differences": [asdict(difference) for difference in study.differences],
-        "failures": [failure._asdict() for failure in study.failures.values()],
-    }
-    write_text(name.with_suffix(".json"), json.dumps(figures, indent=4, default=str) + "\n")
-    header = ("voices", "seconds", "RTF", "first chunk, median ms", "forward calls", "chunks")
-    print(table(header, [(voices, *one.figures().values()) for voices, one in (("new", new), ("known", known))]))
-    print(f"Total flow matching forward calls: {known.forward_calls}")
-    if study.differences and study.worst is not None:
-        mels = [difference.mel_db for difference in study.differences]
-        beside = [difference.joint_db for difference in study.differences if difference.joint_db is not None]
-        joints = f", in cross-fades {statistics.mean(beside):.2f} dB" if beside else ""
-        print(f"streamed against at once: mean distance of the mels {statistics.mean(mels):.2f} dB{joints}")
-        title = f"{study.vocoder.name}, {args.strategy}"
-        plot(*study.worst, title, name.with_suffix(".png"))
-        print(f"largest: {study.worst[0].mel_db:.2f} dB in {study.worst[0].id}, see {name.with_suffix('.png')}")
-    show_failures(list(study.failures.values()), name.with_suffix(".json").name)
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add_vocoder_arguments(parser)
+    add_token2wav_arguments(parser)
     parser.add_argument("--strategy", choices=("equal", "exponential"), default="equal", help="default: %(default)s")
     parser.add_argument("--batch-size", type=positive_int, default=1, help="streams at once")
     return parser.parse_args(argv)

@@ -9,106 +9,17 @@ The tokens are ids of speech, 0..6560. A stream's speed counts from its first to
 
 import argparse
 import asyncio
-import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from common.config import LLMEngine, OrchestratorConfig
-from common.constants import LOOKAHEAD_TOKENS
+from common.config import LLMEngine
 from common.errors import UnavailableError
-from common.llm.engines.interface import EngineLM
-from common.llm.engines.loading import load_engine
-from common.llm.interface import FinishReason, LengthRatios, LLMPrompt, Sampling, SpeechLM, Timeouts
-from common.llm.openai_client import OpenAILM
+from common.llm.interface import Sampling
 from common.llm.openai_dialects import DIALECTS
-from common.llm.speech_tokens import LLMTokenizer, speech_token_text
-
-FIRST_AUDIO = OrchestratorConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # tokens that the first chunk of audio waits for
-SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "ras_window", "ras_tau")
-NO_RATIOS = LengthRatios(min=0, max=1e6)
-
-
-@dataclass
-class Answer:
-    """Speech ids with the seconds after the request at which they arrived."""
-
-    tokens: list[int] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
-    reason: FinishReason | None = None
-
-    def rate(self) -> float:
-        """Tokens per second after the first."""
-        seconds = self.arrivals[-1] - self.arrivals[0]
-        return (len(self.tokens) - 1) / seconds if seconds else float("inf")
-
-
-async def ask(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> Answer:
-    answer, begun = Answer(), time.perf_counter()
-    stream = llm.generate(prompt, sampling)
-    try:
-        async for tokens in stream:
-            answer.arrivals += [time.perf_counter() - begun] * len(tokens)
-            answer.tokens += tokens
-    finally:
-        await stream.aclose()
-    answer.reason = stream.finish_reason
-    return answer
-
-
-async def ask_all(llm: SpeechLM, prompt: LLMPrompt, samplings: Sequence[Sampling]) -> list[Answer]:
-    """The answers to so many requests at once, and a line of their figures."""
-    begun = time.perf_counter()
-    answers = await asyncio.gather(*(ask(llm, prompt, sampling) for sampling in samplings))
-    seconds = time.perf_counter() - begun
-    spoken = [answer for answer in answers if answer.tokens]
-    if not spoken:
-        raise UnavailableError("the LLM returned no speech token")
-    firsts = statistics.median(answer.arrivals[0] for answer in spoken)
-    chunks = statistics.median(answer.arrivals[min(FIRST_AUDIO, len(answer.tokens)) - 1] for answer in spoken)
-    print(
-        f"{len(answers)} stream(s): first token {firsts * 1e3:.0f} ms, token {FIRST_AUDIO} {chunks * 1e3:.0f} ms, "
-        f"{statistics.median(map(Answer.rate, spoken)):.1f} tokens/s each, "
-        f"{sum(len(answer.tokens) for answer in spoken) / seconds:.1f} in total",
-        flush=True,
-    )
-    return answers
-
-
-async def run(args: argparse.Namespace, tokenizer: LLMTokenizer, llm: SpeechLM) -> None:
-    prompt = LLMPrompt(args.input_text)
-    missing = args.prompt_ids - len(tokenizer.encode_prompt("", args.input_text, []))
-    if missing > 0:
-        prompt = LLMPrompt(args.input_text, "", [token % 100 for token in range(missing)])
-    sampling = Sampling(
-        **{name: getattr(args, name) for name in SAMPLING},
-        seed=args.seed,
-        min_tokens=args.max_tokens if args.exact_length else 0,
-    )
-    for streams in args.streams or [1]:
-        answers = await ask_all(llm, prompt, [sampling] * streams)
-    if not args.streams:
-        print(speech_token_text(answers[0].tokens))
-        print(f"{len(answers[0].tokens)} tokens, finish reason {answers[0].reason}")
-
-
-def speech_lm(args: argparse.Namespace, tokenizer: LLMTokenizer) -> SpeechLM:
-    """The server or the engine that the command line names. Raises ValueError."""
-    if args.urls:
-        return OpenAILM(args.urls, args.llm_model, tokenizer, Timeouts(first_token=60), NO_RATIOS, args.llm_dialect)
-    engine = load_engine(args.engine, args.engine_dir, tokenizer, max(args.streams or [1]))
-    return EngineLM(engine, tokenizer, NO_RATIOS)
-
-
-async def ask_and_close(args: argparse.Namespace, tokenizer: LLMTokenizer) -> None:
-    llm = speech_lm(args, tokenizer)
-    try:
-        await run(args, tokenizer, llm)
-    finally:
-        await llm.aclose()
+from common.llm.speech_tokens import LLMTokenizer
+from tools.bench.llm import SAMPLING_OPTIONS, run
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -121,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=get_args(LLMEngine), default="auto")
     parser.add_argument("--llm_model", default="cosyvoice2_llm", help="the LLM's name at its server")
     parser.add_argument("--llm_dialect", choices=("auto", *DIALECTS), default="auto")
-    for name in SAMPLING:
+    for name in SAMPLING_OPTIONS:
         default = getattr(Sampling, name)
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--seed", type=int)
@@ -135,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         tokenizer = LLMTokenizer.from_dir(args.tokenizer_dir)
-        asyncio.run(ask_and_close(args, tokenizer))
+        asyncio.run(run(args, tokenizer))
     except (ValueError, UnavailableError, OSError) as error:
         print(f"test_llm: {error}", file=sys.stderr)
         return 1

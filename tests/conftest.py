@@ -63,12 +63,12 @@ def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Its utterances last about three seconds by construction, whatever the text; tests of words take the trained one.
     """
-    from scripts import convert_genai
     from tools.demo_model import make as make_demo_model
+    from tools.prepare.genai import convert
 
     directory = tmp_path_factory.mktemp("demo") / "models"
     assert make_demo_model.main([str(directory), "--weights", "random"]) == 0
-    convert_genai.convert(directory / "cosyvoice2_llm", directory / "cosyvoice2_llm_genai", "fp32")
+    convert(directory / "cosyvoice2_llm", directory / "cosyvoice2_llm_genai", "fp32")
     return directory
 
 

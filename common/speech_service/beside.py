@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.server.serving import Companion
 from common.server.tritonserver import require_free
 
 STOP_SECONDS = 40.0  # more than it gives its own streams to end
@@ -26,7 +27,7 @@ def speech_service(triton: str, voices: Path, host: str, port: int) -> Iterator[
     """
     require_free(port, host)
     command = ("--url", triton, "--ref_audios_dir", str(voices), "--host", host, "--port", str(port))
-    service = subprocess.Popen([sys.executable, "-m", "scripts.speech_server", *command])
+    service = subprocess.Popen([sys.executable, "-m", "common.speech_service", *command])
     sweeper = subprocess.Popen(
         ["/bin/sh", "-c", _SWEEP, "sweep", str(service.pid)], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -49,3 +50,10 @@ def speech_service(triton: str, voices: Path, host: str, port: int) -> Iterator[
         service.kill()  # nothing, where it has ended
         service.wait()
         sweeper.communicate(b"\n")
+
+
+def speech_companion(voices: Path, host: str, port: int) -> Companion:
+    """The speech service for `common.server.serving.serve`."""
+    return Companion(
+        "speech", f"http://{host}:{port}", lambda server: speech_service(server.grpc_url, voices, host, port)
+    )

@@ -19,8 +19,9 @@ from common.llm.engines.genai import GenAIModel, load_engine
 from common.llm.engines.interface import GenerationRequest, utterable_ids
 from common.llm.interface import Sampling
 from common.llm.speech_tokens import LLMTokenizer
-from scripts.convert_genai import convert, main
+from scripts.convert_genai import main
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
+from tools.prepare.genai import convert
 
 STREAMS = 8
 

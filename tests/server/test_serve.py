@@ -9,7 +9,7 @@ import pytest
 import tritonclient.grpc.aio as triton
 
 from common.process.metrics import ENDED, LIVE, sum_of
-from scripts import serve
+from common.server.serving import cache_option
 from tests.support.serving import Outcome, Served, get, rendered, served, speak
 
 pytestmark = pytest.mark.server
@@ -98,8 +98,8 @@ def test_the_page_of_metrics_tells_what_was_spoken(server: Served) -> None:
 
 
 def test_the_response_cache_is_in_memory_or_in_redis() -> None:
-    assert serve.cache_option("", 64) == "local,size=67108864"
-    assert serve.cache_option("cache", 64) == "redis,host=cache,port=6379"
-    assert serve.cache_option("cache:7000", 64) == "redis,host=cache,port=7000"
+    assert cache_option("", 64) == "local,size=67108864"
+    assert cache_option("cache", 64) == "redis,host=cache,port=6379"
+    assert cache_option("cache:7000", 64) == "redis,host=cache,port=7000"
     with pytest.raises(ValueError, match="':1' is not HOST"):
-        serve.cache_option(":1", 64)
+        cache_option(":1", 64)

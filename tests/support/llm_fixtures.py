@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from scripts.convert_genai import convert
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tools.demo_model.llm import make_llm
+from tools.prepare.genai import convert
 
 FAKES = {"vllm": fake_vllm, "tensorrt_llm": fake_tensorrt_llm}
 ENGINE_MODULES = ("common.llm.engines.vllm", "common.llm.vllm_logits", "common.llm.engines.trtllm")  # that import them

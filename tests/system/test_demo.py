@@ -8,6 +8,7 @@ import soundfile
 
 from common.constants import SAMPLE_RATE
 from scripts import demo
+from tools.demo import TEXT
 from tools.voice_evaluation.recognition import Recognizer, word_errors
 
 pytestmark = pytest.mark.server
@@ -24,10 +25,10 @@ def test_the_demos_sentence_is_recognised(stack: str, tmp_path: Path, capsys: py
     info = soundfile.info(output)
     assert (info.samplerate, info.channels, info.subtype) == (SAMPLE_RATE, 1, "PCM_16")
     printed = capsys.readouterr().out
-    for promised in ("first chunk", "total time", "audio length", demo.TEXT):
+    for promised in ("first chunk", "total time", "audio length", TEXT):
         assert promised in printed
     heard = Recognizer().hear(soundfile.read(output, dtype="float32")[0], SAMPLE_RATE)
-    assert word_errors(demo.TEXT, heard).rate <= UNDERSTOOD, heard
+    assert word_errors(TEXT, heard).rate <= UNDERSTOOD, heard
 
 
 def test_a_busy_port_ends_the_demo_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,13 +17,13 @@ import torch
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from common.client import grpc_client
+from common.client import grpc_client, http_client
 from common.client.requests import Speech, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.llm.speech_tokens import LLMTokenizer
 from common.server.tritonserver import ServerError
 from common.text import TextFrontend
-from scripts import add_voice, client_grpc, client_http
+from scripts import add_voice, client_grpc
 from tests.support.asking import (
     ASSETS,
     MODELS,
@@ -424,7 +424,7 @@ def test_the_death_of_a_models_process_ends_live_streams_and_is_told(serve: Serv
 def test_offline_requests_give_the_same_audio_over_http_and_grpc(stack: str, serve: Serve, voice: np.ndarray) -> None:
     server = serve(stack=stack, decoupled=False)
     utterance = Utterance(TEXT, voice, VOICE_TEXT, {"seed": 5})
-    by_http = client_http.synthesize(f"http://{server.http_url}", MODELS[stack], utterance, 60.0)
+    by_http = http_client.synthesize(f"http://{server.http_url}", MODELS[stack], utterance, 60.0)
     by_grpc = asyncio.run(grpc_client.synthesize(server.grpc_url, MODELS[stack], utterance, "offline"))
     assert_speech(by_http)
     np.testing.assert_allclose(by_http.waveform, by_grpc.waveform, atol=1e-3)
@@ -446,4 +446,4 @@ def test_a_default_speaker_speaks_where_no_voice_is_asked_for(serve: Serve, demo
     if not (demo_models / "voices" / "default.safetensors").exists():
         assert add_voice.main([str(demo_models), "default", "--reference-audio", str(VOICE)]) == 0
     server = serve(stack="dit", decoupled=False, settings={"default_speaker": "default"})
-    assert_speech(client_http.synthesize(f"http://{server.http_url}", MODELS["dit"], Utterance(TEXT), 60.0))
+    assert_speech(http_client.synthesize(f"http://{server.http_url}", MODELS["dit"], Utterance(TEXT), 60.0))

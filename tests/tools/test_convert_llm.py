@@ -13,8 +13,9 @@ from common.constants import SPEECH_VOCAB
 from common.llm.checkpoint import read_head_bias
 from common.llm.engines.genai import GenAIModel
 from common.llm.speech_tokens import LLMTokenizer
-from scripts import convert_genai
-from scripts.convert_llm import TEXT_SPECIALS, main
+from scripts.convert_llm import main
+from tools.prepare import genai
+from tools.prepare.huggingface_llm import TEXT_SPECIALS
 
 HIDDEN, TEXT_ROWS, UTTERABLE = 64, 384, SPEECH_VOCAB + 3
 
@@ -93,7 +94,7 @@ def test_both_layouts_give_the_same_logits(converted, official_state, blank_dir,
         logits = Qwen2ForCausalLM.from_pretrained(converted, dtype=torch.float32)(torch.tensor([ids])).logits[0, -1]
     found = logits[utterable].numpy() + read_head_bias(converted)[utterable]
     np.testing.assert_allclose(found, expected.numpy(), atol=2e-4)
-    convert_genai.convert(converted, tmp_path / "genai", "fp32")
+    genai.convert(converted, tmp_path / "genai", "fp32")
     model = GenAIModel(tmp_path / "genai", rows=1, threads=1)
     np.testing.assert_allclose(model.prefill(0, np.array(ids)), expected.numpy(), atol=2e-4)
 

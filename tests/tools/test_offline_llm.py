@@ -14,7 +14,8 @@ from common.llm.speech_tokens import LLMTokenizer
 from tests.support.faulty_llm import TOKENS, faulty_llm
 from tests.support.llm_fixtures import genai_dir, install, llm_dir  # noqa: F401
 from tests.support.offline_fixtures import GPU_ENGINES, one_thread  # noqa: F401
-from tools.offline.llm import Answer, StreamedLM, connect, engine_dir, load_llm
+from tools.offline.batch_lm import GeneratedTokens
+from tools.offline.llm import StreamedLM, connect, engine_dir, load_llm
 
 PROMPTS = [
     LLMPrompt("Hello."),
@@ -46,7 +47,7 @@ def backend(llm_dir, genai_dir, tokenizer):  # noqa: F811
 
 
 def spoken(answers):
-    assert all(isinstance(answer, Answer) for answer in answers), answers
+    assert all(isinstance(answer, GeneratedTokens) for answer in answers), answers
     return [answer.tokens.tolist() for answer in answers]
 
 

@@ -14,7 +14,7 @@ import pytest
 from scripts import prepare
 from tests.conftest import ROOT
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
-from tools.prepare import engine, hub
+from tools.prepare import engine, hub, steps
 
 SOURCE = hub.Source(hub.COSYVOICE2, "CosyVoice2-0.5B", ("flow.pt", "CosyVoice-BlankEN/*"))
 BIG = os.urandom(24 << 20)  # the hub's client writes 10 MiB at a time
@@ -87,20 +87,20 @@ def test_a_missing_file_and_a_hub_that_is_down_are_told_in_one_line(
 
 def test_a_revision_for_an_unknown_repository_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKPOINT_REVISIONS", f"{hub.STEP_AUDIO2}=abc")
-    assert prepare.revisions() == {hub.STEP_AUDIO2: "abc"}
+    assert steps.revisions() == {hub.STEP_AUDIO2: "abc"}
     monkeypatch.setenv("CHECKPOINT_REVISIONS", "someone/else=abc")
     with pytest.raises(ValueError, match="someone/else=abc"):
-        prepare.revisions()
+        steps.revisions()
 
 
 def test_one_preparation_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     order = []
 
     def second() -> None:
-        with prepare.only_one(tmp_path):
+        with steps.only_one(tmp_path):
             order.append("second")
 
-    with prepare.only_one(tmp_path):
+    with steps.only_one(tmp_path):
         thread = threading.Thread(target=second)
         thread.start()
         time.sleep(0.3)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from common.client.grpc_client import chunks
 from common.client.requests import Utterance
 from common.server.tritonserver import free_port
-from tools.load.jobs import positive_int
+from tools.arguments import positive_int
 
 MODEL = "cosyvoice2_dit"
 PAUSE, FIRST = 0.5, 0.1  # between chunks, before the first: speech in real time

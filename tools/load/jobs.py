@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from common.client.requests import TIMELINE, ClientError, Utterance, request_parameters
+from tools.arguments import boolean, positive_int
 from tools.load.samples import Sample, read_dataset, read_manifest
 
 ONE_REQUEST = "test"  # its id and its split, as upstream names them
@@ -44,7 +45,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--num-requests", type=positive_int, help="rows are repeated or left out to make so many")
     data.add_argument(
         "--use-spk2info-cache",
-        type=_flag,
+        type=boolean,
         nargs="?",
         const=True,
         default=False,
@@ -113,26 +114,3 @@ def _utterance(sample: Sample, args: argparse.Namespace) -> Utterance:
         reference_text=None if args.cross_lingual or args.instruct_text else sample.prompt_text or None,
         speaker=sample.speaker or None,
     )
-
-
-def positive_int(text: str) -> int:
-    """A type of argparse, which reports the ValueError with the option's name."""
-    if (number := natural_int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
-    return number
-
-
-def natural_int(text: str) -> int:
-    """The same, and zero will do."""
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is negative")
-    return number
-
-
-def _flag(text: str) -> bool:
-    """Upstream's option takes a value."""
-    flags = {"true": True, "1": True, "false": False, "0": False}
-    if (flag := flags.get(text.lower())) is None:
-        raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false")
-    return flag

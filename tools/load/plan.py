@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.client.requests import ClientError
-from tools.load.jobs import Job, Jobs, natural_int, positive_int
+from tools.arguments import natural_int, positive_int
+from tools.load.jobs import Job, Jobs
 
 MIN_WARMUP = 8  # so that the voices of a small manifest are known to the server, unless --new-voices
 

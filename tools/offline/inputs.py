@@ -49,7 +49,7 @@ def read_samples(args: argparse.Namespace) -> list[Sample]:
     return samples
 
 
-def add_vocoder_arguments(parser: argparse.ArgumentParser) -> None:
+def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the tools that render tokens which are there already."""
     parser.add_argument(
         "--model-dir",

@@ -12,46 +12,24 @@ All but `hf` batch by themselves: so many prompts as a batch has are under way a
 import asyncio
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
 from async_timeout import timeout
 
 from common.config import LLMEngine
 from common.errors import UnavailableError
 from common.llm.engines.interface import EngineLM
 from common.llm.engines.loading import load_engine
-from common.llm.interface import FinishReason, LLMPrompt, Sampling, SpeechLM, Timeouts
+from common.llm.interface import LLMPrompt, Sampling, SpeechLM, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.llm.speech_tokens import LLMTokenizer
+from tools.offline.batch_lm import BatchLM, GeneratedTokens
 
 ENGINES: dict[str, LLMEngine] = {"trtllm": "tensorrt_llm", "vllm": "vllm", "onnxruntime_genai": "onnxruntime_genai"}
 BACKENDS = ("hf", "trtllm", "vllm", "trtllm-serve", "onnxruntime_genai")
 SILENT_SECONDS = (
     60.0  # nobody listens, so an LLM may take longer than in serving; one that hangs must still be an error
 )
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Speech ids (n,) int64 0..6560, at least one, and why the LLM ended: "length" where it was cut short."""
-
-    tokens: np.ndarray
-    finish_reason: FinishReason | None
-
-
-class BatchLM(Protocol):
-    """A way to the LLM for work that is all there."""
-
-    def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
-        """The answer to each, or why there is none."""
-        ...
-
-    def close(self) -> None:
-        """End it; harmless twice."""
-        ...
 
 
 class StreamedLM:
@@ -64,7 +42,7 @@ class StreamedLM:
         self._at_once = at_once
         self._loop = asyncio.new_event_loop()
 
-    def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
+    def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[GeneratedTokens | Exception]:
         batch = self._loop.create_task(self._generate(prompts, sampling))
         # An interruption ends the requests first; raised among them it would leave them running.
         self._loop.add_signal_handler(signal.SIGINT, batch.cancel)
@@ -80,10 +58,10 @@ class StreamedLM:
             self._loop.run_until_complete(self._llm.aclose())
             self._loop.close()
 
-    async def _generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
+    async def _generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[GeneratedTokens | Exception]:
         places = asyncio.Semaphore(self._at_once)
 
-        async def ask(prompt: LLMPrompt) -> Answer | Exception:
+        async def ask(prompt: LLMPrompt) -> GeneratedTokens | Exception:
             async with places:
                 try:
                     return await self._ask(prompt, sampling)
@@ -92,7 +70,7 @@ class StreamedLM:
 
         return await asyncio.gather(*map(ask, prompts))
 
-    async def _ask(self, prompt: LLMPrompt, sampling: Sampling) -> Answer:
+    async def _ask(self, prompt: LLMPrompt, sampling: Sampling) -> GeneratedTokens:
         stream = self._llm.generate(prompt, sampling)
         tokens: list[int] = []
         try:
@@ -106,14 +84,7 @@ class StreamedLM:
             raise UnavailableError(f"the LLM sent no token for {SILENT_SECONDS:g} s") from None
         finally:
             await stream.aclose()
-        return answer(prompt, tokens, stream.finish_reason)
-
-
-def answer(prompt: LLMPrompt, tokens: Sequence[int], finish_reason: FinishReason | None) -> Answer:
-    """Raises UnavailableError where nothing was said."""
-    if not tokens:
-        raise UnavailableError(f"the LLM returned no speech token for the text {prompt.target_text[:80]!r}")
-    return Answer(np.asarray(tokens, np.int64), finish_reason)
+        return GeneratedTokens.of(prompt, tokens, stream.finish_reason)
 
 
 def engine_dir(backend: str, model_dir: Path, given: Path | None) -> Path:

@@ -17,8 +17,8 @@ from common.llm.interface import LLMPrompt, Sampling
 from common.text import TextFrontend, clean_text
 from common.voice.prompt import Prompt
 from tools.load.samples import Sample
+from tools.offline.batch_lm import BatchLM, GeneratedTokens
 from tools.offline.inputs import Voices
-from tools.offline.llm import Answer, BatchLM
 from tools.offline.results import OutputFolder
 from tools.offline.stages import Stages
 from tools.offline.tool import Failure
@@ -38,7 +38,7 @@ class Job:
     sample: Sample
     voice: Prompt
     segments: list[LLMPrompt]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[GeneratedTokens] = field(default_factory=list)
     waveforms: dict[int, np.ndarray] = field(default_factory=dict)  # by the segment's index
 
 
@@ -115,7 +115,7 @@ class Pipeline:
             answers = self.llm.generate([segment for _, segment in asked], self.sampling)
         errors: dict[Job, Exception] = {}
         for (job, _), answer in zip(asked, answers, strict=True):
-            if isinstance(answer, Answer):
+            if isinstance(answer, GeneratedTokens):
                 job.answers.append(answer)
             else:
                 errors.setdefault(job, answer)

@@ -13,7 +13,7 @@ from common.llm.checkpoint import read_limits, speech_bias
 from common.llm.engines.interface import GenerationRequest, require_speech_tokens
 from common.llm.interface import LengthRatios, LLMPrompt, Sampling
 from common.llm.speech_tokens import LLMTokenizer
-from tools.offline.llm import Answer, answer
+from tools.offline.batch_lm import GeneratedTokens
 
 RATIOS = LengthRatios()
 
@@ -46,8 +46,8 @@ class TransformersLM:
     def close(self) -> None:
         """Nothing runs between batches."""
 
-    def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[Answer | Exception]:
-        results: list[Answer | Exception] = [ValueError("never asked")] * len(prompts)
+    def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[GeneratedTokens | Exception]:
+        results: list[GeneratedTokens | Exception] = [ValueError("never asked")] * len(prompts)
         requests: dict[int, GenerationRequest] = {}
         for index, prompt in enumerate(prompts):
             try:
@@ -109,11 +109,11 @@ class TransformersLM:
         answers = output[:, longest:].tolist()
         return [ids[: request.sampling.max_tokens] for ids, request in zip(answers, requests, strict=True)]
 
-    def _answer(self, prompt: LLMPrompt, ids: list[int]) -> Answer | Exception:
+    def _answer(self, prompt: LLMPrompt, ids: list[int]) -> GeneratedTokens | Exception:
         ends = [position for position, token in enumerate(ids) if token in self._tokenizer.end_ids]
         spoken = ids[: ends[0]] if ends else ids
         try:
-            return answer(prompt, self._tokenizer.to_speech_ids(spoken), "stop" if ends else "length")
+            return GeneratedTokens.of(prompt, self._tokenizer.to_speech_ids(spoken), "stop" if ends else "length")
         except RuntimeError as error:
             return error
 

@@ -1,0 +1,48 @@
+"""Wait until HTTP pages answer 200."""
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+POLL_SECONDS = 0.5
+ANSWER_SECONDS = 5.0
+
+
+def fault(url: str) -> str | None:
+    """Why a page is not ready; None when it is."""
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
+            return None if answer.status == 200 else f"HTTP {answer.status}"
+    except urllib.error.HTTPError as error:
+        with error:
+            words = error.read(200).decode(errors="replace").strip()
+        return f"HTTP {error.code} {words}".strip()
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def wait(urls: Sequence[str], seconds: float, process: int | None = None) -> list[str]:
+    """A line for each page that was not ready in time; none when all were."""
+    deadline = time.monotonic() + seconds
+    waiting = list(urls)
+    while True:
+        faults = {url: why for url in waiting if (why := fault(url)) is not None}
+        if not faults:
+            return []
+        waiting = list(faults)
+        lines = [f"{url} is not ready: {why}" for url, why in faults.items()]
+        if process is not None and not is_alive(process):
+            return [f"process {process} has ended", *lines]
+        if time.monotonic() >= deadline:
+            return lines
+        time.sleep(POLL_SECONDS)
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that has ended and that nobody has asked about does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,93 @@
+"""Run one tritonserver until it ends, SIGTERM or Ctrl-C: what the first process of a container does."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from common.server.supervisor import HealthPage, drain
+from common.server.tritonserver import ServerError, TritonServer, require_free
+
+REDIS_PORT = 6379
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A service that runs next to tritonserver. `title` and `url` are announced.
+
+    start: takes the running server. The event that it yields is set if the service ends by itself, which also sends
+    this process SIGTERM.
+    """
+
+    title: str
+    url: str
+    start: Callable[[TritonServer], contextlib.AbstractContextManager[threading.Event]]
+
+
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
+def raise_on_sigterm() -> None:
+    """The first SIGTERM raises Terminated in the main thread, later ones KeyboardInterrupt."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, interrupt)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+
+
+def cache_option(redis: str, mib: int) -> str:
+    """The value of Triton's --cache-config. redis: HOST or HOST:PORT, "" for a cache of `mib` MiB in memory."""
+    if not redis:
+        return f"local,size={mib << 20}"
+    host, _, port = redis.partition(":")
+    if not host or not (port or str(REDIS_PORT)).isdigit():
+        raise ValueError(f"--redis {redis!r} is not HOST or HOST:PORT")
+    return f"redis,host={host},port={port or REDIS_PORT}"
+
+
+def serve(
+    server: TritonServer,
+    *,
+    health_port: int,
+    announce: Callable[[str], None],
+    companion: Companion | None = None,
+    notice_seconds: float = 0.0,
+    drain_seconds: float = 60.0,
+) -> None:
+    """Start `server` and its health page; return when SIGTERM came and live requests have ended.
+
+    ServerError if the health page's port is taken, or tritonserver or the companion ended by itself. announce: is given
+    the addresses when all are ready. notice_seconds, drain_seconds: see `supervisor.drain`.
+    """
+    if health_port:
+        require_free(health_port, server.host)
+    beside = contextlib.nullcontext(threading.Event()) if companion is None else companion.start(server)
+    with HealthPage(server, server.host, health_port) as health, server, beside as companion_ended:
+        health.state = "ready"
+        announce("\n".join(_addresses(server, health, companion)))
+        try:
+            code = server.wait()
+        except Terminated:
+            drain(server, health, notice_seconds, drain_seconds)
+            if companion is not None and companion_ended.is_set():
+                raise ServerError(f"the {companion.title} service ended by itself") from None
+            return
+        finally:
+            health.state = "stopping"
+        raise ServerError(f"tritonserver ended by itself with code {code}; see {server.log_file}")
+
+
+def _addresses(server: TritonServer, health: HealthPage, companion: Companion | None) -> Iterator[str]:
+    yield f"ready: http {server.http_url}  grpc {server.grpc_url}  metrics {server.metrics_url}/metrics"
+    yield f"health {health.url}/ready"
+    if companion is not None:
+        yield f"{companion.title} {companion.url}"
+    yield "Ctrl-C to stop"

@@ -1,0 +1,112 @@
+"""The speech service as a command: its options, from the command line or the environment, and its server.
+
+Every option can be set in the environment as well: --max_streams as SPEECH_MAX_STREAMS, lists separated by commas.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.constants import SAMPLE_RATE
+from common.speech_service.settings import Settings
+
+DRAIN_SECONDS = 30
+ENVIRONMENT = "SPEECH_"
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+    def add(name: str, default: Any, **how: Any) -> None:
+        given = os.environ.get(f"{ENVIRONMENT}{name.upper()}")
+        if given is not None:
+            default = [part.strip() for part in given.split(",") if part.strip()] if "nargs" in how else given
+        parser.add_argument(f"--{name}", default=default, **how)
+
+    add("url", ["localhost:8001"], nargs="+", help="gRPC addresses of Triton; one with least to do is asked")
+    add("ref_audios_dir", "models/demo/voices", type=Path, help="the voices: the folder `voices` of the checkpoints")
+    add("host", "127.0.0.1", help="0.0.0.0 to be reached from elsewhere; then set --api_keys")
+    add("port", 10086, type=int, help="0: any free one")
+    add("runtime_port", None, type=int, help="serve the plain runtime's gRPC service too; its clients expect 50000")
+    add("model", "", help="what requests get that name none of the served ones; default: the first that is served")
+    add("default_sample_rate", SAMPLE_RATE, type=int, help="Hz of answers to requests without a sample_rate")
+    add("api_keys", [], nargs="+", help="whoever brings none of them is refused; better in SPEECH_API_KEYS")
+    add("cors_origins", [], nargs="+", help="sites whose pages may use this service, such as https://example.org; *")
+    add("max_streams", 64, type=int, help="spoken at a time; more are answered 429")
+    add("max_sessions", 256, type=int, help="open WebSockets")
+    add("max_input_chars", 4096, type=int)
+    add("max_reference_mb", 10, type=int, help="size of an uploaded recording")
+    add("max_batch", 32, type=int, help="texts of one batch")
+    add("timeout", 300.0, type=float, help="seconds for one whole answer")
+    add("stall", 60.0, type=float, help="seconds that a client may leave its audio unread")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, description: str = str(__doc__)) -> int:
+    """Parse the options and serve until SIGTERM; returns the exit code."""
+    args = build_parser(description).parse_args(argv)
+    try:
+        settings = settings_of(args)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return serve(args, settings)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """ValueError naming an option that is wrong."""
+    return Settings(
+        urls=tuple(args.url),
+        voices_dir=args.ref_audios_dir,
+        model=args.model,
+        sample_rate=args.default_sample_rate,
+        api_keys=tuple(args.api_keys),
+        cors_origins=tuple(args.cors_origins),
+        max_streams=args.max_streams,
+        max_sessions=args.max_sessions,
+        max_input_chars=args.max_input_chars,
+        max_reference_mb=args.max_reference_mb,
+        max_batch=args.max_batch,
+        timeout=args.timeout,
+        stall=args.stall,
+    )
+
+
+def serve(args: argparse.Namespace, settings: Settings) -> int:
+    """Until SIGTERM; 1 if the server could not start."""
+    import uvicorn  # here, so that --help and a wrong option take no seconds
+
+    from common.speech_service.app import build
+    from common.speech_service.guard import NamesRequest
+    from common.speech_service.runtime_grpc import Endpoint
+
+    log = logging.StreamHandler()
+    log.addFilter(NamesRequest())
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s [%(request)s] %(message)s", handlers=[log]
+    )
+    if args.host not in ("127.0.0.1", "localhost", "::1") and not settings.api_keys:
+        logging.warning("whoever reaches %s:%d may speak and add voices: set --api_keys", args.host, args.port)
+    runtime = None if args.runtime_port is None else Endpoint(args.host, args.runtime_port)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            build(settings, runtime),
+            host=args.host,
+            port=args.port,
+            access_log=False,  # the figures are in /metrics
+            log_config=None,
+            ws="websockets-sansio",
+            ws_max_size=settings.max_body_bytes,
+            timeout_graceful_shutdown=DRAIN_SECONDS,  # what is being spoken when SIGTERM comes may end
+        )
+    )
+    with contextlib.suppress(KeyboardInterrupt):  # raised once more when it has ended
+        server.run()
+    return 0 if server.started else 1

@@ -1,0 +1,32 @@
+"""Types for argparse: it reports what they raise together with the option's name."""
+
+import argparse
+
+
+def positive_int(text: str) -> int:
+    if (number := natural_int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return number
+
+
+def natural_int(text: str) -> int:
+    """Zero or more."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is negative")
+    return number
+
+
+def fraction(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= (number := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0..1")
+    return number
+
+
+def boolean(text: str) -> bool:
+    """For upstream's flags that take a value."""
+    flags = {"true": True, "1": True, "false": False, "0": False}
+    if (flag := flags.get(text.lower())) is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither true nor false")
+    return flag
