@@ -1,6 +1,10 @@
-"""Speech tokens to mel: the encoder, the two estimators, and the flows that solve with them."""
+"""Speech tokens to mel: the token encoder, the two estimators (UNet and DiT), and the flows that combine them.
 
-from common.flow.cache import DiTFlowCache, EncoderCache, EstimatorCache, KeyValues
+These modules hold the weights and the plain definition of each network. How streams are served (windows, caches, fused
+solves, CUDA graphs) is in `common.token2wav`.
+"""
+
+from common.flow.cache import EstimatorCache, KeyValues
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
 from common.flow.config import DiTConfig, DiTFlowConfig, EncoderConfig, UNetConfig, UNetFlowConfig
 from common.flow.dit_flow import DiTFlow
@@ -9,9 +13,7 @@ from common.flow.unet_flow import UNetFlow
 __all__ = [
     "DiTConfig",
     "DiTFlow",
-    "DiTFlowCache",
     "DiTFlowConfig",
-    "EncoderCache",
     "EncoderConfig",
     "EstimatorCache",
     "KeyValues",

@@ -12,11 +12,11 @@ from common.flow.matching import Estimator, FlowMatching
 
 
 class MelFlow(nn.Module, Generic[Estimator]):
-    """Speech tokens to mel. Attribute names are the checkpoint's keys."""
+    """Speech tokens to log mel by conditional flow matching. Attribute names are the checkpoint's keys."""
 
     def __init__(self, config: FlowConfig, estimator: Estimator) -> None:
         super().__init__()
-        # drawn here: nn.Embedding's own draw makes torch import its compiler on the meta device, which takes seconds
+        # Initialised here: nn.Embedding's own initialisation imports torch's compiler on the meta device (seconds).
         self.input_embedding = nn.Embedding.from_pretrained(torch.randn(config.vocab, config.encoder.width))
         self.spk_embed_affine_layer = nn.Linear(config.speaker_dim, config.mel_bins)
         self.encoder = UpsampleConformerEncoder(config.encoder)
@@ -24,33 +24,26 @@ class MelFlow(nn.Module, Generic[Estimator]):
         self.decoder = FlowMatching(estimator, config.guidance)
 
     def encode_window(self, tokens: Tensor, visible: Tensor) -> Tensor:
-        """Streams as far as they go: tokens (B, T, 1 + lookahead), visible (B, T) -> encoder output (B, 2T, mel).
+        """tokens (B, T, 1 + lookahead), visible (B, T) -> encoder output mu (B, 2T, mel).
 
-        Each token comes with those ahead of it, -1 where there is none; `visible` as in the encoder's `forward_window`.
+        `tokens` holds each speech token followed by the tokens ahead of it, -1 where there is none; `visible` is the
+        number of tokens, counted from the first, that each token attends to (see the encoder's `forward`).
         """
-        h = self.encoder.forward_window(self.input_embedding(tokens.clamp(min=0)), tokens >= 0, visible)
+        h = self.encoder(self.input_embedding(tokens.clamp(min=0)), tokens >= 0, visible)
         return self.encoder_proj(h)
 
     def solve(
-        self,
-        mu: Tensor,
-        valid: Tensor,
-        prompt_feat: Tensor,
-        embedding: Tensor,
-        *,
-        noise: Tensor,
-        steps: int,
-        **mask: bool,
+        self, mu: Tensor, valid: Tensor, prompt_feat: Tensor, embedding: Tensor, *, noise: Tensor, steps: int
     ) -> Tensor:
-        """Mel (B, mel, T) of utterances as far as they go, the prompt's included. No row hears another or its padding.
+        """The mel (B, mel, T) of whole utterances, prompt included; rows do not affect each other.
 
-        mu (B, mel, T): encoder output, valid (B, 1, T): of each row's own frames, prompt_feat (B, P, mel): zeros behind
-        a row's own, noise (1 or B, mel, T). `mask`: options of the estimator's attention.
+        mu (B, mel, T): encoder output; valid (B, 1, T) bool: frames that are not padding; prompt_feat (B, P, mel): the
+        prompt's mel, zero-padded; embedding (B, speaker_dim): x-vector; noise (1 or B, mel, T).
         """
-        valid = valid.repeat(2, 1, 1)  # rows of the guidance batch
+        valid = valid.repeat(2, 1, 1)  # for both halves of the guidance batch
         estimator = self.decoder.estimator
         return self.decoder.solve(
-            lambda _, *rows: estimator(*rows, valid=valid, **mask),
+            lambda _, *rows: estimator(*rows, valid=valid),
             noise,
             mu,
             self.project_speaker(embedding),
@@ -59,7 +52,7 @@ class MelFlow(nn.Module, Generic[Estimator]):
         )
 
     def project_speaker(self, embedding: Tensor) -> Tensor:
-        """x-vector (B, speaker_dim) of any length -> (B, mel)"""
+        """x-vector (B, speaker_dim), normalised here -> (B, mel)"""
         return self.spk_embed_affine_layer(F.normalize(embedding, dim=1).to(self.encoder_proj.weight.dtype))
 
     def prompt_condition(self, prompt_feat: Tensor, frames: int) -> Tensor:

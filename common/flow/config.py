@@ -1,4 +1,4 @@
-"""Sizes of the flow networks: official by default; `from_shapes` reads them off a checkpoint's own tensors."""
+"""Sizes of the flow networks. Defaults are the official sizes; `from_shapes` reads them from a checkpoint's tensors."""
 
 import re
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ from common.constants import (
     TOKEN_MEL_RATIO,
 )
 
-UNET_HEAD_DIM = 64  # no tensor of the checkpoint shows it: to_q is (heads * head_dim, channels)
+UNET_HEAD_DIM = 64  # cannot be read from a checkpoint: to_q is (heads * head_dim, channels)
 
 
 def _size(shapes: Shapes, key: str, axis: int = 0) -> int:
-    """Length of one axis of a tensor; ValueError names the tensor when it is absent or has fewer axes."""
+    """Length of one axis of a tensor; ValueError names a tensor that is missing or has fewer axes."""
     shape = shapes.get(key)
     if shape is None or len(shape) <= axis:
         raise ValueError(f"checkpoint: {key!r} gives a size of the network, found {shape and tuple(shape)}")
@@ -26,14 +26,17 @@ def _size(shapes: Shapes, key: str, axis: int = 0) -> int:
 
 
 def _count(shapes: Shapes, prefix: str) -> int:
-    """How many numbered modules `prefix.0`, `prefix.1`, ... the checkpoint holds."""
+    """Number of modules `prefix.0`, `prefix.1`, ... in the checkpoint."""
     pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
     return len({match[1] for key in shapes if (match := pattern.match(key))})
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Upsampling conformer encoder: `blocks` layers at token rate, `up_blocks` layers at mel rate."""
+    """Upsampling conformer encoder: `blocks` layers at token rate, `up_blocks` layers at mel rate.
+
+    chunk_tokens: attention chunk of the training masks (upstream's `static_chunk_size`); no tensor shows it.
+    """
 
     width: int = 512
     heads: int = 8
@@ -45,9 +48,8 @@ class EncoderConfig:
     chunk_tokens: int = FLOW_CHUNK_TOKENS
 
     @classmethod
-    def from_shapes(
-        cls, shapes: Shapes, chunk_tokens: int = FLOW_CHUNK_TOKENS, prefix: str = "encoder."
-    ) -> "EncoderConfig":
+    def from_shapes(cls, shapes: Shapes) -> "EncoderConfig":
+        prefix = "encoder."
         return cls(
             width=_size(shapes, f"{prefix}embed.out.0.weight"),
             heads=_size(shapes, f"{prefix}encoders.0.self_attn.pos_bias_u"),
@@ -56,40 +58,35 @@ class EncoderConfig:
             up_blocks=_count(shapes, f"{prefix}up_encoders"),
             lookahead=_size(shapes, f"{prefix}pre_lookahead_layer.conv1.weight", 2) - 1,
             ratio=(_size(shapes, f"{prefix}up_layer.conv.weight", 2) - 1) // 2,
-            chunk_tokens=chunk_tokens,
         )
 
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """Causal UNet estimator with one level: CosyVoice2's never changes the frame rate."""
+    """Causal UNet estimator with one level: CosyVoice2's never changes the frame rate.
+
+    head_dim, chunk_frames (upstream's `static_chunk_size`): no tensor shows them.
+    """
 
     in_channels: int = 4 * MEL_BINS  # noisy mel, encoder output, speaker, prompt mel
     out_channels: int = MEL_BINS
     channels: int = 256
     heads: int = 8
     head_dim: int = UNET_HEAD_DIM
-    blocks: int = 4  # transformer blocks of each stage
+    blocks: int = 4  # transformer blocks per stage
     mid_stages: int = 12
     chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO
 
     @classmethod
-    def from_shapes(
-        cls,
-        shapes: Shapes,
-        head_dim: int = UNET_HEAD_DIM,
-        chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO,
-        prefix: str = "decoder.estimator.",
-    ) -> "UNetConfig":
+    def from_shapes(cls, shapes: Shapes) -> "UNetConfig":
+        prefix = "decoder.estimator."
         return cls(
             in_channels=_size(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight", 1),
             out_channels=_size(shapes, f"{prefix}final_proj.weight"),
             channels=_size(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight"),
-            heads=_size(shapes, f"{prefix}down_blocks.0.1.0.attn1.to_q.weight") // head_dim,
-            head_dim=head_dim,
+            heads=_size(shapes, f"{prefix}down_blocks.0.1.0.attn1.to_q.weight") // UNET_HEAD_DIM,
             blocks=_count(shapes, f"{prefix}down_blocks.0.1"),
             mid_stages=_count(shapes, f"{prefix}mid_blocks"),
-            chunk_frames=chunk_frames,
         )
 
 
@@ -107,7 +104,8 @@ class DiTConfig:
     time_frequencies: int = 256
 
     @classmethod
-    def from_shapes(cls, shapes: Shapes, prefix: str = "decoder.estimator.") -> "DiTConfig":
+    def from_shapes(cls, shapes: Shapes) -> "DiTConfig":
+        prefix = "decoder.estimator."
         head_dim = _size(shapes, f"{prefix}blocks.0.attn.q_norm.weight")
         return cls(
             in_channels=_size(shapes, f"{prefix}in_proj.weight", 1),
@@ -123,7 +121,10 @@ class DiTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig:
-    """What both flows share: token embedding, speaker projection, encoder, guidance."""
+    """What both flows share: token embedding, speaker projection, encoder, guidance.
+
+    guidance: weight of classifier-free guidance (upstream's `inference_cfg_rate`); no tensor shows it.
+    """
 
     vocab: int = SPEECH_VOCAB
     speaker_dim: int = SPEAKER_DIM
@@ -139,21 +140,13 @@ class UNetFlowConfig(FlowConfig):
     estimator: UNetConfig = field(default_factory=UNetConfig)
 
     @classmethod
-    def from_shapes(
-        cls,
-        shapes: Shapes,
-        head_dim: int = UNET_HEAD_DIM,
-        chunk_tokens: int = FLOW_CHUNK_TOKENS,
-        guidance: float = GUIDANCE,
-    ) -> "UNetFlowConfig":
-        encoder = EncoderConfig.from_shapes(shapes, chunk_tokens)
+    def from_shapes(cls, shapes: Shapes) -> "UNetFlowConfig":
         return cls(
             vocab=_size(shapes, "input_embedding.weight"),
             speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
             mel_bins=_size(shapes, "encoder_proj.weight"),
-            guidance=guidance,
-            encoder=encoder,
-            estimator=UNetConfig.from_shapes(shapes, head_dim, chunk_tokens * encoder.ratio),
+            encoder=EncoderConfig.from_shapes(shapes),
+            estimator=UNetConfig.from_shapes(shapes),
         )
 
 
@@ -164,12 +157,11 @@ class DiTFlowConfig(FlowConfig):
     estimator: DiTConfig = field(default_factory=DiTConfig)
 
     @classmethod
-    def from_shapes(cls, shapes: Shapes, guidance: float = GUIDANCE) -> "DiTFlowConfig":
+    def from_shapes(cls, shapes: Shapes) -> "DiTFlowConfig":
         return cls(
             vocab=_size(shapes, "input_embedding.weight"),
             speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
             mel_bins=_size(shapes, "encoder_proj.weight"),
-            guidance=guidance,
             encoder=EncoderConfig.from_shapes(shapes),
             estimator=DiTConfig.from_shapes(shapes),
         )

@@ -1,8 +1,11 @@
-"""Causal diffusion transformer estimator of Step-Audio2. Attribute names are checkpoint keys.
+"""Causal diffusion transformer estimator of Step-Audio2. Attribute names are the checkpoint's keys.
 
-`forward` runs whole utterances under a mask; `forward_chunk` continues streams from an `EstimatorCache` and needs no
-mask: a frame sees its own chunk and everything that the cache holds. Attention has no positional term, so the order of
-cached frames matters only to whoever trims them.
+`forward` computes whole utterances under a mask; `forward_chunk` continues streams from an `EstimatorCache` and needs
+no mask: a frame attends to its own chunk and to everything in the cache. Attention has no positional term, so the order
+of cached frames does not affect the result.
+
+This is the definition of the network, and the only form that is exported to ONNX. The GPU and the CPU serve chunks with
+two faster forms of the same block; `common.token2wav.dit` says which form runs when and what keeps them equal.
 """
 
 import math
@@ -20,7 +23,9 @@ NORM_EPS = 1e-6  # of the norms that adaLN modulates
 CONV_KERNEL = CONV_HISTORY + 1
 
 
-class TimeEmbedding(nn.Module):
+class DiTTimeEmbedding(nn.Module):
+    """Sinusoids of the flow time, cosines first, then an MLP."""
+
     def __init__(self, frequencies: int, width: int) -> None:
         super().__init__()
         self.frequencies = frequencies
@@ -34,8 +39,8 @@ class TimeEmbedding(nn.Module):
         return self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1).to(dtype))
 
 
-class Attention(nn.Module):
-    """Self-attention with keys and queries normalised per head."""
+class DiTAttention(nn.Module):
+    """Self-attention with a layer norm on the queries and keys of each head."""
 
     def __init__(self, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -48,6 +53,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(heads * head_dim, width)
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: KeyValues | None) -> Tensor:
+        """x (B, T, C), mask (B, 1, 1 or T, T) bool; `cache` of this layer is written in place -> (B, T, C)"""
         q = self.q_norm(split_heads(self.to_q(x), self.heads))  # (B, T, C) -> (B, H, T, D)
         k = self.k_norm(split_heads(self.to_k(x), self.heads))
         v = split_heads(self.to_v(x), self.heads)
@@ -56,7 +62,7 @@ class Attention(nn.Module):
         return self.proj(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
 
 
-class MLP(nn.Module):
+class DiTMLP(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
@@ -71,7 +77,7 @@ class CausalConvBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        # numbered as in the checkpoint, where transposes stand between
+        # Numbered as in the checkpoint, where transposes take the numbers in between.
         layers = {
             "1": CausalConv1d(width, width, CONV_KERNEL),
             "3": nn.LayerNorm(width),
@@ -88,21 +94,21 @@ class CausalConvBlock(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Attention, convolution and MLP, each between a modulated norm and a gate that the time embedding sets."""
+    """Attention, convolution and MLP, each between a norm and a gate that the time embedding modulates (adaLN)."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         width = config.width
         self.norm1 = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
-        self.attn = Attention(width, config.heads, config.head_dim)
+        self.attn = DiTAttention(width, config.heads, config.head_dim)
         self.norm2 = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
-        self.mlp = MLP(width, config.feed_forward)
+        self.mlp = DiTMLP(width, config.feed_forward)
         self.norm3 = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
         self.conv = CausalConvBlock(width)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 9 * width))
 
     def forward(self, x: Tensor, time: Tensor, mask: Tensor | None, cache: EstimatorCache | None) -> Tensor:
-        """x (B, T, C), time (B, 1, C), mask (B, 1, 1, T) bool; `cache` of this layer is written in place."""
+        """x (B, T, C), time (B, 1, C), mask (B, 1, 1 or T, T) bool; `cache` of this layer is written in place."""
         modulation = self.adaLN_modulation(time).chunk(9, dim=-1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp, shift_conv, scale_conv, gate_conv = (
             modulation
@@ -114,6 +120,8 @@ class DiTBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
+    """Modulated norm and projection to mel."""
+
     def __init__(self, width: int, out_channels: int) -> None:
         super().__init__()
         self.norm_final = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
@@ -121,32 +129,38 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        """x (B, T, C), time (B, 1, C) -> (B, T, mel)"""
         shift, scale = self.adaLN_modulation(time).chunk(2, dim=-1)
         return self.linear(_modulate(self.norm_final(x), shift, scale))
 
 
 class DiTEstimator(nn.Module):
+    """Velocity of the mel at a flow time, given encoder output, speaker and prompt mel."""
+
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.config = config
-        self.t_embedder = TimeEmbedding(config.time_frequencies, config.width)
+        self.t_embedder = DiTTimeEmbedding(config.time_frequencies, config.width)
         self.in_proj = nn.Linear(config.in_channels, config.width)
         self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
         self.final_layer = FinalLayer(config.width, config.out_channels)
 
     def forward(self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor) -> Tensor:
-        """x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool -> velocity (B, mel, T)."""
+        """x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1 or T, T) bool -> velocity (B, mel, T).
+
+        valid: which frames (last axis) are attended to, by every frame or by each (second axis).
+        """
         return self._run(x, t, mu, speaker, condition, mask=attention_mask(valid, None))
 
     def forward_chunk(
         self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, cache: EstimatorCache
     ) -> Tensor:
-        """The same for the next T frames of streams. `cache` (depth first, one Euler step) has room for them already
-        (`with_room`) and is written in place."""
+        """The same for the next T frames of streams. `cache` (of one Euler step, so indexed by layer) already has room
+        for them (`with_room`) and is written in place."""
         return self._run(x, t, mu, speaker, condition, cache=cache)
 
     def empty_cache(self, steps: int, rows: int) -> EstimatorCache:
-        """The cache of streams that have not begun."""
+        """The cache of streams that have no frames yet; `rows` counts both halves of the guidance batch."""
         weight = self.in_proj.weight
         return EstimatorCache.empty(self.config, steps, rows, weight.device, weight.dtype)
 

@@ -1,7 +1,8 @@
-"""Upsampling conformer encoder: token embeddings in, features at mel rate out. Both flows use it.
+"""Upsampling conformer encoder: embeddings of speech tokens in, features at mel rate out. Both flows use it.
 
-`forward` runs a whole sequence under a mask; `forward_chunk` continues a stream from an `EncoderCache`;
-`forward_window` computes streams anew as far as they go. Each chunk of a stream sees itself and all before it.
+It computes a stream's whole window for every chunk and keeps no caches: it is small next to the estimator. Which tokens
+a token may attend to is the caller's choice, so that one `forward` serves whole utterances and any division into
+chunks.
 """
 
 import math
@@ -10,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.flow.cache import EncoderCache, KeyValues
 from common.flow.config import EncoderConfig
-from common.flow.layers import CausalConv1d, Conv1d, attention_mask, merge_heads, split_heads, valid_frames
+from common.flow.layers import CausalConv1d, Conv1d, merge_heads, split_heads
 
 
 class InputEmbedding(nn.Module):
-    """Linear and norm, scaled as in a transformer with additive positions, although positions here are relative."""
+    """Linear and norm, scaled by sqrt(width) as for additive positions, although positions here are relative."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,40 +28,35 @@ class InputEmbedding(nn.Module):
 
 
 class LookaheadLayer(nn.Module):
-    """Mixes the next `lookahead` frames into each frame: one convolution to the right, one to the left."""
+    """Mixes the next `lookahead` tokens into each token: a convolution over them, then a causal convolution."""
 
     def __init__(self, width: int, lookahead: int) -> None:
         super().__init__()
         self.conv1 = Conv1d(width, width, lookahead + 1)
         self.conv2 = CausalConv1d(width, width, 3)
 
-    def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
-        """(B, T + lookahead, C) -> (B, T, C)"""
-        ahead = self.conv1.kernel_size[0]
-        return self.forward_gathered(x.unfold(1, ahead, 1).transpose(2, 3), history)  # -> (B, T, 1 + lookahead, C)
-
-    def forward_gathered(self, x: Tensor, history: Tensor | None = None) -> Tensor:
-        """Each frame with those ahead of it, (B, T, 1 + lookahead, C) -> (B, T, C)"""
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token followed by the tokens ahead of it, (B, T, 1 + lookahead, C) -> (B, T, C)"""
         y = F.linear(x.flatten(2), self.conv1.weight.transpose(1, 2).flatten(1), self.conv1.bias)
-        y = self.conv2(F.leaky_relu(y).transpose(1, 2), history)  # (B, T, C) -> (B, C, T)
+        y = self.conv2(F.leaky_relu(y).transpose(1, 2))  # (B, T, C) -> (B, C, T)
         return x[:, :, 0] + y.transpose(1, 2)  # (B, C, T) -> (B, T, C)
 
 
 class Upsample(nn.Module):
-    """Each frame `ratio` times, smoothed by a causal convolution."""
+    """Repeats each token `ratio` times and smooths with a causal convolution."""
 
     def __init__(self, width: int, ratio: int) -> None:
         super().__init__()
         self.ratio = ratio
         self.conv = CausalConv1d(width, width, 2 * ratio + 1)
 
-    def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(B, C, T) -> (B, C, T * ratio)"""
-        return self.conv(x.repeat_interleave(self.ratio, dim=2), history)
+        return self.conv(x.repeat_interleave(self.ratio, dim=2))
 
 
 class RelativeAttention(nn.Module):
-    """Self-attention whose scores add a term of the distance between query and key (Transformer-XL)."""
+    """Self-attention with Transformer-XL's relative positions: scores add a term of the distance query - key."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -74,22 +69,19 @@ class RelativeAttention(nn.Module):
         self.pos_bias_u = nn.Parameter(torch.zeros(heads, width // heads))
         self.pos_bias_v = nn.Parameter(torch.zeros(heads, width // heads))
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KeyValues | None) -> Tensor:
-        """x (B, T, C); positions as `relative_positions` makes them; mask (B, 1, T or 1, K) bool."""
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """x (B, T, C); positions (2T - 1, C) from `relative_positions`; mask (B, 1, T or 1, T) bool -> (B, T, C)"""
         q = split_heads(self.linear_q(x), self.heads)  # (B, T, C) -> (B, H, T, D)
         k = split_heads(self.linear_k(x), self.heads)
         v = split_heads(self.linear_v(x), self.heads)
-        if cache is not None:
-            k, v = cache.write(k, v)
-        p = split_heads(self.linear_pos(positions), self.heads)  # (K + T - 1, C) -> (H, K + T - 1, D)
+        p = split_heads(self.linear_pos(positions), self.heads)  # (2T - 1, C) -> (H, 2T - 1, D)
         bias = relative_shift((q + self.pos_bias_v[:, None]) @ p.transpose(1, 2)) / math.sqrt(q.shape[-1])
-        if mask is not None:
-            bias = bias.masked_fill(~mask, -torch.inf)
+        bias = bias.masked_fill(~mask, -torch.inf)
         y = F.scaled_dot_product_attention(q + self.pos_bias_u[:, None], k, v, attn_mask=bias)
         return self.linear_out(merge_heads(y))
 
 
-class FeedForward(nn.Module):
+class ConformerFeedForward(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.w_1 = nn.Linear(width, hidden)
@@ -100,17 +92,18 @@ class FeedForward(nn.Module):
 
 
 class ConformerLayer(nn.Module):
-    """Attention and feed-forward with pre-norm; CosyVoice2's conformer has no convolution module."""
+    """Pre-norm attention and feed-forward; CosyVoice2's conformer has no convolution module."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.self_attn = RelativeAttention(config.width, config.heads)
-        self.feed_forward = FeedForward(config.width, config.feed_forward)
+        self.feed_forward = ConformerFeedForward(config.width, config.feed_forward)
         self.norm_mha = nn.LayerNorm(config.width, eps=1e-12)
         self.norm_ff = nn.LayerNorm(config.width, eps=1e-12)
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KeyValues | None) -> Tensor:
-        x = x + self.self_attn(self.norm_mha(x), positions, mask, cache)
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """As `RelativeAttention.forward`."""
+        x = x + self.self_attn(self.norm_mha(x), positions, mask)
         return x + self.feed_forward(self.norm_ff(x))
 
 
@@ -128,86 +121,34 @@ class UpsampleConformerEncoder(nn.Module):
         self.up_encoders = nn.ModuleList(ConformerLayer(config) for _ in range(config.up_blocks))
         self.after_norm = nn.LayerNorm(config.width)
 
-    def forward(
-        self, xs: Tensor, lengths: Tensor, context: Tensor | None = None, streaming: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """xs (B, T, C), lengths (B,) -> features (B, T * ratio, C), valid frames (B, 1, T * ratio) bool.
+    def forward(self, xs: Tensor, present: Tensor, visible: Tensor) -> Tensor:
+        """xs (B, T, 1 + lookahead, C) -> features (B, T * ratio, C).
 
-        `context` (B, lookahead, C) is seen by the look-ahead layer only; zeros stand for it at the end of an
-        utterance. `streaming` limits attention to the chunks that a stream would have seen.
-        """
-        T = xs.shape[1]
-        ratio = self.config.ratio
-        chunk = self.config.chunk_tokens if streaming else None
-        x = self.embed(xs)
-        if context is None:
-            x = F.pad(x, (0, 0, 0, self.config.lookahead))
-        else:
-            x = torch.cat([x, self.embed(context)], dim=1)
-        x = self.pre_lookahead_layer(x)
-        x = self._run(self.encoders, x, attention_mask(valid_frames(lengths, T), chunk))
-
-        x = self.up_layer(x.transpose(1, 2)).transpose(1, 2)  # (B, T, C) -> (B, C, T * ratio) -> (B, T * ratio, C)
-        valid = valid_frames(lengths * ratio, T * ratio)
-        x = self._run(self.up_encoders, self.up_embed(x), attention_mask(valid, chunk and chunk * ratio))
-        return self.after_norm(x), valid
-
-    def forward_chunk(self, xs: Tensor, cache: EncoderCache, last: bool) -> tuple[Tensor, EncoderCache]:
-        """The next chunk of a stream: xs (B, n + lookahead, C), or (B, n, C) if `last` -> (B, n * ratio, C), cache.
-
-        Look-ahead frames are sent again as the first frames of the next chunk.
-        """
-        x = self.embed(xs)
-        if last:
-            x = F.pad(x, (0, 0, 0, self.config.lookahead))
-        tokens = x.shape[1] - self.config.lookahead
-        cache = cache.with_room(tokens, tokens * self.config.ratio)
-        x = self.pre_lookahead_layer(x, cache.lookahead)
-        x = self._run(self.encoders, x, cache=cache.tokens)
-
-        x = self.up_layer(x.transpose(1, 2), cache.upsample).transpose(1, 2)  # as in forward
-        x = self._run(self.up_encoders, self.up_embed(x), cache=cache.frames)
-        return self.after_norm(x), cache
-
-    def forward_window(self, xs: Tensor, present: Tensor, visible: Tensor) -> Tensor:
-        """Streams as far as they go, without caches: xs (B, T, 1 + lookahead, C) -> features (B, T * ratio, C).
-
-        xs holds each token with those ahead of it, of which `present` (B, T, 1 + lookahead) says whether they are
-        there; `visible` (B, T) how many tokens, counted from the first, each one sees: at least one.
+        xs holds the embedding of each token followed by those of the tokens ahead of it; present (B, T, 1 + lookahead)
+        bool is False where there is no such token (at the end of an utterance); visible (B, T): how many tokens,
+        counted from the first, each token attends to, at least 1.
         """
         ratio = self.config.ratio
         x = self.embed(xs) * present[..., None].to(xs)
-        x = self.pre_lookahead_layer.forward_gathered(x)
-        x = self._run(self.encoders, x, _visible_keys(visible))
+        x = self.pre_lookahead_layer(x)
+        x = run_layers(self.encoders, x, _visible_keys(visible))
 
-        x = self.up_layer(x.transpose(1, 2)).transpose(1, 2)  # as in forward
-        x = self._run(self.up_encoders, self.up_embed(x), _visible_keys(visible.repeat_interleave(ratio, 1) * ratio))
+        x = self.up_layer(x.transpose(1, 2)).transpose(1, 2)  # (B, T, C) -> (B, C, T * ratio) -> (B, T * ratio, C)
+        x = run_layers(self.up_encoders, self.up_embed(x), _visible_keys(visible.repeat_interleave(ratio, 1) * ratio))
         return self.after_norm(x)
 
-    def empty_cache(self, batch: int) -> EncoderCache:
-        """The cache of a stream that has not begun."""
-        config, weight = self.config, self.after_norm.weight
-        heads, head_dim = config.heads, config.width // config.heads
-        tokens = weight.new_empty(config.blocks, batch, heads, 0, head_dim)
-        frames = weight.new_empty(config.up_blocks, batch, heads, 0, head_dim)
-        return EncoderCache(
-            lookahead=weight.new_zeros(batch, config.width, self.pre_lookahead_layer.conv2.reach),
-            upsample=weight.new_zeros(batch, config.width, self.up_layer.conv.reach),
-            tokens=KeyValues(tokens, tokens),
-            frames=KeyValues(frames, frames),
-        )
 
-    @staticmethod
-    def _run(layers: nn.ModuleList, x: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
-        B, T, C = x.shape
-        positions = relative_positions(T, T if cache is None else cache.frames, C, x)
-        for index, layer in enumerate(layers):
-            x = layer(x, positions, mask, None if cache is None else cache[index])
-        return x
+def run_layers(layers: nn.ModuleList, x: Tensor, mask: Tensor) -> Tensor:
+    """x (B, T, C) through conformer layers under one mask (B, 1, T or 1, T) bool -> (B, T, C)"""
+    T, C = x.shape[1:]
+    positions = relative_positions(T, T, C, x)
+    for layer in layers:
+        x = layer(x, positions, mask)
+    return x
 
 
 def _visible_keys(visible: Tensor) -> Tensor:
-    """How many keys each query sees, (B, T) -> attention mask (B, 1, T, T) bool."""
+    """Number of keys that each query attends to, (B, T) -> attention mask (B, 1, T, T) bool."""
     return (torch.arange(visible.shape[1], device=visible.device) < visible[:, :, None])[:, None]
 
 
@@ -225,7 +166,7 @@ def relative_positions(queries: int, keys: int, width: int, like: Tensor) -> Ten
 def relative_shift(x: Tensor) -> Tensor:
     """Scores by distance -> scores by key: (B, H, T, K + T - 1) -> (B, H, T, K).
 
-    Row i wants its entries from T - 1 - i on; one column of padding makes that a change of strides.
+    Row i takes its entries from T - 1 - i on; one column of padding turns that into a change of strides.
     """
     B, H, T, R = x.shape
     return F.pad(x, (1, 0)).flatten(2)[..., T:].view(B, H, T, R)[..., : R - T + 1]

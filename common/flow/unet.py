@@ -17,7 +17,7 @@ TIME_SCALE = 1000  # flow time 0..1 is embedded as diffusion steps 0..1000
 TIME_WIDENING = 4  # width of the time embedding over that of the network
 
 
-class TimeEmbedding(nn.Module):
+class UNetTimeEmbedding(nn.Module):
     def __init__(self, frequencies: int, width: int) -> None:
         super().__init__()
         self.frequencies = frequencies
@@ -62,7 +62,7 @@ class ResnetBlock(nn.Module):
         return self.block2(h, mask) + self.res_conv(x * mask)
 
 
-class Attention(nn.Module):
+class UNetAttention(nn.Module):
     def __init__(self, channels: int, heads: int, head_dim: int) -> None:
         super().__init__()
         self.heads = heads
@@ -86,7 +86,7 @@ class GELUProjection(nn.Module):
         return F.gelu(self.proj(x))
 
 
-class FeedForward(nn.Module):
+class UNetFeedForward(nn.Module):
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
         # the identity keeps the place of a training-time dropout, and with it the key of the last layer
@@ -102,16 +102,16 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.channels)
-        self.attn1 = Attention(config.channels, config.heads, config.head_dim)
+        self.attn1 = UNetAttention(config.channels, config.heads, config.head_dim)
         self.norm3 = nn.LayerNorm(config.channels)
-        self.ff = FeedForward(config.channels, 4 * config.channels)
+        self.ff = UNetFeedForward(config.channels, 4 * config.channels)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.attn1(self.norm1(x), mask)
         return x + self.ff(self.norm3(x))
 
 
-class Stage(nn.ModuleList):
+class UNetStage(nn.ModuleList):
     """A resnet block and transformer blocks."""
 
     def __init__(self, config: UNetConfig, in_channels: int) -> None:
@@ -128,12 +128,12 @@ class Stage(nn.ModuleList):
         return x.transpose(1, 2)  # (B, T, C) -> (B, C, T)
 
 
-class MidStage(Stage):
+class MidStage(UNetStage):
     def forward(self, x: Tensor, time: Tensor, mask: Tensor, attention: Tensor) -> Tensor:
         return self.features(x, time, mask, attention)
 
 
-class OuterStage(Stage):
+class OuterStage(UNetStage):
     """A stage with a closing convolution, where deeper UNets change the frame rate."""
 
     def __init__(self, config: UNetConfig, in_channels: int) -> None:
@@ -151,7 +151,7 @@ class UNetEstimator(nn.Module):
         super().__init__()
         self.config = config
         channels = config.channels
-        self.time_mlp = TimeEmbedding(config.in_channels, TIME_WIDENING * channels)
+        self.time_mlp = UNetTimeEmbedding(config.in_channels, TIME_WIDENING * channels)
         self.down_blocks = nn.ModuleList([OuterStage(config, config.in_channels)])
         self.mid_blocks = nn.ModuleList(MidStage(config, channels) for _ in range(config.mid_stages))
         self.up_blocks = nn.ModuleList([OuterStage(config, 2 * channels)])

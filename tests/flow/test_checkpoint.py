@@ -15,6 +15,7 @@ from common.flow import (
     load_unet_flow,
 )
 from common.flow.checkpoint import flow_kind
+from tools.parity.reference import dit_flow, unet_flow
 
 ENCODER = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=1)
 UNET = UNetFlowConfig(
@@ -98,10 +99,10 @@ def test_unet_flow_computes_in_the_precision_it_is_loaded_in(dtype, tmp_path):
         "embedding": torch.randn(1, 24),
         "noise": torch.randn(1, 80, 26),
         "streaming": True,
-        "finalize": True,
+        "final": True,
     }
-    expected = load_unet_flow(path).inference(**inputs)
-    mel = load_unet_flow(path, dtype=dtype).inference(**inputs)
+    expected = unet_flow.inference(load_unet_flow(path), **inputs)
+    mel = unet_flow.inference(load_unet_flow(path, dtype=dtype), **inputs)
     assert mel.shape == (1, 80, 18)
     torch.testing.assert_close(mel.float(), expected, atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0)
 
@@ -113,8 +114,8 @@ def test_dit_flow_computes_in_the_precision_it_is_loaded_in(dtype, tmp_path):
     prompt = (torch.arange(4)[None], torch.randn(1, 8, 80), torch.randn(1, 24))
     mels = []
     for flow in (load_dit_flow(path), load_dit_flow(path, dtype=dtype)):
-        cache = flow.setup_cache(*prompt, noise=noise)
-        mel, cache = flow.inference_chunk(token, cache, last=True, noise=noise[:, :, 8:])
+        cache = dit_flow.prefill(flow, *prompt, noise=noise)
+        mel, cache = dit_flow.inference_chunk(flow, token, cache, final=True, noise=noise[:, :, 8:])
         mels.append(mel.float())
     assert cache.estimator.attention.keys.dtype == dtype
     torch.testing.assert_close(mels[1], mels[0], atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0)

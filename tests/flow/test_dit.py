@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.flow import DiTFlowCache
 from tools.parity import flow_dit
 from tools.parity.fixture import Fixture
+from tools.parity.reference.dit_flow import DiTFlowCache, inference, inference_chunk, prefill
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 MEL = 80
@@ -48,10 +48,10 @@ def stream(
     """All mel of a stream whose chunks have these sizes; with `tail`, the cache is trimmed after each of them."""
     mels, start = [], 0
     for index, hop in enumerate(hops):
-        last = index == len(hops) - 1
-        chunk = token[:, start : start + hop + (0 if last else 3)]
-        mel, cache = flow.inference_chunk(
-            chunk, cache, last=last, noise=noise[:, :, cache.frames : cache.frames + 2 * hop]
+        final = index == len(hops) - 1
+        chunk = token[:, start : start + hop + (0 if final else 3)]
+        mel, cache = inference_chunk(
+            flow, chunk, cache, final=final, noise=noise[:, :, cache.frames : cache.frames + 2 * hop]
         )
         cache = cache if tail is None else cache.trimmed(tail)
         mels.append(mel)
@@ -60,15 +60,15 @@ def stream(
 
 
 def test_a_stream_is_the_same_alone_and_in_a_batch(flow, voice, token, noise):
-    batch, _ = stream(flow, flow.setup_cache(**voice, noise=noise), token, noise, [15, 25, 10])
+    batch, _ = stream(flow, prefill(flow, **voice, noise=noise), token, noise, [15, 25, 10])
     for index in range(2):
-        cache = flow.setup_cache(**row(voice, index), noise=noise)
+        cache = prefill(flow, **row(voice, index), noise=noise)
         alone, _ = stream(flow, cache, token[index : index + 1], noise, [15, 25, 10])
         torch.testing.assert_close(alone, batch[index : index + 1], atol=2e-5, rtol=0)
 
 
 def test_streams_of_one_voice_start_from_one_cache_and_leave_it_as_it_was(flow, voice, token, noise):
-    prompt = flow.setup_cache(**voice, noise=noise)
+    prompt = prefill(flow, **voice, noise=noise)
     first, _ = stream(flow, prompt, token, noise, [15, 35])
     stream(flow, prompt, token.flip(1), noise, [10, 20, 20])
     again, _ = stream(flow, prompt, token, noise, [15, 35])
@@ -76,20 +76,19 @@ def test_streams_of_one_voice_start_from_one_cache_and_leave_it_as_it_was(flow, 
     assert prompt.frames == prompt.prompt_frames == prompt.estimator.attention.frames == 2 * PROMPT
 
 
-def test_cache_counts_frames_and_bytes(flow, voice, token, noise):
-    prompt = flow.setup_cache(**voice, noise=noise, steps=4)
+def test_cache_counts_frames(flow, voice, token, noise):
+    prompt = prefill(flow, **voice, noise=noise, steps=4)
     _, cache = stream(flow, prompt, token, noise, [15, 25, 1])
     assert cache.frames == cache.estimator.attention.frames == 2 * (PROMPT + 41)
     assert cache.encoder.frames.frames == 2 * (PROMPT + 41)
     assert cache.encoder.tokens.frames == PROMPT + 41
     assert cache.estimator.conv.shape[0] == 4
     attention = cache.estimator.attention
-    assert cache.nbytes > attention.nbytes == 2 * attention.keys.numel() * 4
-    assert cache.nbytes > prompt.nbytes
+    assert attention.nbytes == 2 * attention.keys.numel() * 4
 
 
 def test_a_later_chunk_does_not_change_the_frames_before_it(flow, voice, token, noise):
-    prompt = flow.setup_cache(**voice, noise=noise)
+    prompt = prefill(flow, **voice, noise=noise)
     other = token.clone()
     other[:, 18:] = (other[:, 18:] + 1) % flow.config.vocab  # beyond the first chunk and its look-ahead
     mel, _ = stream(flow, prompt, token, noise, [15, 35])
@@ -99,7 +98,7 @@ def test_a_later_chunk_does_not_change_the_frames_before_it(flow, voice, token, 
 
 
 def test_trimmed_cache_keeps_the_prompt_and_the_most_recent_frames_in_time_order(flow, voice, token, noise):
-    _, cache = stream(flow, flow.setup_cache(**voice, noise=noise), token, noise, [15, 25, 10])
+    _, cache = stream(flow, prefill(flow, **voice, noise=noise), token, noise, [15, 25, 10])
     trimmed = cache.trimmed(20)
     for kept, full in (
         (trimmed.estimator.attention.keys, cache.estimator.attention.keys),
@@ -113,21 +112,21 @@ def test_trimmed_cache_keeps_the_prompt_and_the_most_recent_frames_in_time_order
 
 
 def test_cached_frames_are_in_time_order(flow, voice, token, noise):
-    prompt = flow.setup_cache(**voice, noise=noise)
+    prompt = prefill(flow, **voice, noise=noise)
     _, one = stream(flow, prompt, token, noise, [15])
     start = prompt.estimator.attention.frames
     assert torch.equal(one.estimator.attention.keys[..., :start, :], prompt.estimator.attention.keys)
 
 
 def test_a_tail_longer_than_the_stream_changes_nothing(flow, voice, token, noise):
-    prompt = flow.setup_cache(**voice, noise=noise)
+    prompt = prefill(flow, **voice, noise=noise)
     untrimmed, _ = stream(flow, prompt, token, noise, [15, 25, 10])
     trimmed, _ = stream(flow, prompt, token, noise, [15, 25, 10], tail=100)
     assert torch.equal(trimmed, untrimmed)
 
 
 def test_a_trimmed_stream_stays_close_to_the_untrimmed_one(flow, voice, token, noise):
-    prompt = flow.setup_cache(**voice, noise=noise)
+    prompt = prefill(flow, **voice, noise=noise)
     untrimmed, _ = stream(flow, prompt, token, noise, [15, 15, 20])
     trimmed, cache = stream(flow, prompt, token, noise, [15, 15, 20], tail=40)
     assert cache.estimator.attention.frames == 2 * PROMPT + 40
@@ -139,7 +138,7 @@ def test_a_trimmed_stream_stays_close_to_the_untrimmed_one(flow, voice, token, n
 
 
 def test_a_single_new_token_continues_a_stream(flow, voice, token, noise):
-    prompt = flow.setup_cache(**voice, noise=noise)
+    prompt = prefill(flow, **voice, noise=noise)
     mel, cache = stream(flow, prompt, token, noise, [5, 1, 1, 4])
     assert mel.shape == (2, MEL, 22)
     assert mel.isfinite().all()
@@ -197,8 +196,8 @@ def test_offline_rows_of_a_batch_equal_the_same_rows_alone(flow, voice, token, n
         "embedding": voice["embedding"],
     }
     frames = 2 * whole.shape[1]
-    batch = flow.inference(**inputs, noise=noise[:, :, :frames])
+    batch = inference(flow, **inputs, noise=noise[:, :, :frames])
     assert batch.shape == (2, MEL, frames)
     for index in range(2):
-        alone = flow.inference(**row(inputs, index), noise=noise[:, :, :frames])
+        alone = inference(flow, **row(inputs, index), noise=noise[:, :, :frames])
         torch.testing.assert_close(alone, batch[index : index + 1], atol=2e-5, rtol=0)

@@ -5,24 +5,24 @@ import pytest
 import torch
 
 from common.checkpoint import load_strict
-from common.flow.cache import EncoderCache
 from common.flow.encoder import UpsampleConformerEncoder
 from tools.parity import flow_unet
 from tools.parity.fixture import Fixture
+from tools.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def encoder():
     return flow_unet.build(Fixture(GOLDEN / "item4_cosyvoice2_flow_inference.json")).encoder
 
 
 def encode_in_chunks(encoder, xs: torch.Tensor, boundaries: list[int]) -> tuple[torch.Tensor, EncoderCache]:
-    cache, parts, start = encoder.empty_cache(xs.shape[0]), [], 0
+    cache, parts, start = EncoderCache.empty(encoder, xs.shape[0]), [], 0
     for stop in boundaries:
-        last = stop == xs.shape[1]
-        part, cache = encoder.forward_chunk(xs[:, start : stop if last else stop + 3], cache, last)
+        final = stop == xs.shape[1]
+        part, cache = encode_chunk(encoder, xs[:, start : stop if final else stop + 3], cache, final)
         parts.append(part)
         start = stop
     return torch.cat(parts, dim=1), cache
@@ -35,7 +35,7 @@ def test_encoder_chunk_by_chunk_equals_the_whole_under_the_streaming_mask(encode
     load_strict(encoder, weights, "cpu", torch.float32)
     frames = 16
     xs = torch.randn(2, frames + 3, encoder.config.width, generator=torch.Generator().manual_seed(1))
-    whole, _ = encoder(xs[:, :frames], torch.full((2,), frames), xs[:, frames:], streaming=True)
+    whole, _ = encode_whole(encoder, xs[:, :frames], torch.full((2,), frames), xs[:, frames:], streaming=True)
     chunked, cache = encode_in_chunks(encoder, xs, [*range(chunk, frames, chunk), frames])
     torch.testing.assert_close(chunked, whole, atol=2e-5, rtol=0)
     assert cache.tokens.frames == frames
@@ -44,10 +44,26 @@ def test_encoder_chunk_by_chunk_equals_the_whole_under_the_streaming_mask(encode
 
 def test_encoder_in_one_chunk_equals_the_whole_without_a_mask(encoder):
     xs = torch.randn(1, 12, encoder.config.width, generator=torch.Generator().manual_seed(2))
-    whole, valid = encoder(xs, torch.tensor([12]))
+    whole, valid = encode_whole(encoder, xs, torch.tensor([12]))
     chunked, _ = encode_in_chunks(encoder, xs, [12])
     assert valid.all()
     torch.testing.assert_close(chunked, whole, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("context", [False, True])
+def test_encoder_over_a_window_equals_the_reference_over_the_sequence(encoder, chunk, context):
+    """Whole utterances and chunks, with and without tokens after the last one."""
+    T, ahead = 14, encoder.config.lookahead
+    encoder.config = replace(encoder.config, chunk_tokens=chunk or 1)
+    xs = torch.randn(2, T + ahead, encoder.config.width, generator=torch.Generator().manual_seed(3))
+    following = xs[:, T:] if context else None
+    expected, _ = encode_whole(encoder, xs[:, :T], torch.full((2,), T), following, streaming=chunk is not None)
+    windows = xs.unfold(1, 1 + ahead, 1).transpose(2, 3)  # (B, T + L, C) -> (B, T, 1 + L, C)
+    present = (torch.arange(T)[:, None] + torch.arange(1 + ahead) < (T + ahead if context else T)).expand(2, -1, -1)
+    ends = (torch.arange(T) // chunk + 1) * chunk if chunk else torch.full((T,), T)
+    features = encoder(windows, present, ends.clamp(max=T).expand(2, T))
+    torch.testing.assert_close(features, expected, atol=2e-5, rtol=0)
 
 
 def test_encoder_padding_does_not_reach_valid_frames_beyond_the_look_ahead(encoder):
@@ -55,7 +71,7 @@ def test_encoder_padding_does_not_reach_valid_frames_beyond_the_look_ahead(encod
     padded = torch.cat([xs, torch.full((1, 6, xs.shape[2]), 9.0)], dim=1)
     other = torch.cat([xs, torch.full((1, 6, xs.shape[2]), 9.0)], dim=1)
     other[:, 15:] = -9.0  # beyond what the look-ahead of the last valid frame sees
-    first, valid = encoder(padded, torch.tensor([12]))
-    second, _ = encoder(other, torch.tensor([12]))
+    first, valid = encode_whole(encoder, padded, torch.tensor([12]))
+    second, _ = encode_whole(encoder, other, torch.tensor([12]))
     assert valid[0, 0].tolist() == [True] * 24 + [False] * 12
     torch.testing.assert_close(first[:, :24], second[:, :24], atol=1e-5, rtol=0)

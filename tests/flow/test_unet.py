@@ -5,6 +5,7 @@ import torch
 
 from tools.parity import flow_unet
 from tools.parity.fixture import Fixture
+from tools.parity.reference.unet_flow import inference
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 MEL = 80
@@ -30,34 +31,34 @@ def inputs(flow):
 
 @pytest.mark.parametrize("rendered", [2, 12, 22])  # with the prompt's 8 tokens: ends of chunks of 5
 def test_a_prefix_that_ends_on_a_chunk_equals_the_finished_stream(flow, inputs, rendered):
-    whole = flow.inference(**inputs, streaming=True, finalize=True)
+    whole = inference(flow, **inputs, streaming=True, final=True)
     part = inputs | {"token": inputs["token"][:, : rendered + 3]}
-    mel = flow.inference(**part, streaming=True, finalize=False)
+    mel = inference(flow, **part, streaming=True, final=False)
     assert mel.shape == (2, MEL, 2 * rendered)
     torch.testing.assert_close(mel, whole[:, :, : mel.shape[2]], atol=1e-5, rtol=0)
 
 
 def test_a_prefix_that_ends_within_a_chunk_differs_only_in_that_chunk(flow, inputs):
-    whole = flow.inference(**inputs, streaming=True, finalize=True)
+    whole = inference(flow, **inputs, streaming=True, final=True)
     part = inputs | {"token": inputs["token"][:, :17]}  # 8 + 17 - 3 tokens: two beyond the last chunk
-    mel = flow.inference(**part, streaming=True, finalize=False)
+    mel = inference(flow, **part, streaming=True, final=False)
     difference = (mel - whole[:, :, :28]).abs().amax(dim=(0, 1))
     assert difference[:24].max() < 1e-5
     assert difference[24:].max() > 1e-3
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("finalize", [False, True])
-def test_a_stream_is_the_same_alone_and_in_a_batch(flow, inputs, streaming, finalize):
-    batch = flow.inference(**inputs, streaming=streaming, finalize=finalize)
+@pytest.mark.parametrize("final", [False, True])
+def test_a_stream_is_the_same_alone_and_in_a_batch(flow, inputs, streaming, final):
+    batch = inference(flow, **inputs, streaming=streaming, final=final)
     for row in range(2):
         alone = {name: tensor if name == "noise" else tensor[row : row + 1] for name, tensor in inputs.items()}
-        mel = flow.inference(**alone, streaming=streaming, finalize=finalize)
+        mel = inference(flow, **alone, streaming=streaming, final=final)
         torch.testing.assert_close(mel, batch[row : row + 1], atol=1e-5, rtol=0)
 
 
 def test_the_number_of_euler_steps_is_a_setting(flow, inputs):
-    few = flow.inference(**inputs, streaming=False, finalize=True, steps=4)
-    many = flow.inference(**inputs, streaming=False, finalize=True)
+    few = inference(flow, **inputs, streaming=False, final=True, steps=4)
+    many = inference(flow, **inputs, streaming=False, final=True)
     assert few.shape == many.shape
     assert 1e-4 < (few - many).abs().mean() < 0.5

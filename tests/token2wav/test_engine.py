@@ -18,6 +18,7 @@ from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
 from tools.parity import flow_dit, flow_unet, hift, streaming
 from tools.parity.fixture import Fixture
+from tools.parity.reference import dit_flow, unet_flow
 from tools.parity.runner import run_fixture
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
@@ -186,12 +187,12 @@ def test_the_dit_renders_like_its_reference_while_nothing_is_forgotten_and_like_
     voice, tokens = _voice(prompt(4)), ids(4, 160)
     state = flow.open(voice)
     noise = flow_noise().read(0, 24).T[None]
-    cache = dit_network.setup_cache(voice.tokens, voice.mel, voice.embedding, noise=noise, steps=3)
+    cache = dit_flow.prefill(dit_network, voice.tokens, voice.mel, voice.embedding, noise=noise, steps=3)
     for chunk in dit_chunks(tokens, [20, 25, 30, 60, 3]):
         frames = TOKEN_MEL_RATIO * flow.new_tokens(state, chunk)
         noise = flow_noise().read(cache.frames, frames).T[None]
-        expected, cache = dit_network.inference_chunk(
-            torch.from_numpy(chunk.tokens)[None], cache, last=chunk.last, noise=noise
+        expected, cache = dit_flow.inference_chunk(
+            dit_network, torch.from_numpy(chunk.tokens)[None], cache, final=chunk.last, noise=noise
         )
         cache = cache.trimmed(DIT_TAIL_FRAMES)
         assert state.complete == (state.rendered <= DIT_TAIL_FRAMES // TOKEN_MEL_RATIO)
@@ -272,11 +273,11 @@ def test_a_whole_utterance_is_what_the_networks_render(dit_network, unet_network
     noise = flow_noise().read(0, TOKEN_MEL_RATIO * 48).T[None]
     lengths = torch.tensor([48]), feat, torch.tensor([feat.shape[1]])
     expected = {
-        DiTStreaming(dit_network, flow_noise(), voices, max_streams=1, steps=4): dit_network.inference(
-            spoken, *lengths, voice.embedding, noise=noise, steps=4
+        DiTStreaming(dit_network, flow_noise(), voices, max_streams=1, steps=4): dit_flow.inference(
+            dit_network, spoken, *lengths, voice.embedding, noise=noise, steps=4
         )[0, :, feat.shape[1] :],
-        UNetStreaming(unet_network, flow_noise(), steps=4): unet_network.inference(
-            tokens, voice.tokens, feat, voice.embedding, noise=noise, streaming=False, finalize=True, steps=4
+        UNetStreaming(unet_network, flow_noise(), steps=4): unet_flow.inference(
+            unet_network, tokens, voice.tokens, feat, voice.embedding, noise=noise, streaming=False, final=True, steps=4
         )[0],
     }
     for flow, mel in expected.items():

@@ -15,6 +15,7 @@ from common.voice.encoders import AudioTokenizer, SpeakerEncoder
 from tools.demo_model import make as script
 from tools.demo_model.llm import FIRST_UTTERED, Sizes, make_llm
 from tools.demo_model.make import DIT_DIR, LLM_DIR, UNET_DIR, main, make_demo_model
+from tools.parity.reference import dit_flow, unet_flow
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -201,7 +202,9 @@ def offline_mel(directory: Path, embedding: torch.Tensor, noise: torch.Tensor) -
         flow = load_dit_flow(directory / "flow.pt")
         tokens = torch.cat([prompt_token, token], dim=1)
         token_len, feat_len = torch.tensor([tokens.shape[1]]), torch.tensor([prompt_feat.shape[1]])
-        mel = flow.inference(tokens, token_len, prompt_feat, feat_len, embedding, noise=noise)
+        mel = dit_flow.inference(flow, tokens, token_len, prompt_feat, feat_len, embedding, noise=noise)
         return mel[:, :, prompt_feat.shape[1] :]
     unet = load_unet_flow(directory / "flow.pt")
-    return unet.inference(token, prompt_token, prompt_feat, embedding, noise=noise, streaming=True, finalize=True)
+    return unet_flow.inference(
+        unet, token, prompt_token, prompt_feat, embedding, noise=noise, streaming=True, final=True
+    )

@@ -28,6 +28,7 @@ from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.noise import flow_noise, source_noise
 from tools.bench.token2wav import randomise
 from tools.export.onnx import dit_exports, write
+from tools.parity.reference import dit_flow
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +63,9 @@ def candidates(prompt_seconds: float, seconds: float) -> dict[Name, Callable[[],
 
     def run_flow(network: DiTFlow) -> Callable[[], object]:
         frames = torch.tensor([prompt.shape[1]])
-        return lambda: network.inference(token, length, prompt, frames, speaker, noise=noise, steps=EULER_STEPS)
+        return lambda: dit_flow.inference(
+            network, token, length, prompt, frames, speaker, noise=noise, steps=EULER_STEPS
+        )
 
     def run_hift(dtype: torch.dtype) -> Callable[[], object]:
         body = copy.deepcopy(hift).body_to(dtype)

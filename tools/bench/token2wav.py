@@ -31,6 +31,7 @@ from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
 from tools.bench.token2wav_load import LoadResult, run_load
 from tools.bench.token2wav_plot import plot
+from tools.parity.reference import dit_flow, unet_flow
 
 DESCRIPTION = """\
 Time token2wav's engine and scheduler.
@@ -147,15 +148,15 @@ def plain_first_chunk(subject: Subject) -> float:
     )
     noise = flow_noise(device).read(0, 2 * (PROMPT_TOKENS + HOPS[0] + LOOKAHEAD_TOKENS)).T[None]  # (T, C) -> (1, C, T)
     flow = subject.flow
-    cache = flow.setup_cache(prompt_tokens, mel, embedding, noise=noise) if isinstance(flow, DiTFlow) else None
+    cache = dit_flow.prefill(flow, prompt_tokens, mel, embedding, noise=noise) if isinstance(flow, DiTFlow) else None
 
     def render() -> None:
         if isinstance(flow, DiTFlow):
             assert cache is not None
-            rendered, _ = flow.inference_chunk(tokens, cache, last=False, noise=noise[:, :, : 2 * HOPS[0]])
+            rendered, _ = dit_flow.inference_chunk(flow, tokens, cache, final=False, noise=noise[:, :, : 2 * HOPS[0]])
         else:
-            rendered = flow.inference(
-                tokens, prompt_tokens, mel, embedding, noise=noise, streaming=True, finalize=False
+            rendered = unet_flow.inference(
+                flow, tokens, prompt_tokens, mel, embedding, noise=noise, streaming=True, final=False
             )
         samples = rendered.shape[2] * subject.hift.config.hop
         silence = torch.zeros(1, samples, subject.hift.config.harmonics + 1, device=device)

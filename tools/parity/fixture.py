@@ -103,6 +103,11 @@ class Fixture:
         return Tolerance(tolerance["atol"])
 
 
+def prefixed(prefix: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    """Shapes of a sub-module's state_dict under the keys that they have in the whole checkpoint."""
+    return {f"{prefix}{key}": tensor.shape for key, tensor in state.items()}
+
+
 def outputs_of(call: Mapping[str, Any]) -> list[str]:
     """Keys of the results of a call, which has one ("output") or several ("outputs")."""
     return call["outputs"] if "outputs" in call else [call["output"]]

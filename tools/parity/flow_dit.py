@@ -5,18 +5,22 @@ Stored caches have upstream's layouts; the functions at the end bring ours into 
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.checkpoint import load_strict, shapes_of
-from common.flow.cache import DiTFlowCache, EncoderCache, EstimatorCache, KeyValues
+from common.flow.cache import EstimatorCache, KeyValues
 from common.flow.config import DiTConfig, DiTFlowConfig, EncoderConfig
 from common.flow.dit import DiTEstimator
 from common.flow.dit_flow import DiTFlow
 from common.flow.encoder import UpsampleConformerEncoder
-from tools.parity.fixture import Check, Fixture
+from tools.parity.fixture import Check, Fixture, prefixed
+from tools.parity.reference import dit_flow as reference
+from tools.parity.reference.dit_flow import DiTFlowCache
+from tools.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
 from tools.parity.tracing import evaluate, intermediates, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
@@ -25,24 +29,24 @@ Results = Iterator[tuple[str, Tensor]]
 def build(fixture: Fixture, file: str | None = None) -> DiTFlow:
     """The flow in a weights file of the fixture; guidance is from the JSON beside it."""
     state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
-    sizes = DiTFlowConfig.from_shapes(shapes_of(state), guidance=config["cfm"]["inference_cfg_rate"])
+    sizes = replace(DiTFlowConfig.from_shapes(shapes_of(state)), guidance=config["cfm"]["inference_cfg_rate"])
     return load_strict(DiTFlow(sizes), state, "cpu", torch.float32)
 
 
 def check_encoder(fixture: Fixture) -> Results:
     state = fixture.weights()
-    encoder = UpsampleConformerEncoder(EncoderConfig.from_shapes(shapes_of(state), prefix=""))
+    encoder = UpsampleConformerEncoder(EncoderConfig.from_shapes(prefixed("encoder.", state)))
     load_strict(encoder, state, "cpu", torch.float32)
     caches: dict[str, EncoderCache] = {}
     for call in fixture.meta["calls"]:
         if "last_chunk" not in call:
             xs, lengths = (fixture[key] for key in re.findall(r"in/\w+", call["fn"]))
-            ys, valid = encoder(xs, lengths)
+            ys, valid = encode_whole(encoder, xs, lengths)
             yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
             continue
         xs = evaluate(fixture, call["xs"])
-        cache = encoder.empty_cache(xs.shape[0]) if call["caches"] == "none" else caches[_origin(call)]
-        ys, cache = encoder.forward_chunk(xs, cache, call["last_chunk"])
+        cache = EncoderCache.empty(encoder, xs.shape[0]) if call["caches"] == "none" else caches[_origin(call)]
+        ys, cache = encode_chunk(encoder, xs, cache, call["last_chunk"])
         caches[call["tag"]] = cache
         yield from _stored(
             call["outputs"], {"xs": ys, "cnn_cache": encoder_conv(cache), "att_cache": encoder_attention(cache)}
@@ -64,7 +68,7 @@ def _stored(keys: Iterable[str], computed: dict[str, Tensor]) -> Results:
 
 def check_estimator(fixture: Fixture) -> Results:
     state = fixture.weights()
-    estimator = DiTEstimator(DiTConfig.from_shapes(shapes_of(state), prefix=""))
+    estimator = DiTEstimator(DiTConfig.from_shapes(prefixed("decoder.estimator.", state)))
     load_strict(estimator, state, "cpu", torch.float32)
     x, mu, condition, speaker, t = (fixture[f"in/{name}"] for name in ("x", "mu", "cond", "spks", "t"))
     streams: dict[str, tuple[EstimatorCache, list[int]]] = {}  # cache after a call, lengths of the blocks in it
@@ -101,7 +105,7 @@ def check_offline_flow(fixture: Fixture) -> Results:
         inputs = [fixture[f"in/{name}"][: call["batch"]] for name in names]
         mu: list[Tensor] = []
         hook = flow.encoder_proj.register_forward_hook(lambda module, args, output, mu=mu: mu.append(output))
-        mel = flow.inference(*inputs, noise=fixture[call["noise"]], steps=call["n_timesteps"])
+        mel = reference.inference(flow, *inputs, noise=fixture[call["noise"]], steps=call["n_timesteps"])
         hook.remove()
         yield from zip(call["outputs"], (mel, inputs[1] * flow.config.encoder.ratio), strict=True)
         if (key := f"mid/{call['tag']}/mu") in fixture:
@@ -157,14 +161,16 @@ def _set_up(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> DiTFlowCac
     if not torch.equal(token[:, prompt.shape[1] :], prompt[:, : flow.config.encoder.lookahead]):
         raise ValueError(f"{fixture.name}: look-ahead of the set-up is not the head of the prompt")
     embedding = fixture[call.get("spk", "in/embedding")]
-    return flow.setup_cache(prompt, feat, embedding, noise=fixture["in/rand_noise"], steps=steps_of(fixture, call))
+    return reference.prefill(
+        flow, prompt, feat, embedding, noise=fixture["in/rand_noise"], steps=steps_of(fixture, call)
+    )
 
 
 def _chunk(fixture: Fixture, flow: DiTFlow, call: dict[str, Any], cache: DiTFlowCache) -> tuple[Tensor, DiTFlowCache]:
-    token, last = evaluate(fixture, call["token"]), call["last_chunk"]
-    frames = (token.shape[1] - (0 if last else flow.config.encoder.lookahead)) * flow.config.encoder.ratio
+    token, final = evaluate(fixture, call["token"]), call["last_chunk"]
+    frames = (token.shape[1] - (0 if final else flow.config.encoder.lookahead)) * flow.config.encoder.ratio
     noise = fixture["in/rand_noise"][:, :, cache.frames : cache.frames + frames]
-    return flow.inference_chunk(token, cache, last=last, noise=noise)
+    return reference.inference_chunk(flow, token, cache, final=final, noise=noise)
 
 
 def _whole_utterance(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> Tensor:
@@ -172,7 +178,9 @@ def _whole_utterance(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> T
     feat = fixture["in/prompt_feat"]
     token_len, feat_len = (torch.full(x.shape[:1], x.shape[1]) for x in (token, feat))
     noise, steps = fixture[call["noise"]], steps_of(fixture, call)
-    return flow.inference(token, token_len, feat, feat_len, fixture["in/embedding"], noise=noise, steps=steps)
+    return reference.inference(
+        flow, token, token_len, feat, feat_len, fixture["in/embedding"], noise=noise, steps=steps
+    )
 
 
 def encoder_conv(cache: EncoderCache) -> Tensor:

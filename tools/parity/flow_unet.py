@@ -13,7 +13,9 @@ from common.flow.encoder import UpsampleConformerEncoder
 from common.flow.matching import FlowMatching, time_schedule
 from common.flow.unet import UNetEstimator
 from common.flow.unet_flow import UNetFlow
-from tools.parity.fixture import Check, Fixture
+from tools.parity.fixture import Check, Fixture, prefixed
+from tools.parity.reference import unet_flow as reference
+from tools.parity.reference.encoder import encode_whole
 from tools.parity.tracing import intermediates, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
@@ -22,28 +24,38 @@ Results = Iterator[tuple[str, Tensor]]
 def build(fixture: Fixture, file: str | None = None) -> UNetFlow:
     """The flow in a weights file of the fixture; heads, chunks and guidance are from the JSON beside it."""
     state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
-    sizes = UNetFlowConfig.from_shapes(
-        shapes_of(state),
-        head_dim=config["estimator"]["attention_head_dim"],
-        chunk_tokens=config["encoder"]["static_chunk_size"],
+    sizes = UNetFlowConfig.from_shapes(shapes_of(state))
+    sizes = replace(
+        sizes,
         guidance=config["cfm"]["cfm_params"]["inference_cfg_rate"],
+        encoder=replace(sizes.encoder, chunk_tokens=config["encoder"]["static_chunk_size"]),
+        estimator=_estimator_config(sizes.estimator, config["estimator"]),
     )
-    estimator = replace(sizes.estimator, chunk_frames=config["estimator"]["static_chunk_size"])
-    return load_strict(UNetFlow(replace(sizes, estimator=estimator)), state, "cpu", torch.float32)
+    return load_strict(UNetFlow(sizes), state, "cpu", torch.float32)
+
+
+def _estimator_config(sizes: UNetConfig, config: dict[str, Any]) -> UNetConfig:
+    """`sizes` with what no tensor shows."""
+    return replace(
+        sizes,
+        heads=config["num_heads"],
+        head_dim=config["attention_head_dim"],
+        chunk_frames=config["static_chunk_size"],
+    )
 
 
 def _estimator(fixture: Fixture, prefix: str) -> UNetEstimator:
-    config = fixture.weights_meta()["config"]["estimator"]
-    shapes = shapes_of(fixture.weights())
-    return UNetEstimator(
-        UNetConfig.from_shapes(shapes, config["attention_head_dim"], config["static_chunk_size"], prefix)
-    )
+    """prefix: what the fixture's keys lack of the checkpoint's."""
+    sizes = UNetConfig.from_shapes(prefixed(prefix, fixture.weights()))
+    return UNetEstimator(_estimator_config(sizes, fixture.weights_meta()["config"]["estimator"]))
 
 
 def check_encoder(fixture: Fixture) -> Results:
     state = fixture.weights()
     chunk_tokens = fixture.weights_meta()["config"]["encoder"]["static_chunk_size"]
-    encoder = UpsampleConformerEncoder(EncoderConfig.from_shapes(shapes_of(state), chunk_tokens, prefix=""))
+    encoder = UpsampleConformerEncoder(
+        replace(EncoderConfig.from_shapes(prefixed("encoder.", state)), chunk_tokens=chunk_tokens)
+    )
     load_strict(encoder, state, "cpu", torch.float32)
     for call in fixture.meta["calls"]:
         xs, context = fixture[call["xs"]], None
@@ -51,13 +63,13 @@ def check_encoder(fixture: Fixture) -> Results:
             frames = encoder.config.lookahead
             xs, context = xs[:, :-frames], xs[:, -frames:]
         with intermediates(encoder, fixture, call["tag"]) as found:
-            ys, valid = encoder(xs, fixture[call["xs_lens"]], context, call["streaming"])
+            ys, valid = encode_whole(encoder, xs, fixture[call["xs_lens"]], context, call["streaming"])
         yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
         yield from found.items()
 
 
 def check_estimator(fixture: Fixture) -> Results:
-    estimator = load_strict(_estimator(fixture, prefix=""), fixture.weights(), "cpu", torch.float32)
+    estimator = load_strict(_estimator(fixture, "decoder.estimator."), fixture.weights(), "cpu", torch.float32)
     for call in fixture.meta["calls"]:
         x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
         with intermediates(estimator, fixture, call["tag"]) as found:
@@ -67,7 +79,7 @@ def check_estimator(fixture: Fixture) -> Results:
 
 def check_solve(fixture: Fixture) -> Results:
     guidance = fixture.weights_meta()["config"]["cfm"]["cfm_params"]["inference_cfg_rate"]
-    decoder = FlowMatching(_estimator(fixture, prefix="estimator."), guidance)
+    decoder = FlowMatching(_estimator(fixture, "decoder."), guidance)
     load_strict(decoder, fixture.weights(), "cpu", torch.float32)
     for call in fixture.meta["calls"]:
         mu, mask, speaker, condition = (fixture[key] for key in call["inputs"])
@@ -107,10 +119,11 @@ def _flow_calls(fixture: Fixture, flow: UNetFlow) -> Results:
         yield "mid/spk", flow.project_speaker(fixture["in/embedding"])
     for call in fixture.meta["calls"]:
         token, prompt_token, prompt_feat = _tokens(fixture, call)
-        flags = {"streaming": call["streaming"], "finalize": call["finalize"]}
+        flags = {"streaming": call["streaming"], "final": call["finalize"]}
         yield (
             call["output"],
-            flow.inference(
+            reference.inference(
+                flow,
                 token,
                 prompt_token,
                 prompt_feat,
@@ -121,7 +134,7 @@ def _flow_calls(fixture: Fixture, flow: UNetFlow) -> Results:
             ),
         )
         if (key := f"mid/{call['tag']}/mu") in fixture:
-            mu = flow.encode(torch.cat([prompt_token, token], dim=1), **flags)
+            mu = reference.encode(flow, torch.cat([prompt_token, token], dim=1), **flags)
             yield key, mu.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
 
 

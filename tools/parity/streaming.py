@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
-from common.flow.cache import DiTFlowCache, KeyValues
+from common.flow.cache import KeyValues
 from common.flow.config import FlowConfig
 from common.flow.dit_flow import DiTFlow
 from common.flow.unet_flow import UNetFlow
@@ -29,6 +29,7 @@ from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
 from tools.parity import flow_dit, flow_unet, hift
 from tools.parity.fixture import Check, Fixture
+from tools.parity.reference import dit_flow, unet_flow
 from tools.parity.tracing import steps_of
 
 Outputs = Iterator[tuple[str, Tensor]]
@@ -129,7 +130,8 @@ class _UpstreamDiT:
     def __init__(self, network: DiTFlow, noise: NoiseTape, prompt: Prompt, steps: int) -> None:
         self._network = network
         self._noise = noise
-        self.cache: DiTFlowCache = network.setup_cache(
+        self.cache = dit_flow.prefill(
+            network,
             torch.from_numpy(prompt.tokens)[None],
             torch.from_numpy(prompt.mel)[None],
             torch.from_numpy(prompt.embedding)[None],
@@ -143,11 +145,13 @@ class _UpstreamDiT:
         lookahead = 0 if last else self._network.config.encoder.lookahead
         frames = (len(tokens) - lookahead) * self._network.config.encoder.ratio
         noise = self._noise.read(cached, frames).T[None]  # (T, C) -> (1, C, T)
-        mel, cache = self._network.inference_chunk(torch.from_numpy(tokens)[None], self.cache, last=last, noise=noise)
+        mel, cache = dit_flow.inference_chunk(
+            self._network, torch.from_numpy(tokens)[None], self.cache, final=last, noise=noise
+        )
         attention = cache.estimator.attention
         newest_first = KeyValues(*(_newest_first(x, cached) for x in (attention.keys, attention.values)))
         if keep is not None:
-            newest_first = newest_first.trimmed(self._prompt_frames, keep - self._prompt_frames)
+            newest_first = dit_flow.trimmed(newest_first, self._prompt_frames, keep - self._prompt_frames)
         self.cache = replace(cache, estimator=replace(cache.estimator, attention=newest_first))
         return mel[0]
 
@@ -169,14 +173,15 @@ def check_unet(fixture: Fixture) -> Outputs:
     same_rules = _served(network.config)
     for call in fixture.meta["calls"]:
         tag, tokens, offset, last = call["tag"], _tokens(fixture, call), call["token_offset"], call["finalize"]
-        mel = network.inference(
+        mel = unet_flow.inference(
+            network,
             torch.from_numpy(tokens)[None],
             torch.from_numpy(prompt.tokens)[None],
             torch.from_numpy(prompt.mel)[None],
             torch.from_numpy(prompt.embedding)[None],
             noise=fixture["in/rand_noise"],
             streaming=call["stream"],
-            finalize=last,
+            final=last,
             steps=steps,
         )[0, :, offset * network.config.encoder.ratio :]
         rendered = torch.cat([vocoder.pool.mel[theirs.slot], mel], dim=1) if theirs.begun else mel
