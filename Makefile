@@ -31,7 +31,7 @@ SETUP_GB := 6
 RUN_GB := 1
 export TEXT
 
-.PHONY: help setup setup-dev demo serve render demo-checkpoint test check bench parity clean
+.PHONY: help setup setup-dev demo serve render demo-checkpoint test check bench parity pictures clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,11 @@ bench: $(VENV)/.dev demo-checkpoint ## time the vocoder's batching on this CPU, 
 
 parity: $(VENV)/.server ## compare the networks with the recorded outputs in FOLDER (tests/assets/golden)
 	@$(IN_VENV) -m tools.parity $(FOLDER)
+
+pictures: docs/architecture.svg ## render the pictures of docs/ from their text sources (graphviz)
+
+docs/%.svg: docs/%.dot
+	@dot -Tsvg $< -o $@ || { echo 'error: graphviz is missing; run: sudo apt-get install graphviz' >&2; exit 1; }
 
 clean: ## remove .venv and what was made; checkpoints of your own in models/ stay
 	rm -rf $(VENV) build models/demo out *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -4,9 +4,11 @@ What the machine lacks is a `ServerError` of one line that ends with the command
 """
 
 import logging
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -17,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from common.constants import CALL_THREADS, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from common.constants import CALL_THREADS, GRPC_ADDRESS_VARIABLE
 from common.process import metrics
-from common.process.drain import DrainFile
-from common.process.environment import ModelEnvironment, tritonserver_environment
+from common.process.drain import DrainMark
 from common.server.installation import Installation, ServerError
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,9 @@ rm -f /dev/shm/"$2"*
 class Ports:
     """Where the server listens; 0 = a free port, chosen at start."""
 
-    http: int = HTTP_PORT
-    grpc: int = GRPC_PORT
-    metrics: int = METRICS_PORT
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
 
 
 def free_port() -> int:
@@ -99,10 +100,8 @@ class TritonServer:
         self._cache = cache
         self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
         self.log_file = log_file or self._work / "server.log"
+        self._drain = DrainMark(self._work / "draining")
         self.metrics_directory = self._work / "metrics"  # of our models, see `metrics`
-        self._environment = ModelEnvironment(
-            metrics_directory=self.metrics_directory, drain_file=self._work / "draining", grpc_address=self.grpc_url
-        )
         self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._sweeper: subprocess.Popen[bytes] | None = None
@@ -149,7 +148,10 @@ class TritonServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=tritonserver_environment(self._environment, installation.libraries),
+                env=_environment(installation.libraries)
+                | self._drain.environment()
+                | {metrics.VARIABLE: str(self.metrics_directory)}
+                | {GRPC_ADDRESS_VARIABLE: self.grpc_url},
                 start_new_session=True,
             )
         self._sweeper = subprocess.Popen(
@@ -187,7 +189,7 @@ class TritonServer:
 
     def refuse_new(self) -> None:
         """From now on the orchestrators answer new requests with UNAVAILABLE; those that live go on."""
-        DrainFile(self._environment.drain_file).create()
+        self._drain.set()
 
     def live_requests(self) -> int:
         """Requests to the orchestrators that have not ended, half a second old; ServerError when the server has."""
@@ -264,3 +266,16 @@ class TritonServer:
         lines = self.log_file.read_text(errors="replace").splitlines()
         errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() or "UNAVAILABLE: " in line]
         return "\n".join((errors or lines)[-12:]) or "its log is empty"
+
+
+def _environment(libraries: tuple[Path, ...]) -> dict[str, str]:
+    """The server's environment. The stubs run isolated: they ignore PYTHONPATH, but take the first python3 of PATH
+    for their own, and with it this interpreter's venv and its packages."""
+    environment = dict(os.environ)
+    search = [*map(str, libraries), environment.get("LD_LIBRARY_PATH", "")]
+    environment["LD_LIBRARY_PATH"] = ":".join(part for part in search if part)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
+    # The models' processes share the cores. By default a thread that waits for the others of its process spins, while
+    # those it waits for may get no core: a millisecond of work can then take a hundred.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return environment

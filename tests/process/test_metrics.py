@@ -1,4 +1,4 @@
-"""The numbers that a model counts, and the page over all models."""
+"""What a model counts, and the page that all make together."""
 
 import asyncio
 from pathlib import Path
@@ -8,8 +8,7 @@ import pytest
 from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
 from common.process import metrics
-from common.process.environment import METRICS_DIRECTORY
-from common.process.metrics import MetricsPublisher, RequestStats
+from common.process.metrics import Published, RequestStats
 
 
 @pytest.mark.parametrize(
@@ -22,12 +21,12 @@ from common.process.metrics import MetricsPublisher, RequestStats
         (RuntimeError("a bug"), "error"),
     ],
 )
-def test_a_request_is_counted_by_its_outcome(error: BaseException | None, outcome: str) -> None:
+def test_a_request_is_counted_by_how_it_ended(error: BaseException | None, outcome: str) -> None:
     stats = RequestStats()
     try:
-        with stats.request() as live:
+        with stats.request() as speaking:
             assert stats.values()[metrics.LIVE] == 1
-            live.sent(SAMPLE_RATE)
+            speaking.sent(SAMPLE_RATE)
             if error:
                 raise error
     except BaseException as raised:
@@ -39,26 +38,24 @@ def test_a_request_is_counted_by_its_outcome(error: BaseException | None, outcom
     }
 
 
-def test_histogram_buckets_are_cumulative() -> None:
+def test_first_chunks_are_counted_up_to_each_bound() -> None:
     stats = RequestStats()
     for seconds in (0.01, 0.2, 99.0):
-        with stats.request() as live:
-            live.first_chunk = seconds
+        with stats.request() as speaking:
+            speaking.first_chunk = seconds
     values = stats.values()
     buckets = {line.labels[0][1]: value for line, value in values.items() if line.suffix == "_bucket"}
     assert (buckets["0.05"], buckets["0.15"], buckets["0.2"], buckets["10.0"], buckets["+Inf"]) == (1, 1, 2, 2, 3)
-    assert values[metrics.FIRST_CHUNK.sample("_count")] == 3
-    assert values[metrics.FIRST_CHUNK.sample("_sum")] == pytest.approx(99.21)
+    assert values[metrics.FIRST_CHUNK.line("_count")] == 3
+    assert values[metrics.FIRST_CHUNK.line("_sum")] == pytest.approx(99.21)
 
 
-def test_the_page_has_each_family_once_with_a_sample_per_instance(
+def test_the_page_has_each_family_once_and_a_line_for_each_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path))
     models = [
-        MetricsPublisher(
-            lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, {"model_name": "m", "model_instance_name": name}
-        )
+        Published(lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, {"model_name": "m", "model_instance_name": name})
         for name in ("m_0", "m_1")
     ]
     for model in models:
@@ -70,5 +67,5 @@ def test_the_page_has_each_family_once_with_a_sample_per_instance(
 
 
 def test_without_a_directory_nothing_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(METRICS_DIRECTORY, raising=False)
-    MetricsPublisher(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()
+    monkeypatch.delenv(metrics.VARIABLE, raising=False)
+    Published(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()

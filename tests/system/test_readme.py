@@ -1,32 +1,90 @@
-"""What README.md and the messages promise exists: files of the tree, make targets, options of the scripts."""
+"""What the documents and messages name exists: files, links, make targets, options, models, tensors."""
 
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.support.explaining import SCRIPTS
+from tests.system.test_architecture import FLOORS, LIBRARY, MODELS, TOOLS, name_of
 
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += [
+    ROOT / "deploy" / "nginx" / "gateway.d" / "README.md",
+    ROOT / "tools" / "demo_model" / "trained" / "README.md",
+]
+LAUNCHERS = [path for path in sorted((ROOT / "scripts").iterdir()) if path.suffix in (".py", ".sh")]
 MAKEFILE = (ROOT / "Makefile").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+# A path of this repository as prose names it: with a folder and an ending.
+PATH = re.compile(
+    r"\b(?:common|deploy|docs|model_repo(?:_dit)?|scripts|tests|tools)/[\w./-]*\.(?:py|md|sh|yml|yaml|conf|dot|proto|json|jsonl|txt|wav)\b"
+)
 
 
-def test_every_file_of_the_tree_exists_and_every_module_is_in_it() -> None:
-    tree = README.split("## Tree")[1].split("```")[1]
-    named = set(re.findall(r"\b[a-z_0-9]+\.py\b", tree))
-    present = {path.name for path in (ROOT / "common").glob("*.py")} - {"__init__.py"}
-    assert named & present == present
-    assert named <= present | {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(page))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    assert [path for path in PATH.findall(text_of(page)) if not (ROOT / path).exists()] == []
+
+
+def test_every_page_that_code_names_exists() -> None:
+    sources = [*LIBRARY, *MODELS, *TOOLS, *LAUNCHERS, *ROOT.glob("*.yml"), *(ROOT / "deploy").rglob("*.y*ml")]
+    sources += [ROOT / name for name in (".env.example", "Dockerfile.server", "Makefile", "pyproject.toml")]
+    named = {(name_of(path), page) for path in sources for page in re.findall(r"\bdocs/[\w/]+\.\w+", path.read_text())}
+    assert named and {(file, page) for file, page in named if not (ROOT / page).exists()} == set()
+
+
+def test_the_table_of_rooms_has_every_room_on_its_floor() -> None:
+    rows = re.findall(r"^\| (\d) \| `(\w+)/?` \|", ARCHITECTURE, re.MULTILINE)
+    assert sorted(rows) == sorted((str(number), room) for number, floor in enumerate(FLOORS, start=1) for room in floor)
+
+
+def test_every_model_is_named_in_the_readme_and_the_architecture() -> None:
+    models = {path.parents[1].name for path in MODELS}
+    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "architecture.dot"):
+        assert {model for model in models if not re.search(rf"\b{model}\b", text_of(page))} == set(), page
+
+
+def test_the_table_of_models_has_every_tensor_of_ours() -> None:
+    """Of `tensorrt_llm`, whose tensors are those of another backend, it has a selection."""
+    section = ARCHITECTURE.split("## Models and tensors")[1].split("\n## ")[0]
+    for path in MODELS:
+        model = path.parents[1].name
+        template = (path.parents[1] / "config.pbtxt").read_text()
+        tensors = set(re.findall(r'\{ name: "(\w+)" data_type', template))
+        tensors -= {"START", "END", "CORRID"}
+        if model != "tensorrt_llm":
+            assert {tensor for tensor in tensors if f"`{tensor}`" not in section} == set(), model
+        else:
+            row = next(line for line in section.splitlines() if line.startswith("| `tensorrt_llm`"))
+            assert {name for name in re.findall(r"`(\w+)`", row) if name not in tensors | {model}} == set()
+
+
+def test_the_picture_is_that_of_its_source() -> None:
+    picture = text_of(ROOT / "docs" / "architecture.svg")
+    labels = re.findall(r"<b>([^<]+)</b>", text_of(ROOT / "docs" / "architecture.dot"))
+    assert len(labels) > 10 and [label for label in labels if f">{label}</text>" not in picture] == []
 
 
 def test_every_make_target_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
-    sources = [README, *(path.read_text() for path in (ROOT / "scripts").glob("*.py"))]
-    sources += [path.read_text() for path in (ROOT / "common").glob("*.py")]
-    named = {match for source in sources for match in re.findall(r"(?:`|run: |\n)make ([a-z-]+)", source)}
+    sources = [*PAGES, *LAUNCHERS, *LIBRARY, *TOOLS]
+    named = {match for path in sources for match in re.findall(r"(?:`|run: |\n)make ([a-z-]+)", path.read_text())}
     assert named and named <= targets
 
 
@@ -44,16 +102,12 @@ def test_every_script_explains_itself_as_a_file_and_as_a_module(script: str, exp
         assert "usage:" in said and len(said) > 200, said
 
 
-def test_options_of_the_documented_commands_are_known() -> None:
-    blocks = re.sub(r"\\\n\s*", " ", README + (ROOT / "docs" / "benchmark.md").read_text())
-    commands = re.findall(r"\.venv/bin/python (?:-m scripts\.|scripts/)(\w+)(?:\.py)?([^`\n]*)", blocks)
-    assert commands
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_options_of_the_documented_commands_are_in_their_help(page: Path, explanations: list[dict]) -> None:
+    text = re.sub(r"\\\n\s*", " ", text_of(page))
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    commands = re.findall(r"python3? (?:-m scripts\.|scripts/)(\w+)(?:\.py)?([^`\n]*)", blocks)
+    commands += re.findall(r"`\S*python3? -m scripts\.(\w+)([^`]*)`", text)
     for script, arguments in commands:
-        options = set(re.findall(r"--[a-z-]+", arguments)) - {"--help"}
-        files = [
-            ROOT / "scripts" / f"{script}.py",
-            ROOT / "common" / "client.py",
-            *(ROOT / "scripts" / "load").glob("*.py"),
-        ]
-        source = "".join(path.read_text() for path in files)
-        assert [option for option in options if f'"{option}"' not in source] == [], script
+        options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"&&.*", "", arguments))) - {"--help"}
+        assert {option for option in options if option not in explanations[1][script]} == set(), f"{script}{arguments}"
