@@ -175,9 +175,13 @@ def named(name: str) -> Stack:
     return _stacks[name]
 
 
-def of_model(model: str) -> Stack | None:
-    """The stack whose own Triton model (orchestrator or token2wav) that is."""
-    return next((stack for stack in _stacks.values() if model in stack.models), None)
+def of_model(model: str) -> Stack:
+    """The stack that a Triton model (orchestrator or token2wav) belongs to. ValueError lists those there are."""
+    for stack in _stacks.values():
+        if model in stack.models:
+            return stack
+    owned = [name for stack in _stacks.values() for name in stack.models]
+    raise ValueError(f"no stack has the model {model!r}; there are {', '.join(owned)}")
 
 
 def of_flow(tensors: Iterable[str], file: object) -> Stack:

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from common import stacks
 from common.llm.interface import Sampling
 from tools.arguments import positive_int
 from tools.offline.inference import run
@@ -52,13 +53,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--llm-model-name-or-path",
         type=Path,
-        default=demo / "cosyvoice2_llm",
+        default=demo / stacks.DEFAULT.llm.directory,
         help="HuggingFace directory of the LLM; its tokenizer is always read (default: %(default)s)",
     )
     parser.add_argument(
         "--token2wav-path",
         type=Path,
-        default=demo / "Step-Audio-2-mini/token2wav",
+        default=demo / stacks.DEFAULT.checkpoint,
         help="checkpoint of either vocoder (default: %(default)s)",
     )
     parser.add_argument("--prompt-speech-path", type=Path, help="one voice for all samples instead of their own")

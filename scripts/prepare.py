@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import stacks
 from tools.prepare import steps
 
 
@@ -22,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="step", required=True)
     demo = subparsers.add_parser("demo", help="the demo checkpoint")
     download = subparsers.add_parser("download", help="the official checkpoints")
-    download.add_argument("--stack", choices=("dit", "unet"), default="dit")
+    download.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     built = subparsers.add_parser("engine", help="what the LLM's engine reads")
     built.add_argument("--kind", choices=("tensorrt_llm", "onnxruntime_genai"), default="tensorrt_llm")
     built.add_argument("--max-batch-size", type=int, default=64, help="streams at a time (64)")

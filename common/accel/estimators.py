@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from common.accel.network import Network
-from common.accel.signatures import DIT_CHUNK, UNET, Signature, join_convolutions, split_convolutions
+from common.accel.signatures import CHUNK, WHOLE, Axes, join_convolutions, split_convolutions
 from common.flow.cache import EstimatorCache
 from common.flow.config import DiTConfig, UNetConfig
 
@@ -77,7 +77,7 @@ class DiTOnRuntime(OnRuntime):
         T, attention = x.shape[2], cache.attention
         known = attention.frames - T
         network = self._chunk if known else self._prompt
-        outputs = _run(network, DIT_CHUNK, self._inputs(x, t, mu, speaker, condition, cache))
+        outputs = _run(network, CHUNK, self._inputs(x, t, mu, speaker, condition, cache))
         after = outputs["new_att_cache"]
         keys, values = (after[..., :T, :] if self._newest_first else after[..., known:, :]).chunk(2, dim=-1)
         attention.keys[..., known:, :] = keys
@@ -120,15 +120,15 @@ def _velocity(
     network: Network, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, valid: Tensor
 ) -> Tensor:
     inputs = {"x": x, "mask": valid.to(x.dtype), "mu": mu, "t": t, "spks": speaker, "cond": condition}
-    return _run(network, UNET, inputs)["estimator_out"].to(x.dtype)
+    return _run(network, WHOLE, inputs)["estimator_out"].to(x.dtype)
 
 
-def _run(network: Network, signature: Signature, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _run(network: Network, axes: Axes, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rows that are too many for the network go through it in pieces: none of them sees another."""
     most = network.limits.most["x"][0]
     if len(inputs["x"]) <= most:
         return network.run(inputs)
-    axis = {name: next(axis for axis, dim in axes.items() if dim == "rows") for name, axes in signature.axes.items()}
+    axis = {name: next(axis for axis, dim in dims.items() if dim == "rows") for name, dims in axes.items()}
     split = {name: x.split(most, dim=axis[name]) for name, x in inputs.items()}
     pieces = [network.run(dict(zip(split, piece, strict=True))) for piece in zip(*split.values(), strict=True)]
     # The new caches have their rows where the old ones have theirs.

@@ -8,10 +8,11 @@ from torch import nn
 
 from common.accel.estimators import DiTOnRuntime, UNetOnRuntime
 from common.accel.network import Network
-from common.accel.workloads import Precision, Serving, Stack
+from common.accel.workloads import Precision, Serving
 from common.config import FlowRuntime
 from common.flow.dit_flow import DiTFlow
 from common.flow.unet_flow import UNetFlow
+from common.stacks import Stack
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntim
 
 def use_runtime(
     flow: UNetFlow | DiTFlow,
+    stack: Stack,
     runtime: FlowRuntime,
     model_dir: str | Path,
     *,
@@ -52,7 +54,6 @@ def use_runtime(
     if runtime not in ("onnxruntime", "tensorrt"):
         return
     weight = flow.encoder_proj.weight
-    stack: Stack = "unet" if isinstance(flow, UNetFlow) else "dit"
     serving = Serving(PRECISIONS[weight.dtype], max_streams)
     uses = {workload.use: workload for workload in serving.workloads(stack)}
     loaded: dict[str, Network] = {}  # by file, except for plans, which are built for one use

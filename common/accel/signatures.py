@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from common.flow.dit import DiTEstimator
 from common.flow.unet import UNetEstimator
+from common.stacks import Stack
+
+Axes = Mapping[str, Mapping[int, str]]  # of each input, the axes that vary, by name
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Signature:
     """A network's file in the checkpoint directory; of each input the axes that vary, by name; its outputs."""
 
     file: str
-    axes: Mapping[str, Mapping[int, str]]
+    axes: Axes
     outputs: tuple[str, ...]
 
     @property
@@ -31,18 +34,24 @@ class Signature:
 
 
 _FRAMES = {0: "rows", 2: "frames"}
-_WHOLE = {"x": _FRAMES, "mask": _FRAMES, "mu": _FRAMES, "t": {0: "rows"}, "spks": {0: "rows"}, "cond": _FRAMES}
 _CACHES = {"cnn_cache": {1: "rows"}, "att_cache": {1: "rows", 3: "cached"}}
-UNET = Signature("flow.decoder.estimator.fp32.onnx", _WHOLE, ("estimator_out",))
-# Upstream has no such file: its UNet sees the whole window, ours the chunks that a stream would have seen.
-UNET_STREAMING = Signature("flow.decoder.estimator.streaming.fp32.onnx", _WHOLE, ("estimator_out",))
-DIT = Signature("flow.decoder.estimator.fp32.dynamic_batch.onnx", _WHOLE, ("estimator_out",))
-DIT_CHUNK = Signature(
-    "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx",
-    {name: _WHOLE[name] for name in ("x", "mu", "t", "spks", "cond")} | _CACHES,
-    ("output", "new_cnn_cache", "new_att_cache"),
-)
-SPEAKER = Signature("campplus.onnx", {"input": {0: "batch", 1: "frames"}}, ("output",))
+WHOLE: Axes = {"x": _FRAMES, "mask": _FRAMES, "mu": _FRAMES, "t": {0: "rows"}, "spks": {0: "rows"}, "cond": _FRAMES}
+CHUNK: Axes = {name: WHOLE[name] for name in ("x", "mu", "t", "spks", "cond")} | _CACHES
+
+# Inputs and outputs by the use of a flow's estimator: over a whole utterance; over a stream's window under its masks;
+# over a prompt, and over the next chunk after it, with caches.
+_USES: dict[str, tuple[Axes, tuple[str, ...]]] = {
+    "whole": (WHOLE, ("estimator_out",)),
+    "streaming": (WHOLE, ("estimator_out",)),
+    "prompt": (CHUNK, ("output", "new_cnn_cache", "new_att_cache")),
+    "chunk": (CHUNK, ("output", "new_cnn_cache", "new_att_cache")),
+}
+SPEAKER = Signature(Stack.speaker_encoder, {"input": {0: "batch", 1: "frames"}}, ("output",))
+
+
+def signature_of(stack: Stack, use: str) -> Signature:
+    """The network that computes one use of the stack's flow."""
+    return Signature(stack.networks[use], *_USES[use])
 
 
 class WholeUtterance(nn.Module):

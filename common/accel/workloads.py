@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from common.accel.network import Limits
-from common.accel.signatures import DIT, DIT_CHUNK, SPEAKER, UNET, UNET_STREAMING, Signature
+from common.accel.signatures import SPEAKER, Signature, signature_of
 from common.config import OrchestratorConfig, Token2WavConfig
 from common.constants import (
     CONTEXT_TOKENS,
@@ -22,9 +22,9 @@ from common.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
+from common.stacks import Stack
 
 Precision = Literal["float32", "float16", "bfloat16"]
-Stack = Literal["unet", "dit"]
 
 MAX_BATCH = 16  # streams an execution: more at once gain little (docs/performance.md) and take memory
 USUAL_BATCH = 4
@@ -133,27 +133,22 @@ class Serving:
         usual_prompt = USUAL_PROMPT_SECONDS * MEL_RATE
         usual_whole = usual_prompt + USUAL_SECONDS * MEL_RATE
         hop = TOKEN_MEL_RATIO * (self.max_hop_tokens + LOOKAHEAD_TOKENS)
-        whole = {"rows": one, "frames": _span(usual_whole, prompt + TOKEN_MEL_RATIO * MAX_STREAM_TOKENS)}
-        if stack == "unet":
-            window = prompt + TOKEN_MEL_RATIO * CONTEXT_TOKENS + hop
-            streamed = {"rows": rows, "frames": _span(usual_whole, window)}
-            flows = [
-                ("whole", UNET, whole),
-                ("streaming", UNET_STREAMING, streamed),
-            ]
-        else:
-            chunk = {
+        window = prompt + TOKEN_MEL_RATIO * CONTEXT_TOKENS + hop
+        profiles: dict[str, Profile] = {
+            "whole": {"rows": one, "frames": _span(usual_whole, prompt + TOKEN_MEL_RATIO * MAX_STREAM_TOKENS)},
+            "streaming": {"rows": rows, "frames": _span(usual_whole, window)},
+            "prompt": {"rows": one, "frames": _span(usual_prompt, prompt), "cached": Span(0, 0, 0)},
+            "chunk": {
                 "rows": rows,
                 "frames": _span(TOKEN_MEL_RATIO * TOKEN_RATE, hop),
                 "cached": Span(0, usual_prompt + DIT_TAIL_FRAMES, prompt + DIT_TAIL_FRAMES),
-            }
-            first = {"rows": one, "frames": _span(usual_prompt, prompt), "cached": Span(0, 0, 0)}
-            flows = [
-                ("whole", DIT, whole),
-                ("prompt", DIT_CHUNK, first),
-                ("chunk", DIT_CHUNK, chunk),
-            ]
-        return (*(Workload(*flow, self.precision, self.options) for flow in flows), speaker())
+            },
+        }
+        flows = [
+            Workload(use, signature_of(stack, use), profiles[use], self.precision, self.options)
+            for use in stack.networks
+        ]
+        return (*flows, speaker())
 
 
 def speaker() -> Workload:

@@ -1,7 +1,6 @@
 """`flow.pt` of either stack to a network, sized by the file's own tensors and loaded strictly."""
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -27,13 +26,3 @@ def load_dit_flow(path: Path | str, device: torch.device | str = "cpu", dtype: t
     with torch.device("meta"):
         flow = DiTFlow(DiTFlowConfig.from_shapes(shapes_of(state)))
     return load_strict(flow, state, device, dtype)
-
-
-def flow_kind(path: Path | str) -> Literal["unet", "dit"]:
-    """Whose `flow.pt` it is, from the names of its tensors. ValueError names the file that is neither's."""
-    names = read_state(path, "meta")
-    if any(name.startswith("decoder.estimator.down_blocks.") for name in names):
-        return "unet"
-    if any(name.startswith("decoder.estimator.blocks.") for name in names):
-        return "dit"
-    raise ValueError(f"checkpoint {path} is neither the UNet flow of CosyVoice2 nor the DiT flow of Step-Audio2")

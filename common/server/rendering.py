@@ -64,20 +64,19 @@ def model_name(template: str) -> str:
     return match[1]
 
 
-def settings_of(model: str) -> type[ModelConfig] | None:
-    """The settings that a model reads; None for a model that is not ours."""
-    if (stack := stacks.of_model(model)) is None:
-        return _SHARED.get(model)
-    return OrchestratorConfig if model == stack.orchestrator else Token2WavConfig
+def settings_of(model: str) -> type[ModelConfig]:
+    """The settings that a model reads. ValueError lists the models there are."""
+    if model in _SHARED:
+        return _SHARED[model]
+    return OrchestratorConfig if model == stacks.of_model(model).orchestrator else Token2WavConfig
 
 
 def defaults(model: str) -> dict[str, str]:
     """The keys of a model's template that need not be given, and their values."""
-    settings, stack = settings_of(model), stacks.of_model(model)
-    fields = settings.parameters().values() if settings else ()
+    fields = settings_of(model).parameters().values()
     own = {f.name: format_setting(f.default) for f in fields if f.default is not dataclasses.MISSING}
-    of_stack = {key: value for key, value in stack.settings.items() if key in own} if stack else {}
-    return _TEMPLATE_DEFAULTS | own | of_stack
+    of_stack = {} if model in _SHARED else stacks.of_model(model).settings
+    return _TEMPLATE_DEFAULTS | own | {key: value for key, value in of_stack.items() if key in own}
 
 
 def fill(template: str, given: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from common import stacks
 from common.accel.loading import flow_runtime, use_runtime
 from common.config import FlowRuntime
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
@@ -100,7 +101,7 @@ class Token2Wav:
         _use(device)
         network = load_unet_flow(Path(model_dir) / "flow.pt", device, precision.flow)
         runtime = flow_runtime(runtime, device)
-        use_runtime(network, runtime, model_dir, device=device, max_streams=max_streams)
+        use_runtime(network, stacks.UNET, runtime, model_dir, device=device, max_streams=max_streams)
         graphs = runtime != "torch"
         flow = UNetStreaming(network, flow_noise(device), steps=steps, graphs=graphs)
         return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)
@@ -121,7 +122,7 @@ class Token2Wav:
         _use(device)
         network = load_dit_flow(Path(model_dir) / "flow.pt", device, precision.flow)
         runtime = flow_runtime(runtime, device)
-        use_runtime(network, runtime, model_dir, device=device, max_streams=max_streams)
+        use_runtime(network, stacks.DIT, runtime, model_dir, device=device, max_streams=max_streams)
         noise, voices, graphs = flow_noise(device), VoiceCache(voice_cache_bytes), runtime != "torch"
         flow = DiTStreaming(network, noise, voices, max_streams=max_streams, steps=steps, graphs=graphs)
         return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)

@@ -10,13 +10,14 @@ import onnxruntime
 import pytest
 import torch
 
+from common import stacks
 from common.accel import onnx
 from common.accel.estimators import DiTOnRuntime
 from common.accel.loading import flow_runtime
 from common.accel.network import Limits, Network
 from common.accel.onnx import OnnxNetwork
 from common.accel.plans import Machine
-from common.accel.signatures import DIT, DIT_CHUNK, SPEAKER, UNET, UNET_STREAMING
+from common.accel.signatures import CHUNK, SPEAKER, signature_of
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
 from common.flow.checkpoint import load_dit_flow
 from common.token2wav import engine as engines
@@ -27,8 +28,9 @@ from tests.support import fake_tensorrt
 from tools.export import engines as build_engines
 from tools.export import onnx as export_onnx
 
-DIRECTORIES = {"unet": "CosyVoice2-0.5B", "dit": "Step-Audio-2-mini/token2wav"}
-SIGNATURES = {"unet": (UNET, UNET_STREAMING), "dit": (DIT, DIT_CHUNK)}
+DIRECTORIES = {stack.name: stack.checkpoint for stack in stacks.BUILT_IN}
+UNET, UNET_STREAMING = (signature_of(stacks.UNET, use) for use in ("whole", "streaming"))
+SIGNATURES = {"unet": (UNET, UNET_STREAMING), "dit": tuple(signature_of(stacks.DIT, use) for use in ("whole", "chunk"))}
 STACKS = tuple(DIRECTORIES)
 FLOAT32 = Precision(torch.float32, torch.float32)
 HOPS = (15, 25, 40)
@@ -83,7 +85,7 @@ def test_files_have_upstreams_names_inputs_and_outputs(exported, stack):
         assert tuple(entry.name for entry in session.get_inputs()) == signature.inputs
         assert tuple(entry.name for entry in session.get_outputs()) == signature.outputs
         free = [size for entry in session.get_inputs() for size in entry.shape if isinstance(size, str)]
-        assert set(free) == ({"rows", "frames", "cached"} if signature is DIT_CHUNK else {"rows", "frames"})
+        assert set(free) == ({"rows", "frames", "cached"} if signature.axes is CHUNK else {"rows", "frames"})
 
 
 @pytest.mark.parametrize("stack", STACKS)

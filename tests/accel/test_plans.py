@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from common import stacks
 from common.accel import plans
 from common.accel.plans import Key, Machine, Plan, PlanError
 from common.accel.workloads import Serving, Span, Workload
@@ -21,7 +22,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def workload_of(use: str, **settings: object) -> Workload:
-    return next(workload for workload in Serving(**settings).workloads("dit") if workload.use == use)
+    return next(workload for workload in Serving(**settings).workloads(stacks.DIT) if workload.use == use)
 
 
 def write(model_dir: Path, use: str = "chunk", machine: Machine = H200, **settings: object) -> Plan:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common import stacks
 from common.accel import plans, tensorrt
 from common.accel.plans import Key, Machine, PlanError
 from common.accel.streams import HostStream
@@ -44,7 +45,7 @@ def engine(trt: fake_tensorrt.State, tmp_path: Path) -> Callable[..., bytes]:
 
 
 def workload_of(use: str, precision: str = "float32") -> Workload:
-    return next(w for w in Serving(precision).workloads("dit") if w.use == use)
+    return next(w for w in Serving(precision).workloads(stacks.DIT) if w.use == use)
 
 
 def estimator_inputs(frames: int, seed: int = 0) -> Inputs:

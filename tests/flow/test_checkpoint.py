@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import stacks
+from common.checkpoint import read_state
 from common.flow import (
     DiTConfig,
     DiTFlow,
@@ -14,7 +16,6 @@ from common.flow import (
     load_dit_flow,
     load_unet_flow,
 )
-from common.flow.checkpoint import flow_kind
 from tools.parity.reference import dit_flow, unet_flow
 
 ENCODER = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=1)
@@ -82,11 +83,11 @@ def test_the_checkpoint_of_the_other_flow_is_refused_by_name(tmp_path):
 
 
 def test_whose_flow_it_is_is_read_from_its_names(tmp_path):
-    assert flow_kind(saved(UNetFlow(UNET), tmp_path)) == "unet"
-    assert flow_kind(saved(DiTFlow(DIT), tmp_path)) == "dit"
+    assert stacks.of_flow(read_state(saved(UNetFlow(UNET), tmp_path)), "flow.pt") is stacks.UNET
+    assert stacks.of_flow(read_state(saved(DiTFlow(DIT), tmp_path)), "flow.pt") is stacks.DIT
     torch.save({"spk_embed_affine_layer.weight": torch.zeros(1)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="other.pt is neither the UNet flow of CosyVoice2 nor the DiT flow"):
-        flow_kind(tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="other.pt is the flow of no stack .dit: Step-Audio2's DiT flow; unet: Cosy"):
+        stacks.of_flow(read_state(tmp_path / "other.pt"), tmp_path / "other.pt")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

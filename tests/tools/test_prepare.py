@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from common import stacks
 from scripts import prepare
 from tests.conftest import ROOT
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
 from tools.prepare import engine, hub, steps
 
-SOURCE = hub.Source(hub.COSYVOICE2, "CosyVoice2-0.5B", ("flow.pt", "CosyVoice-BlankEN/*"))
+COSYVOICE2, STEP_AUDIO2 = stacks.UNET.repository, stacks.DIT.repository
+SOURCE = hub.Source(COSYVOICE2, "CosyVoice2-0.5B", ("flow.pt", "CosyVoice-BlankEN/*"))
 BIG = os.urandom(24 << 20)  # the hub's client writes 10 MiB at a time
 FILES = {"flow.pt": BIG, "CosyVoice-BlankEN/config.json": b"{}", "README.md": b"not asked for"}
 
@@ -33,7 +35,7 @@ def test_what_is_there_is_not_asked_for_again(remote: FakeHub, tmp_path: Path) -
     assert hub.fetch(SOURCE, tmp_path)
     assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
     assert not (tmp_path / "CosyVoice2-0.5B/README.md").exists()
-    assert hub.read_record(tmp_path)[hub.COSYVOICE2]["commit"] == COMMIT
+    assert hub.read_record(tmp_path)[COSYVOICE2]["commit"] == COMMIT
     remote.asked.clear()
     assert not hub.fetch(SOURCE, tmp_path)
     assert not hub.fetch(SOURCE, tmp_path, COMMIT)
@@ -86,8 +88,8 @@ def test_a_missing_file_and_a_hub_that_is_down_are_told_in_one_line(
 
 
 def test_a_revision_for_an_unknown_repository_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHECKPOINT_REVISIONS", f"{hub.STEP_AUDIO2}=abc")
-    assert steps.revisions() == {hub.STEP_AUDIO2: "abc"}
+    monkeypatch.setenv("CHECKPOINT_REVISIONS", f"{STEP_AUDIO2}=abc")
+    assert steps.revisions() == {STEP_AUDIO2: "abc"}
     monkeypatch.setenv("CHECKPOINT_REVISIONS", "someone/else=abc")
     with pytest.raises(ValueError, match="someone/else=abc"):
         steps.revisions()

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from common import stacks
 from common.accel.loading import use_runtime
 from common.constants import EULER_STEPS, MEL_BINS, MEL_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.flow import DiTFlow, DiTFlowConfig
@@ -88,9 +89,9 @@ def in_torch(dtype: torch.dtype) -> str:
 def on_onnx(flow: DiTFlow) -> DiTFlow:
     """The flow with its estimator in onnxruntime."""
     with tempfile.TemporaryDirectory() as scratch:
-        for export in dit_exports(flow):
+        for export in dit_exports(stacks.DIT, flow):
             write(export, Path(scratch) / export.signature.file)
-        use_runtime(flow, "onnxruntime", scratch, device="cpu", max_streams=1)
+        use_runtime(flow, stacks.DIT, "onnxruntime", scratch, device="cpu", max_streams=1)
     return flow
 
 

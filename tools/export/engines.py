@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from common import stacks
 from common.accel import plans
 from common.accel.plans import Key, Machine, Plan, PlanError
-from common.accel.signatures import DIT, DIT_CHUNK, UNET, UNET_STREAMING, Signature
 from common.accel.tensorrt import import_tensorrt
-from common.accel.workloads import Precision, Serving, Stack, Workload
+from common.accel.workloads import Precision, Serving, Workload
+from common.stacks import Stack
 from tools.export.builder import build, check
 
-FLOWS: dict[Stack, tuple[Signature, ...]] = {"dit": (DIT, DIT_CHUNK), "unet": (UNET, UNET_STREAMING)}
 FAILURES = (RuntimeError, ValueError, OSError)
 
 
@@ -44,11 +44,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def stack_of(model_dir: Path) -> Stack:
     """Which stack's ONNX files a directory holds."""
-    for stack, flows in FLOWS.items():
-        if any((model_dir / flow.file).exists() for flow in flows):
+    for stack in stacks.registered():
+        if any((model_dir / file).exists() for file in stack.networks.values()):
             return stack
+    files = [file for stack in stacks.registered() for file in list(stack.networks.values())[:1]]
     raise ValueError(
-        f"{model_dir} holds no ONNX file of a flow ({' or '.join(flows[0].file for flows in FLOWS.values())}); run: "
+        f"{model_dir} holds no ONNX file of a flow ({' or '.join(files)}); run: "
         f"python -m tools.export.onnx --model-dir {model_dir}"
     )
 
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack = stack_of(args.model_dir)
         workloads = Serving(args.precision, args.max_streams, args.max_hop_tokens).workloads(stack)
         machine = Machine.here(args.device)
-        print(f"{stack} stack in {args.model_dir}; {machine}")
+        print(f"{stack.name} stack in {args.model_dir}; {machine}")
         if args.list:
             return min(1, list_plans(args.model_dir, workloads, machine))
         import_tensorrt()

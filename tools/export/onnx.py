@@ -20,25 +20,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common import stacks
 from common.accel.onnx import OnnxNetwork
 from common.accel.signatures import (
-    DIT,
-    DIT_CHUNK,
     SPEAKER,
-    UNET,
-    UNET_STREAMING,
     NextChunk,
     Signature,
     WholeUtterance,
+    signature_of,
 )
 from common.checkpoint import read_state
 from common.constants import MEL_BINS, SPEAKER_DIM
-from common.flow.checkpoint import flow_kind, load_dit_flow, load_unet_flow
+from common.flow.checkpoint import load_dit_flow, load_unet_flow
 from common.flow.dit_flow import DiTFlow
+from common.flow.unet_flow import UNetFlow
+from common.stacks import Stack
 from common.voice.torchaudio_stub import torchaudio_or_stub
 
 TOLERANCE = 1e-4  # largest difference over the largest value, float32
@@ -71,13 +72,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def exports_of(model_dir: Path) -> Iterator[Export]:
     """What can be exported of a checkpoint directory. ValueError where there is no flow.pt."""
-    path = model_dir / "flow.pt"
-    if flow_kind(path) == "unet":
-        unet = load_unet_flow(path).decoder.estimator
-        yield Export(UNET, WholeUtterance(unet).eval(), whole_inputs, WHOLE_SIZES)
-        yield Export(UNET_STREAMING, WholeUtterance(unet, streaming=True).eval(), whole_inputs, WHOLE_SIZES)
-    else:
-        yield from dit_exports(load_dit_flow(path))
+    path = model_dir / Stack.flow
+    stack = stacks.of_flow(read_state(path, "meta"), path)
+    if stack not in FLOWS:
+        raise ValueError(f"{path}: no network of the {stack.name} stack can be exported")
+    load, exports = FLOWS[stack]
+    yield from exports(stack, load(path))
     if not (model_dir / SPEAKER.file).exists():
         for path in sorted([*model_dir.glob("campplus*.bin"), *model_dir.glob("campplus*.pt")])[:1]:
             yield Export(SPEAKER, load_campplus(path), speaker_inputs, ((1, 30), (1, 200), (4, 351)))
@@ -99,19 +99,29 @@ def whole_inputs(R: int, T: int) -> Inputs:
     }
 
 
-def dit_exports(flow: DiTFlow) -> Iterator[Export]:
+def unet_exports(stack: Stack, flow: UNetFlow) -> Iterator[Export]:
+    """CosyVoice2's: one network, exported twice."""
+    unet = flow.decoder.estimator
+    yield Export(signature_of(stack, "whole"), WholeUtterance(unet).eval(), whole_inputs, WHOLE_SIZES)
+    streaming = WholeUtterance(unet, streaming=True).eval()
+    yield Export(signature_of(stack, "streaming"), streaming, whole_inputs, WHOLE_SIZES)
+
+
+def dit_exports(stack: Stack, flow: DiTFlow) -> Iterator[Export]:
+    """Step-Audio2's: over whole utterances, and over chunks with caches."""
     dit = flow.decoder.estimator
     config = dit.config
-    yield Export(DIT, WholeUtterance(dit).eval(), whole_inputs, WHOLE_SIZES)
+    chunk = signature_of(stack, "chunk")
+    yield Export(signature_of(stack, "whole"), WholeUtterance(dit).eval(), whole_inputs, WHOLE_SIZES)
 
     def inputs(R: int, T: int, K: int) -> Inputs:
         whole = whole_inputs(R, T)
-        chosen = {name: whole[name] for name in DIT_CHUNK.inputs if name in whole}
+        chosen = {name: whole[name] for name in chunk.inputs if name in whole}
         chosen["cnn_cache"] = torch.randn(config.depth, R, 2 * config.width, 2)
         chosen["att_cache"] = torch.randn(config.depth, R, config.heads, K, 2 * config.head_dim)
         return chosen
 
-    yield Export(DIT_CHUNK, NextChunk(dit).eval(), inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)))
+    yield Export(chunk, NextChunk(dit).eval(), inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)))
 
 
 def speaker_inputs(B: int, T: int) -> Inputs:
@@ -128,6 +138,13 @@ class SpeakerNetwork(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """(B, T, 80) -> (B, 192)"""
         return self.network(input)
+
+
+# How each stack's flow is loaded and what is exported of it.
+FLOWS: dict[Stack, tuple[Callable[[Path], Any], Callable[[Stack, Any], Iterator[Export]]]] = {
+    stacks.UNET: (load_unet_flow, unet_exports),
+    stacks.DIT: (load_dit_flow, dit_exports),
+}
 
 
 def load_campplus(path: Path) -> nn.Module:

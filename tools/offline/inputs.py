@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common import stacks
 from common.config import OrchestratorConfig
 from common.constants import PROMPT_SAMPLE_RATE
 from common.text import clean_line
@@ -54,7 +55,7 @@ def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-dir",
         type=Path,
-        default=Path("models/demo/Step-Audio-2-mini/token2wav"),
+        default=Path("models/demo", stacks.DEFAULT.checkpoint),
         help="checkpoint of either vocoder (default: %(default)s)",
     )
     add_data_arguments(parser, "--huggingface-dataset-split")

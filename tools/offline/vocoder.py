@@ -4,14 +4,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from common import stacks
+from common.checkpoint import read_state
 from common.config import OrchestratorConfig, Token2WavConfig
 from common.constants import FLOW_CHUNK_TOKENS
-from common.flow.checkpoint import flow_kind
 from common.orchestrator.chunking import HopRules, HopSchedule, Strategy
+from common.stacks import Stack
 from common.token2wav.engine import Precision, Stream, Token2Wav
 from common.token2wav.streaming import Chunk
 from common.voice.prompt import Prompt
@@ -29,11 +31,11 @@ class Streamed:
 
 
 class OfflineVocoder:
-    """Either stack's vocoder, whichever the checkpoint is of. `kind`: "dit" or "unet"; `calls` of the flow so far."""
+    """The flow and vocoder of whichever stack the checkpoint is of. `calls`: of the flow, so far."""
 
-    def __init__(self, engine: Token2Wav, kind: Literal["dit", "unet"], random_weights: bool) -> None:
-        self.kind = kind
-        self.name = f"{kind} vocoder{', RANDOM weights' if random_weights else ''}"
+    def __init__(self, engine: Token2Wav, stack: Stack, random_weights: bool) -> None:
+        self.stack = stack
+        self.name = f"{stack.name} vocoder{', RANDOM weights' if random_weights else ''}"
         self.calls = 0
         self._engine = engine
 
@@ -42,16 +44,17 @@ class OfflineVocoder:
         """From a checkpoint's flow.pt and hift.pt, for so many streams at once; 0: whole utterances only, which takes
         far less memory on a GPU. Raises ValueError.
         """
-        kind = flow_kind(model_dir / "flow.pt")
+        path = model_dir / Stack.flow
+        stack = stacks.of_flow(read_state(path, "meta"), path)
         options: dict[str, Any] = {"device": device, "max_streams": max(1, streams)}
         options["runtime"] = "auto" if streams else "torch"  # which captures nothing
         options["precision"] = Precision.named("auto", "auto", device, options["runtime"])
-        if kind == "unet":
+        if stack is stacks.UNET:
             engine = Token2Wav.load_unet(model_dir, **options)
         else:
             engine = Token2Wav.load_dit(model_dir, **options, voice_cache_bytes=Token2WavConfig.voice_cache_mb << 20)
         engine.warm_up()
-        return cls(engine, kind, weights_of(model_dir) == "random")
+        return cls(engine, stack, weights_of(model_dir) == "random")
 
     def rules(self, strategy: Strategy) -> HopRules:
         """Upstream's streaming test cuts after 25 tokens; doubling ends where the server's does."""
@@ -59,7 +62,7 @@ class OfflineVocoder:
             strategy=strategy,
             first_hop=FLOW_CHUNK_TOKENS,
             max_hop=OrchestratorConfig.max_hop_tokens,
-            boundary=FLOW_CHUNK_TOKENS if self.kind == "unet" else 1,
+            boundary=self.stack.chunk_boundary,
         )
 
     def whole(self, batch: Sequence[Utterance]) -> list[np.ndarray | Exception]:
@@ -121,7 +124,7 @@ class OfflineVocoder:
     def _next_chunk(self, stream: "_Stream") -> Chunk:
         hop = stream.schedule.next_hop(len(stream.tokens), ended=True)
         assert hop is not None  # all tokens are there, and the final hop has not been taken
-        begin = 0 if self.kind == "unet" else hop.offset
+        begin = 0 if self.stack.cumulative else hop.offset
         return Chunk(stream.tokens[begin : hop.end_of_context], last=hop.final, offset=hop.offset)
 
 

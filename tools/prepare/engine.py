@@ -9,8 +9,11 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common import stacks
+
 STAMP = ".built.json"
-ENGINE = "trt_engines_bfloat16"  # upstream's name, which is also the model's name at trtllm-serve
+LLM = stacks.DEFAULT.llm
+ENGINE = LLM.engine
 MAX_TOKENS = 32768  # in one step, upstream's
 
 
@@ -32,7 +35,7 @@ def build_engine(models: Path, options: EngineOptions) -> bool:
 
     Another checkpoint, GPU, version or option builds it anew; it appears complete or not at all.
     """
-    source, destination = models / "cosyvoice2_llm", models / ENGINE
+    source, destination = models / LLM.directory, models / ENGINE
     wanted = {"options": asdict(options), "checkpoint": _fingerprint(source), "machine": _machine()}
     if _stamp(destination) == wanted:
         return False

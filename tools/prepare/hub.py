@@ -10,16 +10,15 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from common.stacks import Stack
 
 RECORD = ".downloads.json"
 HASH_BYTES = 8 << 20
 SPARE_BYTES = 1 << 30  # for what is made from the files
-
-COSYVOICE2 = "FunAudioLLM/CosyVoice2-0.5B"
-STEP_AUDIO2 = "stepfun-ai/Step-Audio-2-mini"
 
 
 class DownloadError(RuntimeError):
@@ -35,17 +34,13 @@ class Source:
     patterns: tuple[str, ...]
 
 
-def sources(stack: Literal["dit", "unet"]) -> tuple[Source, ...]:
-    """What a stack is made of: the LLM is CosyVoice2's for both."""
-    llm = ("llm.pt", "CosyVoice-BlankEN/*")
-    vocoder = ("flow.pt", "hift.pt", "campplus.onnx")
-    if stack == "unet":
-        return (Source(COSYVOICE2, "CosyVoice2-0.5B", (*llm, *vocoder, "speech_tokenizer_v2.onnx")),)
-    names = (*vocoder, "speech_tokenizer_v2_25hz.onnx")
-    return (
-        Source(COSYVOICE2, "CosyVoice2-0.5B", llm),
-        Source(STEP_AUDIO2, "Step-Audio-2-mini", tuple(f"token2wav/{name}" for name in names)),
-    )
+def sources(stack: Stack) -> tuple[Source, ...]:
+    """The repositories that a stack's files come from: one if its LLM is in the same one as the rest."""
+    llm = Source(stack.llm.repository, stack.llm.download, (stack.llm.weights, f"{stack.llm.base}/*"))
+    files = tuple(str(PurePosixPath(stack.repository_folder, name)) for name in stack.files)
+    if (stack.repository, stack.download) == (llm.repository, llm.directory):
+        return (replace(llm, patterns=(*llm.patterns, *files)),)
+    return llm, Source(stack.repository, stack.download, files)
 
 
 @dataclass(frozen=True)

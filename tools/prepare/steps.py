@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from common import stacks
 from tools.prepare import engine, hub
 
 LOCK = ".prepare.lock"
@@ -28,8 +29,9 @@ def only_one(models: Path) -> Iterator[None]:
 def revisions() -> dict[str, str]:
     """CHECKPOINT_REVISIONS as a dict; ValueError naming an item that is none of REPOSITORY=COMMIT."""
     pairs = os.environ.get("CHECKPOINT_REVISIONS", "").split()
+    fetched = {source.repository for stack in stacks.registered() for source in hub.sources(stack)}
     for pair in pairs:
-        if pair.partition("=")[0] not in (hub.COSYVOICE2, hub.STEP_AUDIO2) or not pair.partition("=")[2]:
+        if pair.partition("=")[0] not in fetched or not pair.partition("=")[2]:
             raise ValueError(f"CHECKPOINT_REVISIONS: {pair!r} is not REPOSITORY=COMMIT of a repository that is fetched")
     return {repository: commit for repository, _, commit in (pair.partition("=") for pair in pairs)}
 
@@ -39,23 +41,24 @@ def demo(models: Path) -> None:
     from tools.prepare.genai import convert
 
     made = make_demo_model(models)
-    convert(models / "cosyvoice2_llm", models / "cosyvoice2_llm_genai", "fp32")
+    llm = stacks.DEFAULT.llm
+    convert(models / llm.directory, models / llm.genai, "fp32")
     report(models, made, "a small trained voice, see docs/demo_voice.md")
 
 
 def download(models: Path, args: argparse.Namespace) -> None:
-    wanted = revisions()
-    for source in hub.sources(args.stack):
+    wanted, stack = revisions(), stacks.named(args.stack)
+    for source in hub.sources(stack):
         made = hub.fetch(source, models, wanted.get(source.repository))
         report(models / source.directory, made, f"commit {hub.read_record(models)[source.repository]['commit']}")
-    llm = models / "cosyvoice2_llm"
+    llm = models / stack.llm.directory
     if missing := not llm.exists():
         import torch
 
         from tools.prepare.huggingface_llm import convert
 
-        official = models / "CosyVoice2-0.5B"
-        convert(official / "llm.pt", official / "CosyVoice-BlankEN", llm, torch.bfloat16)
+        official = models / stack.llm.download
+        convert(official / stack.llm.weights, official / stack.llm.base, llm, torch.bfloat16)
     report(llm, missing, "the LLM as a HuggingFace directory")
 
 
@@ -66,8 +69,9 @@ def build(models: Path, args: argparse.Namespace) -> None:
         return
     from tools.prepare.genai import convert
 
-    destination = models / "cosyvoice2_llm_genai"
-    report(destination, convert(models / "cosyvoice2_llm", destination, "int4"), "the LLM for a CPU")
+    llm = stacks.DEFAULT.llm
+    destination = models / llm.genai
+    report(destination, convert(models / llm.directory, destination, "int4"), "the LLM for a CPU")
 
 
 def report(path: Path, made: bool, what: str) -> None:
