@@ -46,5 +46,7 @@ MAX_TRANSCRIPT_CHARS = 2_000  # of a registered voice
 # some are kept for those, or a model that waits for others could not even answer.
 CALL_THREADS = 256
 CALLS_AT_ONCE = CALL_THREADS - 16
-# Names, in the environment of the models' processes, host:port of their tritonserver's gRPC door.
-GRPC_ADDRESS_VARIABLE = "TTS_GRPC_ADDRESS"
+
+# --- default ports -------------------------------------------------------------------------------------------------
+HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002  # tritonserver's own defaults
+HEALTH_PORT = 8003

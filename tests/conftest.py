@@ -40,11 +40,11 @@ def triton_models() -> Iterator[dict[str, fake_triton.Callee]]:
 @pytest.fixture
 def triton_door(triton_models: dict[str, fake_triton.Callee], monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """gRPC before the same models, see tests/support/fake_door.py."""
-    from common.constants import GRPC_ADDRESS_VARIABLE
+    from common.process.environment import GRPC_ADDRESS
     from tests.support.fake_door import fake_door
 
     with fake_door() as door:
-        monkeypatch.setenv(GRPC_ADDRESS_VARIABLE, door.address)
+        monkeypatch.setenv(GRPC_ADDRESS, door.address)
         yield door
 
 

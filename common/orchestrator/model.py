@@ -23,8 +23,9 @@ from common.orchestrator.chunking import HopRules
 from common.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav
 from common.orchestrator.request import RequestInputs
 from common.orchestrator.synthesis import Synthesizer
-from common.process.drain import DrainMark
-from common.process.metrics import Published, RequestStats
+from common.process.drain import DrainFile
+from common.process.environment import ModelEnvironment
+from common.process.metrics import MetricsPublisher, RequestStats
 from common.stacks import Stack
 from common.text import TextFrontend
 from common.voice.book import VoiceBook
@@ -44,7 +45,7 @@ class OrchestratorModel:
         self._loop = triton_io.RequestLoop(
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
         )
-        self._published = Published(self._orchestrator.stats.values, args)
+        self._publisher = MetricsPublisher(self._orchestrator.stats.values, args)
         gc.freeze()  # loaded objects are permanent: scanning them takes 5 % of the CPU time of a busy process
 
     def execute(self, requests: list[Any]) -> None:
@@ -57,7 +58,7 @@ class OrchestratorModel:
             self._loop.run(self._orchestrator.aclose(), CLOSE_SECONDS)
         finally:
             self._loop.close()
-            self._published.close()
+            self._publisher.close()
 
 
 class Orchestrator:
@@ -97,21 +98,21 @@ class Orchestrator:
         self._default_speaker = config.default_speaker
         self._max_text_chars = config.max_text_chars
         self._decoupled = config.decoupled
-        self._drain = DrainMark.of_environment()
+        self._drain = DrainFile(ModelEnvironment.read().drain_file)
         self.stats = RequestStats()
 
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
         """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all work started for it."""
         timeline = Timeline()
         warnings: list[str] = []
-        with self.stats.request() as speaking:
+        with self.stats.request() as live:
             self._drain.check()
             speech = _inputs(request).check(self._sampling, self._max_text_chars, self._default_speaker)
 
             def send(waveform: np.ndarray) -> None:
                 stages = timeline.take()
                 responder.send(_outputs(waveform, warnings, stages if speech.timeline else []))
-                speaking.sent(waveform.size)
+                live.sent(waveform.size)
 
             if not self._decoupled:
                 send(await self._synthesizer.offline(speech, warnings.append))

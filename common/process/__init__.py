@@ -1,0 +1,8 @@
+"""What every process of a server shares, whichever model it runs.
+
+environment.py   the environment variables by which the process that starts tritonserver configures the models'
+drain.py         the file that makes them refuse new requests
+metrics.py       what they count, and the page over all of them
+
+Not in `server/`, which starts and supervises tritonserver: the models import this room, and `server/` is above them.
+"""

@@ -4,11 +4,9 @@ What the machine lacks is a `ServerError` of one line that ends with the command
 """
 
 import logging
-import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -19,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from common.constants import CALL_THREADS, GRPC_ADDRESS_VARIABLE
+from common.constants import CALL_THREADS, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from common.process import metrics
-from common.process.drain import DrainMark
+from common.process.drain import DrainFile
+from common.process.environment import ModelEnvironment, tritonserver_environment
 from common.server.installation import Installation, ServerError
 
 logger = logging.getLogger(__name__)
@@ -50,9 +49,9 @@ rm -f /dev/shm/"$2"*
 class Ports:
     """Where the server listens; 0 = a free port, chosen at start."""
 
-    http: int = 8000
-    grpc: int = 8001
-    metrics: int = 8002
+    http: int = HTTP_PORT
+    grpc: int = GRPC_PORT
+    metrics: int = METRICS_PORT
 
 
 def free_port() -> int:
@@ -100,8 +99,10 @@ class TritonServer:
         self._cache = cache
         self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
         self.log_file = log_file or self._work / "server.log"
-        self._drain = DrainMark(self._work / "draining")
         self.metrics_directory = self._work / "metrics"  # of our models, see `metrics`
+        self._environment = ModelEnvironment(
+            metrics_directory=self.metrics_directory, drain_file=self._work / "draining", grpc_address=self.grpc_url
+        )
         self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._sweeper: subprocess.Popen[bytes] | None = None
@@ -148,10 +149,7 @@ class TritonServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(installation.libraries)
-                | self._drain.environment()
-                | {metrics.VARIABLE: str(self.metrics_directory)}
-                | {GRPC_ADDRESS_VARIABLE: self.grpc_url},
+                env=tritonserver_environment(self._environment, installation.libraries),
                 start_new_session=True,
             )
         self._sweeper = subprocess.Popen(
@@ -189,7 +187,7 @@ class TritonServer:
 
     def refuse_new(self) -> None:
         """From now on the orchestrators answer new requests with UNAVAILABLE; those that live go on."""
-        self._drain.set()
+        DrainFile(self._environment.drain_file).create()
 
     def live_requests(self) -> int:
         """Requests to the orchestrators that have not ended, half a second old; ServerError when the server has."""
@@ -266,16 +264,3 @@ class TritonServer:
         lines = self.log_file.read_text(errors="replace").splitlines()
         errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() or "UNAVAILABLE: " in line]
         return "\n".join((errors or lines)[-12:]) or "its log is empty"
-
-
-def _environment(libraries: tuple[Path, ...]) -> dict[str, str]:
-    """The server's environment. The stubs run isolated: they ignore PYTHONPATH, but take the first python3 of PATH
-    for their own, and with it this interpreter's venv and its packages."""
-    environment = dict(os.environ)
-    search = [*map(str, libraries), environment.get("LD_LIBRARY_PATH", "")]
-    environment["LD_LIBRARY_PATH"] = ":".join(part for part in search if part)
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
-    # The models' processes share the cores. By default a thread that waits for the others of its process spins, while
-    # those it waits for may get no core: a millisecond of work can then take a hundred.
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return environment

@@ -6,7 +6,6 @@ mutex while it waits for Python's lock: under load both stop sooner or later, an
 cancelled, and an error after the first response is lost. Over gRPC all of that works.
 """
 
-import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +15,9 @@ import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.utils import np_to_triton_dtype
 
-from common.constants import GRPC_ADDRESS_VARIABLE
 from common.errors import UnavailableError
+from common.process.environment import ModelEnvironment
 from common.triton_io.errors import exception_of
-
-DEFAULT_ADDRESS = "127.0.0.1:8001"
 
 
 class Streams:
@@ -30,7 +27,7 @@ class Streams:
         """`outputs`: of each response, those that are wanted."""
         self._model = model
         self._outputs = [InferRequestedOutput(name) for name in outputs]
-        self._address = os.environ.get(GRPC_ADDRESS_VARIABLE, DEFAULT_ADDRESS)
+        self._address = ModelEnvironment.read().grpc_address
         self._connection: triton.InferenceServerClient | None = None  # made in the loop that uses it
 
     async def ask(

@@ -1,4 +1,4 @@
-"""What a model counts, and the page that all make together."""
+"""The numbers that a model counts, and the page over all models."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
 from common.process import metrics
-from common.process.metrics import Published, RequestStats
+from common.process.environment import METRICS_DIRECTORY
+from common.process.metrics import MetricsPublisher, RequestStats
 
 
 @pytest.mark.parametrize(
@@ -21,12 +22,12 @@ from common.process.metrics import Published, RequestStats
         (RuntimeError("a bug"), "error"),
     ],
 )
-def test_a_request_is_counted_by_how_it_ended(error: BaseException | None, outcome: str) -> None:
+def test_a_request_is_counted_by_its_outcome(error: BaseException | None, outcome: str) -> None:
     stats = RequestStats()
     try:
-        with stats.request() as speaking:
+        with stats.request() as live:
             assert stats.values()[metrics.LIVE] == 1
-            speaking.sent(SAMPLE_RATE)
+            live.sent(SAMPLE_RATE)
             if error:
                 raise error
     except BaseException as raised:
@@ -38,24 +39,26 @@ def test_a_request_is_counted_by_how_it_ended(error: BaseException | None, outco
     }
 
 
-def test_first_chunks_are_counted_up_to_each_bound() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     stats = RequestStats()
     for seconds in (0.01, 0.2, 99.0):
-        with stats.request() as speaking:
-            speaking.first_chunk = seconds
+        with stats.request() as live:
+            live.first_chunk = seconds
     values = stats.values()
     buckets = {line.labels[0][1]: value for line, value in values.items() if line.suffix == "_bucket"}
     assert (buckets["0.05"], buckets["0.15"], buckets["0.2"], buckets["10.0"], buckets["+Inf"]) == (1, 1, 2, 2, 3)
-    assert values[metrics.FIRST_CHUNK.line("_count")] == 3
-    assert values[metrics.FIRST_CHUNK.line("_sum")] == pytest.approx(99.21)
+    assert values[metrics.FIRST_CHUNK.sample("_count")] == 3
+    assert values[metrics.FIRST_CHUNK.sample("_sum")] == pytest.approx(99.21)
 
 
-def test_the_page_has_each_family_once_and_a_line_for_each_instance(
+def test_the_page_has_each_family_once_with_a_sample_per_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
     models = [
-        Published(lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, {"model_name": "m", "model_instance_name": name})
+        MetricsPublisher(
+            lambda: {metrics.QUEUED: 3, metrics.CHUNKS: 7}, {"model_name": "m", "model_instance_name": name}
+        )
         for name in ("m_0", "m_1")
     ]
     for model in models:
@@ -67,5 +70,5 @@ def test_the_page_has_each_family_once_and_a_line_for_each_instance(
 
 
 def test_without_a_directory_nothing_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(metrics.VARIABLE, raising=False)
-    Published(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()
+    monkeypatch.delenv(METRICS_DIRECTORY, raising=False)
+    MetricsPublisher(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()

@@ -47,7 +47,7 @@ async def speak_while_it_stops(server: Served, streams: int) -> tuple[list[Outco
 def test_sigterm_refuses_new_streams_and_lets_live_ones_end(server: Served) -> None:
     assert server.readiness() == (200, "ready")
     outcomes, late = asyncio.run(speak_while_it_stops(server, 3))
-    assert late.error is not None and "is being stopped" in late.error and late.samples == 0
+    assert late.error is not None and "is shutting down" in late.error and late.samples == 0
     assert [outcome.error for outcome in outcomes] == [None] * 3
     assert server.process.wait(20) == 0
     assert "no request lives" in (server.process.stderr.read() if server.process.stderr else "")

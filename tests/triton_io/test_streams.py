@@ -11,8 +11,9 @@ import pytest
 
 from common import triton_io
 from common.errors import UnavailableError
+from common.process.environment import GRPC_ADDRESS
 from common.server.tritonserver import free_port
-from common.triton_io.streams import DEFAULT_ADDRESS, GRPC_ADDRESS_VARIABLE, Streams
+from common.triton_io.streams import Streams
 from tests.support.fake_door import Door
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, wait_until
 
@@ -82,7 +83,7 @@ def test_leaving_early_cancels_the_request(triton_door: Door, triton_models):
 
 def test_a_server_that_is_not_there_is_unavailable(monkeypatch):
     address = f"127.0.0.1:{free_port()}"
-    monkeypatch.setenv(GRPC_ADDRESS_VARIABLE, address)
+    monkeypatch.setenv(GRPC_ADDRESS, address)
     with pytest.raises(UnavailableError, match=f"m at {address}"):
         read()
 
@@ -96,8 +97,3 @@ def test_a_server_that_ends_in_the_middle_is_unavailable(triton_door: Door, trit
     triton_models["m"] = callee
     with pytest.raises(UnavailableError, match="m at 127.0.0.1"):
         read()
-
-
-def test_without_a_word_in_the_environment_it_is_tritons_own_port(monkeypatch):
-    monkeypatch.delenv(GRPC_ADDRESS_VARIABLE, raising=False)
-    assert Streams("m", [])._address == DEFAULT_ADDRESS == "127.0.0.1:8001"

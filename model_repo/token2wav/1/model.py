@@ -5,7 +5,7 @@ from typing import Any
 from common import triton_io
 from common.config import Token2WavConfig
 from common.llm.speech_tokens import read_first_speech_id
-from common.process.metrics import Published
+from common.process.metrics import MetricsPublisher
 from common.token2wav.engine import Precision, Token2Wav
 from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, chunk_request
 from common.token2wav.service import Token2WavService
@@ -31,7 +31,7 @@ class TritonPythonModel:
             runtime=config.flow_runtime,
         )
         self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
-        self._published = Published(lambda: self._service.stats().values(), args)
+        self._publisher = MetricsPublisher(lambda: self._service.stats().values(), args)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -40,5 +40,5 @@ class TritonPythonModel:
                 self._service.submit(chunk_request(tensors, self._first_speech_id), answer, answer.is_cancelled)
 
     def finalize(self) -> None:
-        self._published.close()
+        self._publisher.close()
         self._service.close()

@@ -1,0 +1,57 @@
+"""The variables that the server's process sets for the models' processes."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import UnavailableError
+from common.process.drain import DrainFile
+from common.process.environment import ModelEnvironment, tritonserver_environment
+
+FULL = ModelEnvironment(metrics_directory=Path("/m"), drain_file=Path("/d"), grpc_address="10.0.0.1:9001")
+
+
+@pytest.mark.parametrize("environment", [FULL, ModelEnvironment()])
+def test_models_read_what_the_server_wrote(environment: ModelEnvironment) -> None:
+    assert ModelEnvironment.read(environment.variables()) == environment
+
+
+def test_the_names_of_the_variables_are_a_contract() -> None:
+    assert FULL.variables() == {
+        "TTS_METRICS_DIR": "/m",
+        "TTS_DRAIN_FILE": "/d",
+        "TTS_GRPC_ADDRESS": "10.0.0.1:9001",
+    }
+
+
+@pytest.mark.parametrize("variables", [{}, {"TTS_METRICS_DIR": "", "TTS_DRAIN_FILE": "", "TTS_GRPC_ADDRESS": ""}])
+def test_without_variables_models_publish_nothing_and_call_tritons_default_port(variables: dict[str, str]) -> None:
+    environment = ModelEnvironment.read(variables)
+    assert (environment.metrics_directory, environment.drain_file) == (None, None)
+    assert environment.grpc_address == "127.0.0.1:8001"
+
+
+def test_tritonserver_gets_this_interpreter_the_libraries_and_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    environment = tritonserver_environment(FULL, [Path("/lib/a"), Path("/lib/b")])
+    assert environment["LD_LIBRARY_PATH"] == "/lib/a:/lib/b:/mine"
+    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert environment["OMP_WAIT_POLICY"] == "ACTIVE"  # the caller's choice wins
+    assert environment.items() >= FULL.variables().items()
+
+
+def test_requests_are_refused_once_the_drain_file_exists(tmp_path: Path) -> None:
+    drain = DrainFile(tmp_path / "draining")
+    drain.check()
+    drain.create()
+    with pytest.raises(UnavailableError, match="shutting down"):
+        DrainFile(tmp_path / "draining").check()
+
+
+def test_a_server_without_a_drain_file_is_never_drained() -> None:
+    drain = DrainFile(None)
+    drain.create()
+    drain.check()
