@@ -12,6 +12,9 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 from common.constants import EULER_STEPS
 
+LLMTransport = Literal["triton", "openai"]
+LLMBackend = Literal["python", "tensorrtllm"]
+ChunkStrategy = Literal["exponential", "equal", "time_based"]  # see common/orchestrator/chunking.py
 LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"]  # see common/llm/engines/loading.py
 FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"]  # see common/accel/loading.py
 
@@ -208,12 +211,12 @@ class OrchestratorConfig(ModelConfig):
 
     model_dir: str
     llm_tokenizer_dir: str = ""
-    llm_transport: Literal["triton", "openai"] = "triton"
+    llm_transport: LLMTransport = "triton"
     llm_urls: tuple[str, ...] = ()
     llm_model: str = "tensorrt_llm"
-    llm_backend: Literal["python", "tensorrtllm"] = "python"
+    llm_backend: LLMBackend = "python"
     llm_dialect: Literal["auto", "vllm", "trtllm", "text", "transformers", "chat"] = "auto"
-    dynamic_chunk_strategy: Literal["exponential", "equal", "time_based"] = "exponential"
+    dynamic_chunk_strategy: ChunkStrategy = "exponential"
     first_hop_tokens: int = 15
     max_hop_tokens: int = 100
     temperature: float = 0.8

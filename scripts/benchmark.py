@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from common.client.requests import add_voice_arguments, positive_number
+from common.constants import GRPC_PORT
 from tools.arguments import natural_int, positive_int
 from tools.load.benchmark import run
 from tools.load.command import exit_code
@@ -39,7 +40,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--servers", nargs="+", default=["localhost:8001"], metavar="HOST:PORT", help="of gRPC")
+    parser.add_argument("--servers", nargs="+", default=[f"localhost:{GRPC_PORT}"], metavar="HOST:PORT", help="of gRPC")
     parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
     add_voice_arguments(parser)
     add_job_arguments(parser)

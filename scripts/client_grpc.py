@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 from common.client.requests import add_request_arguments, positive_number
+from common.constants import GRPC_PORT
 from tools.arguments import positive_int
 from tools.load.command import exit_code
 from tools.load.jobs import add_job_arguments
@@ -37,7 +38,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--server-addr", default="localhost")
-    parser.add_argument("--server-port", type=int, default=8001)
+    parser.add_argument("--server-port", type=int, default=GRPC_PORT)
     parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
     add_request_arguments(parser)
     add_job_arguments(parser)

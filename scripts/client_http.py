@@ -10,6 +10,7 @@ import sys
 
 from common.client.http_client import synthesize
 from common.client.requests import ClientError, Utterance, add_request_arguments
+from common.constants import HTTP_PORT
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--server-url", default="http://localhost:8000")
+    parser.add_argument("--server-url", default=f"http://localhost:{HTTP_PORT}")
     add_request_arguments(parser)
     return parser.parse_args(argv)
 

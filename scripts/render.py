@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import get_args
 
 from common import stacks
-from common.config import LLMEngine
-from common.server.rendering import StackOptions, render
+from common.config import LLMBackend, LLMEngine, LLMTransport
+from common.server.rendering import Device, StackOptions, render
 from tools.prepare.missing import parse_settings, remedy
 
 
@@ -31,14 +31,16 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_false",
         help="one response per request, not a stream",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="of prompt models and vocoder")
-    parser.add_argument("--llm-transport", choices=("triton", "openai"), default="triton")
+    parser.add_argument(
+        "--device", choices=get_args(Device), default=StackOptions.device, help="of prompt models and vocoder"
+    )
+    parser.add_argument("--llm-transport", choices=get_args(LLMTransport), default=StackOptions.llm_transport)
     parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")
-    parser.add_argument("--llm-model", default="tensorrt_llm", help="the LLM's name at its server")
-    parser.add_argument("--llm-backend", choices=("python", "tensorrtllm"), default="python")
-    parser.add_argument("--llm-engine", choices=get_args(LLMEngine), default="auto")
+    parser.add_argument("--llm-model", default=StackOptions.llm_model, help="the LLM's name at its server")
+    parser.add_argument("--llm-backend", choices=get_args(LLMBackend), default=StackOptions.llm_backend)
+    parser.add_argument("--llm-engine", choices=get_args(LLMEngine), default=StackOptions.llm_engine)
     parser.add_argument("--llm-engine-dir", type=Path, help="default: what the engine reads among the models")
-    parser.add_argument("--max-batch-size", type=int, default=16)
+    parser.add_argument("--max-batch-size", type=int, default=StackOptions.max_batch_size)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     return parser
 

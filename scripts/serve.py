@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from common.constants import HEALTH_PORT
 from common.server import serving
 from common.server.tritonserver import Ports, ServerError, TritonServer
 from common.speech_service.beside import speech_companion
@@ -24,10 +25,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", type=Path, help="the directory that scripts.render wrote")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to accept connections from other machines")
-    parser.add_argument("--http-port", type=int, default=8000, help="0: any free port; the same for the other ports")
-    parser.add_argument("--grpc-port", type=int, default=8001)
-    parser.add_argument("--metrics-port", type=int, default=8002)
-    parser.add_argument("--health-port", type=int, default=8003)
+    parser.add_argument("--http-port", type=int, default=Ports.http, help="0: any free port, also for the others")
+    parser.add_argument("--grpc-port", type=int, default=Ports.grpc)
+    parser.add_argument("--metrics-port", type=int, default=Ports.metrics)
+    parser.add_argument("--health-port", type=int, default=HEALTH_PORT)
     parser.add_argument("--cache-mib", type=int, default=64, help="in-memory response cache of the prompt models")
     parser.add_argument(
         "--redis",

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from common.config import OrchestratorConfig
 from common.constants import MAX_STREAM_TOKENS
 
 MAX_INT32 = 2**31 - 1  # how the LLM's tensors carry integers
@@ -37,14 +38,14 @@ class Sampling:
     Raises ValueError naming the value that is out of range.
     """
 
-    temperature: float = 0.8
-    top_p: float = 0.95
-    top_k: int = 50
-    repetition_penalty: float = 1.1
-    max_tokens: int = 750
+    temperature: float = OrchestratorConfig.temperature
+    top_p: float = OrchestratorConfig.top_p
+    top_k: int = OrchestratorConfig.top_k
+    repetition_penalty: float = OrchestratorConfig.repetition_penalty
+    max_tokens: int = OrchestratorConfig.max_tokens
     min_tokens: int = 0
-    ras_window: int = 0
-    ras_tau: float = 0.1
+    ras_window: int = OrchestratorConfig.ras_window
+    ras_tau: float = OrchestratorConfig.ras_tau
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,8 +69,8 @@ class Sampling:
 class LengthRatios:
     """Fewest and most speech tokens per token of the target text; the defaults are CosyVoice2's."""
 
-    min: float = 2.0
-    max: float = 20.0
+    min: float = OrchestratorConfig.min_token_ratio
+    max: float = OrchestratorConfig.max_token_ratio
 
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.max < math.inf or self.max == 0:
@@ -93,8 +94,8 @@ class Timeouts:
     """
 
     connect: float = 2.0
-    first_token: float = 4.5
-    token: float = 4.5
+    first_token: float = OrchestratorConfig.first_token_timeout
+    token: float = OrchestratorConfig.token_timeout
 
     def __post_init__(self) -> None:
         for name in ("connect", "first_token", "token"):

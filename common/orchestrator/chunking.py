@@ -14,11 +14,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
+from common.config import ChunkStrategy, OrchestratorConfig
 from common.constants import LOOKAHEAD_TOKENS, OVERLAP_FRAMES, TOKEN_MEL_RATIO, TOKEN_RATE
-
-Strategy = Literal["exponential", "equal", "time_based"]
 
 # token2wav withholds the audio of this many tokens from every chunk but the final one, for the next cross-fade.
 WITHHELD_TOKENS = OVERLAP_FRAMES // TOKEN_MEL_RATIO
@@ -60,14 +59,15 @@ class HopRules:
         1 for a flow that has no such boundaries.
     """
 
-    strategy: Strategy = "exponential"
-    first_hop: int = 15
-    max_hop: int = 100
+    strategy: ChunkStrategy = OrchestratorConfig.dynamic_chunk_strategy
+    first_hop: int = OrchestratorConfig.first_hop_tokens
+    max_hop: int = OrchestratorConfig.max_hop_tokens
     boundary: int = 1
 
     def __post_init__(self) -> None:
-        if self.strategy not in ("exponential", "equal", "time_based"):
-            raise ValueError(f"chunk strategy must be exponential, equal or time_based, not {self.strategy!r}")
+        if self.strategy not in get_args(ChunkStrategy):
+            names = ", ".join(get_args(ChunkStrategy))
+            raise ValueError(f"chunk strategy must be one of {names}, not {self.strategy!r}")
         if self.first_hop <= WITHHELD_TOKENS:
             raise ValueError(
                 f"the first hop of {self.first_hop} tokens gives no audio: token2wav withholds {WITHHELD_TOKENS}"

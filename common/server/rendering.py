@@ -20,7 +20,9 @@ from tritonclient.grpc import model_config_pb2
 from common import stacks
 from common.config import (
     AudioTokenizerConfig,
+    LLMBackend,
     LLMEngine,
+    LLMTransport,
     ModelConfig,
     OrchestratorConfig,
     SpeakerEmbeddingConfig,
@@ -31,6 +33,8 @@ from common.config import (
 from common.llm.engines.loading import gpu_engine_installed
 
 TEMPLATES = Path(__file__).resolve().parents[2]  # the checkout, which holds the stacks' folders of templates
+Device = Literal["auto", "cpu", "gpu"]
+
 MARKER = ".rendered.json"  # says that a directory is a rendering, and of what; Triton looks at directories only
 
 # The models that all stacks have.
@@ -123,12 +127,12 @@ class StackOptions:
     models_dir: Path
     stack: str = stacks.DEFAULT.name
     decoupled: bool = True
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    llm_transport: Literal["triton", "openai"] = "triton"
-    llm_urls: tuple[str, ...] = ()
-    llm_model: str = "tensorrt_llm"
-    llm_backend: Literal["python", "tensorrtllm"] = "python"
-    llm_engine: LLMEngine = "auto"
+    device: Device = "auto"
+    llm_transport: LLMTransport = OrchestratorConfig.llm_transport
+    llm_urls: tuple[str, ...] = OrchestratorConfig.llm_urls
+    llm_model: str = OrchestratorConfig.llm_model
+    llm_backend: LLMBackend = OrchestratorConfig.llm_backend
+    llm_engine: LLMEngine = TensorrtLLMConfig.engine
     llm_engine_dir: Path | None = None
     orchestrator_instances: int = 1
     max_batch_size: int = 16
@@ -217,7 +221,7 @@ class StackOptions:
             "max_beam_width": "1",
             "max_tokens_in_paged_kv_cache": "",
             "max_attention_window_size": "",
-            "kv_cache_free_gpu_mem_fraction": "0.5",
+            "kv_cache_free_gpu_mem_fraction": format_setting(TensorrtLLMConfig.gpu_share),
             "exclude_input_in_output": "True",
             "enable_kv_cache_reuse": "False",
             "encoder_input_features_data_type": "TYPE_FP16",

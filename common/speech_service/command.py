@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.constants import SAMPLE_RATE
 from common.speech_service.settings import Settings
 
 DRAIN_SECONDS = 30
@@ -30,22 +29,26 @@ def build_parser(description: str) -> argparse.ArgumentParser:
             default = [part.strip() for part in given.split(",") if part.strip()] if "nargs" in how else given
         parser.add_argument(f"--{name}", default=default, **how)
 
-    add("url", ["localhost:8001"], nargs="+", help="gRPC addresses of Triton; one with least to do is asked")
-    add("ref_audios_dir", "models/demo/voices", type=Path, help="the voices: the folder `voices` of the checkpoints")
+    add("url", list(Settings.urls), nargs="+", help="gRPC addresses of Triton; one with least to do is asked")
+    add("ref_audios_dir", Settings.voices_dir, type=Path, help="the voices: the folder `voices` of the checkpoints")
     add("host", "127.0.0.1", help="0.0.0.0 to be reached from elsewhere; then set --api_keys")
     add("port", 10086, type=int, help="0: any free one")
     add("runtime_port", None, type=int, help="serve the plain runtime's gRPC service too; its clients expect 50000")
-    add("model", "", help="what requests get that name none of the served ones; default: the first that is served")
-    add("default_sample_rate", SAMPLE_RATE, type=int, help="Hz of answers to requests without a sample_rate")
+    add(
+        "model",
+        Settings.model,
+        help="for requests that name no served model; default: the first one served",
+    )
+    add("default_sample_rate", Settings.sample_rate, type=int, help="Hz of answers to requests without a sample_rate")
     add("api_keys", [], nargs="+", help="whoever brings none of them is refused; better in SPEECH_API_KEYS")
     add("cors_origins", [], nargs="+", help="sites whose pages may use this service, such as https://example.org; *")
-    add("max_streams", 64, type=int, help="spoken at a time; more are answered 429")
-    add("max_sessions", 256, type=int, help="open WebSockets")
-    add("max_input_chars", 4096, type=int)
-    add("max_reference_mb", 10, type=int, help="size of an uploaded recording")
-    add("max_batch", 32, type=int, help="texts of one batch")
-    add("timeout", 300.0, type=float, help="seconds for one whole answer")
-    add("stall", 60.0, type=float, help="seconds that a client may leave its audio unread")
+    add("max_streams", Settings.max_streams, type=int, help="spoken at a time; more are answered 429")
+    add("max_sessions", Settings.max_sessions, type=int, help="open WebSockets")
+    add("max_input_chars", Settings.max_input_chars, type=int)
+    add("max_reference_mb", Settings.max_reference_mb, type=int, help="size of an uploaded recording")
+    add("max_batch", Settings.max_batch, type=int, help="texts of one batch")
+    add("timeout", Settings.timeout, type=float, help="seconds for one whole answer")
+    add("stall", Settings.stall, type=float, help="seconds that a client may leave its audio unread")
     return parser
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.constants import SAMPLE_RATE
+from common.constants import GRPC_PORT, SAMPLE_RATE
 
 RATES = (8_000, 11_025, 12_000, 22_050, 32_000, 44_100, 48_000)  # besides the models' own two
 MIB = 1 << 20
@@ -19,7 +19,7 @@ class Settings:
     whole answer. stall: seconds that a client may leave its audio unread.
     """
 
-    urls: tuple[str, ...] = ("localhost:8001",)
+    urls: tuple[str, ...] = (f"localhost:{GRPC_PORT}",)
     voices_dir: Path = Path("models/demo/voices")
     model: str = ""
     sample_rate: int = SAMPLE_RATE

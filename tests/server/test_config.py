@@ -12,6 +12,8 @@ from common.config import (
     format_setting,
     parse_setting,
 )
+from common.llm.interface import LengthRatios, Sampling, Timeouts
+from common.orchestrator.chunking import HopRules
 
 
 def triton_args(parameters: dict[str, str], *, decoupled: bool = False, kind: str = "CPU") -> dict[str, str]:
@@ -76,3 +78,23 @@ def test_booleans_survive_their_text(value):
 def test_a_word_is_no_boolean():
     with pytest.raises(ValueError, match="'flag' must be a bool, not 'maybe'"):
         parse_setting("flag", "maybe", bool)
+
+
+def test_policy_objects_have_the_defaults_of_the_settings() -> None:
+    """`config` is the only home of a default; what is built from it by hand, in tools and tests, must not differ."""
+    config = OrchestratorConfig(model_dir="/m")
+    assert Sampling() == Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        repetition_penalty=config.repetition_penalty,
+        max_tokens=config.max_tokens,
+        ras_window=config.ras_window,
+        ras_tau=config.ras_tau,
+    )
+    assert LengthRatios() == LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
+    assert Timeouts() == Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
+    rules = HopRules(
+        strategy=config.dynamic_chunk_strategy, first_hop=config.first_hop_tokens, max_hop=config.max_hop_tokens
+    )
+    assert HopRules() == rules

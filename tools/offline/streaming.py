@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from common.config import ChunkStrategy
 from common.constants import SAMPLE_RATE
-from common.orchestrator.chunking import Strategy
 from tools.load.samples import Sample
 from tools.offline.compare import Difference, compare, plot
 from tools.offline.inputs import Voices, read_samples, with_tokens
@@ -50,7 +50,7 @@ class Study:
     samples: Sequence[Sample]
     voices: Voices
     vocoder: OfflineVocoder
-    strategy: Strategy
+    strategy: ChunkStrategy
     batch_size: int
     output_dir: Path
     failures: dict[str, Failure] = field(default_factory=dict)

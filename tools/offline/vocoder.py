@@ -10,9 +10,9 @@ import numpy as np
 
 from common import stacks
 from common.checkpoint import read_state
-from common.config import OrchestratorConfig, Token2WavConfig
+from common.config import ChunkStrategy, OrchestratorConfig, Token2WavConfig
 from common.constants import FLOW_CHUNK_TOKENS
-from common.orchestrator.chunking import HopRules, HopSchedule, Strategy
+from common.orchestrator.chunking import HopRules, HopSchedule
 from common.stacks import Stack
 from common.token2wav.engine import Precision, Stream, Token2Wav
 from common.token2wav.streaming import Chunk
@@ -56,7 +56,7 @@ class OfflineVocoder:
         engine.warm_up()
         return cls(engine, stack, weights_of(model_dir) == "random")
 
-    def rules(self, strategy: Strategy) -> HopRules:
+    def rules(self, strategy: ChunkStrategy) -> HopRules:
         """Upstream's streaming test cuts after 25 tokens; doubling ends where the server's does."""
         return HopRules(
             strategy=strategy,
