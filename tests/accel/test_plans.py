@@ -18,7 +18,7 @@ DATA = b"a plan's bytes"
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    return tiny_onnx.write_stack(tmp_path, "dit")
+    return tiny_onnx.write_stack(tmp_path, stacks.DIT)
 
 
 def workload_of(use: str, **settings: object) -> Workload:

@@ -35,7 +35,7 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> fake_tensorrt.State:
 @pytest.fixture
 def engine(trt: fake_tensorrt.State, tmp_path: Path) -> Callable[..., bytes]:
     """The bytes of a plan of the dit stack, by its use."""
-    model_dir = tiny_onnx.write_stack(tmp_path, "dit")
+    model_dir = tiny_onnx.write_stack(tmp_path, stacks.DIT)
 
     def make(use: str = "whole", precision: str = "float32") -> bytes:
         workload = workload_of(use, precision)

@@ -11,13 +11,14 @@ import torch
 import tritonclient.grpc as triton
 from tritonclient.utils import np_to_triton_dtype
 
+from common import stacks
 from common.client import grpc_client
 from common.client.requests import WARNING, Speech, Utterance
 from common.constants import PROMPT_SAMPLE_RATE
 from common.voice.audio import resample
 
 ASSETS = Path(__file__).parents[1] / "assets"
-MODELS = {"dit": "cosyvoice2_dit", "unet": "cosyvoice2"}
+MODELS = {stack.name: stack.orchestrator for stack in stacks.BUILT_IN}
 STACKS = tuple(MODELS)
 TEXT = "A short sentence."
 VOICE = ASSETS / "reference_en.wav"

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from common import stacks
 from common.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
 from common.voice.audio import load_audio, save_audio
 from tests.conftest import ROOT
 
 GPU_ENGINES = {"vllm": "vllm", "trtllm": "tensorrt_llm"}  # by backend
 TOKEN_SAMPLES = TOKEN_MEL_RATIO * HOP_SAMPLES
-STACKS = {"dit": "Step-Audio-2-mini/token2wav", "unet": "CosyVoice2-0.5B"}
+STACKS = {stack.name: stack.checkpoint for stack in stacks.BUILT_IN}
 ROWS = [
     {"id": "first", "prompt_audio": "voice.wav", "prompt_text": "Your call.", "target_text": "One."},
     {"id": "second", "prompt_audio": "voice.wav", "prompt_text": "", "target_text": "Two. Then three."},

@@ -20,11 +20,12 @@ import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 
+from common import stacks
 from common.client.requests import Utterance, read_reference
 from common.server.rendering import StackOptions, render
 from tests.conftest import ROOT
 
-MODEL = "cosyvoice2_dit"
+MODEL = stacks.DIT.orchestrator
 VOICE = ROOT / "tests" / "assets" / "reference_en.wav"
 STREAM_SECONDS = 90.0
 
@@ -79,7 +80,7 @@ def get(url: str) -> tuple[int, str]:
 
 def rendered(models: Path, directory: Path, **settings: str) -> Path:
     """The dit stack over the demo checkpoint, everything in one tritonserver."""
-    render(StackOptions(models_dir=models, stack="dit", device="cpu", settings=settings), directory)
+    render(StackOptions(models_dir=models, stack=stacks.DIT.name, device="cpu", settings=settings), directory)
     return directory
 
 

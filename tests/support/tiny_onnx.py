@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from common.stacks import Stack
+
 DEPTH, HEADS, HEAD_DIM = 2, 2, 4
 Dims = Sequence[int | str]
 
@@ -17,16 +19,12 @@ CACHES: dict[str, Dims] = {"cnn_cache": (DEPTH, "R", 8, 2), "att_cache": (DEPTH,
 CHUNK = {name: dims for name, dims in ESTIMATOR.items() if name != "mask"} | CACHES
 
 
-def write_stack(directory: Path, stack: str) -> Path:
+def write_stack(directory: Path, stack: Stack) -> Path:
     """All ONNX files of a stack."""
     directory.mkdir(parents=True, exist_ok=True)
-    if stack == "dit":
-        write_estimator(directory / "flow.decoder.estimator.fp32.dynamic_batch.onnx")
-        write_chunk(directory / "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx")
-    else:
-        write_estimator(directory / "flow.decoder.estimator.fp32.onnx")
-        write_estimator(directory / "flow.decoder.estimator.streaming.fp32.onnx")
-    write_speaker(directory / "campplus.onnx")
+    for use, file in stack.networks.items():
+        (write_chunk if use in ("prompt", "chunk") else write_estimator)(directory / file)
+    write_speaker(directory / stack.speaker_encoder)
     return directory
 
 

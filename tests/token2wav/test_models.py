@@ -13,7 +13,7 @@ from common.token2wav.requests import chunk_request
 from common.voice.audio import load_audio
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
-from tools.demo_model.make import DIT_DIR, LLM_DIR, UNET_DIR
+from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
 
 PATHS = {
     "token2wav": ("model_repo/token2wav/1/model.py", UNET_DIR),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
+from common import stacks
 from common.accel import plans
 from common.accel.plans import Machine
 from tests.support import fake_tensorrt, tiny_onnx
@@ -36,7 +37,7 @@ def run(trt: fake_tensorrt.State, capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def dit(tmp_path: Path) -> Path:
-    return tiny_onnx.write_stack(tmp_path / "dit", "dit")
+    return tiny_onnx.write_stack(tmp_path / "dit", stacks.DIT)
 
 
 def built(model_dir: Path) -> set[str]:
@@ -48,7 +49,7 @@ def built(model_dir: Path) -> set[str]:
 def test_every_plan_of_a_stack_is_built_and_then_kept(
     run: Run, trt: fake_tensorrt.State, tmp_path: Path, stack: str, uses: str, precision: str
 ) -> None:
-    model_dir = tiny_onnx.write_stack(tmp_path, stack)
+    model_dir = tiny_onnx.write_stack(tmp_path, stacks.named(stack))
     code, out, err = run(model_dir, "--precision", precision)
     count = len(uses.split())
     assert (code, err) == (0, "")
@@ -140,7 +141,7 @@ def test_without_a_gpu_nothing_is_built(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_file_with_fixed_rows_serves_one_stream_and_the_message_says_so(run: Run, tmp_path: Path) -> None:
-    unet = tiny_onnx.write_stack(tmp_path, "unet")
+    unet = tiny_onnx.write_stack(tmp_path, stacks.UNET)
     for name in ("fp32", "streaming.fp32"):
         tiny_onnx.write_estimator(unet / f"flow.decoder.estimator.{name}.onnx", rows=2)
     code, out, err = run(unet)

@@ -20,10 +20,11 @@ from common.voice.audio import load_audio, validate_reference
 from common.voice.book import VoiceBook
 from common.voice.encoders import SpeakerEncoder
 from common.voice.prompt import Recording
+from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
 from tools import demo
 from tools.demo_model import checkpoint
 from tools.demo_model.checkpoint import TRAINED
-from tools.demo_model.make import DIT_DIR, LLM_DIR, MANIFEST, UNET_DIR, VOICES_DIR, main, make_demo_model, weights_of
+from tools.demo_model.make import MANIFEST, VOICES_DIR, main, make_demo_model, weights_of
 
 VOICES = ("rms", "slt")
 OFFICIAL = {

@@ -12,9 +12,10 @@ from common.hift import load_hift
 from common.llm.speech_tokens import LLMTokenizer
 from common.voice.audio import load_audio
 from common.voice.encoders import AudioTokenizer, SpeakerEncoder
+from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
 from tools.demo_model import make as script
 from tools.demo_model.llm import FIRST_UTTERED, Sizes, make_llm
-from tools.demo_model.make import DIT_DIR, LLM_DIR, UNET_DIR, main, make_demo_model
+from tools.demo_model.make import main, make_demo_model
 from tools.parity.reference import dit_flow, unet_flow
 
 ASSETS = Path(__file__).parents[1] / "assets"

@@ -9,10 +9,11 @@ from common.client.requests import Utterance
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.voice.audio import load_audio, save_audio
 from common.voice.encoders import SpeakerEncoder
+from tests.support.checkpoints import DIT_DIR
 from tests.support.speech_fixtures import stub_triton
 from tools.bench.triton_stub import TritonStub
 from tools.demo_model.checkpoint import TRAINED
-from tools.demo_model.make import DIT_DIR, VOICES_DIR
+from tools.demo_model.make import VOICES_DIR
 from tools.voice_evaluation import __main__ as evaluate_voice
 from tools.voice_evaluation import measures, report
 from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors, words

@@ -10,7 +10,7 @@ from common.llm.speech_tokens import read_first_speech_id
 from common.voice.audio import load_audio
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
-from tools.demo_model.make import LLM_DIR, UNET_DIR
+from tests.support.checkpoints import LLM_DIR, UNET_DIR
 
 INPUTS = frozenset(("reference_wav", "reference_wav_len"))
 

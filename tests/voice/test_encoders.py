@@ -13,7 +13,8 @@ import torch
 from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.voice import audio
 from common.voice.encoders import AudioTokenizer, SpeakerEncoder
-from tools.demo_model.make import DIT_DIR, SMALL, parts
+from tests.support.checkpoints import DIT_DIR
+from tools.demo_model.make import SMALL, parts
 
 ASSETS = Path(__file__).parents[1] / "assets"
 

@@ -9,7 +9,7 @@ from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM
 from common.voice.audio import load_audio
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
-from tools.demo_model.make import UNET_DIR
+from tests.support.checkpoints import UNET_DIR
 
 INPUTS = frozenset(("reference_wav", "reference_wav_len"))
 

@@ -26,12 +26,13 @@ import numpy as np
 import tritonclient.grpc.aio as triton
 from tqdm import tqdm
 
+from common import stacks
 from common.client.grpc_client import chunks
 from common.client.requests import Utterance
 from common.server.tritonserver import free_port
 from tools.arguments import positive_int
 
-MODEL = "cosyvoice2_dit"
+MODEL = stacks.DEFAULT.orchestrator
 PAUSE, FIRST = 0.5, 0.1  # between chunks, before the first: speech in real time
 AT_ONCE = 16  # requests of the memory's measurement
 

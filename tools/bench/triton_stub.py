@@ -21,6 +21,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
+from common import stacks
 from common.constants import SAMPLE_RATE
 
 REQUESTS_KEPT = 64
@@ -40,7 +41,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
     samples: int = SAMPLE_RATE // 5
     pause: float = 0.0
     first: float = 0.0
-    model: str = "cosyvoice2_dit"
+    model: str = stacks.DEFAULT.orchestrator
     decoupled: bool = True
     live: int = 0
     served: int = 0

@@ -30,13 +30,11 @@ from typing import Literal, get_args
 import torch
 from tqdm import tqdm
 
-from common import flow, hift
+from common import flow, hift, stacks
+from common.stacks import Stack
 from tools import demo_model
 from tools.demo_model import checkpoint, llm, speaker, speech_tokenizer, vocoder
 
-LLM_DIR = "cosyvoice2_llm"
-UNET_DIR = "CosyVoice2-0.5B"
-DIT_DIR = "Step-Audio-2-mini/token2wav"
 VOICES_DIR = "voices"
 MANIFEST = "demo_model.json"
 ABOUT = "random weights, not a trained model"
@@ -46,6 +44,7 @@ Made by tools/demo_model/make.py. Nothing here was trained: the weights are rand
 is noise. Layout and file formats are those of the official checkpoints, which go in their place.
 """
 
+Writer = Callable[[Path], None]
 Weights = Literal["trained", "random", "random-full"]
 # Of disk: the checkpoint and, while it replaces an older one, that one.
 NEEDED_BYTES: dict[Weights, int] = {"trained": 200 << 20, "random": 200 << 20, "random-full": 6 << 30}
@@ -76,19 +75,23 @@ OFFICIAL = Sizes(
 )
 
 
-def parts(sizes: Sizes, seed: int) -> dict[str, Callable[[Path], None]]:
+def parts(sizes: Sizes, seed: int) -> dict[str, Writer]:
     """What of random weights is written where. The two stacks share no weights, as officially."""
-    return {
-        LLM_DIR: lambda path: llm.make_llm(path, seed, sizes.lm, sizes.lm_dtype),
-        f"{UNET_DIR}/speech_tokenizer_v2.onnx": lambda path: _write_tokenizer(path, seed, sizes),
-        f"{UNET_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed),
-        f"{UNET_DIR}/flow.pt": lambda path: vocoder.write_unet_flow(path, seed, sizes.unet),
-        f"{UNET_DIR}/hift.pt": lambda path: vocoder.write_hift(path, seed, sizes.generator),
-        f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": lambda path: _write_tokenizer(path, seed + 1, sizes),
-        f"{DIT_DIR}/campplus.onnx": lambda path: _write_speaker(path, seed + 1),
-        f"{DIT_DIR}/flow.pt": lambda path: vocoder.write_dit_flow(path, seed + 1, sizes.dit),
-        f"{DIT_DIR}/hift.pt": lambda path: vocoder.write_hift(path, seed + 1, sizes.generator),
+    found = {stacks.DEFAULT.llm.directory: lambda path: llm.make_llm(path, seed, sizes.lm, sizes.lm_dtype)}
+    found |= _parts_of(stacks.UNET, seed, sizes, lambda path: vocoder.write_unet_flow(path, seed, sizes.unet))
+    found |= _parts_of(stacks.DIT, seed + 1, sizes, lambda path: vocoder.write_dit_flow(path, seed + 1, sizes.dit))
+    return found
+
+
+def _parts_of(stack: Stack, seed: int, sizes: Sizes, write_flow: Writer) -> dict[str, Writer]:
+    """The files of a stack's checkpoint."""
+    files: dict[str, Writer] = {
+        stack.speech_tokenizer: lambda path: _write_tokenizer(path, seed, sizes),
+        stack.speaker_encoder: lambda path: _write_speaker(path, seed),
+        stack.flow: write_flow,
+        stack.hift: lambda path: vocoder.write_hift(path, seed, sizes.generator),
     }
+    return {str(stack.checkpoint / name): write for name, write in files.items()}
 
 
 def _write_tokenizer(path: Path, seed: int, sizes: Sizes) -> None:

@@ -15,23 +15,21 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from common import stacks
 from common.client.requests import Utterance
 from common.constants import PROMPT_SAMPLE_RATE
 from common.server.rendering import StackOptions, render
 from common.server.tritonserver import Ports, TritonServer
 from common.voice.audio import load_audio, save_audio
 from common.voice.encoders import ReferenceEncoder, SpeakerEncoder
-from tools.demo_model.make import DIT_DIR, UNET_DIR, VOICES_DIR
+from tools.demo_model.make import VOICES_DIR
 from tools.voice_evaluation import HELD_OUT, measures, report
 from tools.voice_evaluation.takes import Series, Take, ask, copy_synthesis, from_tokens, read_teacher, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
-Stack = Literal["dit", "unet"]
-DIRECTORIES: dict[Stack, str] = {"dit": DIT_DIR, "unet": UNET_DIR}
 HUMAN = ROOT / "tests" / "assets" / "reference_en.wav"
 HUMAN_TEXT = "Your call is now first in line and will be answered by the next available representative."
 
@@ -54,15 +52,15 @@ class Evaluation:
         text = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
         return Take(text, load_audio(path, PROMPT_SAMPLE_RATE), PROMPT_SAMPLE_RATE)
 
-    def parts(self, stack: Stack) -> None:
+    def parts(self, stack: str) -> None:
         """What the vocoder alone costs, and flow and vocoder together."""
-        directory = self.models / DIRECTORIES[stack]
+        directory = self.models / stacks.named(stack).checkpoint
         encode = ReferenceEncoder(directory)
         for voice, teacher in self._teachers.items():
             self.series.append(copy_synthesis(directory, teacher, stack))
             self.series.append(from_tokens(directory, teacher, encode(self._recordings[voice].waveform), stack))
 
-    def whole(self, stack: Stack, mode: str, work: Path) -> None:
+    def whole(self, stack: str, mode: str, work: Path) -> None:
         """The server's answers."""
         options = StackOptions(models_dir=self.models, stack=stack, decoupled=mode == "streaming", device="cpu")
         repository = work / f"{stack}-{mode}"
@@ -81,7 +79,7 @@ class Evaluation:
                 self.series.append(Series("after a human's recording, streamed", stack, HUMAN.stem, takes))
                 self._prompting(stack, server.grpc_url, options.orchestrator)
 
-    def _prompting(self, stack: Stack, address: str, model: str) -> None:
+    def _prompting(self, stack: str, address: str, model: str) -> None:
         """Each sentence after a recording of the voices in turn, of another sentence where the teacher has given them:
         whose voice the answer is in."""
         names = list(self._recordings)
@@ -93,7 +91,7 @@ class Evaluation:
             wanted.append(voice)
             requests.append(Utterance(text, reference.waveform, reference.text, seeded(number)))
         takes = ask(address, model, "streaming", requests)
-        found = measures.nearest(SpeakerEncoder(self.models / DIRECTORIES[stack]), takes, voices)
+        found = measures.nearest(SpeakerEncoder(self.models / stacks.named(stack).checkpoint), takes, voices)
         near = sum(voice == other for voice, other in zip(wanted, found, strict=True))
         self.nearness[stack] = (near, len(wanted))
 
@@ -125,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="as make_demo_model.py leaves it")
     parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one a line")
     parser.add_argument("--teacher", type=Path, metavar="DIR", help="the teacher's recordings of the sentences")
-    parser.add_argument("--stacks", nargs="+", choices=tuple(DIRECTORIES), default=tuple(DIRECTORIES))
+    parser.add_argument("--stacks", nargs="+", choices=stacks.names(), default=stacks.names())
     parser.add_argument("--voices", nargs="+", default=("slt", "rms"), help="of the models' folder voices")
     parser.add_argument("--output", type=Path, default=Path("out/voice_evaluation"))
     return parser

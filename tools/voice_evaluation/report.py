@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common import stacks
 from common.constants import SAMPLE_RATE
 from common.voice import audio
 from tools.load.plot import figure, save
@@ -20,7 +21,7 @@ STREAMED, OFFLINE = "text to audio, streamed", "text to audio, offline"
 MOST_WER, MOST_WER_APART = 0.20, 0.03
 LENGTHS = (0.6, 1.6)
 NEAR_SHARE = 0.9
-MOST_RTF, MOST_FIRST_CHUNK, TIMED_STACK = 0.5, 0.4, "dit"
+MOST_RTF, MOST_FIRST_CHUNK, TIMED_STACK = 0.5, 0.4, stacks.DIT.name
 
 
 def markdown(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]], about: str) -> str:

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common import stacks
 from common.config import OrchestratorConfig
-from common.constants import FLOW_CHUNK_TOKENS, PROMPT_SAMPLE_RATE
+from common.constants import PROMPT_SAMPLE_RATE
 from common.orchestrator.chunking import HopRules
+from common.stacks import Stack
 from common.voice.audio import save_audio
 from common.voice.encoders import AudioTokenizer, ReferenceEncoder
 from common.voice.prompt import Prompt
-from tools.demo_model.make import DIT_DIR, UNET_DIR
 from tools.offline.vocoder import OfflineVocoder
 from tools.voice_evaluation import HELD_OUT
 from tools.voice_evaluation.measures import figures, recognise
@@ -32,7 +33,6 @@ from tools.voice_evaluation.takes import Series, Take, copy_synthesis
 from tools.voice_training.dataset import INT16_SCALE
 from tools.voice_training.flite import VOICES, Flite
 
-STACKS = {"dit": DIT_DIR, "unet": UNET_DIR}
 SPEAKERS = 2  # of flite's voices, the demo's come first
 PROMPT_TEXT = "this is how i sound when somebody asks me to read a sentence or two."
 
@@ -43,12 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     sentences = args.sentences.read_text(encoding="utf-8").splitlines()[: args.count]
     flite = Flite(args.flite)
     teachers = [taught(flite, voice, sentences) for voice in range(SPEAKERS)]
-    series = [*teachers, *(copy_synthesis(args.checkpoint / UNET_DIR, teacher, "") for teacher in teachers)]
-    for stack, directory in STACKS.items():
-        encode = ReferenceEncoder(args.checkpoint / directory)
+    series = [
+        *teachers,
+        *(copy_synthesis(args.checkpoint / stacks.UNET.checkpoint, teacher, "") for teacher in teachers),
+    ]
+    for stack in stacks.registered():
+        directory = args.checkpoint / stack.checkpoint
+        encode = ReferenceEncoder(directory)
         for voice, teacher in enumerate(teachers):
             prompt = encode(said(flite, PROMPT_TEXT, voice))
-            series += from_tokens(args.checkpoint / directory, teacher, prompt, stack)
+            series += from_tokens(directory, teacher, prompt, stack)
     for each in series:
         save(each, args.output / each.name)
     (args.output / "report.md").write_text(text := report(series, teachers), encoding="utf-8")
@@ -67,16 +71,16 @@ def taught(flite: Flite, voice: int, sentences: Sequence[str]) -> Series:
     return Series("teacher", "", VOICES[voice], takes)
 
 
-def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: str) -> list[Series]:
+def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: Stack) -> list[Series]:
     """The teacher's speech tokens through flow and HiFT: whole, and in chunks."""
     tokenizer, vocoder = AudioTokenizer(model_dir), OfflineVocoder.load(model_dir, "cpu", streams=1)
     rules = HopRules(
         first_hop=OrchestratorConfig.first_hop_tokens,
         max_hop=OrchestratorConfig.max_hop_tokens,
-        boundary=FLOW_CHUNK_TOKENS if stack == "unet" else 1,
+        boundary=stack.chunk_boundary,
     )
     whole, streamed = [], []
-    for take in tqdm(teacher.takes, desc=f"{stack}, {teacher.voice}", unit="sentence"):
+    for take in tqdm(teacher.takes, desc=f"{stack.name}, {teacher.voice}", unit="sentence"):
         utterance = (prompt, tokenizer([take.waveform])[0])
         (at_once,), (in_chunks,) = vocoder.whole([utterance]), vocoder.streamed([utterance], rules)
         if isinstance(at_once, Exception):
@@ -87,8 +91,8 @@ def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: str) ->
         joints = tuple(accumulate(len(waveform) for waveform in in_chunks.waveforms))[:-1]
         streamed.append(Take(take.text, np.concatenate(in_chunks.waveforms), joints=joints))
     return [
-        Series("tokens to audio", stack, teacher.voice, whole),
-        Series("tokens to audio, streamed", stack, teacher.voice, streamed),
+        Series("tokens to audio", stack.name, teacher.voice, whole),
+        Series("tokens to audio, streamed", stack.name, teacher.voice, streamed),
     ]
 
 

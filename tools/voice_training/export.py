@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common import stacks
 from common.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from common.stacks import Stack
 from tools.demo_model.checkpoint import files_of, write_sums
 from tools.voice_training import flow_dit, flow_unet, llm, speaker, tokenizer, vocoder
 from tools.voice_training.dataset import TOKEN_SAMPLES
@@ -16,22 +18,29 @@ from tools.voice_training.flite import VOICES
 
 logger = logging.getLogger(__name__)
 
-LLM_DIR, UNET_DIR, DIT_DIR = "cosyvoice2_llm", "CosyVoice2-0.5B", "Step-Audio-2-mini/token2wav"
 DEMO_VOICES = VOICES[:2]
 VOICE_SECONDS = (5.0, 6.5)
 VOICE_WORDS = 12
 
 # What is written of which trained file.
-_PARTS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
-    LLM_DIR: (llm.FILE, llm.export),
-    f"{UNET_DIR}/flow.pt": (flow_unet.FILE, flow_unet.export),
-    f"{UNET_DIR}/hift.pt": (vocoder.FILE, vocoder.export),
-    f"{UNET_DIR}/campplus.onnx": (speaker.FILE, speaker.export),
-    f"{UNET_DIR}/speech_tokenizer_v2.onnx": (tokenizer.FILE, tokenizer.export),
-    f"{DIT_DIR}/flow.pt": (flow_dit.FILE, flow_dit.export),
-    f"{DIT_DIR}/hift.pt": (vocoder.FILE, vocoder.export),
-    f"{DIT_DIR}/campplus.onnx": (speaker.FILE, speaker.export),
-    f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx": (tokenizer.FILE, tokenizer.export),
+Part = tuple[str, Callable[[Path, Path], None]]
+
+
+def _parts_of(stack: Stack, flow: Part) -> dict[str, Part]:
+    """The files of a stack's checkpoint."""
+    files: dict[str, Part] = {
+        stack.flow: flow,
+        stack.hift: (vocoder.FILE, vocoder.export),
+        stack.speaker_encoder: (speaker.FILE, speaker.export),
+        stack.speech_tokenizer: (tokenizer.FILE, tokenizer.export),
+    }
+    return {str(stack.checkpoint / name): part for name, part in files.items()}
+
+
+_PARTS: dict[str, Part] = {
+    stacks.DEFAULT.llm.directory: (llm.FILE, llm.export),
+    **_parts_of(stacks.UNET, (flow_unet.FILE, flow_unet.export)),
+    **_parts_of(stacks.DIT, (flow_dit.FILE, flow_dit.export)),
 }
 
 
