@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The unet stack, stage by stage:  bash scripts/run.sh START STOP [streaming|offline]
+# The unet stack in stages:  bash scripts/run.sh START STOP [streaming|offline]
 #
-#   -1  check the machine              3  serve; ends with the script, Ctrl-C where it is the last stage
-#    0  get the checkpoints            4  one request over HTTP (offline only: HTTP carries one answer)
-#    1  build the LLM's engine, try it 5  gRPC benchmark
+#   -1  check the machine              3  serve; stops with the script, as last stage on Ctrl-C
+#    0  download the checkpoints       4  one request over HTTP (offline only: HTTP returns one answer)
+#    1  build and try the LLM's engine 5  gRPC benchmark
 #    2  render the model repository    6  offline benchmark, without a server
 #
 #   bash scripts/run.sh 0 3                    from nothing to a server, inside the image of Dockerfile.server
-#   bash scripts/run.sh 5 5                    benchmark a server that runs already
+#   bash scripts/run.sh 5 5                    benchmark a running server
 #   LOCAL=1 bash scripts/run.sh -1 6 offline   everything on a CPU, with the demo voice
 #
 # Settings, from the environment: MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT,
-# MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA (options that choose what the benchmarks say).
+# MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA (options that choose the benchmarks' texts and voices).
 
 # shellcheck source-path=SCRIPTDIR source=stages.sh
 source "$(dirname "${BASH_SOURCE[0]}")/stages.sh"
@@ -47,7 +47,7 @@ else
     CHECKPOINTS=(download --stack unet)
     ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
     ENGINE_DIR=$MODELS/trt_engines_bfloat16
-    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON}  # the image has TensorRT-LLM in another one
+    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON}  # in the image another Python has TensorRT-LLM
     RENDER=(--device gpu --llm-backend tensorrtllm --max-batch-size "$MAX_BATCH_SIZE")
     BACKENDS=(hf trtllm)
 fi
@@ -66,11 +66,11 @@ if stage -1 "check the machine"; then
     "$PYTHON" -m scripts.check_machine
 fi
 
-if stage 0 "get the checkpoints"; then
+if stage 0 "download the checkpoints"; then
     "$PYTHON" -m scripts.prepare "${CHECKPOINTS[@]}" "$MODELS"
 fi
 
-if stage 1 "build the LLM's engine and try it"; then
+if stage 1 "build and try the LLM's engine"; then
     "$PYTHON" -m scripts.prepare engine "$MODELS" "${ENGINE[@]}"
     "$ENGINE_PYTHON" -m scripts.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" \
         --engine_dir "$ENGINE_DIR" --max_tokens 50
@@ -92,7 +92,7 @@ if stage 4 "one request over HTTP"; then
         "$PYTHON" scripts/client_http.py --server-url "http://127.0.0.1:$HTTP_PORT" --model-name cosyvoice2 \
             --target-text "Hello from an HTTP request." "${VOICE[@]}" --output-audio "$OUT/http.wav"
     else
-        echo "passed over: Triton's HTTP endpoint gives one answer per request; bash $0 2 4 offline"
+        echo "skipped: Triton's HTTP endpoint returns one answer per request; run: bash $0 2 4 offline"
     fi
 fi
 

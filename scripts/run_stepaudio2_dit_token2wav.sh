@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# The dit stack, stage by stage:  bash scripts/run_stepaudio2_dit_token2wav.sh START STOP
+# The dit stack in stages:  bash scripts/run_stepaudio2_dit_token2wav.sh START STOP
 #
 #   -1  check the machine                    4  gRPC benchmark
-#    0  get the checkpoints                  5  offline benchmark, LLM server and vocoder
-#    1  build the LLM's engine, try it       6  the vocoder alone: whole, in chunks, and both compared
-#    2  render the model repository          7  serve disaggregated: the LLM on GPU 0, vocoders on the others
+#    0  download the checkpoints             5  offline benchmark, LLM and token2wav in turn
+#    1  build and try the LLM's engine       6  token2wav alone: whole, in chunks, and both compared
+#    2  render the model repository          7  serve disaggregated: the LLM on GPU 0, token2wav on the others
 #    3  serve: an LLM server and Triton      8  benchmark that over numbers of GPUs and tasks
 #
-# Servers of stages 3 and 7 end with the script; where one of them is the last stage, with Ctrl-C.
+# Servers of stages 3 and 7 stop with the script; if one of these is the last stage, on Ctrl-C.
 #
 #   bash scripts/run_stepaudio2_dit_token2wav.sh 0 3            from nothing to a server, in the image of Dockerfile.server
-#   bash scripts/run_stepaudio2_dit_token2wav.sh 4 4            benchmark servers that run already
+#   bash scripts/run_stepaudio2_dit_token2wav.sh 4 4            benchmark running servers
 #   LOCAL=1 bash scripts/run_stepaudio2_dit_token2wav.sh -1 8   everything on a CPU, with the demo voice
 #
 # Settings, from the environment: MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT LLM_PORT,
 # MAX_BATCH_SIZE NUM_TASKS, TOKEN2WAV_GPUS INSTANCES_PER_GPU TASKS_PER_INSTANCE (stages 7 and 8; tasks: a list) and the
 # first of their ports, TOKEN2WAV_HTTP_PORT TOKEN2WAV_GRPC_PORT TOKEN2WAV_METRICS_PORT TOKEN2WAV_HEALTH_PORT;
-# DATA, OFFLINE_DATA and VOCODER_DATA (options that choose what the benchmarks say).
+# DATA, OFFLINE_DATA and VOCODER_DATA (options that choose the benchmarks' texts and voices).
 
 # shellcheck source-path=SCRIPTDIR source=stages.sh
 source "$(dirname "${BASH_SOURCE[0]}")/stages.sh"
 
 LOCAL=${LOCAL:-0}
-HTTP_PORT=${HTTP_PORT:-18000} # the LLM server has 8000
+HTTP_PORT=${HTTP_PORT:-18000} # the LLM server uses 8000
 GRPC_PORT=${GRPC_PORT:-8001}
 METRICS_PORT=${METRICS_PORT:-8002}
 HEALTH_PORT=${HEALTH_PORT:-8003}
@@ -33,7 +33,7 @@ TOKEN2WAV_HTTP_PORT=${TOKEN2WAV_HTTP_PORT:-17000}
 TOKEN2WAV_GRPC_PORT=${TOKEN2WAV_GRPC_PORT:-18000}
 TOKEN2WAV_METRICS_PORT=${TOKEN2WAV_METRICS_PORT:-16000}
 TOKEN2WAV_HEALTH_PORT=${TOKEN2WAV_HEALTH_PORT:-15000}
-# Upstream runs 2, because each of its vocoders renders one stream at a time. Ours batches them and takes 30 GiB.
+# Upstream runs 2, because each of its token2wav instances renders one stream at a time. Ours batches and takes 30 GiB.
 INSTANCES_PER_GPU=${INSTANCES_PER_GPU:-1}
 
 if ((LOCAL)); then
@@ -49,7 +49,7 @@ if ((LOCAL)); then
     ENGINE=(--kind onnxruntime_genai)
     ENGINE_DIR=$MODELS/cosyvoice2_llm_genai
     ENGINE_PYTHON=$PYTHON
-    # An LLM server that answers one request after another: the others must not give up meanwhile.
+    # This LLM server answers one request after another: the waiting ones must not time out.
     RENDER=(--device cpu --set first_token_timeout=60 --set token_timeout=60)
     LLM_MODEL=$MODELS/cosyvoice2_llm
     LLM_COMMAND=("$PYTHON" -c "from transformers.cli.transformers import main; main()" serve "$LLM_MODEL"
@@ -66,7 +66,7 @@ else
     CHECKPOINTS=(download --stack dit)
     ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
     ENGINE_DIR=$MODELS/trt_engines_bfloat16
-    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # the image has TensorRT-LLM in another one
+    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
     RENDER=(--device gpu)
     LLM_MODEL=trt_engines_bfloat16
     LLM_COMMAND=(trtllm-serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm" --host 127.0.0.1 --port "$LLM_PORT"
@@ -97,11 +97,11 @@ if stage -1 "check the machine"; then
     "$PYTHON" -m scripts.check_machine
 fi
 
-if stage 0 "get the checkpoints"; then
+if stage 0 "download the checkpoints"; then
     "$PYTHON" -m scripts.prepare "${CHECKPOINTS[@]}" "$MODELS"
 fi
 
-if stage 1 "build the LLM's engine and try it"; then
+if stage 1 "build and try the LLM's engine"; then
     "$PYTHON" -m scripts.prepare engine "$MODELS" "${ENGINE[@]}"
     "$ENGINE_PYTHON" -m scripts.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" --engine_dir "$ENGINE_DIR" \
         --max_tokens 50
@@ -124,12 +124,12 @@ if stage 4 "gRPC benchmark, $NUM_TASKS tasks"; then
         --num-tasks "$NUM_TASKS" --mode streaming "${DATA[@]}" --log-dir "$OUT/grpc_streaming_${NUM_TASKS}_tasks"
 fi
 
-if stage 5 "offline benchmark, the LLM and the vocoder in turn"; then
+if stage 5 "offline benchmark, LLM and token2wav in turn"; then
     "$PYTHON" scripts/offline_inference.py "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
         --token2wav-path "$VOCODER" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" --output-dir "$OUT/offline"
 fi
 
-if stage 6 "the vocoder alone"; then
+if stage 6 "token2wav alone"; then
     "$PYTHON" scripts/token2wav.py --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --warmup 3 --output-dir "$OUT/token2wav"
     for strategy in equal exponential; do
         "$PYTHON" scripts/streaming_inference.py --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --strategy "$strategy" \
@@ -137,7 +137,7 @@ if stage 6 "the vocoder alone"; then
     done
 fi
 
-if stage 7 "serve disaggregated: the LLM on GPU 0, $TOKEN2WAV_GPUS x $INSTANCES_PER_GPU vocoders on the others"; then
+if stage 7 "serve disaggregated: the LLM on GPU 0, $TOKEN2WAV_GPUS x $INSTANCES_PER_GPU token2wav on the others"; then
     stop_servers # of stage 3
     start_llm
     for ((i = 0; i < TOKEN2WAV_GPUS * INSTANCES_PER_GPU; i++)); do
@@ -156,6 +156,6 @@ if stage 8 "benchmark of the disaggregated servers"; then
         for ((i = 0; i < gpus * INSTANCES_PER_GPU; i++)); do servers+=("127.0.0.1:$((TOKEN2WAV_GRPC_PORT + i))"); done
         "$PYTHON" scripts/benchmark.py --servers "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus 1 \
             --model-name cosyvoice2_dit --concurrency "${TASKS_PER_INSTANCE[@]}" "${DATA[@]}" \
-            --title "disaggregated, $gpus x $INSTANCES_PER_GPU vocoders" --output "$OUT/disaggregated_${gpus}_gpus"
+            --title "disaggregated, $gpus x $INSTANCES_PER_GPU token2wav" --output "$OUT/disaggregated_${gpus}_gpus"
     done
 fi

@@ -1,4 +1,4 @@
-# Sourced by run.sh and run_stepaudio2_dit_token2wav.sh: stages by number, servers that end with the script.
+# Sourced by run.sh and run_stepaudio2_dit_token2wav.sh: numbered stages, servers that stop with the script.
 # shellcheck shell=bash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,10 +11,10 @@ declare -A SERVERS=() # process by name
 STAGE=
 STAGE_STOP=
 
-# The comment at the top of the script that was called.
+# Prints the comment at the top of the calling script.
 usage() { sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0"; }
 
-# Takes START and STOP from the script's arguments; FIRST and LAST are the stages there are.
+# Reads START and STOP from the script's arguments; FIRST and LAST are the first and last stage that exist.
 read_stages() { # FIRST LAST [START STOP ...]
     local first=$1 last=$2
     shift 2
@@ -33,13 +33,13 @@ read_stages() { # FIRST LAST [START STOP ...]
     trap 'exit 143' TERM
 }
 
-stage() { # NUMBER TITLE: whether it is to be run
+stage() { # NUMBER TITLE: succeeds if the stage is selected
     (($1 >= STAGE_START && $1 <= STAGE_STOP)) || return 1
     STAGE=$1
     echo "=== stage $1: $2"
 }
 
-# Starts a server; its words go to a log of its name.
+# Starts a server in the background; its output goes to $LOGS/NAME.log.
 start() { # NAME COMMAND...
     local name=$1
     shift
@@ -48,7 +48,7 @@ start() { # NAME COMMAND...
     SERVERS[$name]=$!
 }
 
-await() { # NAME URL: until it is ready; its last words if it never is
+await() { # NAME URL: waits until it is ready; if it fails, prints the end of its log
     "$PYTHON" -m scripts.wait_ready --process "${SERVERS[$1]}" --seconds "$READY_SECONDS" "$2" && return
     tail -n 20 "$LOGS/$1.log" >&2
     echo "$1 did not become ready; its log: $LOGS/$1.log" >&2
@@ -62,12 +62,12 @@ stop_servers() {
     SERVERS=()
 }
 
-# Where the stage that has started servers is the last one: until Ctrl-C, or until one of them ends.
+# If the stage that started servers is the last one: waits for Ctrl-C, or until one of them exits.
 hold() {
     ((STAGE == STAGE_STOP)) || return 0
     echo "serving; Ctrl-C to stop"
     wait -n "${SERVERS[@]}" || true
-    echo "a server has ended; logs in $LOGS" >&2
+    echo "a server has exited; logs: $LOGS" >&2
     return 1
 }
 

@@ -1,14 +1,15 @@
 #!/bin/sh
-# First process of the gateway: runs nginx and keeps its list of servers true.
+# First process of the gateway: runs nginx and keeps its list of servers up to date.
 #
 #   TTS_SERVERS     "host[:http[:grpc[:health]]] ...", default ports 8000 8001 8003; every address of a name is a server
 #   SPEECH_SERVERS  "host[:port] ...", default port 10086; may be empty
-#   PROBE_SECONDS   between two looks at all of them (1)
+#   PROBE_SECONDS   interval between two checks of all servers (1)
 #   NGINX_CONF, RUN_DIR   for tests
 #
-# nginx knows a server as dead only when a connection to it fails. One that is being stopped, or whose model has died,
-# still accepts them, and with least_conn it would even get most of the new streams. So each server's health page is
-# asked, and when an answer changes nginx is given the servers that are ready: its old workers finish their streams.
+# nginx recognises a dead server only by failed connections. A server that is being stopped, or whose model has died,
+# still accepts connections, and with least_conn it would even get most of the new streams. This script therefore requests
+# each server's health page, and reloads nginx with the ready servers when an answer changes; old workers finish their
+# streams.
 set -eu
 
 TTS_SERVERS=${TTS_SERVERS:?names the speech servers, such as TTS_SERVERS=tts}
@@ -19,7 +20,7 @@ RUN_DIR=${RUN_DIR:-/tmp/nginx}
 
 mkdir -p "$RUN_DIR/ready"
 
-# probe FILE URL LINE: LINE into FILE if the page at URL says 200
+# probe FILE URL LINE: writes LINE to FILE if URL returns 200
 probe() {
     if curl --silent --fail --connect-timeout 1 --max-time 5 --output /dev/null "$2"; then echo "$3" >"$1"; fi
 }
@@ -28,8 +29,8 @@ addresses() {
     getent ahostsv4 "$1" | awk '$2 == "STREAM" { print $1 }' | sort -u
 }
 
-# Everything that is ready, "tts ADDRESS HTTP GRPC" or "speech ADDRESS PORT" a line; all are asked at once. For a
-# subshell, because it waits for all its children, of which nginx must not be one.
+# Prints a line for each ready server, "tts ADDRESS HTTP GRPC" or "speech ADDRESS PORT"; all are probed in parallel. Must
+# run in a subshell, because it waits for all its children, and nginx must not be one of them.
 ready_servers() {
     rm -f "$RUN_DIR"/ready/*
     for server in $TTS_SERVERS; do
@@ -54,8 +55,8 @@ END
     cat "$RUN_DIR"/ready/* 2>/dev/null || true
 }
 
-# upstream NAME FIELD KIND: those of KIND, with the port in FIELD; one that never answers where there are none, because
-# nginx wants at least one
+# upstream NAME FIELD KIND: the servers of KIND, with the port in FIELD. If there are none, one that never answers,
+# because nginx requires at least one.
 upstream() {
     echo "upstream $1 { zone $1 256k; least_conn;"
     awk -v field="$2" -v kind="$3" '
@@ -64,7 +65,7 @@ upstream() {
     echo "}"
 }
 
-# Whether the list of servers has changed; writes upstreams.conf from it.
+# Succeeds if the list of servers has changed; writes it to upstreams.conf.
 changed() {
     servers=$(ready_servers)
     if [ -f "$RUN_DIR/upstreams.conf" ] && [ "$servers" = "$(cat "$RUN_DIR/servers")" ]; then return 1; fi
@@ -80,12 +81,12 @@ changed() {
 changed || true
 nginx -c "$NGINX_CONF" -g 'daemon off;' &
 nginx=$!
-# New connections are refused at once, live streams go on until worker_shutdown_timeout.
+# New connections are refused at once, live streams continue until worker_shutdown_timeout.
 trap 'kill -s QUIT "$nginx"; wait "$nginx"; exit 0' TERM INT
 
 while sleep "$PROBE_SECONDS"; do
     if ! kill -s 0 "$nginx" 2>/dev/null; then
-        echo "nginx has ended; its words are above" >&2
+        echo "nginx has exited; its output is above" >&2
         exit 1
     fi
     if changed; then kill -s HUP "$nginx"; fi
