@@ -1,15 +1,15 @@
-"""The only part of the library that knows Triton: inputs, outputs, calls of models, one error boundary per request.
+"""The only room that imports Triton's Python API: inputs, outputs, calls of models, one error boundary per request.
 
-tensors.py    inputs of a request read, outputs built
+tensors.py    reads the inputs of a request and builds the outputs
 errors.py     exceptions to error responses and back
 calls.py      calls of other models
-streams.py    streamed ones, over gRPC; imported where it is used, for the client that it needs
+streams.py    streamed calls, over gRPC; imported only where used, because it needs the gRPC client
 requests.py   requests answered at once, later by a thread, or by tasks of an asyncio loop
 """
 
 from common.triton_io.calls import call
 from common.triton_io.errors import error_response
-from common.triton_io.requests import Handler, LateAnswer, RequestLoop, Responder, answer_later, respond_batch
+from common.triton_io.requests import DeferredAnswer, Handler, RequestLoop, Responder, answer_later, respond_batch
 from common.triton_io.tensors import (
     parameters,
     read,
@@ -24,7 +24,7 @@ from common.triton_io.tensors import (
 
 __all__ = [
     "Handler",
-    "LateAnswer",
+    "DeferredAnswer",
     "RequestLoop",
     "Responder",
     "answer_later",

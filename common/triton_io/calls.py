@@ -1,4 +1,4 @@
-"""Calls of other models of the same Triton (BLS), from a coroutine."""
+"""Calls of other models of the same tritonserver (BLS), from a coroutine."""
 
 import asyncio
 import queue
@@ -21,11 +21,11 @@ from common.triton_io.tensors import to_tensor
 
 ResultT = TypeVar("ResultT")
 
-# Calls whose caller waits no longer. Triton 2.51 cannot cancel a call, so it keeps its thread as long as the other
-# model takes.
-_given_up: set["_Job"] = set()
-MAX_GIVEN_UP = CALLS_AT_ONCE // 2  # far above what cancelled streams leave for a moment
-_idle: list["_Worker"] = []  # threads that wait for the next call: starting one takes longer than handing it a call
+# Calls whose caller no longer waits. Triton 2.51 cannot cancel a call, so it occupies its thread until the other model
+# has answered.
+_abandoned: set["_Call"] = set()
+MAX_ABANDONED = CALLS_AT_ONCE // 2  # far above the few that cancelled streams leave for a moment
+_idle: list["_Worker"] = []  # threads waiting for the next call: reusing one is faster than starting one
 MAX_IDLE = 64
 
 
@@ -39,10 +39,11 @@ async def call(
     end: bool = False,
     timeout: float = 60.0,
 ) -> dict[str, np.ndarray]:
-    """The named outputs of one request to `model`; raises what its error says, UnavailableError after `timeout` s,
-    LostAnswerError where an output is missing.
+    """The named outputs of one request to `model`.
 
-    A call that is given up runs on in its thread, since Triton 2.51 cannot cancel one; its answer is dropped.
+    Raises the exception that the model's error stands for, UnavailableError after `timeout` seconds, LostAnswerError if
+    an output is missing. A call that is abandoned keeps running in its thread, because Triton 2.51 cannot cancel it;
+    its answer is dropped.
     """
     flags = start * pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
     flags |= end * pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
@@ -65,10 +66,10 @@ async def call(
 
 
 async def _in_thread(function: Callable[[], ResultT]) -> ResultT:
-    """Run a blocking `function` in a thread that does nothing else meanwhile.
+    """Run a blocking `function` in a thread of its own.
 
-    Not in an executor: calls that wait for the models that wait for them must never share a bounded pool, and a
-    thread that is stuck in Triton must not keep the process from ending.
+    Not in an executor: nested calls that wait for each other must not share a bounded pool, and a thread that is stuck
+    in Triton must not prevent the process from exiting.
     """
     future: Future[ResultT] = Future()
 
@@ -80,19 +81,19 @@ async def _in_thread(function: Callable[[], ResultT]) -> ResultT:
         except BaseException as error:
             future.set_exception(error)
 
-    async with _working(run):
+    async with _running(run):
         return await asyncio.wrap_future(future)
 
 
-class Places:
-    """So many may be under way at once; the others wait in their order."""
+class CallSlots:
+    """A semaphore with a FIFO queue that can be released from any thread, which asyncio.Semaphore cannot."""
 
     def __init__(self, count: int) -> None:
         self._free = count
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._lock = threading.Lock()
 
-    async def take(self) -> None:
+    async def acquire(self) -> None:
         with self._lock:
             if self._free:
                 self._free -= 1
@@ -102,11 +103,11 @@ class Places:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # its turn came at the same moment
-                self.give_back()
+            if not turn.cancelled():  # the slot was passed on at the same moment
+                self.release()
             raise
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """From any thread."""
         with self._lock:
             if not self._waiting:
@@ -115,25 +116,25 @@ class Places:
             turn = self._waiting.popleft()
         try:
             turn.get_loop().call_soon_threadsafe(self._pass_on, turn)
-        except RuntimeError:  # the loop is closed: nobody waits there any more
-            self.give_back()
+        except RuntimeError:  # the loop is closed, so its task no longer waits
+            self.release()
 
     def _pass_on(self, turn: "asyncio.Future[None]") -> None:
         if turn.done():  # it no longer waits
-            self.give_back()
+            self.release()
         else:
             turn.set_result(None)
 
 
-_places = Places(CALLS_AT_ONCE)
+_slots = CallSlots(CALLS_AT_ONCE)
 
 
-class _Job:
-    """Something to do in a thread; at its end it gives back its place."""
+class _Call:
+    """A function to run in a worker thread; releases its slot at the end."""
 
-    def __init__(self, target: Callable[[], None], places: Places) -> None:
+    def __init__(self, target: Callable[[], None], slots: CallSlots) -> None:
         self._target = target
-        self._places = places
+        self._slots = slots
         self.done = False
 
     def run(self) -> None:
@@ -141,58 +142,58 @@ class _Job:
             self._target()
         finally:
             self.done = True
-            _given_up.discard(self)
-            self._places.give_back()
+            _abandoned.discard(self)
+            self._slots.release()
 
 
 class _Worker(threading.Thread):
-    """Does one job after another; ends when more threads are idle than are kept."""
+    """Runs one call after another; ends if MAX_IDLE threads are idle already."""
 
     def __init__(self) -> None:
         super().__init__(name="call", daemon=True)
-        self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
         while True:
-            self.jobs.get().run()
+            self.calls.get().run()
             if len(_idle) >= MAX_IDLE:
                 return
             _idle.append(self)
 
 
 @asynccontextmanager
-async def _working(target: Callable[[], None]) -> AsyncIterator[None]:
-    """A thread does `target` for the time of the block; if it waits in Triton still after that, it has been given up.
+async def _running(target: Callable[[], None]) -> AsyncIterator[None]:
+    """Run `target` in a thread during the block; if it is still running after the block, the call counts as abandoned.
 
-    UnavailableError when too many of those are there.
+    UnavailableError if too many calls are abandoned.
     """
-    if len(_given_up) >= MAX_GIVEN_UP:
-        raise UnavailableError(f"{len(_given_up)} calls of other models are stuck; a model hangs or has died")
-    places = _places
-    await places.take()
-    job = _Job(target, places)
+    if len(_abandoned) >= MAX_ABANDONED:
+        raise UnavailableError(f"{len(_abandoned)} calls of other models are stuck; a model hangs or has died")
+    slots = _slots
+    await slots.acquire()
+    call = _Call(target, slots)
     try:
         worker = _idle.pop() if _idle else _Worker()
     except RuntimeError:  # no thread could be started
-        places.give_back()
+        slots.release()
         raise
-    worker.jobs.put(job)
+    worker.calls.put(call)
     try:
         yield
     finally:
-        _given_up.add(job)
-        if job.done:  # asked after it was added: it may end at any time
-            _given_up.discard(job)
+        _abandoned.add(call)
+        if call.done:  # checked after adding it, because it may end at any time
+            _abandoned.discard(call)
 
 
 def _outputs(model: str, response: Any) -> dict[str, np.ndarray]:
-    """The arrays of a response, or its error raised."""
+    """The arrays of a response. Raises the response's error if it has one."""
     if response.has_error():
         raise to_exception(model, response.error())
     return {tensor.name(): _to_array(tensor) for tensor in response.output_tensors()}
 
 
 def _to_array(tensor: Any) -> np.ndarray:
-    """On the CPU; the copy outlives the response, whose memory Triton takes back."""
+    """A copy on the CPU, because Triton reuses the response's memory."""
     return tensor.as_numpy().copy() if tensor.is_cpu() else torch.from_dlpack(tensor.to_dlpack()).cpu().numpy()

@@ -1,8 +1,8 @@
-"""Errors across the boundary of a model: an exception becomes a response, and a response of another model one again.
+"""Errors across the boundary of a model: exceptions to error responses, and error responses of other models back.
 
 ValueError        <-> INVALID_ARG      the caller's mistake
 UnavailableError  <-> UNAVAILABLE      full, timed out, or a part of the service is down
-CancelledError     -> CANCELLED        the client went away
+CancelledError     -> CANCELLED        the client disconnected
 anything else      -> INTERNAL         a bug, logged with its traceback
 """
 
@@ -17,7 +17,7 @@ from common.errors import INVALID, UNAVAILABLE, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-# Triton's own words where a model's process has died, or where the server is ending and refuses calls between models.
+# Triton's messages if a model's process has died, or if the server is shutting down and refuses calls between models.
 MODEL_DOWN = re.compile(
     r"(Model \S+ - Error when running inference: )?(Stub process '\S+' is not healthy|Server not ready)"
 )
@@ -25,7 +25,7 @@ MAX_MESSAGE_CHARS = 500  # gRPC carries errors in escaped headers, of which a cl
 
 
 def error_response(error: BaseException, model: str) -> Any:
-    """The response that tells a client of `error`; what is not its own fault is logged here."""
+    """The error response for `error`. Logs errors that are not the caller's mistake."""
     code, message = pb_utils.TritonError.INTERNAL, f"{model}: {type(error).__name__}: {error}"
     if isinstance(error, ValueError):
         code, message = pb_utils.TritonError.INVALID_ARG, f"{INVALID}{error}"
@@ -42,12 +42,12 @@ def error_response(error: BaseException, model: str) -> Any:
 
 
 def to_exception(model: str, error: Any) -> Exception:
-    """The exception that `model` answered with, from the error of its response."""
+    """The exception that the error in a response of `model` stands for."""
     return exception_of(model, error.message(), error.code())
 
 
 def exception_of(model: str, message: str, code: Any = None) -> Exception:
-    """The same, from the message and, where Triton passes it on, the code."""
+    """The same, from the message and, if Triton passes it on, the code."""
     if code == pb_utils.TritonError.INVALID_ARG or message.startswith(INVALID):
         return ValueError(f"{model}: {message.removeprefix(INVALID)}")
     if code == pb_utils.TritonError.UNAVAILABLE or message.startswith(UNAVAILABLE) or MODEL_DOWN.match(message):

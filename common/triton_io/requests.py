@@ -1,4 +1,4 @@
-"""Requests answered: at once and in a batch, later by a thread, or each by a task of an asyncio loop."""
+"""Ways to answer requests: at once as a batch, later from a thread, or each in a task of an asyncio loop."""
 
 import asyncio
 import logging
@@ -33,8 +33,8 @@ def respond_batch(
 ) -> list[Any]:
     """One response per request, in order: `compute` runs once, over the inputs that `parse` accepted.
 
-    A request that `parse` rejects answers its own error and its neighbours are served. An error of `compute` is
-    everybody's, since no input can be blamed.
+    A request that `parse` rejects gets its own error and the others are served. An error of `compute` goes to all
+    accepted requests, because no single input can be blamed.
     """
     responses: list[Any] = [None] * len(requests)
     accepted: dict[int, InputT] = {}
@@ -57,12 +57,12 @@ def respond_batch(
 
 
 class Responder:
-    """The way back to one client: any number of `send` (one if the model is not decoupled), then the loop's FINAL."""
+    """Sends the responses of one request: any number (one if the model is not decoupled), then the final flag."""
 
     def __init__(self, sender: Any, *, decoupled: bool) -> None:
         self._sender = sender
         self._decoupled = decoupled
-        self._held: Any = None  # the only response of a model that is not decoupled: it must carry FINAL
+        self._held: Any = None  # a model that is not decoupled has one response, which must carry the final flag
         self._lock = threading.Lock()
         self._ended = False
 
@@ -70,25 +70,25 @@ class Responder:
         """Send one response."""
         response = to_response(outputs)
         with self._lock:
-            assert not self._ended, "a response after the final one"
+            assert not self._ended, "response after the final one"
             if self._decoupled:
                 self._sender.send(response)
             else:
-                assert self._held is None, "a model that is not decoupled answers once"
+                assert self._held is None, "second response from a model that is not decoupled"
                 self._held = response
 
     def check_answered(self) -> None:
-        """RuntimeError when a model that is not decoupled is about to end a request without an answer."""
+        """RuntimeError if a model that is not decoupled is about to end a request without a response."""
         if not self._decoupled and self._held is None:
             raise RuntimeError("the handler sent no response")
 
     def is_cancelled(self) -> bool:
-        """The client went away before the end. To ask Triton 2.51 after it is a crash of the whole server."""
+        """Whether the client disconnected before the end. Asking Triton 2.51 after the end crashes the whole server."""
         with self._lock:
             return not self._ended and bool(self._sender.is_cancelled())
 
     def finish(self, error: Any = None) -> None:
-        """End the request, with an error response if there is one; only the first call counts."""
+        """End the request, with an error response if one is given; only the first call has an effect."""
         with self._lock:
             if self._ended:
                 return
@@ -101,11 +101,11 @@ class Responder:
                 self._sender.send(last, flags=final)
 
 
-class LateAnswer:
-    """The one answer of a request that another thread will give: call it with the output's array or an exception.
+class DeferredAnswer:
+    """The single response of a request, sent later from any thread: call it with the output's array or an exception.
 
-    As a context it answers with the exception that its block raises; after a block that raises none, the answer is
-    still owed.
+    As a context manager it sends the exception that its block raises; a block that raises none leaves the response to
+    be sent later.
     """
 
     def __init__(self, responder: Responder, output: str, model: str) -> None:
@@ -119,11 +119,11 @@ class LateAnswer:
         try:
             if not isinstance(result, BaseException):
                 self._responder.send({self._output: result[None]})  # (N,) -> (1, N)
-        except Exception as failure:  # an answer that cannot be sent must end the request all the same
+        except Exception as failure:  # the request must end even if its response cannot be sent
             error = failure
         self._responder.finish(error and error_response(error, self._model))
 
-    def __enter__(self) -> "LateAnswer":
+    def __enter__(self) -> "DeferredAnswer":
         return self
 
     def __exit__(
@@ -135,19 +135,19 @@ class LateAnswer:
         return True
 
 
-def answer_later(request: Any, output: str, *, model: str) -> LateAnswer:
-    """For `execute` of a model that is not decoupled, which hands the request to a thread of its own."""
-    return LateAnswer(Responder(request.get_response_sender(), decoupled=False), output, model)
+def answer_later(request: Any, output: str, *, model: str) -> DeferredAnswer:
+    """For `execute` of a model that is not decoupled and hands the request to another thread."""
+    return DeferredAnswer(Responder(request.get_response_sender(), decoupled=False), output, model)
 
 
 Handler = Callable[[Any, Responder], Awaitable[None]]
 
 
 class RequestLoop:
-    """An asyncio loop in a thread of its own, where each request is one task that ends exactly once.
+    """An asyncio loop in a thread of its own; each request is one task and ends exactly once.
 
-    `handler(request, responder)` sends what it has; the loop adds the final response, turns an exception into an
-    error response, and cancels the task when its client goes away. `decoupled`: as the model is configured.
+    `handler(request, responder)` sends the responses; the loop adds the final flag, turns an exception into an error
+    response, and cancels the task if its client disconnects. `decoupled`: the model's transaction policy.
     """
 
     def __init__(self, handler: Handler, *, model: str, decoupled: bool) -> None:
@@ -165,7 +165,7 @@ class RequestLoop:
         self._watcher.start()
 
     def submit(self, request: Any) -> None:
-        """Serve `request` in the loop; to be called from `execute`, which then returns None."""
+        """Handle `request` in the loop. For `execute`, which then returns None."""
         responder = Responder(request.get_response_sender(), decoupled=self._decoupled)
         try:
             self.loop.call_soon_threadsafe(self._start, request, responder)
@@ -173,7 +173,7 @@ class RequestLoop:
             responder.finish(error_response(self._shutting_down(), self._model))
 
     def run(self, work: Awaitable[ResultT], timeout: float | None = None) -> ResultT:
-        """The result of `work` in the loop, for `initialize` and `finalize`."""
+        """Run `work` in the loop and return its result, for `initialize` and `finalize`."""
 
         async def wait() -> ResultT:
             return await work
@@ -181,13 +181,13 @@ class RequestLoop:
         return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(timeout)
 
     def end_requests(self) -> None:
-        """Cancel what runs and answer it, and all that comes after, with UNAVAILABLE."""
+        """Cancel the running requests; they and all later ones are answered with UNAVAILABLE."""
         self._closing = True
         with suppress(TimeoutError, asyncio.TimeoutError):
             self.run(self._cancel_all(), SHUTDOWN_SECONDS)
 
     def close(self) -> None:
-        """End the requests and the thread; safe to call twice."""
+        """End the requests and the threads. Safe to call twice."""
         if self.loop.is_closed():
             return
         self.end_requests()
@@ -219,29 +219,29 @@ class RequestLoop:
             responder.finish(failure)
 
     async def _handle(self, request: Any, responder: Responder) -> None:
-        """Run the handler; `_watch` cancels it when its client goes away."""
+        """Run the handler; `_watch` cancels it if its client disconnects."""
         work = asyncio.ensure_future(self._handler(request, responder))
         self._live[work] = responder
         try:
             await asyncio.wait({work})
         finally:
             self._live.pop(work, None)
-            work.cancel()  # does nothing to work that is done
+            work.cancel()  # no effect if it is done
             await asyncio.wait({work})
         work.result()
 
     def _watch(self) -> None:
-        """Look every now and then which clients have gone away.
+        """Poll which clients have disconnected.
 
-        In a thread, because each look waits for tritonserver's answer, which with hundreds of requests would take the
-        loop a good part of its time.
+        In a thread, because each check waits for tritonserver: with hundreds of requests that would take a good part
+        of the loop's time.
         """
         while not self._closed.wait(CANCEL_POLL_SECONDS):
             for work, responder in list(self._live.items()):
                 try:
                     gone = responder.is_cancelled()
-                except Exception:  # that of one request must not leave all others unwatched
-                    logger.exception("%s: Triton does not tell whether a client has gone away", self._model)
+                except Exception:  # an error with one request must not end the polling of the others
+                    logger.exception("%s: cannot find out whether a client has disconnected", self._model)
                     self._live.pop(work, None)
                     continue
                 if gone:

@@ -1,9 +1,9 @@
-"""Streamed answers of another model of the same tritonserver, over its gRPC door.
+"""Streamed responses of another model of the same tritonserver, over its gRPC endpoint.
 
-A call between models would be shorter, but with Triton 2.51 a decoupled one is a danger to the whole process. A thread
-that begins such a call keeps Python's lock while it waits for a mutex, and a thread that reads another's answer keeps a
-mutex while it waits for Python's lock: under load both stop sooner or later, and everything with them. Nor can it be
-cancelled, and an error after the first response is lost. Over gRPC all of that works.
+A BLS call would be shorter, but with Triton 2.51 a decoupled one can deadlock the process: the thread that starts it
+holds the GIL while it waits for a mutex, and a thread that reads another call's response holds that mutex while it
+waits for the GIL. Under load this happens sooner or later. Such a call also cannot be cancelled, and an error after the
+first response is lost. Over gRPC all of that works.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -21,27 +21,27 @@ from common.triton_io.errors import exception_of
 
 
 class Streams:
-    """Streamed requests to `model`, any number at once, of one asyncio loop."""
+    """Streamed requests to `model`, any number at once, from one asyncio loop."""
 
     def __init__(self, model: str, outputs: Sequence[str]) -> None:
-        """`outputs`: of each response, those that are wanted."""
+        """`outputs`: names of the outputs to request."""
         self._model = model
         self._outputs = [InferRequestedOutput(name) for name in outputs]
         self._address = ModelEnvironment.read().grpc_address
-        self._connection: triton.InferenceServerClient | None = None  # made in the loop that uses it
+        self._connection: triton.InferenceServerClient | None = None  # created in the loop that uses it
 
     async def ask(
         self, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, str]
     ) -> AsyncGenerator[dict[str, np.ndarray], None]:
-        """The outputs of each response as they arrive; the caller bounds the waiting, and leaving early cancels all.
+        """The outputs of each response as they arrive. There is no timeout; closing the generator cancels the request.
 
-        Raises what the model's error says, UnavailableError where the server does not answer.
+        Raises the exception that the model's error stands for, UnavailableError if the server does not answer.
         """
         if self._connection is None:
             self._connection = triton.InferenceServerClient(self._address)
 
         async def requests() -> AsyncGenerator[dict[str, Any], None]:
-            # Its end half-closes the call: the server closes its side after the last response.
+            # The end of this generator half-closes the call: the server closes its side after the last response.
             yield {
                 "model_name": self._model,
                 "inputs": _tensors(inputs),
@@ -63,7 +63,7 @@ class Streams:
             responses.cancel()
 
     async def aclose(self) -> None:
-        """Close the connection, if there is one."""
+        """Close the connection if there is one."""
         if self._connection is not None:
             await self._connection.close()
 

@@ -1,4 +1,4 @@
-"""Inputs of a request read, outputs of a response built."""
+"""Read the inputs of a request and build the outputs of a response."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,19 +12,19 @@ from common.voice.audio import validate_reference
 
 
 def read(request: Any, name: str) -> np.ndarray | None:
-    """The input `name` as it was sent, batch dimension included; None when it was not."""
+    """The input `name` as sent, with its batch dimension; None if it was not sent."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     return None if tensor is None else tensor.as_numpy()
 
 
 def read_all(request: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Those of the inputs `names` that were sent, by name."""
+    """The inputs among `names` that were sent, by name."""
     arrays = {name: read(request, name) for name in names}
     return {name: array for name, array in arrays.items() if array is not None}
 
 
 def require(request: Any, name: str) -> np.ndarray:
-    """The input `name`; ValueError when it was not sent."""
+    """The input `name`; ValueError if it was not sent."""
     array = read(request, name)
     if array is None:
         raise ValueError(f"{name} is missing")
@@ -32,7 +32,7 @@ def require(request: Any, name: str) -> np.ndarray:
 
 
 def scalar(request: Any, name: str) -> Any:
-    """The only element of the input `name` as a Python value; None when it was not sent."""
+    """The single element of the input `name` as a Python value; None if it was not sent."""
     array = read(request, name)
     if array is None:
         return None
@@ -42,7 +42,7 @@ def scalar(request: Any, name: str) -> Any:
 
 
 def text(request: Any, name: str) -> str | None:
-    """The only string of the input `name`, from UTF-8; None when it was not sent."""
+    """The single string of the input `name`, decoded from UTF-8; None if it was not sent."""
     value = scalar(request, name)
     try:
         return value.decode() if isinstance(value, bytes) else value
@@ -51,22 +51,22 @@ def text(request: Any, name: str) -> str | None:
 
 
 def parameters(request: Any) -> dict[str, Any]:
-    """The request's own parameters: strings, numbers and booleans by name."""
+    """The request parameters: strings, numbers and booleans by name."""
     return dict(json.loads(request.parameters() or "{}"))
 
 
 def reference(request: Any) -> np.ndarray:
-    """The recording in `reference_wav`, checked: float32 (N,), without the padding behind `reference_wav_len`."""
+    """The validated recording in `reference_wav`: float32 (N,), without the padding after `reference_wav_len`."""
     return validate_reference(require(request, "reference_wav"), scalar(request, "reference_wav_len"))
 
 
 def to_tensor(name: str, array: np.ndarray) -> Any:
-    """`array` as a Triton tensor; strings as objects of bytes or str.
+    """`array` as a Triton tensor; strings as an object array of bytes or str.
 
-    Numbers travel by DLPack: with numpy 2 the backend's own constructor reads no bytes at all. They go through torch,
-    because the backend renames the capsule to a name that numpy's destructor does not know.
+    Numbers are passed by DLPack, because the backend's own constructor does not copy the data with numpy 2. They go
+    through torch, because the backend renames the capsule to a name that numpy's destructor does not know.
     """
-    if array.dtype == object or array.size == 0:  # the backend takes an empty DLPack tensor for a strided one
+    if array.dtype == object or array.size == 0:  # the backend mistakes an empty DLPack tensor for a strided one
         return pb_utils.Tensor(name, array)
     if not (array.flags.c_contiguous and array.flags.writeable):
         array = array.copy()

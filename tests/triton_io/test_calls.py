@@ -1,4 +1,4 @@
-"""Calls of other models of the same Triton, and their threads."""
+"""Calls of other models of the same tritonserver, and their threads."""
 
 import asyncio
 import threading
@@ -19,11 +19,11 @@ def answer(**outputs: np.ndarray) -> InferenceResponse:
 
 @pytest.fixture(autouse=True)
 def no_calls_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fakes that hang for ever, elsewhere in the suite, leave threads behind."""
-    monkeypatch.setattr(calls, "_given_up", set())
+    """Tests of other files leave threads behind whose fakes hang forever."""
+    monkeypatch.setattr(calls, "_abandoned", set())
 
 
-def test_a_call_returns_the_outputs_and_carries_its_sequence(triton_models):
+def test_a_call_returns_the_outputs_and_passes_the_sequence_id_and_flags(triton_models):
     seen = []
 
     def callee(sent: InferenceRequest) -> InferenceResponse:
@@ -37,7 +37,7 @@ def test_a_call_returns_the_outputs_and_carries_its_sequence(triton_models):
 
 
 @pytest.mark.parametrize("kind", [ValueError, UnavailableError])
-def test_an_error_keeps_its_kind_between_models_although_triton_drops_its_code(triton_models, kind):
+def test_an_error_keeps_its_type_between_models_although_triton_drops_its_code(triton_models, kind):
     def callee(sent: InferenceRequest) -> InferenceResponse:
         message = triton_io.error_response(kind("too many"), "m").error().message()
         return InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
@@ -50,7 +50,7 @@ def test_an_error_keeps_its_kind_between_models_although_triton_drops_its_code(t
 @pytest.mark.parametrize(
     "message", ["Stub process 'm_0_0' is not healthy.", "Model m - Error when running inference: Server not ready"]
 )
-def test_a_model_that_died_and_a_server_that_is_ending_are_unavailable(triton_models, message):
+def test_a_dead_model_and_a_server_that_is_shutting_down_are_unavailable(triton_models, message):
     triton_models["m"] = lambda sent: InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
     with pytest.raises(UnavailableError, match="^m: "):
         asyncio.run(triton_io.call("m", {}, ["y"]))
@@ -65,7 +65,7 @@ def test_a_model_that_died_and_a_server_that_is_ending_are_unavailable(triton_mo
         (RuntimeError, "m: KeyError: 'Server not ready'"),
     ],
 )
-def test_the_kind_of_an_error_is_read_from_the_opening_of_its_message_alone(triton_models, error, message):
+def test_only_the_beginning_of_a_message_decides_the_type_of_an_error(triton_models, error, message):
     triton_models["m"] = lambda sent: InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
     with pytest.raises(error) as caught:
         asyncio.run(triton_io.call("m", {}, ["y"]))
@@ -79,13 +79,13 @@ def test_other_errors_of_a_call_are_internal(triton_models, model):
         asyncio.run(triton_io.call(model, {}, ["y"]))
 
 
-def test_an_error_that_tritons_cache_made_a_success_is_an_error(triton_models):
+def test_an_empty_success_from_tritons_response_cache_is_an_error(triton_models):
     triton_models["m"] = lambda sent: InferenceResponse([])
     with pytest.raises(RuntimeError, match="m answered without y"):
         asyncio.run(triton_io.call("m", {}, ["y"]))
 
 
-def test_a_call_that_is_not_answered_times_out(triton_models):
+def test_a_call_without_an_answer_times_out(triton_models):
     release = threading.Event()
     triton_models["m"] = lambda sent: answer(y=np.ones(1)) if release.wait(10) else answer()
     with pytest.raises(UnavailableError, match="m did not answer within 0.05 s"):
@@ -94,23 +94,23 @@ def test_a_call_that_is_not_answered_times_out(triton_models):
 
 
 def test_calls_are_refused_while_too_many_are_stuck(triton_models, monkeypatch):
-    monkeypatch.setattr(calls, "MAX_GIVEN_UP", 2)
+    monkeypatch.setattr(calls, "MAX_ABANDONED", 2)
     release = threading.Event()
     triton_models["hangs"] = lambda sent: answer() if release.wait(10) else answer()
     triton_models["good"] = lambda sent: answer(y=np.ones(1))
     for stuck in range(2):
-        asyncio.run(triton_io.call("good", {}, ["y"]))  # one that was answered does not count
-        wait_until(lambda stuck=stuck: len(calls._given_up) == stuck)
+        asyncio.run(triton_io.call("good", {}, ["y"]))  # an answered call does not count
+        wait_until(lambda stuck=stuck: len(calls._abandoned) == stuck)
         with pytest.raises(UnavailableError, match="did not answer"):
             asyncio.run(triton_io.call("hangs", {}, ["y"], timeout=0.02))
     with pytest.raises(UnavailableError, match="2 calls of other models are stuck"):
         asyncio.run(triton_io.call("good", {}, ["y"]))
     release.set()
-    wait_until(lambda: not calls._given_up)
+    wait_until(lambda: not calls._abandoned)
     assert asyncio.run(triton_io.call("good", {}, ["y"]))["y"] == 1
 
 
-def test_threads_of_calls_are_used_again_and_few_stay_idle(triton_models, monkeypatch):
+def test_threads_are_reused_and_at_most_max_idle_are_kept(triton_models, monkeypatch):
     monkeypatch.setattr(calls, "MAX_IDLE", 2)
     monkeypatch.setattr(calls, "_idle", [])
     names: list[str] = []
@@ -131,9 +131,9 @@ def test_threads_of_calls_are_used_again_and_few_stay_idle(triton_models, monkey
     assert len(set(names[:5])) == 5 and names[5] in names[:5]
 
 
-def test_calls_leave_threads_of_tritons_free_and_wait_for_their_turn(triton_models, monkeypatch):
-    """Also behind calls that were given up, which keep their places, and where those who wait have gone away."""
-    monkeypatch.setattr(calls, "_places", calls.Places(2))
+def test_calls_beyond_the_slots_wait_for_their_turn(triton_models, monkeypatch):
+    """Also after abandoned calls, which keep their slots, and if a waiting call was cancelled."""
+    monkeypatch.setattr(calls, "_slots", calls.CallSlots(2))
     release, running, most = threading.Event(), [0], [0]
 
     def callee(sent: InferenceRequest) -> InferenceResponse:
@@ -146,10 +146,10 @@ def test_calls_leave_threads_of_tritons_free_and_wait_for_their_turn(triton_mode
     triton_models["m"] = callee
 
     async def ask() -> int:
-        given_up = await asyncio.gather(
+        abandoned = await asyncio.gather(
             *(triton_io.call("m", {}, ["y"], timeout=0.05) for _ in range(4)), return_exceptions=True
         )
-        assert [type(error) for error in given_up] == [UnavailableError] * 4
+        assert [type(error) for error in abandoned] == [UnavailableError] * 4
         waiting = [asyncio.ensure_future(triton_io.call("m", {}, ["y"])) for _ in range(8)]
         await asyncio.sleep(0.02)
         waiting[0].cancel()
@@ -161,11 +161,11 @@ def test_calls_leave_threads_of_tritons_free_and_wait_for_their_turn(triton_mode
     assert most[0] == 2
 
 
-def test_a_call_whose_thread_cannot_be_started_leaves_its_place(triton_models, monkeypatch):
+def test_a_call_whose_thread_cannot_be_started_releases_its_slot(triton_models, monkeypatch):
     def no_thread() -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(calls, "_places", calls.Places(1))
+    monkeypatch.setattr(calls, "_slots", calls.CallSlots(1))
     monkeypatch.setattr(calls, "_idle", [])
     triton_models["m"] = lambda sent: answer(y=np.ones(1))
     with monkeypatch.context() as broken:

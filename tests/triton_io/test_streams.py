@@ -1,4 +1,4 @@
-"""Streams of another model of the same tritonserver, over a real gRPC door before models of a few lines."""
+"""Streams of another model of the same tritonserver, over a real gRPC endpoint in front of fake models."""
 
 import asyncio
 import threading
@@ -33,7 +33,7 @@ def read(**inputs: np.ndarray) -> list[int]:
     return asyncio.run(collect())
 
 
-def test_inputs_and_parameters_arrive_and_each_response_comes_back(triton_door, triton_models):
+def test_inputs_and_parameters_arrive_and_each_response_is_returned(triton_door, triton_models):
     sent = {
         "ids": np.array([[1, 2, 3]], np.int32),
         "seed": np.array([[2**63 + 1]], np.uint64),
@@ -57,16 +57,16 @@ def test_inputs_and_parameters_arrive_and_each_response_comes_back(triton_door, 
 
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("kind", [ValueError, UnavailableError, RuntimeError])
-def test_an_error_keeps_its_kind_at_the_beginning_and_in_the_middle(triton_door, triton_models, kind, before):
+def test_an_error_keeps_its_type_before_and_after_the_first_response(triton_door, triton_models, kind, before):
     failure = triton_io.error_response(kind("too many"), "m")
     triton_models["m"] = lambda request: [*map(answer, range(before)), failure]
     with pytest.raises(kind, match="^m: .*too many$"):
         read()
 
 
-def test_leaving_early_cancels_the_request(triton_door: Door, triton_models):
+def test_closing_the_generator_early_cancels_the_request(triton_door: Door, triton_models):
     def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
-        for number in range(3000):  # for half a minute, if nobody cancels it
+        for number in range(3000):  # half a minute if it is not cancelled
             yield answer(number)
             time.sleep(0.01)
 
@@ -74,21 +74,21 @@ def test_leaving_early_cancels_the_request(triton_door: Door, triton_models):
         streams = Streams("m", ["y"])
         async with aclosing(streams.ask({}, {})) as responses:
             assert (await anext(responses))["y"] == 0
-        await asyncio.to_thread(wait_until, lambda: triton_door.live == 0)  # the connection is open still
+        await asyncio.to_thread(wait_until, lambda: triton_door.live == 0)  # the connection is still open
         await streams.aclose()
 
     triton_models["m"] = callee
     asyncio.run(leave_after_the_first())
 
 
-def test_a_server_that_is_not_there_is_unavailable(monkeypatch):
+def test_a_server_that_does_not_listen_is_unavailable(monkeypatch):
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv(GRPC_ADDRESS, address)
     with pytest.raises(UnavailableError, match=f"m at {address}"):
         read()
 
 
-def test_a_server_that_ends_in_the_middle_is_unavailable(triton_door: Door, triton_models):
+def test_a_server_that_stops_during_a_stream_is_unavailable(triton_door: Door, triton_models):
     def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
         yield answer(1)
         threading.Thread(target=triton_door.stop).start()

@@ -1,4 +1,4 @@
-"""Inputs, outputs, batches, and the one error boundary per request."""
+"""Inputs, outputs, batches, and the error boundary of each request."""
 
 import asyncio
 import threading
@@ -25,23 +25,23 @@ def test_an_input_that_was_not_sent_is_none():
     assert triton_io.text(request(), "x") is None
 
 
-def test_a_required_input_is_named():
+def test_a_missing_required_input_is_named_in_the_error():
     with pytest.raises(ValueError, match="reference_wav is missing"):
         triton_io.require(request(), "reference_wav")
 
 
-def test_text_is_utf8():
+def test_text_must_be_utf8():
     assert triton_io.text(request(t=np.array([["你好".encode()]], object)), "t") == "你好"
     with pytest.raises(ValueError, match="t is not UTF-8: byte 0xff at 1"):
         triton_io.text(request(t=np.array([[b"a\xff"]], object)), "t")
 
 
-def test_a_scalar_of_many_values_is_refused():
+def test_a_scalar_with_several_values_is_rejected():
     with pytest.raises(ValueError, match="n must hold one value, not 2"):
         triton_io.scalar(request(n=np.array([[1, 2]])), "n")
 
 
-def test_parameters_are_read_and_may_be_absent():
+def test_request_parameters_are_optional():
     assert triton_io.parameters(request()) == {}
     assert triton_io.parameters(InferenceRequest.from_client({}, parameters={"seed": 3, "a": "b"})) == {
         "seed": 3,
@@ -62,7 +62,7 @@ def test_parameters_are_read_and_may_be_absent():
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )
-def test_arrays_become_tensors_of_the_same_values(array):
+def test_arrays_become_tensors_with_the_same_values(array):
     tensor = triton_io.to_tensor("x", array)
     np.testing.assert_array_equal(tensor.as_numpy(), array)
     assert tensor.as_numpy().dtype == array.dtype
@@ -72,7 +72,7 @@ def test_arrays_become_tensors_of_the_same_values(array):
 
 
 def double(requests: list[InferenceRequest]) -> tuple[list[InferenceResponse], list[int]]:
-    """Doubles x; the second list holds the size of each call of `compute`."""
+    """The responses with x doubled, and the batch size of each call of `compute`."""
     sizes: list[int] = []
 
     def compute(values: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
@@ -82,7 +82,7 @@ def double(requests: list[InferenceRequest]) -> tuple[list[InferenceResponse], l
     return triton_io.respond_batch(requests, lambda r: triton_io.require(r, "x"), compute, model="double"), sizes
 
 
-def test_one_bad_request_does_not_fail_its_neighbours():
+def test_one_bad_request_does_not_fail_the_others_of_its_batch():
     responses, sizes = double([request(x=np.ones(1)), request(), request(x=np.full(1, 3.0))])
     assert [response.has_error() for response in responses] == [False, True, False]
     assert responses[2].arrays()["y"] == 6
@@ -90,13 +90,13 @@ def test_one_bad_request_does_not_fail_its_neighbours():
     assert sizes == [2]
 
 
-def test_nothing_is_computed_when_no_request_is_good():
+def test_nothing_is_computed_if_no_request_is_valid():
     responses, sizes = double([request(), request()])
     assert all(response.has_error() for response in responses) and sizes == []
 
 
 @pytest.mark.parametrize("results", [[], None])
-def test_a_failing_computation_answers_everybody(results):
+def test_a_failing_computation_answers_every_request_with_the_error(results):
     def compute(values: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
         if results is None:
             raise MemoryError("full")
@@ -117,7 +117,7 @@ def decoupled(request) -> bool:
 
 @pytest.fixture
 def serve(decoupled) -> Iterator[Callable[..., triton_io.RequestLoop]]:
-    """`serve(handler)`: a loop over it, closed at the end."""
+    """`serve(handler)`: a request loop over it, closed after the test."""
     loops: list[triton_io.RequestLoop] = []
 
     def start(handler: triton_io.Handler) -> triton_io.RequestLoop:
@@ -135,16 +135,16 @@ def submit(loop: triton_io.RequestLoop, decoupled: bool):
     return sent.sender
 
 
-async def speak(sent, responder) -> None:
+async def send_audio(sent, responder) -> None:
     responder.send({"waveform": np.ones((1, 4), np.float32)})
 
 
-async def wait_for_ever(sent, responder) -> None:
+async def wait_forever(sent, responder) -> None:
     await asyncio.Event().wait()
 
 
 def test_a_request_is_answered_and_ended(serve, decoupled):
-    sender = submit(serve(speak), decoupled)
+    sender = submit(serve(send_audio), decoupled)
     wait_until(lambda: sender.final)
     assert [response.arrays()["waveform"].shape for response in sender.responses] == [(1, 4)]
 
@@ -177,9 +177,9 @@ def test_the_message_of_an_error_stays_short_enough_for_grpc(serve, decoupled):
     assert "unknown speaker" in message and len(message) < 550
 
 
-def test_a_failure_after_audio_is_still_told(serve, decoupled):
+def test_a_failure_after_audio_still_sends_an_error(serve, decoupled):
     async def fail(sent, responder) -> None:
-        await speak(sent, responder)
+        await send_audio(sent, responder)
         raise UnavailableError("the LLM went away")
 
     sender = submit(serve(fail), decoupled)
@@ -193,8 +193,8 @@ def test_requests_do_not_wait_for_each_other(serve, decoupled):
     async def handler(sent, responder) -> None:
         if not first.is_set():
             first.set()
-            await wait_for_ever(sent, responder)
-        await speak(sent, responder)
+            await wait_forever(sent, responder)
+        await send_audio(sent, responder)
 
     loop = serve(handler)
     stuck = submit(loop, decoupled)
@@ -203,12 +203,12 @@ def test_requests_do_not_wait_for_each_other(serve, decoupled):
     assert not stuck.final
 
 
-def test_triton_is_not_asked_after_the_end_whether_the_client_has_gone_away(serve, decoupled):
+def test_triton_is_not_asked_about_cancellation_after_the_end(serve, decoupled):
     kept: list[triton_io.Responder] = []
 
     async def keep(sent, responder) -> None:
         kept.append(responder)
-        await speak(sent, responder)
+        await send_audio(sent, responder)
 
     sender = submit(serve(keep), decoupled)
     wait_until(lambda: sender.final)
@@ -216,25 +216,25 @@ def test_triton_is_not_asked_after_the_end_whether_the_client_has_gone_away(serv
     assert not sender.asked_too_late
 
 
-def test_a_handler_is_cancelled_when_its_client_goes_away(serve, decoupled):
-    sender = submit(serve(wait_for_ever), decoupled)
+def test_a_handler_is_cancelled_when_its_client_disconnects(serve, decoupled):
+    sender = submit(serve(wait_forever), decoupled)
     sender.cancelled = True
     wait_until(lambda: sender.final)
     assert sender.responses[0].error().code() == TritonError.CANCELLED
 
 
-def test_a_request_that_cannot_be_asked_for_leaves_the_others_watched(serve, decoupled, caplog):
-    loop = serve(wait_for_ever)
+def test_an_error_while_polling_one_request_does_not_stop_the_polling_of_others(serve, decoupled, caplog):
+    loop = serve(wait_forever)
     odd, other = submit(loop, decoupled), submit(loop, decoupled)
     odd.is_cancelled = lambda: 1 / 0
-    wait_until(lambda: "does not tell" in caplog.text)
+    wait_until(lambda: "cannot find out whether a client has disconnected" in caplog.text)
     other.cancelled = True
     wait_until(lambda: other.final)
     assert not odd.final
 
 
-def test_closing_answers_what_still_runs_and_what_comes_after(serve, decoupled):
-    loop = serve(wait_for_ever)
+def test_closing_answers_running_and_later_requests_with_unavailable(serve, decoupled):
+    loop = serve(wait_forever)
     senders = [submit(loop, decoupled) for _ in range(3)]
     loop.close()
     senders.append(submit(loop, decoupled))
@@ -242,7 +242,7 @@ def test_closing_answers_what_still_runs_and_what_comes_after(serve, decoupled):
     assert {sender.responses[0].error().code() for sender in senders} == {TritonError.UNAVAILABLE}
 
 
-def test_a_model_that_answers_once_may_not_stay_silent():
+def test_a_model_that_is_not_decoupled_must_send_a_response():
     async def nothing(sent, responder) -> None:
         pass
 
@@ -253,16 +253,16 @@ def test_a_model_that_answers_once_may_not_stay_silent():
     assert "sent no response" in sender.responses[0].error().message()
 
 
-def test_a_late_answer_that_cannot_be_sent_still_ends_the_request():
+def test_a_deferred_answer_that_cannot_be_sent_still_ends_the_request():
     sent = InferenceRequest.from_client({})
     reply = triton_io.answer_later(sent, "waveform", model="m")
-    reply(np.array(["no", "audio"], dtype="U4"))  # a kind of array that no tensor can hold
+    reply(np.array(["no", "audio"], dtype="U4"))  # a dtype that no tensor can hold
     assert sent.get_response_sender().final
     (response,) = sent.get_response_sender().responses
     assert response.has_error()
 
 
-def test_an_answer_given_later_is_the_only_one():
+def test_only_the_first_deferred_answer_is_sent():
     sent = request()
     with triton_io.answer_later(sent, "waveform", model="m") as reply:
         pass
@@ -272,7 +272,7 @@ def test_an_answer_given_later_is_the_only_one():
     assert sent.sender.final and sent.sender.responses[0].arrays()["waveform"].shape == (1, 3)
 
 
-def test_a_request_that_cannot_be_handed_over_is_answered_at_once():
+def test_a_request_that_cannot_be_handed_over_is_answered_with_the_error():
     sent = request()
     with triton_io.answer_later(sent, "waveform", model="m"):
         raise UnavailableError("the queue is full")

@@ -47,7 +47,7 @@ class TritonPythonModel:
             else:  # encoding a recording takes a while, in which other streams' requests come in
                 Thread(target=self._accept, args=(request, answer), daemon=True).start()
 
-    def _accept(self, request: Any, answer: triton_io.LateAnswer) -> None:
+    def _accept(self, request: Any, answer: triton_io.DeferredAnswer) -> None:
         with answer:
             tensors = triton_io.read_all(request, INPUTS)
             prompt = self._reference(triton_io.reference(request)) if "reference_wav" in tensors else None
