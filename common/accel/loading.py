@@ -83,5 +83,5 @@ def _onnx(model_dir: Path, file: str, device: torch.device | str) -> Network:
 
     path = model_dir / file
     if not path.exists():
-        raise ValueError(f"{path} is not there; make it with: python -m tools.export.onnx --model-dir {model_dir}")
+        raise ValueError(f"{path} is missing; export it as docs/accelerators.md describes")
     return OnnxNetwork(path, device)

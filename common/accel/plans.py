@@ -75,7 +75,7 @@ class Key:
         """What the plan of `workload` has to be; PlanError if its ONNX file is missing."""
         path = model_dir / workload.onnx
         if not path.is_file():
-            raise PlanError(f"{path} is missing; run: python -m tools.export.onnx --model-dir {model_dir}")
+            raise PlanError(f"{path} is missing; export it as docs/accelerators.md describes")
         return cls(machine, workload.use, workload.onnx, sha256_of(path), workload.precision, workload.profile)
 
     @property
@@ -153,8 +153,8 @@ def find(workload: Workload, model_dir: str | Path, machine: Machine) -> Plan:
     if plans:
         nearest = min(plans, key=lambda plan: len(wanted.differences(plan.key)))
         problem = f"{nearest.path.name} does not fit: {'; '.join(wanted.differences(nearest.key))}"
-    command = f"python -m tools.export.engines --model-dir {model_dir} {workload.options}".strip()
-    raise PlanError(f"no TensorRT plan for {workload.onnx} ({workload.use}): {problem}; run: {command}")
+    remedy = "build it as docs/tensorrt.md describes" + (f", with {workload.options}" if workload.options else "")
+    raise PlanError(f"no TensorRT plan for {workload.onnx} ({workload.use}): {problem}; {remedy}")
 
 
 def write_atomically(path: Path, data: bytes) -> None:

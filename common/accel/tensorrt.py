@@ -1,4 +1,4 @@
-"""A network as TensorRT computes it, from a plan that `tools.export.engines` built."""
+"""A network that TensorRT computes, from a plan built ahead of serving (docs/tensorrt.md)."""
 
 import logging
 from collections import deque

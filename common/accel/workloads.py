@@ -52,8 +52,8 @@ Profile = Mapping[str, Span]
 
 @dataclass(frozen=True)
 class Workload:
-    """One use of a network. `profile`: the sizes of its axes that vary, by their name in the signature. `options`: of
-    tools.export.engines, where it takes other than the defaults.
+    """One use of a network. `profile`: the sizes of its axes that vary, by their name in the signature. `options`:
+    those of the command that builds plans, where they differ from its defaults.
     """
 
     use: str
@@ -93,7 +93,7 @@ class Workload:
             if size >= 0 and span != Span(size, size, size):
                 raise ValueError(
                     f"{self.onnx}: axis {axis} of input {name!r} is fixed at {size}, serving needs {varying} {span}; "
-                    "remove it and export it with python -m tools.export.onnx"
+                    "remove it and export it as docs/accelerators.md describes"
                 )
             spans.append(span)
         return spans
@@ -116,7 +116,7 @@ class Serving:
 
     @property
     def options(self) -> str:
-        """Those of tools.export.engines; only what is not its default."""
+        """Those of the command that builds plans, where they differ from its defaults."""
         default = Serving()
         names = ("precision", "max_streams", "max_hop_tokens")
         return " ".join(

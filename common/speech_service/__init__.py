@@ -1,5 +1,6 @@
 """Speech over HTTP in front of one or several Tritons: what people reach with an SDK, curl or a browser.
 
+command.py      options and environment, the HTTP server; `python -m common.speech_service` starts it
 settings.py     what can be set, checked once
 errors.py       what goes wrong, as OpenAI words it
 triton.py       the Tritons: who serves what, who has least to do, one connection each

@@ -1,4 +1,4 @@
-"""What can be set, checked once. The options and the environment are read by scripts/speech_server.py."""
+"""The settings of the service, checked once. `command` reads them from options and the environment."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -249,7 +249,7 @@ def test_campplus_is_exported_where_only_its_torch_checkpoint_is(exported, tmp_p
 
 
 def test_a_missing_file_is_named_with_the_command_that_makes_it(demo_models):
-    with pytest.raises(ValueError, match=r"flow\.decoder.*is not there; make it with: .*export_onnx --model-dir"):
+    with pytest.raises(ValueError, match=r"flow\.decoder.*is missing; export it as docs/accelerators.md describes"):
         engine("unet", demo_models / DIRECTORIES["unet"], "onnxruntime")
 
 

@@ -80,12 +80,12 @@ def test_another_machine_is_named_with_the_command_that_builds_its_plan(
     write(model_dir)
     with pytest.raises(PlanError, match=f"does not fit: .*{message}.*") as caught:
         plans.find(workload_of("chunk"), model_dir, dataclasses.replace(H200, **change))
-    assert str(caught.value).endswith(f"; run: python -m tools.export.engines --model-dir {model_dir}")
+    assert str(caught.value).endswith("; build it as docs/tensorrt.md describes")
 
 
 def test_other_limits_precision_or_networks_are_named_too(model_dir: Path) -> None:
     plan = write(model_dir)
-    with pytest.raises(PlanError, match="frames: built for 2-206, serving needs 2-406; run: .*--max-hop-tokens 200$"):
+    with pytest.raises(PlanError, match="frames: built for 2-206, serving needs 2-406; build it as docs/tensorrt.md describes, with --max-hop-tokens 200$"):
         plans.find(workload_of("chunk", max_hop_tokens=200), model_dir, H200)
     with pytest.raises(PlanError, match="precision: built for float16, wanted float32; run: .*--precision float32$"):
         plans.find(workload_of("chunk", precision="float32"), model_dir, H200)
@@ -96,7 +96,7 @@ def test_other_limits_precision_or_networks_are_named_too(model_dir: Path) -> No
     with pytest.raises(PlanError, match=f"ONNX file: built for .* {sha}, here "):
         plans.find(workload_of("chunk"), model_dir, H200)
     (model_dir / workload_of("chunk").onnx).unlink()
-    with pytest.raises(PlanError, match="is missing; run: python -m tools.export.onnx"):
+    with pytest.raises(PlanError, match="is missing; export it as docs/accelerators.md describes"):
         plans.find(workload_of("chunk"), model_dir, H200)
 
 

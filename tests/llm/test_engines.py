@@ -162,7 +162,7 @@ def test_no_engine_is_an_error_that_says_what_each_lacks(llm_dir, tokenizer):  #
         "tensorrt_llm cannot be imported (No module named 'tensorrt_llm')",
         "vllm cannot be imported (No module named 'vllm')",
         "onnxruntime_genai reads a directory of onnxruntime-genai",
-        "scripts/convert_genai.py",
+        "docs/llm.md describes how to convert",
     ):
         assert part in str(error.value)
 

@@ -148,7 +148,9 @@ def test_one_request_too_many_is_refused_at_once(engine, tokenizer):
 
 
 def test_a_directory_that_was_not_converted_is_refused(llm_dir):  # noqa: F811
-    with pytest.raises(ValueError, match="genai_config.json: convert the HuggingFace directory"):
+    with pytest.raises(
+        ValueError, match="genai_config.json: convert the HuggingFace directory as docs/llm.md describes"
+    ):
         GenAIModel(llm_dir, rows=1)
 
 

@@ -170,7 +170,13 @@ def test_the_list_says_what_fits_and_why_the_rest_does_not(
     run: Run, monkeypatch: pytest.MonkeyPatch, dit: Path
 ) -> None:
     code, _, err = run(dit, "--list")
-    assert code == 1 and err.count(f"there is none; run: python -m tools.export.engines --model-dir {dit}") == 4
+    assert (
+        code == 1
+        and err.count(
+            f"there is none; build it as docs/tensorrt.md describes; run: python -m tools.export.engines --model-dir {dit}"
+        )
+        == 4
+    )
     run(dit)
     code, out, err = run(dit, "--list")
     assert (code, err) == (0, "") and out.count("fits this machine") == 4

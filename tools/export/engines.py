@@ -100,7 +100,8 @@ def list_plans(model_dir: Path, workloads: Sequence[Workload], machine: Machine)
         try:
             plans.find(workload, model_dir, machine)
         except PlanError as error:
-            print(error, file=sys.stderr)
+            command = f"python -m tools.export.engines --model-dir {model_dir} {workload.options}".strip()
+            print(f"{error}; run: {command}", file=sys.stderr)
             missing += 1
     return missing
 

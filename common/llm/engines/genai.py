@@ -98,7 +98,7 @@ def load_engine(
 def _read_config(model_dir: Path) -> dict:
     path = model_dir / "genai_config.json"
     if not path.is_file():
-        raise ValueError(f"no file {path}: convert the HuggingFace directory with scripts/convert_genai.py")
+        raise ValueError(f"no file {path}: convert the HuggingFace directory as docs/llm.md describes")
     config = json.loads(path.read_text())["model"]
     if "decoder" not in config or "past_key_names" not in config["decoder"].get("inputs", {}):
         raise ValueError(

@@ -48,7 +48,7 @@ def load_engine(
         return module.load_engine(model_dir, tokenizer, max_requests, gpu_share)
     raise ValueError(
         f"no engine for {model_dir}, a directory of {kind}: {'; '.join(obstacles)}. "
-        "scripts/convert_genai.py converts a HuggingFace directory for the CPU"
+        "docs/llm.md describes how to convert a HuggingFace directory for the CPU"
     )
 
 
