@@ -38,7 +38,7 @@ def answers(url: str) -> bool:
 def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The script in a process of its own, ready."""
     port = free_port()
-    command = [sys.executable, "scripts/speech_server.py", "--port", str(port), *options]
+    command = [sys.executable, "-m", "scripts.speech_server", "--port", str(port), *options]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,23 @@ import soundfile
 
 from common.constants import SAMPLE_RATE
 from scripts import benchmark, client_grpc
-from tests.support.stub_triton import CHUNK, ROOT, SCHEDULE, Stub, stub_server
+from tests.conftest import ROOT
+from tools.bench.triton_stub import StubProcess, stub_process
 from tools.load import runner
 
 VOICE = str(ROOT / "tests" / "assets" / "reference_zh.wav")
+FIRST, PAUSE, CHUNKS = 0.3, 0.4, 5
+SCHEDULE = [FIRST + index * PAUSE for index in range(CHUNKS)]  # seconds after a request at which chunks leave
+CHUNK_SECONDS = 0.5  # longer than the pause, so that no gap is due
 MANIFEST = str(ROOT / "tests" / "assets" / "manifest.jsonl")
 
 
+def stub_server() -> AbstractContextManager[StubProcess]:
+    return stub_process(CHUNKS, PAUSE, FIRST, CHUNK_SECONDS)
+
+
 @pytest.fixture(scope="module")
-def stub() -> Iterator[Stub]:
+def stub() -> Iterator[StubProcess]:
     with stub_server() as server:
         yield server
 
@@ -40,7 +49,7 @@ def manifest(tmp_path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def command(stub: Stub, log_dir: Path, *more: object) -> list[str]:
+def command(stub: StubProcess, log_dir: Path, *more: object) -> list[str]:
     host, port = stub.address.split(":")
     return ["--server-addr", host, "--server-port", port, "--log-dir", str(log_dir), *map(str, more)]
 
@@ -56,7 +65,7 @@ def lateness(told: dict[str, Any]) -> np.ndarray:
 
 @pytest.mark.parametrize("client", ["asyncio", "sync"])
 def test_chunks_are_reported_when_they_came_and_audio_is_written_whole(
-    client: str, stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    client: str, stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = manifest(tmp_path, ["Hello."] * 3)
     more = ("--manifest-path", rows, "--num-tasks", 2, "--client", client, "--warmup-requests", 0)
@@ -66,7 +75,9 @@ def test_chunks_are_reported_when_they_came_and_audio_is_written_whole(
     assert (lateness(told) > -1).all(), "nothing can come before it left"
     assert told["share_without_gap"] == 1.0 and told["later_chunk_ms"] is not None
     for index in range(3):
-        assert soundfile.info(tmp_path / "log" / f"row-{index}.wav").frames == len(SCHEDULE) * CHUNK.size
+        assert (
+            soundfile.info(tmp_path / "log" / f"row-{index}.wav").frames == len(SCHEDULE) * CHUNK_SECONDS * SAMPLE_RATE
+        )
     keys = (tmp_path / "log" / "rtf-texts.txt").read_text()
     for key in ("RTF: ", "total_duration: ", "average_first_chunk_latency_ms: ", "second_chunk_latency_99_percentile"):
         assert key in keys
@@ -76,7 +87,7 @@ def test_chunks_are_reported_when_they_came_and_audio_is_written_whole(
     assert "3 requests answered, 0 failed, 0 not sent" in captured.out and "first chunk p50" in captured.err
 
 
-def test_latencies_at_200_streams_are_within_5_ms_of_the_schedule(stub: Stub, tmp_path: Path) -> None:
+def test_latencies_at_200_streams_are_within_5_ms_of_the_schedule(stub: StubProcess, tmp_path: Path) -> None:
     """The best of six, since what else runs on the machine is late too."""
     rows = manifest(tmp_path, ["Hello."])
     more = ("--manifest-path", rows, "--num-tasks", 200, "--num-requests", 400, "--warmup-requests", 50)
@@ -93,7 +104,7 @@ def test_latencies_at_200_streams_are_within_5_ms_of_the_schedule(stub: Stub, tm
 
 
 def test_a_failing_request_neither_stops_nor_delays_the_others(
-    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = manifest(tmp_path, ["Hello.", "fail", "Hello.", "fail", "Hello."])
     more = ("--manifest-path", rows, "--num-tasks", 5, "--warmup-requests", 0)
@@ -108,7 +119,9 @@ def test_a_failing_request_neither_stops_nor_delays_the_others(
     assert "3 requests answered, 2 failed" in captured.out and "failed: row-1: " in captured.err
 
 
-def test_requests_at_a_rate_leave_at_random_whether_others_are_answered_or_not(stub: Stub, tmp_path: Path) -> None:
+def test_requests_at_a_rate_leave_at_random_whether_others_are_answered_or_not(
+    stub: StubProcess, tmp_path: Path
+) -> None:
     rows = manifest(tmp_path, ["Hello."])
     more = ("--manifest-path", rows, "--request-rate", 40, "--num-requests", 80, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 0
@@ -121,14 +134,14 @@ def test_requests_at_a_rate_leave_at_random_whether_others_are_answered_or_not(s
 
 
 def test_listeners_hear_their_answer_before_they_ask_anew(
-    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stub: StubProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "LISTENERS_COME", 0.0)
     rows = manifest(tmp_path, ["Hello."])
     more = ["--manifest-path", rows, "--num-requests", "2", "--warmup-requests", "0", "--output", str(tmp_path / "out")]
     assert benchmark.main(["--servers", stub.address, "--listeners", "1", *more]) == 0
     told = json.loads((tmp_path / "out.json").read_text())
-    heard = SCHEDULE[0] + len(SCHEDULE) * CHUNK.size / SAMPLE_RATE
+    heard = SCHEDULE[0] + len(SCHEDULE) * CHUNK_SECONDS
     assert told["rows"][0]["processing_seconds"] == pytest.approx(heard + SCHEDULE[-1], abs=0.1)
     assert told["label"] == "Listeners"
 
@@ -159,11 +172,11 @@ def test_a_server_that_dies_or_hangs_ends_the_run_within_10_s_with_what_finished
     assert "4 requests answered" in capsys.readouterr().out
 
 
-def test_ctrl_c_tells_what_was_measured(stub: Stub, tmp_path: Path) -> None:
+def test_ctrl_c_tells_what_was_measured(stub: StubProcess, tmp_path: Path) -> None:
     more = ("--manifest-path", manifest(tmp_path, ["Hello."]), "--num-tasks", 2, "--num-requests", 500)
     arguments = command(stub, tmp_path / "log", "--warmup-requests", 0, *more)
     with subprocess.Popen(
-        [sys.executable, "scripts/client_grpc.py", *arguments],
+        [sys.executable, "-m", "scripts.client_grpc", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -180,7 +193,7 @@ def test_ctrl_c_tells_what_was_measured(stub: Stub, tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_to_is_told_before_the_first_request(
-    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log").touch()
     assert client_grpc.main(command(stub, tmp_path / "log", "--target-text", "Hello.")) == 1
@@ -198,7 +211,7 @@ def test_a_place_that_cannot_be_written_to_is_told_before_the_first_request(
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(
-    more: tuple[object, ...], words: str, stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: tuple[object, ...], words: str, stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
     complaint = capsys.readouterr().err
@@ -210,7 +223,7 @@ def test_a_mistake_on_the_command_line_is_one_line(
     [("--num-tasks", "0"), ("--request-rate", "-1"), ("--parameter", "seed"), ("--warmup-requests", "-1")],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(
-    option: tuple[str, str], stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: tuple[str, str], stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         client_grpc.main(command(stub, tmp_path, *option))

@@ -1,10 +1,10 @@
-"""What the speech service adds to a stream, and whether it keeps what it should forget: against a stub of Triton.
+"""What the speech service adds to a stream, and whether its memory grows, measured against a stub of Triton.
 
-    python -m tools.bench.speech_server --output out/bench_speech_server      200 streams at a time, 5,000 requests
+    python -m tools.bench.speech_server --output out/bench_speech_server      200 concurrent streams, 5,000 requests
 
-Three processes: the stub, the service, and this one, which listens to the same load twice: straight at the stub and
-through the service. What the service adds to the first byte is the difference of the two.
-Writes OUTPUT.json, OUTPUT.png.
+Three processes: the stub, the service, and this one, which runs the same load twice: directly against the stub, and
+through the service. The difference of the two is what the service adds to the time to first byte.
+Writes OUTPUT.json and OUTPUT.png.
 """
 
 import argparse
@@ -31,31 +31,34 @@ from common.client.grpc_client import chunks
 from common.client.requests import Utterance
 from common.server.tritonserver import free_port
 from tools.arguments import positive_int
+from tools.bench.triton_stub import stub_process
+from tools.load.plot import figure, save
 
 MODEL = stacks.DEFAULT.orchestrator
-PAUSE, FIRST = 0.5, 0.1  # between chunks, before the first: speech in real time
-AT_ONCE = 16  # requests of the memory's measurement
+PAUSE, FIRST = 0.5, 0.1  # seconds between chunks and before the first: speech in real time
+CONCURRENT_REQUESTS = 16  # while memory is measured
+READY_SECONDS = 60
 
-Listen = Callable[[], AsyncGenerator[bytes | None, None]]
+OpenStream = Callable[[], AsyncGenerator[bytes | None, None]]
 
 
 @dataclass
-class Heard:
-    """One stream: seconds to its first byte, and the longest wait for another."""
+class StreamTiming:
+    """One stream: seconds to its first byte, and the longest wait between two parts."""
 
     first: float
     gap: float
 
 
 @dataclass
-class Result:
-    """All figures; latencies in ms, one per stream, memory in MiB, one per look."""
+class ServiceFigures:
+    """All figures: latencies in ms, one per stream; memory in MiB, one per sample."""
 
     streams: int = 0
     direct_ms: list[float] = field(default_factory=list)
     service_ms: list[float] = field(default_factory=list)
     longest_gap_s: float = 0.0
-    cores: float = 0.0  # that the service kept busy meanwhile
+    cores: float = 0.0  # CPU time of the service per second of load
     requests: list[int] = field(default_factory=list)
     memory_mib: list[float] = field(default_factory=list)
 
@@ -65,71 +68,55 @@ class Result:
 
 
 @contextlib.contextmanager
-def process(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program of ours, its output readable; ended with the block."""
-    running = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
-    try:
-        yield running
-    finally:
-        running.terminate()
-        running.wait(40)
-        assert running.stdout is not None
-        running.stdout.close()
-
-
-@contextlib.contextmanager
-def stub(length: float) -> Iterator[str]:
-    """The address of a stub that speaks so many seconds in real time, in a process of its own."""
-    options = ("--chunks", str(round(length / PAUSE)), "--pause", str(PAUSE), "--first", str(FIRST))
-    with process("tools.bench.triton_stub", *options) as running:
-        assert running.stdout is not None
-        yield running.stdout.readline().strip()
-
-
-@contextlib.contextmanager
 def service(address: str) -> Iterator[tuple[str, int]]:
-    """The URL and the process id of a service in a process of its own, ready."""
+    """The URL and the process id of a speech service that is ready, in a process of its own."""
     port = free_port()
     options = ("--url", address, "--port", str(port), "--max_streams", "1000")
-    with process("scripts.speech_server", *options) as running:
+    process = subprocess.Popen([sys.executable, "-m", "common.speech_service", *options], stdout=subprocess.DEVNULL)
+    try:
         asyncio.run(_ready(f"http://127.0.0.1:{port}/health"))
-        yield f"http://127.0.0.1:{port}/v1/audio/speech", running.pid
+        yield f"http://127.0.0.1:{port}/v1/audio/speech", process.pid
+    finally:
+        process.terminate()
+        process.wait(40)
 
 
 async def _ready(url: str) -> None:
     async with aiohttp.ClientSession() as session:
-        for _ in range(600):
+        for _ in range(10 * READY_SECONDS):
             with contextlib.suppress(aiohttp.ClientError):
                 async with session.get(url) as answer:
                     if answer.status == 200:
                         return
             await asyncio.sleep(0.1)
-    raise RuntimeError(f"{url} was not ready after a minute")
+    raise RuntimeError(f"{url} was not ready after {READY_SECONDS} s")
 
 
 @dataclass(frozen=True)
-class Load:
-    """`streams` at a time, each of `length` seconds and begun evenly; `seconds`: how long, once there are so many."""
+class StreamLoad:
+    """`streams` concurrent streams of `length` seconds each, started at even intervals. seconds: how long the load
+    lasts once all of them are running.
+    """
 
     streams: int
     length: float
     seconds: float
 
 
-async def play(load: Load, listen: Listen, name: str) -> list[Heard]:
-    """The streams that were begun while as many as wanted were live."""
+async def run_load(load: StreamLoad, open_stream: OpenStream, name: str) -> list[StreamTiming]:
+    """The streams that were started while `load.streams` were running."""
     between = load.length / load.streams
     count = int((load.length + load.seconds) / between)
     begun = time.perf_counter()
     tasks = []
     for index in tqdm(range(count), desc=name, unit="stream"):
         await asyncio.sleep(max(0.0, begun + index * between - time.perf_counter()))
-        tasks.append(asyncio.create_task(_hear(listen())))
-    heard = await asyncio.gather(*tasks)
-    return heard[load.streams :]
+        tasks.append(asyncio.create_task(_time(open_stream())))
+    timings = await asyncio.gather(*tasks)
+    return timings[load.streams :]
 
 
-async def _hear(stream: AsyncGenerator[Any, None]) -> Heard:
+async def _time(stream: AsyncGenerator[Any, None]) -> StreamTiming:
     last = begun = time.perf_counter()
     first, gap = 0.0, 0.0
     async with contextlib.aclosing(stream) as parts:
@@ -142,136 +129,134 @@ async def _hear(stream: AsyncGenerator[Any, None]) -> Heard:
             last = now
     if not first:
         raise RuntimeError("a stream ended without audio")
-    return Heard(first, gap)
+    return StreamTiming(first, gap)
 
 
-async def over_grpc(load: Load, address: str) -> list[Heard]:
-    """The load straight at the stub."""
+async def over_grpc(load: StreamLoad, address: str) -> list[StreamTiming]:
+    """The load directly against the stub."""
     async with triton.InferenceServerClient(address) as connection:
 
-        def listen() -> AsyncGenerator[Any, None]:
+        def open_stream() -> AsyncGenerator[Any, None]:
             return chunks(connection, MODEL, Utterance("load", speaker="zoe"), 60.0)
 
-        return await play(load, listen, "straight ")
+        return await run_load(load, open_stream, "direct ")
 
 
-async def over_http(load: Load, url: str) -> list[Heard]:
+async def over_http(load: StreamLoad, url: str) -> list[StreamTiming]:
     """The same load through the service."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
-        async def listen() -> AsyncGenerator[bytes, None]:
+        async def open_stream() -> AsyncGenerator[bytes, None]:
             body = {"input": "load", "voice": "zoe", "response_format": "pcm"}
             async with session.post(url, json=body) as answer:
                 answer.raise_for_status()
                 async for part in answer.content.iter_any():
                     yield part
 
-        return await play(load, listen, "by service")
+        return await run_load(load, open_stream, "service")
 
 
-async def memory(url: str, pid: int, requests: int, looks: int, result: Result) -> None:
-    """Ask `requests` times, in every other format, and look at the service's memory from time to time."""
+async def measure_memory(url: str, pid: int, requests: int, samples: int, figures: ServiceFigures) -> None:
+    """Send `requests` requests in four formats in turn, and sample the service's memory `samples` times."""
     formats = ("pcm", "mp3", "wav", "opus")
     async with aiohttp.ClientSession() as session:
 
-        async def ask(index: int) -> None:
+        async def request(index: int) -> None:
             body = {"input": "quick", "voice": "zoe", "response_format": formats[index % len(formats)]}
             async with session.post(url, json=body) as answer:
                 answer.raise_for_status()
                 assert await answer.read()
 
-        each = max(1, requests // looks)
-        for done in tqdm(range(0, requests, each), desc="memory", unit="look"):
-            for begin in range(done, done + each, AT_ONCE):
-                await asyncio.gather(*(ask(index) for index in range(begin, min(begin + AT_ONCE, done + each))))
-            result.requests.append(done + each)
-            result.memory_mib.append(resident_mib(pid))
+        each = max(1, requests // samples)
+        for done in tqdm(range(0, requests, each), desc="memory", unit="sample"):
+            for begin in range(done, done + each, CONCURRENT_REQUESTS):
+                end = min(begin + CONCURRENT_REQUESTS, done + each)
+                await asyncio.gather(*(request(index) for index in range(begin, end)))
+            figures.requests.append(done + each)
+            figures.memory_mib.append(resident_mib(pid))
 
 
 def resident_mib(pid: int) -> float:
-    """Memory of a process, with its children's left out."""
+    """Resident memory of a process without its children."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
+    """CPU time that a process has used."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(load: Load, requests: int, looks: int = 25) -> Result:
-    """Both measurements; RuntimeError or aiohttp.ClientError when a stream fails."""
-    result = Result(load.streams)
-    with stub(load.length) as address, service(address) as (url, pid):
-        result.direct_ms = [1000 * heard.first for heard in asyncio.run(over_grpc(load, address))]
+def measure(load: StreamLoad, requests: int, samples: int = 25) -> ServiceFigures:
+    """Both measurements; RuntimeError or aiohttp.ClientError if a stream fails."""
+    figures = ServiceFigures(load.streams)
+    count = round(load.length / PAUSE) + 1  # the last chunk leaves `length` after the first
+    with stub_process(count, PAUSE, FIRST) as stub, service(stub.address) as (url, pid):
+        figures.direct_ms = [1000 * timing.first for timing in asyncio.run(over_grpc(load, stub.address))]
         used, begun = cpu_seconds(pid), time.perf_counter()
-        through = asyncio.run(over_http(load, url))
-        result.cores = (cpu_seconds(pid) - used) / (time.perf_counter() - begun)
-        result.service_ms = [1000 * heard.first for heard in through]
-        result.longest_gap_s = max(heard.gap for heard in through)
-        asyncio.run(memory(url, pid, requests, looks, result))
-    return result
+        timings = asyncio.run(over_http(load, url))
+        figures.cores = (cpu_seconds(pid) - used) / (time.perf_counter() - begun)
+        figures.service_ms = [1000 * timing.first for timing in timings]
+        figures.longest_gap_s = max(timing.gap for timing in timings)
+        asyncio.run(measure_memory(url, pid, requests, samples, figures))
+    return figures
 
 
-def plot(result: Result, path: Path) -> None:
-    """First bytes as distributions, memory over requests."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, values in (("straight at the stub", result.direct_ms), ("through the service", result.service_ms)):
+def plot(figures: ServiceFigures, path: Path) -> None:
+    """Time to first byte as distributions, and memory over requests."""
+    picture, [[left, right]] = figure(1, 2, 11, 4)
+    for name, values in _first_bytes(figures):
         left.plot(np.sort(values), np.linspace(0, 100, len(values)), label=name)
     left.axhline(95, color="grey", linewidth=0.8, linestyle=":")
-    left.set(xlabel="first byte, ms", ylabel="streams, %", title=f"First byte, {result.streams} streams at a time")
+    left.set(xlabel="first byte, ms", ylabel="streams, %", title=f"First byte, {figures.streams} concurrent streams")
     left.legend(loc="lower right")
-    right.plot(result.requests, result.memory_mib, marker=".")
+    right.plot(figures.requests, figures.memory_mib, marker=".")
     right.set(xlabel="requests answered", ylabel="resident memory, MiB", title="Memory of the service")
-    right.set_ylim(0, 1.3 * max(result.memory_mib))
+    right.set_ylim(0, 1.3 * max(figures.memory_mib))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(picture, path)
 
 
-def summary(result: Result) -> str:
-    """The figures in words."""
+def summary(figures: ServiceFigures) -> str:
+    """The figures as text."""
     lines = [f"{'first byte, ms':24}{'p50':>9}{'p95':>9}{'p99':>9}"]
-    for name, values in (("straight at the stub", result.direct_ms), ("through the service", result.service_ms)):
+    for name, values in _first_bytes(figures):
         lines.append(f"{name:24}" + "".join(f"{np.percentile(values, percent):9.1f}" for percent in (50, 95, 99)))
-    lines.append(f"{'added':24}" + "".join(f"{result.added_ms(percent):9.1f}" for percent in (50, 95, 99)))
+    lines.append(f"{'added':24}" + "".join(f"{figures.added_ms(percent):9.1f}" for percent in (50, 95, 99)))
     lines.append(
-        f"{len(result.service_ms)} streams, {result.streams} at a time, none failed; chunks come every {PAUSE} s,"
+        f"{len(figures.service_ms)} streams, {figures.streams} concurrent, none failed; a chunk every {PAUSE} s,"
     )
+    lines.append(f"longest wait for one {figures.longest_gap_s:.2f} s, the service used {figures.cores:.2f} cores")
+    early = len(figures.requests) // 5
     lines.append(
-        f"the longest wait for one was {result.longest_gap_s:.2f} s, the service used {result.cores:.2f} cores"
-    )
-    after = result.requests[len(result.requests) // 5]
-    lines.append(
-        f"memory {result.memory_mib[len(result.requests) // 5]:.0f} MiB after {after} requests, "
-        f"{result.memory_mib[-1]:.0f} MiB after {result.requests[-1]}"
+        f"memory {figures.memory_mib[early]:.0f} MiB after {figures.requests[early]} requests, "
+        f"{figures.memory_mib[-1]:.0f} MiB after {figures.requests[-1]}"
     )
     return "\n".join(lines)
 
 
+def _first_bytes(figures: ServiceFigures) -> tuple[tuple[str, list[float]], ...]:
+    return ("direct", figures.direct_ms), ("through the service", figures.service_ms)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=200, help="at a time")
+    parser.add_argument("--streams", type=int, default=200, help="concurrent streams")
     parser.add_argument("--length", type=float, default=10.0, help="of a stream, in seconds")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the load, once it is there")
-    parser.add_argument("--requests", type=positive_int, default=5000, help="of the memory's measurement")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of load once all streams are running")
+    parser.add_argument("--requests", type=positive_int, default=5000, help="of the memory measurement")
     parser.add_argument("--output", type=Path, default=Path("out/bench_speech_server"))
     args = parser.parse_args(argv)
-    result = measure(Load(args.streams, args.length, args.seconds), args.requests)
+    figures = measure(StreamLoad(args.streams, args.length, args.seconds), args.requests)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.with_suffix(".json").write_text(json.dumps(asdict(result)))
-    plot(result, args.output.with_suffix(".png"))
-    print(summary(result))
+    args.output.with_suffix(".json").write_text(json.dumps(asdict(figures)))
+    plot(figures, args.output.with_suffix(".png"))
+    print(summary(figures))
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the load end too
-    raise SystemExit(main())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the service and the stub end too
+    sys.exit(main())

@@ -1,20 +1,25 @@
-"""A server of Triton's gRPC protocol that speaks noise at a set pace: what a service in front of Triton is measured and
-tested against, where Triton's own pace would be in the way.
+"""A server of Triton's gRPC protocol that answers with noise on a fixed schedule.
+
+Clients and services in front of Triton are measured and tested against it, so that Triton's own timing does not matter.
 
     python -m tools.bench.triton_stub --chunks 20 --pause 0.5       prints its address, serves until SIGTERM
 
-A text that begins with one of these words is answered otherwise:
+If the text begins with one of these words, the answer is a different one:
     refuse   an error about the request              lost     a model that is not available
     break    one chunk, then an error                silent   no audio at all
     endless  chunks until the client leaves          stall    nothing until the client leaves
-    quick    three chunks at once
+    quick    three chunks at once                    fail     an error; further requests of the stream are answered
 """
 
 import argparse
 import asyncio
+import subprocess
+import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import grpc
@@ -35,7 +40,7 @@ def texts_of(request: Any) -> dict[str, str]:
 
 @dataclass
 class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """chunks of `samples` each, `pause` seconds apart, the first after `first` seconds."""
+    """`chunks` chunks of `samples` each: the first after `first` seconds, then one every `pause` seconds."""
 
     chunks: int = 3
     samples: int = SAMPLE_RATE // 5
@@ -48,7 +53,13 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
     cancelled: int = 0
     requests: deque[Any] = field(default_factory=lambda: deque(maxlen=REQUESTS_KEPT))
 
-    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's names
+    async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's names
+        return service_pb2.ServerLiveResponse(live=True)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ModelReadyResponse(ready=True)
+
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
         answer = service_pb2.RepositoryIndexResponse()
         answer.models.add(name=self.model, version="1", state="READY")
         return answer
@@ -59,41 +70,53 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelConfigResponse(config=config)
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
-        parts = [part async for part in self._speak(request, context)]
+        parts = [part async for part in self._synthesize(request, context)]
         return self._response(np.concatenate(parts) if parts else np.zeros(0, np.float32)).infer_response
 
     async def ModelStreamInfer(self, iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         async for request in iterator:
-            async for part in self._speak(request, context):
+            if _first_word(request) == "fail":
+                yield service_pb2.ModelStreamInferResponse(error_message="this request fails")
+                continue
+            async for part in self._synthesize(request, context):
                 yield self._response(part)
+            if request.parameters["triton_enable_empty_final_response"].bool_param:
+                final = service_pb2.ModelInferResponse(model_name=self.model)
+                final.parameters["triton_final_response"].bool_param = True
+                yield service_pb2.ModelStreamInferResponse(infer_response=final)
 
-    async def _speak(self, request: Any, context: Any) -> AsyncIterator[np.ndarray]:
+    async def _synthesize(self, request: Any, context: Any) -> AsyncIterator[np.ndarray]:
         """The chunks of one request, float32 (N,)."""
         self.requests.append(request)
         self.live += 1
         self.served += 1
+        loop = asyncio.get_running_loop()
+        due = loop.time()
         try:
-            manner = texts_of(request)["target_text"].partition(" ")[0]
-            if manner == "refuse":
+            word = _first_word(request)
+            if word == "refuse":
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "invalid request: target_text is refused")
-            if manner == "lost":
+            if word == "lost":
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the LLM is down")
             first, pause = {"stall": (3600.0, 0.0), "quick": (0.0, 0.0), "endless": (0.0, max(self.pause, 0.05))}.get(
-                manner, (self.first, self.pause)
+                word, (self.first, self.pause)
             )
-            await asyncio.sleep(first)
-            noise = np.random.default_rng(0).uniform(-0.5, 0.5, self.samples).astype(np.float32)
-            count = {"silent": 0, "break": 1, "quick": 3, "endless": 1 << 30}.get(manner, self.chunks)
-            for _ in range(count):
-                yield noise
-                await asyncio.sleep(pause)
-            if manner == "break":
+            due += first
+            for _ in range({"silent": 0, "break": 1, "quick": 3, "endless": 1 << 30}.get(word, self.chunks)):
+                await asyncio.sleep(due - loop.time())
+                yield self._noise
+                due += pause
+            if word == "break":
                 await context.abort(grpc.StatusCode.INTERNAL, "the vocoder broke")
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.live -= 1
+
+    @cached_property
+    def _noise(self) -> np.ndarray:
+        return np.random.default_rng(0).uniform(-0.5, 0.5, self.samples).astype(np.float32)
 
     def _response(self, waveform: np.ndarray) -> Any:
         infer = service_pb2.ModelInferResponse(model_name=self.model)
@@ -102,7 +125,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelStreamInferResponse(infer_response=infer)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, str]:
-        """Listen; the server and its address."""
+        """Listen; returns the server and its address. port: 0 for any free one."""
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, server)
         bound = server.add_insecure_port(f"{host}:{port}")
@@ -110,10 +133,44 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         return server, f"{host}:{bound}"
 
 
-async def _serve(stub: TritonStub, port: int) -> None:
+def _first_word(request: Any) -> str:
+    return texts_of(request)["target_text"].partition(" ")[0]
+
+
+@dataclass(frozen=True)
+class StubProcess:
+    """host:port of a stub, and its process."""
+
+    address: str
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def stub_process(chunks: int, pause: float, first: float, chunk_seconds: float | None = None) -> Iterator[StubProcess]:
+    """A stub in a process of its own, killed with the block; it also ends if this process is killed."""
+    options = ["--chunks", str(chunks), "--pause", str(pause), "--first", str(first), "--end-with-stdin"]
+    if chunk_seconds is not None:
+        options += ["--chunk-seconds", str(chunk_seconds)]
+    command = [sys.executable, "-m", "tools.bench.triton_stub", *options]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield StubProcess(process.stdout.readline().strip(), process)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+async def _serve(stub: TritonStub, port: int, end_with_stdin: bool) -> None:
     server, address = await stub.start(port=port)
     print(address, flush=True)
-    await server.wait_for_termination()
+    if end_with_stdin:
+        await asyncio.to_thread(sys.stdin.read)
+        await server.stop(None)
+    else:
+        await server.wait_for_termination()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,11 +179,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chunks", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between chunks")
     parser.add_argument("--first", type=float, default=0.1, help="seconds before the first chunk")
+    parser.add_argument("--chunk-seconds", type=float, help="audio of a chunk; default: --pause, or 0.5 without pauses")
+    parser.add_argument("--end-with-stdin", action="store_true", help="stop when standard input ends")
     args = parser.parse_args(argv)
-    samples = int(SAMPLE_RATE * (args.pause or 0.5))
-    asyncio.run(_serve(TritonStub(args.chunks, samples, args.pause, args.first), args.port))
+    samples = round(SAMPLE_RATE * (args.chunk_seconds or args.pause or 0.5))
+    asyncio.run(_serve(TritonStub(args.chunks, samples, args.pause, args.first), args.port, args.end_with_stdin))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
