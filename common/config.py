@@ -170,13 +170,26 @@ class TensorrtLLMConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Token2WavConfig(ModelConfig):
+class HopConfig(ModelConfig):
+    """Chunks of a stream, in speech tokens: the orchestrator cuts by them, token2wav makes CUDA graphs for them."""
+
+    first_hop_tokens: int = 15
+    max_hop_tokens: int = 100
+
+    def __post_init__(self) -> None:
+        self.require_positive("first_hop_tokens", "max_hop_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token2WavConfig(HopConfig):
     """Both vocoders. `model_dir` holds flow.pt and hift.pt; an empty `llm_tokenizer_dir` means
     OFFICIAL_FIRST_SPEECH_ID.
 
     `n_timesteps`: Euler steps. `max_streams`: live streams per instance. `idle_seconds`: a stream that is silent for
     longer is freed. `voice_cache_mb`: prompt caches of voices, MiB (only the DiT flow has them; on a GPU 33 per second
-    of prompt): those that are spoken in, which it limits, and as many others as there is room for.
+    of prompt): those that are spoken in, which it limits, and as many others as there is room for. `batch_memory_mb`:
+    for the temporary tensors of one batch on a GPU, MiB; it bounds how many frames a batch and a CUDA graph hold, see
+    common/token2wav/limits.py.
     `flow_runtime`: what computes the flow's estimator, see docs/accelerators.md; "auto" needs no files beside
     the checkpoint. `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16
     on a GPU, float32 on a CPU, but bfloat16 for a flow in torch on a CPU that has it.
@@ -188,17 +201,19 @@ class Token2WavConfig(ModelConfig):
     max_streams: int = 64
     idle_seconds: float = 60.0
     voice_cache_mb: int = 4096
+    batch_memory_mb: int = 4352
     flow_runtime: FlowRuntime = "auto"
     flow_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vocoder_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        self.require_positive("n_timesteps", "max_streams", "idle_seconds", "voice_cache_mb")
+        super().__post_init__()
+        self.require_positive("n_timesteps", "max_streams", "idle_seconds", "voice_cache_mb", "batch_memory_mb")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrchestratorConfig(ModelConfig):
+class OrchestratorConfig(HopConfig):
     """Both orchestrators.
 
     `llm_transport`: "triton" asks the model `llm_model` of the same server, which `llm_backend` serves; "openai" the
@@ -217,8 +232,6 @@ class OrchestratorConfig(ModelConfig):
     llm_backend: LLMBackend = "python"
     llm_dialect: Literal["auto", "vllm", "trtllm", "text", "transformers", "chat"] = "auto"
     dynamic_chunk_strategy: ChunkStrategy = "exponential"
-    first_hop_tokens: int = 15
-    max_hop_tokens: int = 100
     temperature: float = 0.8
     top_p: float = 0.95
     top_k: int = 50
@@ -237,9 +250,8 @@ class OrchestratorConfig(ModelConfig):
     decoupled: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require_positive(
-            "first_hop_tokens",
-            "max_hop_tokens",
             "top_p",
             "top_k",
             "repetition_penalty",

@@ -1,8 +1,7 @@
-"""What the flow's encoder is shown of a stream: its prompt, the tokens it remembers, the new ones.
+"""The window of a stream that the flow's encoder computes: the prompt, the recent tokens, the new ones.
 
-The encoder is small beside the estimator, so that computing the whole window for every chunk costs less than keeping
-and moving caches of it. A stream remembers `CONTEXT_TOKENS`; what is older drops out of the window as if it had not
-been spoken.
+The encoder is small compared with the estimator: computing the whole window for every chunk costs less than keeping
+and moving caches of it. A window holds `CONTEXT_TOKENS` of the stream's past; older tokens are left out.
 """
 
 from collections.abc import Sequence
@@ -14,19 +13,18 @@ from torch import Tensor
 
 from common.constants import LOOKAHEAD_TOKENS
 from common.flow.base import MelFlow
-from common.token2wav.graphs import Graphs, sizes_up_to
+from common.token2wav.graphs import Graphs
+from common.token2wav.limits import BatchLimits
 
 ABSENT = -1
-TOKENS = (160, 208, 256, 320, 416, 512, 768, 1024, 1280)  # the last: a prompt of 30 s, all context, the largest hop
-MAX_TOKENS = 64 * 416
 
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens in the order in which the networks see them.
+    """The encoder's input for one stream.
 
-    tokens: (T, 1 + look-ahead) int64, each with those ahead of it, ABSENT where there is none.
-    visible: (T,) int64, how many tokens from the first on each one sees.
+    tokens: (T, 1 + look-ahead) int64, each with the tokens after it, ABSENT where there is none.
+    visible: (T,) int64, how many tokens, counted from the first, each one attends to.
     """
 
     tokens: np.ndarray
@@ -37,36 +35,36 @@ class Window:
 
 
 def with_ahead(tokens: np.ndarray, length: int) -> np.ndarray:
-    """The first `length` of `tokens`, each with the `LOOKAHEAD_TOKENS` after it: (length, 1 + look-ahead)."""
+    """(length, 1 + look-ahead): the first `length` of `tokens`, each with the `LOOKAHEAD_TOKENS` after it."""
     padded = np.pad(tokens, (0, max(0, length + LOOKAHEAD_TOKENS - len(tokens))), constant_values=ABSENT)
     return np.lib.stride_tricks.sliding_window_view(padded, 1 + LOOKAHEAD_TOKENS)[:length]
 
 
 def stacked(windows: Sequence[Window], length: int) -> tuple[Tensor, Tensor]:
-    """Windows padded to `length` tokens: tokens (B, length, 1 + look-ahead), visible (B, length), on the CPU."""
+    """Windows padded to `length`: tokens (B, length, 1 + look-ahead), visible (B, length), on the CPU."""
     tokens = np.full((len(windows), length, 1 + LOOKAHEAD_TOKENS), ABSENT, np.int64)
-    visible = np.ones((len(windows), length), np.int64)  # padding sees one token: nothing is no softmax
+    visible = np.ones((len(windows), length), np.int64)  # padding attends to one token: a softmax over none is NaN
     for row, window in enumerate(windows):
         tokens[row, : len(window)], visible[row, : len(window)] = window.tokens, window.visible
     return torch.from_numpy(tokens), torch.from_numpy(visible)
 
 
 class WindowEncoder:
-    """The flow's encoder over batches of windows; on a GPU as CUDA graphs where they are wanted."""
+    """The flow's encoder over batches of windows; with `graphs`, as CUDA graphs on a GPU."""
 
-    def __init__(self, network: MelFlow, graphs: bool = True):
+    def __init__(self, network: MelFlow, limits: BatchLimits, graphs: bool = True):
         self._network = network
         self._device = network.encoder_proj.weight.device
         self._graphs: Graphs | None = None
         if self._device.type == "cuda":
-            # It plans every new shape of an attention for tens of milliseconds.
+            # cuDNN plans every new attention shape for tens of milliseconds.
             torch.backends.cuda.enable_cudnn_sdp(False)
         if graphs and self._device.type == "cuda":
-            sizes = sizes_up_to(MAX_TOKENS, TOKENS)
+            sizes = limits.sizes(limits.window_tokens, limits.encoder_tokens)
             self._graphs = Graphs(network.encode_window, self._inputs, sizes, "the encoder")
 
     def encode(self, windows: Sequence[Window]) -> Tensor:
-        """-> (B, 2 T, mel), T at least the longest window; lasts until the next call."""
+        """(B, 2 T, mel), T at least the longest window. Valid until the next call."""
         B, longest = len(windows), max(len(window) for window in windows)
         size = self._graphs.fitting(B, longest) if self._graphs else None
         if self._graphs is None or size is None:

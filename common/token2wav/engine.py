@@ -1,11 +1,12 @@
 """Speech tokens to audio: chunks of many streams in one batch, or a whole utterance.
 
-The engine owns the networks and the caches that belong to voices; the caller owns each stream's `Stream`, passes it to
-every `step` and drops it at the end.
+The engine owns the networks and the prompt caches of voices. The caller owns each `Stream`: it opens it, makes its
+chunks and closes it.
 """
 
+import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,37 +14,35 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import stacks
-from common.accel.loading import flow_runtime, use_runtime
-from common.config import FlowRuntime
+from common.accel.loading import flow_runtime
+from common.config import FlowRuntime, Token2WavConfig
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
-from common.errors import UnavailableError
-from common.flow.checkpoint import load_dit_flow, load_unet_flow
 from common.hift.checkpoint import load_hift
-from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.stacks import Stack
 from common.token2wav.hift.overlap import hamming_window
-from common.token2wav.hift.streaming import MelChunk, StreamingVocoder, VocoderState
-from common.token2wav.noise import flow_noise, source_noise
-from common.token2wav.streaming import Chunk, FlowState, StreamingFlow, Voice
-from common.token2wav.unet.streaming import UNetStreaming
+from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import source_noise
+from common.token2wav.stream import Chunk, Stream
+from common.token2wav.streaming import FlowOptions, StreamingFlow
 from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
-SILENT_MEL = -11.5  # log of the least magnitude that a mel shows
+SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What the flow, and HiFT between its source and its spectrum, compute in."""
+    """Number formats of the flow, and of HiFT between its source and its spectrum."""
 
     flow: torch.dtype
     vocoder: torch.dtype
 
     @classmethod
     def named(cls, flow: str, vocoder: str, device: str, runtime: FlowRuntime = "auto") -> "Precision":
-        """Names of torch's dtypes; "auto" is what docs/accelerators.md found fastest without harm to the audio: float16
-        on a GPU; on a CPU float32 but for a flow in torch, which computes in bfloat16 where the CPU has it.
+        """From names of torch's dtypes. "auto" is the fastest that does not harm the audio (docs/accelerators.md):
+        float16 on a GPU; on a CPU float32, except for a flow in torch, which uses bfloat16 if the CPU supports it.
 
         runtime: of the flow's estimator, as the setting names it.
         """
@@ -61,17 +60,9 @@ def _dtype(name: str, auto: torch.dtype) -> torch.dtype:
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it. Others convert every value, which takes longer than float32."""
+    """Whether this CPU has bfloat16 instructions. Without them every value is converted: slower than float32."""
     has = torch.cpu.get_capabilities()
     return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
-
-
-@dataclass
-class Stream:
-    """Everything that one live stream owns. Dropping it frees it."""
-
-    flow: FlowState
-    vocoder: VocoderState
 
 
 class Token2Wav:
@@ -83,120 +74,122 @@ class Token2Wav:
         self._device = device
 
     @classmethod
-    def load_unet(
+    def load(
         cls,
+        stack: Stack,
         model_dir: str | Path,
         *,
         device: str,
-        max_streams: int,
+        limits: BatchLimits,
         precision: Precision,
         runtime: FlowRuntime = "auto",
         steps: int = EULER_STEPS,
+        prompt_cache_bytes: int = Token2WavConfig.voice_cache_mb << 20,
     ) -> "Token2Wav":
-        """CosyVoice2's networks: flow.pt and hift.pt of `model_dir`, and the runtime's own files.
+        """The networks of a stack from its checkpoint directory, and the runtime's own files.
 
-        runtime: of the flow's estimator. "torch" on a GPU is without any CUDA graph: nothing is captured at the start
-        and most of the memory stays free, which suits whole utterances.
+        runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
+        memory stays free, which suits whole utterances.
         """
         _use(device)
-        network = load_unet_flow(Path(model_dir) / "flow.pt", device, precision.flow)
         runtime = flow_runtime(runtime, device)
-        use_runtime(network, stacks.UNET, runtime, model_dir, device=device, max_streams=max_streams)
-        graphs = runtime != "torch"
-        flow = UNetStreaming(network, flow_noise(device), steps=steps, graphs=graphs)
-        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)
+        options = FlowOptions(
+            stack=stack,
+            device=device,
+            dtype=precision.flow,
+            runtime=runtime,
+            steps=steps,
+            limits=limits,
+            prompt_cache_bytes=prompt_cache_bytes,
+        )
+        flow = _loader(stack)(Path(model_dir) / stack.flow, options)
+        if flow.cumulative != stack.cumulative:
+            raise ValueError(f"stack {stack.name!r} has cumulative {stack.cumulative}, its flow {flow.cumulative}")
+        hift = load_hift(Path(model_dir) / stack.hift, device).body_to(precision.vocoder)
+        noise = source_noise(hift.config.harmonics + 1, device)
+        vocoder = StreamingVocoder(hift, noise, hamming_window(), limits=limits, graphs=options.graphs)
+        return cls(flow, vocoder, device)
 
     @classmethod
-    def load_dit(
-        cls,
-        model_dir: str | Path,
-        *,
-        device: str,
-        max_streams: int,
-        voice_cache_bytes: int,
-        precision: Precision,
-        runtime: FlowRuntime = "auto",
-        steps: int = EULER_STEPS,
-    ) -> "Token2Wav":
-        """Step-Audio2's networks; as `load_unet`."""
-        _use(device)
-        network = load_dit_flow(Path(model_dir) / "flow.pt", device, precision.flow)
-        runtime = flow_runtime(runtime, device)
-        use_runtime(network, stacks.DIT, runtime, model_dir, device=device, max_streams=max_streams)
-        noise, voices, graphs = flow_noise(device), VoiceCache(voice_cache_bytes), runtime != "torch"
-        flow = DiTStreaming(network, noise, voices, max_streams=max_streams, steps=steps, graphs=graphs)
-        return cls(flow, _load_vocoder(model_dir, device, max_streams, precision, graphs), device)
+    def from_config(cls, stack: Stack, config: Token2WavConfig) -> "Token2Wav":
+        """As the Triton model is configured."""
+        limits = BatchLimits(
+            max_streams=config.max_streams,
+            first_hop_tokens=config.first_hop_tokens,
+            max_hop_tokens=config.max_hop_tokens,
+            chunk_boundary=stack.chunk_boundary,
+            batch_memory_mb=config.batch_memory_mb,
+        )
+        names = config.flow_precision, config.vocoder_precision
+        return cls.load(
+            stack,
+            config.model_dir,
+            device=config.device,
+            limits=limits,
+            precision=Precision.named(*names, config.device, config.flow_runtime),
+            runtime=config.flow_runtime,
+            steps=config.n_timesteps,
+            prompt_cache_bytes=config.voice_cache_mb << 20,
+        )
 
     def warm_up(self) -> None:
-        """Speak once to nobody: what is set up at first use is set up, and a checkpoint that cannot speak is found."""
+        """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run."""
         _use(self._device)
         tokens = np.arange(FLOW_CHUNK_TOKENS)
         mel = np.full((TOKEN_MEL_RATIO * FLOW_CHUNK_TOKENS, MEL_BINS), SILENT_MEL, np.float32)
         prompt = Prompt(tokens, mel, np.ones(self._flow.speaker_dim, np.float32), text="")
         stream = self.open(prompt)
-        self.step([(stream, Chunk(tokens, last=False))])
+        self.step([self.chunk(stream, tokens, final=False)])
         self.close(stream)
         self.whole(prompt, tokens)
 
     @torch.inference_mode()
     def open(self, prompt: Prompt) -> Stream:
-        """Start a stream in a voice; builds the voice's caches if they are not there yet."""
-        flow = self._flow.open(self._voice(prompt))
+        """Start a stream in a voice; builds the voice's prompt cache if it is not there yet."""
+        self._check(prompt)
+        vocoder = self._vocoder.open()
         try:
-            return Stream(flow, self._vocoder.open())
-        except UnavailableError:
-            self._flow.close(flow)
+            return self._flow.open(prompt, vocoder)
+        except BaseException:
+            self._vocoder.close(vocoder)
             raise
+
+    def chunk(self, stream: Stream, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk:
+        """See `StreamingFlow.chunk`: the next chunk of a stream, or a ValueError."""
+        return self._flow.chunk(stream, tokens, final=final, offset=offset)
+
+    @property
+    def limits(self) -> BatchLimits:
+        return self._flow.limits
 
     @property
     def batch_tokens(self) -> int:
-        """How many tokens a batch should have at most, counted as `tokens` does."""
+        """How many tokens a batch should have at most, counted as `Chunk.computed`."""
         return self._flow.batch_tokens
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the streams and voices take."""
+        """Memory of the streams and of the prompt caches."""
         return self._flow.cache_bytes + self._vocoder.pool.nbytes
 
     @property
     def contexts(self) -> tuple[int, float]:
-        """Contexts of the flow's runtime, and how many seconds were waited for one; 0 where nothing waits."""
+        """TensorRT contexts of the flow, and how many seconds calls have waited for one; 0 without TensorRT."""
         return self._flow.contexts
-
-    def tokens(self, stream: Stream, chunk: Chunk) -> int:
-        """How many tokens are computed for `chunk`. Raises ValueError if it does not continue its stream."""
-        return self._flow.tokens(stream.flow, chunk)
 
     def close(self, stream: Stream) -> None:
         """Free what the stream holds. To be called once."""
-        self._flow.close(stream.flow)
+        self._flow.close(stream)
         self._vocoder.close(stream.vocoder)
 
     @torch.inference_mode()
-    def step(self, batch: Sequence[tuple[Stream, Chunk]]) -> list[np.ndarray | ValueError]:
+    def step(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
 
-        Streams of a batch differ, and none hears another. A chunk that does not continue its stream gets a ValueError
-        in its place, and the rest is rendered.
+        The chunks are of different streams; batching does not change the audio of any of them.
         """
-        results: list[np.ndarray | ValueError] = []
-        accepted = []
-        for index, (stream, chunk) in enumerate(batch):
-            results.append(np.zeros(0, np.float32))
-            try:
-                self._check(chunk.tokens)
-                self._flow.new_tokens(stream.flow, chunk)
-                accepted.append(index)
-            except ValueError as error:
-                results[index] = error
-        mels = self._flow.render([(batch[index][0].flow, batch[index][1]) for index in accepted])
-        chunks = [
-            MelChunk(batch[index][0].vocoder, mel, batch[index][1].last)
-            for index, mel in zip(accepted, mels, strict=True)
-        ]
-        for index, audio in zip(accepted, self._vocoder.step(chunks), strict=True):
-            results[index] = audio.numpy()
-        return results
+        mels = self._flow.render(chunks)
+        return [audio.numpy() for audio in self._vocoder.step(chunks, mels)]
 
     def whole(self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0) -> np.ndarray:
         """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz.
@@ -208,43 +201,30 @@ class Token2Wav:
 
     @torch.inference_mode()
     def whole_batch(self, utterances: Sequence[tuple[Prompt, np.ndarray]], speed: float = 1.0) -> list[np.ndarray]:
-        """Whole utterances together, each as `whole` renders it alone. One that cannot be spoken is a ValueError for
-        all of them.
-        """
-        for _, tokens in utterances:
-            self._check(tokens)
+        """Whole utterances in one batch, each as `whole` renders it alone. ValueError if one of them is invalid."""
+        for prompt, tokens in utterances:
+            self._check(prompt)
+            self._flow.check_ids(tokens)
             if len(tokens) == 0:
                 raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-        mels = self._flow.whole([(self._voice(prompt), tokens) for prompt, tokens in utterances])
+        mels = self._flow.whole(utterances)
         if speed != 1.0:
             mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
         return [audio.numpy() for audio in self._vocoder.whole(mels)]
 
-    def _check(self, tokens: np.ndarray) -> None:
-        bad = tokens[(tokens < 0) | (tokens >= self._flow.vocab_size)]
-        if len(bad):
-            raise ValueError(f"speech token {bad[0]} is outside 0..{self._flow.vocab_size - 1}")
-
-    def _voice(self, prompt: Prompt) -> Voice:
-        self._check(prompt.tokens)
+    def _check(self, prompt: Prompt) -> None:
+        self._flow.check_ids(prompt.tokens)
         if len(prompt.tokens) < LOOKAHEAD_TOKENS:
             raise ValueError(f"the prompt has {len(prompt.tokens)} speech tokens; it needs {LOOKAHEAD_TOKENS} or more")
-        return Voice(
-            tokens=torch.from_numpy(prompt.tokens).to(self._device, torch.int64)[None],
-            mel=torch.from_numpy(prompt.mel).to(self._device)[None],
-            embedding=torch.from_numpy(prompt.embedding).to(self._device)[None],
-        )
+
+
+def _loader(stack: Stack) -> Callable[[Path, FlowOptions], StreamingFlow]:
+    """The function that `Stack.loader` names."""
+    module, _, function = stack.loader.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def _use(device: torch.device | str) -> None:
-    """Kernels of this thread run on that GPU, if it names one."""
+    """Make the GPU that `device` names the current one of this thread."""
     if torch.device(device).index is not None:
         torch.cuda.set_device(device)
-
-
-def _load_vocoder(
-    model_dir: str | Path, device: str, max_streams: int, precision: Precision, graphs: bool
-) -> StreamingVocoder:
-    hift = load_hift(Path(model_dir) / "hift.pt", device).body_to(precision.vocoder)
-    noise = source_noise(hift.config.harmonics + 1, device)
-    return StreamingVocoder(hift, noise, hamming_window(), max_streams=max_streams, graphs=graphs)

@@ -1,9 +1,9 @@
 """Functions of tensors as CUDA graphs: captured once per size at start-up, replayed as one launch.
 
-A chunk is thousands of kernels, most of them short; launched one by one they would wait for the host.
+A chunk takes thousands of kernels, most of them short; launched one by one, they would wait for the host.
 """
 
-import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,16 +13,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-CHUNK_FRAMES = (32, 64, 104, 128, 208)  # classes of chunk lengths, mel frames
+from common.token2wav.limits import Size
+
+logger = logging.getLogger(__name__)
+
 WARM_UPS = 2
-
-Size = tuple[int, ...]
-
-
-def sizes_up_to(most: int, lengths: Iterable[int]) -> list[Size]:
-    """Batch sizes and lengths of which a batch together is not over `most`, which bounds its memory."""
-    return [(B, T) for B, T in itertools.product(BATCHES, lengths) if B * T <= most]
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class _Graph:
 
 
 class Graphs:
-    """A bounded pool of graphs of one function. One replay at a time: all of them work in the same memory."""
+    """The graphs of one function, one per size. One replay at a time: they share their memory."""
 
     def __init__(
         self,
@@ -42,10 +37,12 @@ class Graphs:
         sizes: Iterable[Size],
         name: str,
     ):
-        """`inputs` makes a function's inputs of a size, with which it can be called."""
+        """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log."""
+        self._name = name
+        self._warned = False
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[Size, _Graph] = {}
-        # Largest first: the smaller ones then fit into the memory that its graph has taken.
+        # Largest first: the smaller ones then fit into the memory that its graph took.
         for size in tqdm(sorted(sizes, key=math.prod, reverse=True), desc=f"capturing {name}", unit="graph"):
             self._graphs[size] = self._capture(function, inputs(*size))
 
@@ -54,18 +51,31 @@ class Graphs:
         return self._graphs.keys()
 
     def inputs(self, size: Size) -> tuple[Tensor, ...]:
-        """The tensors that the next `run` of that size fills, in part or whole."""
+        """The input tensors of that size; the next `run` fills them partly or wholly."""
         return self._graphs[size].inputs
 
     def fitting(self, *needed: int) -> Size | None:
-        """The smallest size that holds `needed` in every dimension; None if there is none."""
+        """The smallest size that holds `needed` in every dimension; None if there is none.
+
+        Logs a warning, once, if the length alone is beyond every graph: such a batch cannot even be split.
+        """
         holding = [size for size in self._graphs if all(have >= need for have, need in zip(size, needed, strict=True))]
+        longest = max((size[-1] for size in self._graphs), default=0)
+        if needed[-1] > longest and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: a length of %d is beyond the largest CUDA graph, %d, and is computed by eager kernels, which is "
+                "slow; set max_hop_tokens and first_hop_tokens to the hops that clients use, or raise batch_memory_mb",
+                self._name,
+                needed[-1],
+                longest,
+            )
         return min(holding, key=math.prod, default=None)
 
     def run(self, size: Size, *values: Tensor) -> Any:
-        """The function of `values`, which fill the leading corners of that size's inputs; the rest keeps old ones.
+        """The function's result for `values`, copied to the leading corner of each input; the rest keeps older values.
 
-        The result has the size's own shape and lasts until the next call.
+        The result has the shape of the graph's size and is valid until the next call.
         """
         captured = self._graphs[size]
         for tensor, value in zip(captured.inputs, values, strict=False):

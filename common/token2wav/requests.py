@@ -1,12 +1,15 @@
-"""The tensors of a token2wav request, named and shaped as upstream's, to a `ChunkRequest`. Knows arrays, not Triton."""
+"""A request to a token2wav model, and how it is read from tensors, which are named and shaped as upstream's.
+
+Arrays only: nothing here depends on Triton.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from common.constants import MAX_SPEED, MIN_SPEED
-from common.token2wav.service import ChunkRequest
 from common.voice.prompt import Prompt
 
 Tensors = Mapping[str, np.ndarray]
@@ -15,9 +18,42 @@ CONTROLS = ("START", "END", "CORRID")
 PROMPT_TENSORS = ("prompt_speech_tokens", "prompt_speech_feat", "prompt_spk_embedding")
 
 
-def chunk_request(tensors: Tensors, first_speech_id: int, prompt: Prompt | None = None) -> ChunkRequest:
-    """tensors: what was sent, by name, batch dimension included. first_speech_id: id of <|s_0|> in the
-    LLM's vocabulary.
+@dataclass(frozen=True)
+class Token2WavRequest:
+    """One request of a stream, which is a sequence of Triton's.
+
+    start: opens the stream in the voice of `prompt`; `tokens` may be empty, then only the prompt cache is built.
+    end: closes the stream. Unless `final`, the stream is dropped and no audio is made (an abort).
+    final: the tokens are the stream's last (tensor `finalize`). None on a request that both starts and ends a stream
+        and has no offset: a whole utterance, rendered at once.
+    speed: speaking rate of a whole utterance; a stream is rendered at 1.
+    """
+
+    stream_id: int
+    start: bool
+    end: bool
+    tokens: np.ndarray  # (n,) int64 ids 0..6560
+    prompt: Prompt | None = None
+    offset: int | None = None
+    final: bool | None = None
+    speed: float = 1.0
+
+    @property
+    def whole(self) -> bool:
+        return self.start and self.end and self.final is None and self.offset is None
+
+    @property
+    def aborts(self) -> bool:
+        return self.end and not self.final and not self.whole
+
+    @property
+    def has_chunk(self) -> bool:
+        """Whether audio is to be rendered from it as a chunk of a stream."""
+        return not self.whole and not self.aborts and bool(len(self.tokens) or self.final)
+
+
+def read_request(tensors: Tensors, first_speech_id: int, prompt: Prompt | None = None) -> Token2WavRequest:
+    """The request that `tensors`, by name and with the batch dimension, make.
 
     target_speech_tokens (1, n), prompt_speech_tokens (1, P), prompt_speech_feat (1, T, 80), prompt_spk_embedding
     (1, 192), token_offset, finalize and speed (1, 1), and the sequence controls. `prompt`: the voice where the caller
@@ -26,14 +62,14 @@ def chunk_request(tensors: Tensors, first_speech_id: int, prompt: Prompt | None 
     speed = float(_one(tensors, "speed")) if "speed" in tensors else 1.0
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise ValueError(f"speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
-    return ChunkRequest(
+    return Token2WavRequest(
         stream_id=int(_one(tensors, "CORRID")),
         start=bool(_one(tensors, "START")),
         end=bool(_one(tensors, "END")),
         tokens=_ids(tensors, "target_speech_tokens", first_speech_id),
         prompt=prompt or _prompt(tensors, first_speech_id),
         offset=int(_one(tensors, "token_offset")) if "token_offset" in tensors else None,
-        finalize=bool(_one(tensors, "finalize")) if "finalize" in tensors else None,
+        final=bool(_one(tensors, "finalize")) if "finalize" in tensors else None,
         speed=speed,
     )
 

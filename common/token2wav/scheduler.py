@@ -1,26 +1,25 @@
-"""Which of the waiting chunks are rendered next, and together. Pure policy: it knows no streams, tensors or clocks."""
+"""Which of the queued chunks are rendered next, in one batch. Pure policy: no streams, no tensors, no clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What a batch costs before its first token, in tokens: 12 ms of an H200, where a token takes 0.04 ms. Measured with the
-# DiT flow (docs/performance.md); the UNet's ratio is much the same.
+# The fixed cost of a batch, in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow
+# (docs/performance.md); the UNet's ratio is about the same.
 START_TOKENS = 300
-# A listener with so much audio left is in no hurry. Chunks for such listeners make batches of at most this part of the
-# tokens, so that a stream that begins waits little for them, and little beside them. Where a GPU cannot keep up so,
-# listeners soon have less left, and batches are larger.
+# A listener with this much audio left can wait. Batches of chunks for such listeners get at most UNHURRIED_SHARE of the
+# tokens, so that a new stream waits less for them and gains less company in its batch. If the GPU cannot keep up that
+# way, listeners soon have less audio left, and batches grow.
 PLENTY_SECONDS = 1.0
 UNHURRIED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Candidate:
     """A queued request as the policy sees it.
 
-    audio_left: how many seconds its listener can still hear, negative if it is silent; None if nothing was heard yet.
+    audio_left: seconds until its listener runs out of audio, negative after that; None before the first audio.
     arrived: its number in the order of arrival.
-    tokens: how many the networks compute for it; None if it renders nothing and has to be served alone (a stream's
-        start or end, or a chunk in error).
+    tokens: how many are computed for it; None if it is served alone (a stream's start or end, an invalid chunk).
     """
 
     stream_id: int
@@ -30,34 +29,34 @@ class Waiting:
 
     @property
     def urgency(self) -> tuple[bool, float, int]:
-        """Smaller is earlier: streams that wait for their first audio, then the earliest silence, then arrival."""
+        """Sort key: streams without audio first, then by when the listener runs out of audio, then by arrival."""
         return self.audio_left is not None, self.audio_left or 0.0, self.arrived
 
     @property
-    def hurries(self) -> bool:
+    def urgent(self) -> bool:
         return self.audio_left is None or self.audio_left < PLENTY_SECONDS
 
 
-def pick(waiting: Sequence[Waiting], max_chunks: int, max_tokens: int) -> list[int]:
-    """Indices of the next batch, most urgent first; `waiting` is not empty. Of a stream at most one chunk is in it.
+def pick(waiting: Sequence[Candidate], max_chunks: int, max_tokens: int) -> list[int]:
+    """Indices of the next batch, most urgent first, at most one chunk per stream. `waiting` is not empty.
 
-    A batch costs what its longest chunk costs in every row. A chunk joins if more tokens per second are rendered with
-    it than without: few chunks of any lengths share what a batch costs before its first token, many of one length waste
-    nothing by padding. Of more than one chunk a batch has at most `max_tokens` tokens, padding included, and a part of
-    them if its last chunk is in no hurry. That bounds how long a first chunk waits for the batch before it.
+    Every row of a batch costs as much as its longest chunk. A chunk joins if that raises the tokens per second: a few
+    chunks of any length share the batch's fixed cost, many chunks of one length waste nothing on padding. A batch of
+    several chunks has at most `max_tokens` tokens, padding included, or UNHURRIED_SHARE of them if its last chunk can
+    wait. That bounds how long a first chunk waits for the batch before it.
     """
     order = sorted(range(len(waiting)), key=lambda index: waiting[index].urgency)
     if waiting[order[0]].tokens is None:
         return order[:1]
     batch: list[int] = []
     streams: set[int] = set()
-    longest = own = 0  # of the batch's chunks: the most tokens, and all together
+    longest = own = 0  # tokens of the longest chunk, and of all
     for index in order:
         request = waiting[index]
-        # A stream's requests are served in their order: one that cannot join holds back those behind it.
+        # The requests of a stream are served in order: one that cannot join holds back the later ones.
         if request.stream_id not in streams and request.tokens is not None:
             before, padded = longest * len(batch), max(longest, request.tokens) * (len(batch) + 1)
-            allowed = max_tokens if request.hurries else max_tokens * UNHURRIED_SHARE
+            allowed = max_tokens if request.urgent else max_tokens * UNHURRIED_SHARE
             pays = (own + request.tokens) * (START_TOKENS + before) >= own * (START_TOKENS + padded)
             if not batch or (pays and padded <= allowed and len(batch) < max_chunks):
                 batch.append(index)

@@ -1,9 +1,8 @@
-"""Who owns the streams of a token2wav model.
+"""The owner of a token2wav model's streams.
 
-`Token2WavService` has one thread for them, and one that sends the answers. Everything about a stream - its state, its
-place in the queue, its end - belongs to the first; `submit` only puts a task into the queue. A stream is freed in
-`_close`, whatever ends it: its last chunk, an abort, an error, a cancel, or silence for `idle_seconds`. `scheduler`
-says which chunks are rendered together.
+`Token2WavService` has a thread that renders and a thread that sends replies. A stream's state, its queued requests and
+its end belong to the first; `submit` only adds to the queue. A stream is freed in `_close`, whatever ends it: its final
+chunk, an abort, an error, a cancellation, or `idle_seconds` without a request. `scheduler` picks the chunks of a batch.
 """
 
 import asyncio
@@ -30,47 +29,22 @@ from common.process.metrics import (
     WAITED,
     Values,
 )
-from common.token2wav.engine import Stream, Token2Wav
-from common.token2wav.scheduler import Waiting, pick
-from common.token2wav.streaming import Chunk
+from common.token2wav.engine import Token2Wav
+from common.token2wav.requests import Token2WavRequest
+from common.token2wav.scheduler import Candidate, pick
+from common.token2wav.stream import Chunk, Stream
 from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
-PATIENCE_SECONDS = 0.5  # a client that asked no longer ago is taken to be there still
-MAX_BATCH = 64
-
-
-@dataclass(frozen=True)
-class ChunkRequest:
-    """One request of a stream, as a sequence model of Triton receives it.
-
-    start: opens the stream in the voice of `prompt`; `tokens` may be empty, then only the voice's caches are built.
-    end: closes the stream. Without `finalize` the stream is dropped and no audio is made (an abort).
-    finalize: the tokens are the stream's last. None on a request that both starts and ends a stream without an offset:
-        the whole utterance at once, without chunks.
-    speed: speaking rate of such an utterance; a stream is rendered at 1.
-    """
-
-    stream_id: int
-    start: bool
-    end: bool
-    tokens: np.ndarray
-    prompt: Prompt | None = None
-    offset: int | None = None
-    finalize: bool | None = None
-    speed: float = 1.0
-
-    @property
-    def offline(self) -> bool:
-        return self.start and self.end and self.finalize is None and self.offset is None
+CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
 
 
 @dataclass
-class Session:
-    """A live stream: what the engine keeps of it, and how far its audio reaches."""
+class LiveStream:
+    """A live stream: the engine's part, and how much audio its listener has left."""
 
     stream: Stream
     used_at: float
@@ -78,11 +52,11 @@ class Session:
     audio_seconds: float = 0.0
 
     def audio_left(self, now: float) -> float | None:
-        """Seconds that the listener has not heard yet, if it plays from the first chunk on."""
+        """Seconds of audio that are not played yet, if playback began with the first chunk; None before that."""
         return None if self.first_audio_at is None else self.first_audio_at + self.audio_seconds - now
 
-    def heard(self, samples: int, now: float) -> None:
-        """Note audio that was rendered."""
+    def add(self, samples: int, now: float) -> None:
+        """Count audio that was rendered."""
         self.used_at = now
         if samples:
             self.first_audio_at = now if self.first_audio_at is None else self.first_audio_at
@@ -90,20 +64,23 @@ class Session:
 
 
 @dataclass(eq=False)
-class Task:
-    request: ChunkRequest
+class QueuedRequest:
+    """A request in the queue. `chunk` is made once its turn within the stream has come."""
+
+    request: Token2WavRequest
     reply: Callable[[np.ndarray | BaseException], None]
     is_cancelled: Callable[[], bool]
-    arrived: int
+    arrived: int  # its number in the order of arrival
     arrived_at: float
+    chunk: Chunk | None = None
 
 
 class Stats(NamedTuple):
-    """`live_streams`, `queued` and `cache_bytes` now, the others summed up since the start.
+    """`live_streams`, `queued`, `cache_bytes` and `contexts` are current values, the others sums since the start.
 
-    `chunks` / `batches` is the mean size of a batch, `waited_seconds` / `chunks` the mean wait from a chunk's arrival
-    to the beginning of its batch. `cache_bytes`: what the streams' and the voices' memory takes. `contexts`: of the
-    flow's TensorRT plans; `context_waited_seconds`: for one of them.
+    `chunks` / `batches` is the mean batch size, `waited_seconds` / `chunks` the mean wait from a chunk's arrival to the
+    start of its batch. `cache_bytes`: memory of streams and prompt caches. `contexts`: of the flow's TensorRT plans;
+    `context_waited_seconds`: waiting for one of them.
     """
 
     live_streams: int
@@ -116,35 +93,34 @@ class Stats(NamedTuple):
     context_waited_seconds: float
 
     def values(self) -> Values:
-        """As metrics."""
+        """The same by metric."""
         metrics = (STREAMS, QUEUED, CACHE, BATCHES, CHUNKS, WAITED, CONTEXTS, CONTEXT_WAITED)
         return dict(zip(metrics, self, strict=True))
 
 
 class Token2WavService:
-    """Renders the chunks of all live streams, most urgent first, several together."""
+    """Renders the chunks of all live streams in batches, most urgent first."""
 
     def __init__(
         self,
         engine: Token2Wav,
         *,
-        max_streams: int,
         idle_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine
-        self._max_streams = max_streams
+        self._limits = engine.limits
         self._idle_seconds = idle_seconds
         self._clock = clock
-        self._sessions: dict[int, Session] = {}
-        self._queue: list[Task] = []
+        self._streams: dict[int, LiveStream] = {}
+        self._queue: list[QueuedRequest] = []
         self._arrivals = 0
         self._batches = 0
         self._chunks = 0
         self._waited_seconds = 0.0
-        self._refusal: str | None = None  # why nothing is taken any more
+        self._refusal: str | None = None  # why requests are refused
         self._wake = threading.Condition()
-        # Answers in their order, while the next batch is rendered: handing them to tritonserver takes milliseconds.
+        # Replies are sent in order while the next batch is rendered: passing one to tritonserver takes milliseconds.
         self._replies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token2wav-replies")
         self._warm: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="token2wav", daemon=True)
@@ -153,7 +129,7 @@ class Token2WavService:
 
     def submit(
         self,
-        request: ChunkRequest,
+        request: Token2WavRequest,
         reply: Callable[[np.ndarray | BaseException], None],
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -164,17 +140,17 @@ class Token2WavService:
         with self._wake:
             if self._refusal:
                 raise UnavailableError(self._refusal)
-            if len(self._queue) >= 2 * self._max_streams:
+            if len(self._queue) >= 2 * self._limits.max_streams:
                 raise UnavailableError(f"token2wav's queue is full: {len(self._queue)} chunks wait")
             self._arrivals += 1
-            self._queue.append(Task(request, reply, is_cancelled, self._arrivals, self._clock()))
+            self._queue.append(QueuedRequest(request, reply, is_cancelled, self._arrivals, self._clock()))
             self._wake.notify()
 
     def stats(self) -> Stats:
         contexts, context_waited_seconds = self._engine.contexts
         with self._wake:
             return Stats(
-                live_streams=len(self._sessions),
+                live_streams=len(self._streams),
                 queued=len(self._queue),
                 cache_bytes=self._engine.cache_bytes,
                 batches=self._batches,
@@ -185,7 +161,7 @@ class Token2WavService:
             )
 
     def close(self) -> None:
-        """Answer what is queued with UnavailableError, free every stream, end the thread."""
+        """Refuse what is queued with UnavailableError, free every stream, end the thread."""
         with self._wake:
             self._refusal = self._refusal or "token2wav is shutting down"
             self._wake.notify()
@@ -195,176 +171,181 @@ class Token2WavService:
 
     def _run(self) -> None:
         try:
-            self._engine.warm_up()  # in this thread: the GPU libraries keep what they prepare per thread
+            self._engine.warm_up()  # in this thread: the GPU libraries cache per thread
         except BaseException as error:
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)
         try:
-            while tasks := self._next():
-                if wanted := [task for task in tasks if not self._dropped(task)]:
+            while batch := self._next():
+                if wanted := [queued for queued in batch if not self._cancelled(queued)]:
                     self._serve(wanted)
         except Exception as error:
-            logger.exception("token2wav has failed; nothing is rendered any more")
+            logger.exception("token2wav has failed and refuses all requests")
             self._refusal = f"token2wav has failed: {error}"
         with self._wake:
             left, self._queue = self._queue, []
-        for task in left:
-            self._tell(task, UnavailableError(self._refusal or ""))
+        for queued in left:
+            self._reply(queued, UnavailableError(self._refusal or ""))
         self._replies.shutdown()
-        for stream_id in list(self._sessions):
+        for stream_id in list(self._streams):
             self._close(stream_id)
 
-    def _next(self) -> list[Task]:
-        """The next tasks to do together; none when the service closes. Frees idle streams while it waits."""
+    def _next(self) -> list[QueuedRequest]:
+        """The next requests to serve together; none when the service closes. Frees idle streams while it waits."""
         with self._wake:
             while not self._refusal:
                 self._reap()
                 if self._queue:
-                    tasks = self._ready()
-                    chosen = pick(self._waiting(tasks), MAX_BATCH, self._engine.batch_tokens)
-                    tasks = [tasks[index] for index in chosen]
-                    self._queue = [task for task in self._queue if task not in tasks]
-                    return tasks
+                    ready = self._ready()
+                    chosen = pick(self._candidates(ready), self._limits.max_chunks, self._engine.batch_tokens)
+                    batch = [ready[index] for index in chosen]
+                    self._queue = [queued for queued in self._queue if queued not in batch]
+                    return batch
                 self._wake.wait(REAP_SECONDS)
             return []
 
-    def _ready(self) -> list[Task]:
-        """What can be done now: all, but while no place is free those of new streams wait for the ends that are queued.
+    def _ready(self) -> list[QueuedRequest]:
+        """What can be served now: everything, except that with all slots taken, new streams wait for queued ends.
 
-        Triton gives a place to the next stream as soon as it has handed us the end of the last; which of the two is
-        more urgent here must not decide whether there is a place.
+        Triton admits the next stream as soon as it has passed us the end of another; which of the two is more urgent
+        here must not decide whether there is a slot.
         """
-        if len(self._sessions) < self._max_streams:
+        if len(self._streams) < self._limits.max_streams:
             return self._queue
-        live = [task for task in self._queue if task.request.offline or task.request.stream_id in self._sessions]
-        return live if any(task.request.end and not task.request.offline for task in live) else self._queue
+        live = [q for q in self._queue if q.request.whole or q.request.stream_id in self._streams]
+        return live if any(q.request.end and not q.request.whole for q in live) else self._queue
 
-    def _waiting(self, tasks: Sequence[Task]) -> list[Waiting]:
+    def _candidates(self, ready: Sequence[QueuedRequest]) -> list[Candidate]:
+        """The scheduler's view of queued requests, which are in the order of arrival."""
         now = self._clock()
-        waiting = []
-        for task in tasks:
-            session = self._sessions.get(task.request.stream_id)
-            waiting.append(
-                Waiting(
-                    stream_id=task.request.stream_id,
-                    audio_left=session.audio_left(now) if session else None,
-                    arrived=task.arrived,
-                    tokens=self._tokens(task.request),
+        candidates, seen = [], set()
+        for queued in ready:
+            stream_id = queued.request.stream_id
+            live = self._streams.get(stream_id)
+            first = stream_id not in seen  # later ones wait for it: their chunks cannot be checked yet
+            seen.add(stream_id)
+            candidates.append(
+                Candidate(
+                    stream_id=stream_id,
+                    audio_left=live.audio_left(now) if live else None,
+                    arrived=queued.arrived,
+                    tokens=self._computed(queued, live) if first and live else None,
                 )
             )
-        return waiting
+        return candidates
 
-    def _tokens(self, request: ChunkRequest) -> int | None:
-        """How many tokens are computed for the request; None where it renders no chunk of a live stream."""
-        session = self._sessions.get(request.stream_id)
-        aborts = request.end and not request.finalize
-        idles = len(request.tokens) == 0 and not request.finalize
-        if session is None or request.start or aborts or idles or request.speed != 1.0:
+    def _computed(self, queued: QueuedRequest, live: LiveStream) -> int | None:
+        """How many tokens are computed for the request; None if it is to be served alone."""
+        request = queued.request
+        if request.start or not request.has_chunk or request.speed != 1.0:
             return None
         try:
-            return self._engine.tokens(session.stream, _chunk_of(request))
+            queued.chunk = queued.chunk or self._chunk(live.stream, request)
         except ValueError:
-            return None  # served alone: the sender is told when it comes to be rendered
+            return None  # served alone, which raises it again for the sender
+        return queued.chunk.computed
 
-    def _dropped(self, task: Task) -> bool:
-        """Whether the sender has gone away; its stream goes with it.
+    def _cancelled(self, queued: QueuedRequest) -> bool:
+        """Whether the client has gone; its stream is then freed.
 
-        Asking waits for tritonserver, a millisecond under load, and the GPU waits along. So it is asked only where it
-        could save much.
+        The check is a call to tritonserver, a millisecond under load while the GPU waits, so it is made only where it
+        can save much work.
         """
-        waited = self._clock() - task.arrived_at
-        if not ((task.request.offline or waited > PATIENCE_SECONDS) and task.is_cancelled()):
+        waited = self._clock() - queued.arrived_at
+        if not ((queued.request.whole or waited > CANCEL_CHECK_SECONDS) and queued.is_cancelled()):
             return False
-        self._close(task.request.stream_id)
-        self._tell(task, asyncio.CancelledError())
+        self._close(queued.request.stream_id)
+        self._reply(queued, asyncio.CancelledError())
         return True
 
-    def _serve(self, tasks: list[Task]) -> None:
+    def _serve(self, batch: list[QueuedRequest]) -> None:
         """Answer a batch of chunks, or one request of another kind."""
-        if len(tasks) == 1:
-            (task,) = tasks
+        if len(batch) == 1:
+            (queued,) = batch
             try:
-                answer = self._without_rendering(task.request)
+                audio = self._without_rendering(queued.request)
+                if audio is None and queued.chunk is None:
+                    queued.chunk = self._chunk(self._streams[queued.request.stream_id].stream, queued.request)
             except Exception as error:
-                self._close(task.request.stream_id)
-                self._tell(task, error)
+                self._close(queued.request.stream_id)
+                self._reply(queued, error)
                 return
-            if answer is not None:
-                self._tell(task, answer)
+            if audio is not None:
+                self._reply(queued, audio)
                 return
-        self._render(tasks)
+        self._render(batch)
 
-    def _render(self, tasks: list[Task]) -> None:
-        """Render a batch of chunks and answer each."""
-        sessions = [self._sessions[task.request.stream_id] for task in tasks]
-        batch = [(session.stream, _chunk_of(task.request)) for session, task in zip(sessions, tasks, strict=True)]
+    def _render(self, batch: list[QueuedRequest]) -> None:
+        """Render a batch of chunks and reply to each."""
+        chunks = [queued.chunk for queued in batch if queued.chunk is not None]
+        assert len(chunks) == len(batch)
         results: Sequence[np.ndarray | Exception]
         self._batches += 1
         self._chunks += len(batch)
-        self._waited_seconds += sum(self._clock() - task.arrived_at for task in tasks)
+        self._waited_seconds += sum(self._clock() - queued.arrived_at for queued in batch)
         try:
-            results = self._engine.step(batch)
+            results = self._engine.step(chunks)
         except Exception as error:
             results = [error] * len(batch)
-        for task, session, result in zip(tasks, sessions, results, strict=True):
-            if isinstance(result, Exception) or task.request.finalize:
-                self._close(task.request.stream_id)
+        for queued, result in zip(batch, results, strict=True):
+            live = self._streams[queued.request.stream_id]
+            if isinstance(result, Exception) or queued.request.final:
+                self._close(queued.request.stream_id)
             if not isinstance(result, Exception):
-                session.heard(len(result), self._clock())
-            self._tell(task, result)
+                live.add(len(result), self._clock())
+            self._reply(queued, result)
 
-    def _tell(self, task: Task, result: np.ndarray | BaseException) -> None:
-        self._replies.submit(_reply, task, result)
+    def _reply(self, queued: QueuedRequest, result: np.ndarray | BaseException) -> None:
+        self._replies.submit(_send, queued, result)
 
-    def _without_rendering(self, request: ChunkRequest) -> np.ndarray | None:
-        """The answer to what renders no chunk: whole utterances, starts, ends. None if a chunk is to be rendered."""
-        if request.offline:
+    def _without_rendering(self, request: Token2WavRequest) -> np.ndarray | None:
+        """The reply to a request that renders no chunk: a whole utterance, a start or an end. None if there is one."""
+        if request.whole:
             return self._engine.whole(_prompt_of(request), request.tokens, request.speed)
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; a stream is rendered at speed 1")
         if request.start:
             self._open(request)
-        if request.end and not request.finalize:
+        if request.aborts:
             self._close(request.stream_id)
             return SILENCE
-        if request.stream_id not in self._sessions:
+        if request.stream_id not in self._streams:
             raise ValueError(
                 f"stream {request.stream_id} is not live: it has ended, failed, or was idle for {self._idle_seconds} s"
             )
-        return SILENCE if len(request.tokens) == 0 and not request.finalize else None
+        return None if request.has_chunk else SILENCE
 
-    def _open(self, request: ChunkRequest) -> None:
-        self._close(request.stream_id)  # a START on a live stream begins it anew
-        if len(self._sessions) >= self._max_streams:
-            raise UnavailableError(f"{len(self._sessions)} streams are live, which is the limit (max_streams)")
+    def _chunk(self, stream: Stream, request: Token2WavRequest) -> Chunk:
+        return self._engine.chunk(stream, request.tokens, final=bool(request.final), offset=request.offset)
+
+    def _open(self, request: Token2WavRequest) -> None:
+        self._close(request.stream_id)  # START on a live stream begins it anew
+        if len(self._streams) >= self._limits.max_streams:
+            raise UnavailableError(f"{len(self._streams)} streams are live, which is the limit (max_streams)")
         stream = self._engine.open(_prompt_of(request))
-        self._sessions[request.stream_id] = Session(stream, used_at=self._clock())
+        self._streams[request.stream_id] = LiveStream(stream, used_at=self._clock())
 
     def _reap(self) -> None:
-        waiting = {task.request.stream_id for task in self._queue}
+        waiting = {queued.request.stream_id for queued in self._queue}
         oldest = self._clock() - self._idle_seconds
-        for stream_id in [i for i, s in self._sessions.items() if s.used_at < oldest and i not in waiting]:
-            logger.warning("stream %d was idle for %.0f s and is freed", stream_id, self._idle_seconds)
+        for stream_id in [i for i, s in self._streams.items() if s.used_at < oldest and i not in waiting]:
+            logger.warning("stream %d was idle for %.0f s and was freed", stream_id, self._idle_seconds)
             self._close(stream_id)
 
     def _close(self, stream_id: int) -> None:
-        if session := self._sessions.pop(stream_id, None):
-            self._engine.close(session.stream)
+        if live := self._streams.pop(stream_id, None):
+            self._engine.close(live.stream)
 
 
-def _reply(task: Task, result: np.ndarray | BaseException) -> None:
+def _send(queued: QueuedRequest, result: np.ndarray | BaseException) -> None:
     try:
-        task.reply(result)
-    except Exception:  # the receiver's own mistake must not end every other stream
+        queued.reply(result)
+    except Exception:  # a receiver's error must not end the other streams
         logger.exception("a reply failed")
 
 
-def _chunk_of(request: ChunkRequest) -> Chunk:
-    return Chunk(request.tokens, last=bool(request.finalize), offset=request.offset)
-
-
-def _prompt_of(request: ChunkRequest) -> Prompt:
+def _prompt_of(request: Token2WavRequest) -> Prompt:
     if request.prompt is None:
         raise ValueError(
             "the first request of a stream needs a voice: prompt_speech_tokens, prompt_speech_feat and "

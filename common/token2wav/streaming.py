@@ -1,9 +1,9 @@
-"""The flows as the engine drives them: voices and chunks of streams in, mels (80, T) out."""
+"""The interface of a flow as the engine drives it: prompts and chunks of streams in, mels (80, T) out."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 import numpy as np
 import torch
@@ -11,133 +11,156 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from common.accel.estimators import OnRuntime
+from common.config import FlowRuntime
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.flow.dit_flow import DiTFlow
 from common.flow.layers import valid_frames
 from common.flow.unet_flow import UNetFlow
+from common.stacks import Stack
 from common.token2wav.encoder_window import Window, WindowEncoder, with_ahead
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
+from common.token2wav.stream import Chunk, StreamT, VocoderState
+from common.voice.prompt import Prompt
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens that continue a stream, ids 0..6560.
+@dataclass(frozen=True, kw_only=True)
+class FlowOptions:
+    """How a stack's `loader` is to load its flow.
 
-    tokens: for the UNet flow all of the stream so far, for the DiT flow the new ones. A chunk that is not the `last`
-        ends with `LOOKAHEAD_TOKENS` tokens of context, which the next chunk sends again as tokens of its own.
-    offset: how many tokens of the stream are rendered already, by the sender's count; None if it does not count.
+    runtime: of the flow's estimator (docs/accelerators.md), already resolved. prompt_cache_bytes: for prompt caches of
+    voices, if the flow has them.
     """
 
-    tokens: np.ndarray
-    last: bool
-    offset: int | None = None
+    stack: Stack
+    device: str
+    dtype: torch.dtype
+    runtime: FlowRuntime
+    steps: int
+    limits: BatchLimits
+    prompt_cache_bytes: int
+
+    @property
+    def graphs(self) -> bool:
+        """Whether to capture CUDA graphs, on a GPU."""
+        return self.runtime != "torch"
 
 
-@dataclass(frozen=True)
-class Voice:
-    """A prompt on the device, in the shape that the networks take."""
-
-    tokens: Tensor  # (1, P) int64
-    mel: Tensor  # (1, 2P, 80)
-    embedding: Tensor  # (1, 192)
-
-
-@dataclass(kw_only=True)
-class FlowState:
-    """What a flow keeps of one stream; `rendered` counts its tokens that have become mel."""
-
-    rendered: int = 0
-
-
-State = TypeVar("State", bound=FlowState)
-
-
-class StreamingFlow(ABC, Generic[State]):
-    """A flow network driven chunk by chunk (`open`, `render`, `close`) or at once (`whole`)."""
+class StreamingFlow(ABC, Generic[StreamT]):
+    """A flow network driven chunk by chunk (`open`, `chunk`, `render`, `close`) or on whole utterances (`whole`)."""
 
     cumulative: bool  # a chunk carries all tokens of its stream so far, not only the new ones
-    batch_tokens: int  # of a batch, counted as `tokens` does: some 80 ms on an H200
+    batch_tokens: int  # of a batch, counted as `Chunk.computed`; see `limits`
 
-    def __init__(self, network: DiTFlow | UNetFlow, noise: NoiseTape, steps: int, max_tokens: int, graphs: bool):
-        self._solve_whole = network.solve
+    def __init__(
+        self,
+        network: DiTFlow | UNetFlow,
+        noise: NoiseTape,
+        *,
+        limits: BatchLimits,
+        steps: int,
+        max_tokens: int,
+        graphs: bool,
+    ):
+        self.limits = limits
+        self._network = network
         estimator = network.decoder.estimator
-        self._networks = estimator.networks if isinstance(estimator, OnRuntime) else ()
+        self._runtimes = estimator.networks if isinstance(estimator, OnRuntime) else ()
         self.vocab_size = network.config.vocab
         self.speaker_dim = network.config.speaker_dim
-        self._encoder = WindowEncoder(network, graphs)
+        self._device = network.encoder_proj.weight.device
+        self._encoder = WindowEncoder(network, limits, graphs)
         self._noise = noise
         self._steps = steps
         self._max_tokens = max_tokens
 
     @property
     def contexts(self) -> tuple[int, float]:
-        """Contexts of the estimator's runtime, and how many seconds were waited for one."""
-        of_each = [network.contexts() for network in set(self._networks)]
+        """TensorRT contexts of the estimator's runtime, and how many seconds calls have waited for one."""
+        of_each = [network.contexts() for network in set(self._runtimes)]
         return sum(count for count, _ in of_each), sum(waited for _, waited in of_each)
 
     @property
     @abstractmethod
     def cache_bytes(self) -> int:
-        """Memory reserved for streams and taken by voices."""
+        """Memory reserved for streams and taken by prompt caches."""
 
     @abstractmethod
-    def open(self, voice: Voice) -> State:
-        """A new stream in `voice`. Raises UnavailableError when there is no room for one."""
+    def open(self, prompt: Prompt, vocoder: VocoderState) -> StreamT:
+        """A new stream in the voice of `prompt`. Raises UnavailableError when there is no room for one."""
 
-    def close(self, state: State) -> None:
-        """Give back what the stream holds beside its state."""
+    def close(self, stream: StreamT) -> None:
+        """Give back what the stream holds outside of itself."""
 
-    def new_tokens(self, state: State, chunk: Chunk) -> int:
-        """How many tokens `chunk` adds to its stream. Raises ValueError if it does not continue it."""
-        if chunk.offset not in (None, state.rendered):
-            raise ValueError(f"token_offset is {chunk.offset}, but {state.rendered} tokens of the stream are rendered")
-        ready = len(chunk.tokens) - (0 if chunk.last else LOOKAHEAD_TOKENS) + (0 if self.cumulative else state.rendered)
-        new = ready - state.rendered
-        if new < (0 if chunk.last else 1):
+    def chunk(self, stream: StreamT, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk[StreamT]:
+        """`tokens`, shaped as in `Chunk`, as the next chunk of `stream`.
+
+        offset: how many tokens the sender counts as rendered. Raises ValueError if they do not continue the stream.
+        """
+        self.check_ids(tokens)
+        if offset not in (None, stream.rendered):
+            raise ValueError(f"token_offset is {offset}, but {stream.rendered} tokens of the stream are rendered")
+        ready = len(tokens) - (0 if final else LOOKAHEAD_TOKENS) + (0 if self.cumulative else stream.rendered)
+        new = ready - stream.rendered
+        if new < (0 if final else 1):
             raise ValueError(
-                f"{len(chunk.tokens)} speech tokens add {new} to the {state.rendered} that are rendered; a chunk that "
-                f"is not the last adds 1 or more, and {LOOKAHEAD_TOKENS} of look-ahead"
+                f"{len(tokens)} speech tokens add {new} to the {stream.rendered} that are rendered; a chunk that is "
+                f"not final adds 1 or more, and {LOOKAHEAD_TOKENS} of look-ahead"
             )
         self._check_length(ready)
-        return new
+        return Chunk(stream, tokens, final, stream.rendered, new, self._computed(stream, new))
 
-    @abstractmethod
-    def tokens(self, state: State, chunk: Chunk) -> int:
-        """How many tokens are computed to render `chunk`. Raises ValueError as `new_tokens` does."""
+    def check_ids(self, tokens: np.ndarray) -> None:
+        """Raises ValueError naming a token outside the vocabulary."""
+        bad = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+        if len(bad):
+            raise ValueError(f"speech token {bad[0]} is outside 0..{self.vocab_size - 1}")
 
-    def render(self, batch: Sequence[tuple[State, Chunk]]) -> list[Tensor]:
-        """The mels (80, T) that chunks of different streams add. Each has passed `new_tokens`."""
-        jobs = [Job(state, chunk, self.new_tokens(state, chunk)) for state, chunk in batch]
-        speaking = [job for job in jobs if job.new]
-        mels = iter(self._render(speaking) if speaking else [])
-        rendered = [next(mels) if job.new else torch.zeros(MEL_BINS, 0) for job in jobs]
-        for job in jobs:
-            job.state.rendered += job.new
+    def render(self, chunks: Sequence[Chunk[StreamT]]) -> list[Tensor]:
+        """The mels (80, T) that chunks of different streams add."""
+        assert all(chunk.offset == chunk.stream.rendered for chunk in chunks)
+        adding = [chunk for chunk in chunks if chunk.new]
+        mels = iter(self._render(adding) if adding else [])
+        rendered = [next(mels) if chunk.new else torch.zeros(MEL_BINS, 0) for chunk in chunks]
+        for chunk in chunks:
+            chunk.stream.rendered += chunk.new
         return rendered
 
-    def whole(self, utterances: Sequence[tuple[Voice, np.ndarray]]) -> list[Tensor]:
-        """The mels (80, 2N) of whole utterances of N tokens each, together, under full attention."""
+    def whole(self, utterances: Sequence[tuple[Prompt, np.ndarray]]) -> list[Tensor]:
+        """The mels (80, 2N) of whole utterances of N tokens each, in one batch, under full attention."""
         for _, tokens in utterances:
             self._check_length(len(tokens))
-        spoken = [np.concatenate([voice.tokens[0].cpu().numpy(), tokens]) for voice, tokens in utterances]
-        windows = [Window(with_ahead(ids, len(ids)), np.full(len(ids), len(ids))) for ids in spoken]
-        mu = self._encoder.encode(windows)[:, : TOKEN_MEL_RATIO * max(map(len, spoken))].transpose(1, 2)
-        frames = torch.tensor([TOKEN_MEL_RATIO * len(ids) for ids in spoken], device=mu.device)
-        mel = self._solve_whole(
+        ids = [np.concatenate([prompt.tokens, tokens]) for prompt, tokens in utterances]
+        windows = [Window(with_ahead(row, len(row)), np.full(len(row), len(row))) for row in ids]
+        mu = self._encoder.encode(windows)[:, : TOKEN_MEL_RATIO * max(map(len, ids))].transpose(1, 2)
+        frames = torch.tensor([TOKEN_MEL_RATIO * len(row) for row in ids], device=mu.device)
+        mel = self._network.solve(
             mu,  # (B, T, C) -> (B, C, T)
             valid_frames(frames, mu.shape[2]),
-            pad_sequence([voice.mel[0] for voice, _ in utterances], batch_first=True),
-            torch.cat([voice.embedding for voice, _ in utterances]),
+            pad_sequence([torch.from_numpy(prompt.mel) for prompt, _ in utterances], batch_first=True).to(mu.device),
+            torch.stack([torch.from_numpy(prompt.embedding) for prompt, _ in utterances]).to(mu.device),
             noise=self._noise_of(0, mu.shape[2]),
             steps=self._steps,
         )
         return [
-            row[:, voice.mel.shape[1] : TOKEN_MEL_RATIO * len(ids)]
-            for row, (voice, _), ids in zip(mel, utterances, spoken, strict=True)
+            row[:, len(prompt.mel) : TOKEN_MEL_RATIO * len(tokens)]
+            for row, (prompt, _), tokens in zip(mel, utterances, ids, strict=True)
         ]
 
     @abstractmethod
-    def _render(self, jobs: list["Job[State]"]) -> list[Tensor]: ...
+    def _computed(self, stream: StreamT, new: int) -> int:
+        """How many tokens are computed to render `new` ones."""
+
+    @abstractmethod
+    def _render(self, chunks: list[Chunk[StreamT]]) -> list[Tensor]: ...
+
+    def _project_speaker(self, prompt: Prompt) -> Tensor:
+        """The prompt's x-vector as the estimator takes it, (1, mel)."""
+        return self._network.project_speaker(torch.from_numpy(prompt.embedding)[None].to(self._device))
+
+    def _mel_of(self, prompt: Prompt) -> Tensor:
+        """The prompt's mel on the device, (1, 2P, 80)."""
+        return torch.from_numpy(prompt.mel)[None].to(self._device)
 
     def _noise_of(self, start: int, frames: int) -> Tensor:
         return self._noise.read(start, frames).T[None]  # (T, C) -> (1, C, T)
@@ -145,12 +168,3 @@ class StreamingFlow(ABC, Generic[State]):
     def _check_length(self, tokens: int) -> None:
         if tokens > self._max_tokens:
             raise ValueError(f"the stream has {tokens} speech tokens; the limit is {self._max_tokens}")
-
-
-@dataclass(frozen=True)
-class Job(Generic[State]):
-    """A chunk to render: the `new` last tokens of it, look-ahead aside."""
-
-    state: State
-    chunk: Chunk
-    new: int

@@ -22,7 +22,7 @@ from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
 from common.flow.checkpoint import load_dit_flow
 from common.token2wav import engine as engines
 from common.token2wav.engine import Precision, Token2Wav
-from common.token2wav.streaming import Chunk
+from common.token2wav.limits import BatchLimits
 from common.voice.prompt import Prompt
 from tests.support import fake_tensorrt
 from tools.export import engines as build_engines
@@ -48,10 +48,9 @@ def exported(demo_models, tmp_path_factory) -> dict[str, Path]:
 
 
 def engine(stack: str, directory: Path, runtime: str) -> Token2Wav:
-    options = dict(device="cpu", max_streams=4, precision=FLOAT32, runtime=runtime, steps=3)
-    if stack == "unet":
-        return Token2Wav.load_unet(directory, **options)
-    return Token2Wav.load_dit(directory, voice_cache_bytes=1 << 30, **options)
+    limits = BatchLimits(max_streams=4)
+    options = dict(device="cpu", limits=limits, precision=FLOAT32, runtime=runtime, steps=3)
+    return Token2Wav.load(stacks.named(stack), directory, **options)
 
 
 def voice(seed: int, length: int) -> Prompt:
@@ -68,9 +67,11 @@ def speak_together(stack: str, subject: Token2Wav) -> list[np.ndarray]:
     at = 0
     for hop in (*HOPS, None):
         end = None if hop is None else at + hop + LOOKAHEAD_TOKENS
-        chunks = [Chunk(of[0 if stack == "unet" else at : end], last=hop is None, offset=at) for of in tokens]
-        for parts, result in zip(audio, subject.step(list(zip(streams, chunks, strict=True))), strict=True):
-            assert not isinstance(result, ValueError)
+        chunks = [
+            subject.chunk(stream, of[0 if stack == "unet" else at : end], final=hop is None, offset=at)
+            for stream, of in zip(streams, tokens, strict=True)
+        ]
+        for parts, result in zip(audio, subject.step(chunks), strict=True):
             parts.append(result)
         at += hop or 0
     for stream in streams:

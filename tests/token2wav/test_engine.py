@@ -1,6 +1,7 @@
 """The engine on the small golden networks: upstream's streaming loops, isolation, limits. Weights are the fixtures'."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -8,12 +9,15 @@ import torch
 
 from common.constants import DIT_TAIL_FRAMES, HOP_SAMPLES, LOOKAHEAD_TOKENS, OVERLAP_FRAMES, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
-from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
-from common.token2wav.engine import Stream, Token2Wav
+from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.overlap import hamming_window
-from common.token2wav.hift.streaming import MelChunk, StreamingVocoder
+from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape, flow_noise, source_noise
-from common.token2wav.streaming import Chunk, Voice
+from common.token2wav.stream import Chunk, Stream, VocoderState
+from common.token2wav.streaming import StreamingFlow
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
 from tools.parity import flow_dit, flow_unet, hift, streaming
@@ -37,6 +41,11 @@ def prompt(seed: int, tokens: int = 12) -> Prompt:
     )
 
 
+def tensors(prompt: Prompt) -> tuple[torch.Tensor, ...]:
+    """Tokens (1, P), mel (1, 2P, 80) and x-vector (1, N) as the networks take them."""
+    return tuple(torch.from_numpy(x)[None] for x in (prompt.tokens, prompt.mel, prompt.embedding))
+
+
 def ids(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 120, count)
 
@@ -44,7 +53,9 @@ def ids(seed: int, count: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def vocoder():
     network = hift.build(Fixture(GOLDEN / f"{DIT}.json"), "hift_tiny.weights.safetensors")
-    return StreamingVocoder(network, source_noise(network.config.harmonics + 1), hamming_window(), max_streams=99)
+    return StreamingVocoder(
+        network, source_noise(network.config.harmonics + 1), hamming_window(), limits=BatchLimits(max_streams=99)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,48 +69,58 @@ def unet_network():
 
 
 @pytest.fixture
-def voices():
-    return VoiceCache(VOICES_BYTES)
+def prompts():
+    return PromptCaches(VOICES_BYTES)
 
 
 @pytest.fixture
-def dit(dit_network, vocoder, voices):
-    flow = DiTStreaming(dit_network, flow_noise(), voices, max_streams=8, steps=4, max_tokens=200)
+def dit(dit_network, vocoder, prompts):
+    limits = BatchLimits(max_streams=8)
+    flow = DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4, max_tokens=200)
     return Token2Wav(flow, vocoder)
 
 
 @pytest.fixture
 def unet(unet_network, vocoder):
-    return Token2Wav(UNetStreaming(unet_network, flow_noise(), steps=4, max_tokens=200), vocoder)
+    return Token2Wav(UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4, max_tokens=200), vocoder)
 
 
-def dit_chunks(tokens: np.ndarray, hops: list[int]) -> list[Chunk]:
-    """New tokens and look-ahead, chunk by chunk; the last takes what is left."""
-    chunks, at = [], 0
+class Piece(NamedTuple):
+    """The tokens of a chunk, before its stream is known."""
+
+    tokens: np.ndarray
+    final: bool
+    offset: int | None = None
+
+    def of(self, engine: Token2Wav | StreamingFlow, stream: Stream) -> Chunk:
+        return engine.chunk(stream, self.tokens, final=self.final, offset=self.offset)
+
+
+def dit_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
+    """New tokens and look-ahead, chunk by chunk; the final chunk has the rest."""
+    pieces, at = [], 0
     for hop in hops:
-        chunks.append(Chunk(tokens[at : at + hop + LOOKAHEAD_TOKENS], last=False, offset=at))
+        pieces.append(Piece(tokens[at : at + hop + LOOKAHEAD_TOKENS], final=False, offset=at))
         at += hop
-    return [*chunks, Chunk(tokens[at:], last=True, offset=at)]
+    return [*pieces, Piece(tokens[at:], final=True, offset=at)]
 
 
-def unet_chunks(tokens: np.ndarray, hops: list[int]) -> list[Chunk]:
+def unet_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
     """All tokens so far, chunk by chunk."""
     return [
-        Chunk(tokens if chunk.last else tokens[: chunk.offset + len(chunk.tokens)], chunk.last, chunk.offset)
-        for chunk in dit_chunks(tokens, hops)
+        Piece(tokens if piece.final else tokens[: piece.offset + len(piece.tokens)], piece.final, piece.offset)
+        for piece in dit_pieces(tokens, hops)
     ]
 
 
-def step(engine: Token2Wav, stream: Stream, chunk: Chunk) -> np.ndarray:
-    (result,) = engine.step([(stream, chunk)])
-    if isinstance(result, ValueError):
-        raise result
-    return result
+def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:
+    (audio,) = engine.step([piece.of(engine, stream)])
+    return audio
 
 
-def speak(engine: Token2Wav, voice: Prompt, chunks: list[Chunk]) -> np.ndarray:
+def speak(engine: Token2Wav, voice: Prompt, pieces: list[Piece]) -> np.ndarray:
     stream = engine.open(voice)
-    audio = np.concatenate([step(engine, stream, chunk) for chunk in chunks])
+    audio = np.concatenate([step(engine, stream, piece) for piece in pieces])
     engine.close(stream)
     return audio
 
@@ -116,7 +137,7 @@ def test_the_loop_matches_upstreams_where_it_is_right(name):
 def test_every_cut_of_an_utterance_gives_all_of_its_audio(kind, hops, request):
     engine = request.getfixturevalue(kind)
     tokens = ids(1, 47)
-    chunks = (dit_chunks if kind == "dit" else unet_chunks)(tokens, hops)
+    chunks = (dit_pieces if kind == "dit" else unet_pieces)(tokens, hops)
     audio = speak(engine, prompt(1), chunks)
     assert audio.dtype == np.float32
     assert len(audio) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
@@ -126,7 +147,7 @@ def test_every_cut_of_an_utterance_gives_all_of_its_audio(kind, hops, request):
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_interleaved_streams_equal_the_same_streams_alone(kind, request):
     engine = request.getfixturevalue(kind)
-    cut = dit_chunks if kind == "dit" else unet_chunks
+    cut = dit_pieces if kind == "dit" else unet_pieces
     plans = {seed: (prompt(seed), cut(ids(seed, 40), [10, 10 + seed])) for seed in range(4)}
     alone = {seed: speak(engine, *plan) for seed, plan in plans.items()}
     streams = {seed: engine.open(voice) for seed, (voice, _) in plans.items()}
@@ -141,30 +162,30 @@ def test_interleaved_streams_equal_the_same_streams_alone(kind, request):
 
 def test_unet_chunks_on_training_boundaries_equal_the_utterance_at_once(unet_network):
     """Boundaries count from the prompt's start: here every 5 tokens, the small network's chunk."""
-    flow = UNetStreaming(unet_network, flow_noise(), steps=4)
-    voice, tokens = _voice(prompt(3, tokens=8)), ids(3, 40)
+    flow = UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4)
+    tokens = ids(3, 40)
 
-    def mel(chunks):
-        state = flow.open(voice)
-        return torch.cat([flow.render([(state, chunk)])[0] for chunk in chunks], dim=1)
+    def mel(pieces):
+        stream = flow.open(prompt(3, tokens=8), VocoderState(0))
+        return torch.cat([flow.render([piece.of(flow, stream)])[0] for piece in pieces], dim=1)
 
-    whole = mel([Chunk(tokens, last=True)])
-    torch.testing.assert_close(mel(unet_chunks(tokens, [12, 5, 10])), whole, atol=1e-4, rtol=0)
-    assert (mel(unet_chunks(tokens, [11, 5, 10])) - whole).abs().max() > 1e-2
+    whole = mel([Piece(tokens, final=True)])
+    torch.testing.assert_close(mel(unet_pieces(tokens, [12, 5, 10])), whole, atol=1e-4, rtol=0)
+    assert (mel(unet_pieces(tokens, [11, 5, 10])) - whole).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_a_batch_of_streams_equals_each_stream_alone(kind, request):
     """Voices, histories and chunk sizes differ; streams begin and end in different batches."""
     engine = request.getfixturevalue(kind)
-    cut = dit_chunks if kind == "dit" else unet_chunks
+    cut = dit_pieces if kind == "dit" else unet_pieces
     plans = {seed: (prompt(seed, 9 + seed), cut(ids(seed, 70), [10 + seed, 30, 4 * seed + 1])) for seed in range(5)}
     alone = {seed: speak(engine, *plan) for seed, plan in plans.items()}
     streams, parts = {}, {seed: [] for seed in plans}
     for turn in range(9):
         due = [seed for seed in plans if 0 <= turn - seed < 4]
         streams |= {seed: engine.open(plans[seed][0]) for seed in due if turn == seed}
-        batch = [(streams[seed], plans[seed][1][turn - seed]) for seed in due]
+        batch = [plans[seed][1][turn - seed].of(engine, streams[seed]) for seed in due]
         for seed, audio in zip(due, engine.step(batch), strict=True):
             parts[seed].append(audio)
     for seed in plans:
@@ -172,43 +193,54 @@ def test_a_batch_of_streams_equals_each_stream_alone(kind, request):
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_a_chunk_in_error_does_not_spoil_its_batch(kind, request):
+def test_an_invalid_chunk_leaves_its_stream_as_it_was(kind, request):
     engine = request.getfixturevalue(kind)
     tokens = ids(1, 20)
-    expected = step(engine, engine.open(prompt(1)), Chunk(tokens, last=True))
-    good, bad = engine.open(prompt(1)), engine.open(prompt(2))
-    error, audio = engine.step([(bad, Chunk(tokens + 200, last=True)), (good, Chunk(tokens, last=True))])
-    assert isinstance(error, ValueError)
-    np.testing.assert_allclose(audio, expected, atol=1e-3)
+    expected = step(engine, engine.open(prompt(1)), Piece(tokens, final=True))
+    stream = engine.open(prompt(1))
+    with pytest.raises(ValueError, match="speech token"):
+        Piece(tokens + 200, final=True).of(engine, stream)
+    np.testing.assert_array_equal(step(engine, stream, Piece(tokens, final=True)), expected)
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_a_chunk_cannot_be_rendered_after_another_one_that_was_made_with_it(kind, request):
+    engine = request.getfixturevalue(kind)
+    stream, piece = engine.open(prompt(1)), Piece(ids(1, 20), final=False)
+    first, second = piece.of(engine, stream), piece.of(engine, stream)
+    engine.step([first])
+    with pytest.raises(AssertionError):
+        engine.step([second])
 
 
 def test_the_dit_renders_like_its_reference_while_nothing_is_forgotten_and_like_the_trimmed_one_after(dit_network):
-    flow = DiTStreaming(dit_network, flow_noise(), VoiceCache(VOICES_BYTES), max_streams=1, steps=3)
-    voice, tokens = _voice(prompt(4)), ids(4, 160)
-    state = flow.open(voice)
+    limits = BatchLimits(max_streams=1)
+    flow = DiTStreaming(dit_network, flow_noise(), PromptCaches(VOICES_BYTES), limits=limits, steps=3)
+    voice, tokens = prompt(4), ids(4, 160)
+    stream = flow.open(voice, VocoderState(0))
     noise = flow_noise().read(0, 24).T[None]
-    cache = dit_flow.prefill(dit_network, voice.tokens, voice.mel, voice.embedding, noise=noise, steps=3)
-    for chunk in dit_chunks(tokens, [20, 25, 30, 60, 3]):
-        frames = TOKEN_MEL_RATIO * flow.new_tokens(state, chunk)
-        noise = flow_noise().read(cache.frames, frames).T[None]
+    cache = dit_flow.prefill(dit_network, *tensors(voice), noise=noise, steps=3)
+    for piece in dit_pieces(tokens, [20, 25, 30, 60, 3]):
+        chunk = piece.of(flow, stream)
+        noise = flow_noise().read(cache.frames, chunk.frames).T[None]
         expected, cache = dit_flow.inference_chunk(
-            dit_network, torch.from_numpy(chunk.tokens)[None], cache, final=chunk.last, noise=noise
+            dit_network, torch.from_numpy(chunk.tokens)[None], cache, final=chunk.final, noise=noise
         )
         cache = cache.trimmed(DIT_TAIL_FRAMES)
-        assert state.complete == (state.rendered <= DIT_TAIL_FRAMES // TOKEN_MEL_RATIO)
-        torch.testing.assert_close(flow.render([(state, chunk)])[0], expected[0], atol=1e-4, rtol=0)
+        assert stream.complete == (stream.rendered <= DIT_TAIL_FRAMES // TOKEN_MEL_RATIO)
+        torch.testing.assert_close(flow.render([chunk])[0], expected[0], atol=1e-4, rtol=0)
 
 
-def test_streams_of_one_voice_share_its_prompt_cache(dit, voices):
+def test_streams_of_one_voice_share_its_prompt_cache(dit, prompts):
     first, second = dit.open(prompt(5)), dit.open(prompt(5))
-    assert len(voices) == 1
-    assert first.flow.voice is second.flow.voice
-    before = first.flow.voice.attention.keys.clone()
-    step(dit, first, dit_chunks(ids(5, 20), [10])[0])
-    torch.testing.assert_close(second.flow.voice.attention.keys, before)
+    assert len(prompts) == 1
+    assert first.prompt is second.prompt
+    before = first.prompt.attention.keys.clone()
+    step(dit, first, dit_pieces(ids(5, 20), [10])[0])
+    torch.testing.assert_close(second.prompt.attention.keys, before)
 
 
-def test_places_are_bounded_and_come_back(dit):
+def test_streams_are_bounded_and_their_slots_come_back(dit):
     streams = [dit.open(prompt(5)) for _ in range(8)]
     with pytest.raises(UnavailableError, match="all 8 streams"):
         dit.open(prompt(5))
@@ -217,46 +249,52 @@ def test_places_are_bounded_and_come_back(dit):
     dit.close(dit.open(prompt(5)))
 
 
-def test_voices_are_bounded_in_bytes_and_the_least_recently_used_that_nobody_speaks_in_goes(dit_network, vocoder):
-    size = DiTStreaming(dit_network, flow_noise(), VoiceCache(0), max_streams=1, steps=4)._pool.voice_bytes(24)
-    voices = VoiceCache(2 * size)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, max_streams=9, steps=4), vocoder)
-    spoken = engine.open(prompt(0))
-    assert spoken.flow.voice.nbytes == size
+def test_prompt_caches_are_bounded_in_bytes_and_the_least_recently_used_without_a_stream_is_evicted(
+    dit_network, vocoder
+):
+    limits = BatchLimits(max_streams=9)
+    size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes(24)
+    prompts = PromptCaches(2 * size)
+    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
+    live = engine.open(prompt(0))
+    assert live.prompt.nbytes == size
     for seed in (1, 2, 3):
         engine.close(engine.open(prompt(seed)))
-        assert voices.nbytes == 2 * size
-    assert engine.open(prompt(0)).flow.voice is spoken.flow.voice
+        assert prompts.nbytes == 2 * size
+    assert engine.open(prompt(0)).prompt is live.prompt
     third = engine.open(prompt(3))
     with pytest.raises(UnavailableError, match="no room for another voice: .* the 2 voices"):
         engine.open(prompt(4))
     engine.close(third)
     engine.close(engine.open(prompt(4)))
-    assert len(voices) == 2
+    assert len(prompts) == 2
 
 
-def test_a_voice_is_let_go_where_its_stream_finds_no_place(dit_network, vocoder):
-    voices = VoiceCache(VOICES_BYTES)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), voices, max_streams=1, steps=4), vocoder)
+def test_a_prompt_cache_is_released_if_its_stream_gets_no_slot(dit_network, vocoder):
+    prompts, limits = PromptCaches(VOICES_BYTES), BatchLimits(max_streams=1)
+    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
+    free = len(vocoder.pool._free)
     stream = engine.open(prompt(0))
     with pytest.raises(UnavailableError, match="all 1 streams"):
         engine.open(prompt(1))
     engine.close(stream)
-    assert all(entry.streams == 0 for entry in voices._entries.values())
+    assert all(entry.streams == 0 for entry in prompts._entries.values())
+    assert len(vocoder.pool._free) == free
 
 
 def test_audio_too_short_for_the_overlap_is_kept_for_the_next_chunk(vocoder):
     mel = torch.randn(80, 30) - 4
-    state = vocoder.open()
-    assert len(vocoder.step([MelChunk(state, mel[:, : OVERLAP_FRAMES - 2], last=False)])[0]) == 0
-    (rest,) = vocoder.step([MelChunk(state, mel[:, OVERLAP_FRAMES - 2 :], last=True)])
+    stream = Stream(vocoder=vocoder.open())
+    first, final = (Chunk(stream, ids(0, 0), final, 0, 0, 0) for final in (False, True))
+    assert len(vocoder.step([first], [mel[:, : OVERLAP_FRAMES - 2]])[0]) == 0
+    (rest,) = vocoder.step([final], [mel[:, OVERLAP_FRAMES - 2 :]])
     torch.testing.assert_close(rest, *vocoder.whole([mel]))
 
 
-def test_an_empty_last_chunk_lets_go_of_the_withheld_audio(dit):
+def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
     stream, tokens = dit.open(prompt(6)), ids(6, 13)
-    head = step(dit, stream, Chunk(tokens, last=False))
-    tail = step(dit, stream, Chunk(tokens[:0], last=True))
+    head = step(dit, stream, Piece(tokens, final=False))
+    tail = step(dit, stream, Piece(tokens[:0], final=True))
     assert len(head) + len(tail) == 10 * TOKEN_MEL_RATIO * HOP_SAMPLES
 
 
@@ -267,17 +305,18 @@ def test_whole_utterances_are_reproducible_and_as_long_as_their_tokens(dit, unet
         np.testing.assert_array_equal(audio, engine.whole(prompt(7), ids(7, 21)))
 
 
-def test_a_whole_utterance_is_what_the_networks_render(dit_network, unet_network, voices):
-    voice, tokens = _voice(prompt(3, tokens=8)), torch.from_numpy(ids(3, 40))[None]
-    spoken, feat = torch.cat([voice.tokens, tokens], dim=1), voice.mel
+def test_a_whole_utterance_is_what_the_networks_render(dit_network, unet_network, prompts):
+    voice, tokens = prompt(3, tokens=8), torch.from_numpy(ids(3, 40))[None]
+    prompt_tokens, feat, embedding = tensors(voice)
+    spoken = torch.cat([prompt_tokens, tokens], dim=1)
     noise = flow_noise().read(0, TOKEN_MEL_RATIO * 48).T[None]
     lengths = torch.tensor([48]), feat, torch.tensor([feat.shape[1]])
     expected = {
-        DiTStreaming(dit_network, flow_noise(), voices, max_streams=1, steps=4): dit_flow.inference(
-            dit_network, spoken, *lengths, voice.embedding, noise=noise, steps=4
+        DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(), steps=4): dit_flow.inference(
+            dit_network, spoken, *lengths, embedding, noise=noise, steps=4
         )[0, :, feat.shape[1] :],
-        UNetStreaming(unet_network, flow_noise(), steps=4): unet_flow.inference(
-            unet_network, tokens, voice.tokens, feat, voice.embedding, noise=noise, streaming=False, final=True, steps=4
+        UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4): unet_flow.inference(
+            unet_network, tokens, prompt_tokens, feat, embedding, noise=noise, streaming=False, final=True, steps=4
         )[0],
     }
     for flow, mel in expected.items():
@@ -312,23 +351,23 @@ def test_speed_stretches_a_whole_utterance(unet, speed, frames):
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 @pytest.mark.parametrize(
-    ("chunk", "message"),
+    ("piece", "message"),
     [
-        (Chunk(np.array([0, 1, 2, 120, 4]), last=False), "speech token 120 is outside 0..119"),
-        (Chunk(np.array([0, -1, 2, 3, 4]), last=False), "speech token -1 is outside"),
-        (Chunk(np.arange(20), last=False, offset=7), "token_offset is 7, but 0 tokens"),
-        (Chunk(np.arange(3), last=False), "3 speech tokens add 0 to the 0"),
-        (Chunk(np.zeros(201, int), last=True), "201 speech tokens; the limit is 200"),
+        (Piece(np.array([0, 1, 2, 120, 4]), final=False), "speech token 120 is outside 0..119"),
+        (Piece(np.array([0, -1, 2, 3, 4]), final=False), "speech token -1 is outside"),
+        (Piece(np.arange(20), final=False, offset=7), "token_offset is 7, but 0 tokens"),
+        (Piece(np.arange(3), final=False), "3 speech tokens add 0 to the 0"),
+        (Piece(np.zeros(201, int), final=True), "201 speech tokens; the limit is 200"),
     ],
 )
-def test_a_chunk_that_cannot_continue_its_stream_is_named(kind, chunk, message, request):
+def test_tokens_that_cannot_continue_a_stream_are_named(kind, piece, message, request):
     engine = request.getfixturevalue(kind)
     stream = engine.open(prompt(8))
     with pytest.raises(ValueError, match=message):
-        step(engine, stream, chunk)
+        piece.of(engine, stream)
 
 
-def test_warming_up_leaves_the_voice_of_a_stream_alone(dit, unet):
+def test_warm_up_does_not_change_later_audio(dit, unet):
     for engine in (dit, unet):
         cold = engine.whole(prompt(7), ids(7, 21))
         engine.warm_up()
@@ -340,7 +379,7 @@ def test_a_prompt_without_look_ahead_is_refused(dit):
         dit.open(prompt(9, tokens=2))
 
 
-def test_a_tape_repeats_itself():
+def test_a_noise_tape_repeats_itself():
     tape = NoiseTape(torch.arange(5.0)[:, None])
     assert tape.read(3, 9)[:, 0].tolist() == [3, 4, 0, 1, 2, 3, 4, 0, 1]
     assert tape.read(11, 2)[:, 0].tolist() == [1, 2]
@@ -350,7 +389,3 @@ def test_the_flow_noise_is_upstreams():
     torch.manual_seed(0)
     expected = torch.randn(1, 80, 15000)
     torch.testing.assert_close(flow_noise().read(0, 15000).T[None], expected, atol=0, rtol=0)
-
-
-def _voice(p: Prompt) -> Voice:
-    return Voice(*(torch.from_numpy(x)[None] for x in (p.tokens, p.mel, p.embedding)))

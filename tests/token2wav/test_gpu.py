@@ -13,14 +13,16 @@ from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
 from common.flow.config import DiTConfig, EncoderConfig, UNetConfig
 from common.hift.config import HiFTConfig
 from common.hift.generator import HiFTGenerator
-from common.token2wav.dit.memory import GatheredSolve
+from common.token2wav.dit.memory import GatheredSolve, PromptCaches
 from common.token2wav.dit.solver import DiTSolver
-from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
-from common.token2wav.hift.overlap import hamming_window
-from common.token2wav.hift.streaming import MelChunk, OverlapPool, OverlapRenderer, StreamingVocoder
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer, hamming_window
+from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
-from common.token2wav.streaming import Chunk, Voice
+from common.token2wav.stream import Chunk, Stream, VocoderState
 from common.token2wav.unet.streaming import PlainUNetSolve, UNetStreaming
+from common.voice.prompt import Prompt
 from tools.bench.token2wav import randomise
 
 pytestmark = [
@@ -52,32 +54,35 @@ def unet() -> UNetFlow:
     return ready(UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=2))))
 
 
-def voices() -> list[Voice]:
+def prompts() -> list[Prompt]:
     made = []
     for tokens in (40, 7, 25):
-        generator = torch.Generator().manual_seed(tokens)
-        mel = torch.randn(1, 2 * tokens, 80, generator=generator) - 4
-        embedding = torch.randn(1, 192, generator=generator)
-        made.append(Voice(torch.arange(tokens).cuda()[None], mel.cuda(), embedding.cuda()))
+        rng = np.random.default_rng(tokens)
+        mel = rng.standard_normal((2 * tokens, 80)).astype(np.float32) - 4
+        made.append(Prompt(np.arange(tokens), mel, rng.standard_normal(192).astype(np.float32), text=""))
     return made
+
+
+def opened(flow: DiTStreaming | UNetStreaming, prompt: Prompt) -> Stream:
+    return flow.open(prompt, VocoderState(0))
 
 
 def worst_error(plain, fused, hops: list[tuple[int, int, int]]) -> float:
     """Three streams of different voices, histories and chunk lengths, batch by batch through both."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 6561, (3, 400))
-    states = [[flow.open(voice) for voice in voices()] for flow in (plain, fused)]
+    streams = [[opened(flow, prompt) for prompt in prompts()] for flow in (plain, fused)]
     at, errors = np.zeros(3, int), []
     for batch in hops:
         ends = at + batch
         begins = np.zeros(3, int) if plain.cumulative else at
-        chunks = [
-            Chunk(row[begin : end + LOOKAHEAD_TOKENS], last=False)
-            for row, begin, end in zip(tokens, begins, ends, strict=True)
-        ]
+        parts = [row[begin : end + LOOKAHEAD_TOKENS] for row, begin, end in zip(tokens, begins, ends, strict=True)]
         expected, actual = (
-            [mel.clone() for mel in flow.render(list(zip(of, chunks, strict=True)))]
-            for flow, of in zip((plain, fused), states, strict=True)
+            [
+                mel.clone()
+                for mel in flow.render([flow.chunk(s, part, final=False) for s, part in zip(of, parts, strict=True)])
+            ]
+            for flow, of in zip((plain, fused), streams, strict=True)
         )
         errors += [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
         at = ends
@@ -88,10 +93,11 @@ def worst_error(plain, fused, hops: list[tuple[int, int, int]]) -> float:
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
 def test_the_dit_on_a_gpu_stays_near_its_plain_form(dit: DiTFlow, dtype: torch.dtype, bound: float) -> None:
     """Rings wrap around, batches fall between the graphs' sizes and above them."""
-    plain = DiTStreaming(dit, flow_noise("cuda"), VoiceCache(1 << 33), max_streams=3, steps=STEPS)
+    limits = BatchLimits(max_streams=3)
+    plain = DiTStreaming(dit, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS, graphs=False)
     plain._solve = GatheredSolve(DiTSolver(dit, STEPS), plain._pool, flow_noise("cuda"))
     served = copy.deepcopy(dit).to(dtype)
-    fused = DiTStreaming(served, flow_noise("cuda"), VoiceCache(1 << 33), max_streams=3, steps=STEPS)
+    fused = DiTStreaming(served, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS)
     assert worst_error(plain, fused, [(15, 15, 15), (25, 4, 22), (100, 60, 1), (104, 110, 30)]) < bound
 
 
@@ -99,24 +105,26 @@ def test_the_dit_on_a_gpu_stays_near_its_plain_form(dit: DiTFlow, dtype: torch.d
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
 def test_the_unet_on_a_gpu_stays_near_its_plain_form(unet: UNetFlow, dtype: torch.dtype, bound: float) -> None:
     """Windows begin to forget on the way."""
-    plain = UNetStreaming(unet, flow_noise("cuda"), steps=STEPS, context_tokens=50)
+    limits = BatchLimits(max_streams=3)
+    plain = UNetStreaming(unet, flow_noise("cuda"), limits=limits, steps=STEPS, context_tokens=50, graphs=False)
     plain._solve = PlainUNetSolve(unet, flow_noise("cuda"), STEPS)
     served = copy.deepcopy(unet).to(dtype)
-    fused = UNetStreaming(served, flow_noise("cuda"), steps=STEPS, context_tokens=50)
+    fused = UNetStreaming(served, flow_noise("cuda"), limits=limits, steps=STEPS, context_tokens=50)
     assert worst_error(plain, fused, [(10, 18, 25), (25, 5, 25), (50, 60, 50), (100, 2, 100)]) < bound
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_whole_utterances_need_no_graphs(kind: str, request: pytest.FixtureRequest) -> None:
-    network = request.getfixturevalue(kind)
+    network, limits = request.getfixturevalue(kind), BatchLimits(max_streams=4)
 
     def flow(graphs: bool) -> DiTStreaming | UNetStreaming:
         if kind == "unet":
-            return UNetStreaming(network, flow_noise("cuda"), steps=STEPS, graphs=graphs)
-        return DiTStreaming(network, flow_noise("cuda"), VoiceCache(1 << 33), max_streams=1, steps=STEPS, graphs=graphs)
+            return UNetStreaming(network, flow_noise("cuda"), limits=limits, steps=STEPS, graphs=graphs)
+        caches = PromptCaches(1 << 33)
+        return DiTStreaming(network, flow_noise("cuda"), caches, limits=limits, steps=STEPS, graphs=graphs)
 
-    utterances = [(voice, np.arange(count)) for voice, count in zip(voices(), (40, 100, 3), strict=True)]
+    utterances = [(prompt, np.arange(count)) for prompt, count in zip(prompts(), (40, 100, 3), strict=True)]
     expected = flow(graphs=True).whole(utterances)
     for actual, mel in zip(flow(graphs=False).whole(utterances), expected, strict=True):
         assert relative_error(actual, mel) < BOUNDS[0][1]
@@ -131,10 +139,10 @@ def test_the_vocoder_on_a_gpu_stays_near_its_plain_form(dtype: torch.dtype, boun
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
     hift.conv_post.weight *= 0.1  # random weights are loud: the limit would hide errors
     noise = source_noise(hift.config.harmonics + 1, "cuda")
-    graphed, plain = (
-        renderer(network, OverlapPool(3, 80, 8, 3840, torch.device("cuda")), noise, hamming_window())
-        for renderer, network in ((GraphedRenderer, copy.deepcopy(hift).body_to(dtype)), (OverlapRenderer, hift))
-    )
+    pools = [OverlapPool(3, 80, 8, 3840, torch.device("cuda")) for _ in range(2)]
+    limits = BatchLimits(max_streams=4)
+    graphed = GraphedRenderer(copy.deepcopy(hift).body_to(dtype), pools[0], noise, hamming_window(), limits)
+    plain = OverlapRenderer(hift, pools[1], noise, hamming_window())
     slots, starts = torch.arange(3, device="cuda"), torch.tensor([0, 70, 9], device="cuda")
     for stage, lengths in (("first", (30, 50, 20)), ("later", (50, 10, 200)), ("later", (7, 100, 31))):
         frames = torch.tensor(lengths, device="cuda")
@@ -172,14 +180,18 @@ def test_a_fused_layer_is_its_parts(rows: int) -> None:
 @torch.inference_mode()
 def test_windows_too_many_for_one_graph_are_rendered_in_parts(unet: UNetFlow) -> None:
     """Short windows stand before long ones, so that the parts alone would be of other sizes."""
-    flow = UNetStreaming(copy.deepcopy(unet).half(), flow_noise("cuda"), steps=STEPS)
+    limits = BatchLimits(max_streams=32)
+    flow = UNetStreaming(copy.deepcopy(unet).half(), flow_noise("cuda"), limits=limits, steps=STEPS)
     tokens = np.random.default_rng(0).integers(0, 6561, 400)
     hops = [25] * 12 + [330] * 12
-    chunks = [Chunk(tokens[: hop + LOOKAHEAD_TOKENS], last=False) for hop in hops]
-    voice = voices()[2]
-    together = [mel.clone() for mel in flow.render([(flow.open(voice), chunk) for chunk in chunks])]
+    prompt = prompts()[2]
+
+    def chunk(hop: int) -> Chunk:
+        return flow.chunk(opened(flow, prompt), tokens[: hop + LOOKAHEAD_TOKENS], final=False)
+
+    together = [mel.clone() for mel in flow.render([chunk(hop) for hop in hops])]
     for index in (0, 11, 12, 23):
-        (alone,) = flow.render([(flow.open(voice), chunks[index])])
+        (alone,) = flow.render([chunk(hops[index])])
         assert relative_error(together[index], alone.float()) < 3e-3
 
 
@@ -188,10 +200,10 @@ def test_mels_too_many_for_one_graph_are_vocoded_in_parts() -> None:
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
     hift.conv_post.weight *= 0.1
     noise = source_noise(hift.config.harmonics + 1, "cuda")
-    vocoder = StreamingVocoder(hift, noise, hamming_window(), max_streams=70)
+    vocoder = StreamingVocoder(hift, noise, hamming_window(), limits=BatchLimits(max_streams=70))
     mels = torch.randn(40, 80, 200, device="cuda") - 4
-    states = [vocoder.open() for _ in range(41)]
+    chunks = [Chunk(Stream(vocoder=vocoder.open()), np.zeros(0, np.int64), False, 0, 0, 0) for _ in range(41)]
     for part in (mels[:, :, :30], mels):  # a first chunk, then a long one
-        together = vocoder.step([MelChunk(states[i], part[i], last=False) for i in range(40)])
-        (alone,) = vocoder.step([MelChunk(states[40], part[39], last=False)])
+        together = vocoder.step(chunks[:40], list(part))
+        (alone,) = vocoder.step(chunks[40:], [part[39]])
         assert relative_error(together[39], alone) < 1e-2

@@ -9,7 +9,7 @@ import pytest
 
 from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
 from common.llm.speech_tokens import read_first_speech_id
-from common.token2wav.requests import chunk_request
+from common.token2wav.requests import read_request
 from common.voice.audio import load_audio
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
@@ -160,4 +160,4 @@ def test_a_malformed_tensor_is_named(change: dict[str, np.ndarray], message: str
     tensors = {"START": np.ones((1, 1)), "END": np.ones((1, 1)), "CORRID": np.ones((1, 1))}
     tensors |= {"target_speech_tokens": np.zeros((1, 4), np.int32)}
     with pytest.raises(ValueError, match=message):
-        chunk_request(tensors | change, first_speech_id=0)
+        read_request(tensors | change, first_speech_id=0)

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Precision
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise
-from common.token2wav.streaming import Chunk, StreamingFlow, Voice
+from common.token2wav.stream import VocoderState
+from common.token2wav.streaming import StreamingFlow
 from common.token2wav.unet.streaming import UNetStreaming
+from common.voice.prompt import Prompt
 from tools.parity import flow_dit, flow_unet
 from tools.parity.fixture import Fixture
 
@@ -51,10 +55,10 @@ def flow_of(stack: str, dtype: torch.dtype) -> StreamingFlow:
     if stack == "dit":
         fixture = Fixture(GOLDEN / "item8b_dit_streaming_token2wav.json")
         dit = flow_dit.build(fixture, "stepaudio2_flow_tiny.weights.safetensors").to(dtype)
-        return DiTStreaming(dit, flow_noise(), VoiceCache(64 << 20), max_streams=1)
+        return DiTStreaming(dit, flow_noise(), PromptCaches(64 << 20), limits=BatchLimits(max_streams=1))
     fixture = Fixture(GOLDEN / "item8c_cosyvoice2_streaming_token2wav.json")
     unet = flow_unet.build(fixture, "cosyvoice2_flow_tiny.weights.safetensors").to(dtype)
-    return UNetStreaming(unet, flow_noise())
+    return UNetStreaming(unet, flow_noise(), limits=BatchLimits(max_streams=1))
 
 
 @torch.inference_mode()
@@ -62,15 +66,17 @@ def mels(flow: StreamingFlow) -> list[torch.Tensor]:
     """Of a whole utterance, and of its first chunks."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 120, 60)
-    voice = Voice(
-        tokens=torch.from_numpy(rng.integers(0, 120, (1, 20))),
-        mel=torch.from_numpy(rng.standard_normal((1, 40, 80)).astype(np.float32) - 4),
-        embedding=torch.from_numpy(rng.standard_normal((1, 24)).astype(np.float32)),
+    prompt = Prompt(
+        tokens=rng.integers(0, 120, 20),
+        mel=rng.standard_normal((40, 80)).astype(np.float32) - 4,
+        embedding=rng.standard_normal(24).astype(np.float32),
+        text="",
     )
-    state = flow.open(voice)
-    chunks = [flow.render([(state, Chunk(tokens[:28], last=False))])[0].clone()]
+    stream = flow.open(prompt, VocoderState(0))
+    chunks = [flow.render([flow.chunk(stream, tokens[:28], final=False)])[0].clone()]
     second = tokens if flow.cumulative else tokens[25:]
-    return [*flow.whole([(voice, tokens)]), *chunks, *flow.render([(state, Chunk(second, last=True))])]
+    chunks += flow.render([flow.chunk(stream, second, final=True)])
+    return [*flow.whole([(prompt, tokens)]), *chunks]
 
 
 @pytest.mark.parametrize("stack", ["dit", "unet"])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from common.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
-from common.token2wav.scheduler import Waiting, pick
+from common.token2wav.scheduler import Candidate, pick
 
 
-def chunk(stream: int, *, audio_left: float | None = None, tokens: int | None = 15, arrived: int = 0) -> Waiting:
-    return Waiting(stream, audio_left, arrived, tokens)
+def chunk(stream: int, *, audio_left: float | None = None, tokens: int | None = 15, arrived: int = 0) -> Candidate:
+    return Candidate(stream, audio_left, arrived, tokens)
 
 
 def test_first_chunks_come_first_then_the_earliest_silence_then_arrival() -> None:
@@ -119,7 +119,7 @@ class Listeners:
                 batch = self._next(now)
 
     def _next(self, now: float) -> list[int]:
-        chunks = [Waiting(stream, self._left(now, stream), at, self._tokens(stream)) for stream, at in self.waiting]
+        chunks = [Candidate(stream, self._left(now, stream), at, self._tokens(stream)) for stream, at in self.waiting]
         chosen = pick(chunks, max_chunks=64, max_tokens=1600)
         padded = len(chosen) * max(self._tokens(self.waiting[index][0]) for index in chosen)
         self._at(now + self.slower * (0.012 + 42e-6 * padded), "done", -1)

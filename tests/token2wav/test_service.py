@@ -10,7 +10,10 @@ import pytest
 
 from common.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
 from common.errors import UnavailableError
-from common.token2wav.service import ChunkRequest, Token2WavService
+from common.token2wav.limits import BatchLimits
+from common.token2wav.requests import Token2WavRequest
+from common.token2wav.service import Token2WavService
+from common.token2wav.stream import Chunk
 from common.voice.prompt import Prompt
 
 PROMPT = Prompt(
@@ -38,6 +41,7 @@ class FakeEngine:
     batch_tokens: int = 1600
     cache_bytes: int = 4096
     contexts: tuple[int, float] = (0, 0.0)
+    limits: BatchLimits = BatchLimits(max_streams=4)
 
     def __post_init__(self):
         self.gate.set()
@@ -52,22 +56,20 @@ class FakeEngine:
     def close(self, stream):
         self.live -= 1
 
-    def tokens(self, stream, chunk):
-        if 14 in chunk.tokens:
+    def chunk(self, stream, tokens, *, final, offset=None):
+        if 14 in tokens:
             raise ValueError("bad chunk")
-        if 15 in chunk.tokens:
+        if 15 in tokens:
             raise RuntimeError("the scheduler's own mistake")
-        return len(chunk.tokens)
+        return Chunk(stream, tokens, final, 0, len(tokens), len(tokens))
 
-    def step(self, batch):
+    def step(self, chunks):
         self.entered.set()
         self.gate.wait(10)
-        if any(14 in chunk.tokens for _, chunk in batch):
-            return [ValueError("bad chunk")]
-        if any(13 in chunk.tokens for _, chunk in batch):
+        if any(13 in chunk.tokens for chunk in chunks):
             raise RuntimeError("broken chunk")
-        self.batches.append([int(chunk.tokens[0]) for _, chunk in batch])
-        return [np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32) for _, c in batch]
+        self.batches.append([int(chunk.tokens[0]) for chunk in chunks])
+        return [np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32) for c in chunks]
 
     def whole(self, prompt, tokens, speed):
         return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
@@ -80,7 +82,7 @@ class Client:
         self.service = service
 
     def post(self, stream_id, tokens=NO_TOKENS, is_cancelled=lambda: False, **kwargs):
-        request = ChunkRequest(stream_id, **{"start": False, "end": False, **kwargs}, tokens=np.asarray(tokens))
+        request = Token2WavRequest(stream_id, **{"start": False, "end": False, **kwargs}, tokens=np.asarray(tokens))
         replies = queue.Queue()
         self.service.submit(request, replies.put, is_cancelled)
         return replies
@@ -115,7 +117,7 @@ def clock():
 
 @pytest.fixture
 def service(engine, clock):
-    service = Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)
+    service = Token2WavService(engine, idle_seconds=5.0, clock=clock)
     yield service
     engine.gate.set()
     service.close()
@@ -127,17 +129,17 @@ def client(service):
     return Client(service)
 
 
-def test_a_stream_is_opened_rendered_and_freed_by_its_last_chunk(service, client):
+def test_a_stream_is_opened_rendered_and_freed_by_its_final_chunk(service, client):
     assert len(client.start(1)) == 0
-    assert len(client.send(1, [4, 5], finalize=False)) == 4 * HOP_SAMPLES
+    assert len(client.send(1, [4, 5], final=False)) == 4 * HOP_SAMPLES
     assert service.stats().live_streams == 1
-    assert len(client.send(1, [6], finalize=True, end=True)) == 2 * HOP_SAMPLES
+    assert len(client.send(1, [6], final=True, end=True)) == 2 * HOP_SAMPLES
     assert service.stats().live_streams == 0
 
 
-def test_end_without_finalize_drops_the_stream_and_makes_no_audio(service, client, engine):
+def test_end_without_a_final_chunk_drops_the_stream_and_makes_no_audio(service, client, engine):
     client.start(1, [4, 5])
-    assert len(client.send(1, [6, 7], end=True, finalize=False)) == 0
+    assert len(client.send(1, [6, 7], end=True, final=False)) == 0
     assert service.stats().live_streams == 0
     assert engine.batches == [[4]]
 
@@ -151,11 +153,11 @@ def test_a_failed_chunk_frees_its_stream_and_no_other(service, client, token, er
     client.start(1)
     client.start(2)
     with pytest.raises(error, match="chunk"):
-        client.send(1, [token], finalize=False)
+        client.send(1, [token], final=False)
     assert service.stats().live_streams == 1
     with pytest.raises(ValueError, match="stream 1 is not live"):
-        client.send(1, [4], finalize=False)
-    assert len(client.send(2, [4], finalize=False)) == 2 * HOP_SAMPLES
+        client.send(1, [4], final=False)
+    assert len(client.send(2, [4], final=False)) == 2 * HOP_SAMPLES
 
 
 def test_a_batch_that_breaks_is_an_error_of_each_of_its_chunks(service, client, engine):
@@ -172,14 +174,14 @@ def queue_behind_a_running_chunk(client, engine, chunks):
         client.start(stream)
     engine.gate.clear()
     engine.entered.clear()
-    running = client.post(0, [40], finalize=False)
+    running = client.post(0, [40], final=False)
     assert engine.entered.wait(10)
-    return [running, *(client.post(stream, tokens, finalize=False) for stream, tokens in chunks.items())]
+    return [running, *(client.post(stream, tokens, final=False) for stream, tokens in chunks.items())]
 
 
 def test_a_cancelled_request_that_waited_frees_its_stream_unrendered(service, client, engine, clock):
     replies = queue_behind_a_running_chunk(client, engine, {})
-    client_gone = client.post(1, [4], is_cancelled=lambda: True, start=True, prompt=PROMPT, finalize=False)
+    client_gone = client.post(1, [4], is_cancelled=lambda: True, start=True, prompt=PROMPT, final=False)
     clock.now += 1
     engine.gate.set()
     assert isinstance(client_gone.get(timeout=10), asyncio.CancelledError)
@@ -190,7 +192,7 @@ def test_a_cancelled_request_that_waited_frees_its_stream_unrendered(service, cl
 
 def test_triton_is_not_asked_for_the_client_of_a_chunk_that_just_came(client):
     client.start(1)
-    assert len(client.send(1, [4], is_cancelled=lambda: pytest.fail("asked"), finalize=False))
+    assert len(client.send(1, [4], is_cancelled=lambda: pytest.fail("asked"), final=False))
 
 
 def test_a_whole_utterance_is_not_rendered_for_a_client_that_has_gone(client, engine):
@@ -205,7 +207,7 @@ def test_an_idle_stream_is_freed_and_says_so(service, client, clock):
     client.start(2)
     assert service.stats().live_streams == 1
     with pytest.raises(ValueError, match=r"idle for 5\.0 s"):
-        client.send(1, [4], finalize=False)
+        client.send(1, [4], final=False)
 
 
 def test_streams_beyond_the_limit_are_refused_at_once(client):
@@ -217,13 +219,13 @@ def test_streams_beyond_the_limit_are_refused_at_once(client):
     client.start(4)
 
 
-@pytest.mark.parametrize("last", [{}, {"tokens": [5], "finalize": True}])
+@pytest.mark.parametrize("last", [{}, {"tokens": [5], "final": True}])
 def test_a_new_stream_is_not_refused_while_the_end_of_another_is_queued(service, client, engine, last):
     """Whichever is more urgent: the new stream has heard nothing yet, the one that ends has audio left."""
     replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
     ends = client.post(0, end=True, **last)
     starts = client.post(4, start=True, prompt=PROMPT)
-    first_chunk = client.post(4, [4], finalize=False)
+    first_chunk = client.post(4, [4], final=False)
     refused = client.post(5, start=True, prompt=PROMPT)
     engine.gate.set()
     for reply in [*replies, ends, starts, first_chunk]:
@@ -235,11 +237,11 @@ def test_a_new_stream_is_not_refused_while_the_end_of_another_is_queued(service,
 def test_a_full_queue_is_refused_at_once(client, engine):
     client.start(1)
     engine.gate.clear()
-    waiting = [client.post(1, [4], finalize=False)]
+    waiting = [client.post(1, [4], final=False)]
     assert engine.entered.wait(10)
-    waiting += [client.post(1, [4], finalize=False) for _ in range(8)]
+    waiting += [client.post(1, [4], final=False) for _ in range(8)]
     with pytest.raises(UnavailableError, match="queue is full: 8"):
-        client.post(1, [4], finalize=False)
+        client.post(1, [4], final=False)
     engine.gate.set()
     assert all(len(replies.get(timeout=10)) for replies in waiting)
 
@@ -273,10 +275,10 @@ def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audi
     engine.gate.clear()
     engine.entered.clear()
     engine.batches.clear()
-    waiting.append(client.post(0, [40], finalize=False))
+    waiting.append(client.post(0, [40], final=False))
     assert engine.entered.wait(10)
-    waiting += [client.post(1, [1], finalize=False), client.post(2, [2] * 2, finalize=False)]
-    waiting.append(client.post(3, [3] * 4, finalize=False))
+    waiting += [client.post(1, [1], final=False), client.post(2, [2] * 2, final=False)]
+    waiting.append(client.post(3, [3] * 4, final=False))
     engine.gate.set()
     for replies in waiting:
         assert isinstance(replies.get(timeout=10), np.ndarray)
@@ -304,19 +306,19 @@ def test_a_reply_that_raises_does_not_end_the_service(service, client):
     def broken(_):
         raise OSError("the receiver is gone")
 
-    service.submit(ChunkRequest(1, start=True, end=False, tokens=NO_TOKENS, prompt=PROMPT), broken)
+    service.submit(Token2WavRequest(1, start=True, end=False, tokens=NO_TOKENS, prompt=PROMPT), broken)
     assert len(client.send(2, [4], start=True, prompt=PROMPT)) == 2 * HOP_SAMPLES
 
 
 def test_closing_answers_what_is_queued_and_refuses_what_comes(engine, clock):
-    service = Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)
+    service = Token2WavService(engine, idle_seconds=5.0, clock=clock)
     client = Client(service)
     client.start(1)
     engine.gate.clear()
     engine.entered.clear()
-    running = client.post(1, [4], finalize=False)
+    running = client.post(1, [4], final=False)
     assert engine.entered.wait(10)
-    queued = client.post(1, [5], finalize=False)
+    queued = client.post(1, [5], final=False)
     closing = threading.Thread(target=service.close)
     closing.start()
     engine.gate.set()
@@ -324,7 +326,7 @@ def test_closing_answers_what_is_queued_and_refuses_what_comes(engine, clock):
     assert len(running.get(timeout=10))
     assert isinstance(queued.get(timeout=10), UnavailableError)
     with pytest.raises(UnavailableError, match="shutting down"):
-        client.post(1, [4], finalize=False)
+        client.post(1, [4], final=False)
     assert service.stats().live_streams == 0
 
 
@@ -334,7 +336,7 @@ def test_an_engine_that_cannot_speak_is_an_error_at_the_start(engine, clock):
 
     engine.warm_up = broken
     with pytest.raises(ValueError, match="not a checkpoint that speaks"):
-        Token2WavService(engine, max_streams=4, idle_seconds=5.0, clock=clock)
+        Token2WavService(engine, idle_seconds=5.0, clock=clock)
 
 
 def test_a_service_that_fails_answers_everybody_and_refuses_what_comes(service, client, engine):

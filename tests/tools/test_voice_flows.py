@@ -7,13 +7,18 @@ import torch
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
 from common.flow import DiTConfig, DiTFlow, DiTFlowConfig, EncoderConfig, UNetConfig, UNetFlow, UNetFlowConfig
 from common.orchestrator.chunking import HopRules
-from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise
-from common.token2wav.streaming import Chunk, StreamingFlow, Voice
+from common.token2wav.stream import VocoderState
+from common.token2wav.streaming import StreamingFlow
 from common.token2wav.unet.streaming import UNetStreaming
+from common.voice.prompt import Prompt
 from tools.voice_training import flow, flow_dit, flow_unet
 
 ENCODER = EncoderConfig(width=16, heads=2, feed_forward=16, blocks=1, up_blocks=1)
+LIMITS = BatchLimits(max_streams=1)
 PROMPT, TARGET, STEPS = 20, 150, 2  # tokens; long enough that the DiT forgets
 
 
@@ -52,15 +57,18 @@ def as_trained(network: DiTFlow | UNetFlow, view: flow.View, batch: flow.Batch, 
     return mel[0, :, TOKEN_MEL_RATIO * PROMPT :]
 
 
+def prompt_of(batch: flow.Batch) -> Prompt:
+    mel = batch.condition[0, :, : TOKEN_MEL_RATIO * PROMPT].T  # (C, T) -> (T, C)
+    return Prompt(batch.tokens[0, :PROMPT].numpy(), mel.numpy(), batch.embedding[0].numpy(), text="")
+
+
 def as_streamed(streaming: StreamingFlow, batch: flow.Batch, rules: HopRules) -> torch.Tensor:
-    frames = TOKEN_MEL_RATIO * PROMPT
-    voice = Voice(batch.tokens[:, :PROMPT], batch.condition[:, :, :frames].transpose(1, 2), batch.embedding)
-    state, schedule = streaming.open(voice), rules.schedule(PROMPT)
+    stream, schedule = streaming.open(prompt_of(batch), VocoderState(0)), rules.schedule(PROMPT)
     tokens = batch.tokens[0, PROMPT:-LOOKAHEAD_TOKENS].numpy()
     mels = []
     while (hop := schedule.next_hop(len(tokens), ended=True)) is not None:
         begin = 0 if streaming.cumulative else hop.offset
-        mels += streaming.render([(state, Chunk(tokens[begin : hop.end_of_context], last=hop.final))])
+        mels += streaming.render([streaming.chunk(stream, tokens[begin : hop.end_of_context], final=hop.final)])
     return torch.cat(mels, dim=1)
 
 
@@ -69,7 +77,7 @@ def test_dit_is_trained_with_what_its_streams_hear(batch: flow.Batch, monkeypatc
     network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
     random_weights(network)
     monkeypatch.setattr(flow_dit, "FIRST_HOPS", (15,))
-    streaming = DiTStreaming(network, flow_noise(), VoiceCache(1 << 30), max_streams=1, steps=STEPS)
+    streaming = DiTStreaming(network, flow_noise(), PromptCaches(1 << 30), limits=LIMITS, steps=STEPS)
     streamed = as_streamed(streaming, batch, HopRules(first_hop=15, max_hop=flow_dit.LARGEST_HOP))
     torch.testing.assert_close(as_trained(network, flow_dit.view, batch, streaming=True), streamed, atol=2e-4, rtol=0)
 
@@ -78,7 +86,9 @@ def test_unet_is_trained_with_what_its_streams_hear(batch: flow.Batch) -> None:
     estimator = UNetConfig(channels=16, heads=1, blocks=1, mid_stages=1)
     network = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
     random_weights(network)
-    streamed = as_streamed(UNetStreaming(network, flow_noise(), steps=STEPS), batch, HopRules(boundary=25))
+    streamed = as_streamed(
+        UNetStreaming(network, flow_noise(), limits=LIMITS, steps=STEPS), batch, HopRules(boundary=25)
+    )
     torch.testing.assert_close(as_trained(network, flow_unet.view, batch, streaming=True), streamed, atol=2e-4, rtol=0)
 
 
@@ -89,7 +99,9 @@ def test_whole_utterances_hear_everything(batch: flow.Batch, kind: str) -> None:
         estimator = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
         network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
         random_weights(network)
-        streaming: StreamingFlow = DiTStreaming(network, flow_noise(), VoiceCache(1 << 30), max_streams=1, steps=STEPS)
+        streaming: StreamingFlow = DiTStreaming(
+            network, flow_noise(), PromptCaches(1 << 30), limits=LIMITS, steps=STEPS
+        )
     else:
         network = (
             UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(channels=16, heads=1, blocks=1)))
@@ -97,10 +109,8 @@ def test_whole_utterances_hear_everything(batch: flow.Batch, kind: str) -> None:
             .requires_grad_(False)
         )
         random_weights(network)
-        streaming = UNetStreaming(network, flow_noise(), steps=STEPS)
+        streaming = UNetStreaming(network, flow_noise(), limits=LIMITS, steps=STEPS)
     view = flow_dit.view if kind == "dit" else flow_unet.view
-    frames = TOKEN_MEL_RATIO * PROMPT
-    voice = Voice(batch.tokens[:, :PROMPT], batch.condition[:, :, :frames].transpose(1, 2), batch.embedding)
     tokens = batch.tokens[0, PROMPT:-LOOKAHEAD_TOKENS].numpy().astype(np.int64)
-    (whole,) = streaming.whole([(voice, tokens)])
+    (whole,) = streaming.whole([(prompt_of(batch), tokens)])
     torch.testing.assert_close(as_trained(network, view, batch, streaming=False), whole, atol=2e-4, rtol=0)

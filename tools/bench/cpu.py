@@ -26,6 +26,7 @@ from common.hift.generator import HiFTGenerator
 from common.token2wav.engine import Precision
 from common.token2wav.hift.overlap import hamming_window
 from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
 from tools.bench.token2wav import randomise
 from tools.export.onnx import dit_exports, write
@@ -70,7 +71,9 @@ def candidates(prompt_seconds: float, seconds: float) -> dict[Name, Callable[[],
 
     def run_hift(dtype: torch.dtype) -> Callable[[], object]:
         body = copy.deepcopy(hift).body_to(dtype)
-        vocoder = StreamingVocoder(body, source_noise(hift.config.harmonics + 1), hamming_window(), max_streams=1)
+        vocoder = StreamingVocoder(
+            body, source_noise(hift.config.harmonics + 1), hamming_window(), limits=BatchLimits(max_streams=1)
+        )
         return lambda: vocoder.whole([mel])
 
     return {

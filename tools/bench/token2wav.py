@@ -17,19 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from common import stacks
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, load_dit_flow, load_unet_flow
 from common.hift.checkpoint import load_hift
 from common.hift.generator import HiFTGenerator
-from common.token2wav.dit.streaming import DiTStreaming, VoiceCache
+from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Precision, Token2Wav
 from common.token2wav.hift.overlap import hamming_window
 from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
-from common.token2wav.streaming import Chunk
+from common.token2wav.stream import Stream
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
-from tools.bench.token2wav_load import LoadResult, run_load
+from tools.bench.token2wav_load import LoadResult, Piece, run_load
 from tools.bench.token2wav_plot import plot
 from tools.parity.reference import dit_flow, unet_flow
 
@@ -64,16 +67,16 @@ def voice(seed: int) -> Prompt:
     return Prompt(rng.integers(0, SPEECH_VOCAB, PROMPT_TOKENS), mel, embedding, text="")
 
 
-def utterance(seed: int, cumulative: bool) -> list[Chunk]:
-    """Random tokens cut into the hops; the last chunk takes what is left. `cumulative`: with all tokens before them."""
+def utterance(seed: int, cumulative: bool) -> list[Piece]:
+    """Random tokens cut into the hops; the final chunk has the rest. `cumulative`: with all tokens before them."""
     tokens = np.random.default_rng(seed).integers(0, SPEECH_VOCAB, UTTERANCE_TOKENS)
     cuts = [0, *(cut for cut in itertools.accumulate(HOPS) if cut < UTTERANCE_TOKENS)]
     begins = [0 if cumulative else cut for cut in cuts]
     chunks = [
-        Chunk(tokens[begin : end + LOOKAHEAD_TOKENS], last=False)
+        Piece(tokens[begin : end + LOOKAHEAD_TOKENS], final=False)
         for begin, end in zip(begins[:-1], cuts[1:], strict=True)
     ]
-    return [*chunks, Chunk(tokens[begins[-1] :], last=True)]
+    return [*chunks, Piece(tokens[begins[-1] :], final=True)]
 
 
 def randomise(network: torch.nn.Module) -> None:
@@ -112,21 +115,27 @@ class Subject:
             flow = (load_dit_flow if stack == "dit" else load_unet_flow)(directory / "flow.pt", device)
             hift = load_hift(directory / "hift.pt", device)
         precision = Precision.named("auto", "auto", device)
+        limits = BatchLimits(max_streams=max_streams, chunk_boundary=stacks.named(stack).chunk_boundary)
         vocoder = StreamingVocoder(
             copy.deepcopy(hift).body_to(precision.vocoder),
             source_noise(hift.config.harmonics + 1, device),
             hamming_window(),
-            max_streams=max_streams,
+            limits=limits,
         )
         noise = flow_noise(device)
         served = copy.deepcopy(flow).to(precision.flow)
         streaming: DiTStreaming | UNetStreaming
         if isinstance(served, DiTFlow):
-            streaming = DiTStreaming(served, noise, VoiceCache(32 << 30), max_streams=max_streams)
+            streaming = DiTStreaming(served, noise, PromptCaches(32 << 30), limits=limits)
         else:
-            streaming = UNetStreaming(served, noise)
+            streaming = UNetStreaming(served, noise, limits=limits)
         engine = Token2Wav(streaming, vocoder, device)
         return cls(flow, hift, engine, stack == "unet", torch.device(device))
+
+    def step(self, batch: list[tuple[Stream, Piece]]) -> None:
+        """Render a chunk of each stream."""
+        engine = self.engine
+        engine.step([engine.chunk(stream, piece.tokens, final=piece.final) for stream, piece in batch])
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Wall time of `work`, the GPU's included."""
@@ -170,7 +179,7 @@ def first_chunk(subject: Subject) -> float:
     times = []
     for seed in range(16):
         stream, chunks = subject.engine.open(voice(seed % VOICES)), utterance(seed, subject.cumulative)
-        times.append(subject.seconds(partial(subject.engine.step, [(stream, chunks[0])])))
+        times.append(subject.seconds(partial(subject.step, [(stream, chunks[0])])))
         subject.engine.close(stream)
     return statistics.median(times[4:])
 
@@ -183,9 +192,9 @@ def batches(subject: Subject) -> list[dict[str, float]]:
         for _ in range(2):
             streams = [(subject.engine.open(voice(i % VOICES)), utterance(i, subject.cumulative)) for i in range(size)]
             for before in range(index):
-                subject.engine.step([(stream, chunks[before]) for stream, chunks in streams])
+                subject.step([(stream, chunks[before]) for stream, chunks in streams])
             batch = [(stream, chunks[index]) for stream, chunks in streams]
-            best = min(best, subject.seconds(partial(subject.engine.step, batch)))
+            best = min(best, subject.seconds(partial(subject.step, batch)))
             for stream, _ in streams:
                 subject.engine.close(stream)
         audio = size * HOPS[index] / TOKEN_RATE
@@ -202,7 +211,7 @@ def cpu_ratio(subject: Subject) -> float:
         for group in groups:
             streams = [(subject.engine.open(voice(i)), utterance(i, subject.cumulative)) for i in group]
             for index in range(len(HOPS) + 1):
-                subject.engine.step([(stream, chunks[index]) for stream, chunks in streams])
+                subject.step([(stream, chunks[index]) for stream, chunks in streams])
             for stream, _ in streams:
                 subject.engine.close(stream)
         return time.process_time() - begun

@@ -7,18 +7,25 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
 from common.token2wav.engine import Token2Wav
-from common.token2wav.service import ChunkRequest, Stats, Token2WavService
-from common.token2wav.streaming import Chunk
+from common.token2wav.requests import Token2WavRequest
+from common.token2wav.service import Stats, Token2WavService
 from common.voice.prompt import Prompt
 from tools.load.measure import Player
 
 FEED_RATE = 2 * TOKEN_RATE  # tokens per second
+
+
+class Piece(NamedTuple):
+    """The tokens of a chunk, before its stream is known."""
+
+    tokens: np.ndarray
+    final: bool
 
 
 @dataclass
@@ -26,7 +33,7 @@ class Listener:
     """One stream, its tokens and what its listener hears. Times are seconds of one clock."""
 
     begins: float
-    chunks: list[Chunk]
+    chunks: list[Piece]
     ready: list[float]  # when the tokens of each chunk are there
     asked: float = 0.0
     next: int = -1  # the chunk asked for; -1 is the stream's start
@@ -90,7 +97,7 @@ class LoadResult:
 
 def run_load(
     engine: Token2Wav,
-    utterances: Sequence[list[Chunk]],
+    utterances: Sequence[list[Piece]],
     voices: Sequence[Prompt],
     *,
     hops: Sequence[int],
@@ -100,7 +107,7 @@ def run_load(
     """Speak every utterance, of `tokens` tokens cut by `hops`, in its voice; they begin within `window` seconds."""
     for prompt in voices:  # prompt caches are there before the clock runs
         engine.close(engine.open(prompt))
-    service = Token2WavService(engine, max_streams=len(utterances), idle_seconds=600)
+    service = Token2WavService(engine, idle_seconds=600)
     rng, begun = random.Random(0), time.perf_counter() + 0.2
     listeners = []
     for chunks in utterances:
@@ -140,9 +147,9 @@ def _ask(
     listener = listeners[index]
     if listener.next < 0:
         nothing = np.zeros(0, np.int64)
-        request = ChunkRequest(index + 1, start=True, end=False, tokens=nothing, prompt=voices[index])
+        request = Token2WavRequest(index + 1, start=True, end=False, tokens=nothing, prompt=voices[index])
     else:
         chunk = listener.chunks[listener.next]
-        request = ChunkRequest(index + 1, start=False, end=chunk.last, tokens=chunk.tokens, finalize=chunk.last)
+        request = Token2WavRequest(index + 1, start=False, end=chunk.final, tokens=chunk.tokens, final=chunk.final)
     listener.asked = time.perf_counter()
     service.submit(request, lambda answer: answers.put((time.perf_counter(), index, answer)))

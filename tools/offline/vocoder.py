@@ -4,18 +4,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from common import stacks
 from common.checkpoint import read_state
-from common.config import ChunkStrategy, OrchestratorConfig, Token2WavConfig
+from common.config import ChunkStrategy, FlowRuntime, OrchestratorConfig
 from common.constants import FLOW_CHUNK_TOKENS
 from common.orchestrator.chunking import HopRules, HopSchedule
 from common.stacks import Stack
-from common.token2wav.engine import Precision, Stream, Token2Wav
-from common.token2wav.streaming import Chunk
+from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.limits import BatchLimits
+from common.token2wav.stream import Chunk, Stream
 from common.voice.prompt import Prompt
 from tools.demo_model.make import weights_of
 
@@ -46,13 +46,12 @@ class OfflineVocoder:
         """
         path = model_dir / Stack.flow
         stack = stacks.of_flow(read_state(path, "meta"), path)
-        options: dict[str, Any] = {"device": device, "max_streams": max(1, streams)}
-        options["runtime"] = "auto" if streams else "torch"  # which captures nothing
-        options["precision"] = Precision.named("auto", "auto", device, options["runtime"])
-        if stack is stacks.UNET:
-            engine = Token2Wav.load_unet(model_dir, **options)
-        else:
-            engine = Token2Wav.load_dit(model_dir, **options, voice_cache_bytes=Token2WavConfig.voice_cache_mb << 20)
+        runtime: FlowRuntime = "auto" if streams else "torch"  # which captures nothing
+        limits = BatchLimits(
+            max_streams=max(1, streams), first_hop_tokens=FLOW_CHUNK_TOKENS, chunk_boundary=stack.chunk_boundary
+        )
+        precision = Precision.named("auto", "auto", device, runtime)
+        engine = Token2Wav.load(stack, model_dir, device=device, limits=limits, precision=precision, runtime=runtime)
         engine.warm_up()
         return cls(engine, stack, weights_of(model_dir) == "random")
 
@@ -106,26 +105,32 @@ class OfflineVocoder:
             return error
 
     def _advance(self, live: Sequence["_Stream"]) -> None:
-        """One more chunk for each."""
-        chunks = [self._next_chunk(stream) for stream in live]
+        """Render one more chunk of each."""
+        chunks: list[tuple[_Stream, Chunk]] = []
+        for each in live:
+            try:
+                chunks.append((each, self._next_chunk(each)))
+            except ValueError as error:
+                each.error = error
         parts: Sequence[np.ndarray | Exception]
         self.calls += 1
         try:
-            parts = self._engine.step([(each.stream, chunk) for each, chunk in zip(live, chunks, strict=True)])
+            parts = self._engine.step([chunk for _, chunk in chunks])
         except Exception as error:
-            parts = [error] * len(live)
-        for stream, chunk, part in zip(live, chunks, parts, strict=True):
+            parts = [error] * len(chunks)
+        for (each, chunk), part in zip(chunks, parts, strict=True):
             if isinstance(part, Exception):
-                stream.error = part
+                each.error = part
             else:
-                stream.spoken.waveforms.append(part)
-            stream.ended = chunk.last
+                each.spoken.waveforms.append(part)
+            each.ended = chunk.final
 
     def _next_chunk(self, stream: "_Stream") -> Chunk:
         hop = stream.schedule.next_hop(len(stream.tokens), ended=True)
         assert hop is not None  # all tokens are there, and the final hop has not been taken
         begin = 0 if self.stack.cumulative else hop.offset
-        return Chunk(stream.tokens[begin : hop.end_of_context], last=hop.final, offset=hop.offset)
+        tokens = stream.tokens[begin : hop.end_of_context]
+        return self._engine.chunk(stream.stream, tokens, final=hop.final, offset=hop.offset)
 
 
 @dataclass

@@ -19,12 +19,14 @@ from common.flow.cache import KeyValues
 from common.flow.config import FlowConfig
 from common.flow.dit_flow import DiTFlow
 from common.flow.unet_flow import UNetFlow
-from common.token2wav.dit.streaming import DiTState, DiTStreaming, VoiceCache
-from common.token2wav.engine import Stream, Token2Wav
+from common.token2wav.dit.memory import DiTStream, PromptCaches
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.overlap import raw_hamming_window
-from common.token2wav.hift.streaming import MelChunk, StreamingVocoder
+from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
-from common.token2wav.streaming import Chunk
+from common.token2wav.stream import Chunk, Stream
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
 from tools.parity import flow_dit, flow_unet, hift
@@ -33,6 +35,7 @@ from tools.parity.reference import dit_flow, unet_flow
 from tools.parity.tracing import steps_of
 
 Outputs = Iterator[tuple[str, Tensor]]
+LIMITS = BatchLimits(max_streams=2)
 
 
 class RestartingTape(NoiseTape):
@@ -45,7 +48,8 @@ class RestartingTape(NoiseTape):
 def _vocoder(fixture: Fixture) -> StreamingVocoder:
     """The vocoder with upstream's window, whose halves add up to 1.08, and the fixture's noise."""
     network = hift.build(fixture, _file(fixture, "hift"))
-    return StreamingVocoder(network, RestartingTape(fixture["in/noise_table"]), raw_hamming_window(), max_streams=2)
+    noise = RestartingTape(fixture["in/noise_table"])
+    return StreamingVocoder(network, noise, raw_hamming_window(), limits=LIMITS)
 
 
 def _file(fixture: Fixture, part: str) -> str:
@@ -93,18 +97,18 @@ def check_dit(fixture: Fixture) -> Outputs:
     noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_mel")
     steps = steps_of(fixture)
-    engine = Token2Wav(DiTStreaming(network, noise, VoiceCache(1 << 30), max_streams=1, steps=steps), vocoder)
+    engine = Token2Wav(DiTStreaming(network, noise, PromptCaches(1 << 30), limits=LIMITS, steps=steps), vocoder)
     ours, upstream = engine.open(prompt), _UpstreamDiT(network, noise, prompt, steps)
-    theirs = vocoder.open()
+    theirs = Stream(vocoder=vocoder.open())
     same_rules = _served(network.config)
     for call in fixture.meta["calls"]:
         tag, tokens, last = call["tag"], _tokens(fixture, call), call["last_chunk"]
         mel = upstream.step(tokens, last, call.get("flow_cache_frames_after_trim"))
-        (speech,), state = vocoder.step([MelChunk(theirs, mel, last)]), theirs
+        speech, state = _vocoded(vocoder, theirs, mel, last), theirs.vocoder
         if same_rules:
-            speech, state = _audio(engine, ours, Chunk(tokens, last)), ours.vocoder
-            assert isinstance(ours.flow, DiTState)
-            same_rules = upstream.cache.estimator.attention.frames == upstream.cache.frames and ours.flow.complete
+            speech, state = _audio(engine, ours, tokens, final=last), ours.vocoder
+            assert isinstance(ours, DiTStream)
+            same_rules = upstream.cache.estimator.attention.frames == upstream.cache.frames and ours.complete
         yield f"out/{tag}/speech", speech[None]
         yield from _where_stored(
             fixture,
@@ -116,12 +120,16 @@ def check_dit(fixture: Fixture) -> Outputs:
         )
 
 
-def _audio(engine: Token2Wav, stream: Stream, chunk: Chunk) -> Tensor:
-    """(N,), or the ValueError that the engine has for the chunk."""
-    (result,) = engine.step([(stream, chunk)])
-    if isinstance(result, ValueError):
-        raise result
-    return torch.from_numpy(result)
+def _audio(engine: Token2Wav, stream: Stream, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Tensor:
+    """The engine's audio (N,) of the next chunk. Raises the engine's ValueError."""
+    (audio,) = engine.step([engine.chunk(stream, tokens, final=final, offset=offset)])
+    return torch.from_numpy(audio)
+
+
+def _vocoded(vocoder: StreamingVocoder, stream: Stream, mel: Tensor, final: bool) -> Tensor:
+    """The audio (N,) of mel frames (80, T) that no flow of ours has made."""
+    (audio,) = vocoder.step([Chunk(stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
+    return audio
 
 
 class _UpstreamDiT:
@@ -168,8 +176,8 @@ def check_unet(fixture: Fixture) -> Outputs:
     noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_feat")
     steps = steps_of(fixture)
-    engine = Token2Wav(UNetStreaming(network, noise, steps=steps), vocoder)
-    ours, theirs = engine.open(prompt), vocoder.open()
+    engine = Token2Wav(UNetStreaming(network, noise, limits=LIMITS, steps=steps), vocoder)
+    ours, theirs = engine.open(prompt), Stream(vocoder=vocoder.open())
     same_rules = _served(network.config)
     for call in fixture.meta["calls"]:
         tag, tokens, offset, last = call["tag"], _tokens(fixture, call), call["token_offset"], call["finalize"]
@@ -184,11 +192,11 @@ def check_unet(fixture: Fixture) -> Outputs:
             final=last,
             steps=steps,
         )[0, :, offset * network.config.encoder.ratio :]
-        rendered = torch.cat([vocoder.pool.mel[theirs.slot], mel], dim=1) if theirs.begun else mel
-        (speech,) = vocoder.step([MelChunk(theirs, mel, last)])
+        rendered = torch.cat([vocoder.pool.mel[theirs.vocoder.slot], mel], dim=1) if theirs.vocoder.begun else mel
+        speech = _vocoded(vocoder, theirs, mel, last)
         same_rules = same_rules and call["stream"]
         if same_rules:
-            speech = _audio(engine, ours, Chunk(tokens, last, offset=offset))
+            speech = _audio(engine, ours, tokens, final=last, offset=offset)
         yield f"out/{tag}/speech", speech[None]
         yield from _where_stored(fixture, {f"mid/{tag}/vocoder_mel": rendered[None]})
 

@@ -1,4 +1,4 @@
-"""The DiT's solve on a GPU: fused kernels over memory that lies apart, as CUDA graphs by batch and chunk size."""
+"""The DiT's solve on a GPU: fused kernels that read each stream's own memory, as CUDA graphs by batch and length."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,13 @@ from common import kernels
 from common.flow.cache import KeyValues
 from common.flow.dit import NORM_EPS
 from common.flow.dit_flow import DiTFlow
-from common.token2wav.dit.memory import Heard, Row, TailPool
+from common.token2wav.dit.memory import DiTChunk, TailPool, first_frame
 from common.token2wav.dit.solver import Context, DiTSolver, Scratch
-from common.token2wav.graphs import CHUNK_FRAMES, Graphs, sizes_up_to
+from common.token2wav.graphs import Graphs
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
 
-MAX_FRAMES = 64 * 104  # of a batch together: 0.65 MB of scratch a frame in fp16
-PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024, 1504)  # classes of prompts' lengths: up to 30 s
-TABLE_ROWS = 8  # those of `kernels.attend_paged`, the ring's next place, the first frame's index
+TABLE_ROWS = 8  # those of `kernels.attend_paged`, the ring's next position, the first frame's index
 
 
 class FusedDiTSolver(DiTSolver):
@@ -50,7 +49,7 @@ class FusedDiTSolver(DiTSolver):
 
 
 class PagedContext:
-    """What rows attend to, as a table (TABLE_ROWS, B) of addresses and lengths for the kernels."""
+    """The context of a batch as a table (TABLE_ROWS, B) of addresses and lengths for the kernels."""
 
     def __init__(self, pool: TailPool, table: Tensor):
         self._pool = pool
@@ -63,40 +62,46 @@ class PagedContext:
 
 
 class GraphedSolve:
-    """Solves batches of chunks on a GPU. One at a time: all sizes work in the same memory."""
+    """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory."""
 
-    def __init__(self, network: DiTFlow, pool: TailPool, noise: NoiseTape, steps: int):
+    def __init__(self, network: DiTFlow, pool: TailPool, noise: NoiseTape, limits: BatchLimits, steps: int):
         self._solver = FusedDiTSolver(network, steps)
         self._pool = pool
         self._noise = noise
-        self._graphs = Graphs(self._solve, self._inputs, sizes_up_to(MAX_FRAMES, CHUNK_FRAMES), "the flow")
-        self._prompts = Graphs(self._listen, self._prompt_inputs, [(T,) for T in PROMPT_FRAMES], "prompts")
+        sizes = limits.sizes(limits.chunk_frames, limits.dit_frames)
+        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow")
+        prompts = [(T,) for T in limits.prompt_frames if T <= limits.dit_frames]
+        self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts")
 
-    def listen(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> Heard:
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> tuple[KeyValues, Tensor]:
         T = mu.shape[1]
-        table = torch.tensor(self._nobody(frames=T))[:, None].pin_memory()  # (8,) -> (8, 1)
+        table = torch.tensor(self._padding_column(frames=T))[:, None].pin_memory()  # (8,) -> (8, 1)
         size = self._prompts.fitting(T)
         if size is None:
-            heard = self._listen(mu, mel, speaker, table.to(mu.device))
+            left = self._prefill(mu, mel, speaker, table.to(mu.device))
         else:
-            heard = self._prompts.run(size, mu, mel, speaker, table)
-        keys, values, history = (x.clone() for x in (heard[0][..., :T, :], heard[1][..., :T, :], heard[2]))
-        return Heard(KeyValues(keys.contiguous(), values.contiguous()), history)
+            left = self._prompts.run(size, mu, mel, speaker, table)
+        keys, values, history = (x.clone() for x in (left[0][..., :T, :], left[1][..., :T, :], left[2]))
+        return KeyValues(keys.contiguous(), values.contiguous()), history
 
-    def run(self, rows: list[Row], mu: Tensor) -> Tensor:
+    def run(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
         B, T, _ = mu.shape
         size = self._graphs.fitting(B, T)
-        speaker = torch.cat([row.voice.speaker for row in rows])
+        if size is None and B > 1:
+            # The first half is copied: the second one's graph overwrites it.
+            first = self.run(chunks[: B // 2], mu[: B // 2]).clone()
+            return torch.cat([first, self.run(chunks[B // 2 :], mu[B // 2 :])])
+        speaker = torch.cat([chunk.stream.prompt.speaker for chunk in chunks])
         if size is None:
-            mel = self._solve(mu, speaker, self._table(rows, B).to(mu.device))
+            mel = self._solve(mu, speaker, self._table(chunks, B).to(mu.device))
         else:
-            mel = self._graphs.run(size, mu, speaker, self._table(rows, size[0]))
-        for row in rows:
-            self._pool.advance(row)
+            mel = self._graphs.run(size, mu, speaker, self._table(chunks, size[0]))
+        for chunk in chunks:
+            self._pool.advance(chunk)
         return mel[:B, :T]
 
-    def _listen(self, mu: Tensor, mel: Tensor, speaker: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """mu and mel (1, T, mel), speaker (1, mel), table (TABLE_ROWS, 1) -> keys, values, history as `Heard` has."""
+    def _prefill(self, mu: Tensor, mel: Tensor, speaker: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """mu and mel (1, T, mel), speaker (1, mel), table (TABLE_ROWS, 1) -> keys, values, history of a prompt"""
         solver, T = self._solver, mu.shape[1]
         scratch = solver.scratch(solver.no_history(2), T)
         conditions = solver.conditions(mu, speaker, mel)
@@ -104,7 +109,7 @@ class GraphedSolve:
         return scratch.keys, scratch.values, scratch.next_history
 
     def _solve(self, mu: Tensor, speaker: Tensor, table: Tensor) -> Tensor:
-        """mu (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); rings and histories go on."""
+        """mu (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); updates rings and histories"""
         T, solver, pool = mu.shape[1], self._solver, self._pool
         slots, frames, starts = table[3], table[5], table[7]
         scratch = solver.scratch(pool.history_of(slots), T)
@@ -115,18 +120,19 @@ class GraphedSolve:
         kernels.append(scratch.values, pool.values, table)
         return mel
 
-    def _table(self, rows: list[Row], batch: int) -> Tensor:
-        """Pinned; rows of padding see one frame of their own and write to nobody's slot."""
+    def _table(self, chunks: list[DiTChunk], batch: int) -> Tensor:
+        """Pinned. Padding rows attend to one frame of their own and write to the scratch slot."""
         columns = []
-        for row in rows:
-            prompt, tail = row.voice.attention, row.tail
+        for chunk in chunks:
+            prompt, tail = chunk.stream.prompt.attention, chunk.stream.tail
             addresses = prompt.keys.data_ptr(), prompt.values.data_ptr()
-            columns.append([*addresses, prompt.frames, tail.slot, tail.frames, row.frames, tail.next, row.start])
-        columns += [self._nobody(frames=1)] * (batch - len(rows))
+            lengths = prompt.frames, tail.slot, tail.frames, chunk.frames, tail.next, first_frame(chunk)
+            columns.append([*addresses, *lengths])
+        columns += [self._padding_column(frames=1)] * (batch - len(chunks))
         return torch.tensor(columns).T.contiguous().pin_memory()  # (B, 8) -> (8, B)
 
-    def _nobody(self, frames: int) -> list[int]:
-        """The column of a row that attends to its own frames alone."""
+    def _padding_column(self, frames: int) -> list[int]:
+        """The column of a row that attends to its own frames only."""
         return [0, 0, 0, self._pool.slots, 0, frames, 0, 0]
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:

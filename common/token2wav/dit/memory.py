@@ -1,9 +1,10 @@
-"""Where the DiT's keys and values live: a voice's prompt once, shared by its streams, and a bounded tail per stream.
+"""Keys and values of the DiT: a prompt cache per voice, shared by its streams, and a bounded tail per stream.
 
-Attention knows no positions, so a tail is a ring: new frames overwrite the oldest ones where they lie.
+Attention uses no positions, so a tail is a ring: new frames overwrite the oldest ones in place.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,18 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.constants import DIT_TAIL_FRAMES
+from common.constants import DIT_TAIL_FRAMES, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.flow.cache import CONV_HISTORY, EstimatorCache, KeyValues
 from common.flow.config import DiTConfig
 from common.flow.dit_flow import DiTFlow
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.noise import NoiseTape
+from common.token2wav.stream import Chunk, Stream
 
 
 @dataclass(frozen=True)
-class DiTVoice:
-    """What all streams of a voice share and none changes."""
+class PromptCache:
+    """What prefill leaves of a voice's prompt: shared by all streams of the voice, never changed."""
 
     tokens: np.ndarray  # (P,) of the prompt
     attention: KeyValues  # (steps, depth, 2, H, 2P, D): keys and values of the prompt
@@ -40,6 +42,50 @@ class DiTVoice:
 
 
 @dataclass
+class _Entry:
+    cache: PromptCache
+    streams: int = 0
+
+
+class PromptCaches:
+    """The prompt caches of voices, bounded in bytes. Those without a stream are evicted, least recently used first."""
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self.nbytes = 0
+
+    def acquire(self, key: bytes, nbytes: int, prefill: Callable[[], PromptCache]) -> PromptCache:
+        """The cache for one more stream, made by `prefill` if it is not there; UnavailableError if it does not fit."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self._make_room(nbytes)
+            entry = self._entries[key] = _Entry(prefill())
+            self.nbytes += entry.cache.nbytes
+        self._entries.move_to_end(key)
+        entry.streams += 1
+        return entry.cache
+
+    def release(self, key: bytes) -> None:
+        """One of its streams has ended."""
+        self._entries[key].streams -= 1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _make_room(self, nbytes: int) -> None:
+        for key in [key for key, entry in self._entries.items() if entry.streams == 0]:
+            if self.nbytes + nbytes > self._max_bytes:
+                self.nbytes -= self._entries.pop(key).cache.nbytes
+        if self.nbytes + nbytes > self._max_bytes:
+            raise UnavailableError(
+                f"no room for another voice: its prompt cache takes {nbytes / 2**20:.1f} MiB, and the {len(self)} "
+                f"voices with live streams take {self.nbytes / 2**20:.1f} of {self._max_bytes / 2**20:.1f} MiB "
+                "(voice_cache_mb)"
+            )
+
+
+@dataclass
 class Tail:
     """The recent frames of one stream: a slot of the pool, and how much of its ring is written."""
 
@@ -48,14 +94,38 @@ class Tail:
     next: int = 0  # where the next frame goes
 
 
+@dataclass(kw_only=True)
+class DiTStream(Stream):
+    """A stream of the DiT flow."""
+
+    prompt: PromptCache
+    prompt_key: bytes
+    tail: Tail
+    context: np.ndarray  # (n,) its recent tokens, look-ahead excluded, as far as the encoder's window holds them
+    chunk_ends: list[int]  # how many tokens were rendered after each of its chunks
+
+    @property
+    def complete(self) -> bool:
+        """Whether the tail still holds every frame."""
+        return self.tail.frames == TOKEN_MEL_RATIO * self.rendered
+
+
+DiTChunk = Chunk[DiTStream]
+
+
+def first_frame(chunk: DiTChunk) -> int:
+    """Absolute index of the chunk's first mel frame, the prompt's included: where its noise begins."""
+    return chunk.stream.prompt.frames + TOKEN_MEL_RATIO * chunk.offset
+
+
 class TailPool:
     """One ring and one convolution history per live stream, allocated once.
 
-    The last slot is nobody's: rows that pad a batch write there.
+    The last slot is scratch: padding rows of a batch write to it.
     """
 
     def __init__(self, config: DiTConfig, like: Tensor, steps: int, slots: int, frames: int = DIT_TAIL_FRAMES):
-        """`like`: a tensor of the device and the dtype."""
+        """`like`: a tensor of the pool's device and dtype."""
         self.keys = like.new_zeros(slots + 1, steps, config.depth, 2, config.heads, frames, config.head_dim)
         self.values = torch.zeros_like(self.keys)
         # (.., convolution, guidance row, frame, C)
@@ -68,16 +138,16 @@ class TailPool:
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes + self.history.nbytes
 
-    def voice_bytes(self, frames: int) -> int:
-        """What a `DiTVoice` of so many frames takes."""
+    def prompt_bytes(self, frames: int) -> int:
+        """Size of a `PromptCache` of that many frames."""
         keys, history = self.keys[0], self.history[0]
         return 2 * keys.nbytes // self.frames * frames + history.nbytes
 
-    def acquire(self, voice: DiTVoice) -> Tail:
+    def acquire(self, prompt: PromptCache) -> Tail:
         """A slot for a stream that begins after its prompt. UnavailableError when all are taken."""
         if not self._free:
-            raise UnavailableError(f"all {self.slots} streams of the vocoder are taken")
-        self.history[self._free[-1]] = voice.history
+            raise UnavailableError(f"all {self.slots} streams of the flow are taken")
+        self.history[self._free[-1]] = prompt.history
         return Tail(self._free.pop())
 
     def release(self, tail: Tail) -> None:
@@ -89,118 +159,104 @@ class TailPool:
         return history.permute(1, 2, 3, 4, 0, 5, 6).flatten(3, 4)
 
     def keep_history(self, slots: Tensor, history: Tensor) -> None:
-        """The reverse."""
+        """Store them, shaped as `history_of` returns them."""
         self.history.index_copy_(0, slots, history.unflatten(3, (2, -1)).permute(4, 0, 1, 2, 3, 5, 6))
 
-    def append(self, row: "Row", index: int, keys: Tensor, values: Tensor) -> None:
-        """Put the frames of a solve's stream number `index` of B, (steps, depth, 2 B, H, T, D), into its ring."""
-        B = keys.shape[2] // 2  # the stream's two guidance rows are B apart
-        count, tail = min(row.frames, self.frames), row.tail
+    def append(self, chunk: DiTChunk, index: int, keys: Tensor, values: Tensor) -> None:
+        """Copy the frames of row `index` of a solve, (steps, depth, 2 B, H, T, D), into the ring of its stream."""
+        B = keys.shape[2] // 2  # the two guidance rows of a stream are B apart
+        count, tail = min(chunk.frames, self.frames), chunk.stream.tail
         first = min(count, self.frames - tail.next)  # up to the ring's end; the rest goes to its start
         for ring, new in ((self.keys, keys), (self.values, values)):
-            slot, new = ring[tail.slot], new[:, :, index::B, :, row.frames - count : row.frames]
+            slot, new = ring[tail.slot], new[:, :, index::B, :, chunk.frames - count : chunk.frames]
             slot[..., tail.next : tail.next + first, :] = new[..., :first, :]
             slot[..., : count - first, :] = new[..., first:, :]
 
-    def advance(self, row: "Row") -> None:
-        """Count the frames that were put into the stream's ring."""
-        count, tail = min(row.frames, self.frames), row.tail
+    def advance(self, chunk: DiTChunk) -> None:
+        """Count the frames that were copied into the ring."""
+        count, tail = min(chunk.frames, self.frames), chunk.stream.tail
         tail.next = (tail.next + count) % self.frames
         tail.frames = min(tail.frames + count, self.frames)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One stream of a batch: what it attends to, and how many of the chunk's frames are its own."""
-
-    voice: DiTVoice
-    tail: Tail
-    frames: int
-    start: int  # absolute index of the first of them: where its noise begins
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What a prompt leaves behind, see `DiTVoice`."""
-
-    attention: KeyValues
-    history: Tensor
-
-
 class Solve(Protocol):
-    """A way to run the solver over rows whose memory lies apart."""
+    """A way to run the Euler solve of a batch whose streams keep their keys and values apart."""
 
-    def listen(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> Heard:
-        """A prompt: its encoder output (1, T, mel), projected x-vector (1, mel) and mel (1, T, mel)."""
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> tuple[KeyValues, Tensor]:
+        """Keys and values, and convolution history, of a prompt, shaped as in `PromptCache`.
+
+        mu (1, T, mel): encoder output, speaker (1, mel): projected x-vector, mel (1, T, mel): the prompt's own.
+        """
         ...
 
-    def run(self, rows: list[Row], mu: Tensor) -> Tensor:
-        """Encoder output mu (B, T, mel) -> mel (B, T, mel), lasting until the next call. The rows' rings and
-        histories go on from it."""
+    def run(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
+        """Encoder output mu (B, T, mel) -> mel (B, T, mel), valid until the next call. Updates the streams' rings and
+        convolution histories."""
         ...
 
 
 class GatheredSolve:
-    """Solves batches of chunks on any device, over context that is copied together for each."""
+    """The solve on any device: the context of a batch is gathered into one padded tensor."""
 
     def __init__(self, solver: DiTSolver, pool: TailPool, noise: NoiseTape):
         self._solver = solver
         self._pool = pool
         self._noise = noise
 
-    def listen(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> Heard:
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> tuple[KeyValues, Tensor]:
         T, solver = mu.shape[1], self._solver
         scratch = solver.scratch(solver.no_history(2), T)
         start, frames = torch.zeros(1, dtype=torch.int64, device=mu.device), torch.tensor([T], device=mu.device)
         conditions = solver.conditions(mu, speaker, mel)
         solver.solve(self._noise.gather(start, T), conditions, frames, NoContext(), scratch)
-        return Heard(KeyValues(scratch.keys, scratch.values), scratch.next_history)
+        return KeyValues(scratch.keys, scratch.values), scratch.next_history
 
-    def run(self, rows: list[Row], mu: Tensor) -> Tensor:
+    def run(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
         T, device = mu.shape[1], mu.device
-        frames = torch.tensor([row.frames for row in rows], device=device)
-        starts = torch.tensor([row.start for row in rows], device=device)
-        slots = torch.tensor([row.tail.slot for row in rows], device=device)
-        conditions = self._solver.conditions(mu, torch.cat([row.voice.speaker for row in rows]))
+        frames = torch.tensor([chunk.frames for chunk in chunks], device=device)
+        starts = torch.tensor([first_frame(chunk) for chunk in chunks], device=device)
+        slots = torch.tensor([chunk.stream.tail.slot for chunk in chunks], device=device)
+        conditions = self._solver.conditions(mu, torch.cat([chunk.stream.prompt.speaker for chunk in chunks]))
         scratch = self._solver.scratch(self._pool.history_of(slots), T)
-        context = GatheredContext(self._pool, rows, T)
+        context = GatheredContext(self._pool, chunks, T)
         mel = self._solver.solve(self._noise.gather(starts, T), conditions, frames, context, scratch)
         self._pool.keep_history(slots, scratch.next_history)
-        for index, row in enumerate(rows):
-            self._pool.append(row, index, scratch.keys, scratch.values)
-            self._pool.advance(row)
+        for index, chunk in enumerate(chunks):
+            self._pool.append(chunk, index, scratch.keys, scratch.values)
+            self._pool.advance(chunk)
         return mel
 
 
 class NoContext:
-    """For prompts, which attend to themselves alone."""
+    """For prefill: a prompt attends to itself only."""
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)  # (R, H, T, D) -> (R, T, H * D)
 
 
 class GatheredContext:
-    """Context copied into one padded tensor per solve: for CPUs, and what the fused kernel is checked against."""
+    """Context copied into one padded tensor per solve: for CPUs, and the reference of the fused kernel's tests."""
 
-    def __init__(self, pool: TailPool, rows: list[Row], frames: int):
-        lengths = [row.voice.frames + row.tail.frames for row in rows]
-        steps, depth, _, H, _, D = rows[0].voice.attention.keys.shape
-        shape = (steps, depth, 2 * len(rows), H, max(lengths), D)
+    def __init__(self, pool: TailPool, chunks: list[DiTChunk], frames: int):
+        B = len(chunks)
+        lengths = [chunk.stream.prompt.frames + chunk.stream.tail.frames for chunk in chunks]
+        steps, depth, _, H, _, D = chunks[0].stream.prompt.attention.keys.shape
+        shape = (steps, depth, 2 * B, H, max(lengths), D)
         self._keys = pool.keys.new_zeros(shape)
         self._values = pool.keys.new_zeros(shape)
-        visible = torch.zeros(2 * len(rows), max(lengths) + frames, dtype=torch.bool, device=pool.keys.device)
-        for index, row in enumerate(rows):
-            both = [index, len(rows) + index]
-            P, length = row.voice.frames, lengths[index]
-            prompt = row.voice.attention
+        visible = torch.zeros(2 * B, max(lengths) + frames, dtype=torch.bool, device=pool.keys.device)
+        for index, chunk in enumerate(chunks):
+            both = [index, B + index]
+            prompt, tail = chunk.stream.prompt, chunk.stream.tail
+            P, length = prompt.frames, lengths[index]
             for out, of_prompt, of_tail in (
-                (self._keys, prompt.keys, pool.keys),
-                (self._values, prompt.values, pool.values),
+                (self._keys, prompt.attention.keys, pool.keys),
+                (self._values, prompt.attention.values, pool.values),
             ):
                 out[:, :, both, :, :P] = of_prompt
-                out[:, :, both, :, P:length] = of_tail[row.tail.slot, ..., : row.tail.frames, :]
+                out[:, :, both, :, P:length] = of_tail[tail.slot, ..., : tail.frames, :]
             visible[both, :length] = True
-            visible[both, max(lengths) : max(lengths) + row.frames] = True
+            visible[both, max(lengths) : max(lengths) + chunk.frames] = True
         self._mask = None if visible.all() else visible[:, None, None]  # (R, 1, 1, K)
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -211,46 +267,47 @@ class GatheredContext:
 
 
 class ChunkwiseSolve:
-    """Solves with an estimator that another runtime computes, chunk by chunk: rows of equal sizes share a batch."""
+    """The solve with an estimator that another runtime computes: rows of equal sizes share a batch."""
 
     def __init__(self, network: DiTFlow, pool: TailPool, noise: NoiseTape):
         self._decoder = network.decoder
         self._pool = pool
         self._noise = noise
 
-    def listen(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> Heard:
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> tuple[KeyValues, Tensor]:
         steps = self._pool.keys.shape[1]
         caches = self._decoder.estimator.empty_cache(steps, rows=2).with_room(mu.shape[1])
         starts = torch.zeros(1, dtype=torch.int64, device=mu.device)
         self._advance(caches, starts, mu, speaker, mel)
-        return Heard(caches.attention, caches.conv.transpose(-1, -2).contiguous())  # (.., C, frame) -> (.., frame, C)
+        return caches.attention, caches.conv.transpose(-1, -2).contiguous()  # (.., C, frame) -> (.., frame, C)
 
-    def run(self, rows: list[Row], mu: Tensor) -> Tensor:
+    def run(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
         mel = torch.zeros(mu.shape, device=mu.device)
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, row in enumerate(rows):
-            groups[row.voice.frames + row.tail.frames, row.frames].append(index)
+        for index, chunk in enumerate(chunks):
+            groups[chunk.stream.prompt.frames + chunk.stream.tail.frames, chunk.frames].append(index)
         for (_, frames), members in groups.items():
-            mel[members, :frames] = self._solve([rows[index] for index in members], mu[members, :frames])
+            mel[members, :frames] = self._solve([chunks[index] for index in members], mu[members, :frames])
         return mel
 
-    def _solve(self, rows: list[Row], mu: Tensor) -> Tensor:
+    def _solve(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
         """(B, T, mel) -> (B, T, mel)"""
         T, pool = mu.shape[1], self._pool
-        slots = torch.tensor([row.tail.slot for row in rows], device=mu.device)
-        starts = torch.tensor([row.start for row in rows], device=mu.device)
+        slots = torch.tensor([chunk.stream.tail.slot for chunk in chunks], device=mu.device)
+        starts = torch.tensor([first_frame(chunk) for chunk in chunks], device=mu.device)
         history = pool.history_of(slots).transpose(-1, -2)  # (.., R, frame, C) -> (.., R, C, frame)
-        caches = EstimatorCache(self._context(rows), history).with_room(T)
-        mel = self._advance(caches, starts, mu, torch.cat([row.voice.speaker for row in rows]), torch.zeros_like(mu))
+        caches = EstimatorCache(self._context(chunks), history).with_room(T)
+        speaker = torch.cat([chunk.stream.prompt.speaker for chunk in chunks])
+        mel = self._advance(caches, starts, mu, speaker, torch.zeros_like(mu))
         pool.keep_history(slots, caches.conv.transpose(-1, -2))
         keys, values = (x[..., -T:, :] for x in (caches.attention.keys, caches.attention.values))
-        for index, row in enumerate(rows):
-            pool.append(row, index, keys, values)
-            pool.advance(row)
+        for index, chunk in enumerate(chunks):
+            pool.append(chunk, index, keys, values)
+            pool.advance(chunk)
         return mel
 
     def _advance(self, caches: EstimatorCache, starts: Tensor, mu: Tensor, speaker: Tensor, known: Tensor) -> Tensor:
-        """mu and the known mel (B, T, mel) -> mel (B, T, mel); fills the room at the caches' end."""
+        """mu and the known mel (B, T, mel) -> mel (B, T, mel); fills the last T frames of the caches."""
         estimator = self._decoder.estimator
         mel = self._decoder.solve(
             lambda step, x, t, mu, speaker, known: estimator.forward_chunk(x, t, mu, speaker, known, caches[step]),
@@ -262,19 +319,19 @@ class ChunkwiseSolve:
         )
         return mel.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
 
-    def _context(self, rows: list[Row]) -> KeyValues:
-        """What the rows attend to, copied together: (steps, depth, 2 B, H, K, D)."""
-        prompts, pool = [row.voice.attention for row in rows], self._pool
+    def _context(self, chunks: list[DiTChunk]) -> KeyValues:
+        """Keys and values of the prompts and tails, gathered: (steps, depth, 2 B, H, K, D)."""
+        prompts, pool = [chunk.stream.prompt.attention for chunk in chunks], self._pool
         return KeyValues(
-            _together(rows, [prompt.keys for prompt in prompts], pool.keys),
-            _together(rows, [prompt.values for prompt in prompts], pool.values),
+            _gathered(chunks, [prompt.keys for prompt in prompts], pool.keys),
+            _gathered(chunks, [prompt.values for prompt in prompts], pool.values),
         )
 
 
-def _together(rows: list[Row], prompts: list[Tensor], rings: Tensor) -> Tensor:
+def _gathered(chunks: list[DiTChunk], prompts: list[Tensor], rings: Tensor) -> Tensor:
     """(steps, depth, 2, H, K, D) of each stream -> (steps, depth, 2 B, H, K, D), the conditional rows first"""
     contexts = [
-        torch.cat([prompt, rings[row.tail.slot, ..., : row.tail.frames, :]], dim=-2)
-        for row, prompt in zip(rows, prompts, strict=True)
+        torch.cat([prompt, rings[chunk.stream.tail.slot, ..., : chunk.stream.tail.frames, :]], dim=-2)
+        for chunk, prompt in zip(chunks, prompts, strict=True)
     ]
     return torch.stack(contexts, dim=3).flatten(2, 3)

@@ -1,184 +1,150 @@
-"""Step-Audio2's flow over many streams: one batched solve for their chunks, whatever their sizes and histories."""
+"""Step-Audio2's flow over many streams: one batched solve for their chunks, whatever their lengths and histories."""
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from common.accel.loading import use_runtime
 from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
+from common.flow.checkpoint import load_dit_flow
 from common.flow.dit import DiTEstimator
 from common.flow.dit_flow import DiTFlow
-from common.token2wav.dit.memory import ChunkwiseSolve, DiTVoice, GatheredSolve, Row, Solve, Tail, TailPool
+from common.token2wav.dit.memory import (
+    ChunkwiseSolve,
+    DiTChunk,
+    DiTStream,
+    GatheredSolve,
+    PromptCache,
+    PromptCaches,
+    Solve,
+    TailPool,
+)
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.encoder_window import Window, with_ahead
-from common.token2wav.noise import NoiseTape
-from common.token2wav.streaming import Chunk, FlowState, Job, StreamingFlow, Voice
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import NoiseTape, flow_noise
+from common.token2wav.stream import VocoderState
+from common.token2wav.streaming import FlowOptions, StreamingFlow
+from common.voice.prompt import Prompt
 
 
-@dataclass
-class _Entry:
-    voice: DiTVoice
-    streams: int = 0
+def load(path: Path, options: FlowOptions) -> "DiTStreaming":
+    """The flow of a `flow.pt`, with the runtime's own files beside it. Raises ValueError naming what does not fit."""
+    network = load_dit_flow(path, options.device, options.dtype)
+    max_streams = options.limits.max_streams
+    use_runtime(network, options.stack, options.runtime, path.parent, device=options.device, max_streams=max_streams)
+    return DiTStreaming(
+        network,
+        flow_noise(options.device),
+        PromptCaches(options.prompt_cache_bytes),
+        limits=options.limits,
+        steps=options.steps,
+        graphs=options.graphs,
+    )
 
 
-class VoiceCache:
-    """Prompt caches of voices, bounded in bytes. Those that nobody speaks in make room, least recently used first."""
-
-    def __init__(self, max_bytes: int):
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self.nbytes = 0
-
-    def acquire(self, key: bytes, nbytes: int, make: Callable[[], DiTVoice]) -> DiTVoice:
-        """The voice for one more stream, made if it is not there; UnavailableError if there is no room for it."""
-        entry = self._entries.get(key)
-        if entry is None:
-            self._make_room(nbytes)
-            entry = self._entries[key] = _Entry(make())
-            self.nbytes += entry.voice.nbytes
-        self._entries.move_to_end(key)
-        entry.streams += 1
-        return entry.voice
-
-    def release(self, key: bytes) -> None:
-        """One of its streams has ended."""
-        self._entries[key].streams -= 1
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def _make_room(self, nbytes: int) -> None:
-        for key in [key for key, entry in self._entries.items() if entry.streams == 0]:
-            if self.nbytes + nbytes > self._max_bytes:
-                self.nbytes -= self._entries.pop(key).voice.nbytes
-        if self.nbytes + nbytes > self._max_bytes:
-            raise UnavailableError(
-                f"no room for another voice: it takes {nbytes / 2**20:.1f} MiB, the {len(self)} voices that are spoken "
-                f"in take {self.nbytes / 2**20:.1f} of {self._max_bytes / 2**20:.1f} MiB (voice_cache_mb)"
-            )
-
-
-@dataclass(kw_only=True)
-class DiTState(FlowState):
-    voice: DiTVoice
-    voice_key: bytes
-    tail: Tail
-    tokens: np.ndarray  # those it remembers, look-ahead excluded
-    cuts: list[int]  # how many tokens were rendered after each of its chunks
-
-    @property
-    def complete(self) -> bool:
-        """Whether no frame has been forgotten yet."""
-        return self.tail.frames == TOKEN_MEL_RATIO * self.rendered
-
-
-class DiTStreaming(StreamingFlow[DiTState]):
-    """A stream attends to its whole prompt and its most recent frames. `graphs`: solve as CUDA graphs on a GPU."""
+class DiTStreaming(StreamingFlow[DiTStream]):
+    """Every stream attends to its whole prompt and its most recent frames. `graphs`: CUDA graphs on a GPU."""
 
     cumulative = False
-    batch_tokens = 1600
 
     def __init__(
         self,
         network: DiTFlow,
         noise: NoiseTape,
-        voices: VoiceCache,
+        prompts: PromptCaches,
         *,
-        max_streams: int,
+        limits: BatchLimits,
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
         graphs: bool = True,
     ):
-        super().__init__(network, noise, steps, max_tokens, graphs)
-        self._network = network
-        self._voices = voices
+        super().__init__(network, noise, limits=limits, steps=steps, max_tokens=max_tokens, graphs=graphs)
+        self.batch_tokens = limits.dit_batch_tokens
+        self._prompts = prompts
         weight = network.encoder_proj.weight
-        self._pool = TailPool(network.decoder.estimator.config, weight, steps, max_streams)
+        self._pool = TailPool(network.decoder.estimator.config, weight, steps, limits.max_streams)
         self._solve: Solve
         if not isinstance(network.decoder.estimator, DiTEstimator):
             self._solve = ChunkwiseSolve(network, self._pool, noise)
         elif graphs and weight.is_cuda:
             from common.token2wav.dit.graphs import GraphedSolve  # its kernels need Triton
 
-            self._solve = GraphedSolve(network, self._pool, noise, steps)
+            self._solve = GraphedSolve(network, self._pool, noise, limits, steps)
         else:
             self._solve = GatheredSolve(DiTSolver(network, steps), self._pool, noise)
 
     @property
     def cache_bytes(self) -> int:
-        return self._pool.nbytes + self._voices.nbytes
+        return self._pool.nbytes + self._prompts.nbytes
 
-    def open(self, voice: Voice) -> DiTState:
-        key = _digest(voice)
-        shared = self._voices.acquire(key, self._pool.voice_bytes(voice.mel.shape[1]), lambda: self._listen(voice))
+    def open(self, prompt: Prompt, vocoder: VocoderState) -> DiTStream:
+        key = _digest(prompt)
+        cache = self._prompts.acquire(key, self._pool.prompt_bytes(len(prompt.mel)), lambda: self._prefill(prompt))
         try:
-            tail = self._pool.acquire(shared)
+            tail = self._pool.acquire(cache)
         except UnavailableError:
-            self._voices.release(key)
+            self._prompts.release(key)
             raise
-        return DiTState(voice=shared, voice_key=key, tail=tail, tokens=np.zeros(0, np.int64), cuts=[])
+        context = np.zeros(0, np.int64)
+        return DiTStream(vocoder=vocoder, prompt=cache, prompt_key=key, tail=tail, context=context, chunk_ends=[])
 
-    def close(self, state: DiTState) -> None:
-        self._pool.release(state.tail)
-        self._voices.release(state.voice_key)
+    def close(self, stream: DiTStream) -> None:
+        self._pool.release(stream.tail)
+        self._prompts.release(stream.prompt_key)
 
-    def tokens(self, state: DiTState, chunk: Chunk) -> int:
-        return self.new_tokens(state, chunk)
+    def _computed(self, stream: DiTStream, new: int) -> int:
+        return new
 
-    def _listen(self, voice: Voice) -> DiTVoice:
-        tokens = voice.tokens[0].cpu().numpy()
-        count = len(tokens)  # whose look-ahead at the end are its own first ones
+    def _prefill(self, prompt: Prompt) -> PromptCache:
+        tokens, count = prompt.tokens, len(prompt.tokens)
+        # As upstream's setup_cache does, the look-ahead behind the prompt's last tokens is its own first ones.
         window = Window(with_ahead(np.concatenate([tokens, tokens]), count), np.full(count, count))
         mu = self._encoder.encode([window])[:, : TOKEN_MEL_RATIO * count]
-        speaker = self._network.project_speaker(voice.embedding)
-        heard = self._solve.listen(mu, speaker, voice.mel.to(mu.dtype))
-        return DiTVoice(tokens=tokens, attention=heard.attention, history=heard.history, speaker=speaker)
+        speaker = self._project_speaker(prompt)
+        attention, history = self._solve.prefill(mu, speaker, self._mel_of(prompt).to(mu.dtype))
+        return PromptCache(tokens=tokens, attention=attention, history=history, speaker=speaker)
 
-    def _render(self, jobs: list[Job[DiTState]]) -> list[Tensor]:
-        rows = [_row(job) for job in jobs]
-        mel = self._solve.run(rows, self._encode(jobs))
-        for job in jobs:
-            job.state.tokens = np.concatenate([job.state.tokens, job.chunk.tokens[: job.new]])[-CONTEXT_TOKENS:]
-            job.state.cuts.append(job.state.rendered + job.new)
-        return [mel[index, : row.frames].T for index, row in enumerate(rows)]  # (T, C) -> (C, T)
+    def _render(self, chunks: list[DiTChunk]) -> list[Tensor]:
+        mel = self._solve.run(chunks, self._encode(chunks))
+        for chunk in chunks:
+            stream = chunk.stream
+            stream.context = np.concatenate([stream.context, chunk.tokens[: chunk.new]])[-CONTEXT_TOKENS:]
+            stream.chunk_ends.append(chunk.offset + chunk.new)
+        return [mel[index, : chunk.frames].T for index, chunk in enumerate(chunks)]  # (T, C) -> (C, T)
 
-    def _encode(self, jobs: list[Job[DiTState]]) -> Tensor:
-        """Encoder output of the chunks, (B, 2 * longest, mel), padded behind."""
-        windows = [_window(job) for job in jobs]
-        mu = self._encoder.encode(windows)  # of the whole windows
-        starts = torch.tensor([TOKEN_MEL_RATIO * (len(w) - job.new) for w, job in zip(windows, jobs, strict=True)])
-        frames = starts[:, None] + torch.arange(TOKEN_MEL_RATIO * max(job.new for job in jobs))
+    def _encode(self, chunks: list[DiTChunk]) -> Tensor:
+        """Encoder output of the new frames, (B, T, mel), T those of the longest chunk."""
+        windows = [_window(chunk) for chunk in chunks]
+        mu = self._encoder.encode(windows)
+        starts = torch.tensor(
+            [TOKEN_MEL_RATIO * (len(window) - chunk.new) for window, chunk in zip(windows, chunks, strict=True)]
+        )
+        frames = starts[:, None] + torch.arange(max(chunk.frames for chunk in chunks))
         frames = frames.clamp(max=mu.shape[1] - 1).to(mu.device)
         return mu.gather(1, frames[:, :, None].expand(-1, -1, mu.shape[2]))
 
 
-def _row(job: Job[DiTState]) -> Row:
-    state = job.state
-    start = state.voice.frames + TOKEN_MEL_RATIO * state.rendered
-    return Row(state.voice, state.tail, TOKEN_MEL_RATIO * job.new, start)
-
-
-def _window(job: Job[DiTState]) -> Window:
-    """A chunk sees itself and all before it. The prompt's last tokens have its first ones ahead of them."""
-    state, prompt = job.state, job.state.voice.tokens
-    tokens = np.concatenate([state.tokens, job.chunk.tokens])
-    count = len(state.tokens) + job.new
-    forgotten = state.rendered - len(state.tokens)
-    ends = np.array([*state.cuts, state.rendered + job.new])
-    ends = ends[np.searchsorted(ends, forgotten + np.arange(count), side="right")]  # of each token's chunk
+def _window(chunk: DiTChunk) -> Window:
+    """A chunk attends to itself and to all before it. The look-ahead behind the prompt is as in `_prefill`."""
+    stream, prompt = chunk.stream, chunk.stream.prompt.tokens
+    tokens = np.concatenate([stream.context, chunk.tokens])
+    count = len(stream.context) + chunk.new
+    forgotten = chunk.offset - len(stream.context)
+    ends = np.array([*stream.chunk_ends, chunk.offset + chunk.new])
+    ends = ends[np.searchsorted(ends, forgotten + np.arange(count), side="right")]  # the end of each token's chunk
     return Window(
         tokens=np.concatenate([with_ahead(np.concatenate([prompt, prompt]), len(prompt)), with_ahead(tokens, count)]),
         visible=len(prompt) + np.concatenate([np.zeros_like(prompt), ends - forgotten]),
     )
 
 
-def _digest(voice: Voice) -> bytes:
+def _digest(prompt: Prompt) -> bytes:
     digest = hashlib.sha256()
-    for tensor in (voice.tokens, voice.mel, voice.embedding):
-        digest.update(tensor.cpu().numpy().tobytes())
+    for array in (prompt.tokens, prompt.mel, prompt.embedding):
+        digest.update(array.tobytes())
     return digest.digest()

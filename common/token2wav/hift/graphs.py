@@ -1,6 +1,6 @@
 """HiFT on a GPU: CUDA graphs by batch size and chunk length.
 
-Run kernel by kernel, the convolution library would plan each new shape for tens of milliseconds.
+In eager mode the convolution library plans every new shape for tens of milliseconds.
 """
 
 from collections.abc import Callable
@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from common.hift.generator import HiFTGenerator
-from common.token2wav.graphs import CHUNK_FRAMES, Graphs, sizes_up_to
-from common.token2wav.hift.overlap import FadeWindow
-from common.token2wav.hift.streaming import OverlapPool, OverlapRenderer
+from common.token2wav.graphs import Graphs
+from common.token2wav.hift.overlap import FadeWindow, OverlapPool, OverlapRenderer
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
-
-MAX_FRAMES = 64 * 64  # of a batch together
-MAX_FIRST = 64  # a first chunk is a short one
 
 
 class GraphedRenderer(OverlapRenderer):
-    def __init__(self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape, window: FadeWindow):
+    """`OverlapRenderer` by CUDA graphs; batches that no graph holds are split."""
+
+    def __init__(
+        self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape, window: FadeWindow, limits: BatchLimits
+    ):
         super().__init__(hift, pool, noise, window)
-        sizes = sizes_up_to(MAX_FRAMES, CHUNK_FRAMES)
-        first = [(B, T) for B, T in sizes if T <= MAX_FIRST]
+        sizes = limits.sizes(limits.chunk_frames, limits.hift_frames)
+        first = limits.sizes(limits.first_chunk_frames, limits.hift_frames)
         self._later = Graphs(super().later, self._inputs, sizes, "the vocoder")
         self._first = Graphs(super().first, self._inputs, first, "the vocoder's first chunks")
 
@@ -38,16 +39,16 @@ class GraphedRenderer(OverlapRenderer):
         if size is None and len(mel) > 1:
             first, second = zip(*(x.tensor_split(2) for x in inputs), strict=True)
             samples = (mel.shape[2] + self.pool.mel.shape[2]) * self.hift.config.hop
-            # The first half is copied: the second one's graph writes where its result is.
+            # The first half is copied: the second one's graph overwrites it.
             speech = self._run(graphs, plain, *first)[:, :samples].clone()
             return torch.cat([speech, self._run(graphs, plain, *second)[:, :samples]])
         if size is None:
             return plain(*inputs)
-        graphs.inputs(size)[1][len(mel) :] = len(self.pool.mel) - 1  # rows of padding write to nobody's slot
+        graphs.inputs(size)[1][len(mel) :] = len(self.pool.mel) - 1  # padding rows write to the scratch slot
         return graphs.run(size, *inputs)[: len(mel)]
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
         device = self.pool.mel.device
-        nobody = torch.full((B,), len(self.pool.mel) - 1, device=device)
+        scratch = torch.full((B,), len(self.pool.mel) - 1, device=device)
         mel = torch.zeros(B, self.hift.config.mel_bins, T, device=device)
-        return mel, nobody, torch.zeros_like(nobody), torch.full_like(nobody, T)
+        return mel, scratch, torch.zeros_like(scratch), torch.full_like(scratch, T)

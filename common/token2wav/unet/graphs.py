@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from common import kernels
+from common.constants import TOKEN_MEL_RATIO
 from common.flow.matching import time_schedule
 from common.flow.unet import CausalBlock, ResnetBlock, TransformerBlock, UNetEstimator
 from common.flow.unet_flow import UNetFlow
-from common.token2wav.graphs import Graphs, sizes_up_to
+from common.token2wav.graphs import Graphs
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
-from common.token2wav.unet.streaming import UNetRow, noise_indices
-
-FRAMES = (320, 416, 512, 640, 832, 1024, 1536, 2560)  # those of the encoder's windows
-MAX_FRAMES = 16 * 832  # of a batch together: larger ones gain nothing
+from common.token2wav.unet.window import UNetChunk, noise_indices
 
 
 class ConvWeights(NamedTuple):
@@ -94,42 +93,44 @@ class FusedUNet:
 
 
 class GraphedUNetSolve:
-    """Solves batches of windows on a GPU. One at a time: all sizes work in the same memory."""
+    """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory."""
 
-    def __init__(self, network: UNetFlow, noise: NoiseTape, steps: int):
+    def __init__(self, network: UNetFlow, noise: NoiseTape, limits: BatchLimits, steps: int):
         times, self._widths = time_schedule(steps)
         self._unet = FusedUNet(network.decoder.estimator, times)
         self._guidance = network.decoder.guidance
         self._noise = noise
         weight = network.encoder_proj.weight
         self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
-        self._graphs = Graphs(self._solve, self._inputs, sizes_up_to(MAX_FRAMES, FRAMES), "the flow")
+        self._graphs = Graphs(
+            self._solve, self._inputs, limits.sizes(limits.window_frames, limits.unet_frames), "the flow"
+        )
 
-    def run(self, rows: list[UNetRow], mu: Tensor) -> Tensor:
-        return self._run(rows, mu, max(row.frames for row in rows))
+    def run(self, chunks: list[UNetChunk], mu: Tensor) -> Tensor:
+        return self._run(chunks, mu, max(TOKEN_MEL_RATIO * chunk.computed for chunk in chunks))
 
-    def _run(self, rows: list[UNetRow], mu: Tensor, frames: int) -> Tensor:
+    def _run(self, chunks: list[UNetChunk], mu: Tensor, frames: int) -> Tensor:
         """Their mel (B, >= frames, mel)."""
-        size = self._graphs.fitting(len(rows), frames)
-        if size is None and len(rows) > 1:
-            half = len(rows) // 2
-            # The first half is copied: the second one's graph writes where its result is.
-            first = self._run(rows[:half], mu[:half], frames)[:, :frames].clone()
-            return torch.cat([first, self._run(rows[half:], mu[half:], frames)[:, :frames]])
+        size = self._graphs.fitting(len(chunks), frames)
+        if size is None and len(chunks) > 1:
+            half = len(chunks) // 2
+            # The first half is copied: the second one's graph overwrites it.
+            first = self._run(chunks[:half], mu[:half], frames)[:, :frames].clone()
+            return torch.cat([first, self._run(chunks[half:], mu[half:], frames)[:, :frames]])
         B, T = size or (1, frames)
         inputs = self._graphs.inputs(size) if size else self._inputs(B, T)
         condition = inputs[2]
-        for index, row in enumerate(rows):
-            prompt = row.state.voice.mel[0]
+        for index, chunk in enumerate(chunks):
+            prompt = chunk.stream.mel[0]
             condition[index, : len(prompt)] = prompt
             condition[index, len(prompt) :] = 0
-        inputs[1][: len(rows)] = torch.cat([row.state.speaker for row in rows])
-        lengths = torch.tensor([row.frames for row in rows]).pin_memory()
-        indices = noise_indices(rows, T).pin_memory()
-        inputs[3][: len(rows)].copy_(lengths, non_blocking=True)
-        inputs[4][: len(rows)].copy_(indices, non_blocking=True)
-        inputs[0][: len(rows), : mu.shape[1]] = mu[:, :T]
-        return (self._graphs.run(size) if size else self._solve(*inputs))[: len(rows)]
+        inputs[1][: len(chunks)] = torch.cat([chunk.stream.speaker for chunk in chunks])
+        lengths = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks]).pin_memory()
+        indices = noise_indices(chunks, T).pin_memory()
+        inputs[3][: len(chunks)].copy_(lengths, non_blocking=True)
+        inputs[4][: len(chunks)].copy_(indices, non_blocking=True)
+        inputs[0][: len(chunks), : mu.shape[1]] = mu[:, :T]
+        return (self._graphs.run(size) if size else self._solve(*inputs))[: len(chunks)]
 
     def _solve(self, mu: Tensor, speaker: Tensor, condition: Tensor, frames: Tensor, noise: Tensor) -> Tensor:
         """mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T) indices -> mel (B, T, mel)"""

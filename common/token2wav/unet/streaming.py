@@ -1,10 +1,10 @@
-"""CosyVoice2's flow over many streams. Each chunk renders its stream's window anew and keeps what is new.
+"""CosyVoice2's flow over many streams. Each chunk computes the window of its stream again and keeps what is new.
 
-Caches would take 2.3 MB per frame (56 transformer blocks, 10 Euler steps, guidance, float16), which bounds a stream to
-a few seconds of context; computing the window again bounds the cost of a chunk and needs no memory per stream.
+Caches would take 2.3 MB per frame (56 transformer blocks, 10 Euler steps, guidance, float16), which would limit streams
+to a few seconds of context; computing the window again bounds the cost of a chunk and needs no memory per stream.
 """
 
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -12,107 +12,94 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.accel.loading import use_runtime
 from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
+from common.flow.checkpoint import load_unet_flow
 from common.flow.layers import valid_frames
 from common.flow.unet import UNetEstimator
 from common.flow.unet_flow import UNetFlow
 from common.token2wav.encoder_window import Window, with_ahead
-from common.token2wav.noise import NoiseTape
-from common.token2wav.streaming import Chunk, FlowState, Job, StreamingFlow, Voice
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import NoiseTape, flow_noise
+from common.token2wav.stream import VocoderState
+from common.token2wav.streaming import FlowOptions, StreamingFlow
+from common.token2wav.unet.window import UNetChunk, UNetStream, forgotten_tokens, noise_indices
+from common.voice.prompt import Prompt
 
 
-@dataclass(kw_only=True)
-class UNetState(FlowState):
-    voice: Voice
-    prompt: np.ndarray  # (P,) its tokens
-    speaker: Tensor  # (1, mel): projected x-vector
-
-
-@dataclass(frozen=True)
-class UNetRow:
-    """One stream of a batch: frames of its window, how many of them were forgotten behind the prompt."""
-
-    state: UNetState
-    frames: int
-    forgotten: int
+def load(path: Path, options: FlowOptions) -> "UNetStreaming":
+    """The flow of a `flow.pt`, with the runtime's own files beside it. Raises ValueError naming what does not fit."""
+    network = load_unet_flow(path, options.device, options.dtype)
+    max_streams = options.limits.max_streams
+    use_runtime(network, options.stack, options.runtime, path.parent, device=options.device, max_streams=max_streams)
+    return UNetStreaming(
+        network, flow_noise(options.device), limits=options.limits, steps=options.steps, graphs=options.graphs
+    )
 
 
 class UNetSolve(Protocol):
-    def run(self, rows: list[UNetRow], mu: Tensor) -> Tensor:
-        """Encoder output of the windows, mu (B, T, mel) -> their mel (B, T, mel), lasting until the next call."""
+    def run(self, chunks: list[UNetChunk], mu: Tensor) -> Tensor:
+        """Encoder output of the windows, mu (B, T, mel) -> their mel (B, T, mel), valid until the next call."""
         ...
 
 
-class UNetStreaming(StreamingFlow[UNetState]):
-    """Where chunks end on 25-token boundaries counted from the prompt's start and nothing has been forgotten yet, the
-    mel equals that of the finished utterance rendered at once under the training masks. `graphs`: solve as CUDA graphs
-    on a GPU.
+class UNetStreaming(StreamingFlow[UNetStream]):
+    """Where chunks end on 25-token boundaries counted from the prompt's start and no token has left the window yet, the
+    mel equals that of the finished utterance rendered at once under the training masks. `graphs`: CUDA graphs on a GPU.
     """
 
     cumulative = True
-    batch_tokens = 2500
 
     def __init__(
         self,
         network: UNetFlow,
         noise: NoiseTape,
         *,
+        limits: BatchLimits,
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
         context_tokens: int = CONTEXT_TOKENS,
         graphs: bool = True,
     ):
-        super().__init__(network, noise, steps, max_tokens, graphs)
-        self._network = network
-        self._chunk = network.config.encoder.chunk_tokens
+        super().__init__(network, noise, limits=limits, steps=steps, max_tokens=max_tokens, graphs=graphs)
+        self.batch_tokens = limits.unet_batch_tokens
+        self._chunk_tokens = network.config.encoder.chunk_tokens
         self._context = context_tokens
         self._solve: UNetSolve = PlainUNetSolve(network, noise, steps)
         ours = isinstance(network.decoder.estimator, UNetEstimator)
         if graphs and ours and network.encoder_proj.weight.is_cuda:
             from common.token2wav.unet.graphs import GraphedUNetSolve  # its kernels need Triton
 
-            self._solve = GraphedUNetSolve(network, noise, steps)
+            self._solve = GraphedUNetSolve(network, noise, limits, steps)
 
     @property
     def cache_bytes(self) -> int:
         return 0
 
-    def tokens(self, state: UNetState, chunk: Chunk) -> int:
-        return len(state.prompt) + state.rendered - self._forgotten(state) + self.new_tokens(state, chunk)
+    def open(self, prompt: Prompt, vocoder: VocoderState) -> UNetStream:
+        speaker, mel = self._project_speaker(prompt), self._mel_of(prompt)
+        return UNetStream(vocoder=vocoder, prompt=prompt, mel=mel, speaker=speaker)
 
-    def open(self, voice: Voice) -> UNetState:
-        speaker = self._network.project_speaker(voice.embedding)
-        return UNetState(voice=voice, prompt=voice.tokens[0].cpu().numpy(), speaker=speaker)
+    def _computed(self, stream: UNetStream, new: int) -> int:
+        return len(stream.prompt.tokens) + stream.rendered + new - self._forgotten(stream)
 
-    def _render(self, jobs: list[Job[UNetState]]) -> list[Tensor]:
-        windows = [self._window(job) for job in jobs]
-        rows = [
-            UNetRow(job.state, TOKEN_MEL_RATIO * len(window), TOKEN_MEL_RATIO * self._forgotten(job.state))
-            for job, window in zip(jobs, windows, strict=True)
-        ]
-        mel = self._solve.run(rows, self._encoder.encode(windows))
+    def _forgotten(self, stream: UNetStream) -> int:
+        """Tokens between the prompt and the window: whole training chunks, so that their boundaries stay in place."""
+        return max(0, -(-(stream.rendered - self._context) // self._chunk_tokens)) * self._chunk_tokens
+
+    def _render(self, chunks: list[UNetChunk]) -> list[Tensor]:
+        mel = self._solve.run(chunks, self._encoder.encode([self._window(chunk) for chunk in chunks]))
+        ends = [TOKEN_MEL_RATIO * chunk.computed for chunk in chunks]
         return [
-            mel[index, row.frames - TOKEN_MEL_RATIO * job.new : row.frames].T  # (T, C) -> (C, T)
-            for index, (row, job) in enumerate(zip(rows, jobs, strict=True))
+            mel[index, end - chunk.frames : end].T  # (T, C) -> (C, T)
+            for index, (end, chunk) in enumerate(zip(ends, chunks, strict=True))
         ]
 
-    def _forgotten(self, state: UNetState) -> int:
-        """Tokens between the prompt and the window: whole training chunks, so that their boundaries stay."""
-        return max(0, -(-(state.rendered - self._context) // self._chunk)) * self._chunk
-
-    def _window(self, job: Job[UNetState]) -> Window:
-        tokens = np.concatenate([job.state.prompt, job.chunk.tokens[self._forgotten(job.state) :]])
-        count = len(job.state.prompt) + job.state.rendered + job.new - self._forgotten(job.state)
-        chunk = np.arange(count) // self._chunk
-        return Window(with_ahead(tokens, count), np.minimum((chunk + 1) * self._chunk, count))
-
-
-def noise_indices(rows: list[UNetRow], frames: int) -> Tensor:
-    """Absolute index of each window's frames: (B, frames)."""
-    index = torch.arange(frames).repeat(len(rows), 1)
-    for position, row in zip(index, rows, strict=True):
-        position[row.state.voice.mel.shape[1] :] += row.forgotten
-    return index
+    def _window(self, chunk: UNetChunk) -> Window:
+        tokens = np.concatenate([chunk.stream.prompt.tokens, chunk.tokens[forgotten_tokens(chunk) :]])
+        training_chunk = np.arange(chunk.computed) // self._chunk_tokens
+        visible = np.minimum((training_chunk + 1) * self._chunk_tokens, chunk.computed)
+        return Window(with_ahead(tokens, chunk.computed), visible)
 
 
 class PlainUNetSolve:
@@ -123,13 +110,14 @@ class PlainUNetSolve:
         self._noise = noise
         self._steps = steps
 
-    def run(self, rows: list[UNetRow], mu: Tensor) -> Tensor:
+    def run(self, chunks: list[UNetChunk], mu: Tensor) -> Tensor:
         T, device = mu.shape[1], mu.device
-        valid = valid_frames(torch.tensor([row.frames for row in rows], device=device), T).repeat(2, 1, 1)
-        prompts = [row.state.voice.mel[0].to(mu.dtype) for row in rows]
+        frames = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks], device=device)
+        valid = valid_frames(frames, T).repeat(2, 1, 1)  # rows of the guidance batch
+        prompts = [chunk.stream.mel[0].to(mu.dtype) for chunk in chunks]
         condition = torch.stack([F.pad(prompt.T, (0, T - len(prompt))) for prompt in prompts])  # (B, mel, T)
-        noise = self._noise.at(noise_indices(rows, T).to(device)).transpose(1, 2)  # (B, T, C) -> (B, C, T)
-        speaker = torch.cat([row.state.speaker for row in rows])
+        noise = self._noise.at(noise_indices(chunks, T).to(device)).transpose(1, 2)  # (B, T, C) -> (B, C, T)
+        speaker = torch.cat([chunk.stream.speaker for chunk in chunks])
         estimator = self._network.decoder.estimator
         mel = self._network.decoder.solve(
             lambda _, *inputs: estimator(*inputs, valid=valid, streaming=True),

@@ -3,12 +3,12 @@
 from threading import Thread
 from typing import Any
 
-from common import triton_io
+from common import stacks, triton_io
 from common.config import Token2WavConfig
 from common.llm.speech_tokens import read_first_speech_id
 from common.process.metrics import MetricsPublisher
-from common.token2wav.engine import Precision, Token2Wav
-from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, chunk_request
+from common.token2wav.engine import Token2Wav
+from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, read_request
 from common.token2wav.service import Token2WavService
 from common.voice.encoders import ReferenceEncoder
 
@@ -25,18 +25,8 @@ class TritonPythonModel:
         self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
         # Reads its networks when the first request brings a recording; the orchestrator sends tensors.
         self._reference = ReferenceEncoder(config.model_dir, config.device)
-        engine = Token2Wav.load_dit(
-            config.model_dir,
-            device=config.device,
-            steps=config.n_timesteps,
-            max_streams=config.max_streams,
-            voice_cache_bytes=config.voice_cache_mb << 20,
-            precision=Precision.named(
-                config.flow_precision, config.vocoder_precision, config.device, config.flow_runtime
-            ),
-            runtime=config.flow_runtime,
-        )
-        self._service = Token2WavService(engine, max_streams=config.max_streams, idle_seconds=config.idle_seconds)
+        engine = Token2Wav.from_config(stacks.of_model(self._name), config)
+        self._service = Token2WavService(engine, idle_seconds=config.idle_seconds)
         self._publisher = MetricsPublisher(lambda: self._service.stats().values(), args)
 
     def execute(self, requests: list[Any]) -> None:
@@ -51,7 +41,7 @@ class TritonPythonModel:
         with answer:
             tensors = triton_io.read_all(request, INPUTS)
             prompt = self._reference(triton_io.reference(request)) if "reference_wav" in tensors else None
-            self._service.submit(chunk_request(tensors, self._first_speech_id, prompt), answer, answer.is_cancelled)
+            self._service.submit(read_request(tensors, self._first_speech_id, prompt), answer, answer.is_cancelled)
 
     def finalize(self) -> None:
         self._publisher.close()

@@ -1,0 +1,144 @@
+"""Everything that bounds a batch or the size of a CUDA graph, computed in one place.
+
+A CUDA graph has fixed sizes: batches are padded to a batch size and their rows to a length class. The classes cover
+every chunk that the configured hops can make, so that none of them falls back to eager kernels, and no graph is larger
+than what `batch_memory_mb` allows or `max_streams` can fill.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from common.config import Token2WavConfig
+from common.constants import (
+    CONTEXT_TOKENS,
+    LOOKAHEAD_TOKENS,
+    MAX_REFERENCE_SECONDS,
+    TOKEN_MEL_RATIO,
+    TOKEN_RATE,
+)
+
+Size = tuple[int, ...]  # batch size and length, or a length alone
+
+MAX_BATCH = 64  # chunks; larger batches gain nothing
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
+PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024)  # the same of prompts
+WINDOW_TOKENS = (160, 208, 256, 320, 416, 512, 768, 1024)  # of encoder windows
+WINDOW_FRAMES = (320, 416, 512, 640, 832, 1024, 1536)  # of the same windows in the UNet
+STEP = 8  # the largest class of each kind is a multiple of it
+
+# Temporary memory of the DiT's solve per mel frame of a batch: keys and values (2) of 10 Euler steps x 16 blocks x 2
+# guidance rows x 8 heads x 64 x 2 bytes. The other networks take less; the factors keep their batches in proportion.
+DIT_FRAME_BYTES = 655_360
+ENCODER_TOKENS_PER_FRAME = 4.0
+UNET_FRAMES_PER_FRAME = 2.0
+HIFT_FRAMES_PER_FRAME = 0.6
+# A batch of so many tokens takes some 80 ms on an H200 (docs/results.md): how long a first chunk may have to wait.
+DIT_BATCH_TOKENS = 1600
+UNET_BATCH_TOKENS = 2500
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """What a token2wav model can be asked for, and the batch and graph sizes that follow from it.
+
+    max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
+    chunks end on its multiples (`Stack.chunk_boundary`). batch_memory_mb: MiB for the temporary tensors of one batch.
+    ValueError if a chunk of the largest hop alone needs more.
+    """
+
+    max_streams: int = Token2WavConfig.max_streams
+    first_hop_tokens: int = Token2WavConfig.first_hop_tokens
+    max_hop_tokens: int = Token2WavConfig.max_hop_tokens
+    chunk_boundary: int = 1
+    batch_memory_mb: int = Token2WavConfig.batch_memory_mb
+
+    def __post_init__(self) -> None:
+        largest = self.chunk_frames[-1]
+        if largest > min(self.dit_frames, self.hift_frames):
+            raise ValueError(
+                f"max_hop_tokens {self.max_hop_tokens} makes chunks of {largest} mel frames, but batch_memory_mb "
+                f"{self.batch_memory_mb} holds {min(self.dit_frames, self.hift_frames)}: lower one or raise the other"
+            )
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks of one batch."""
+        return min(MAX_BATCH, self.max_streams)
+
+    @cached_property
+    def chunk_frames(self) -> tuple[int, ...]:
+        """Length classes of chunks, mel frames. The final chunk of a stream may be LOOKAHEAD_TOKENS - 1 longer."""
+        return _classes(FRAMES, TOKEN_MEL_RATIO * (self.max_hop_tokens + LOOKAHEAD_TOKENS - 1))
+
+    @cached_property
+    def first_chunk_frames(self) -> tuple[int, ...]:
+        """The classes of first chunks, which are short: at most `first_hop_tokens` stretched to the next boundary."""
+        longest = self.first_hop_tokens + self.chunk_boundary - 1 + LOOKAHEAD_TOKENS - 1
+        return tuple(_up_to(self.chunk_frames, TOKEN_MEL_RATIO * longest))
+
+    @cached_property
+    def window_tokens(self) -> tuple[int, ...]:
+        """Length classes of encoder windows: the longest prompt, the whole context and the largest chunk."""
+        return _classes(WINDOW_TOKENS, self._longest_window)
+
+    @cached_property
+    def window_frames(self) -> tuple[int, ...]:
+        """The same in mel frames, for the UNet."""
+        return _classes(WINDOW_FRAMES, TOKEN_MEL_RATIO * self._longest_window)
+
+    @cached_property
+    def prompt_frames(self) -> tuple[int, ...]:
+        """Length classes of prompts, mel frames."""
+        return _classes(PROMPT_FRAMES, int(TOKEN_MEL_RATIO * TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2 * TOKEN_MEL_RATIO)
+
+    @property
+    def _longest_window(self) -> int:
+        prompt = int(TOKEN_RATE * MAX_REFERENCE_SECONDS)
+        return prompt + CONTEXT_TOKENS + self.max_hop_tokens + LOOKAHEAD_TOKENS - 1
+
+    # --- of a whole batch, padding included ---
+
+    @property
+    def dit_frames(self) -> int:
+        return (self.batch_memory_mb << 20) // DIT_FRAME_BYTES
+
+    @property
+    def unet_frames(self) -> int:
+        return int(UNET_FRAMES_PER_FRAME * self.dit_frames)
+
+    @property
+    def hift_frames(self) -> int:
+        return int(HIFT_FRAMES_PER_FRAME * self.dit_frames)
+
+    @property
+    def encoder_tokens(self) -> int:
+        return int(ENCODER_TOKENS_PER_FRAME * self.dit_frames)
+
+    @property
+    def dit_batch_tokens(self) -> int:
+        """New tokens that the scheduler puts into one batch of the DiT flow."""
+        return min(DIT_BATCH_TOKENS, self.dit_frames // TOKEN_MEL_RATIO)
+
+    @property
+    def unet_batch_tokens(self) -> int:
+        """Window tokens that the scheduler puts into one batch of the UNet flow."""
+        return min(UNET_BATCH_TOKENS, self.unet_frames // TOKEN_MEL_RATIO)
+
+    def sizes(self, lengths: tuple[int, ...], most: int) -> list[Size]:
+        """Batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all."""
+        batches = _up_to(BATCHES, self.max_chunks)
+        return [(B, T) for B, T in product(batches, lengths) if B * T <= most]
+
+
+def _up_to(classes: tuple[int, ...], most: int) -> list[int]:
+    """The classes that hold up to `most`: those below it and the first that is not."""
+    return [c for c, before in zip(classes, (0, *classes), strict=False) if before < most]
+
+
+def _classes(below: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """`below` as far as it is under `most`, and the next multiple of STEP that holds it."""
+    largest = math.ceil(most / STEP) * STEP
+    return (*(c for c in below if c < largest), largest)

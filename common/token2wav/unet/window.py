@@ -1,0 +1,33 @@
+"""A stream of the UNet flow and the window of it that a chunk computes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.constants import TOKEN_MEL_RATIO
+from common.token2wav.stream import Chunk, Stream
+from common.voice.prompt import Prompt
+
+
+@dataclass(kw_only=True)
+class UNetStream(Stream):
+    prompt: Prompt
+    mel: Tensor  # (1, 2P, mel): the prompt's, on the device
+    speaker: Tensor  # (1, mel): projected x-vector
+
+
+UNetChunk = Chunk[UNetStream]
+
+
+def forgotten_tokens(chunk: UNetChunk) -> int:
+    """Tokens of the stream that are older than the chunk's window."""
+    return len(chunk.stream.prompt.tokens) + chunk.offset + chunk.new - chunk.computed
+
+
+def noise_indices(chunks: list[UNetChunk], frames: int) -> Tensor:
+    """Absolute index of each window's frames: (B, frames)."""
+    index = torch.arange(frames).repeat(len(chunks), 1)
+    for position, chunk in zip(index, chunks, strict=True):
+        position[chunk.stream.mel.shape[1] :] += TOKEN_MEL_RATIO * forgotten_tokens(chunk)
+    return index
