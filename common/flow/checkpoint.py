@@ -1,4 +1,4 @@
-"""`flow.pt` of either stack to a network, sized by the file's own tensors and loaded strictly."""
+"""Loads `flow.pt` of either network: sizes are read from its tensors, and keys and shapes must match exactly."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Parts that the encoder and both estimators share. Layouts: (B, C, T) for convolutions, (B, T, C) for attention."""
+"""Layers that the encoder and both estimators share. Layouts: (B, C, T) for convolutions, (B, T, C) for attention."""
 
 import torch
 import torch.nn.functional as F
@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 
 class Conv1d(nn.Conv1d):
-    """A convolution without padding, as one matrix product.
+    """A convolution without padding, computed as one matrix product.
 
-    On a GPU the convolution library would plan every new shape for tens of milliseconds, per thread, and batches of
-    streams come in many shapes. Exported, it is a convolution, which every runtime knows.
+    On a GPU, cuDNN takes tens of milliseconds per thread to plan each new shape, and batches of streams have many
+    shapes. In an ONNX export it is an ordinary convolution.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -21,16 +21,16 @@ class Conv1d(nn.Conv1d):
 
 
 class CausalConv1d(Conv1d):
-    """A convolution that sees no frame to the right of the one it computes."""
+    """A convolution whose output frame depends on no later input frame."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int) -> None:
         super().__init__(in_channels, out_channels, kernel)
         self.reach = kernel - 1
 
     def forward(self, x: Tensor, history: Tensor | None = None) -> Tensor:
-        """(B, C, T) -> (B, C', T), with zeros before the first frame, or with the last frames of a stream.
+        """(B, C, T) -> (B, C', T). Before the first frame come zeros, or `history`: a stream's last inputs.
 
-        `history` (B, C, reach) is replaced in place by what the stream's next call needs: its last frames.
+        `history` (B, C, reach), reach = kernel - 1, is replaced in place by the last inputs of this call.
         """
         if history is None:
             return super().forward(F.pad(x, (self.reach, 0)))
@@ -53,9 +53,9 @@ def valid_frames(lengths: Tensor, frames: int) -> Tensor:
 
 
 def attention_mask(valid: Tensor, chunk: int | None) -> Tensor:
-    """Which keys a query may see: (B, 1, T) bool -> (B, 1, T or 1, T) bool.
+    """Keys that a query attends to: valid (B, 1 or T, T) bool -> (B, 1, 1 or T, T) bool.
 
-    With a chunk size, a query sees its own chunk and everything to the left of it.
+    With a chunk size, a query attends to its own chunk and to everything before it.
     """
     if chunk is None:
         return valid[:, None]

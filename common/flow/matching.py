@@ -13,9 +13,9 @@ Estimator = TypeVar("Estimator", bound=nn.Module)
 
 
 def time_schedule(steps: int) -> tuple[list[float], list[float]]:
-    """Times and step widths on the cosine schedule, dense near the noise.
+    """Times and step widths of the cosine schedule t = 1 - cos(pi / 2 * i / steps), dense near the noise (t = 0).
 
-    Time is accumulated in float32 and each width taken from the accumulated time, as the networks have always seen it.
+    Time is accumulated in float32 and widths are differences to the accumulated time, as in upstream's solver.
     """
     span = 1 - torch.cos(torch.linspace(0, 1, steps + 1, dtype=torch.float32) * 0.5 * torch.pi)
     time, times, widths = span[0], [], []
@@ -28,7 +28,10 @@ def time_schedule(steps: int) -> tuple[list[float], list[float]]:
 
 
 class FlowMatching(nn.Module, Generic[Estimator]):
-    """Holds the estimator under the checkpoint's key `decoder.estimator` and solves from noise to mel."""
+    """Euler solve from noise to mel. Holds the estimator under the checkpoint's key `decoder.estimator`.
+
+    guidance: weight w of classifier-free guidance, velocity = (1 + w) * conditional - w * unconditional.
+    """
 
     def __init__(self, estimator: Estimator, guidance: float) -> None:
         super().__init__()
@@ -40,12 +43,12 @@ class FlowMatching(nn.Module, Generic[Estimator]):
     ) -> Tensor:
         """noise (1 or B, C, T), mu and condition (B, C, T), speaker (B, C) -> mel (B, C, T).
 
-        Conditional and unconditional rows go through the estimator as one batch, conditional ones first. The state
-        keeps the dtype of the noise (float32), whatever the estimator computes in.
+        Conditional and unconditional rows are one batch, conditional rows first. The state keeps the dtype of the
+        noise (float32), whatever the estimator computes in.
         """
         B = mu.shape[0]
         times, widths = time_schedule(steps)
-        # one time value per row: estimators embed it row by row and must not broadcast it
+        # One time value per row: exported estimators take it as (rows,).
         time_rows = torch.tensor(times, device=mu.device)[:, None].repeat(1, 2 * B)
         mu, speaker, condition = (torch.cat([part, torch.zeros_like(part)]) for part in (mu, speaker, condition))
         x = noise.expand(B, -1, -1)

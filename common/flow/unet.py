@@ -1,7 +1,7 @@
 """Causal UNet estimator of CosyVoice2: velocity of the mel under flow matching. Attribute names are checkpoint keys.
 
-The official network has one level, so nothing is down- or upsampled; what is left of the UNet are the skip connection
-and the names.
+The official network has one level and changes the frame rate nowhere; only the skip connection and the names of a UNet
+remain.
 """
 
 import math
@@ -14,10 +14,12 @@ from common.flow.config import UNetConfig
 from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads
 
 TIME_SCALE = 1000  # flow time 0..1 is embedded as diffusion steps 0..1000
-TIME_WIDENING = 4  # width of the time embedding over that of the network
+TIME_WIDENING = 4  # width of the time embedding / width of the network
 
 
 class UNetTimeEmbedding(nn.Module):
+    """Sinusoids of the flow time, sines first, then an MLP."""
+
     def __init__(self, frequencies: int, width: int) -> None:
         super().__init__()
         self.frequencies = frequencies
@@ -38,17 +40,18 @@ class CausalBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        # numbered as in the checkpoint, where transposes stand between
+        # Numbered as in the checkpoint, where a transpose takes the number in between.
         self.block = nn.ModuleDict({"0": CausalConv1d(in_channels, out_channels, 3), "2": nn.LayerNorm(out_channels)})
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """mask (B, 1, T): 1 on frames that are not padding."""
         x = self.block["0"](x * mask)
         x = self.block["2"](x.transpose(1, 2)).transpose(1, 2)  # (B, C, T) -> (B, T, C) -> (B, C, T)
         return F.mish(x) * mask
 
 
 class ResnetBlock(nn.Module):
-    """Two causal blocks with the time embedding added between them."""
+    """Two causal blocks, the time embedding added between them, around a 1x1 convolution as residual path."""
 
     def __init__(self, in_channels: int, out_channels: int, time_width: int) -> None:
         super().__init__()
@@ -58,6 +61,7 @@ class ResnetBlock(nn.Module):
         self.res_conv = nn.Conv1d(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor, mask: Tensor, time: Tensor) -> Tensor:
+        """x (B, C, T), mask (B, 1, T), time (B, time width) -> (B, C', T)"""
         h = self.block1(x, mask) + self.mlp(time)[:, :, None]
         return self.block2(h, mask) + self.res_conv(x * mask)
 
@@ -73,6 +77,7 @@ class UNetAttention(nn.Module):
         self.to_out = nn.Sequential(nn.Linear(inner, channels))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x (B, T, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)"""
         q, k, v = (split_heads(project(x), self.heads) for project in (self.to_q, self.to_k, self.to_v))
         return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
 
@@ -89,7 +94,7 @@ class GELUProjection(nn.Module):
 class UNetFeedForward(nn.Module):
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
-        # the identity keeps the place of a training-time dropout, and with it the key of the last layer
+        # The identity takes the place of upstream's dropout, so that the last layer has the checkpoint's key.
         self.net = nn.Sequential(GELUProjection(channels, hidden), nn.Identity(), nn.Linear(hidden, channels))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,7 +117,7 @@ class TransformerBlock(nn.Module):
 
 
 class UNetStage(nn.ModuleList):
-    """A resnet block and transformer blocks."""
+    """A resnet block and transformer blocks (module 0 and list 1 of the checkpoint's numbering)."""
 
     def __init__(self, config: UNetConfig, in_channels: int) -> None:
         super().__init__()
@@ -120,7 +125,7 @@ class UNetStage(nn.ModuleList):
         self.append(nn.ModuleList(TransformerBlock(config) for _ in range(config.blocks)))
 
     def features(self, x: Tensor, time: Tensor, mask: Tensor, attention: Tensor) -> Tensor:
-        """(B, C, T) -> (B, C', T)"""
+        """x (B, C, T), time (B, time width), mask (B, 1, T), attention mask (B, 1, 1 or T, T) bool -> (B, C', T)"""
         resnet, transformers = self[0], self[1]
         x = resnet(x, mask, time).transpose(1, 2)  # (B, C, T) -> (B, T, C)
         for block in transformers.children():
@@ -134,7 +139,7 @@ class MidStage(UNetStage):
 
 
 class OuterStage(UNetStage):
-    """A stage with a closing convolution, where deeper UNets change the frame rate."""
+    """A stage with a final convolution, where deeper UNets change the frame rate."""
 
     def __init__(self, config: UNetConfig, in_channels: int) -> None:
         super().__init__(config, in_channels)
@@ -147,6 +152,8 @@ class OuterStage(UNetStage):
 
 
 class UNetEstimator(nn.Module):
+    """Velocity of the mel at a flow time, given encoder output, speaker and prompt mel."""
+
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
         self.config = config
@@ -170,7 +177,8 @@ class UNetEstimator(nn.Module):
     ) -> Tensor:
         """x, mu, condition (B, mel, T), t (B,), speaker (B, mel), valid (B, 1, T) bool -> velocity (B, mel, T).
 
-        `streaming` limits attention to the chunks that a stream would have seen.
+        valid: frames that are not padding. streaming: attention is limited to chunks of `config.chunk_frames` and what
+        is before them, as in training for streams.
         """
         T = x.shape[2]
         time = self.time_mlp(t, x.dtype)

@@ -1,4 +1,4 @@
-"""`hift.pt`: the official form has weight-normed convolutions; our network has plain ones."""
+"""`hift.pt`: convolutions have weight norm in the official file and plain kernels in `HiFTGenerator`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +15,14 @@ _DIRECTION = ".parametrizations.weight.original1"
 
 
 def _norm(kernel: Tensor) -> Tensor:
-    """Norm over all but the first dimension, (C, *, *) -> (C, 1, 1)."""
+    """Norm over all but the first dimension, (C, *, *) -> (C, 1, 1)"""
     return torch.linalg.vector_norm(kernel, dim=(1, 2), keepdim=True)
 
 
 def fuse_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Official state_dict -> ours: each magnitude and direction become one plain kernel, other tensors stay.
+    """Official state_dict -> state_dict of `HiFTGenerator`: each pair of magnitude and direction becomes one kernel.
 
-    ValueError if one of a pair is there without the other.
+    Other tensors stay as they are. ValueError if one half of a pair is missing.
     """
     fused: dict[str, Tensor] = {}
     for key, value in state.items():
@@ -41,7 +41,7 @@ def fuse_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state_dict -> the official form, whose convolutions all have weight norm but those of `source_downs`."""
+    """The reverse: in the official form all convolutions have weight norm except those of `source_downs`."""
     split: dict[str, Tensor] = {}
     for key, value in state.items():
         if value.ndim == 3 and not key.startswith("source_downs."):
@@ -54,11 +54,11 @@ def split_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_hift(path: str | Path, device: str | torch.device = "cpu") -> HiFTGenerator:
-    """The network of a `hift.pt`, sized by the tensors in it, in eval mode and without gradients.
+    """The network of a `hift.pt`, with sizes read from its tensors, in eval mode and without gradients.
 
-    ValueError: no such file, not a HiFT checkpoint, or keys and shapes that do not fit, by name.
+    ValueError if the file is missing or no HiFT checkpoint, or naming every key and shape that does not fit.
     """
     state = {key.removeprefix("generator."): value for key, value in read_state(path).items()}
     fused = fuse_weight_norm(state)
     hift = HiFTGenerator(HiFTConfig.from_shapes(shapes_of(fused)))
-    return load_strict(hift, fused, device, torch.float32).to(device)  # once more for the window, which is no weight
+    return load_strict(hift, fused, device, torch.float32).to(device)  # again, for the STFT window, which is no weight

@@ -9,10 +9,14 @@ from common.constants import MEL_BINS, SAMPLE_RATE
 
 @dataclass(frozen=True)
 class HiFTConfig:
-    """`from_shapes` reads the widths and kernels off a checkpoint; the rest leaves no trace in its shapes."""
+    """The first block is read from a checkpoint by `from_shapes`; no tensor shows the second.
+
+    Names in upstream's configuration: harmonics is `nb_harmonics`, sine_amplitude `nsf_alpha`, noise_deviation
+    `nsf_sigma`, voiced_threshold `nsf_voiced_threshold`, istft_hop `istft_params.hop_len`, leaky_slope `lrelu_slope`.
+    """
 
     mel_bins: int = MEL_BINS
-    channels: int = 512  # after conv_pre; each upsampling stage halves them
+    channels: int = 512  # after conv_pre; halved by each upsampling stage
     f0_channels: int = 512
     harmonics: int = 8  # overtones above f0
     upsample_kernels: tuple[int, ...] = (16, 11, 7)
@@ -25,20 +29,20 @@ class HiFTConfig:
     istft_hop: int = 4
     resblock_dilations: tuple[tuple[int, ...], ...] = ((1, 3, 5),) * 3  # per kernel size
     source_resblock_dilations: tuple[tuple[int, ...], ...] = ((1, 3, 5),) * 3  # per stage
-    sine_amplitude: float = 0.1
-    noise_deviation: float = 0.003  # of the noise added to voiced samples
-    voiced_threshold: float = 10.0  # Hz; at or below it a frame is unvoiced
+    sine_amplitude: float = 0.1  # full scale is 1
+    noise_deviation: float = 0.003  # standard deviation of the noise in voiced samples
+    voiced_threshold: float = 10.0  # Hz; a frame with f0 at or below it is unvoiced
     leaky_slope: float = 0.1
-    audio_limit: float = 0.99
+    audio_limit: float = 0.99  # samples are clamped to -limit..limit
 
     @property
     def hop(self) -> int:
-        """Samples per mel frame."""
+        """Samples per mel frame: 480 at the official sizes."""
         return prod(self.upsample_rates) * self.istft_hop
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "HiFTConfig":
-        """Sizes of a checkpoint with plain kernels. ValueError naming the key of a tensor that is needed and absent."""
+        """Sizes of a checkpoint with plain kernels (`fuse_weight_norm`). ValueError names a missing tensor's key."""
 
         def size(key: str, axis: int) -> int:
             shape = shapes.get(key)

@@ -1,4 +1,4 @@
-"""Fundamental frequency of each mel frame."""
+"""F0 predictor: fundamental frequency (pitch) of each mel frame. Upstream's `ConvRNNF0Predictor`, which has no RNN."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 def silenced(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """x (B, ..., T) with zeros behind each row's length (B,), as the convolutions' own padding has them."""
+    """x (B, ..., T) with zeros after each row's length (B,), which is what a convolution's zero padding would be."""
     if lengths is None:
         return x
     outside = torch.arange(x.shape[-1], device=x.device) >= lengths[:, None]  # (B, T)
@@ -14,10 +14,10 @@ def silenced(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 class F0Predictor(nn.Module):
-    """Five convolutions over time and a linear layer: mel -> Hz per frame.
+    """Five convolutions over time and a linear layer: log mel -> f0 in Hz. Keys `f0_predictor.*` of `hift.pt`.
 
-    Always computed in full float32: an error in f0 is integrated into the phase of the source, where it grows with
-    every sample and with the harmonic's number.
+    Always computed in float32 without TF32: an error in f0 is integrated into the phase of the source, where it grows
+    with every sample and with the number of the harmonic.
     """
 
     def __init__(self, mel_bins: int, channels: int) -> None:
@@ -29,8 +29,8 @@ class F0Predictor(nn.Module):
         self.classifier = nn.Linear(channels, 1)
 
     def forward(self, mel: Tensor, frames: Tensor | None = None) -> Tensor:
-        """(B, mel_bins, T) -> (B, T) in Hz, never negative. `frames` (B,): those of each row's own, if it is padded."""
-        # The linear layer runs as a convolution of width one, so that one switch keeps TF32 away from everything.
+        """(B, mel_bins, T) -> f0 (B, T) in Hz, never negative. frames (B,): length of each row, if rows are padded."""
+        # The linear layer runs as a convolution of kernel size 1, so that one switch disables TF32 for all layers.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), torch.autocast(mel.device.type, enabled=False):
             hidden = mel.float()
             for layer in self.condnet:

@@ -1,4 +1,4 @@
-"""HiFT generator, inference only, with weight norm already folded into plain convolutions."""
+"""HiFT generator, inference only, with weight norm folded into plain convolutions. Upstream's `HiFTGenerator`."""
 
 import math
 from itertools import accumulate
@@ -23,16 +23,16 @@ def _overlap_add(frames: Tensor, hop: int) -> Tensor:
 
 
 class Snake(nn.Module):
-    """x + sin(alpha x)^2 / alpha, with one alpha per channel."""
+    """x + sin(alpha x)^2 / alpha, with one alpha per channel (Ziyin et al., arXiv:2006.08195)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.alpha = nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, C, T) -> (B, C, T), `silenced` behind the lengths."""
+        """(B, C, T) -> (B, C, T), zero after each row's length (B,)."""
         if x.is_cuda:
-            from common.kernels import snake  # needs Triton, which CPU builds of torch lack
+            from common.kernels import snake  # imports Triton, which CPU builds of torch lack
 
             return snake(x, self.alpha, lengths)
         alpha = self.alpha[:, None]
@@ -40,7 +40,7 @@ class Snake(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Pairs of a dilated and a plain convolution, each pair around a residual path. (B, C, T) -> (B, C, T)."""
+    """Pairs of a dilated and a plain convolution, each pair with a residual path. (B, C, T) -> (B, C, T)"""
 
     def __init__(self, channels: int, kernel: int, dilations: tuple[int, ...]) -> None:
         super().__init__()
@@ -62,7 +62,10 @@ class ResBlock(nn.Module):
 
 
 class HiFTGenerator(nn.Module):
-    """mel -> f0 -> harmonic source; mel and the source's spectrum -> spectrum of the speech -> waveform."""
+    """mel -> f0 -> harmonic source; mel and the source's STFT -> STFT of the speech -> waveform.
+
+    Attribute names are the keys of `hift.pt` after `fuse_weight_norm`. hop: samples per mel frame, `config.hop`.
+    """
 
     stft_window: Tensor
 
@@ -78,7 +81,7 @@ class HiFTGenerator(nn.Module):
                 widths[:-1], widths[1:], config.upsample_kernels, config.upsample_rates, strict=True
             )
         )
-        # The source's spectrum runs at the rate of the last stage; each earlier stage is coarser by the rates after it.
+        # The source's STFT has the frame rate of the last stage; earlier stages are coarser by the rates after them.
         coarser = list(accumulate((1, *config.upsample_rates[:0:-1]), mul))[::-1]
         self.source_downs = nn.ModuleList(
             nn.Conv1d(config.n_fft + 2, width, 1 if rate == 1 else 2 * rate, rate, padding=rate // 2)
@@ -100,23 +103,23 @@ class HiFTGenerator(nn.Module):
         self.register_buffer("stft_window", torch.hann_window(config.n_fft), persistent=False)
 
     def body_to(self, dtype: torch.dtype) -> "HiFTGenerator":
-        """Compute between the source and the spectrum in `dtype`; pitch, source and the spectrum stay in float32."""
+        """Convert the convolutions between source and output spectrum to `dtype`; f0, source and STFTs stay float32."""
         for part in (self.conv_pre, self.ups, self.source_downs, self.source_resblocks, self.resblocks, self.conv_post):
             part.to(dtype)
         return self
 
     def f0(self, mel: Tensor, frames: Tensor | None = None) -> Tensor:
-        """(B, mel_bins, T) -> (B, T) in Hz, zero behind the `frames` (B,) of each row."""
+        """mel (B, mel_bins, T) -> f0 (B, T) in Hz, zero after the `frames` (B,) of each row."""
         return silenced(self.f0_predictor(mel, frames), frames)
 
     def source(self, f0: Tensor, noise: Tensor) -> Tensor:
-        """f0 (B, T), noise (B, T*hop, harmonics+1) -> (B, 1, T*hop)."""
+        """f0 (B, T) in Hz, noise (B, T*hop, harmonics+1) of unit variance -> source (B, 1, T*hop)"""
         return self.m_source(f0, noise)
 
     def decode(self, mel: Tensor, source: Tensor, frames: Tensor | None = None) -> Tensor:
-        """mel (B, mel_bins, T), source (B, 1, T*hop) -> speech (B, T*hop), within the audio limit.
+        """mel (B, mel_bins, T), source (B, 1, T*hop) -> speech (B, T*hop) in -audio_limit..audio_limit.
 
-        `frames` (B,): those of each row's own, as in `forward`.
+        frames (B,): length of each row, as in `forward`.
         """
         config, dtype = self.config, self.conv_pre.weight.dtype
         bins = None if frames is None else frames * (config.hop // config.istft_hop) + 1
@@ -127,7 +130,7 @@ class HiFTGenerator(nn.Module):
             x = up(silenced(F.leaky_relu(x, config.leaky_slope), lengths))
             lengths = None if lengths is None else lengths * rate
             if stage == len(self.ups) - 1:
-                x = F.pad(x, (1, 0), mode="reflect")  # to the frame count of the source's centred STFT
+                x = F.pad(x, (1, 0), mode="reflect")  # one more frame: the source's centred STFT has one more
                 lengths = bins
             x = x + self.source_resblocks[stage](self.source_downs[stage](excitation), lengths)
             x = self._parallel_resblocks(stage, x, lengths)
@@ -137,11 +140,12 @@ class HiFTGenerator(nn.Module):
     def forward(
         self, mel: Tensor, noise: Tensor, cached_source: Tensor | None = None, frames: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Render mel frames, taking the first samples of the source from the render before.
+        """Render mel frames, optionally with the first samples of the source taken from the previous render.
 
-        mel (B, mel_bins, T); noise (B, T*hop, harmonics+1); cached_source (B, 1, S), S <= T*hop, replaces the head of
-        the new source. Returns (speech (B, T*hop), source (B, 1, T*hop)). Rows may be padded: with `frames` (B,) each
-        sounds as if it ended after its own, and what is returned behind them means nothing.
+        mel (B, mel_bins, T); noise (B, T*hop, harmonics+1) of unit variance; cached_source (B, 1, S), S <= T*hop,
+        replaces the first S samples of the new source. Returns (speech (B, T*hop), source (B, 1, T*hop)). Rows may be
+        padded: with frames (B,), each row is computed as if it ended there, and its output after that is undefined.
+        ValueError for noise of another shape and for a cached source that is too long.
         """
         B, _, T = mel.shape
         expected = (B, T * self.config.hop, self.config.harmonics + 1)
@@ -155,7 +159,7 @@ class HiFTGenerator(nn.Module):
         return self.decode(mel, source, frames), source
 
     def _parallel_resblocks(self, stage: int, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Mean of a stage's residual blocks, which differ in kernel size. (B, C, T) -> (B, C, T)."""
+        """Mean of a stage's residual blocks, which differ in kernel size. (B, C, T) -> (B, C, T)"""
         count = len(self.config.resblock_kernels)
         first, *others = self.resblocks[stage * count : (stage + 1) * count]
         total = first(x, lengths)
@@ -164,7 +168,7 @@ class HiFTGenerator(nn.Module):
         return total / count
 
     def _mirrored(self, wave: Tensor, frames: Tensor | None) -> Tensor:
-        """(B, N) with each row reflected at its own end, as the STFT reflects the longest row at its."""
+        """wave (B, N), each row reflected at its own end, as the STFT does at the end of the longest row."""
         if frames is None:
             return wave
         last = frames[:, None] * self.config.hop - 1
@@ -172,17 +176,16 @@ class HiFTGenerator(nn.Module):
         return wave.gather(1, torch.where(index <= last, index, 2 * last - index).clamp(min=0))
 
     def _stft(self, wave: Tensor) -> Tensor:
-        """(B, N) -> (B, n_fft + 2, N / istft_hop + 1): real parts, then imaginary parts."""
+        """wave (B, N) -> (B, n_fft + 2, N / istft_hop + 1): real parts, then imaginary parts."""
         n_fft = self.config.n_fft
         spectrum = torch.stft(wave, n_fft, self.config.istft_hop, window=self.stft_window, return_complex=True)
         return torch.cat([spectrum.real, spectrum.imag], dim=1)
 
     def _istft(self, x: Tensor, bins: Tensor | None) -> Tensor:
-        """(B, n_fft + 2, frames) of log magnitudes, then sines of phases -> (B, (frames - 1) * istft_hop).
+        """(B, n_fft + 2, T), log magnitudes, then values whose sines are the phases -> (B, (T - 1) * istft_hop).
 
-        `bins` (B,): how many of the frames count.
-
-        Not torch.istft: that looks at its window's sum on the host, which no CUDA graph can hold.
+        bins (B,): number of valid frames of each row. torch.istft is not used because it checks the sum of its windows
+        on the host, which a CUDA graph cannot capture.
         """
         n_fft, hop, window = self.config.n_fft, self.config.istft_hop, self.stft_window
         log_magnitude, phase = x.chunk(2, dim=1)
@@ -192,4 +195,4 @@ class HiFTGenerator(nn.Module):
         weight = window.square()[None, :, None].expand(1 if bins is None else len(x), -1, frames.shape[2])
         frames, weight = silenced(frames, bins), silenced(weight, bins)
         wave, total = (_overlap_add(part, hop)[:, n_fft // 2 : n_fft // 2 + length] for part in (frames, weight))
-        return wave / (total if bins is None else total.clamp(min=1e-8))  # behind a row's end nothing adds up
+        return wave / (total if bins is None else total.clamp(min=1e-8))  # after a row's end the sum is 0

@@ -1,4 +1,4 @@
-"""Fused GPU kernels, written in Triton: not to be imported where there is no GPU build of torch."""
+"""Fused GPU kernels in Triton (the language). Importing this package needs a GPU build of torch."""
 
 from common.kernels.attention import append, attend_blocks, attend_paged
 from common.kernels.linear import add_norm_mish, linear

@@ -1,4 +1,4 @@
-"""Attention where keys and values lie, and the ring that a stream's newest ones go to."""
+"""Attention over keys and values where they are stored, and storing a stream's newest ones in its ring buffer."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-FEW_QUERIES = 1024  # of a batch: up to here small tiles
+FEW_QUERIES = 1024  # batches of at most this many queries use small tiles
 
 
 @triton.jit
@@ -74,11 +74,12 @@ def _attend_paged(
 def attend_paged(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, ring_keys: Tensor, ring_values: Tensor, plane: int
 ) -> Tensor:
-    """Attention over memory that lies apart: a voice's prompt, a stream's ring, the chunk itself. -> (R, T, H * D)
+    """Attention over a voice's prompt, a stream's ring buffer and the chunk itself, without copying them together.
 
-    q, k, v (R, H, T, D) contiguous; rings (slots, steps, depth, 2, H, ring, D); plane: step * depth + layer. Rows of
-    the table (>= 6, B) int64: addresses of the prompt's keys and values (steps, depth, 2, H, P, D), P, slot, frames
-    written in its ring, frames of the chunk that count (at least one).
+    q, k, v (R, H, T, D) contiguous -> (R, T, H * D). Rows R = 2 B: conditional, then unconditional. Rings (slots,
+    steps, depth, 2, H, ring, D); plane: step * depth + layer. The table (>= 6, B) int64 has these rows: address of the
+    prompt's keys and of its values (steps, depth, 2, H, P, D), P, slot, number of frames written in the slot's ring,
+    number of valid frames of the chunk (at least one).
     """
     R, H, T, D = q.shape
     steps, depth = ring_keys.shape[1:3]
@@ -117,7 +118,7 @@ def _attend_blocks(
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, frames: Tensor, chunk: int) -> Tensor:
     """Attention to the query's own block of `chunk` frames and all before it: q, k, v (R, H, T, D) -> (R, T, H * D).
 
-    frames (B,): of each stream's own, B dividing R, at least one; what is behind them is padding.
+    frames (B,): valid frames of each stream, at least one; B divides R, and row r is stream r % B.
     """
     R, H, T, D = q.shape
     out = torch.empty(R, T, H * D, device=q.device, dtype=k.dtype)
@@ -147,9 +148,9 @@ def _append(new_ptr, ring_ptr, table_ptr, B, T, planes, H, D: tl.constexpr, RING
 
 
 def append(new: Tensor, ring: Tensor, table: Tensor) -> None:
-    """Put the newest frames of each stream into its ring: new (steps, depth, R, H, T, D), ring and table as above.
+    """Store the newest frames of each stream in its ring: new (steps, depth, R, H, T, D), ring and table as above.
 
-    Row 6 of the table: where in its ring a stream's next frame goes.
+    Row 6 of the table: index in its ring of a stream's next frame.
     """
     steps, depth, R, H, T, D = new.shape
     length = ring.shape[-2]

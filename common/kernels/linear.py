@@ -1,15 +1,15 @@
-"""A linear layer with what stands before and behind it.
+"""A linear layer fused with the operations before and after it.
 
-A network of small layers spends its time on launches and on writing what the next kernel reads. Here the norm, the
-activation and the shifted frames of a causal convolution are made on the way into the matrix product; bias, activation,
-gate and residual are applied while it stores.
+A network of small layers spends its time on kernel launches and on writing what the next kernel reads. Here the norm,
+the activation and the shifted frames of a causal convolution are computed while the matrix product loads its input;
+bias, activation, gate and residual are applied while it stores its result.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_ROWS = 128  # up to here small tiles: there are too few large ones for all multiprocessors
+FEW_ROWS = 128  # at most this many rows use small tiles: large ones would leave multiprocessors idle
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _head_normed(x, part, norm_ptr, QK_NORM: tl.constexpr, D: tl.constexpr):
-    """x (M, D) of one head; part 0 are queries, 1 keys, 2 values, which are not normed."""
+    """x (M, D) of one head; part 0 is queries, 1 keys, 2 values, which are not normalised."""
     if QK_NORM:
         if part < 2:
             d = tl.arange(0, D)
@@ -57,7 +57,7 @@ def _head_normed(x, part, norm_ptr, QK_NORM: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _normed(x, mean, rstd, scale_ptr, shift_ptr, extra_ptr, k, wide, MISH: tl.constexpr, EXTRA: tl.constexpr):
-    """x (M, K) float32 -> the same, behind the norm's scale and shift, Mish and a vector."""
+    """x (M, K) float32 after the norm's scale and shift, optionally Mish, optionally plus a vector (K,)."""
     scale = tl.load(scale_ptr + k, mask=wide, other=0.0).to(tl.float32)
     shift = tl.load(shift_ptr + k, mask=wide, other=0.0).to(tl.float32)
     y = (x - mean[:, None]) * rstd[:, None] * scale[None, :] + shift[None, :]
@@ -110,7 +110,7 @@ def _linear(
     row, t = m // T, m % T
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     lane = tl.arange(0, BK)
-    K: tl.constexpr = (PAD + 1) * C  # the frames that a convolution sees lie side by side
+    K: tl.constexpr = (PAD + 1) * C  # the frames of a convolution are adjacent in memory
     x_rows = x_ptr + (m + row * PAD)[:, None] * C
     weights = weight_ptr + n[:, None] * K
     acc = tl.zeros((BM, BN), tl.float32)
@@ -165,19 +165,19 @@ def linear(
     heads: tuple[Tensor, Tensor, Tensor] | None = None,
     qk_norm: Tensor | None = None,
 ) -> Tensor:
-    """x (R, T, C), weight (N, taps * C) -> (R, T, N), in place in `add_to` where it is given.
+    """x (R, T, C), weight (N, taps * C) -> (R, T, N); with `add_to`, added to it in place.
 
-    norm: scale and shift (C,) of a layer norm before, then `mish`, then plus `extra` (C,). taps > 1: a causal
-    convolution, the oldest frame's tap first, behind zeros or behind `history`: old and new (R, taps - 1, C) and the
-    frames (B,) of each stream's own, B dividing R. activation: "gelu" or "gelu_tanh". add_to += gate (N,) * result.
-    heads: queries, keys and values (R, H, T, D) that the result is cut into, queries and keys normed by `qk_norm`
-    (2, 2, D): scale and shift of each.
+    norm: scale and shift (C,) of a layer norm of x, followed by `mish`, then plus `extra` (C,). taps > 1: a causal
+    convolution, oldest frame's tap first, preceded by zeros or by `history`: old and new (R, taps - 1, C), of which the
+    new one is written, and the valid frames (B,) of each stream, B dividing R. activation: "gelu" or "gelu_tanh", after
+    the bias. gate (N,): add_to += gate * result. heads: tensors (R, H, T, D) that receive the result split into
+    queries, keys and values; queries and keys are normalised per head by `qk_norm` (2, 2, D), scale and shift of each.
     """
     R, T, C = x.shape
     N, pad = weight.shape[0], weight.shape[1] // C - 1
     M, D = R * T, 0
     scale, shift = norm or (x, x)
-    if pad or (norm is not None and M > FEW_ROWS):  # else each tile norms its rows, which few tiles do faster
+    if pad or (norm is not None and M > FEW_ROWS):  # else each tile normalises its rows, which is faster for few tiles
         old, new, frames = history or (x, x, x)
         prepared, rows = x.new_empty(R, pad + T, C), R * (pad + T)
         few = 2 if rows <= FEW_ROWS else 8
@@ -204,7 +204,10 @@ def linear(
 
 
 def _tiles(M: int, N: int, K: int, D: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a tile, warps, stages, as measured on an H200; `D`: a tile is a head of that width."""
+    """Rows, columns and depth of a tile, warps, pipeline stages; the best of those measured on an H200.
+
+    D: width of a head, if a tile is one head; else 0.
+    """
     if M <= FEW_ROWS:
         return (16, D, 128, 4, 4) if D else (16, 64 if N > 1024 else 32, 128, 4, 4)
     if D:
@@ -232,7 +235,7 @@ def _add_norm_mish(x_ptr, scale_ptr, shift_ptr, out_ptr, M, C: tl.constexpr, BM:
 
 
 def add_norm_mish(x: Tensor, norm: tuple[Tensor, Tensor], add_to: Tensor) -> Tensor:
-    """add_to + mish(layer norm of x), in place: x and add_to (..., C), norm: scale and shift (C,)."""
+    """add_to += mish(layer norm of x): x and add_to (..., C), norm: scale and shift (C,)."""
     C = x.shape[-1]
     rows = x.numel() // C
     _add_norm_mish[(triton.cdiv(rows, 8),)](x, *norm, add_to, rows, C=C, BM=8, WIDE=triton.next_power_of_2(C))
