@@ -14,7 +14,7 @@ from common.voice.audio import load_audio
 from common.voice.encoders import AudioTokenizer, SpeakerEncoder
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
 from tools.demo_model import make as script
-from tools.demo_model.llm import FIRST_UTTERED, Sizes, make_llm
+from tools.demo_model.llm import FIRST_UTTERED, LLMSizes, make_llm
 from tools.demo_model.make import main, make_demo_model
 from tools.parity.reference import dit_flow, unet_flow
 
@@ -139,7 +139,7 @@ def test_llm_of_another_size_speaks_as_long(tmp_path: Path) -> None:
     """The official one is too large for a test: wider, deeper, more text tokens."""
     from transformers import AutoModelForCausalLM
 
-    sizes = Sizes(hidden=384, layers=6, heads=6, kv_heads=2, mlp=768, text_vocab=3000)
+    sizes = LLMSizes(hidden=384, layers=6, heads=6, kv_heads=2, mlp=768, text_vocab=3000)
     make_llm(tmp_path / LLM_DIR, sizes=sizes, dtype=torch.bfloat16)
     wider = AutoModelForCausalLM.from_pretrained(tmp_path / LLM_DIR)
     assert wider.dtype == torch.bfloat16 and wider.config.vocab_size > 3000 + SPEECH_VOCAB

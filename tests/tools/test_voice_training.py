@@ -10,7 +10,7 @@ import torch
 from common.constants import HOP_SAMPLES, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from common.flow import load_dit_flow, load_unet_flow
 from common.hift import HiFTGenerator, load_hift
-from tools.demo_model.llm import Sizes
+from tools.demo_model.llm import LLMSizes
 from tools.voice_training import flow, flow_dit, flow_unet, vocoder
 from tools.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
 from tools.voice_training.pitch import fundamental
@@ -86,7 +86,7 @@ def test_the_vocoder_is_trained_and_served(work: Path, monkeypatch: pytest.Monke
 def test_the_trained_qwen2_is_that_of_transformers() -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = Sizes(hidden=48, layers=2, heads=6, kv_heads=2, mlp=32, tied=True, rope_theta=10_000.0)
+    sizes = LLMSizes(hidden=48, layers=2, heads=6, kv_heads=2, mlp=32, tied=True, rope_theta=10_000.0)
     config = Qwen2Config(
         vocab_size=100,
         hidden_size=sizes.hidden,

@@ -28,7 +28,7 @@ QWEN2_WORDS = (
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LLMSizes:
     """`tied`: the output head is the embedding; `rope_theta`: base of the rotary angles; `text_vocab`: so many tokens
     of text at least, those that no text leads to among them."""
 
@@ -42,8 +42,8 @@ class Sizes:
     text_vocab: int = 0
 
 
-SMALL = Sizes(hidden=128, layers=2, heads=2, kv_heads=1, mlp=256)
-OFFICIAL = Sizes(hidden=896, layers=24, heads=14, kv_heads=2, mlp=4864, text_vocab=151_643)
+SMALL = LLMSizes(hidden=128, layers=2, heads=2, kv_heads=1, mlp=256)
+OFFICIAL = LLMSizes(hidden=896, layers=24, heads=14, kv_heads=2, mlp=4864, text_vocab=151_643)
 
 # Each phase lasts two tokens on average, so that utterances have about 75 tokens with a deviation of 9.
 PHASES = 37
@@ -60,7 +60,7 @@ UNSPOKEN = -6.0  # weight on the constant channel of all that is never uttered
 LOGIT_SPREAD = 0.12  # deviation of the output head's free weights; it and those of the layers are for SMALL's width
 
 
-def make_llm(directory: Path, seed: int = 0, sizes: Sizes = SMALL, dtype: torch.dtype = torch.float32) -> None:
+def make_llm(directory: Path, seed: int = 0, sizes: LLMSizes = SMALL, dtype: torch.dtype = torch.float32) -> None:
     """Write the LLM of random weights."""
     tokenizer = build_tokenizer(text_vocab=sizes.text_vocab)
     ids = tokenizer.get_vocab()
@@ -68,7 +68,7 @@ def make_llm(directory: Path, seed: int = 0, sizes: Sizes = SMALL, dtype: torch.
     save_llm(directory, tokenizer, sizes, {key: weight.to(dtype) for key, weight in weights.items()})
 
 
-def save_llm(directory: Path, tokenizer: Tokenizer, sizes: Sizes, weights: Mapping[str, torch.Tensor]) -> None:
+def save_llm(directory: Path, tokenizer: Tokenizer, sizes: LLMSizes, weights: Mapping[str, torch.Tensor]) -> None:
     """Write config, generation config, tokenizer and weights as `transformers` saves a Qwen2ForCausalLM."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
@@ -101,7 +101,7 @@ def build_tokenizer(merges: Sequence[tuple[str, str]] = (), text_vocab: int = 0)
     return tokenizer
 
 
-def random_weights(sizes: Sizes, vocab: int, offset: int, end_id: int, seed: int) -> dict[str, torch.Tensor]:
+def random_weights(sizes: LLMSizes, vocab: int, offset: int, end_id: int, seed: int) -> dict[str, torch.Tensor]:
     """The state dict. `offset`: id of `<|s_0|>`; `end_id`: the end token that is uttered."""
     generator = torch.Generator().manual_seed(seed)
     hidden = sizes.hidden
@@ -155,7 +155,7 @@ def random_weights(sizes: Sizes, vocab: int, offset: int, end_id: int, seed: int
     return weights
 
 
-def _configs(sizes: Sizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str) -> dict[str, dict]:
+def _configs(sizes: LLMSizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str) -> dict[str, dict]:
     """The JSON files beside the weights. Sampling defaults are those of a request to the orchestrator."""
     sampling = {name: getattr(OrchestratorConfig, name) for name in ("temperature", "top_p", "top_k")}
     return {

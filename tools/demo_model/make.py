@@ -53,10 +53,10 @@ log = logging.getLogger("make_demo_model")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CheckpointSizes:
     """Of the networks of random weights."""
 
-    lm: llm.Sizes = llm.SMALL
+    lm: llm.LLMSizes = llm.SMALL
     lm_dtype: torch.dtype = torch.float32
     tokenizer: tuple[int, int] = speech_tokenizer.SMALL
     unet: flow.UNetFlowConfig = vocoder.UNET_FLOW
@@ -64,8 +64,8 @@ class Sizes:
     generator: hift.HiFTConfig = vocoder.HIFT
 
 
-SMALL = Sizes()
-OFFICIAL = Sizes(
+SMALL = CheckpointSizes()
+OFFICIAL = CheckpointSizes(
     llm.OFFICIAL,
     torch.bfloat16,
     speech_tokenizer.OFFICIAL,
@@ -75,7 +75,7 @@ OFFICIAL = Sizes(
 )
 
 
-def parts(sizes: Sizes, seed: int) -> dict[str, Writer]:
+def parts(sizes: CheckpointSizes, seed: int) -> dict[str, Writer]:
     """What of random weights is written where. The two stacks share no weights, as officially."""
     found = {stacks.DEFAULT.llm.directory: lambda path: llm.make_llm(path, seed, sizes.lm, sizes.lm_dtype)}
     found |= _parts_of(stacks.UNET, seed, sizes, lambda path: vocoder.write_unet_flow(path, seed, sizes.unet))
@@ -83,7 +83,7 @@ def parts(sizes: Sizes, seed: int) -> dict[str, Writer]:
     return found
 
 
-def _parts_of(stack: Stack, seed: int, sizes: Sizes, write_flow: Writer) -> dict[str, Writer]:
+def _parts_of(stack: Stack, seed: int, sizes: CheckpointSizes, write_flow: Writer) -> dict[str, Writer]:
     """The files of a stack's checkpoint."""
     files: dict[str, Writer] = {
         stack.speech_tokenizer: lambda path: _write_tokenizer(path, seed, sizes),
@@ -94,7 +94,7 @@ def _parts_of(stack: Stack, seed: int, sizes: Sizes, write_flow: Writer) -> dict
     return {str(stack.checkpoint / name): write for name, write in files.items()}
 
 
-def _write_tokenizer(path: Path, seed: int, sizes: Sizes) -> None:
+def _write_tokenizer(path: Path, seed: int, sizes: CheckpointSizes) -> None:
     weights = speech_tokenizer.random_weights(seed, *sizes.tokenizer)
     speech_tokenizer.write_speech_tokenizer(path, weights, ABOUT)
 
@@ -144,7 +144,7 @@ def weights_of(directory: Path) -> Literal["trained", "random"] | None:
     return None
 
 
-def _write_random(root: Path, sizes: Sizes, seed: int) -> None:
+def _write_random(root: Path, sizes: CheckpointSizes, seed: int) -> None:
     progress = tqdm(parts(sizes, seed).items(), desc="demo checkpoint (random weights)", unit="part")
     for name, write in progress:
         progress.set_postfix_str(name)

@@ -1,7 +1,7 @@
 """A small stand-in for CAM++ in the official ONNX interface: `input` (B, T, 80) to `output` (B, 192).
 
 Convolutions and statistics pooling: far smaller than CAM++. With random weights, what it says still depends on the
-voice. Weights go by the keys of `tools.voice_training.speaker.SpeakerNetwork`.
+voice. Weights go by the keys of `tools.voice_training.speaker.DemoSpeakerEncoder`.
 """
 
 from collections.abc import Mapping

@@ -59,10 +59,10 @@ def random_weights(seed: int, width: int, layers: int) -> dict[str, np.ndarray]:
 
 def write_speech_tokenizer(path: Path, weights: Weights, about: str) -> None:
     """`about`: what the file says of itself."""
-    _Writer(weights).write(path, about)
+    _TokenizerWriter(weights).write(path, about)
 
 
-class _Writer:
+class _TokenizerWriter:
     """Adds the nodes; one instance writes one file."""
 
     def __init__(self, weights: Weights) -> None:

@@ -1,1 +1,1 @@
-"""Stages of the training, each `train(work, seconds, device)` of a module; `__main__` has the recipe."""
+"""Training of the demo voice. Each stage is `train(work, seconds, device)` of a module; `__main__` has the recipe."""

@@ -1,14 +1,14 @@
-"""Stage `corpus`: English sentences of free texts in Debian packages, of a small grammar and of random words.
+"""Stage `corpus`: English sentences from free texts in Debian packages, a small grammar and random words.
 
-A machine with these packages, or a folder into which they were unpacked with `dpkg -x`, is where it runs:
+It needs these packages installed, or unpacked into a folder with `dpkg -x`:
 
     wamerican bible-kjv bible-kjv-text fortunes fortunes-min wordnet-base anarchism jargon-text miscfiles debian-faq
     developers-reference debian-reference-en git-doc perl-doc python3.11-doc and wesnoth-1.16-{did,httt,low,nr,sof,utbs}
 
-Whatever package is missing is a source less. Sentences are spelled as the serving front end hands them to the LLM:
-`common.text` reads numbers and signs out in words; then lower case, for the LLM's tokenizer makes no difference of it.
-The network learns to speak from these texts alone, and the more of them the better: natural ones for the melody,
-the grammar for everyday words, and random words for the spelling of all others.
+A missing package only means fewer sentences. Sentences are spelled as the serving front end passes them to the LLM:
+`common.text` spells out numbers and signs; then lower case, because case is varied later (llm_data.py). The LLM learns
+pronunciation from these texts alone, and more text is better: natural sentences for intonation, the grammar for
+everyday words, and random words for the spelling of all others.
 """
 
 import gzip
@@ -29,9 +29,9 @@ from tools.voice_training.grammar import everyday_sentence
 logger = logging.getLogger(__name__)
 
 GRAMMAR_SENTENCES, RANDOM_SENTENCES, NATURAL_SENTENCES = 30_000, 50_000, 140_000
-NUMBERED_SENTENCES = 15_000  # natural ones with digits, whose reading takes milliseconds
+NUMBERED_SENTENCES = 15_000  # natural ones with digits: the front end takes milliseconds for each
 MAX_CHARS, MIN_WORDS, MAX_WORDS = 110, 3, 18
-KNOWN_SHARE = 0.95  # of a sentence's words that the word list must have
+KNOWN_SHARE = 0.95  # share of a sentence's words that must be in the word list
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+")
 _WORD = re.compile(r"[A-Za-z']+")
@@ -43,7 +43,7 @@ _CODE = re.compile(r"<(script|style|pre)\b.*?</\1>", re.IGNORECASE | re.DOTALL)
 
 
 def make_corpus(work: Path, held_out: set[str], root: Path = Path("/"), seed: int = 1) -> None:
-    """Write `sentences.txt` of `work` in random order, without the sentences of `held_out`."""
+    """Write `sentences.txt` in `work`, in random order, without the sentences of `held_out`."""
     rng = random.Random(seed)
     words = [word.strip() for word in (root / "usr/share/dict/words").read_text(encoding="utf-8").splitlines()]
     held = {_key(sentence) for sentence in held_out}
@@ -63,7 +63,7 @@ def make_corpus(work: Path, held_out: set[str], root: Path = Path("/"), seed: in
 
 
 def _key(sentence: str) -> str:
-    """What makes two sentences the same."""
+    """Equal for sentences that differ in case and punctuation only."""
     return " ".join(_WORD.findall(sentence.lower()))
 
 
@@ -101,10 +101,10 @@ def _with_few_numbers(sentences: list[str]) -> list[str]:
 
 
 def _as_served(sentences: list[str]) -> Iterator[str]:
-    """Each in words and lower case; those that the front end cannot read are left out."""
+    """Each spelled out in lower case; sentences with other characters after that are left out."""
     frontend = TextFrontend(len)
     for sentence in tqdm(sentences, desc="corpus", unit="sentence", mininterval=1):
-        # Nothing but numbers, signs and abbreviations is changed by the front end, which is slow.
+        # The front end is slow and changes numbers, signs and abbreviations only.
         plain = not re.search(r"\d|\b[A-Z][a-z]{1,3}\.", sentence)
         spoken = (sentence if plain else frontend.transcript(sentence)).lower()
         if _SPOKEN.fullmatch(spoken):
@@ -112,7 +112,7 @@ def _as_served(sentences: list[str]) -> Iterator[str]:
 
 
 def _random_words(rng: random.Random, common: list[str], rare: list[str]) -> str:
-    """Two to eight words: a quarter of them function words, a quarter frequent ones."""
+    """Two to eight words: a quarter function words, a quarter frequent ones, the rest from the word list."""
     groups = (common[:150], common, rare, rare)
     words = [rng.choice(rng.choice(groups)) for _ in range(rng.randint(2, 8))]
     if len(words) > 4 and rng.random() < 0.3:
@@ -120,7 +120,7 @@ def _random_words(rng: random.Random, common: list[str], rare: list[str]) -> str
     return " ".join(words) + rng.choice("...?!")
 
 
-# --- sources: paragraphs of one kind of file --------------------------------------------------------------------
+# --- sources: paragraphs from one kind of file --------------------------------------------------------------------
 
 
 def _bible(root: Path) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _fortunes(root: Path) -> Iterator[str]:
 
 
 def _wordnet(root: Path) -> Iterator[str]:
-    """Definitions, and the examples that stand in quotation marks behind them."""
+    """Definitions, and the quoted examples after them."""
     for path in sorted((root / "usr/share/wordnet").glob("data.*")):
         for line in path.read_text(encoding="utf-8", errors="ignore").splitlines():
             definition, *examples = line.partition(" | ")[2].split('"')

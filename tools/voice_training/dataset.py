@@ -1,13 +1,13 @@
-"""The synthesised speech of a working folder, held on one device: random crops of it and single utterances.
+"""The synthesised speech of a working folder, held on one device: random crops and single utterances.
 
-All utterances stand in one stream, each padded to whole speech tokens, so that a crop is a slice at any token: no
-padding and no masks. Files, T tokens and U utterances:
+All utterances are one stream, each padded to whole speech tokens, so that a crop is a slice at any token, without
+padding or masks. Files, for T tokens and U utterances:
 
     audio.npy       (T * 640,) int16     16 kHz
-    phones.npy      (T * 4,) uint8       phones at 100 Hz, see speech.PHONES
-    utterances.npy  (U, 3) int64         line of sentences.txt, voice (see speech.VOICES), tokens; grouped by voice
-    tokens.npy      (T,) int16           speech tokens, of stage `tokenizer`
-    speakers.npy    (U, 192) float32     x-vectors, of stage `speaker`
+    phones.npy      (T * 4,) uint8       phones at 100 Hz, see flite.PHONES
+    utterances.npy  (U, 3) int64         line of sentences.txt, voice (see flite.VOICES), tokens; grouped by voice
+    tokens.npy      (T,) int16           speech tokens, from stage `tokenizer`
+    speakers.npy    (U, 192) float32     x-vectors, from stage `speaker`
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ INT16_SCALE = 1 / 32768
 
 
 @dataclass(frozen=True)
-class Speech:
-    """The arrays as tensors on `device`; the two of later stages are read when they are first asked for.
+class SpeechDataset:
+    """The arrays as tensors on `device`; those of the two later stages are read at first use.
 
-    starts: first token of each utterance, (U,); owner: utterance of each token, (T,).
+    starts (U,): first token of each utterance; owner (T,): utterance of each token.
     """
 
     work: Path
@@ -41,7 +41,7 @@ class Speech:
     owner: Tensor
 
     @classmethod
-    def load(cls, work: Path, device: str | torch.device) -> "Speech":
+    def load(cls, work: Path, device: str | torch.device) -> "SpeechDataset":
         def read(name: str) -> Tensor:
             return torch.from_numpy(np.load(work / name)).to(device)
 
@@ -53,12 +53,12 @@ class Speech:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """(T,) int64."""
+        """Speech tokens (T,) int64."""
         return torch.from_numpy(np.load(self.work / "tokens.npy").astype(np.int64)).to(self.device)
 
     @cached_property
     def speakers(self) -> Tensor:
-        """(U, 192), as campplus.onnx gives them: not normalised."""
+        """x-vectors (U, 192), not normalised, as campplus.onnx returns them."""
         return torch.from_numpy(np.load(self.work / "speakers.npy")).to(self.device)
 
     @property
@@ -67,9 +67,9 @@ class Speech:
         return self.utterances[:, 1]
 
     def random_starts(self, batch: int, length: int) -> Tensor:
-        """First tokens (batch,) of random crops of `length` tokens, which may run over the ends of utterances.
+        """First tokens (batch,) of random crops of `length` tokens, which may cross ends of utterances.
 
-        None reaches from one voice into another: such a one is moved to end where its first voice does.
+        A crop that would reach into another voice is moved back to end with its own.
         """
         starts = torch.randint(0, len(self.owner) - length + 1, (batch,), device=self.device)
         voice = self.voices[self.owner[starts]]
@@ -82,20 +82,20 @@ class Speech:
 
     @cached_property
     def _voice_ends(self) -> Tensor:
-        """Token behind the last of each voice, (voices,)."""
+        """Index of the token after the last one of each voice, (voices,)."""
         lengths = torch.zeros(self.voice_count, dtype=torch.int64, device=self.device)
         return lengths.index_add(0, self.voices, self.utterances[:, 2]).cumsum(0)
 
     def wave(self, starts: Tensor, length: int) -> Tensor:
-        """16 kHz waves (B, length * 640) float32 of `length` tokens from the tokens `starts` (B,)."""
+        """16 kHz waves (B, length * 640) float32 of `length` tokens each, from the tokens `starts` (B,) on."""
         return _slices(self.audio, starts * TOKEN_SAMPLES, length * TOKEN_SAMPLES).float() * INT16_SCALE
 
     def phones_of(self, starts: Tensor, length: int) -> Tensor:
-        """(B, length * 4) int64."""
+        """Phones (B, length * 4) int64."""
         return _slices(self.phones, starts * TOKEN_PHONES, length * TOKEN_PHONES).long()
 
     def tokens_of(self, starts: Tensor, length: int) -> Tensor:
-        """(B, length) int64."""
+        """Speech tokens (B, length) int64."""
         return _slices(self.tokens, starts, length)
 
     def utterance_of(self, starts: Tensor, length: int) -> Tensor:
@@ -104,5 +104,5 @@ class Speech:
 
 
 def _slices(stream: Tensor, starts: Tensor, length: int) -> Tensor:
-    """(B, length): stream[start : start + length] of each start.."""
+    """stream[start : start + length] for each start, (B, length)"""
     return stream[starts[:, None] + torch.arange(length, device=stream.device)]

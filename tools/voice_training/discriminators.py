@@ -1,4 +1,4 @@
-"""Two kinds of judges of speech, for training only: of spectrograms, and of waves folded at a period. Both small."""
+"""Discriminators for training the vocoder: of spectrograms, and of waves folded at a period. Both small."""
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,12 @@ SPECTRUM_CHANNELS = 24
 PERIOD_CHANNELS = (16, 64, 128, 128)
 SLOPE = 0.1
 
-Judgement = tuple[Tensor, list[Tensor]]  # scores, near 1 for real speech, and the features of each layer before
+Scores = tuple[Tensor, list[Tensor]]  # scores, near 1 for real speech, and the features of each layer
 
 
-class SpectrogramJudge(nn.Module):
+class SpectrogramDiscriminator(nn.Module):
+    """2-D convolutions over the magnitude spectrogram of one resolution."""
+
     window: Tensor
 
     def __init__(self, n_fft: int) -> None:
@@ -29,14 +31,16 @@ class SpectrogramJudge(nn.Module):
         self.register_buffer("window", torch.hann_window(n_fft), persistent=False)
         self.n_fft = n_fft
 
-    def forward(self, wave: Tensor) -> Judgement:
-        """(B, N)"""
+    def forward(self, wave: Tensor) -> Scores:
+        """wave (B, N)"""
         spectrum = torch.stft(wave, self.n_fft, self.n_fft // 4, window=self.window, return_complex=True)
         x = spectrum.abs().clamp(min=1e-5).sqrt().transpose(1, 2)[:, None]  # (B, bins, T) -> (B, 1, T, bins)
-        return _judge(self.layers, self.score, x)
+        return _score(self.layers, self.score, x)
 
 
-class PeriodJudge(nn.Module):
+class PeriodDiscriminator(nn.Module):
+    """HiFi-GAN's multi-period discriminator, of one period (Kong et al., arXiv:2010.05646)."""
+
     def __init__(self, period: int) -> None:
         super().__init__()
         widths = (1, *PERIOD_CHANNELS)
@@ -47,14 +51,14 @@ class PeriodJudge(nn.Module):
         self.score = weight_norm(nn.Conv2d(widths[-1], 1, (3, 1), padding=(1, 0)))
         self.period = period
 
-    def forward(self, wave: Tensor) -> Judgement:
-        """(B, N)"""
+    def forward(self, wave: Tensor) -> Scores:
+        """wave (B, N)"""
         whole = wave.shape[1] // self.period * self.period
         x = wave[:, :whole].unflatten(1, (-1, self.period))[:, None]  # (B, N) -> (B, 1, N / period, period)
-        return _judge(self.layers, self.score, x)
+        return _score(self.layers, self.score, x)
 
 
-def _judge(layers: nn.ModuleList, score: nn.Module, x: Tensor) -> Judgement:
+def _score(layers: nn.ModuleList, score: nn.Module, x: Tensor) -> Scores:
     features = []
     for layer in layers:
         x = F.leaky_relu(layer(x), SLOPE)
@@ -64,20 +68,20 @@ def _judge(layers: nn.ModuleList, score: nn.Module, x: Tensor) -> Judgement:
 
 class Discriminators(nn.ModuleList):
     def __init__(self) -> None:
-        super().__init__([*map(SpectrogramJudge, RESOLUTIONS), *map(PeriodJudge, PERIODS)])
+        super().__init__([*map(SpectrogramDiscriminator, RESOLUTIONS), *map(PeriodDiscriminator, PERIODS)])
 
     def loss(self, real: Tensor, made: Tensor) -> Tensor:
-        """What the judges are trained by: waves (B, N), `made` without its history."""
-        errors = [(1 - judge(real)[0]).square().mean() + judge(made)[0].square().mean() for judge in self]
+        """Least-squares loss of the discriminators: waves (B, N), `made` detached from the generator."""
+        errors = [(1 - each(real)[0]).square().mean() + each(made)[0].square().mean() for each in self]
         return torch.stack(errors).sum()
 
     def generator_loss(self, real: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
-        """What `made` is improved by: to be taken for real, and to have the features of the real one."""
-        taken, alike = made.new_zeros(()), made.new_zeros(())
-        for judge in self:
+        """Adversarial loss and feature matching loss of the generator."""
+        adversarial, matching = made.new_zeros(()), made.new_zeros(())
+        for discriminator in self:
             with torch.no_grad():
-                _, wanted = judge(real)
-            scores, found = judge(made)
-            taken = taken + (1 - scores).square().mean()
-            alike = alike + torch.stack([(a - b).abs().mean() for a, b in zip(wanted, found, strict=True)]).sum()
-        return taken, alike
+                _, wanted = discriminator(real)
+            scores, found = discriminator(made)
+            adversarial = adversarial + (1 - scores).square().mean()
+            matching = matching + torch.stack([(a - b).abs().mean() for a, b in zip(wanted, found, strict=True)]).sum()
+        return adversarial, matching

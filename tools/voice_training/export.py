@@ -1,4 +1,4 @@
-"""Stage `export`: what was trained so far as a checkpoint in the official layout, half precision, with its voices."""
+"""Stage `export`: everything trained so far as a checkpoint in the official layout, in half precision, with voices."""
 
 import logging
 import shutil
@@ -22,7 +22,7 @@ DEMO_VOICES = VOICES[:2]
 VOICE_SECONDS = (5.0, 6.5)
 VOICE_WORDS = 12
 
-# What is written of which trained file.
+# Checkpoint file: (trained file, function that converts it).
 Part = tuple[str, Callable[[Path, Path], None]]
 
 
@@ -45,11 +45,11 @@ _PARTS: dict[str, Part] = {
 
 
 def export(work: Path, checkpoint: Path) -> None:
-    """Write `checkpoint` anew: every part that was trained, the voices and the list of sums."""
+    """Replace `checkpoint`: every part that was trained, the voices and the list of checksums."""
     shutil.rmtree(checkpoint, ignore_errors=True)
     for name, (source, write) in _PARTS.items():
         if not (work / source).is_file():
-            logger.warning("export: no %s, so no %s", source, name)
+            logger.warning("export: %s is missing, so %s is not written", source, name)
             continue
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         write(work, checkpoint / name)
@@ -62,7 +62,7 @@ def export(work: Path, checkpoint: Path) -> None:
 
 
 def _write_voices(work: Path, folder: Path) -> None:
-    """A recording of each demo voice, as `common.voice.book` reads them: NAME.wav and what it says in NAME.txt."""
+    """A recording of each demo voice as `common.voice.book` reads it: NAME.wav and its transcript NAME.txt."""
     folder.mkdir(parents=True)
     sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
     utterances = np.load(work / "utterances.npy")
@@ -80,7 +80,7 @@ def _write_voices(work: Path, folder: Path) -> None:
 
 
 def _recording(utterances: np.ndarray, sentences: list[str], voice: int) -> tuple[int, str]:
-    """The first utterance of `voice` that is a plain sentence of a good length; any one where there is none."""
+    """The first utterance of `voice` that is a plain sentence of suitable length; if there is none, its first."""
     shortest, longest = (seconds * TOKEN_RATE for seconds in VOICE_SECONDS)
     members = [(index, sentences[row[0]], row[2]) for index, row in enumerate(utterances) if row[1] == voice]
     good = [

@@ -1,4 +1,4 @@
-"""Features of whole batches on any device, equal to what serving computes one recording at a time; perturbed speech."""
+"""Features of batches on any device, equal to those that serving computes per recording; perturbation of speech."""
 
 import math
 from functools import lru_cache
@@ -16,12 +16,12 @@ _KALDI_LOWEST_HZ, _KALDI_PREEMPHASIS = 20.0, 0.97
 
 SLOWEST, FASTEST = 0.85, 1.2
 QUIETEST, LOUDEST = math.log(0.1), math.log(1.6)
-NOISY = 0.4  # share of the rows
-TONE_DB = 8.0  # at the ends of a random curve over frequency
+NOISY = 0.4  # share of rows
+TONE_DB = 8.0  # largest gain of a random curve over frequency
 
 
 def s3_log_mel(wave: Tensor) -> Tensor:
-    """(B, N) at 16 kHz -> (B, 128, N // 160): the input of the S3 tokenizer, Whisper's log mel."""
+    """wave (B, N) at 16 kHz -> (B, 128, N // 160): Whisper's log mel, the input of the S3 tokenizer."""
     filters, window = _whisper_filters(wave.device)
     spectrum = torch.stft(wave, _S3_FFT, _S3_HOP, window=window, return_complex=True)[..., :-1]
     mel = (filters @ spectrum.abs().square()).clamp(min=1e-10).log10()
@@ -30,7 +30,7 @@ def s3_log_mel(wave: Tensor) -> Tensor:
 
 
 def kaldi_fbank(wave: Tensor) -> Tensor:
-    """(B, N) at 16 kHz -> (B, T, 80): `audio.fbank` minus each band's mean over time, the input of CAM++."""
+    """wave (B, N) at 16 kHz -> (B, T, 80): `audio.fbank` minus each band's mean over time, the input of CAM++."""
     filters, window = _kaldi_filters(wave.device)
     frames = wave.unfold(1, _KALDI_WINDOW, _KALDI_HOP)
     frames = frames - frames.mean(-1, keepdim=True)
@@ -51,7 +51,7 @@ def _whisper_filters(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=2)
 def _kaldi_filters(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Triangles on Kaldi's mel scale (256, 80), and its window, a Hann window to the power 0.85."""
+    """Triangular filters on Kaldi's mel scale (256, 80), and Kaldi's window, a Hann window to the power of 0.85."""
 
     def mel(hz: Tensor) -> Tensor:
         return 1127.0 * torch.log(1.0 + hz / 700.0)
@@ -67,7 +67,7 @@ def _kaldi_filters(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def at_speed(wave: Tensor, samples: int) -> Tensor:
-    """Waves (B, M), played within `samples`: (B, samples). Band-limited, by cutting or padding the spectrum."""
+    """Waves (B, M) resampled to (B, samples), which changes speed and pitch. Band-limited, in the frequency domain."""
     spectrum = torch.fft.rfft(wave)
     bins = samples // 2 + 1
     kept = F.pad(spectrum, (0, max(0, bins - spectrum.shape[1])))[:, :bins]
@@ -75,7 +75,7 @@ def at_speed(wave: Tensor, samples: int) -> Tensor:
 
 
 def as_recorded(wave: Tensor) -> Tensor:
-    """Waves (B, N) as other microphones, rooms and levels would have them: gain, tone and noise drawn for each."""
+    """Waves (B, N) with random gain, frequency response and noise per row, like other microphones and rooms."""
     B, N = wave.shape
 
     def between(low: float, high: float) -> Tensor:

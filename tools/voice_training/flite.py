@@ -1,4 +1,4 @@
-"""flite through ctypes: a text to its wave and the phones in it. Debian's libflite1, unpacked anywhere, will do."""
+"""flite through ctypes: text to a wave and its phones. Debian's libflite1, installed or unpacked, is enough."""
 
 from ctypes import CDLL, POINTER, RTLD_GLOBAL, Structure, c_char_p, c_float, c_int, c_short, c_void_p
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 from common.constants import PROMPT_SAMPLE_RATE
 from tools.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
 
-# The demo's two voices first; the others make what is learned less particular.
+# The demo's two voices first; the others add variety to the training data.
 VOICES = ("slt", "rms", "awb", "kal16")
 PHONES = (
     "pau aa ae ah ao aw ax ay b ch d dh eh er ey f g hh ih iy jh k l m n ng ow oy p r s sh t th uh uw v w y z zh"
@@ -40,7 +40,7 @@ class _Wave(Structure):
 
 
 class Flite:
-    """The voices VOICES. `folder`: the root under which libflite1 was unpacked. OSError where it is not there."""
+    """flite with the voices VOICES. folder: contains libflite1, at any depth; OSError if it does not."""
 
     def __init__(self, folder: Path) -> None:
         found = sorted(folder.rglob("libflite.so.1"))
@@ -48,7 +48,7 @@ class Flite:
             raise OSError(f"no libflite.so.1 under {folder}: unpack Debian's libflite1 there (dpkg -x)")
         libraries = found[0].parent
         for path in sorted(folder.rglob("libasound.so.2")):
-            CDLL(str(path), mode=RTLD_GLOBAL)  # what libflite plays sound with; needed to load it
+            CDLL(str(path), mode=RTLD_GLOBAL)  # libflite cannot be loaded without it
 
         def load(name: str) -> CDLL:
             return CDLL(str(libraries / f"{name}.so.1"), mode=RTLD_GLOBAL)
@@ -68,7 +68,7 @@ class Flite:
             self._voices.append(register(None))
 
     def speak(self, text: str, voice: int) -> tuple[np.ndarray, np.ndarray]:
-        """The 16 kHz wave (T * 640,) int16 of whole tokens, and phones (T * 4,) uint8, indices of PHONES."""
+        """16 kHz wave (T * 640,) int16, padded to whole tokens, and phones (T * 4,) uint8, indices of PHONES."""
         lib = self._lib
         utterance = lib.flite_synth_text(text.encode("ascii"), self._voices[voice])
         try:

@@ -1,10 +1,10 @@
-"""Both flows: conditional flow matching on random crops, as they are served.
+"""Training of both flows: conditional flow matching on random crops, with the attention masks of serving.
 
-The network's own encoder and estimator are run as serving runs them: every other batch in the streaming form, with the
-attention that a stream's chunks have, the others as whole utterances. Prompts are the first part of a crop; what
-comes behind is spoken in its voice. Guidance needs an unconditional network, so conditions are left out at times.
+Encoder and estimator run as in serving: every other batch in the streaming form, with the attention of a stream's
+chunks, the others as whole utterances. The first part of a crop is the prompt; the rest is to be rendered in its voice.
+Classifier-free guidance needs an unconditional network, so conditions are dropped for some rows.
 
-Mel is not normalised, because the official flows' is not: the biases of the two output layers begin at its mean.
+Mel is not normalised, as in the official flows: the biases of the two output layers are initialised to its mean.
 """
 
 import math
@@ -21,31 +21,31 @@ from common.constants import LOOKAHEAD_TOKENS, SPEECH_VOCAB, TOKEN_MEL_RATIO
 from common.flow import DiTFlow, UNetFlow
 from common.flow.dit import DiTEstimator
 from common.voice import audio
-from tools.voice_training.dataset import Speech
+from tools.voice_training.dataset import SpeechDataset
 from tools.voice_training.resampling import upsampled
-from tools.voice_training.training import Recorded, Run, adamw, autocast, descend, trained
+from tools.voice_training.training import Recorded, TrainingRun, adamw, autocast, descend, trained
 
 CROP_TOKENS = (60, 100, 200, 400)  # up to 16 s: as long as a prompt and an utterance together
 BATCH_TOKENS = 12_800
 PEAK_RATE = 1.5e-3
-SIGMA_MIN = 1e-6  # of the noise that is left at the end of the path
-MEL_DEVIATION = 2.5  # of log mel: what losses are counted in
-ENCODER_WEIGHT = 0.5  # of the encoder's own error
-WITHOUT_CONDITIONS = 0.2
-WITH_PROMPT = 0.6
+SIGMA_MIN = 1e-6  # standard deviation of the noise left at the end of the path
+MEL_DEVIATION = 2.5  # standard deviation of log mel, the unit of the losses
+ENCODER_WEIGHT = 0.5  # weight of the encoder's own loss
+WITHOUT_CONDITIONS = 0.2  # share of rows
+WITH_PROMPT = 0.6  # share of rows
 LONGEST_PROMPT = 0.4  # share of the crop
-ODD_PROMPT = 0.3  # share of prompts that are changed, as recordings by other microphones and people are
-OTHER_UTTERANCE = 0.5  # share of rows whose x-vector is another utterance's, as a prompt's is
-END_OF_UTTERANCE = 0.3  # share of rows with nothing ahead of their last token
+ODD_PROMPT = 0.3  # share of prompts that are perturbed, to resemble recordings by other microphones and people
+OTHER_UTTERANCE = 0.5  # share of rows whose x-vector is of another utterance, as in serving
+END_OF_UTTERANCE = 0.3  # share of rows without tokens ahead of their last one
 ABSENT = -1
-DIGITS, LEVELS = 8, 3  # of a token, as the tokenizer quantises it
+DIGITS, LEVELS = 8, 3  # digits of a token in the tokenizer's quantiser, and values of each
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Crops of T tokens; the first `prompt` tokens of each are given as its prompt.
+    """Crops of T tokens; the first `prompt` tokens of each are its prompt.
 
-    tokens: (B, T + look-ahead), ABSENT where the utterance has ended. mel: (B, 80, 2T). condition: (B, 80, 2T), the
+    tokens: (B, T + look-ahead), ABSENT after the end of the utterance. mel: (B, 80, 2T). condition: (B, 80, 2T), the
     prompt's mel, then zeros. embedding: (B, 192). prompt: (B,).
     """
 
@@ -57,23 +57,23 @@ class Batch:
 
     @property
     def ahead(self) -> Tensor:
-        """Each token with those ahead of it, (B, T, 1 + look-ahead)."""
+        """Each token followed by the tokens ahead of it, (B, T, 1 + look-ahead)."""
         return self.tokens.unfold(1, 1 + LOOKAHEAD_TOKENS, 1)
 
 
-# (batch, streaming) -> tokens with those ahead (B, T, 1 + look-ahead), visible (B, T) as the encoder takes them, and
-# the estimator's keywords: everything that depends on how a stack cuts its streams
+# (batch, streaming) -> the encoder's tokens (B, T, 1 + look-ahead) and visible (B, T), and the estimator's mask
+# arguments: everything that depends on how a stack divides its streams into chunks
 View = Callable[[Batch, bool], tuple[Tensor, Tensor, dict]]
 
 
-def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: Speech, seconds: float) -> None:
-    """Train until the time is up; see `Run` for the file at `path`."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans every new shape of an attention anew
+def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: SpeechDataset, seconds: float) -> None:
+    """Train for `seconds`; see `TrainingRun` for the file at `path`."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a new plan for every shape
     device = speech.device
-    begin(flow, speech)
-    flow.to(device).requires_grad_(True)  # the embedding too, which is built frozen
+    initialize(flow, speech)
+    flow.to(device).requires_grad_(True)  # also the embedding, which is created frozen
     optimizer = adamw(flow.parameters(), PEAK_RATE)
-    run = Run(path, seconds, {"network": flow}, [optimizer])
+    run = TrainingRun(path, seconds, {"network": flow}, [optimizer])
 
     def learn(tokens: int, streaming: bool) -> dict[str, Tensor]:
         matching, encoder = losses(flow, view, draw(speech, tokens), streaming)
@@ -92,8 +92,8 @@ def export(trained_path: Path, path: Path) -> None:
 
 
 @torch.no_grad()
-def begin(flow: DiTFlow | UNetFlow, speech: Speech) -> None:
-    """Starting points that save the first minutes: the mean mel, and neighbouring tokens with similar embeddings."""
+def initialize(flow: DiTFlow | UNetFlow, speech: SpeechDataset) -> None:
+    """Initial values that save minutes: mean mel as output biases, similar embeddings for tokens that share digits."""
     mean = mels(speech, speech.random_starts(64, CROP_TOKENS[0]), CROP_TOKENS[0]).mean((0, 2)).cpu()
     flow.encoder_proj.bias.copy_(mean)
     token = torch.arange(SPEECH_VOCAB)[:, None]
@@ -107,7 +107,7 @@ def begin(flow: DiTFlow | UNetFlow, speech: Speech) -> None:
 
 
 def losses(flow: DiTFlow | UNetFlow, view: View, batch: Batch, streaming: bool) -> tuple[Tensor, Tensor]:
-    """Errors of the velocity (squared) and of the encoder's mel (absolute), in deviations of mel."""
+    """Squared error of the velocity and absolute error of the encoder's mel, in units of MEL_DEVIATION."""
     target, device = batch.mel, batch.mel.device
     B = len(target)
     ahead, visible, estimator_mask = view(batch, streaming)
@@ -125,7 +125,7 @@ def losses(flow: DiTFlow | UNetFlow, view: View, batch: Batch, streaming: bool) 
     return matching, (mu - target).abs().mean() / MEL_DEVIATION
 
 
-def draw(speech: Speech, T: int) -> Batch:
+def draw(speech: SpeechDataset, T: int) -> Batch:
     """Random crops of T tokens."""
     B, device = max(1, BATCH_TOKENS // T), speech.device
 
@@ -142,8 +142,8 @@ def draw(speech: Speech, T: int) -> Batch:
     return Batch(tokens, mel, condition, embeddings(speech, speech.utterance_of(starts, T)), prompt)
 
 
-def embeddings(speech: Speech, utterance: Tensor) -> Tensor:
-    """X-vectors (B, 192) that fit the utterances (B,): their own or another's of the voice, with some noise."""
+def embeddings(speech: SpeechDataset, utterance: Tensor) -> Tensor:
+    """x-vectors (B, 192) for utterances (B,): their own or another of the same voice, with some noise."""
     device, voice = speech.device, speech.voices[utterance]
     first = torch.searchsorted(speech.voices.contiguous(), voice)
     count = torch.searchsorted(speech.voices.contiguous(), voice, right=True) - first
@@ -154,9 +154,9 @@ def embeddings(speech: Speech, utterance: Tensor) -> Tensor:
 
 
 def oddly_recorded(mel: Tensor) -> Tensor:
-    """Log mel (B, 80, T) as of another gain, another tone and a noisy room; the voice moved up or down by a band or so.
+    """Log mel (B, 80, T) with another gain, spectral tilt, background noise and a shift by a few bands.
 
-    So that a recording of a human is less of a surprise.
+    It makes the flow robust to recordings of humans, which it is not trained on.
     """
     B, bins, _ = mel.shape
 
@@ -169,6 +169,6 @@ def oddly_recorded(mel: Tensor) -> Tensor:
     return torch.logaddexp(moved + between(-1.5, 1.5) + between(-1, 1) * band, between(-12, -6).expand_as(mel))
 
 
-def mels(speech: Speech, starts: Tensor, length: int) -> Tensor:
-    """Mel (B, 80, 2 * length) of crops, computed as a prompt's is."""
+def mels(speech: SpeechDataset, starts: Tensor, length: int) -> Tensor:
+    """Log mel (B, 80, 2 * length) of crops, computed like a prompt's."""
     return audio.mel_spectrogram(upsampled(speech.wave(starts, length)))

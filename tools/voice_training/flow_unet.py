@@ -1,4 +1,4 @@
-"""Stage `flow_unet`: CosyVoice2's flow, whose streams are cut at multiples of 25 tokens from the prompt's start."""
+"""Stage `flow_unet`: CosyVoice2's flow. Its chunks end at multiples of 25 tokens from the start of the prompt."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from common.constants import FLOW_CHUNK_TOKENS, TOKEN_MEL_RATIO
 from common.flow import EncoderConfig, UNetConfig, UNetFlow, UNetFlowConfig
 from common.flow.layers import valid_frames
 from tools.voice_training import flow
-from tools.voice_training.dataset import Speech
+from tools.voice_training.dataset import SpeechDataset
 from tools.voice_training.training import prepare
 
 CONFIG = UNetFlowConfig(
@@ -20,7 +20,7 @@ FILE = "flow_unet.pt"
 
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
-    speech = Speech.load(work, prepare(device, seed=2))
+    speech = SpeechDataset.load(work, prepare(device, seed=2))
     flow.fit(UNetFlow(CONFIG), view, work / FILE, speech, seconds)
 
 
@@ -30,7 +30,7 @@ def export(work: Path, path: Path) -> None:
 
 
 def view(batch: flow.Batch, streaming: bool) -> tuple[Tensor, Tensor, dict]:
-    """See flow.View. Both networks are limited to chunks in the same way."""
+    """See flow.View. Encoder and estimator have the same chunks."""
     ahead = batch.ahead
     B, T, _ = ahead.shape
     token = torch.arange(T, device=ahead.device)

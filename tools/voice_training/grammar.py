@@ -1,4 +1,4 @@
-"""A small grammar of everyday English: sentences with the words that people say to each other, and numbers."""
+"""A small grammar of everyday English, with numbers."""
 
 import random
 
@@ -69,8 +69,7 @@ JOINTS = "and,but,because,so,when,while,although,before,after,if,until,as soon a
 
 
 def everyday_sentence(rng: random.Random, words: list[str]) -> str:
-    """One sentence in lower case; `words`: frequent words that fill the places where any word may stand. Numbers are
-    in digits."""
+    """One sentence in lower case, numbers in digits. words: frequent words, for places where any word is possible."""
     sentence = rng.choices(PATTERNS, WEIGHTS)[0](rng, words)
     return sentence if sentence.endswith("?") else sentence + rng.choice("....!")
 

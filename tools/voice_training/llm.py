@@ -1,8 +1,8 @@
-"""Stage `llm`: a small Qwen2 that speaks text, alone or behind a prompt.
+"""Stage `llm`: a small Qwen2 from text to speech tokens, with or without a prompt.
 
-It hears the utterances of `speech` and of `more_speech`, and many of them once more as another recording (see
-llm_data.py). Dropout, and 8 % of the speech that it reads replaced at random, keep it from learning them by heart; the
-replaced ones also teach it to go on after a token that was drawn badly.
+It is trained on the utterances of `speech` and `more_speech`, many of them also as perturbed recordings (see
+llm_data.py). Dropout, and random replacement of 8 % of the speech tokens in its input, limit overfitting; the
+replacements also train it to recover from badly sampled tokens.
 """
 
 import logging
@@ -19,31 +19,40 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from common.constants import SPEECH_VOCAB
-from tools.demo_model.llm import Sizes, save_llm
+from tools.demo_model.llm import LLMSizes, save_llm
 from tools.voice_training import tokenizer as speech_tokenizer
 from tools.voice_training.dataset import INT16_SCALE, TOKEN_SAMPLES
 from tools.voice_training.features import FASTEST, SLOWEST, as_recorded, at_speed, s3_log_mel
 from tools.voice_training.llm_data import Sequences, Utterances, encoded, text_tokenizer
 from tools.voice_training.qwen2 import Qwen2
-from tools.voice_training.training import Recorded, Run, adamw, autocast, descend, heard_as_served, prepare, trained
+from tools.voice_training.training import (
+    Recorded,
+    TrainingRun,
+    adamw,
+    autocast,
+    descend,
+    exact_inference,
+    prepare,
+    trained,
+)
 
 logger = logging.getLogger(__name__)
 
 FILE, TOKENIZER_FILE = "llm.pt", "llm_tokenizer.json"
-SIZES = Sizes(hidden=192, layers=7, heads=6, kv_heads=2, mlp=448, tied=True, rope_theta=10_000.0)
+SIZES = LLMSizes(hidden=192, layers=7, heads=6, kv_heads=2, mlp=448, tied=True, rope_theta=10_000.0)
 PEAK_RATE, WEIGHT_DECAY = 2e-3, 0.05
 DROPOUT = 0.1
 REPLACED = 0.08
-# Logits are held near log probabilities, whose highest are near 0: a repetition penalty, which divides logits, then
-# changes little of what is likely.
+# Weight of a loss that keeps logits near log probabilities, whose largest are near 0: a repetition penalty, which
+# divides logits, then changes likely tokens little.
 LOGIT_WEIGHT = 2e-3
-# Of the exported logits: the server's default temperature suits a network of full size, a small one needs a lower.
+# Factor on the exported logits: the server's default temperature suits the full-size LLM; a small one needs less.
 SHARPNESS = 1.35
 HELD_OUT = 256  # utterances
 HELD_OUT_STEPS = 500
 WORKERS = 3
 RECORDINGS_AT_ONCE = 40_000  # tokens
-ALTERED_RECORDINGS = 0.4  # share of the utterances: enough for the prompts, and soon done
+ALTERED_RECORDINGS = 0.4  # share of the utterances: enough for prompts, and fast
 
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
@@ -58,7 +67,7 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     held_out = list(islice(Sequences(utterances, tokenizer, everyone[:held], seed=0), 2))
     data = Sequences(utterances, tokenizer, everyone[held:], seed=1)
     batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=place.type == "cuda"))
-    left = max(1.0, seconds - (time.monotonic() - begun))  # hearing all the speech takes its time
+    left = max(1.0, seconds - (time.monotonic() - begun))  # tokenizing all the speech took a while
     network = Qwen2(SIZES, tokenizer.get_vocab_size(), DROPOUT)
     fit(work / FILE, network, data.first_speech_id, batches, held_out, left, place)
 
@@ -72,17 +81,17 @@ def fit(
     seconds: float,
     device: torch.device,
 ) -> None:
-    """`first_speech_id`: id of <|s_0|>. `batches` and `held_out` as of `Sequences`."""
+    """Train for `seconds`. first_speech_id: id of <|s_0|>; batches, held_out: as from `Sequences`."""
     network.to(device).train()
     optimizer = adamw(network.parameters(), PEAK_RATE, weight_decay=WEIGHT_DECAY)
-    run = Run(path, seconds, {"network": network}, [optimizer])
-    given: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # where a recorded step finds its batch
+    run = TrainingRun(path, seconds, {"network": network}, [optimizer])
+    given: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # input buffers of captured steps
 
     def learn(shape: torch.Size) -> dict[str, Tensor]:
-        ids, foretold = given[shape]
-        loss, size = losses(network, _damaged(ids, first_speech_id), ids, foretold)
+        ids, target = given[shape]
+        loss, size = losses(network, _damaged(ids, first_speech_id), ids, target)
         descend(loss + LOGIT_WEIGHT * size, optimizer, clip=1.0)
-        return {"foretold": loss.detach(), "size": size.detach()}
+        return {"target": loss.detach(), "size": size.detach()}
 
     recorded = Recorded(learn, device)
     held = torch.zeros(())
@@ -98,18 +107,18 @@ def fit(
         run.losses(**recorded(shape), held_out=held)
 
 
-def losses(network: Qwen2, read: Tensor, ids: Tensor, foretold: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the ids (B, L) that are to be foretold from those read, and the size of the logits."""
+def losses(network: Qwen2, read: Tensor, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy of the target ids (B, L), given the ids read, and the mean square of the log partition function."""
     with autocast(ids.device):
         logits = network(read[:, :-1]).float()
     total = logits.logsumexp(-1)
     chosen = logits.gather(-1, ids[:, 1:, None])[..., 0]
-    weight = foretold[:, 1:] / foretold[:, 1:].sum()
+    weight = target[:, 1:] / target[:, 1:].sum()
     return ((total - chosen) * weight).sum(), (total.square() * weight).sum()
 
 
 def _damaged(ids: Tensor, first: int) -> Tensor:
-    """`ids` as they are read: some of the speech, which begins at id `first`, replaced."""
+    """`ids` with some of the speech tokens, whose ids start at `first`, replaced at random."""
     speech = (ids >= first) & (ids < first + SPEECH_VOCAB)
     replaced = speech & (torch.rand(ids.shape, device=ids.device) < REPLACED)
     return torch.where(replaced, first + torch.randint(SPEECH_VOCAB, ids.shape, device=ids.device), ids)
@@ -118,28 +127,28 @@ def _damaged(ids: Tensor, first: int) -> Tensor:
 @torch.no_grad()
 def _held_out_loss(network: Qwen2, held_out: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
     network.eval()
-    found = [losses(network, ids.to(device), ids.to(device), foretold.to(device))[0] for ids, foretold in held_out]
+    found = [losses(network, ids.to(device), ids.to(device), target.to(device))[0] for ids, target in held_out]
     network.train()
     return torch.stack(found).mean()
 
 
 def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: torch.device) -> Utterances:
-    """All that was spoken, as tokens: those of `speech` and, where it is there, of `more_speech`."""
-    hear = speech_tokenizer.load(work, device)
+    """All utterances as tokens: those of `speech` and, if it exists, of `more_speech`."""
+    network = speech_tokenizer.load(work, device)
     sources = [(np.load(work / "utterances.npy"), np.load(work / "audio.npy", mmap_mode="r"))]
     for path in sorted((work / "more").glob("*.npy")):
         found = np.load(path)
         if len(found):
             sources.append((found, np.memmap(path.with_suffix(".audio"), np.int16, "r")))
     spoken = np.concatenate([found for found, _ in sources])
-    # All at once, since equal lengths are heard together.
+    # Of both together, since utterances of equal length form batches.
     rows = torch.cat([torch.from_numpy(np.array(audio)).to(device) for _, audio in sources]).view(-1, TOKEN_SAMPLES)
     lengths = torch.from_numpy(spoken[:, 2]).to(device)
-    with heard_as_served():
+    with exact_inference():
         everyone = torch.arange(len(lengths), device=device)
-        clean = _tokens(hear, rows, lengths, everyone, as_it_was=True)
+        clean = _tokens(network, rows, lengths, everyone, perturbed=False)
         some = everyone[torch.rand(len(lengths), device=device) < ALTERED_RECORDINGS]
-        altered = _tokens(hear, rows, lengths, some, as_it_was=False)
+        altered = _tokens(network, rows, lengths, some, perturbed=True)
     texts, joined = encoded(tokenizer, [sentences[line] for line in spoken[:, 0]])
     logger.info("llm: %d utterances, %.1f h", len(spoken), spoken[:, 2].sum() / 25 / 3600)
     starts, altered_starts = (np.cumsum([0, *map(len, speech)]) for speech in (clean, altered))
@@ -149,24 +158,26 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
 
 
 def _tokens(
-    hear: speech_tokenizer.S3Tokenizer, rows: Tensor, lengths: Tensor, chosen: Tensor, as_it_was: bool
+    network: speech_tokenizer.S3Tokenizer, rows: Tensor, lengths: Tensor, chosen: Tensor, perturbed: bool
 ) -> list[np.ndarray]:
-    """Tokens of each utterance in the stream rows (T, 640) int16 that is chosen, or of another recording of it."""
+    """Tokens of the chosen utterances in the stream rows (T, 640) int16, optionally of a perturbed recording."""
     starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
     for length in tqdm(lengths[chosen].unique().tolist(), desc="recordings to tokens", unit="length", mininterval=5):
         for members in chosen[lengths[chosen] == length].split(max(1, RECORDINGS_AT_ONCE // length)):
             places = starts[members, None] + torch.arange(length, device=rows.device)
             wave = rows[places].flatten(1).float() * INT16_SCALE
-            if not as_it_was:
+            if perturbed:
                 speed = SLOWEST * (FASTEST / SLOWEST) ** float(torch.rand(()))
                 wave = as_recorded(at_speed(wave, round(length / speed) * TOKEN_SAMPLES))
-            for u, heard in zip(members.tolist(), hear.ids(hear(s3_log_mel(wave))).int().cpu().numpy(), strict=True):
-                tokens[u] = heard
+            for u, ids in zip(
+                members.tolist(), network.ids(network(s3_log_mel(wave))).int().cpu().numpy(), strict=True
+            ):
+                tokens[u] = ids
     return tokens
 
 
 def export(work: Path, directory: Path) -> None:
-    """The checkpoint's LLM directory, float16."""
+    """Write the checkpoint's LLM directory, float16."""
     weights = {name: value.half() for name, value in trained(work / FILE).items()}
     weights["model.norm.weight"] = (SHARPNESS * trained(work / FILE)["model.norm.weight"]).half()
     save_llm(directory, Tokenizer.from_file(str(work / TOKENIZER_FILE)), SIZES, weights)

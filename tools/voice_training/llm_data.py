@@ -1,9 +1,8 @@
-"""What the LLM learns from: sequences `<|sos|> text <|task_id|> speech <|eos1|>` as serving builds them.
+"""Training data of the LLM: sequences `<|sos|> text <|task_id|> speech <|eos1|>` as serving builds them.
 
-A sequence is one utterance or several of a voice, one after another. The first of several is a prompt in half of the
-cases: its text joins the next one without a blank, as serving joins them, and its speech may be that of a recording
-that is less than perfect, heard through another microphone, at another speed, or hardly understood. Of such speech
-nothing is learned but what follows it.
+A sequence is one or more utterances of a voice, concatenated. The first of several is a prompt in most cases: its text
+joins the next one without a blank, as in serving, and its speech may be that of a poor recording: another microphone,
+another speed, or mostly wrong tokens. Such speech is context only and not a target.
 """
 
 import json
@@ -22,26 +21,26 @@ from common.constants import SPEECH_VOCAB
 from common.llm.speech_tokens import END_TOKENS, SOS, TASK_ID
 from tools.demo_model.llm import build_tokenizer
 
-# With so many pairs joined, a token of text is some 2.5 letters and lasts some 4 tokens of speech: inside the bounds
-# that serving sets to what an utterance may last (common.config, min_token_ratio and max_token_ratio).
+# With this many merges, a text token is about 2.5 letters and 4 speech tokens, which is within the bounds of serving
+# for the length of an utterance (common.config, min_token_ratio and max_token_ratio).
 MERGES = 400
 TEXTS_FOR_MERGES = 40_000
-LOWER, UPPER = 0.3, 0.04  # shares of the texts in either case alone
-NAMES = 0.1  # share of words with a capital, in half of the others
+LOWER, UPPER = 0.3, 0.04  # shares of the texts in lower case only and in upper case only
+NAMES = 0.1  # share of capitalised words, in half of the other texts
 CURLED = 0.3  # share of texts with typographic apostrophes
 
-UTTERANCES = (1, 2, 3, 4)
+UTTERANCES = (1, 2, 3, 4)  # per sequence
 UTTERANCES_SHARE = (0.3, 0.45, 0.15, 0.1)
-MOST_SPEECH = 700  # tokens of a sequence
+MOST_SPEECH = 700  # speech tokens per sequence
 WITH_PROMPT = 0.7  # share of the sequences of several utterances
-ALTERED, DAMAGED = 0.35, 0.3  # shares of the prompts
+ALTERED, DAMAGED = 0.35, 0.3  # shares of the prompts with perturbed recordings and with replaced tokens
 BATCH_TOKENS = 40_000
 
 Ids = np.ndarray
 
 
 def text_tokenizer(sentences: Sequence[str]) -> Tokenizer:
-    """The LLM's tokenizer, with the most frequent pieces of words in `sentences`."""
+    """The LLM's tokenizer, with BPE merges learned from `sentences`."""
     plain = build_tokenizer()
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = plain.pre_tokenizer
@@ -56,7 +55,7 @@ def text_tokenizer(sentences: Sequence[str]) -> Tokenizer:
 
 
 def cased(sentence: str, rng: random.Random) -> str:
-    """A sentence in lower case as people write it, who may begin it, names and "I" with a capital or shout it."""
+    """A lower-case sentence in random case: as it is, in capitals, or with capitals at the start, for "I" and names."""
     manner = rng.random()
     if manner < LOWER:
         return sentence
@@ -75,10 +74,10 @@ def cased(sentence: str, rng: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Utterances:
-    """Utterances u = 0..U-1: text ids `texts[u]`, the same behind a blank `joined[u]`, and their speech.
+    """Utterances u = 0..U-1: text ids `texts[u]`, the same with a leading blank `joined[u]`, and their speech.
 
-    tokens: speech ids of all, one behind another; altered: those of perturbed recordings of some. Those of u are
-    `tokens[starts[u]:starts[u + 1]]`, `altered[altered_starts[u]:altered_starts[u + 1]]`. voices: (U,).
+    tokens: speech ids of all utterances, concatenated; altered: those of perturbed recordings of some. Those of u are
+    `tokens[starts[u]:starts[u + 1]]` and `altered[altered_starts[u]:altered_starts[u + 1]]`. voices: (U,).
     """
 
     texts: list[Ids]
@@ -97,7 +96,7 @@ class Utterances:
 
 
 def encoded(tokenizer: Tokenizer, sentences: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
-    """Ids of sentences as first ones, and as ones behind a blank."""
+    """Ids of sentences, without and with a leading blank."""
     rng = random.Random(1)
     plain, behind = (
         [
@@ -110,13 +109,13 @@ def encoded(tokenizer: Tokenizer, sentences: Sequence[str]) -> tuple[list[Ids], 
 
 
 class Sequences(IterableDataset):
-    """Batches without end: ids (B, L) int64 and which of them are to be foretold (B, L) bool, padded at the right.
+    """Endless batches: ids (B, L) int64 and which of them are targets (B, L) bool, padded at the right.
 
-    L takes few values, and B follows from it.
+    L takes few values, and each has one B.
     """
 
     def __init__(self, utterances: Utterances, tokenizer: Tokenizer, members: np.ndarray, seed: int) -> None:
-        """members: the utterances to draw from. `first_speech_id`: id of <|s_0|>."""
+        """members: the utterances to draw from. The attribute `first_speech_id` is the id of <|s_0|>."""
         self._utterances = utterances
         self._by_voice = [members[utterances.voices[members] == voice] for voice in np.unique(utterances.voices)]
         shares = np.array([len(voice) for voice in self._by_voice], np.float64)
@@ -129,7 +128,7 @@ class Sequences(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = torch.utils.data.get_worker_info()
         rng = np.random.default_rng((self._seed, worker.id if worker else 0))
-        waiting: defaultdict[int, list[tuple[Ids, np.ndarray]]] = defaultdict(list)  # by their length with padding
+        waiting: defaultdict[int, list[tuple[Ids, np.ndarray]]] = defaultdict(list)  # by padded length
         while True:
             sequence = self.draw(rng)
             length = _padded_length(len(sequence[0]))
@@ -138,24 +137,24 @@ class Sequences(IterableDataset):
                 yield _padded(waiting.pop(length), length)
 
     def draw(self, rng: np.random.Generator) -> tuple[Ids, np.ndarray]:
-        """One sequence: ids (L,), and which are foretold (L,)."""
+        """One sequence: ids (L,), and which of them are targets (L,) bool."""
         of_voice = self._by_voice[rng.choice(len(self._by_voice), p=self._voice_shares)]
         count = rng.choice(UTTERANCES, p=UTTERANCES_SHARE)
         chosen = self._fitting(of_voice[rng.integers(len(of_voice), size=count)])
         data = self._utterances
         prompted = len(chosen) > 1 and rng.random() < WITH_PROMPT
-        begins = 1 + prompted  # texts with no blank before them
+        begins = 1 + prompted  # number of texts without a leading blank
         texts = [(data.texts if index < begins else data.joined)[u] for index, u in enumerate(chosen)]
         first, clean = self._prompt(chosen[0], rng) if prompted else (data.speech(chosen[0]), True)
         speech = [first, *(data.speech(u) for u in chosen[1:])]
         heads = [self._sos, *texts, self._task]
         ids = np.concatenate([*heads, *(part + self.first_speech_id for part in speech), self._end])
-        foretold = np.zeros(len(ids), bool)
-        foretold[sum(map(len, heads)) + (0 if clean else len(first)) :] = True
-        return ids, foretold
+        target = np.zeros(len(ids), bool)
+        target[sum(map(len, heads)) + (0 if clean else len(first)) :] = True
+        return ids, target
 
     def _fitting(self, chosen: np.ndarray) -> list[int]:
-        """As many of them as MOST_SPEECH has room for, one at least."""
+        """The first ones that together fit into MOST_SPEECH, at least one."""
         kept: list[int] = []
         total = 0
         for u in chosen.tolist():
@@ -166,7 +165,7 @@ class Sequences(IterableDataset):
         return kept
 
     def _prompt(self, u: int, rng: np.random.Generator) -> tuple[Ids, bool]:
-        """The speech of a prompt, and whether it is as it was."""
+        """The speech of a prompt, and whether it is unchanged."""
         kind = rng.random()
         altered = self._utterances.altered_speech(u)
         if kind < ALTERED and len(altered):
@@ -175,7 +174,7 @@ class Sequences(IterableDataset):
         return (self._damaged(speech, rng), False) if kind < ALTERED + DAMAGED else (speech, True)
 
     def _damaged(self, speech: Ids, rng: np.random.Generator) -> Ids:
-        """Faster or slower, and any share of it replaced, by itself or in runs; its end may be missing."""
+        """Speech at another speed, a random share of tokens replaced, singly or in runs; the end may be cut off."""
         length = max(4, round(len(speech) * rng.uniform(0.7, 1.5)))
         damaged = speech[np.arange(length) * len(speech) // length].copy()
         run = int(rng.choice((1, 3, 8)))
@@ -192,7 +191,7 @@ def _padded_length(length: int) -> int:
 
 
 def _padded(batch: Sequence[tuple[Ids, np.ndarray]], length: int) -> tuple[Tensor, Tensor]:
-    ids, foretold = np.zeros((len(batch), length), np.int64), np.zeros((len(batch), length), bool)
+    ids, target = np.zeros((len(batch), length), np.int64), np.zeros((len(batch), length), bool)
     for row, (sequence, targets) in enumerate(batch):
-        ids[row, : len(sequence)], foretold[row, : len(sequence)] = sequence, targets
-    return torch.from_numpy(ids), torch.from_numpy(foretold)
+        ids[row, : len(sequence)], target[row, : len(sequence)] = sequence, targets
+    return torch.from_numpy(ids), torch.from_numpy(target)

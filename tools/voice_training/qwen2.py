@@ -1,21 +1,21 @@
-"""Qwen2 as it is trained: transformers' values and names, in few operations that a CUDA graph can hold, and dropout."""
+"""Qwen2 for training: state_dict and values of transformers' network, capturable as a CUDA graph, with dropout."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools.demo_model.llm import Sizes
+from tools.demo_model.llm import LLMSizes
 
 EPSILON = 1e-6
-SPREAD = 0.05  # of the first weights
+SPREAD = 0.05  # standard deviation of the initial weights
 
 
 class Qwen2(nn.Module):
-    """The output head is the embedding, and has no weights of its own."""
+    """The output head is the embedding (tied)."""
 
-    def __init__(self, sizes: Sizes, vocabulary: int, dropout: float) -> None:
+    def __init__(self, sizes: LLMSizes, vocabulary: int, dropout: float) -> None:
         super().__init__()
-        self.model = _Body(sizes, vocabulary, dropout)
+        self.model = _QwenBody(sizes, vocabulary, dropout)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=SPREAD)
@@ -23,15 +23,15 @@ class Qwen2(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, L) -> logits (B, L, vocabulary), each position from itself and those before."""
+        """ids (B, L) -> logits (B, L, vocabulary); causal"""
         return F.linear(self.model(ids), self.model.embed_tokens.weight)
 
 
-class _Body(nn.Module):
-    def __init__(self, sizes: Sizes, vocabulary: int, dropout: float) -> None:
+class _QwenBody(nn.Module):
+    def __init__(self, sizes: LLMSizes, vocabulary: int, dropout: float) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, sizes.hidden)
-        self.layers = nn.ModuleList(_Layer(sizes, dropout) for _ in range(sizes.layers))
+        self.layers = nn.ModuleList(_QwenLayer(sizes, dropout) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.hidden, EPSILON)
         self._sizes, self._dropout = sizes, dropout
 
@@ -46,13 +46,13 @@ class _Body(nn.Module):
         return self.norm(x)
 
 
-class _Layer(nn.Module):
-    def __init__(self, sizes: Sizes, dropout: float) -> None:
+class _QwenLayer(nn.Module):
+    def __init__(self, sizes: LLMSizes, dropout: float) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(sizes.hidden, EPSILON)
-        self.self_attn = _Attention(sizes)
+        self.self_attn = _QwenAttention(sizes)
         self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, EPSILON)
-        self.mlp = _Mlp(sizes)
+        self.mlp = _QwenMLP(sizes)
         self._dropout = dropout
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
@@ -60,10 +60,10 @@ class _Layer(nn.Module):
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self._dropout, self.training)
 
 
-class _Attention(nn.Module):
-    """Heads of keys and values are shared by several of queries."""
+class _QwenAttention(nn.Module):
+    """Grouped-query attention."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: LLMSizes) -> None:
         super().__init__()
         self._head = sizes.hidden // sizes.heads
         self._shared = sizes.heads // sizes.kv_heads
@@ -77,14 +77,14 @@ class _Attention(nn.Module):
             project(x).unflatten(-1, (-1, self._head)).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = (_turned(part, turn) for part in (query, key))
+        query, key = (_rotated(part, turn) for part in (query, key))
         key, value = (part.repeat_interleave(self._shared, dim=1) for part in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-class _Mlp(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
+class _QwenMLP(nn.Module):
+    def __init__(self, sizes: LLMSizes) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(sizes.hidden, sizes.mlp, bias=False)
         self.up_proj = nn.Linear(sizes.hidden, sizes.mlp, bias=False)
@@ -94,7 +94,7 @@ class _Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+def _rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary position embedding of x (B, H, L, D), halves paired; `turn`: cosines and sines (L, D)."""
     cosine, sine = turn
     low, high = x.chunk(2, dim=-1)

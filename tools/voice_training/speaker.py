@@ -1,7 +1,7 @@
-"""Stage `speaker`: a small speaker encoder, taught to tell voices apart, also those that come of another speed.
+"""Stage `speaker`: a small speaker encoder, trained as a classifier of voices at several speeds.
 
-A voice played faster is another voice: the classes are the synthetic voices at some speeds each, which gives
-embeddings that differ as voices do. Gain, tone and noise do not matter, as they do not to a listener.
+A voice played faster counts as another voice: the classes are the synthetic voices at several speeds each, which gives
+a variety of voices. Inputs are perturbed, so that embeddings do not depend on gain, tone and noise.
 """
 
 import math
@@ -15,25 +15,34 @@ from torch import Tensor, nn
 
 from common.constants import MEL_BINS, SPEAKER_DIM
 from tools.demo_model.speaker import write_campplus
-from tools.voice_training.dataset import TOKEN_SAMPLES, Speech
+from tools.voice_training.dataset import TOKEN_SAMPLES, SpeechDataset
 from tools.voice_training.features import as_recorded, at_speed, kaldi_fbank
 from tools.voice_training.flite import VOICES
-from tools.voice_training.training import Recorded, Run, adamw, autocast, descend, heard_as_served, prepare, trained
+from tools.voice_training.training import (
+    Recorded,
+    TrainingRun,
+    adamw,
+    autocast,
+    descend,
+    exact_inference,
+    prepare,
+    trained,
+)
 
 FILE = "speaker.pt"
 CHANNELS = 96
-KERNELS = (5, 3, 3)  # convolution i is dilated by i + 1
+KERNELS = (5, 3, 3)  # convolution i has dilation i + 1
 CROPS = (32, 80)  # tokens
 SPEEDS = (0.85, 0.9, 0.95, 1.0, 1.06, 1.12, 1.2)
-ROWS = 18  # of each speed
+ROWS = 18  # rows of a batch per speed
 PEAK_RATE = 2e-3
-SHARPNESS, MARGIN = 16.0, 0.15  # of the classes, whose logits are cosines
+SHARPNESS, MARGIN = 16.0, 0.15  # scale and additive margin of the logits, which are cosines
 EMBEDDED_AT_ONCE = 60_000  # tokens
 PERTURBED = 0.6
 
 
-class SpeakerNetwork(nn.Module):
-    """(B, T, 80) -> (B, 192); `tools.demo_model.speaker` writes the same as ONNX."""
+class DemoSpeakerEncoder(nn.Module):
+    """Filter bank (B, T, 80) -> x-vector (B, 192); `tools.demo_model.speaker` writes the same network as ONNX."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +52,7 @@ class SpeakerNetwork(nn.Module):
             for i, kernel in enumerate(KERNELS)
         ]
         with torch.no_grad():
-            convs[0].weight *= 0.3  # log mel deviates by about 4, and is to stay in tanh's range
+            convs[0].weight *= 0.3  # log mel has a standard deviation of 4; keep it in tanh's range
         self.convs = nn.ModuleList(convs)
         self.project = nn.Linear(2 * CHANNELS, SPEAKER_DIM)
 
@@ -58,11 +67,11 @@ class SpeakerNetwork(nn.Module):
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
     """Write speaker.pt, then speakers.npy."""
-    speech = Speech.load(work, prepare(device, seed=4))
-    network = SpeakerNetwork().to(speech.device)
+    speech = SpeechDataset.load(work, prepare(device, seed=4))
+    network = DemoSpeakerEncoder().to(speech.device)
     classes = nn.Linear(SPEAKER_DIM, len(VOICES) * len(SPEEDS), bias=False).to(speech.device)
     optimizer = adamw([*network.parameters(), *classes.parameters()], PEAK_RATE)
-    run = Run(work / FILE, seconds, {"network": network, "classes": classes}, [optimizer])
+    run = TrainingRun(work / FILE, seconds, {"network": network, "classes": classes}, [optimizer])
 
     def learn(crop: int) -> dict[str, Tensor]:
         features, target = _draw(speech, crop)
@@ -70,7 +79,7 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
             embedding = network(features)
         cosine = F.normalize(embedding.float(), dim=1) @ F.normalize(classes.weight, dim=1).T
         margin = MARGIN * F.one_hot(target, cosine.shape[1])
-        # Their length means nothing: held near the official one's.
+        # The length of an embedding has no meaning; keep it near that of official ones.
         length = (embedding.norm(dim=1) / math.sqrt(SPEAKER_DIM) - 1).square().mean()
         loss = F.cross_entropy(SHARPNESS * (cosine - margin), target)
         descend(loss + 0.1 * length, optimizer, clip=1.0)
@@ -82,8 +91,8 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     np.save(work / "speakers.npy", embed_utterances(load(work, speech.device), speech))
 
 
-def _draw(speech: Speech, crop: int) -> tuple[Tensor, Tensor]:
-    """Features (B, T, 80) of crops, and the class (B,) of each: all voices equally often, at every speed."""
+def _draw(speech: SpeechDataset, crop: int) -> tuple[Tensor, Tensor]:
+    """Features (B, T, 80) of crops and their classes (B,): all voices equally often, at every speed."""
     rows = len(SPEEDS) * ROWS
     voice = torch.randint(speech.voice_count, (rows,), device=speech.device)
     first = torch.searchsorted(speech.voices.contiguous(), voice)
@@ -100,19 +109,19 @@ def _draw(speech: Speech, crop: int) -> tuple[Tensor, Tensor]:
     return kaldi_fbank(torch.where(perturbed, as_recorded(wave), wave)), voice * len(SPEEDS) + level
 
 
-def load(work: Path, device: str | torch.device) -> SpeakerNetwork:
-    """The trained network with its weights as they are exported: matrices of half precision."""
-    network = SpeakerNetwork()
+def load(work: Path, device: str | torch.device) -> DemoSpeakerEncoder:
+    """The trained network with weights rounded as in the export: matrices in half precision."""
+    network = DemoSpeakerEncoder()
     weights = {key: value.half().float() if value.ndim > 1 else value for key, value in trained(work / FILE).items()}
     network.load_state_dict(weights)
     return network.to(device).eval()
 
 
-def embed_utterances(network: SpeakerNetwork, speech: Speech) -> np.ndarray:
-    """(U, 192)."""
+def embed_utterances(network: DemoSpeakerEncoder, speech: SpeechDataset) -> np.ndarray:
+    """x-vectors (U, 192) of all utterances."""
     lengths = speech.utterances[:, 2]
     vectors = torch.zeros(len(lengths), SPEAKER_DIM, device=speech.device)
-    with heard_as_served():
+    with exact_inference():
         for length in lengths.unique().tolist():
             for members in (lengths == length).nonzero()[:, 0].split(max(1, EMBEDDED_AT_ONCE // length)):
                 vectors[members] = network(kaldi_fbank(speech.wave(speech.starts[members], length)))
@@ -120,5 +129,6 @@ def embed_utterances(network: SpeakerNetwork, speech: Speech) -> np.ndarray:
 
 
 def export(work: Path, path: Path) -> None:
+    """The trained network as an ONNX file with CAM++'s interface."""
     weights = {key: value.numpy() for key, value in trained(work / FILE).items()}
     write_campplus(path, weights, "a small speaker encoder in CAM++'s interface, trained on synthetic voices")

@@ -1,8 +1,8 @@
-"""Stages `speech` and `more_speech`: the corpus as flite speaks it, on all cores.
+"""Stages `speech` and `more_speech`: flite synthesises the corpus, on all cores.
 
-`speech` writes the files of `dataset.py`, which all networks learn from. `more_speech` goes on with the sentences that
-follow while the first networks are trained; the LLM alone hears those, because it needs more text than the others.
-It writes shards to `more/`: `N.audio` raw int16 samples, and `N.npy` (U, 3) as utterances.npy.
+`speech` writes the files of `dataset.py`, on which all networks are trained. `more_speech` continues with the following
+sentences while the first networks are trained; only the LLM uses them, because it needs more text than the others. It
+writes shards to `more/`: `N.audio`, raw int16 samples, and `N.npy` (U, 3), like utterances.npy.
 """
 
 import logging
@@ -19,12 +19,12 @@ from tools.voice_training.flite import Flite
 
 logger = logging.getLogger(__name__)
 
-# Voice of the sentences, in turn.
+# Index in flite.VOICES of each sentence's voice, repeated.
 TURNS = (0, 1, 0, 1, 2, 0, 1, 0, 1, 3)
 MORE_TURNS = (0, 1)
 
 
-def speak(work: Path, seconds: float, flite: Path) -> None:
+def synthesize(work: Path, seconds: float, flite: Path) -> None:
     """Stage `speech`."""
     shards = _scratch(work / "speech")
     _run(work, seconds, flite, shards, 0, os.cpu_count() or 1, TURNS)
@@ -35,8 +35,8 @@ def speak(work: Path, seconds: float, flite: Path) -> None:
     logger.info("speech: %d utterances, %.1f h", len(utterances), hours)
 
 
-def speak_more(work: Path, seconds: float, flite: Path) -> None:
-    """Stage `more_speech`, which leaves some cores to the processes that keep the GPU busy."""
+def synthesize_more(work: Path, seconds: float, flite: Path) -> None:
+    """Stage `more_speech`. It leaves some cores to the processes that feed the GPU."""
     shards = _scratch(work / "more")
     first = int(np.load(work / "utterances.npy")[:, 0].max()) + 1
     processes = max(1, (os.cpu_count() or 1) - 5)
@@ -71,7 +71,7 @@ def _run(
 
 
 def _speak_lines(work: Path, flite: Path, shard: Path, lines: range, turns: tuple[int, ...], seconds: float) -> None:
-    """One process: as many of the sentences `lines` as there is time for, into files beside `shard`."""
+    """One process: synthesise the sentences `lines` until `seconds` have passed, into files next to `shard`."""
     os.nice(5)
     sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
     voices = Flite(flite)
@@ -90,7 +90,7 @@ def _speak_lines(work: Path, flite: Path, shard: Path, lines: range, turns: tupl
 
 
 def _join(shards: Path, work: Path) -> None:
-    """The shards as one stream, grouped by voice, in the order of the sentences."""
+    """Join the shards into one stream, grouped by voice, in the order of the sentences."""
     parts = []
     for path in sorted(shards.glob("*.npy")):
         utterances = np.load(path)

@@ -1,8 +1,8 @@
-"""Stage `tokenizer`: a small S3 tokenizer v2, taught to hear phones and melody whatever the recording is like.
+"""Stage `tokenizer`: a small S3 tokenizer v2, trained to encode phones and intonation robustly.
 
-Its codes are rounded in the forward pass and passed straight through in the backward one. Two heads, for training
-only, tell phones (100 Hz) and mel from the codes; the second is told voice and speed, which so need no room in a code.
-Input is perturbed (speed, gain, tone, noise), the mel to tell is not, so that recordings of people get sensible codes.
+Codes are rounded in the forward pass, with a straight-through gradient. Two heads, for training only, predict phones
+(100 Hz) and mel from the codes; the mel head also gets voice and speed, so that codes need not carry them. The input is
+perturbed (speed, gain, tone, noise) and the target mel is not, so that recordings of people get sensible codes.
 """
 
 import logging
@@ -18,18 +18,27 @@ from tqdm import tqdm
 from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO
 from common.voice import audio
 from tools.demo_model.speech_tokenizer import FSMN_KERNEL, HEAD_DIM, N_MELS, TRITS, write_speech_tokenizer
-from tools.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES, Speech
+from tools.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES, SpeechDataset
 from tools.voice_training.features import as_recorded, at_speed, s3_log_mel
 from tools.voice_training.flite import PHONES, VOICES
-from tools.voice_training.training import Recorded, Run, adamw, autocast, descend, heard_as_served, prepare, trained
+from tools.voice_training.training import (
+    Recorded,
+    TrainingRun,
+    adamw,
+    autocast,
+    descend,
+    exact_inference,
+    prepare,
+    trained,
+)
 
 logger = logging.getLogger(__name__)
 
 FILE = "tokenizer.pt"
 WIDTH, LAYERS = 128, 2
 CROP_TOKENS, BATCH = 64, 64
-# Tokens of the stream that are played within a crop, half of the time as many as it has: few shapes, and numbers that
-# fast transforms have factors for.
+# Tokens of the stream that are played within a crop; half of them at normal speed. Few shapes, and numbers with small
+# factors for fast Fourier transforms.
 PLAYED = (54, 56, 60, 64, 64, 64, 64, 70, 72, 75)
 PEAK_RATE = 2e-3
 MEL_MEAN, MEL_DEVIATION = -5.5, 2.5
@@ -43,26 +52,26 @@ class S3Tokenizer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = _Encoder()
+        self.encoder = _TokenizerEncoder()
         self.quantizer = _Quantizer()
 
     def forward(self, mel: Tensor) -> Tensor:
-        """(B, 128, T) -> codes before rounding (B, T / 4, 8) in -0.999..0.999."""
+        """log mel (B, 128, T) -> codes before rounding (B, T / 4, 8) in -0.999..0.999"""
         return self.quantizer(self.encoder(mel))
 
     @staticmethod
     def ids(codes: Tensor) -> Tensor:
-        """Codes (..., 8) -> token ids (...)."""
+        """Codes (..., 8) -> token ids (...)"""
         powers = 3 ** torch.arange(TRITS, device=codes.device)
         return ((codes.round().long() + 1) * powers).sum(-1)
 
 
-class _Encoder(nn.Module):
+class _TokenizerEncoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv1d(N_MELS, WIDTH, 3, 2, 1)
         self.conv2 = nn.Conv1d(WIDTH, WIDTH, 3, 2, 1)
-        self.blocks = nn.ModuleList([_Block() for _ in range(LAYERS)])
+        self.blocks = nn.ModuleList([_TokenizerBlock() for _ in range(LAYERS)])
 
     def forward(self, mel: Tensor) -> Tensor:
         x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).transpose(1, 2)  # (B, C, T) -> (B, T, C)
@@ -87,10 +96,10 @@ class _Quantizer(nn.Module):
         return 0.999 * self._codebook.project_down(x).float().tanh()
 
 
-class _Block(nn.Module):
+class _TokenizerBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attn = _Attention()
+        self.attn = _FSMNAttention()
         self.attn_ln = nn.LayerNorm(WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.mlp_ln = nn.LayerNorm(WIDTH)
@@ -100,8 +109,8 @@ class _Block(nn.Module):
         return x + self.mlp(self.mlp_ln(x))
 
 
-class _Attention(nn.Module):
-    """Attention beside a convolution over the values (FSMN)."""
+class _FSMNAttention(nn.Module):
+    """Attention plus a convolution over the values (FSMN memory)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,8 +140,8 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return (x * angles.cos() + torch.cat([-high, low], dim=-1) * angles.sin()).to(x.dtype)
 
 
-class Listener(nn.Module):
-    """For training: phones and mel from codes."""
+class TrainingHeads(nn.Module):
+    """Phones and mel predicted from codes, for training only."""
 
     def __init__(self, width: int = 192, layers: int = 4) -> None:
         super().__init__()
@@ -145,7 +154,7 @@ class Listener(nn.Module):
         self.mel = nn.Linear(width, TOKEN_MEL_RATIO * MEL_BINS)
 
     def forward(self, codes: Tensor, voice: Tensor, speed: float) -> tuple[Tensor, Tensor]:
-        """Codes (B, T, 8), voice (B,) -> logits (B, 4T, phones), normalised mel (B, 2T, 80)."""
+        """codes (B, T, 8), voice (B,) -> logits (B, 4T, phones), normalised mel (B, 2T, 80)"""
         B, T, _ = codes.shape
         x = self.enter(codes)
         manner = self.voice(voice) + self.speed(x.new_full((1, 1), speed - 1))
@@ -159,13 +168,13 @@ class Listener(nn.Module):
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
     """Write tokenizer.pt, then tokens.npy."""
-    speech = Speech.load(work, prepare(device, seed=3))
-    tokenizer, listener = S3Tokenizer().to(speech.device), Listener().to(speech.device)
-    optimizer = adamw([*tokenizer.parameters(), *listener.parameters()], PEAK_RATE)
-    run = Run(work / FILE, seconds, {"network": tokenizer, "listener": listener}, [optimizer])
+    speech = SpeechDataset.load(work, prepare(device, seed=3))
+    tokenizer, heads = S3Tokenizer().to(speech.device), TrainingHeads().to(speech.device)
+    optimizer = adamw([*tokenizer.parameters(), *heads.parameters()], PEAK_RATE)
+    run = TrainingRun(work / FILE, seconds, {"network": tokenizer, "listener": heads}, [optimizer])
 
     def learn(played: int) -> dict[str, Tensor]:
-        phones, mel, hits = _losses(tokenizer, listener, speech, played)
+        phones, mel, hits = _losses(tokenizer, heads, speech, played)
         descend(phones + MEL_WEIGHT * mel, optimizer, clip=1.0)
         return {"phones": phones.detach(), "mel": mel.detach(), "hits": hits}
 
@@ -179,9 +188,10 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     logger.info("tokenizer: %d codes in use, entropy %.2f bits", (share > 0).sum(), bits)
 
 
-def _losses(tokenizer: S3Tokenizer, listener: Listener, speech: Speech, taken: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy of phones, error of mel, and the share of phones that were right. `taken`: tokens of the stream
-    that are played within the crop."""
+def _losses(
+    tokenizer: S3Tokenizer, heads: TrainingHeads, speech: SpeechDataset, taken: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy of phones, absolute error of mel, and phone accuracy. taken: tokens played within the crop."""
     starts = speech.random_starts(BATCH, taken)
     samples = CROP_TOKENS * TOKEN_SAMPLES
     with torch.no_grad():
@@ -189,31 +199,31 @@ def _losses(tokenizer: S3Tokenizer, listener: Listener, speech: Speech, taken: i
         target = audio.mel_spectrogram(audio.resample(clean, PROMPT_SAMPLE_RATE, SAMPLE_RATE)).transpose(1, 2)
         target = (target - MEL_MEAN) / MEL_DEVIATION  # (B, 80, T) -> (B, T, 80)
         perturbed = torch.rand(BATCH, 1, device=speech.device) < PERTURBED
-        heard = s3_log_mel(torch.where(perturbed, as_recorded(clean), clean))
+        features = s3_log_mel(torch.where(perturbed, as_recorded(clean), clean))
         labels = speech.phones_of(starts, taken)
         places = (torch.arange(CROP_TOKENS * TOKEN_PHONES, device=speech.device) + 0.5) * (taken / CROP_TOKENS)
         labels = labels[:, places.long()]
     voice = speech.voices[speech.utterance_of(starts, taken)]
     with autocast(speech.device):
-        codes = tokenizer(heard)
+        codes = tokenizer(features)
         rounded = codes + (codes.round() - codes).detach()
-        phones, mel = listener(rounded, voice, taken / CROP_TOKENS)
+        phones, mel = heads(rounded, voice, taken / CROP_TOKENS)
     phones_loss = F.cross_entropy(phones.flatten(0, 1), labels.flatten())
     return phones_loss, (mel - target).abs().mean(), (phones.argmax(-1) == labels).float().mean()
 
 
 def load(work: Path, device: str | torch.device) -> S3Tokenizer:
-    """The trained tokenizer with its weights as they are exported: matrices of half precision."""
+    """The trained tokenizer with weights rounded as in the export: matrices in half precision."""
     tokenizer = S3Tokenizer()
     weights = {key: value.half().float() if value.ndim > 1 else value for key, value in trained(work / FILE).items()}
     tokenizer.load_state_dict(weights)
     return tokenizer.to(device).eval()
 
 
-def tokenize_utterances(tokenizer: S3Tokenizer, speech: Speech) -> np.ndarray:
-    """Tokens (T,) int16 of the whole stream, each utterance heard on its own; equal lengths together."""
+def tokenize_utterances(tokenizer: S3Tokenizer, speech: SpeechDataset) -> np.ndarray:
+    """Tokens (T,) int16 of the whole stream. Each utterance is tokenized on its own; equal lengths form batches."""
     lengths, tokens = speech.utterances[:, 2], torch.zeros(len(speech.owner), dtype=torch.int16, device=speech.device)
-    with heard_as_served():
+    with exact_inference():
         for length in tqdm(lengths.unique().tolist(), desc="tokens", unit="length", mininterval=5):
             members = speech.starts[lengths == length]
             for starts in members.split(max(1, TOKENIZED_AT_ONCE // length)):
@@ -223,5 +233,6 @@ def tokenize_utterances(tokenizer: S3Tokenizer, speech: Speech) -> np.ndarray:
 
 
 def export(work: Path, path: Path) -> None:
+    """The trained tokenizer as an official ONNX file."""
     weights = {key: value.numpy() for key, value in trained(work / FILE).items()}
     write_speech_tokenizer(path, weights, "a small S3 tokenizer, trained on synthetic voices")

@@ -1,6 +1,6 @@
-"""What all stages share: a training run that ends by the clock, averages its weights, and goes on after a stop.
+"""What all stages share: a training run with a time limit, weight averaging and resumption.
 
-The networks are small, so that a GPU would wait for Python most of the time: steps are recorded as CUDA graphs.
+The networks are small, and a GPU would wait for Python most of the time: steps are captured as CUDA graphs.
 """
 
 import logging
@@ -23,15 +23,13 @@ REPORT_STEPS = 50  # reading a loss waits for the device
 EMA_DECAY = 0.999
 WARM_UP = 0.03  # share of the time
 LAST_RATE = 0.03  # of the peak learning rate
-STEPS_BEFORE_RECORDING = (
-    3  # in which convolutions are tuned, transforms planned, constants and states of optimizers made
-)
+STEPS_BEFORE_RECORDING = 3  # they tune convolutions, plan FFTs and create constants and optimizer states
 
 
 def prepare(device: str | torch.device, seed: int) -> torch.device:
-    """Fixed seeds; TF32 where the GPU has it, and its convolutions tuned to the few shapes that training has.
+    """Set fixed seeds, TF32 and cuDNN's autotuning, which pays off as training has few shapes; return the device.
 
-    All work goes to one stream of its own, because the default stream cannot be recorded.
+    On a GPU the current stream becomes a new one, because the default stream cannot be captured.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -50,9 +48,9 @@ def autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def heard_as_served() -> Iterator[None]:
-    """For what trained networks say of all speech: a rounding of another kind would change a few tokens, and serving
-    has none. Nor is it worth tuning convolutions to each of hundreds of lengths."""
+def exact_inference() -> Iterator[None]:
+    """Context for running trained networks over all speech: no TF32, as in serving, since other rounding would change a
+    few tokens; no gradients; and no autotuning, which is not worth it for hundreds of lengths."""
     backends = torch.backends
     tf32 = backends.cuda.matmul.allow_tf32
     backends.cuda.matmul.allow_tf32 = False
@@ -66,40 +64,40 @@ def heard_as_served() -> Iterator[None]:
 def adamw(
     parameters: Any, rate: float, betas: tuple[float, float] = (0.9, 0.98), weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
-    """`rate`: the peak of the schedule that `Run` follows. Groups may have a rate of their own."""
+    """AdamW. rate: peak of `TrainingRun`'s schedule; parameter groups may have their own."""
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=True)
     for group in optimizer.param_groups:
         device = group["params"][0].device
-        # A tensor, because a recorded number would stay what it was.
+        # A tensor, because a captured number could not change.
         group.update(lr=torch.tensor(group["lr"], device=device), capturable=device.type == "cuda")
     return optimizer
 
 
 def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float) -> None:
-    """One step down the gradient, whose norm is cut off at `clip`; none where it is not finite."""
+    """One optimizer step, with the gradient's norm clipped at `clip`; no step if the gradient is not finite."""
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
-    optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # which the fused kernel looks at
+    optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # read by the fused kernel
     optimizer.step()
 
 
 class Recorded:
-    """A training step whose shapes depend on its arguments alone, which take few values: a CUDA graph for each of them.
+    """A training step captured as one CUDA graph per value of its arguments, on which alone its shapes depend.
 
-    step: draws its batch, learns from it, and returns losses by name. It must not wait for the device, nor draw numbers
-    on the host: these would be the same ever after. On a CPU every step is simply taken.
+    step: draws its batch, trains on it, and returns losses by name. It must not wait for the device, and must not draw
+    random numbers on the host, which would be the same in every replay. On a CPU nothing is captured.
     """
 
-    enabled = True  # otherwise steps are simply taken on a GPU too
+    enabled = True  # False: capture nothing on a GPU either
 
     def __init__(self, step: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
         self._step = step
         self._records = self.enabled and device.type == "cuda"
         self._taken: dict[tuple[Hashable, ...], int] = {}
         self._graphs: dict[tuple[Hashable, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]] = {}
-        # One for all graphs: nothing but the losses of the step that was taken last is read outside of them.
+        # One memory pool for all graphs: only the losses of the latest step are read outside of them.
         self._memory = torch.cuda.graph_pool_handle() if self._records else None
 
     def __call__(self, *key: Hashable) -> dict[str, Tensor]:
@@ -115,23 +113,24 @@ class Recorded:
     def _record(self, key: tuple[Hashable, ...]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
         begun = time.monotonic()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may copy data to the device meanwhile.
+        # thread_local: other threads may copy data to the device meanwhile.
         stream = torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, self._memory, stream, capture_error_mode="thread_local"):
                 losses = self._step(*key)
         except RuntimeError:
-            logger.exception("a step %s cannot be recorded", key or "")
+            logger.exception("a step %s cannot be captured", key or "")
             raise
-        logger.info("recorded a step %s in %.1f s", key or "", time.monotonic() - begun)
+        logger.info("captured a step %s in %.1f s", key or "", time.monotonic() - begun)
         return graph, losses
 
 
-class Run:
-    """Steps until `seconds` of training have been spent, those before a stop included. Iterating gives the share.
+class TrainingRun:
+    """Iterates over steps until `seconds` of training have passed, earlier interrupted runs included.
 
-    networks: all that is trained, by name; the running average of the one called `averaged` is what training makes.
-    The file at `path` holds it under "average", with all that is needed to go on.
+    Iterating yields the share of the time, 0..1. networks: everything that is trained, by name; the result is the
+    running average of the weights of the network named `averaged`. The file at `path` holds it under "average", with
+    everything needed to resume.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class Run:
 
     @property
     def share(self) -> float:
-        """Of the time, 0..1."""
+        """Share of the time that has passed, 0..1."""
         return min(1.0, self._spent / self._seconds)
 
     def __iter__(self) -> Iterator[float]:
@@ -182,10 +181,11 @@ class Run:
         tqdm.write(f"{self._path.stem}: {self._report()}")
 
     def losses(self, **losses: Tensor) -> None:
-        """Those of this step, for the progress bar."""
+        """Set this step's losses, for the progress bar."""
         self._losses = losses
 
     def save(self) -> None:
+        """Write the file at `path`, replacing it at once."""
         scratch = self._path.with_suffix(".partial")
         torch.save(
             {
@@ -227,5 +227,5 @@ class Run:
 
 
 def trained(path: Path) -> dict[str, Tensor]:
-    """The averaged weights that a run has made so far, float32 on the CPU."""
+    """The averaged weights in the file of a `TrainingRun`, float32 on the CPU."""
     return torch.load(path, map_location="cpu", weights_only=True)["average"]
