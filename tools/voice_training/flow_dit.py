@@ -43,7 +43,7 @@ def zero_modulation(estimator: DiTEstimator) -> None:
 
 
 def view(batch: flow.Batch, streaming: bool) -> tuple[Tensor, Tensor, dict]:
-    """See flow.View. The encoder attends to everything up to a chunk's end, the estimator to prompt and recent frames."""
+    """See flow.View. The encoder attends to all up to a chunk's end, the estimator to prompt and recent frames."""
     ahead = batch.ahead
     B, T, _ = ahead.shape
     device = ahead.device
