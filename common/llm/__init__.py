@@ -1,1 +1,1 @@
-"""Ways to the LLM that turns text and a voice's speech tokens into new speech tokens."""
+"""Clients and engines of the LLM, which continues text and a voice's speech tokens with new speech tokens."""

@@ -1,4 +1,4 @@
-"""What every way to the LLM shares: what goes in, how it samples, and the stream of speech tokens that comes out."""
+"""What all clients and engines of the LLM share: the prompt, the sampling and the stream of speech tokens."""
 
 import dataclasses
 import math
@@ -9,17 +9,17 @@ from typing import Literal, NamedTuple, Protocol
 from common.config import OrchestratorConfig
 from common.constants import MAX_STREAM_TOKENS
 
-MAX_INT32 = 2**31 - 1  # how the LLM's tensors carry integers
-MAX_SEED = MAX_INT32  # the narrowest seed among the engines
+MAX_INT32 = 2**31 - 1  # the type of integers in the LLM's tensors
+MAX_SEED = MAX_INT32  # the smallest maximum seed among the engines
 
 FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class LLMPrompt:
-    """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, which says `prompt_text`.
+    """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, `prompt_text` its transcript.
 
-    Cross-lingual mode leaves both empty: the LLM then knows the text alone. In instruct mode `prompt_text` is an
+    Cross-lingual mode leaves both empty: the LLM then gets only the text. In instruct mode `prompt_text` is an
     `instruction` and there are no prompt tokens.
     """
 
@@ -32,10 +32,10 @@ class LLMPrompt:
 class Sampling:
     """Sampling parameters of one request. The defaults are those of CosyVoice2's Triton runtime.
 
-    temperature 0 is greedy, top_k 0 does not limit, seed None draws one at random; max_tokens ends where the vocoder
-    does, and no end token is drawn before min_tokens others. ras_window 0 turns repetition-aware sampling (RAS) off:
-    with it, a drawn token that makes up ras_tau or more of the last ras_window tokens is drawn anew, from all tokens.
-    Raises ValueError naming the value that is out of range.
+    temperature 0 is greedy, top_k 0 is unlimited, seed None chooses one at random. max_tokens is limited by what
+    token2wav can render; no end token is sampled before min_tokens others. ras_window 0 disables repetition-aware
+    sampling (RAS): with it, a sampled token that makes up ras_tau or more of the last ras_window tokens is sampled
+    again, from all tokens. Raises ValueError naming the value that is out of range.
     """
 
     temperature: float = OrchestratorConfig.temperature
@@ -67,7 +67,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthRatios:
-    """Fewest and most speech tokens per token of the target text; the defaults are CosyVoice2's."""
+    """Minimum and maximum of speech tokens per token of the target text; the defaults are CosyVoice2's."""
 
     min: float = OrchestratorConfig.min_token_ratio
     max: float = OrchestratorConfig.max_token_ratio
@@ -77,20 +77,20 @@ class LengthRatios:
             raise ValueError(f"token ratios must be numbers with 0 <= min <= max, not {self.min!r} and {self.max!r}")
 
     def bound(self, sampling: Sampling, text_tokens: int) -> Sampling:
-        """`sampling` with the length of its speech held within the ratios, and never above its own max_tokens.
+        """`sampling` with its length limits narrowed to the ratios, and never above its own max_tokens.
 
-        A text too long for max_tokens is held to half of them at least, lest its speech is cut for certain.
+        The minimum is at most half of the maximum: otherwise speech of a text too long for max_tokens is always cut.
         """
-        most = max(1, min(sampling.max_tokens, int(self.max * text_tokens)))
-        least = min(most, max(sampling.min_tokens, min(int(self.min * text_tokens), most // 2)))
-        return dataclasses.replace(sampling, min_tokens=least, max_tokens=most)
+        upper = max(1, min(sampling.max_tokens, int(self.max * text_tokens)))
+        lower = min(upper, max(sampling.min_tokens, min(int(self.min * text_tokens), upper // 2)))
+        return dataclasses.replace(sampling, min_tokens=lower, max_tokens=upper)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Longest waits in seconds, below 5 so that a dead or silent LLM becomes an error within that time.
+    """Maximum waits in seconds, below 5 so that a dead or silent LLM is an error within that time.
 
-    first_token counts from the request and includes connecting; token is the wait between later ones.
+    first_token is measured from the request and includes connecting; token is the wait between later tokens.
     """
 
     connect: float = 2.0
@@ -105,7 +105,7 @@ class Timeouts:
 
 
 class TokenChunk(NamedTuple):
-    """Speech ids 0..6560 as they arrived, and on the last chunk why the LLM ended."""
+    """Speech ids 0..6560 as they arrived, and in the final chunk the reason of the end."""
 
     tokens: list[int]
     finish_reason: FinishReason | None = None
@@ -114,9 +114,9 @@ class TokenChunk(NamedTuple):
 class TokenStream:
     """Async iterator over lists of speech ids 0..6560, in the order and grouping in which they arrive.
 
-    Iterate and close it in one task, or close it once the iterating task has ended. After exhaustion
-    `finish_reason` is "stop", or "length" where `max_tokens` cut the speech short. While iterating it raises
-    UnavailableError where the LLM is down, silent or ends midway, and ValueError where it refuses the request.
+    Iterate and close it in one task, or close it after the iterating task has ended. After exhaustion
+    `finish_reason` is "stop", or "length" if `max_tokens` cut the speech short. Iterating raises UnavailableError if
+    the LLM is down, silent or stops midway, and ValueError if it rejects the request.
     """
 
     def __init__(self, chunks: AsyncGenerator[TokenChunk, None]) -> None:
@@ -134,17 +134,17 @@ class TokenStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Cancel what still runs at the LLM and release it. Harmless after the end, and twice."""
+        """Cancel the request at the LLM if it still runs, and release it. Idempotent."""
         await self._chunks.aclose()
 
 
 class SpeechLM(Protocol):
-    """A way to the LLM."""
+    """Generates speech tokens: a client of an LLM server or an engine in this process."""
 
     def generate(self, prompt: LLMPrompt, sampling: Sampling) -> TokenStream:
-        """Start speaking `prompt`. The first iteration of the stream sends the request."""
+        """A stream of the speech tokens of `prompt`. Its first iteration sends the request."""
         ...
 
     async def aclose(self) -> None:
-        """Release connections; streams still open end with UnavailableError."""
+        """Release connections; streams that are still open end with UnavailableError."""
         ...

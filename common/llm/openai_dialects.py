@@ -1,8 +1,8 @@
-"""How the OpenAI-compatible servers want to be asked, and how their events are read.
+"""Request bodies and event formats of the OpenAI-compatible servers.
 
 vllm           /v1/completions, ids in, ids out      `vllm serve`
 trtllm         /v1/completions, ids in, ids out      `trtllm-serve`
-text           /v1/completions, text in, text out    either of them, with a tokenizer of its own
+text           /v1/completions, text in, text out    either of them, with the tokenizer of the server
 transformers   /v1/completions, text in, text out    `transformers serve`
 chat           /v1/chat/completions with CosyVoice2's template in the server's tokenizer
 """
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 from common.errors import UnavailableError
 from common.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk
-from common.llm.speech_tokens import LLMTokenizer, SpeechTokenParser, speech_token_text, spoken_text
+from common.llm.speech_tokens import LLMTokenizer, SpeechTokenParser, speech_token_text, template_text
 
 Body = dict[str, Any]
 _ENDED = b"[DONE]"
 _LONGEST_LINE = 1 << 20  # bytes; an event with one token has a few hundred
 
 
-class Asked(NamedTuple):
-    """One utterance to ask a server for."""
+class CompletionRequest(NamedTuple):
+    """One utterance to request from a server."""
 
     prompt: LLMPrompt
     sampling: Sampling
@@ -37,42 +37,42 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Dialect:
-    """`body` adds to what every server understands; ValueError where the dialect cannot express the request."""
+    """`body` returns the fields that not all servers share. ValueError if the dialect cannot express the request."""
 
     name: str
     path: str
-    body: Callable[[Asked], Body]
+    body: Callable[[CompletionRequest], Body]
 
-    def request(self, model: str, asked: Asked) -> Body:
-        sampling = asked.sampling
+    def request_body(self, model: str, request: CompletionRequest) -> Body:
+        sampling = request.sampling
         common: Body = {"model": model, "stream": True, "max_tokens": sampling.max_tokens}
         if sampling.seed is not None:
             common["seed"] = sampling.seed
-        return common | self.body(asked)
+        return common | self.body(request)
 
 
-def _vllm(asked: Asked) -> Body:
-    body = _extended(asked.sampling, asked.tokenizer) | {"prompt": asked.ids(), "return_token_ids": True}
-    if asked.sampling.ras_window:  # for common.llm.vllm_logits in the server
-        body["vllm_xargs"] = {"ras_window": asked.sampling.ras_window, "ras_tau": asked.sampling.ras_tau}
+def _vllm(request: CompletionRequest) -> Body:
+    body = _extended(request.sampling, request.tokenizer) | {"prompt": request.ids(), "return_token_ids": True}
+    if request.sampling.ras_window:  # for common.llm.vllm_logits in the server
+        body["vllm_xargs"] = {"ras_window": request.sampling.ras_window, "ras_tau": request.sampling.ras_tau}
     return body
 
 
-def _trtllm(asked: Asked) -> Body:
-    _refuse_ras(asked.sampling)
-    return _extended(asked.sampling, asked.tokenizer) | {"prompt": asked.ids(), "detokenize": False}
+def _trtllm(request: CompletionRequest) -> Body:
+    _reject_ras(request.sampling)
+    return _extended(request.sampling, request.tokenizer) | {"prompt": request.ids(), "detokenize": False}
 
 
-def _text(asked: Asked) -> Body:
-    _refuse_ras(asked.sampling)
-    # Speech tokens may be special in the checkpoint's tokenizer; skipped, the answer would be empty text.
-    return _extended(asked.sampling, asked.tokenizer) | {"prompt": asked.text(), "skip_special_tokens": False}
+def _text(request: CompletionRequest) -> Body:
+    _reject_ras(request.sampling)
+    # Speech tokens may be special tokens in the checkpoint's tokenizer; skipping them would leave an empty answer.
+    return _extended(request.sampling, request.tokenizer) | {"prompt": request.text(), "skip_special_tokens": False}
 
 
-def _transformers(asked: Asked) -> Body:
-    """Sampling as transformers' generation config in JSON, replacing the model's own."""
-    _refuse_ras(asked.sampling)
-    sampling, end_ids = asked.sampling, asked.tokenizer.end_ids
+def _transformers(request: CompletionRequest) -> Body:
+    """Sampling as a generation config of transformers in JSON, which replaces the model's own."""
+    _reject_ras(request.sampling)
+    sampling, end_ids = request.sampling, request.tokenizer.end_ids
     greedy = sampling.temperature == 0
     sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     config = {
@@ -84,35 +84,35 @@ def _transformers(asked: Asked) -> Body:
         "eos_token_id": list(end_ids),
         "pad_token_id": end_ids[0],
     }
-    return {"prompt": asked.text(), "generation_config": json.dumps(config)}
+    return {"prompt": request.text(), "generation_config": json.dumps(config)}
 
 
-def _chat(asked: Asked) -> Body:
-    _refuse_ras(asked.sampling)
-    messages = [{"role": "user", "content": spoken_text(asked.prompt.prompt_text, asked.prompt.target_text)}]
-    if asked.prompt.prompt_tokens:
-        messages.append({"role": "assistant", "content": speech_token_text(asked.prompt.prompt_tokens)})
-    return _extended(asked.sampling, asked.tokenizer) | {"messages": messages, "skip_special_tokens": False}
+def _chat(request: CompletionRequest) -> Body:
+    _reject_ras(request.sampling)
+    messages = [{"role": "user", "content": template_text(request.prompt.prompt_text, request.prompt.target_text)}]
+    if request.prompt.prompt_tokens:
+        messages.append({"role": "assistant", "content": speech_token_text(request.prompt.prompt_tokens)})
+    return _extended(request.sampling, request.tokenizer) | {"messages": messages, "skip_special_tokens": False}
 
 
 def _extended(sampling: Sampling, tokenizer: LLMTokenizer) -> Body:
-    """Sampling beyond OpenAI's as fields of the body, which `vllm serve` and `trtllm-serve` have in common."""
+    """Sampling fields that `vllm serve` and `trtllm-serve` share and OpenAI's API lacks."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,  # 0 does not limit, to both of them
+        "top_k": sampling.top_k,  # 0 is unlimited for both
         "repetition_penalty": sampling.repetition_penalty,
         "min_tokens": sampling.min_tokens,
         "stop_token_ids": list(tokenizer.end_ids),
     }
 
 
-def _refuse_ras(sampling: Sampling) -> None:
+def _reject_ras(sampling: Sampling) -> None:
     if sampling.ras_window:
         raise ValueError(f"ras_window {sampling.ras_window}: only `vllm serve` can run repetition-aware sampling")
 
 
-# In the order in which they are tried at a server that has not told which is its own.
+# In the order in which they are tried at a server of unknown dialect.
 DIALECTS = {
     dialect.name: dialect
     for dialect in (
@@ -126,23 +126,23 @@ DIALECTS = {
 
 
 class EventReader:
-    """Server-sent events of a completion, in pieces as they arrive, into speech ids.
+    """Reads speech ids from the server-sent events of a completion, which may arrive in pieces.
 
     {"choices": [{"token_ids": [...], "finish_reason": ...}]}, or "text", or a chat's {"delta": {"content": ...}}.
     """
 
     def __init__(self, tokenizer: LLMTokenizer, url: str) -> None:
-        self.ended = False  # an end token was uttered, or the server gave a reason for the end
+        self.ended = False  # an end token or a finish reason was read
         self._tokenizer = tokenizer
         self._url = url
         self._parser = SpeechTokenParser()
         self._unfinished = b""
 
     def feed(self, data: bytes) -> TokenChunk:
-        """What `data` completes. Raises UnavailableError where it is not an answer, or the server reports a failure."""
+        """The events that `data` completes. UnavailableError if one is invalid or reports a failure of the server."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         if len(self._unfinished) > _LONGEST_LINE:
-            raise self._no_completion(self._unfinished)
+            raise self._invalid_event(self._unfinished)
         tokens: list[int] = []
         finish: FinishReason | None = None
         for line in lines:
@@ -156,7 +156,7 @@ class EventReader:
         return TokenChunk(tokens, finish)
 
     def _read(self, content: bytes) -> tuple[list[int], FinishReason | None]:
-        """Speech ids of one event, and the reason if it is the last."""
+        """Speech ids of one event, and the finish reason if it is the last."""
         try:
             event = json.loads(content)
             if "error" in event:
@@ -169,13 +169,13 @@ class EventReader:
             reason = choice.get("finish_reason")
             tokens, ended = self._tokens(choice)
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise self._no_completion(content) from None
+            raise self._invalid_event(content) from None
         if reason not in (None, "", "stop", "length"):
             raise UnavailableError(f"LLM server {self._url} ended the answer with {reason!r}")
         return tokens, "stop" if ended else (reason or None)
 
-    def _no_completion(self, content: bytes) -> UnavailableError:
-        return UnavailableError(f"LLM server {self._url} sent what is no completion: {content[:200]!r}")
+    def _invalid_event(self, content: bytes) -> UnavailableError:
+        return UnavailableError(f"LLM server {self._url} sent an invalid event: {content[:200]!r}")
 
     def _tokens(self, choice: Body) -> tuple[list[int], bool]:
         """Speech ids of a choice, and whether an end token follows them."""

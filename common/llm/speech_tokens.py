@@ -1,4 +1,4 @@
-"""Speech tokens in the LLM's vocabulary: `<|s_N|>` as id and as text, and the prompt template around them."""
+"""Speech tokens in the LLM's vocabulary, `<|s_N|>`, as ids and as text, and CosyVoice2's prompt template."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ TASK_ID = "<|task_id|>"
 END_OF_PROMPT = "<|endofprompt|>"
 END_TOKENS = ("<|eos1|>", "<|eos2|>", "<|eos3|>")
 
-# CosyVoice2's prompt as a chat, for servers that take messages.
+# CosyVoice2's prompt as a chat, for servers that accept messages.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}"
     f"{{{{ '{SOS}' + message['content'] + '{TASK_ID}' }}}}"
@@ -27,23 +27,23 @@ _LONGEST_TOKEN = len(f"<|s_{SPEECH_VOCAB}|>")
 
 
 def instruction(text: str) -> str:
-    """`text` as the prompt text of CosyVoice2's instruct mode: it says how to speak, and is not spoken."""
+    """`text` as the prompt text of CosyVoice2's instruct mode: it describes how to speak, and is not spoken."""
     return text + END_OF_PROMPT
 
 
 def speech_token_text(tokens: Sequence[int]) -> str:
-    """Speech ids 0..6560 as the LLM writes them: `<|s_5|><|s_17|>`."""
+    """Speech ids 0..6560 as text of the LLM: `<|s_5|><|s_17|>`."""
     return "".join(f"<|s_{token}|>" for token in tokens)
 
 
 def added_tokens() -> list[str]:
-    """What CosyVoice2's LLM has behind Qwen2's vocabulary, in the order of the ids."""
+    """The tokens that CosyVoice2 adds to Qwen2's vocabulary, in the order of their ids."""
     return [*(f"<|s_{token}|>" for token in range(SPEECH_VOCAB)), *END_TOKENS, SOS, TASK_ID]
 
 
 @dataclass(frozen=True)
 class LLMTokenizer:
-    """The LLM's tokenizer, as far as speech needs it. Safe to use from several threads.
+    """The LLM's tokenizer, limited to what speech needs. Thread-safe.
 
     first_speech_id: id of `<|s_0|>`; the ids of all speech tokens are consecutive from there.
     end_ids: ids that end an utterance, `<|eos1|>` first.
@@ -57,7 +57,7 @@ class LLMTokenizer:
 
     @classmethod
     def from_dir(cls, tokenizer_dir: str | Path) -> "LLMTokenizer":
-        """Read `tokenizer.json`. Raises ValueError where it is missing or is not that of a CosyVoice2 LLM."""
+        """Read `tokenizer.json`. Raises ValueError if it is missing or not the tokenizer of a CosyVoice2 LLM."""
         path = Path(tokenizer_dir) / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"LLM tokenizer: no file {path}")
@@ -75,7 +75,7 @@ class LLMTokenizer:
         # The official vocabulary has all three end tokens, of which only the first is used in training.
         others = (tokenizer.token_to_id(token) for token in END_TOKENS[1:])
         end_ids = (token_id(END_TOKENS[0]), *(found for found in others if found is not None))
-        token_id(END_OF_PROMPT)  # not used by its id, but the text of it must be one token
+        token_id(END_OF_PROMPT)  # its id is not used, but its text must be one token
         return cls(tokenizer, first, end_ids, sos_id=token_id(SOS), task_id=token_id(TASK_ID))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -85,19 +85,19 @@ class LLMTokenizer:
     def encode_prompt(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> list[int]:
         """Token ids of the template `<|sos|>{prompt_text}{target_text}<|task_id|>{prompt speech tokens}`.
 
-        prompt_text: what the prompt's speech says, or an `instruction`.
+        prompt_text: the transcript of the prompt's speech, or an `instruction`.
         """
-        text = spoken_text(prompt_text, target_text)
+        text = template_text(prompt_text, target_text)
         text_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [self.sos_id, *text_ids, self.task_id, *self.to_llm_ids(prompt_tokens)]
 
     def text_length(self, text: str) -> int:
-        """How many tokens `text` is to the LLM."""
+        """Number of LLM tokens in `text`."""
         return len(self.tokenizer.encode(strip_control_tokens(text), add_special_tokens=False).ids)
 
     def prompt_string(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> str:
         """The same template as text, for servers that tokenize themselves."""
-        return f"{SOS}{spoken_text(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
+        return f"{SOS}{template_text(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
 
     def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:
         """Speech ids 0..6560 -> ids of the LLM. Raises ValueError on any other id."""
@@ -107,25 +107,25 @@ class LLMTokenizer:
         return [self.first_speech_id + int(token) for token in tokens]
 
     def to_speech_ids(self, llm_ids: Sequence[int]) -> list[int]:
-        """Ids of the LLM -> speech ids; text and control tokens that the LLM may utter are dropped."""
+        """Ids of the LLM -> speech ids; text and control tokens are dropped."""
         shifted = (int(token) - self.first_speech_id for token in llm_ids)
         return [token for token in shifted if 0 <= token < SPEECH_VOCAB]
 
 
 def read_first_speech_id(tokenizer_dir: str) -> int:
-    """Id of `<|s_0|>` in the LLM's vocabulary; the official one where no tokenizer directory is given."""
+    """Id of `<|s_0|>` in the LLM's vocabulary; the official one if `tokenizer_dir` is empty."""
     return LLMTokenizer.from_dir(tokenizer_dir).first_speech_id if tokenizer_dir else OFFICIAL_FIRST_SPEECH_ID
 
 
 class SpeechTokenParser:
-    """Speech ids out of streamed text, whose pieces may end anywhere inside a token. Other text is skipped."""
+    """Reads speech ids from streamed text whose pieces may end anywhere inside a token. Other text is skipped."""
 
     def __init__(self) -> None:
-        self.ended = False  # an end token was seen; what follows it is not speech
+        self.ended = False  # an end token was seen; text after it is ignored
         self._pending = ""
 
     def feed(self, text: str) -> list[int]:
-        """Return the ids 0..6560 that `text` completes."""
+        """The ids 0..6560 that `text` completes."""
         text = self._pending + text
         tokens: list[int] = []
         consumed = 0
@@ -141,15 +141,15 @@ class SpeechTokenParser:
 
 
 def _unfinished_token(text: str) -> str:
-    """The end of `text` that more text may turn into a token; bounded, so that other text cannot pile up."""
+    """The end of `text` that may be the start of a token; bounded, so that other text does not accumulate."""
     start = text.rfind("<")
     return text[start:] if start >= 0 and len(text) - start < _LONGEST_TOKEN else ""
 
 
-def spoken_text(prompt_text: str, target_text: str) -> str:
-    """What the LLM is given to speak: both texts, with no control token but the one that ends an `instruction`."""
+def template_text(prompt_text: str, target_text: str) -> str:
+    """The template's text: both texts, with no control token except the one that ends an `instruction`."""
     if prompt_text.endswith(END_OF_PROMPT):
         prompt_text = instruction(strip_control_tokens(prompt_text.removesuffix(END_OF_PROMPT)))
         return prompt_text + strip_control_tokens(target_text)
-    # Both at once: two halves of a control token may meet where the texts join.
+    # Both at once: the texts may join two halves of a control token.
     return strip_control_tokens(prompt_text + target_text)

@@ -15,12 +15,12 @@ from common.llm.triton_tensors import Tensors, output_tokens, request_parameters
 
 
 class ResponseStreams(Protocol):
-    """Asks the LLM model, see `triton_io.streams.Streams`."""
+    """Sends requests to the LLM model, see `triton_io.streams.Streams`."""
 
     def ask(self, inputs: Tensors, parameters: Mapping[str, str]) -> AsyncGenerator[dict[str, np.ndarray], None]:
-        """The outputs of each response; leaving early ends the request.
+        """The outputs of each response; closing the generator early ends the request.
 
-        Raises ValueError, UnavailableError or RuntimeError as the model's error says.
+        Raises ValueError, UnavailableError or RuntimeError, depending on the model's error.
         """
         ...
 
@@ -28,9 +28,10 @@ class ResponseStreams(Protocol):
 
 
 class TritonLM:
-    """Speech from the `tensorrt_llm` model.
+    """Speech tokens from the `tensorrt_llm` model.
 
-    bias (vocabulary,): for the C++ backend, to be added to its logits: minus infinity for what is no speech.
+    bias (vocabulary,): only for the C++ backend, which adds it to the logits; minus infinity for all but speech and
+    end tokens.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class TritonLM:
                     ended = any(token in self._tokenizer.end_ids for token in llm_ids)
                     wait = self._timeouts.token
                     yield TokenChunk(self._tokenizer.to_speech_ids(llm_ids))
-                if ended:  # to the last response, lest what has ended by itself counts as cancelled
+                if ended:  # read up to the last response, or a finished request would count as cancelled
                     async with timeout(wait):
                         await anext(responses, None)
-            # TensorRT-LLM's tensors give no reason for the end; the count does.
+            # TensorRT-LLM's tensors give no finish reason; the token count does.
             yield TokenChunk([], "length" if generated >= sampling.max_tokens and not ended else "stop")
         except asyncio.TimeoutError:
             raise UnavailableError(f"the LLM sent no token for {wait} s") from None

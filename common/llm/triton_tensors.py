@@ -1,7 +1,7 @@
 """The tensors of TensorRT-LLM's Triton backend, which the model `tensorrt_llm` has whichever backend serves it.
 
-Each has a leading batch dimension of 1. What those tensors have no name for travels as parameters of the request; only
-our python backend reads them.
+Each has a leading batch dimension of 1. Sampling values that have no tensor are parameters of the request; only the
+python backend reads those.
 """
 
 import secrets
@@ -17,8 +17,8 @@ Tensors = Mapping[str, np.ndarray]
 NumberT = TypeVar("NumberT", int, float)
 
 INPUTS = ("input_ids", "input_lengths", "request_output_len", "end_id", "streaming", "stop")
-# Inputs that set the sampling, and what `Sampling` calls them. The backend has renamed two: an old one reads the first
-# name and passes over the second, a new one the other way round.
+# Inputs that set the sampling, and their names in `Sampling`. TensorRT-LLM renamed two of them: both names are sent,
+# because an old backend reads only the first and a new one only the second.
 SAMPLING_INPUTS = {
     "temperature": "temperature",
     "runtime_top_k": "top_k",
@@ -29,7 +29,7 @@ SAMPLING_INPUTS = {
     "min_length": "min_tokens",
     "min_tokens": "min_tokens",
 }
-# What the C++ backend offers and our python backend does not: refused, unless it has the value that changes nothing.
+# Inputs that the C++ backend supports and the python backend does not: rejected, unless the value has no effect.
 UNSUPPORTED_INPUTS = ("stop_words_list", "bad_words_list", "embedding_bias", "encoder_input_features")
 NEUTRAL_INPUTS = {
     "beam_width": 1,
@@ -44,7 +44,7 @@ ALL_INPUTS = (*INPUTS, *SAMPLING_INPUTS, *UNSUPPORTED_INPUTS, *NEUTRAL_INPUTS)
 
 
 def request_tensors(input_ids: Sequence[int], sampling: Sampling, end_id: int) -> dict[str, np.ndarray]:
-    """A streaming request of one prompt: every tensor has the shape (1, n)."""
+    """A streaming request for one prompt: every tensor has the shape (1, n)."""
     seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
     return {
         "input_ids": np.array([input_ids], np.int32),
@@ -65,7 +65,7 @@ def request_tensors(input_ids: Sequence[int], sampling: Sampling, end_id: int) -
 
 
 def request_parameters(sampling: Sampling) -> dict[str, str]:
-    """What of the sampling has no tensor. As text: parameters of a request cannot be fractions."""
+    """The sampling values that have no tensor. As text, because request parameters cannot be floats."""
     if not sampling.ras_window:
         return {}
     return {"ras_window": str(sampling.ras_window), "ras_tau": str(sampling.ras_tau)}
@@ -74,8 +74,8 @@ def request_parameters(sampling: Sampling) -> dict[str, str]:
 def generation_request(
     tensors: Tensors, parameters: Mapping[str, object], end_ids: tuple[int, ...]
 ) -> GenerationRequest:
-    """The request that tensors and parameters make; ValueError names what is missing, wrong or not supported."""
-    _refuse_unsupported(tensors)
+    """The request in tensors and parameters; ValueError names what is missing, invalid or not supported."""
+    _reject_unsupported(tensors)
     if "input_ids" not in tensors:
         raise ValueError("input_ids is missing")
     input_ids = tensors["input_ids"].reshape(-1)
@@ -96,7 +96,7 @@ def generation_request(
 
 
 def scalar(tensors: Tensors, name: str, default: object = None) -> Any:
-    """The only element of a tensor as a Python value; `default` where there is no such tensor."""
+    """The only element of a tensor as a Python value; `default` if there is no such tensor."""
     if name not in tensors:
         return default
     if tensors[name].size != 1:
@@ -113,7 +113,7 @@ def output_tensors(tokens: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def output_tokens(outputs: Tensors) -> list[int]:
-    """New ids in one response: `output_ids` (1, 1, n), padded beyond `sequence_length` (1, 1)."""
+    """New ids in one response: `output_ids` (1, 1, n), padded after `sequence_length` (1, 1)."""
     length = int(outputs["sequence_length"].reshape(-1)[0])
     return outputs["output_ids"].reshape(-1)[:length].tolist()
 
@@ -126,7 +126,7 @@ def _parameter(parameters: Mapping[str, object], name: str, kind: type[NumberT],
         raise ValueError(f"request parameter {name} must be a number, not {value!r}") from None
 
 
-def _refuse_unsupported(tensors: Tensors) -> None:
+def _reject_unsupported(tensors: Tensors) -> None:
     for name in UNSUPPORTED_INPUTS:
         if name in tensors:
             raise ValueError(f"{name} is not supported by the python backend of tensorrt_llm")

@@ -1,11 +1,12 @@
-"""The draw of the next token in vLLM: from speech alone, with the learned bias and repetition-aware sampling.
+"""Sampling of the next token in vLLM: speech and end tokens only, with learned bias and repetition-aware sampling.
 
-For the engine `vllm`, and for a server: `vllm serve ... --logits-processors common.llm.vllm_logits:SpeechLogits`.
-Clients ask as they would without it, and for repetition-aware sampling by `ras_window` and `ras_tau` in `extra_args`
+Used by the engine `vllm` and by servers: `vllm serve ... --logits-processors common.llm.vllm_logits:SpeechLogits`.
+Clients send the usual sampling values, and `ras_window` and `ras_tau` for repetition-aware sampling in `extra_args`
 (`vllm_xargs` over HTTP).
 
-vLLM's own sampler goes over the whole vocabulary, of which speech can use a twentieth: it sorts 158,336 logits for each
-token, and has no place for the rest. So requests reach it as greedy ones, and what is drawn here is made the likeliest.
+vLLM's own sampler sorts all 158,336 logits for each token, although speech uses only a twentieth of the vocabulary, and
+it supports neither the bias nor repetition-aware sampling. So requests reach it as greedy ones, and the token sampled
+here gets an infinite logit.
 """
 
 import math
@@ -23,16 +24,16 @@ from common.llm.checkpoint import speech_bias
 from common.llm.interface import Sampling
 from common.llm.speech_tokens import LLMTokenizer
 
-ASKED = "speech_sampling"  # in a request's `extra_args`: what was asked for, on its way to the process that samples
-NOT_YET = -1  # stands for an id that vLLM has drawn but not read back
+SAMPLING_KEY = "speech_sampling"  # of a request's `extra_args`: passes its sampling to the process that samples
+NOT_YET = -1  # vLLM's placeholder for an id that was sampled but is not read back yet
 NEVER = -2
-GRAPH_TOP_K = 64  # the largest top_k of a step that is recorded
+GRAPH_TOP_K = 64  # the largest top_k of a step that is captured as a CUDA graph
 INTEGERS = ("top_k", "seed", "min_tokens", "max_tokens", "ras_window")
-NOT_OFFERED = ("frequency_penalty", "presence_penalty", "min_p")
+UNSUPPORTED = ("frequency_penalty", "presence_penalty", "min_p")
 
 
-class Settings(NamedTuple):
-    """Of one request's draws, none of which is a special case: greedy is a top_k of 1."""
+class SamplingRow(NamedTuple):
+    """One request's sampling as numbers; no value is a special case: greedy is a top_k of 1."""
 
     temperature: float
     penalty: float
@@ -41,7 +42,7 @@ class Settings(NamedTuple):
     min_tokens: float
 
     @classmethod
-    def of(cls, sampling: Sampling, top_k: int) -> "Settings":
+    def of(cls, sampling: Sampling, top_k: int) -> "SamplingRow":
         return cls(
             sampling.temperature or 1.0,
             sampling.repetition_penalty,
@@ -52,8 +53,8 @@ class Settings(NamedTuple):
 
 
 @dataclass
-class Row:
-    """A request of the batch. `slot` is where its state lies on the device, `ids` vLLM's growing list of its tokens."""
+class BatchEntry:
+    """A request of the batch. `slot`: index of its state on the device; `ids`: vLLM's growing list of its tokens."""
 
     sampling: Sampling
     slot: int
@@ -61,38 +62,41 @@ class Row:
 
     @property
     def top_k(self) -> int:
-        """Of the likeliest; 0 is all of them."""
+        """Number of candidates to sample from, the most probable ones; 0 is all."""
         return self.sampling.top_k if self.sampling.temperature else 1
 
     @property
-    def aware(self) -> bool:
-        """Of repetitions."""
+    def uses_ras(self) -> bool:
+        """Whether its sampling is repetition-aware."""
         return bool(self.sampling.ras_window and self.sampling.temperature)
 
     @property
     def ras_limit(self) -> float:
-        """So often among the last tokens, and a token is drawn anew."""
-        return self.sampling.ras_window * self.sampling.ras_tau if self.aware else math.inf
+        """A token that occurs this often in the window is sampled again."""
+        return self.sampling.ras_window * self.sampling.ras_tau if self.uses_ras else math.inf
 
 
 class SpeechLogits(LogitsProcessor):
-    """Draws as `sampler.TokenSampler` does, on the GPU for the whole batch.
+    """Samples like `sampler.TokenSampler`, on the GPU for the whole batch.
 
-    Ids of speech and of ends lie together: columns `first` to `first + C` of the logits.
+    The ids of speech and end tokens are consecutive: columns `first` to `first + C` of the logits.
     """
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Take the sampling over from vLLM, in the process that accepts requests. Raises ValueError, which the sender
-        is told, before something wrong reaches the process that serves all of them."""
+        """Move the sampling values to `extra_args`, in the process that accepts requests.
+
+        Raises ValueError, which the client receives, before an invalid value reaches the process that serves all
+        requests.
+        """
         params = sampling_params
-        for name in NOT_OFFERED:
+        for name in UNSUPPORTED:
             if value := getattr(params, name):
-                raise ValueError(f"{name} {value}: speech is sampled without it")
+                raise ValueError(f"{name} {value} is not supported for speech")
         extra = dict(params.extra_args or {})
-        asked = extra.pop(ASKED, None)  # already taken over
-        if asked is None:
-            asked = {
+        given = extra.pop(SAMPLING_KEY, None)  # present if vLLM validates twice
+        if given is None:
+            given = {
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": max(0, params.top_k),
@@ -104,13 +108,13 @@ class SpeechLogits(LogitsProcessor):
                 "ras_tau": extra.pop("ras_tau", Sampling.ras_tau),
             }
         try:
-            sampling = asdict(Sampling(**asked))
+            sampling = asdict(Sampling(**given))
         except TypeError as error:
-            raise ValueError(f"{ASKED} {asked}: {error}") from None
+            raise ValueError(f"{SAMPLING_KEY} {given}: {error}") from None
         for name in INTEGERS:
             if not isinstance(value := sampling[name], int | None):
                 raise ValueError(f"{name} {value!r} is not an integer")
-        params.extra_args = extra | {ASKED: sampling}
+        params.extra_args = extra | {SAMPLING_KEY: sampling}
         params.temperature, params.top_p, params.top_k, params.repetition_penalty = 0.0, 1.0, 0, 1.0
         params.seed, params.min_tokens = None, 0
 
@@ -118,31 +122,32 @@ class SpeechLogits(LogitsProcessor):
         model = vllm_config.model_config
         tokenizer = LLMTokenizer.from_dir(model.model)
         bias = speech_bias(model.model, tokenizer, model.get_vocab_size())
-        utterable = np.flatnonzero(np.isfinite(bias))
-        self._first = int(utterable[0])
-        self._bias = torch.from_numpy(bias[self._first : utterable[-1] + 1]).to(device)
+        candidates = np.flatnonzero(np.isfinite(bias))
+        self._first = int(candidates[0])
+        self._bias = torch.from_numpy(bias[self._first : candidates[-1] + 1]).to(device)
         self._width = width = len(self._bias)  # C
         self._ends = torch.zeros(width, dtype=torch.bool, device=device)
         self._ends[[end - self._first for end in tokenizer.end_ids]] = True
         self._device = device
         self._pinned = is_pin_memory
-        self._rows: dict[int, Row] = {}  # by their place in vLLM's batch
-        self._batch: list[Row] = []  # in that order
-        most = vllm_config.scheduler_config.max_num_seqs
-        # Twice as many: a request may begin before the one whose place it takes is forgotten. The last is nobody's.
-        slots = 2 * most + 1
+        self._entries: dict[int, BatchEntry] = {}  # by index in vLLM's batch
+        self._batch: list[BatchEntry] = []  # in that order
+        max_requests = vllm_config.scheduler_config.max_num_seqs
+        # Twice as many: a request may be added before the one that it replaces is removed. The last slot is scratch:
+        # padding rows write to it.
+        slots = 2 * max_requests + 1
         self._free = list(range(slots - 1))
-        self._seen = torch.zeros(slots, width, dtype=torch.bool, device=device)  # prompts and what was drawn
-        self._drawn = torch.zeros(slots, dtype=torch.long, device=device)  # the last draw's column,
-        self._drawn_at = torch.full((slots,), NEVER, device=device)  # and how many tokens there were before it
-        # What a step works on, by row, at addresses that stay
-        rows = _padded(most)
+        self._seen = torch.zeros(slots, width, dtype=torch.bool, device=device)  # tokens of the prompt and sampled ones
+        self._last_columns = torch.zeros(slots, dtype=torch.long, device=device)  # the column sampled last,
+        self._last_positions = torch.full((slots,), NEVER, device=device)  # and the number of tokens before it
+        # Inputs and outputs of a step, by row, at fixed addresses for the CUDA graphs
+        rows = _padded(max_requests)
         self._logits = torch.zeros(rows, width, device=device)
         self._noise = torch.ones(2, rows, width, device=device)
         self._slots = torch.full((rows,), slots - 1, device=device)
         self._positions = torch.zeros(rows, dtype=torch.long, device=device)
-        self._settings = torch.ones(len(Settings._fields), rows, 1, device=device)
-        self._limits = torch.full((rows, 1), torch.inf, device=device)
+        self._sampling = torch.ones(len(SamplingRow._fields), rows, 1, device=device)
+        self._ras_limits = torch.full((rows, 1), torch.inf, device=device)
         self._chosen = torch.zeros(rows, 1, dtype=torch.long, device=device)  # ids
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if device.type == "cuda":
@@ -152,119 +157,119 @@ class SpeechLogits(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow vLLM's batch; what depends on nothing but its requests is put on the device here, once."""
-        if not process_dict_updates(self._rows, batch_update, self._begin):
+        """Follow changes of vLLM's batch, and copy what depends only on its requests to the device."""
+        if not process_dict_updates(self._entries, batch_update, self._add):
             return
-        batch = self._batch = [self._rows[place] for place in sorted(self._rows)]
+        batch = self._batch = [self._entries[index] for index in sorted(self._entries)]
         used = {row.slot for row in batch}
-        nobody = len(self._seen) - 1
-        self._free = [slot for slot in range(nobody) if slot not in used]
-        rest = _padded(len(batch)) - len(batch)
-        settings = [Settings.of(row.sampling, min(row.top_k or self._width, self._width)) for row in batch]
-        self._most = max((int(one.top_k) for one in settings), default=0)
-        self._aware = any(row.aware for row in batch)
-        self._put(self._slots, [row.slot for row in batch] + [nobody] * rest)
-        self._put(self._limits[:, 0], [row.ras_limit for row in batch] + [math.inf] * rest)
-        for values, target in zip(zip(*settings, strict=True), self._settings[:, :, 0], strict=False):
-            self._put(target, list(values))
+        scratch = len(self._seen) - 1
+        self._free = [slot for slot in range(scratch) if slot not in used]
+        padding = _padded(len(batch)) - len(batch)
+        sampling = [SamplingRow.of(row.sampling, min(row.top_k or self._width, self._width)) for row in batch]
+        self._max_top_k = max((int(each.top_k) for each in sampling), default=0)
+        self._any_ras = any(row.uses_ras for row in batch)
+        self._copy(self._slots, [row.slot for row in batch] + [scratch] * padding)
+        self._copy(self._ras_limits[:, 0], [row.ras_limit for row in batch] + [math.inf] * padding)
+        for values, target in zip(zip(*sampling, strict=True), self._sampling[:, :, 0], strict=False):
+            self._copy(target, list(values))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits (B, V) with what is drawn made infinite, in place."""
+        """Logits (B, V); the logit of each sampled token is set to infinity, in place."""
         if not (count := len(self._batch)):
             return logits
         self._logits[:count] = logits[:, self._first : self._first + self._width]  # (B, V) -> (B, C)
-        self._put(self._positions, [len(row.ids) for row in self._batch])
-        self._draw_noise(count)
+        self._copy(self._positions, [len(row.ids) for row in self._batch])
+        self._fill_noise(count)
         rows = _padded(count)
-        if self._aware or self._most > GRAPH_TOP_K or rows not in self._graphs:
-            self._step(rows, self._most)
+        if self._any_ras or self._max_top_k > GRAPH_TOP_K or rows not in self._graphs:
+            self._step(rows, self._max_top_k)
         else:
             self._graphs[rows].replay()
         return logits.scatter_(1, self._chosen[:count], torch.inf)
 
-    def _step(self, rows: int, most: int) -> None:
-        """Draw for the first rows; none of them has a larger top_k than `most`."""
+    def _step(self, rows: int, max_top_k: int) -> None:
+        """Sample for the first rows, whose top_k is at most `max_top_k`."""
         slots, positions = self._slots[:rows], self._positions[:rows]
-        temperatures, penalties, top_ks, top_ps, least = self._settings[:, :rows]  # (R, 1) each
-        # The last draw counts only now that its request is a token further: vLLM draws for some what it discards.
-        marks = slots * self._width + self._drawn[slots]
+        temperatures, penalties, top_ks, top_ps, min_tokens = self._sampling[:, :rows]  # (R, 1) each
+        # The last token counts only if its request is one token further: vLLM discards some of the sampled tokens.
+        marks = slots * self._width + self._last_columns[slots]
         seen = self._seen.view(-1)
-        seen[marks] = seen[marks] | (positions == self._drawn_at[slots] + 1)
+        seen[marks] = seen[marks] | (positions == self._last_positions[slots] + 1)
         scores = self._logits[:rows] + self._bias
         penalised = torch.where(scores > 0, scores / penalties, scores * penalties)
         scores = torch.where(self._seen[slots], penalised, scores) / temperatures
-        scores = scores.masked_fill(self._ends & (positions[:, None] < least), -torch.inf)
-        drawn = self._draw(scores, most, top_ks, top_ps)
-        self._drawn[slots] = drawn.flatten()
-        self._drawn_at[slots] = positions
-        self._chosen[:rows] = drawn + self._first
+        scores = scores.masked_fill(self._ends & (positions[:, None] < min_tokens), -torch.inf)
+        columns = self._sample(scores, max_top_k, top_ks, top_ps)
+        self._last_columns[slots] = columns.flatten()
+        self._last_positions[slots] = positions
+        self._chosen[:rows] = columns + self._first
 
-    def _draw(self, scores: torch.Tensor, most: int, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
+    def _sample(self, scores: torch.Tensor, max_top_k: int, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
         """Scores (R, C) -> columns (R, 1)."""
-        noise, limits = self._noise[:, : len(scores)], self._limits[: len(scores)]
-        highest, columns = scores.topk(most)  # (R, C) -> (R, K), descending
-        weights = torch.exp(highest - highest[:, :1]) * (torch.arange(most, device=self._device) < top_ks)
+        noise, limits = self._noise[:, : len(scores)], self._ras_limits[: len(scores)]
+        highest, columns = scores.topk(max_top_k)  # (R, C) -> (R, K), descending
+        weights = torch.exp(highest - highest[:, :1]) * (torch.arange(max_top_k, device=self._device) < top_ks)
         whole = weights.sum(1, keepdim=True)
-        if self._aware:  # top_p is a share of the whole distribution; elsewhere one of what top_k has left
+        if self._any_ras:  # its top_p is a share of the whole distribution, otherwise of the tokens left by top_k
             everything = torch.exp(scores - highest[:, :1])
             whole = torch.where(limits.isfinite(), everything.sum(1, keepdim=True), whole)
         weights = weights * (weights.cumsum(1) - weights < top_ps * whole)
-        # The largest quotient weight / noise is a draw by weight. The noise is a column's, not a rank's: near-equal
-        # weights may swap ranks when a batch of another size rounds otherwise.
-        drawn = columns.gather(1, (weights / noise[0].gather(1, columns)).argmax(1, keepdim=True))
-        if self._aware:
-            anew = (everything / noise[1]).argmax(1, keepdim=True)
-            drawn = torch.where(self._count(drawn) >= limits, anew, drawn)
-        return drawn
+        # The argmax of weight / exponential noise is a sample by weight. The noise belongs to a column, not to a rank:
+        # near-equal weights may swap ranks when a batch of another size rounds differently.
+        sampled = columns.gather(1, (weights / noise[0].gather(1, columns)).argmax(1, keepdim=True))
+        if self._any_ras:
+            again = (everything / noise[1]).argmax(1, keepdim=True)
+            sampled = torch.where(self._count(sampled) >= limits, again, sampled)
+        return sampled
 
-    def _draw_noise(self, count: int) -> None:
-        """Exponential. A seeded request's depends on its seed and position alone."""
-        draws = 2 if self._aware else 1
-        self._noise[:draws, :count].exponential_()
+    def _fill_noise(self, count: int) -> None:
+        """Exponential noise. That of a seeded request depends only on its seed and position."""
+        samples = 2 if self._any_ras else 1
+        self._noise[:samples, :count].exponential_()
         for index, row in enumerate(self._batch):
             if row.sampling.seed is not None:
                 generator = torch.Generator(self._device)
                 generator.manual_seed((row.sampling.seed << 24) + len(row.ids))
-                for draw in range(draws):
-                    self._noise[draw, index].exponential_(generator=generator)
+                for sample in range(samples):
+                    self._noise[sample, index].exponential_(generator=generator)
 
-    def _count(self, drawn: torch.Tensor) -> torch.Tensor:
-        """(R, 1): how often the column drawn (R, 1) is among the last `ras_window` of its request."""
-        windows = [row.ids[-row.sampling.ras_window :] if row.aware else [] for row in self._batch]
-        windows += [[]] * (len(drawn) - len(windows))
+    def _count(self, columns: torch.Tensor) -> torch.Tensor:
+        """How often each of the columns (R, 1) is among the last `ras_window` tokens of its request, (R, 1)."""
+        windows = [row.ids[-row.sampling.ras_window :] if row.uses_ras else [] for row in self._batch]
+        windows += [[]] * (len(columns) - len(windows))
         longest = max(map(len, windows))
         recent = self._tensor([window + [NOT_YET] * (longest - len(window)) for window in windows])  # (R, W)
-        return (recent == drawn + self._first).sum(1, keepdim=True)
+        return (recent == columns + self._first).sum(1, keepdim=True)
 
-    def _begin(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> Row:
+    def _add(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> BatchEntry:
         slot = self._free.pop()
         self._seen[slot] = False
-        self._drawn_at[slot] = NEVER
+        self._last_positions[slot] = NEVER
         columns = [token - self._first for token in (*(prompt_ids or ()), *output_ids)]
-        if said := [column for column in columns if 0 <= column < self._width]:
-            self._seen[slot].index_fill_(0, self._tensor(said), True)
-        asked: dict[str, Any] = (params.extra_args or {})[ASKED]
-        return Row(Sampling(**asked), slot, output_ids)
+        if seen := [column for column in columns if 0 <= column < self._width]:
+            self._seen[slot].index_fill_(0, self._tensor(seen), True)
+        sampling: dict[str, Any] = (params.extra_args or {})[SAMPLING_KEY]
+        return BatchEntry(Sampling(**sampling), slot, output_ids)
 
-    def _capture(self, most: int) -> None:
-        """Record a step for each size of batch: one by one, its kernels take the CPU longer than the GPU."""
-        self._aware, pool = False, torch.cuda.graph_pool_handle()
-        for rows in sorted({_padded(count) for count in range(1, most + 1)}):
+    def _capture(self, max_rows: int) -> None:
+        """Capture a step for each batch size: launching its kernels one by one takes longer than running them."""
+        self._any_ras, pool = False, torch.cuda.graph_pool_handle()
+        for rows in sorted({_padded(count) for count in range(1, max_rows + 1)}):
             self._step(rows, GRAPH_TOP_K)
             torch.cuda.synchronize()
             self._graphs[rows] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graphs[rows], pool=pool):
                 self._step(rows, GRAPH_TOP_K)
 
-    def _put(self, target: torch.Tensor, values: list[Any]) -> None:
-        """Into the first elements of `target`."""
+    def _copy(self, target: torch.Tensor, values: list[Any]) -> None:
+        """Copy `values` to the first elements of `target`."""
         target[: len(values)].copy_(torch.tensor(values, pin_memory=self._pinned), non_blocking=True)
 
     def _tensor(self, values: list[Any]) -> torch.Tensor:
-        """On the device, without waiting for what it does."""
+        """`values` on the device, without synchronizing with it."""
         return torch.tensor(values, pin_memory=self._pinned).to(self._device, non_blocking=True)
 
 
 def _padded(rows: int) -> int:
-    """Rows that a step computes for so many: a power of two."""
+    """The number of rows that a step computes: a power of two."""
     return 1 << max(0, rows - 1).bit_length()

@@ -1,4 +1,4 @@
-"""The engine's bookkeeping, on a model that is arithmetic: the next token is the last one plus one."""
+"""The engine's bookkeeping, with a fake model whose next token is the last one plus one."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ END = 99
 
 
 class CountingModel:
-    """Each row remembers its last token, so a mix-up of rows shows in the tokens."""
+    """Each row stores its last token, so mixed-up rows give wrong tokens."""
 
     context = CONTEXT
     vocab_size = VOCAB
@@ -95,7 +95,7 @@ def test_an_end_token_is_the_last_one(engine):
     assert asyncio.run(collect(engine, make_request(95))) == ([96, 97, 98, 99], "stop")
 
 
-def test_no_end_token_before_the_minimum(engine):
+def test_there_is_no_end_token_below_min_tokens(engine):
     tokens, _ = asyncio.run(collect(engine, make_request(98, max_tokens=1, min_tokens=1)))
     assert tokens != [END]
 
@@ -109,13 +109,13 @@ def test_no_end_token_before_the_minimum(engine):
         (make_request(*[1] * 41), "41 prompt tokens and 10 new ones exceed the LLM's context of 50"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_with_the_value(engine, request_, message):
+def test_a_request_that_cannot_be_served_is_an_error_with_the_value(engine, request_, message):
     with pytest.raises(ValueError, match=message):
         engine.submit(request_, lambda item: None)
     assert engine.live == 0
 
 
-def test_a_cancelled_request_makes_room_at_once(model, engine):
+def test_a_cancelled_request_frees_its_capacity_at_once(model, engine):
     async def run():
         model.gate.clear()
         live = [engine.submit(make_request(1), lambda item: None) for _ in range(4)]
@@ -123,15 +123,15 @@ def test_a_cancelled_request_makes_room_at_once(model, engine):
         with pytest.raises(UnavailableError, match="maximum of 4 requests"):
             engine.submit(make_request(1), lambda item: None)
         live[1].cancel()
-        newcomer = asyncio.create_task(collect(engine, make_request(50, max_tokens=3)))
+        another = asyncio.create_task(collect(engine, make_request(50, max_tokens=3)))
         await asyncio.sleep(0.05)
         model.gate.set()
-        return await newcomer
+        return await another
 
     assert asyncio.run(run()) == ([51, 52, 53], "length")
 
 
-def test_a_dying_model_fails_live_and_later_requests(model, engine):
+def test_a_failing_model_fails_live_and_later_requests(model, engine):
     async def run():
         model.gate.clear()
         live = [asyncio.create_task(collect(engine, make_request(i))) for i in range(3)]
@@ -147,7 +147,7 @@ def test_a_dying_model_fails_live_and_later_requests(model, engine):
         engine.submit(make_request(1), lambda item: None)
 
 
-def test_closing_the_engine_fails_what_is_live(model, engine):
+def test_closing_the_engine_fails_live_requests(model, engine):
     async def run():
         model.gate.clear()
         live = asyncio.create_task(collect(engine, make_request(1)))
@@ -163,9 +163,9 @@ def test_closing_the_engine_fails_what_is_live(model, engine):
     assert engine.live == 0
 
 
-def test_a_listener_whose_loop_is_closed_does_not_harm_the_others(engine):
-    def deaf(item):
+def test_a_callback_that_fails_does_not_affect_other_requests(engine):
+    def fail(item):
         raise RuntimeError("Event loop is closed")
 
-    engine.submit(make_request(1), deaf)
+    engine.submit(make_request(1), fail)
     assert asyncio.run(collect(engine, make_request(5, max_tokens=2))) == ([6, 7], "length")

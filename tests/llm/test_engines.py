@@ -1,4 +1,4 @@
-"""The engines that need a GPU, over strict stand-ins for vLLM and TensorRT-LLM, and the choice among all engines."""
+"""The engines that need a GPU, over strict fakes of vLLM and TensorRT-LLM, and the choice among all engines."""
 
 import asyncio
 import importlib
@@ -12,7 +12,7 @@ import torch
 
 from common.errors import UnavailableError
 from common.llm.engines.batching import BatchingEngine
-from common.llm.engines.interface import GenerationRequest, utterable_ids
+from common.llm.engines.interface import GenerationRequest, candidate_ids
 from common.llm.engines.loading import load_engine
 from common.llm.interface import Sampling
 from common.llm.speech_tokens import LLMTokenizer
@@ -44,7 +44,7 @@ async def collect(engine, request):
     return [chunk async for chunk in engine.generate(request)]
 
 
-def test_tokens_and_the_reason_of_the_end_come_through(engine, tokenizer):
+def test_tokens_and_the_finish_reason_are_returned(engine, tokenizer):
     chunks = asyncio.run(collect(engine, make_request(tokenizer, max_tokens=5)))
     assert [token for chunk in chunks for token in chunk.tokens] == [7, 8, 9, 10, 11]
     assert [chunk.finish_reason for chunk in chunks][-2:] == [None, "length"]
@@ -66,7 +66,7 @@ def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
     assert not engine._llm.live
 
 
-def test_one_request_too_many_is_refused(engine, tokenizer):
+def test_one_request_too_many_is_rejected(engine, tokenizer):
     async def run():
         live = [engine.generate(make_request(tokenizer)) for _ in range(MAX_REQUESTS)]
         for chunks in live:
@@ -80,7 +80,7 @@ def test_one_request_too_many_is_refused(engine, tokenizer):
     asyncio.run(run())
 
 
-def test_a_request_beyond_the_context_is_refused_with_the_numbers(engine, tokenizer):
+def test_a_request_beyond_the_context_is_an_error_with_the_numbers(engine, tokenizer):
     request = GenerationRequest([5] * 3500, Sampling(max_tokens=750), tokenizer.end_ids)
     with pytest.raises(ValueError, match="3500 prompt tokens and 750 new ones exceed the LLM's context of 4096"):
         asyncio.run(collect(engine, request))
@@ -91,8 +91,8 @@ def test_a_request_beyond_the_context_is_refused_with_the_numbers(engine, tokeni
 def test_a_dead_vllm_is_unavailable(install, llm_dir, tokenizer, kind):  # noqa: F811
     install("vllm")
     engine = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS)
-    engine._llm.fails = getattr(fake_vllm, kind)("the core is gone")
-    with pytest.raises(UnavailableError, match="the core is gone"):
+    engine._llm.fails = getattr(fake_vllm, kind)("the core has died")
+    with pytest.raises(UnavailableError, match="the core has died"):
         asyncio.run(collect(engine, make_request(tokenizer)))
     assert engine.live == 0
 
@@ -101,13 +101,13 @@ def test_a_dead_vllm_is_unavailable(install, llm_dir, tokenizer, kind):  # noqa:
 def test_a_dead_tensorrt_llm_is_unavailable(install, llm_dir, tokenizer, when):  # noqa: F811
     install("tensorrt_llm")
     engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
-    setattr(engine._llm, when, RuntimeError("the worker is gone"))
-    with pytest.raises(UnavailableError, match="the worker is gone"):
+    setattr(engine._llm, when, RuntimeError("the worker has died"))
+    with pytest.raises(UnavailableError, match="the worker has died"):
         asyncio.run(collect(engine, make_request(tokenizer)))
     assert engine.live == 0
 
 
-def test_the_engines_on_a_gpu_leave_the_vocoder_its_share(install, llm_dir, tokenizer):  # noqa: F811
+def test_the_engines_on_a_gpu_use_their_share_of_its_memory(install, llm_dir, tokenizer):  # noqa: F811
     install("vllm")
     install("tensorrt_llm")
     vllm = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS, 0.15)
@@ -126,18 +126,18 @@ def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):  # noqa: F811
     assert params.extra_args == {"ras_window": 10, "ras_tau": 0.1}
 
 
-def test_tensorrt_llm_gets_the_sampling_and_cannot_utter_text(install, llm_dir, tokenizer):  # noqa: F811
+def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, llm_dir, tokenizer):  # noqa: F811
     install("tensorrt_llm")
     engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
     asyncio.run(collect(engine, make_request(tokenizer, temperature=0, seed=3, min_tokens=2)))
-    params = engine._llm.asked[0].sampling
+    params = engine._llm.requests[0].sampling
     assert (params.top_k, params.seed, params.min_tokens, params.end_id) == (1, 3, 2, tokenizer.end_ids[0])
-    assert torch.isfinite(params.embedding_bias).nonzero().flatten().tolist() == utterable_ids(tokenizer).tolist()
+    assert torch.isfinite(params.embedding_bias).nonzero().flatten().tolist() == candidate_ids(tokenizer).tolist()
     with pytest.raises(ValueError, match="ras_window 10: the engine tensorrt_llm has no"):
         asyncio.run(collect(engine, make_request(tokenizer, ras_window=10)))
 
 
-# --- the choice ---------------------------------------------------------------------------------------------------
+# --- choice of the engine ------------------------------------------------------------------------------------------
 
 
 def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, genai_dir, tokenizer):  # noqa: F811
@@ -149,12 +149,12 @@ def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, g
         install(name)
         chosen.append(type(load_engine("auto", llm_dir, tokenizer, 1)).__name__)
     engine = load_engine("auto", genai_dir, tokenizer, 1)
-    assert isinstance(engine, BatchingEngine)  # which alone reads it
+    assert isinstance(engine, BatchingEngine)  # the only one that reads it
     engine.close()
     assert chosen == ["VLLMEngine", "TensorRTLLMEngine"]
 
 
-def test_no_engine_is_an_error_that_says_what_each_lacks(llm_dir, tokenizer):  # noqa: F811
+def test_no_engine_is_an_error_with_the_reason_for_each(llm_dir, tokenizer):  # noqa: F811
     with pytest.raises(ValueError) as error:
         load_engine("auto", llm_dir, tokenizer, 1)
     for part in (
@@ -167,18 +167,18 @@ def test_no_engine_is_an_error_that_says_what_each_lacks(llm_dir, tokenizer):  #
         assert part in str(error.value)
 
 
-def test_an_engine_that_is_named_is_the_only_choice(genai_dir, tokenizer):  # noqa: F811
+def test_a_named_engine_is_the_only_choice(genai_dir, tokenizer):  # noqa: F811
     with pytest.raises(ValueError, match="vllm reads a directory of HuggingFace"):
         load_engine("vllm", genai_dir, tokenizer, 1)
 
 
-def test_a_directory_of_anything_else_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="holds no LLM: it has none of genai_config.json, rank0.engine, config.json"):
+def test_a_directory_without_a_model_is_an_error(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="no LLM: it has none of genai_config.json, rank0.engine, config.json"):
         load_engine("auto", tmp_path, tokenizer, 1)
 
 
 @pytest.mark.parametrize("name", sorted(FAKES))
-def test_a_checkpoint_without_speech_tokens_is_refused_at_load(name, install, llm_dir, tokenizer, tmp_path):  # noqa: F811
+def test_a_checkpoint_without_speech_tokens_is_an_error_at_load(name, install, llm_dir, tokenizer, tmp_path):  # noqa: F811
     install(name)
     config = json.loads((llm_dir / "config.json").read_text()) | {"vocab_size": 500}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -186,7 +186,7 @@ def test_a_checkpoint_without_speech_tokens_is_refused_at_load(name, install, ll
         load_engine(name, tmp_path, tokenizer, 1)
 
 
-def test_built_engines_are_served_with_their_own_limits(install, llm_dir, tokenizer, tmp_path):  # noqa: F811
+def test_built_engines_have_their_own_limits(install, llm_dir, tokenizer, tmp_path):  # noqa: F811
     install("tensorrt_llm")
     build = {"pretrained_config": {"vocab_size": 6826}, "build_config": {"max_seq_len": 100}}
     (tmp_path / "config.json").write_text(json.dumps(build))

@@ -1,4 +1,4 @@
-"""The engine on a real converted model: batching changes nothing, cancelling frees, seeds repeat."""
+"""The CPU engine with a real converted model: batching, cancellation, seeds, and the conversion itself."""
 
 import asyncio
 import dataclasses
@@ -16,7 +16,7 @@ from transformers import Qwen2ForCausalLM
 from common.errors import UnavailableError
 from common.llm.engines.batching import BatchingEngine
 from common.llm.engines.genai import GenAIModel, load_engine
-from common.llm.engines.interface import GenerationRequest, utterable_ids
+from common.llm.engines.interface import GenerationRequest, candidate_ids
 from common.llm.interface import Sampling
 from common.llm.speech_tokens import LLMTokenizer
 from scripts.convert_genai import main
@@ -63,11 +63,11 @@ def test_logits_of_a_fp32_conversion_equal_those_of_transformers(genai_dir, llm_
     found = [model.prefill(1, ids[:4])]
     model.move(1, 0, 4)
     found += [model.decode(ids[i : i + 1], np.array([i + 1]))[0] for i in (4, 5)]
-    assert (model.logit_ids == utterable_ids(LLMTokenizer.from_dir(llm_dir))).all()
+    assert (model.logit_ids == candidate_ids(LLMTokenizer.from_dir(llm_dir))).all()
     np.testing.assert_allclose(found, expected[3:, model.logit_ids].numpy(), atol=1e-4)
 
 
-def test_eight_concurrent_requests_get_the_tokens_they_get_alone(engine, tokenizer):
+def test_eight_concurrent_requests_get_the_same_tokens_as_alone(engine, tokenizer):
     requests = [
         make_request(tokenizer, "text " * (i + 1), seed=i, temperature=0.5 + 0.2 * i, top_k=5 * i)
         for i in range(STREAMS)
@@ -81,19 +81,19 @@ def test_eight_concurrent_requests_get_the_tokens_they_get_alone(engine, tokeniz
     assert len({tuple(tokens) for tokens in alone}) == STREAMS
 
 
-def test_the_end_token_comes_last(engine, tokenizer):
+def test_the_end_token_is_the_last_one(engine, tokenizer):
     tokens = asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=1)))
     assert tokens[-1] in tokenizer.end_ids
     assert len(tokenizer.to_speech_ids(tokens)) == len(tokens) - 1
 
 
-def test_text_is_never_uttered_however_wild_the_sampling(engine, tokenizer):
-    wild = {"temperature": 10.0, "top_k": 0, "top_p": 1.0, "max_tokens": 100}
-    tokens = asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=1, **wild)))
+def test_text_is_never_sampled_even_at_a_high_temperature(engine, tokenizer):
+    sampling = {"temperature": 10.0, "top_k": 0, "top_p": 1.0, "max_tokens": 100}
+    tokens = asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=1, **sampling)))
     assert min(tokens) >= tokenizer.first_speech_id
 
 
-def test_the_same_seed_repeats_and_no_seed_does_not(engine, tokenizer):
+def test_a_seed_repeats_the_answer_and_no_seed_does_not(engine, tokenizer):
     def run(seed):
         return asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=seed)))
 
@@ -138,7 +138,7 @@ def test_two_hundred_cancellations_leave_no_live_request(engine, tokenizer):
     assert len(asyncio.run(tokens_of(engine, make_request(tokenizer, "Hello", seed=1, max_tokens=5)))) == 5
 
 
-def test_one_request_too_many_is_refused_at_once(engine, tokenizer):
+def test_one_request_too_many_is_rejected_at_once(engine, tokenizer):
     generations = [engine.submit(make_request(tokenizer, "Hello"), lambda item: None) for _ in range(STREAMS)]
     with pytest.raises(UnavailableError, match=f"maximum of {STREAMS} requests"):
         engine.submit(make_request(tokenizer, "Hello"), lambda item: None)
@@ -147,14 +147,14 @@ def test_one_request_too_many_is_refused_at_once(engine, tokenizer):
     wait_until(lambda: engine.live == 0)
 
 
-def test_a_directory_that_was_not_converted_is_refused(llm_dir):  # noqa: F811
+def test_a_directory_that_was_not_converted_is_an_error(llm_dir):  # noqa: F811
     with pytest.raises(
         ValueError, match="genai_config.json: convert the HuggingFace directory as docs/llm.md describes"
     ):
         GenAIModel(llm_dir, rows=1)
 
 
-def test_a_model_without_the_tokenizers_speech_tokens_is_refused(genai_dir, tokenizer):  # noqa: F811
+def test_a_model_without_the_tokenizers_speech_tokens_is_an_error(genai_dir, tokenizer):  # noqa: F811
     larger = dataclasses.replace(tokenizer, first_speech_id=tokenizer.first_speech_id + 10_000)
     with pytest.raises(
         ValueError, match="vocabulary of 6826, too small for the tokenizer's speech and end tokens 10260"
@@ -170,7 +170,7 @@ def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path, 
 
 
 def test_the_bias_of_the_output_head_is_kept(llm_dir, tmp_path):  # noqa: F811
-    """Qwen2 has no place for it, so transformers and the model builder drop it."""
+    """Qwen2 has no such bias, so transformers and the model builder drop it."""
     shutil.copytree(llm_dir, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "without", "int4")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
@@ -183,7 +183,7 @@ def test_the_bias_of_the_output_head_is_kept(llm_dir, tmp_path):  # noqa: F811
     np.testing.assert_allclose(difference, bias[with_.logit_ids].numpy(), atol=1e-5)
 
 
-def test_converting_nothing_fails_with_a_clear_line_and_leaves_nothing(tmp_path, capfd):
+def test_converting_an_empty_directory_is_one_clear_error_and_leaves_nothing(tmp_path, capfd):
     (tmp_path / "empty").mkdir()
     assert main(["--model-dir", str(tmp_path / "empty"), "--output-dir", str(tmp_path / "out")]) == 1
     assert "is no HuggingFace model directory" in capfd.readouterr().err

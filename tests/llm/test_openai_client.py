@@ -1,4 +1,4 @@
-"""The OpenAI-compatible client against a real `transformers serve`, and against a server that misbehaves."""
+"""The OpenAI-compatible client against a real `transformers serve`, and against a faulty server."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ def run_against(url, tokenizer, model, scenario):
     return asyncio.run(run())
 
 
-def test_transformers_serve_speaks_and_repeats_a_seed(transformers_url, tokenizer, llm_dir):  # noqa: F811
+def test_transformers_serve_generates_speech_and_repeats_a_seed(transformers_url, tokenizer, llm_dir):  # noqa: F811
     async def scenario(llm):
         return [await speak(llm, seed=seed) for seed in (1, 1, 2)]
 
@@ -101,7 +101,7 @@ def test_transformers_serve_reports_the_cut_by_max_tokens(transformers_url, toke
     assert (len(tokens), reason) == (7, "length")
 
 
-def test_transformers_serve_samples_as_asked(transformers_url, tokenizer, llm_dir):  # noqa: F811
+def test_transformers_serve_uses_the_requested_sampling(transformers_url, tokenizer, llm_dir):  # noqa: F811
     async def scenario(llm):
         return [await speak(llm, seed=seed, temperature=0.0, max_tokens=40) for seed in (1, 2)]
 
@@ -109,11 +109,11 @@ def test_transformers_serve_samples_as_asked(transformers_url, tokenizer, llm_di
     assert first == other
 
 
-# --- a server that misbehaves -------------------------------------------------------------------------------------
+# --- a faulty server -------------------------------------------------------------------------------------
 
 
 def ask(tokenizer, *answers, dialect="auto", **sampling):
-    """Speak once with a server that gives these answers; returns the result and the server."""
+    """One utterance from a server that gives these answers; returns the result and the server."""
 
     async def run():
         server = FaultServer(*answers)
@@ -140,7 +140,7 @@ def test_an_end_token_in_the_text_ends_the_answer(tokenizer):
     assert result == ([1], "stop")
 
 
-def test_the_request_carries_template_and_sampling(tokenizer):
+def test_the_request_has_template_and_sampling(tokenizer):
     _, server = ask(tokenizer, GOOD, seed=7, temperature=0.5, top_k=9, max_tokens=99)
     (body,) = server.bodies
     assert body["prompt"] == tokenizer.encode_prompt(PROMPT.prompt_text, PROMPT.target_text, PROMPT.prompt_tokens)
@@ -149,7 +149,7 @@ def test_the_request_carries_template_and_sampling(tokenizer):
     assert body["stop_token_ids"] == list(tokenizer.end_ids)
 
 
-def test_the_length_of_the_text_bounds_that_of_the_speech(tokenizer):
+def test_the_length_of_the_text_limits_the_length_of_the_speech(tokenizer):
     _, server = ask(tokenizer, GOOD)
     (body,) = server.bodies
     text_tokens = tokenizer.text_length(PROMPT.target_text)
@@ -163,9 +163,9 @@ def test_the_length_of_the_text_bounds_that_of_the_speech(tokenizer):
         ((reply("503 Service Unavailable", b""),), "HTTP 503"),
         ((reply("404 Not Found", b"no model named model"),), "HTTP 404: no model named model"),
         ((b"this is no HTTP\r\n\r\n",), "LLM server http://127"),
-        ((STREAM, b"data: garbage\n\n"), "what is no completion: b'garbage'"),
-        ((STREAM, b"data: [1]\n\n"), "what is no completion"),
-        ((STREAM, b'data: {"choices": [{"text": 5}]}\n\n'), "what is no completion"),
+        ((STREAM, b"data: garbage\n\n"), "an invalid event: b'garbage'"),
+        ((STREAM, b"data: [1]\n\n"), "an invalid event"),
+        ((STREAM, b'data: {"choices": [{"text": 5}]}\n\n'), "an invalid event"),
         ((STREAM, b'data: {"error": {"message": "worker died"}}\n\n'), "worker died"),
         ((STREAM, event("<|s_1|>", "abort")), "ended the answer with 'abort'"),
         ((STREAM, event("<|s_1|>"), event("<|s_2|>")), "ended in the middle of an answer"),
@@ -177,7 +177,7 @@ def test_the_length_of_the_text_bounds_that_of_the_speech(tokenizer):
         ((STREAM, *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>"), *[b": ping\n\n", 0.2] * 20), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>"), *[event("word"), 0.2] * 20), "sent no token for 0.6 s"),
-        ((STREAM, b"data: " + b"x" * 2_000_000), "what is no completion: b'data: xxx"),
+        ((STREAM, b"data: " + b"x" * 2_000_000), "an invalid event: b'data: xxx"),
         ((b"HTTP/1.1 500 Oops\r\nContent-Length: 999\r\n\r\n", 30.0), "sent no token for 0.6 s"),
         ((STREAM, event("<|s_1|>" * 751)), "ignores max_tokens 240"),
     ],
@@ -187,19 +187,19 @@ def test_a_faulty_server_is_an_error_in_time(tokenizer, answer, message):
         ask(tokenizer, answer)
 
 
-def test_a_ping_does_not_put_the_error_off(tokenizer):
-    begun = time.monotonic()
+def test_a_ping_does_not_delay_the_error(tokenizer):
+    started = time.monotonic()
     with pytest.raises(UnavailableError, match="sent no token for 0.6 s"):
         ask(tokenizer, (STREAM, event("<|s_1|>"), 0.5, b": ping\n\n", 30.0))
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - started < 1
 
 
-def test_servers_that_do_not_even_refuse_a_connection_share_one_deadline(tokenizer):
-    with socket.socket() as deaf, socket.socket() as waiting:
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen(0)
-        waiting.connect(deaf.getsockname())  # the queue of connections is full: whoever comes next hears nothing
-        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+def test_servers_that_accept_no_connection_share_one_deadline(tokenizer):
+    with socket.socket() as full, socket.socket() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting.connect(full.getsockname())  # the backlog is full: further connections get no answer
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
 
         async def run():
             llm = OpenAILM([url] * 4, "model", tokenizer, Timeouts(connect=0.3, first_token=0.6, token=0.6))
@@ -208,10 +208,10 @@ def test_servers_that_do_not_even_refuse_a_connection_share_one_deadline(tokeniz
             finally:
                 await llm.aclose()
 
-        begun = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(UnavailableError, match=url):
             asyncio.run(run())
-        assert 0.55 < time.monotonic() - begun < 1.1
+        assert 0.55 < time.monotonic() - started < 1.1
 
 
 def test_a_refused_connection_is_an_error_with_the_url(tokenizer):
@@ -222,15 +222,15 @@ def test_a_refused_connection_is_an_error_with_the_url(tokenizer):
             run_against(url, tokenizer, "model", speak)
 
 
-def test_a_refused_request_is_the_callers_error_with_the_servers_words(tokenizer):
+def test_a_rejected_request_is_a_value_error_with_the_servers_message(tokenizer):
     with pytest.raises(ValueError, match="HTTP 400: prompt too long"):
         ask(tokenizer, (reply("400 Bad Request", b"prompt too long"),))
 
 
 def test_the_dialect_is_learned_once(tokenizer):
     async def run():
-        refusal = (reply("422 Unprocessable", b"Unexpected fields: top_k"),)
-        server = FaultServer(refusal, refusal, refusal, GOOD)
+        rejection = (reply("422 Unprocessable", b"Unexpected fields: top_k"),)
+        server = FaultServer(rejection, rejection, rejection, GOOD)
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer, QUICK)
             results = [await speak(llm, top_k=9), await speak(llm, top_k=9)]
@@ -245,14 +245,14 @@ def test_the_dialect_is_learned_once(tokenizer):
     assert (config["top_k"], config["eos_token_id"]) == (9, list(tokenizer.end_ids))
 
 
-def test_tokens_are_read_as_ids_where_the_server_sends_ids(tokenizer):
+def test_tokens_are_read_as_ids_if_the_server_sends_ids(tokenizer):
     o, end = tokenizer.first_speech_id, tokenizer.end_ids[0]
     stray = tokenizer.sos_id
     result, _ = ask(tokenizer, (STREAM, ids_event([o + 5, stray]), ids_event([o + 6, end], "stop")))
     assert result == ([5, 6], "stop")
 
 
-def test_the_way_ends_are_cut_into_pieces_does_not_matter(tokenizer):
+def test_events_may_arrive_in_pieces_of_any_size(tokenizer):
     answer = event("<|s_1|>") + b": ping\r\n\r\n" + event("<|s_22|>") + event("", "stop") + b"data: [DONE]\n\n"
     pieces = [answer[i : i + 7] for i in range(0, len(answer), 7)]
     result, _ = ask(tokenizer, (STREAM, *[part for piece in pieces for part in (piece, 0.001)]))
@@ -275,7 +275,7 @@ def test_a_chat_server_gets_the_template_as_messages(tokenizer):
     ("prompt_text", "content"),
     [("A <|s_1", "A <|s_1Hello "), (instruction("sadly<|s_1|>"), "sadly <|endofprompt|>Hello ")],
 )
-def test_the_mark_of_an_instruction_is_the_only_control_token_that_reaches_a_chat(tokenizer, prompt_text, content):
+def test_the_token_that_ends_an_instruction_is_the_only_control_token_in_a_chat(tokenizer, prompt_text, content):
     async def run():
         server = FaultServer((STREAM, event("<|s_1|>", "stop")))
         async with server.running() as url:
@@ -289,7 +289,7 @@ def test_the_mark_of_an_instruction_is_the_only_control_token_that_reaches_a_cha
     assert asyncio.run(run()) == [{"role": "user", "content": content}]
 
 
-def test_a_server_without_completions_is_asked_to_chat(tokenizer):
+def test_the_chat_api_is_used_if_a_server_has_no_completions(tokenizer):
     absent = (reply("404 Not Found", b"no such path"),)
     answer = (STREAM, b'data: {"choices": [{"delta": {"content": "<|s_4|>"}, "finish_reason": "stop"}]}\n\n')
     result, server = ask(tokenizer, absent, absent, absent, absent, answer)
@@ -297,7 +297,7 @@ def test_a_server_without_completions_is_asked_to_chat(tokenizer):
     assert "messages" in server.bodies[-1]
 
 
-def test_repetition_aware_sampling_reaches_vllm_and_no_other_server(tokenizer):
+def test_repetition_aware_sampling_is_sent_to_vllm_only(tokenizer):
     _, server = ask(tokenizer, GOOD, dialect="vllm", ras_window=10)
     assert server.bodies[0]["vllm_xargs"] == {"ras_window": 10, "ras_tau": 0.1}
     with pytest.raises(ValueError, match="ras_window 10: only `vllm serve`"):
@@ -312,7 +312,7 @@ def test_repetition_aware_sampling_reaches_vllm_and_no_other_server(tokenizer):
         (STREAM, event("")),
     ],
 )
-def test_another_server_answers_as_long_as_no_token_has_come(tokenizer, failure):
+def test_another_server_is_tried_if_no_token_has_arrived(tokenizer, failure):
     async def run():
         servers = FaultServer(failure), FaultServer(GOOD)
         async with servers[0].running() as first, servers[1].running() as second:
@@ -321,11 +321,11 @@ def test_another_server_answers_as_long_as_no_token_has_come(tokenizer, failure)
             await llm.aclose()
         return results, [len(server.bodies) for server in servers]
 
-    # The one that failed is not asked again as long as there is another.
+    # The one that failed is not tried again while there is another.
     assert asyncio.run(run()) == ([([1, 2], "stop")] * 3, [1, 3])
 
 
-def test_a_connection_that_the_server_has_closed_meanwhile_is_no_error(tokenizer):
+def test_a_pooled_connection_that_the_server_closed_is_not_an_error(tokenizer):
     result, server = ask(tokenizer, (b"",), GOOD, dialect="vllm")
     assert result == ([1, 2], "stop")
     assert len(server.bodies) == 2
@@ -354,7 +354,7 @@ def test_two_hundred_cancellations_leave_no_request_at_the_server(tokenizer):
     assert asyncio.run(run()) == 0
 
 
-def test_another_server_answers_when_one_cannot_be_reached(tokenizer):
+def test_another_server_is_tried_if_one_cannot_be_reached(tokenizer):
     async def run():
         server = FaultServer(GOOD)
         with socket.socket() as unused:
@@ -368,7 +368,7 @@ def test_another_server_answers_when_one_cannot_be_reached(tokenizer):
     assert asyncio.run(run()) == [([1, 2], "stop")] * 2
 
 
-def test_nothing_is_asked_twice_once_a_server_took_the_request(tokenizer):
+def test_no_other_server_is_tried_after_the_first_token(tokenizer):
     async def run():
         servers = FaultServer((STREAM, event("<|s_1|>"))), FaultServer(GOOD)
         async with servers[0].running() as first, servers[1].running() as second:
@@ -381,7 +381,7 @@ def test_nothing_is_asked_twice_once_a_server_took_the_request(tokenizer):
     assert asyncio.run(run()) == [1, 0]
 
 
-def test_the_least_busy_server_is_asked(tokenizer):
+def test_the_least_busy_server_is_used(tokenizer):
     async def run():
         servers = FaultServer((STREAM, event("<|s_1|>"), 30.0)), FaultServer(GOOD)
         async with servers[0].running() as first, servers[1].running() as second:
@@ -411,7 +411,7 @@ def test_closing_the_stream_aborts_the_request(tokenizer):
 
 
 @pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
-def test_a_url_may_name_the_version(tokenizer, suffix):
+def test_a_url_may_end_with_the_version(tokenizer, suffix):
     async def run():
         async with FaultServer(GOOD).running() as url:
             llm = OpenAILM([url + suffix], "model", tokenizer, QUICK)
@@ -423,6 +423,6 @@ def test_a_url_may_name_the_version(tokenizer, suffix):
 
 
 @pytest.mark.parametrize("urls", [[], ["localhost:8000"], ["ftp://host"]])
-def test_wrong_urls_are_refused(tokenizer, urls):
+def test_invalid_urls_are_an_error(tokenizer, urls):
     with pytest.raises(ValueError, match="URL of an LLM server"):
         OpenAILM(urls, "model", tokenizer)

@@ -13,36 +13,36 @@ def make_sampler(*, prompt_ids=(), end_ids=(), **sampling):
     return TokenSampler(Sampling(**sampling), CANDIDATES, prompt_ids=prompt_ids, end_ids=end_ids)
 
 
-def drawn(sampler, n=2000):
+def samples(sampler, n=2000):
     return np.array([sampler.sample(LOGITS) for _ in range(n)])
 
 
 def test_frequencies_follow_the_softmax_over_the_candidates():
     expected = np.exp(LOGITS) / np.exp(LOGITS).sum()
-    found = np.bincount(drawn(make_sampler(), 20_000), minlength=16)[10:] / 20_000
+    found = np.bincount(samples(make_sampler(), 20_000), minlength=16)[10:] / 20_000
     np.testing.assert_allclose(found, expected, atol=0.015)
 
 
-def test_temperature_zero_takes_the_likeliest():
-    assert set(drawn(make_sampler(temperature=0), 5)) == {15}
+def test_temperature_zero_takes_the_most_probable_token():
+    assert set(samples(make_sampler(temperature=0), 5)) == {15}
 
 
-def test_a_high_temperature_flattens():
-    assert np.bincount(drawn(make_sampler(temperature=10.0)), minlength=16)[10] > 150
+def test_a_high_temperature_flattens_the_distribution():
+    assert np.bincount(samples(make_sampler(temperature=10.0)), minlength=16)[10] > 150
 
 
-def test_top_k_keeps_the_k_likeliest():
-    assert set(drawn(make_sampler(top_k=2, temperature=5.0))) == {14, 15}
+def test_top_k_keeps_the_k_most_probable_tokens():
+    assert set(samples(make_sampler(top_k=2, temperature=5.0))) == {14, 15}
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.5, {15}), (0.7, {14, 15}), (0.95, {13, 14, 15}), (1e-6, {15})])
 def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
-    assert set(drawn(make_sampler(top_p=top_p))) == kept  # softmax: .63 .23 .09 .03 ...
+    assert set(samples(make_sampler(top_p=top_p))) == kept  # softmax: .63 .23 .09 .03 ...
 
 
-def test_repetition_penalty_counts_prompt_and_drawn_tokens():
+def test_repetition_penalty_counts_prompt_and_sampled_tokens():
     assert make_sampler(temperature=0, repetition_penalty=2.0, prompt_ids=[15]).sample(LOGITS) == 14
-    assert list(drawn(make_sampler(temperature=0, repetition_penalty=2.0), 4)) == [15, 14, 13, 15]
+    assert list(samples(make_sampler(temperature=0, repetition_penalty=2.0), 4)) == [15, 14, 13, 15]
 
 
 def test_repetition_penalty_lowers_negative_logits_too():
@@ -50,16 +50,16 @@ def test_repetition_penalty_lowers_negative_logits_too():
     assert sampler.sample(LOGITS - 60) == 14
 
 
-def test_end_tokens_wait_for_the_minimum():
-    assert list(drawn(make_sampler(temperature=0, end_ids=[15], min_tokens=2), 4)) == [14, 14, 15, 15]
+def test_end_tokens_are_excluded_below_min_tokens():
+    assert list(samples(make_sampler(temperature=0, end_ids=[15], min_tokens=2), 4)) == [14, 14, 15, 15]
 
 
-def test_the_seed_alone_decides_the_draws():
-    assert (drawn(make_sampler(seed=3), 50) == drawn(make_sampler(seed=3), 50)).all()
-    assert (drawn(make_sampler(seed=3), 50) != drawn(make_sampler(seed=4), 50)).any()
+def test_the_seed_determines_the_samples():
+    assert (samples(make_sampler(seed=3), 50) == samples(make_sampler(seed=3), 50)).all()
+    assert (samples(make_sampler(seed=3), 50) != samples(make_sampler(seed=4), 50)).any()
 
 
-def test_rounding_of_near_equal_logits_does_not_change_the_draw():
+def test_rounding_of_near_equal_logits_does_not_change_the_sample():
     rng = np.random.default_rng(0)
     near = LOGITS * 0
     first, second = make_sampler(seed=1), make_sampler(seed=1)
@@ -68,7 +68,7 @@ def test_rounding_of_near_equal_logits_does_not_change_the_draw():
 
 
 def reference_ras(logits, decoded, rng, top_p=0.8, top_k=25, window=10, tau=0.1):
-    """CosyVoice2's repetition-aware sampling, written down from its definition."""
+    """CosyVoice2's repetition-aware sampling, implemented from its definition."""
     probabilities = np.exp(logits - logits.max())
     probabilities /= probabilities.sum()
     order = np.argsort(-probabilities, kind="stable")
@@ -81,8 +81,8 @@ def reference_ras(logits, decoded, rng, top_p=0.8, top_k=25, window=10, tau=0.1)
 
 
 @pytest.mark.parametrize("tau", [0.1, 0.2])
-def test_repetition_aware_sampling_draws_as_cosyvoice2_does(tau):
-    """Both draw many tokens from one distribution; how often each follows itself or another has to agree."""
+def test_repetition_aware_sampling_agrees_with_cosyvoice2(tau):
+    """Both sample many tokens from one distribution; frequencies and immediate repetitions must agree."""
     logits = np.random.default_rng(1).normal(0, 2, 40)
     ras = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0, "ras_window": 10, "ras_tau": tau}
     sampler = TokenSampler(Sampling(seed=3, **ras), np.arange(40), prompt_ids=(), end_ids=())
@@ -94,28 +94,28 @@ def test_repetition_aware_sampling_draws_as_cosyvoice2_does(tau):
         np.testing.assert_allclose(share(np.array(found)), share(np.array(expected)), atol=0.012)
 
 
-def test_repetition_aware_sampling_leaves_a_loop():
-    """One token has nearly all the weight: without the window it is all that is ever drawn."""
-    assert set(drawn(make_sampler(top_p=0.6), 50)) == {15}
-    assert len(set(drawn(make_sampler(top_p=0.6, ras_window=10), 200))) > 3
+def test_repetition_aware_sampling_escapes_a_loop():
+    """One token has nearly all the weight: without the window, only that one is ever sampled."""
+    assert set(samples(make_sampler(top_p=0.6), 50)) == {15}
+    assert len(set(samples(make_sampler(top_p=0.6, ras_window=10), 200))) > 3
 
 
-def test_forbidden_end_tokens_are_not_drawn_anew_either():
+def test_excluded_end_tokens_are_not_chosen_by_the_second_sample_either():
     sampler = make_sampler(top_p=0.5, ras_window=10, end_ids=[14], min_tokens=200)
-    assert 14 not in drawn(sampler, 200)
-    assert 14 in drawn(sampler, 200)
+    assert 14 not in samples(sampler, 200)
+    assert 14 in samples(sampler, 200)
 
 
 @pytest.mark.parametrize(
     ("text_tokens", "bounds"), [(1, (2, 20)), (10, (20, 200)), (100, (200, 750)), (500, (375, 750))]
 )
-def test_the_length_of_the_text_bounds_that_of_the_speech(text_tokens, bounds):
+def test_the_length_of_the_text_limits_the_length_of_the_speech(text_tokens, bounds):
     bounded = LengthRatios().bound(Sampling(), text_tokens)
     assert (bounded.min_tokens, bounded.max_tokens) == bounds
 
 
 @pytest.mark.parametrize("ratios", [(-1, 2), (3, 2), (0, 0), (0, float("inf")), (float("nan"), 2)])
-def test_senseless_ratios_are_refused(ratios):
+def test_invalid_ratios_are_an_error(ratios):
     with pytest.raises(ValueError, match="token ratios"):
         LengthRatios(min=ratios[0], max=ratios[1])
 
@@ -139,7 +139,7 @@ def test_senseless_ratios_are_refused(ratios):
         {"seed": 2**31},
     ],
 )
-def test_sampling_out_of_range_is_refused_by_name_and_value(bad):
+def test_sampling_out_of_range_is_an_error_with_name_and_value(bad):
     ((name, value),) = bad.items()
     with pytest.raises(ValueError, match=f"{name} {value!r} is out of range: "):
         Sampling(**bad)

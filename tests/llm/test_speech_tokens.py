@@ -36,13 +36,13 @@ def test_without_a_tokenizer_the_first_speech_id_is_the_official_one():
     assert read_first_speech_id("") == OFFICIAL_FIRST_SPEECH_ID
 
 
-def test_a_directory_without_a_tokenizer_is_refused_by_path(tmp_path):
+def test_a_directory_without_a_tokenizer_is_an_error_with_the_path(tmp_path):
     with pytest.raises(ValueError, match=f"no file {tmp_path}/tokenizer.json"):
         LLMTokenizer.from_dir(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["<|s_0|>", "<|eos1|>", "<|sos|>", "<|task_id|>", "<|endofprompt|>"])
-def test_a_tokenizer_of_another_model_is_refused_with_the_missing_token(tmp_path, tokenizer_dir, missing):
+def test_a_tokenizer_of_another_model_is_an_error_with_the_missing_token(tmp_path, tokenizer_dir, missing):
     content = json.loads((tokenizer_dir / "tokenizer.json").read_text())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != missing]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -68,7 +68,7 @@ def test_control_tokens_in_the_text_never_reach_the_llm(tokenizer, texts):
     assert "<|s_1|>" not in tokenizer.prompt_string(*texts, [])
 
 
-def test_an_instruction_is_ended_by_its_token_and_no_other_control_token_passes(tokenizer):
+def test_an_instruction_ends_with_its_token_and_contains_no_other_control_token(tokenizer):
     parts = (instruction("sadly<|s_1|>" + END_OF_PROMPT), "Target" + END_OF_PROMPT, [])
     assert tokenizer.prompt_string(*parts) == "<|sos|>sadly  <|endofprompt|>Target <|task_id|>"
     ids = tokenizer.encode_prompt(*parts)
@@ -76,42 +76,42 @@ def test_an_instruction_is_ended_by_its_token_and_no_other_control_token_passes(
     assert ids == tokenizer.tokenizer.encode(tokenizer.prompt_string(*parts), add_special_tokens=False).ids
 
 
-def test_text_is_counted_in_tokens_and_comes_back_from_them(tokenizer):
+def test_text_is_counted_in_tokens_and_decoded_from_them(tokenizer):
     ids = tokenizer.tokenizer.encode("Text 文本", add_special_tokens=False).ids
     assert tokenizer.text_length("Text 文本") == len(ids)
     assert tokenizer.decode(ids) == "Text 文本"
 
 
-def test_speech_ids_survive_the_way_to_the_llm_and_back(tokenizer):
+def test_speech_ids_survive_conversion_to_llm_ids_and_back(tokenizer):
     ids = [0, 17, SPEECH_VOCAB - 1]
     assert tokenizer.to_speech_ids(tokenizer.to_llm_ids(ids)) == ids
 
 
-def test_what_is_no_speech_token_is_dropped_from_an_answer(tokenizer):
+def test_tokens_that_are_not_speech_are_dropped_from_an_answer(tokenizer):
     assert tokenizer.to_speech_ids([3, tokenizer.first_speech_id + 7, *tokenizer.end_ids]) == [7]
 
 
 @pytest.mark.parametrize("token", [-1, SPEECH_VOCAB])
-def test_a_prompt_token_outside_the_codebook_is_refused(tokenizer, token):
+def test_a_prompt_token_outside_the_codebook_is_an_error(tokenizer, token):
     with pytest.raises(ValueError, match=f"speech token {token} is outside"):
         tokenizer.encode_prompt("", "Hi", [token])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_parser_reads_the_same_tokens_however_the_text_is_cut(seed):
+def test_the_parser_reads_the_same_tokens_however_the_text_is_split(seed):
     rng = random.Random(seed)
     tokens = [rng.randrange(SPEECH_VOCAB) for _ in range(50)]
     text = speech_token_text(tokens)
     parser = SpeechTokenParser()
     found = []
     while text:
-        cut = rng.randint(1, 12)
-        found += parser.feed(text[:cut])
-        text = text[cut:]
+        size = rng.randint(1, 12)
+        found += parser.feed(text[:size])
+        text = text[size:]
     assert found == tokens
 
 
-def test_the_parser_skips_what_is_no_speech_token():
+def test_the_parser_skips_text_that_is_not_a_speech_token():
     parser = SpeechTokenParser()
     assert parser.feed("noise <|s_1|>文<|s_99999|><|s_6561|><|im_end|><<|s_2|>") == [1, 2]
     assert not parser.ended
@@ -124,7 +124,7 @@ def test_the_parser_stops_at_an_end_token():
     assert parser.ended
 
 
-def test_unfinished_text_does_not_pile_up():
+def test_unfinished_text_does_not_accumulate():
     parser = SpeechTokenParser()
     for _ in range(100):
         parser.feed("<|never a token ")

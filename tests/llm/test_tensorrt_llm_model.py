@@ -1,4 +1,4 @@
-"""The python backend of `tensorrt_llm`, its model.py loaded as Triton does, over the real engine."""
+"""The python backend of `tensorrt_llm`: its model.py loaded as Triton does, with the real CPU engine."""
 
 import json
 import time
@@ -49,7 +49,7 @@ def tokenizer(llm_dir):  # noqa: F811
 
 
 def send(model, input_ids, *, decoupled=True, request_id="", parameters=None, **tensors) -> InferenceRequest:
-    """Give a request to the model, as Triton does; a tensor of None is left out."""
+    """Send a request to the model as Triton does; tensors that are None are omitted."""
     kinds = {
         "random_seed": np.uint64,
         "temperature": np.float32,
@@ -95,7 +95,7 @@ def error_of(request):
     return response.error()
 
 
-def test_streaming_yields_the_tokens_of_the_whole_answer_a_few_at_a_time(decoupled_model, plain_model, tokenizer):
+def test_streaming_returns_the_tokens_of_the_whole_answer_a_few_at_a_time(decoupled_model, plain_model, tokenizer):
     prompt = tokenizer.encode_prompt("", "Hello", [])
     streamed = tokens_of(send(decoupled_model, prompt))
     (at_once,) = tokens_of(send(decoupled_model, prompt, streaming=False))
@@ -105,14 +105,14 @@ def test_streaming_yields_the_tokens_of_the_whole_answer_a_few_at_a_time(decoupl
     assert at_once[-1] in tokenizer.end_ids
 
 
-def test_concurrent_requests_get_the_tokens_they_get_alone(decoupled_model, tokenizer):
+def test_concurrent_requests_get_the_same_tokens_as_alone(decoupled_model, tokenizer):
     prompts = [tokenizer.encode_prompt("", "word " * (i + 1), []) for i in range(MAX_REQUESTS)]
     live = [send(decoupled_model, prompt, random_seed=i) for i, prompt in enumerate(prompts)]
     together = [tokens_of(request) for request in live]
     assert together == [tokens_of(send(decoupled_model, prompt, random_seed=i)) for i, prompt in enumerate(prompts)]
 
 
-def test_a_cancelled_request_ends_and_frees_its_place(decoupled_model, tokenizer):
+def test_a_cancelled_request_ends_and_frees_its_capacity(decoupled_model, tokenizer):
     endless = {"request_output_len": 3000, "min_length": 3000}
     request = send(decoupled_model, tokenizer.encode_prompt("", "Hello", []), **endless)
     wait_until(lambda: request.sender.responses)
@@ -122,7 +122,7 @@ def test_a_cancelled_request_ends_and_frees_its_place(decoupled_model, tokenizer
     wait_until(lambda: decoupled_model._engine.live == 0)
 
 
-def test_a_request_with_stop_ends_the_live_one_of_its_id(decoupled_model, tokenizer):
+def test_a_request_with_stop_ends_the_live_request_with_its_id(decoupled_model, tokenizer):
     prompt = tokenizer.encode_prompt("", "Hello", [])
     request = send(decoupled_model, prompt, request_id="a", request_output_len=3000, min_length=3000)
     other = send(decoupled_model, prompt, request_id="b")
@@ -131,7 +131,7 @@ def test_a_request_with_stop_ends_the_live_one_of_its_id(decoupled_model, tokeni
     assert not any(response.has_error() for response in finished(request))
     assert tokens_of(other)[-1][0] in tokenizer.end_ids
     wait_until(lambda: decoupled_model._engine.live == 0)
-    assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []  # it is gone: no error
+    assert finished(send(decoupled_model, prompt, request_id="a", stop=True)) == []  # already ended: not an error
 
 
 def failing_after(tokens):
@@ -143,14 +143,14 @@ def failing_after(tokens):
     return generate
 
 
-def test_a_failure_in_the_middle_of_an_answer_follows_it_as_an_error(decoupled_model, monkeypatch):
+def test_a_failure_during_an_answer_ends_it_with_an_error(decoupled_model, monkeypatch):
     monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7, 8, 9, 10]))
     first, last = finished(send(decoupled_model, [1, 2, 3]))
     assert llm_tensors.output_tokens(first.arrays()) == [7, 8, 9]
     assert last.error().code() == TritonError.UNAVAILABLE
 
 
-def test_a_failure_before_any_answer_is_an_error(decoupled_model, monkeypatch):
+def test_a_failure_before_the_first_answer_is_an_error(decoupled_model, monkeypatch):
     monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([]))
     assert error_of(send(decoupled_model, [1, 2, 3])).code() == TritonError.UNAVAILABLE
     monkeypatch.setattr(decoupled_model._engine, "generate", failing_after([7]))
@@ -196,7 +196,7 @@ def test_bad_input_is_an_error_that_names_the_value(decoupled_model, tensors, me
     assert message in error.message()
 
 
-def test_repetition_aware_sampling_is_asked_for_by_parameters(decoupled_model, tokenizer):
+def test_repetition_aware_sampling_is_set_by_request_parameters(decoupled_model, tokenizer):
     prompt = tokenizer.encode_prompt("", "Hello", [])
     narrow = {"runtime_top_k": 1, "repetition_penalty": 1.0, "request_output_len": 60, "min_length": 60}
     (looping,) = tokens_of(send(decoupled_model, prompt, streaming=False, **narrow))
@@ -207,12 +207,12 @@ def test_repetition_aware_sampling_is_asked_for_by_parameters(decoupled_model, t
     assert "ras_window must be a number, not 'ten'" in error.message()
 
 
-def test_streaming_from_a_model_that_answers_once_is_refused(plain_model):
+def test_streaming_from_a_model_that_is_not_decoupled_is_an_error(plain_model):
     error = error_of(send(plain_model, [1, 2, 3], decoupled=False, streaming=True))
     assert "without decoupled responses" in error.message()
 
 
-def test_only_input_lengths_ids_are_read(decoupled_model, tokenizer):
+def test_ids_after_input_lengths_are_ignored(decoupled_model, tokenizer):
     prompt = tokenizer.encode_prompt("", "Hello", [])
     padded = send(decoupled_model, prompt + [0] * 7, input_lengths=len(prompt))
     assert tokens_of(padded) == tokens_of(send(decoupled_model, prompt))

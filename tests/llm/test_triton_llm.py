@@ -1,4 +1,4 @@
-"""The client of the `tensorrt_llm` model, over a stream function that plays Triton."""
+"""The client of the `tensorrt_llm` model, over a fake of Triton's response streams."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory):
 
 
 class ScriptedModel:
-    """Plays a list of answers: token ids, an exception to raise, or a number of seconds to be silent."""
+    """Answers from a script: token ids, an exception to raise, or a number of seconds to wait."""
 
     def __init__(self, *script):
         self.script = script
@@ -59,19 +59,19 @@ def speak(model, tokenizer, **sampling):
     return asyncio.run(run())
 
 
-def test_speech_ids_come_as_they_arrive_and_the_end_token_ends(tokenizer):
+def test_speech_ids_are_yielded_as_they_arrive_up_to_the_end_token(tokenizer):
     o, end = tokenizer.first_speech_id, tokenizer.end_ids[0]
     model = ScriptedModel([o + 1], [o + 2, o + 3], [end])
     assert speak(model, tokenizer) == ([[1], [2, 3]], "stop")
     assert model.open_streams == 0
 
 
-def test_reaching_max_tokens_is_told(tokenizer):
+def test_reaching_max_tokens_is_reported(tokenizer):
     model = ScriptedModel([tokenizer.first_speech_id], [tokenizer.first_speech_id])
     assert speak(model, tokenizer, max_tokens=2) == ([[0], [0]], "length")
 
 
-def test_the_end_token_in_the_last_place_is_no_cut(tokenizer):
+def test_an_end_token_at_max_tokens_is_not_reported_as_a_cut(tokenizer):
     model = ScriptedModel([tokenizer.first_speech_id, tokenizer.end_ids[0]])
     assert speak(model, tokenizer, max_tokens=2) == ([[0]], "stop")
 
@@ -87,13 +87,13 @@ def test_the_request_carries_prompt_and_sampling_in_trt_llms_tensors(tokenizer):
     assert values["random_seed"] == 7
     assert values["runtime_top_k"] == 9
     assert values["request_output_len"] == 30
-    assert values["min_length"] == 4  # two for each of the text's tokens
+    assert values["min_length"] == 4  # two per token of the text
     assert values["end_id"] == tokenizer.end_ids[0]
     assert values["streaming"] is True
     assert all(array.shape[0] == 1 for array in inputs.values())
 
 
-def test_repetition_aware_sampling_travels_as_parameters(tokenizer):
+def test_repetition_aware_sampling_is_sent_as_request_parameters(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     speak(model, tokenizer)
     speak(model, tokenizer, ras_window=10)
@@ -115,7 +115,7 @@ def test_the_c_plus_plus_backend_gets_a_bias_and_no_repetition_aware_sampling(to
         asyncio.run(run(ras_window=10))
 
 
-def test_without_a_seed_each_request_gets_another(tokenizer):
+def test_without_a_seed_each_request_gets_a_different_one(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     for _ in range(3):
         speak(model, tokenizer)
@@ -128,13 +128,13 @@ def test_a_failing_model_is_unavailable(tokenizer, error):
         speak(ScriptedModel([tokenizer.first_speech_id], error), tokenizer)
 
 
-def test_a_refused_request_stays_the_callers_mistake(tokenizer):
+def test_a_rejected_request_is_a_value_error(tokenizer):
     with pytest.raises(ValueError, match="exceed the LLM's context"):
         speak(ScriptedModel(ValueError("5000 tokens exceed the LLM's context")), tokenizer)
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_silent_model_is_an_error_in_time_and_is_stopped(tokenizer, before):
+def test_a_silent_model_is_an_error_in_time_and_its_request_is_stopped(tokenizer, before):
     model = ScriptedModel(*[[tokenizer.first_speech_id]] * before, 30.0)
     with pytest.raises(UnavailableError, match="sent no token for 0.1 s"):
         speak(model, tokenizer)
@@ -170,8 +170,8 @@ def test_cancelling_the_reader_stops_the_request_at_the_model(tokenizer):
 
 
 @pytest.mark.parametrize("moments", range(8))
-def test_a_reader_that_is_cancelled_while_tokens_arrive_ends(tokenizer, moments):
-    """Python 3.11's wait_for returns what has just arrived, and the cancellation is lost: the reader goes on."""
+def test_a_reader_cancelled_while_tokens_arrive_ends(tokenizer, moments):
+    """Python 3.11's wait_for would return what has just arrived and lose the cancellation."""
 
     async def run():
         arrives = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""How tokens are drawn in vLLM: against `TokenSampler` and the definition, in batches that change as vLLM's do."""
+"""Sampling in vLLM, compared with `TokenSampler` and the definition, in batches that change as in vLLM."""
 
 import importlib
 
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.llm.checkpoint import read_limits
-from common.llm.engines.interface import utterable_ids
+from common.llm.engines.interface import candidate_ids
 from common.llm.engines.sampler import TokenSampler
 from common.llm.interface import Sampling
 from common.llm.speech_tokens import LLMTokenizer
@@ -30,66 +30,66 @@ def processor_class(install):  # noqa: F811
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])  # eager, and as CUDA graphs
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])  # eager, and with CUDA graphs
 def batch(request, processor_class, llm_dir):  # noqa: F811
     torch.manual_seed(0)
     return Batch(processor_class, llm_dir, torch.device(request.param))
 
 
 class Batch:
-    """What vLLM does around the processor: places in a batch, ids that grow, an argmax over the logits."""
+    """What vLLM does around the processor: a batch with indices, growing lists of ids, an argmax over the logits."""
 
     def __init__(self, processor_class, directory, device):
         self.vocab_size = read_limits(directory).vocab_size
         config = fake_vllm.VllmConfig(
             fake_vllm.ModelConfig(str(directory), self.vocab_size), fake_vllm.SchedulerConfig(8)
         )
-        self.utterable = utterable_ids(LLMTokenizer.from_dir(directory))
+        self.candidates = candidate_ids(LLMTokenizer.from_dir(directory))
         self.ids: list[list[int]] = []
         self._device = device
         self._processor = processor_class(config, device, device.type == "cuda")
 
-    def add(self, *asked, prompt=(), said=(), place=None, **sampling):
-        """One request more, or one at the place of another, which has `said` something before."""
-        params = fake_vllm.SamplingParams(**sampling, extra_args=asked[0] if asked else None)
+    def add(self, *extra_args, prompt=(), output=(), index=None, **sampling):
+        """Append a request, or put it at `index` in place of another; `output`: ids that it generated before."""
+        params = fake_vllm.SamplingParams(**sampling, extra_args=extra_args[0] if extra_args else None)
         type(self._processor).validate_params(params)
-        place = len(self.ids) if place is None else place
-        self.ids[place : place + 1] = [list(said)]
-        self._processor.update_state(BatchUpdate([], [(place, params, list(prompt), self.ids[place])], []))
+        index = len(self.ids) if index is None else index
+        self.ids[index : index + 1] = [list(output)]
+        self._processor.update_state(BatchUpdate([], [(index, params, list(prompt), self.ids[index])], []))
 
-    def remove(self, place):
-        """Give up a place, which the last request takes."""
+    def remove(self, index):
+        """Remove a request; the last one moves to its index."""
         last = len(self.ids) - 1
-        self.ids[place] = self.ids[last]
+        self.ids[index] = self.ids[last]
         self.ids.pop()
-        self._processor.update_state(BatchUpdate([place], [], [(last, place, False)] if place < last else []))
+        self._processor.update_state(BatchUpdate([index], [], [(last, index, False)] if index < last else []))
 
     def swap(self, one, other):
         self.ids[one], self.ids[other] = self.ids[other], self.ids[one]
         self._processor.update_state(BatchUpdate([], [], [(one, other, True)]))
 
     def step(self, logits, discarded=()):
-        """Logits of what can be uttered (C,) or (B, C) -> what each request draws; `discarded` places go unread."""
+        """Logits of the candidates (C,) or (B, C) -> columns (B,); vLLM discards those of the indices `discarded`."""
         full = torch.zeros(len(self.ids), self.vocab_size, device=self._device)
-        full[:, self.utterable] = torch.as_tensor(logits, dtype=torch.float32, device=self._device)
+        full[:, self.candidates] = torch.as_tensor(logits, dtype=torch.float32, device=self._device)
         drawn = self._processor.apply(full).argmax(1).tolist()
-        for place, token in enumerate(drawn):
-            if place not in discarded:
-                self.ids[place].append(token)
-        return [int(np.searchsorted(self.utterable, token)) for token in drawn]
+        for index, token in enumerate(drawn):
+            if index not in discarded:
+                self.ids[index].append(token)
+        return [int(np.searchsorted(self.candidates, token)) for token in drawn]
 
 
 def peaked(batch, *columns):
-    """Logits (C,) with some columns above the rest, the first the highest."""
-    logits = np.full(len(batch.utterable), -4.0)
+    """Logits (C,) with some columns above the rest, in descending order."""
+    logits = np.full(len(batch.candidates), -4.0)
     logits[list(columns)] = 4.0 - np.arange(len(columns))
     return logits
 
 
-def test_text_is_never_drawn_and_speech_by_its_weight(batch):
+def test_text_is_never_sampled_and_speech_by_its_weight(batch):
     batch.add(**FREE)
-    logits = np.full(len(batch.utterable), -40.0)
-    logits[:6] = [0, 1, 2, 3, 4, 5]  # what is no speech has 0
+    logits = np.full(len(batch.candidates), -40.0)
+    logits[:6] = [0, 1, 2, 3, 4, 5]  # all ids that are not candidates have 0
     drawn = [batch.step(logits)[0] for _ in range(2000)]
     expected = np.exp(np.arange(6)) / np.exp(np.arange(6)).sum()
     np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 2000, expected, atol=0.04)
@@ -99,8 +99,8 @@ def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_pat
     for file in llm_dir.iterdir():
         (tmp_path / file.name).symlink_to(file)
     bias = torch.zeros(read_limits(llm_dir).vocab_size)
-    bias[int(utterable_ids(LLMTokenizer.from_dir(llm_dir))[9])] = 9.0
-    bias[0] = 100.0  # of text, which stays impossible
+    bias[int(candidate_ids(LLMTokenizer.from_dir(llm_dir))[9])] = 9.0
+    bias[0] = 100.0  # text stays excluded
     save_file({"lm_head.bias": bias}, tmp_path / "bias.safetensors")
     batch = Batch(processor_class, tmp_path, torch.device("cpu"))
     batch.add(**GREEDY)
@@ -111,8 +111,8 @@ def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_pat
     "sampling",
     [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.5}, {"temperature": 3.0, "top_k": 5}, {"top_p": 1e-6}],
 )
-def test_the_same_tokens_remain_as_for_the_cpu(batch, sampling):
-    logits = np.random.default_rng(1).normal(0, 3, len(batch.utterable))
+def test_top_k_and_top_p_keep_the_same_tokens_as_on_the_cpu(batch, sampling):
+    logits = np.random.default_rng(1).normal(0, 3, len(batch.candidates))
     batch.add(**(FREE | sampling))
     sampler = TokenSampler(Sampling(**(FREE | sampling), seed=0), np.arange(len(logits)), prompt_ids=(), end_ids=())
     kept, weights = sampler._nucleus(logits / (FREE | sampling)["temperature"])
@@ -122,22 +122,22 @@ def test_the_same_tokens_remain_as_for_the_cpu(batch, sampling):
     assert set(likely.tolist()) <= set(drawn)
 
 
-def test_the_penalty_counts_prompt_and_drawn_tokens_of_the_own_request(batch):
-    first = int(batch.utterable[0])
+def test_the_penalty_counts_prompt_and_sampled_tokens_of_the_own_request(batch):
+    first = int(batch.candidates[0])
     batch.add(**GREEDY, repetition_penalty=2.0, prompt=[first + 7, 3])
     batch.add(**GREEDY, repetition_penalty=2.0)
     batch.add(**GREEDY)
     logits = np.tile(peaked(batch, 7, 8, 9), (3, 1))  # 4, 3 and 2; halved: 2, 1.5 and 1
     assert batch.step(logits) == [8, 7, 7]
-    assert batch.step(logits) == [7, 8, 7]  # of 2, 1.5 and 2: the first of equals
+    assert batch.step(logits) == [7, 8, 7]  # of 2, 1.5 and 2: the first maximum
     batch.swap(0, 2)
     assert batch.step(logits) == [7, 7, 7]
     batch.remove(1)
-    batch.add(place=1, **GREEDY, repetition_penalty=2.0)  # takes a place that was not given up
+    batch.add(index=1, **GREEDY, repetition_penalty=2.0)  # replaces a request that was not removed
     assert batch.step(logits[0]) == [7, 7]
 
 
-def test_requests_that_come_and_go_leave_nothing_behind(batch):
+def test_removed_requests_leave_no_state_behind(batch):
     for _ in range(50):
         batch.add(**GREEDY, repetition_penalty=2.0)
         batch.add(**GREEDY, repetition_penalty=2.0)
@@ -146,7 +146,7 @@ def test_requests_that_come_and_go_leave_nothing_behind(batch):
         batch.remove(0)
 
 
-def test_what_vllm_discards_was_not_drawn(batch):
+def test_tokens_that_vllm_discards_do_not_count(batch):
     batch.add(**GREEDY, repetition_penalty=2.0)
     batch.add(**FREE, seed=5)
     logits = np.tile(peaked(batch, 3, 4, 5, 6), (2, 1))
@@ -155,43 +155,43 @@ def test_what_vllm_discards_was_not_drawn(batch):
     assert batch.step(logits)[0] == 4
 
 
-def test_what_vllm_has_not_read_back_was_drawn_all_the_same(batch):
+def test_tokens_that_vllm_has_not_read_back_yet_count(batch):
     batch.add(**GREEDY, repetition_penalty=2.0)
     assert batch.step(peaked(batch, 3, 4, 5)) == [3]
     batch.ids[0][-1] = -1
     assert batch.step(peaked(batch, 3, 4, 5)) == [4]
 
 
-def test_a_request_that_comes_back_remembers_what_it_said(batch):
-    batch.add(**GREEDY, repetition_penalty=2.0, prompt=[int(batch.utterable[3])])
+def test_a_request_that_is_added_again_keeps_its_tokens(batch):
+    batch.add(**GREEDY, repetition_penalty=2.0, prompt=[int(batch.candidates[3])])
     assert batch.step(peaked(batch, 3, 4, 5)) == [4]
-    said = batch.ids[0]
+    output = batch.ids[0]
     batch.remove(0)
-    batch.add(**GREEDY, repetition_penalty=2.0, prompt=[int(batch.utterable[3])], said=said)
-    assert batch.step(peaked(batch, 3, 4, 5)) == [3]  # of 2, 1.5 and 2: the first of equals
+    batch.add(**GREEDY, repetition_penalty=2.0, prompt=[int(batch.candidates[3])], output=output)
+    assert batch.step(peaked(batch, 3, 4, 5)) == [3]  # of 2, 1.5 and 2: the first maximum
 
 
-def test_a_request_is_not_changed_by_its_neighbours(batch):
-    logits = np.random.default_rng(3).normal(0, 2, len(batch.utterable))
-    aware = {"ras_window": 10}
+def test_a_request_does_not_depend_on_the_others_in_its_batch(batch):
+    logits = np.random.default_rng(3).normal(0, 2, len(batch.candidates))
+    ras = {"ras_window": 10}
 
-    def tokens(*neighbours):
-        for asked, sampling in neighbours:
-            batch.add(asked, **sampling)
-        batch.add(aware, top_p=0.8, top_k=25, temperature=1.0, seed=4)
+    def tokens(*others):
+        for extra_args, sampling in others:
+            batch.add(extra_args, **sampling)
+        batch.add(ras, top_p=0.8, top_k=25, temperature=1.0, seed=4)
         found = [batch.step(logits)[-1] for _ in range(30)]
         while batch.ids:
             batch.remove(0)
         return found
 
     alone = tokens()
-    assert alone == tokens((None, {"top_k": 0}), (aware, GREEDY), (aware, {"seed": 9, "top_k": 3}))
+    assert alone == tokens((None, {"top_k": 0}), (ras, GREEDY), (ras, {"seed": 9, "top_k": 3}))
     assert len(set(alone)) > 5
 
 
-@pytest.mark.parametrize(("spread", "top_k"), [(2.0, 25), (0.5, 5)])  # the latter leaves less than top_p
-def test_repetition_aware_sampling_draws_as_cosyvoice2_does(batch, spread, top_k):
-    logits = np.full(len(batch.utterable), -60.0)
+@pytest.mark.parametrize(("spread", "top_k"), [(2.0, 25), (0.5, 5)])  # the second keeps less than top_p
+def test_repetition_aware_sampling_agrees_with_cosyvoice2(batch, spread, top_k):
+    logits = np.full(len(batch.candidates), -60.0)
     logits[:40] = np.random.default_rng(1).normal(0, spread, 40)
     rng, expected, n = np.random.default_rng(2), [], 2000
     batch.add({"ras_window": 10}, temperature=1.0, top_p=0.8, top_k=top_k)
@@ -201,11 +201,11 @@ def test_repetition_aware_sampling_draws_as_cosyvoice2_does(batch, spread, top_k
         expected.append(reference_ras(logits[:40], expected, rng, top_k=top_k))
     for share in (lambda ids: np.bincount(ids, minlength=40) / n, lambda ids: np.mean(ids[1:] == ids[:-1])):
         np.testing.assert_allclose(share(found[:, 0]), share(np.array(expected)), atol=0.03)
-    assert np.bincount(found[:, 1]).max() > 1.3 * np.bincount(found[:, 0]).max()  # the neighbour did not ask for it
+    assert np.bincount(found[:, 1]).max() > 1.3 * np.bincount(found[:, 0]).max()  # the other request does not use it
 
 
-def test_a_seed_repeats_and_another_differs(batch):
-    logits = np.zeros(len(batch.utterable))
+def test_a_seed_repeats_the_answer_and_another_seed_does_not(batch):
+    logits = np.zeros(len(batch.candidates))
     for seed in (1, 1, 2, None):
         batch.add(**FREE, seed=seed)
     first, second, other, unseeded = np.array([batch.step(logits) for _ in range(10)]).T
@@ -213,18 +213,18 @@ def test_a_seed_repeats_and_another_differs(batch):
     assert (first != other).any() and (first != unseeded).any() and len(set(first)) > 1
 
 
-def test_rounding_of_near_equal_logits_does_not_change_the_draw(batch):
-    """Batches of other sizes round otherwise."""
+def test_rounding_of_near_equal_logits_does_not_change_the_sample(batch):
+    """Batches of other sizes round differently."""
     batch.add(**FREE, seed=1)
     batch.add(**FREE, seed=1)
     rng = np.random.default_rng(0)
     for _ in range(50):
-        first, second = batch.step(rng.normal(0, 1e-6, (2, len(batch.utterable))))
+        first, second = batch.step(rng.normal(0, 1e-6, (2, len(batch.candidates))))
         assert first == second
 
 
-def test_end_tokens_wait_for_the_minimum_of_their_request(batch, llm_dir):  # noqa: F811
-    ends = np.searchsorted(batch.utterable, LLMTokenizer.from_dir(llm_dir).end_ids)
+def test_end_tokens_are_excluded_below_min_tokens_of_their_request(batch, llm_dir):  # noqa: F811
+    ends = np.searchsorted(batch.candidates, LLMTokenizer.from_dir(llm_dir).end_ids)
     batch.add(**GREEDY, min_tokens=2)
     batch.add(**GREEDY)
     logits = np.tile(peaked(batch, ends[0], ends[1], 5), (2, 1))
@@ -232,21 +232,26 @@ def test_end_tokens_wait_for_the_minimum_of_their_request(batch, llm_dir):  # no
     assert [batch.step(logits) for _ in range(3)] == [[5, ends[0]], [5, ends[0]], [ends[0], ends[0]]]
 
 
-def test_vllm_is_left_nothing_to_sample(processor_class):
+def test_vllm_itself_samples_greedily(processor_class):
     params = fake_vllm.SamplingParams(
         temperature=0.5, top_p=0.9, top_k=-1, repetition_penalty=1.2, seed=3, min_tokens=4, max_tokens=9
     )
-    for _ in range(2):  # vLLM may ask twice
+    for _ in range(2):  # vLLM may validate twice
         processor_class.validate_params(params)
         assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0, 1, 0, 1)
         assert (params.seed, params.min_tokens) == (None, 0)
-        asked = params.extra_args["speech_sampling"]
-        assert (asked["temperature"], asked["top_k"], asked["repetition_penalty"], asked["seed"]) == (0.5, 0, 1.2, 3)
-        assert asked["min_tokens"] == 4
+        sampling = params.extra_args["speech_sampling"]
+        assert (sampling["temperature"], sampling["top_k"], sampling["repetition_penalty"], sampling["seed"]) == (
+            0.5,
+            0,
+            1.2,
+            3,
+        )
+        assert sampling["min_tokens"] == 4
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("params", "message"),
     [
         ({"extra_args": {"ras_window": "ten"}}, "ras_window"),
         ({"extra_args": {"ras_window": 10.0}}, "ras_window 10.0 is not an integer"),
@@ -255,10 +260,10 @@ def test_vllm_is_left_nothing_to_sample(processor_class):
         ({"extra_args": {"ras_window": -1}}, "ras_window -1 is out of range"),
         ({"extra_args": {"speech_sampling": {"colour": 1}}}, "colour"),
         ({"extra_args": {"speech_sampling": 3}}, "speech_sampling 3"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty 0.5: speech is sampled without it"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty 0.5 is not supported for speech"),
         ({"top_p": 0.0}, "top_p 0.0 is out of range"),
     ],
 )
-def test_a_mistake_is_told_before_it_reaches_the_engine(processor_class, asked, message):
+def test_invalid_values_are_rejected_before_they_reach_the_engine(processor_class, params, message):
     with pytest.raises(ValueError, match=message):
-        processor_class.validate_params(fake_vllm.SamplingParams(**asked))
+        processor_class.validate_params(fake_vllm.SamplingParams(**params))

@@ -1,4 +1,4 @@
-"""A strict stand-in for TensorRT-LLM's LLM API: what of it the library relies on, read from its sources (1.x)."""
+"""A strict fake of TensorRT-LLM's LLM API: the parts that the library relies on, taken from its sources (1.x)."""
 
 import asyncio
 import sys
@@ -49,7 +49,7 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """Says 7, 8, 9, ... one by one; its only output grows, as the real one's does."""
+    """Generates 7, 8, 9, ... one by one; its only output grows, as in TensorRT-LLM."""
 
     def __init__(self, llm: "LLM", sampling: SamplingParams) -> None:
         self.outputs = [CompletionOutput()]
@@ -59,7 +59,7 @@ class RequestOutput:
         llm.live.add(self)
 
     def abort(self) -> None:
-        assert self in self._llm.live, "the real one's abort of a finished request is a message to nobody"
+        assert self in self._llm.live, "in TensorRT-LLM, aborting a finished request has no effect"
         self.aborted = True
         self._llm.live.discard(self)
 
@@ -90,17 +90,17 @@ class LLM:
         self.options = {"model": model, "max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
         self.kv_cache_config = kv_cache_config
         self.live: set[RequestOutput] = set()
-        self.asked: list[RequestOutput] = []
-        self.fails: Exception | None = None  # while it speaks
-        self.refuses: Exception | None = None  # to begin
+        self.requests: list[RequestOutput] = []
+        self.fails: Exception | None = None  # raised while generating
+        self.refuses: Exception | None = None  # raised when a request is submitted
         self.is_shut_down = False
 
     def generate_async(self, inputs: list[int], sampling_params: SamplingParams, *, streaming: bool = False) -> Any:
         assert streaming and all(type(token) is int for token in inputs)
         if self.refuses:
             raise self.refuses
-        self.asked.append(RequestOutput(self, sampling_params))
-        return self.asked[-1]
+        self.requests.append(RequestOutput(self, sampling_params))
+        return self.requests[-1]
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -111,7 +111,7 @@ class BuiltLLM(LLM):
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """This file under the names by which the library imports TensorRT-LLM."""
+    """This file's classes under the module names that the library imports."""
     here = sys.modules[__name__]
     made = {name: types.ModuleType(name) for name in ("tensorrt_llm", "tensorrt_llm.llmapi")}
     built = made["tensorrt_llm._tensorrt_engine"] = types.ModuleType("tensorrt_llm._tensorrt_engine")

@@ -1,6 +1,6 @@
-"""A strict stand-in for vLLM: the names, signatures and behaviour that the library relies on, read from vLLM 0.25.1.
+"""A strict fake of vLLM: the names, signatures and behaviour that the library relies on, taken from vLLM 0.25.1.
 
-What the real one would refuse fails here at once: unknown arguments, another kind of prompt, an id that is in use.
+What vLLM would reject fails here too: unknown arguments, another kind of prompt, an id that is in use.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class EngineGenerateError(Exception):
 
 
 class AsyncLLM:
-    """Says 7, 8, 9, ... in groups of two until the request's end; remembers what it was asked."""
+    """Generates 7, 8, 9, ... in groups of two up to max_tokens; records the requests."""
 
     def __init__(self, arguments: AsyncEngineArgs) -> None:
         self.arguments = arguments
@@ -135,7 +135,7 @@ class VllmConfig:
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """Changes of a batch: places given up; (place, params, prompt ids, ids drawn so far); (from, to, swapped)."""
+    """Changes of a batch: removed indices; (index, params, prompt ids, output ids so far); (from, to, swapped)."""
 
     removed: list[int]
     added: list[tuple[int, SamplingParams, list[int] | None, list[int]]]
@@ -147,13 +147,13 @@ class LogitsProcessor:
 
 
 def process_dict_updates(entries: dict[int, Any], update: BatchUpdate | None, new_entry: Callable[..., Any]) -> bool:
-    """As vLLM's: what is added first, which may take a place that was not given up, then removals, then moves."""
+    """As in vLLM: additions first, possibly at an index that was not removed, then removals, then moves."""
     if update is None:
         return False
-    for place, params, prompt_ids, output_ids in update.added:
-        entries[place] = new_entry(params, prompt_ids, output_ids)
-    for place in update.removed:
-        entries.pop(place, None)
+    for index, params, prompt_ids, output_ids in update.added:
+        entries[index] = new_entry(params, prompt_ids, output_ids)
+    for index in update.removed:
+        entries.pop(index, None)
     for source, target, swapped in update.moved:
         moving, met = entries.pop(source, None), entries.pop(target, None)
         if moving is not None:
@@ -181,7 +181,7 @@ MODULES = {
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """This file under the names by which the library imports vLLM."""
+    """This file's classes under the module names that the library imports."""
     made = {}
     for name, members in MODULES.items():
         made[name] = types.ModuleType(name)

@@ -1,4 +1,4 @@
-"""A server of an LLM that misbehaves, and the bytes of which its answers are made."""
+"""A faulty LLM server, and functions that build its answers."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: clo
 
 
 class FaultServer:
-    """Answers each request on loopback with raw bytes; a number among them is a pause in seconds."""
+    """Answers each request on loopback with raw bytes; a number in an answer is a pause in seconds."""
 
     def __init__(self, *answers):
         self.answers = list(answers)  # the last one repeats

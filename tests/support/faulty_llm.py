@@ -1,4 +1,4 @@
-"""A loopback LLM server that answers well or fails in a chosen way, at the level of bytes on the wire."""
+"""A loopback LLM server that answers correctly or fails in a chosen way."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ TOKENS = 60  # of a good answer
 
 @dataclass
 class FaultyLLM:
-    """`mode` may change between requests; `release` ends whatever waits."""
+    """`mode` may change between requests; `release` ends all waiting handlers."""
 
     url: str = ""
     mode: Mode = "good"
@@ -59,7 +59,7 @@ def faulty_llm() -> Iterator[FaultyLLM]:
                 llm.release.wait(30)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing on the screen."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

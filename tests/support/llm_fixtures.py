@@ -1,5 +1,5 @@
-"""Fixtures of the LLM's tests: stand-ins for the GPU engines, and the demo's random LLM as HuggingFace directory and
-converted for the CPU engine, each made once a session.
+"""Fixtures of the LLM's tests: fakes of the GPU engines, and the random demo LLM as a HuggingFace directory and
+converted for the CPU engine, each built once per test run.
 """
 
 import sys
@@ -14,7 +14,11 @@ from tools.demo_model.llm import make_llm
 from tools.prepare.genai import convert
 
 FAKES = {"vllm": fake_vllm, "tensorrt_llm": fake_tensorrt_llm}
-ENGINE_MODULES = ("common.llm.engines.vllm", "common.llm.vllm_logits", "common.llm.engines.trtllm")  # that import them
+ENGINE_MODULES = (
+    "common.llm.engines.vllm",
+    "common.llm.vllm_logits",
+    "common.llm.engines.trtllm",
+)  # they import the fakes
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +39,8 @@ def genai_dir(llm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """`install("vllm")` makes the stand-in importable, and returns it; the library's modules over it are forgotten in
-    the end."""
+    """`install("vllm")` makes the fake importable and returns it. The library's modules that import it are unloaded
+    after the test."""
 
     def run(name: str) -> ModuleType:
         for module, content in FAKES[name].modules().items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from common.llm.checkpoint import read_head_bias
-from common.llm.engines.interface import utterable_ids
+from common.llm.engines.interface import candidate_ids
 from common.llm.speech_tokens import LLMTokenizer
 
 
@@ -23,7 +23,7 @@ def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
         return False
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"{model_dir} is no HuggingFace model directory: it has no config.json")
-    utterable = utterable_ids(LLMTokenizer.from_dir(model_dir))
+    utterable = candidate_ids(LLMTokenizer.from_dir(model_dir))
     if utterable[-1] - utterable[0] >= len(utterable):
         raise ValueError(f"{model_dir}: its end tokens do not follow its speech tokens")
     if output_dir.exists():

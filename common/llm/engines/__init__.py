@@ -1,1 +1,1 @@
-"""Engines of the model `tensorrt_llm`."""
+"""Engines that run the LLM inside the Triton model `tensorrt_llm`."""

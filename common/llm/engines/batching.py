@@ -1,4 +1,4 @@
-"""Continuous batching: one thread steps all live requests of a model together, each joining and leaving at any step."""
+"""Continuous batching: one thread steps all live requests of a model; each may join and leave at any step."""
 
 import asyncio
 import logging
@@ -30,8 +30,8 @@ class DecoderModel(Protocol):
     def move(self, source: int, target: int, length: int) -> None: ...
 
 
-# Called by the engine's thread with each token, and last with a finish reason or an error. Must not block.
-Listener = Callable[[TokenChunk | Exception], object]
+# Called by the engine's thread with each token; the last call has a finish reason or is an error. Must not block.
+OnToken = Callable[[TokenChunk | Exception], object]
 
 
 @dataclass(eq=False)
@@ -40,23 +40,23 @@ class Generation:
 
     request: GenerationRequest
     sampler: TokenSampler
-    columns: np.ndarray  # of the model's logits that it may draw from
-    listener: Listener
-    length: int = 0  # tokens that its row of the cache holds
+    columns: np.ndarray  # of the model's logits that may be sampled
+    on_token: OnToken
+    length: int = 0  # tokens in its row of the cache
     generated: int = 0
     last_token: int = -1
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Drop it at the next step. The listener is not called again once that step has passed. Thread-safe."""
+        """Remove it at the next step, after which `on_token` is not called again. Thread-safe."""
         self.cancelled = True
 
 
 class BatchingEngine:
-    """Serves up to `max_requests` live requests of one model from a thread of its own.
+    """Serves up to `max_requests` live requests of one model in its own thread.
 
-    speech_ids: the ids that may be sampled beside a request's end ids. When the thread fails, every live request and
-    each later one gets UnavailableError.
+    speech_ids: the ids that may be sampled in addition to a request's end ids. If the thread fails, all live and later
+    requests get UnavailableError.
     """
 
     def __init__(self, model: DecoderModel, speech_ids: np.ndarray, max_requests: int) -> None:
@@ -65,26 +65,24 @@ class BatchingEngine:
         self._max_requests = max_requests
         self._waiting: deque[Generation] = deque()  # submitted, not yet prefilled
         self._rows: list[Generation] = []  # index: row of the model's cache
-        self._wake = threading.Condition()  # guards the waiting queue, the rows' list and the failure
+        self._wake = threading.Condition()  # guards the waiting queue, the list of rows and the failure
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._serve, name="llm-engine", daemon=True)
         self._thread.start()
 
     @property
     def live(self) -> int:
-        """Requests that hold or await a row of the cache; a cancelled one does until the next step."""
+        """Requests that occupy or wait for a row of the cache; a cancelled one counts until the next step."""
         with self._wake:
             return len(self._waiting) + len(self._rows)
 
-    def submit(self, request: GenerationRequest, listener: Listener) -> Generation:
-        """Start a request. Raises ValueError where it cannot fit, UnavailableError where the engine is full or dead."""
+    def submit(self, request: GenerationRequest, on_token: OnToken) -> Generation:
+        """Start a request. ValueError if it does not fit, UnavailableError if the engine is full or has failed."""
         request.check(self._model.vocab_size, self._model.context)
-        utterable = np.union1d(self._speech_ids, np.asarray(request.end_ids))
-        candidates, columns, _ = np.intersect1d(
-            self._model.logit_ids, utterable, assume_unique=True, return_indices=True
-        )
+        allowed = np.union1d(self._speech_ids, np.asarray(request.end_ids))
+        candidates, columns, _ = np.intersect1d(self._model.logit_ids, allowed, assume_unique=True, return_indices=True)
         sampler = TokenSampler(request.sampling, candidates, prompt_ids=request.input_ids, end_ids=request.end_ids)
-        generation = Generation(request, sampler, columns, listener)
+        generation = Generation(request, sampler, columns, on_token)
         with self._wake:
             if self._failure:
                 raise UnavailableError(self._failure)
@@ -95,7 +93,7 @@ class BatchingEngine:
         return generation
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The tokens of one request as they are drawn. Closing the generator cancels the request."""
+        """The tokens of one request as they are sampled. Closing the generator cancels the request."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
         generation = self.submit(request, lambda item: loop.call_soon_threadsafe(arrived.put_nowait, item))
@@ -111,7 +109,7 @@ class BatchingEngine:
             generation.cancel()
 
     def close(self) -> None:
-        """Fail what is live and end the thread."""
+        """Fail all live requests and end the thread."""
         self._fail("the LLM engine is shut down")
         self._thread.join()
 
@@ -128,17 +126,17 @@ class BatchingEngine:
                 self._rows.clear()
 
     def _await_work(self) -> bool:
-        """Wait until there is a request; False once the engine has failed or is closed."""
+        """Wait for a request; False if the engine has failed or is closed."""
         with self._wake:
             self._wake.wait_for(lambda: self._waiting or self._rows or self._failure)
             return self._failure is None
 
     def _prefill_one(self) -> None:
-        """Give the oldest waiting request a row. One per step, lest many arrivals stall the streams that run."""
+        """Prefill the oldest waiting request. One per step, so that many arrivals do not stall running streams."""
         with self._wake:
             while self._waiting and self._waiting[0].cancelled:
                 self._waiting.popleft()
-            # A row may be held by a cancelled request until the decoding step that follows.
+            # A cancelled request may occupy a row until the next decoding step.
             if not self._waiting or len(self._rows) == self._max_requests:
                 return
             generation = self._waiting.popleft()
@@ -161,12 +159,12 @@ class BatchingEngine:
         tokens = np.array([generation.last_token for generation in self._rows])
         lengths = np.array([generation.length for generation in self._rows])
         logits = self._model.decode(tokens, lengths)  # (B, V)
-        # From the last row down: a release fills its gap from the end, with a row that has had its turn.
+        # From the last row down: a release moves the last row into the gap, and that row has been advanced already.
         for row in reversed(range(len(self._rows))):
             self._advance(row, logits[row])
 
     def _advance(self, row: int, logits: np.ndarray) -> None:
-        """Draw a row's next token and report it; free the row when its request is over."""
+        """Sample a row's next token and report it; free the row if its request has finished."""
         generation = self._rows[row]
         request = generation.request
         token = generation.sampler.sample(logits[generation.columns])
@@ -178,11 +176,11 @@ class BatchingEngine:
         elif generation.generated == request.sampling.max_tokens:
             finish = "length"
         if finish or generation.cancelled:
-            self._release(row)  # before its end is told: who hears of it may submit the next request at once
-        self._tell(generation, TokenChunk([token], finish))
+            self._release(row)  # before the end is reported: the caller may submit the next request at once
+        self._report(generation, TokenChunk([token], finish))
 
     def _release(self, row: int) -> None:
-        """Free a row: the one place where a request leaves the batch. The last row moves into the gap."""
+        """Free a row: the only place where a request leaves the batch. The last row moves into the gap."""
         last = len(self._rows) - 1
         if row != last:
             self._model.move(last, row, self._rows[last].length)
@@ -197,13 +195,13 @@ class BatchingEngine:
             self._waiting.clear()
             self._wake.notify()
         for generation in orphans:
-            self._tell(generation, UnavailableError(reason))
+            self._report(generation, UnavailableError(reason))
             generation.cancel()
 
-    def _tell(self, generation: Generation, item: TokenChunk | Exception) -> None:
+    def _report(self, generation: Generation, item: TokenChunk | Exception) -> None:
         if generation.cancelled:
             return
         try:
-            generation.listener(item)
-        except RuntimeError:  # its event loop is closed, so nobody listens any more
+            generation.on_token(item)
+        except RuntimeError:  # its event loop is closed
             generation.cancel()

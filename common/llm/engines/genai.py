@@ -1,8 +1,8 @@
-"""An LLM in onnxruntime-genai's directory format, run by onnxruntime with a key/value cache of many rows.
+"""The engine `onnxruntime_genai`: an LLM in onnxruntime-genai's format, run by onnxruntime on the CPU.
 
-onnxruntime-genai's own engine batches on CPU only requests that start together and takes no seed per request, so its
-format is used and its engine is not. The exported graph already holds what continuous batching needs: its attention
-reads each row's length from the attention mask and writes keys in place where past and present share a buffer.
+Only the format is onnxruntime-genai's: on a CPU its own engine batches only requests that start together and has no
+seed per request. The exported graph supports continuous batching: its attention reads each row's length from the
+attention mask, and writes keys in place if past and present share a buffer.
 """
 
 import json
@@ -13,30 +13,30 @@ import onnxruntime
 
 from common.llm.checkpoint import MAX_CONTEXT
 from common.llm.engines.batching import BatchingEngine
-from common.llm.engines.interface import require_speech_tokens, utterable_ids
+from common.llm.engines.interface import candidate_ids, require_speech_tokens
 from common.llm.speech_tokens import LLMTokenizer
 
 
 class GenAIModel:
     """One decoder with `rows` independent sequences in its cache. Not thread-safe: one thread owns it.
 
-    context: most tokens that one sequence may hold. vocab_size: ids that it reads. logit_ids (V,): ids that it can
-    utter, one for each of its logits.
+    context: maximum number of tokens in one sequence. vocab_size: number of input ids. logit_ids (V,): the id of each
+    logit.
     """
 
     def __init__(self, model_dir: str | Path, rows: int, *, threads: int = 0) -> None:
-        """Load `model_dir`. `threads` 0 leaves their number to onnxruntime. Raises ValueError on a wrong directory."""
+        """Load `model_dir`. `threads`: 0 for onnxruntime's default. Raises ValueError for an invalid directory."""
         config = _read_config(Path(model_dir))
         decoder = config["decoder"]
         self.context = min(config["context_length"], MAX_CONTEXT)
         self.vocab_size: int = config["vocab_size"]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        # Spinning worker threads would take the cores from the vocoder between two steps.
+        # Spinning worker threads would take the cores from token2wav between two steps.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         path = Path(model_dir) / decoder["filename"]
         self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        # Our conversion keeps the logits of speech at the last position; the plain builder keeps all of every position.
+        # Our conversion keeps only the speech logits of the last position, the plain builder all logits of all.
         first = config.get("first_logit_id", 0)
         positions, width = self._session.get_outputs()[0].shape[1:]
         self._last_logits_only = positions == 1
@@ -44,7 +44,7 @@ class GenAIModel:
         shape = (rows, decoder["num_key_value_heads"], self.context, decoder["head_size"])
         names = decoder["inputs"]["past_key_names"], decoder["inputs"]["past_value_names"]
         present = decoder["outputs"]["present_key_names"], decoder["outputs"]["present_value_names"]
-        # Zeroed pages are not resident until they are written, so unused rows and positions cost no memory.
+        # Zeroed pages are not resident until they are written, so unused rows and positions use no memory.
         self._caches = [
             (past % layer, new % layer, np.zeros(shape, np.float32))  # (rows, heads, context, head_size)
             for layer in range(decoder["num_hidden_layers"])
@@ -52,11 +52,11 @@ class GenAIModel:
         ]
 
     def prefill(self, row: int, input_ids: np.ndarray) -> np.ndarray:
-        """Start a sequence in `row` with ids (S,); return the logits (V,) after its last token."""
+        """Start a sequence in `row` with ids (S,); returns the logits (V,) after its last token."""
         return self._run(slice(row, row + 1), input_ids[None], np.array([len(input_ids)]))[0]
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Append tokens (B,) to the first B rows, which then hold `lengths` (B,) tokens; return logits (B, V)."""
+        """Append tokens (B,) to the first B rows, which then have `lengths` (B,) tokens; returns logits (B, V)."""
         return self._run(slice(0, len(tokens)), tokens[:, None], lengths)
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -84,15 +84,17 @@ class GenAIModel:
 def load_engine(
     model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float = 0.0
 ) -> BatchingEngine:
-    """Serve `model_dir`, on the CPU whatever `gpu_share` is.
+    """Serve `model_dir` on the CPU; `gpu_share` is ignored.
 
-    Raises ValueError where it was not converted, or has no speech tokens as `tokenizer` has.
+    Raises ValueError if it was not converted, or lacks the speech tokens of `tokenizer`.
     """
     model = GenAIModel(model_dir, rows=max_requests)
     require_speech_tokens(tokenizer, model.vocab_size, model_dir)
-    if absent := set(utterable_ids(tokenizer).tolist()) - set(model.logit_ids.tolist()):
-        raise ValueError(f"{model_dir} cannot utter the token {min(absent)}: it was converted with another tokenizer")
-    return BatchingEngine(model, utterable_ids(tokenizer), max_requests)
+    if absent := set(candidate_ids(tokenizer).tolist()) - set(model.logit_ids.tolist()):
+        raise ValueError(
+            f"{model_dir} has no logit for the token {min(absent)}: it was converted with a different tokenizer"
+        )
+    return BatchingEngine(model, candidate_ids(tokenizer), max_requests)
 
 
 def _read_config(model_dir: Path) -> dict:

@@ -1,4 +1,4 @@
-"""What an engine of the LLM is: a live model that turns token ids into token ids, many at a time."""
+"""The interface of an LLM engine: a loaded model that serves many requests, token ids in, token ids out."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -18,14 +18,14 @@ WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 4
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Ids in, ids out. `end_ids` end it; the one that is drawn is its last token."""
+    """One sequence to generate. It ends after the first of `end_ids`, which is part of the answer."""
 
     input_ids: Sequence[int] = field(repr=False)
     sampling: Sampling
     end_ids: tuple[int, ...]
 
     def check(self, vocab_size: int, context: int) -> None:
-        """ValueError where a model with these limits cannot serve it; `context` counts prompt and new tokens."""
+        """ValueError if a model with these limits cannot serve it; `context` counts prompt and new tokens."""
         prompt, new = len(self.input_ids), self.sampling.max_tokens
         if not prompt:
             raise ValueError("input_ids is empty")
@@ -38,28 +38,28 @@ class GenerationRequest:
 
 
 class Engine(Protocol):
-    """Serves requests at the same time; each may come, end and be cancelled at any moment."""
+    """Serves concurrent requests; each may start, end and be cancelled at any time."""
 
     @property
     def live(self) -> int:
-        """Requests that still take a place, cancelled ones included until they are gone."""
+        """Requests that occupy capacity, cancelled ones included until they are released."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Ids of the LLM as they are drawn; closing the generator cancels the request.
+        """Ids of the LLM as they are sampled; closing the generator cancels the request.
 
-        The first iteration raises ValueError where the request cannot be served, UnavailableError where the engine is
-        full; each one raises UnavailableError where the engine has failed.
+        The first iteration raises ValueError if the request cannot be served, UnavailableError if the engine is full;
+        every iteration raises UnavailableError if the engine has failed.
         """
         ...
 
     def close(self) -> None:
-        """End what is live, and the engine."""
+        """End all live requests and the engine."""
         ...
 
 
 class EngineLM:
-    """Speech from an engine of this process, which it owns."""
+    """Speech tokens from an engine of this process, which it owns."""
 
     def __init__(self, engine: Engine, tokenizer: LLMTokenizer, ratios: LengthRatios | None = None) -> None:
         self._engine = engine
@@ -81,23 +81,23 @@ class EngineLM:
                 yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)
 
 
-async def warm_up(engine: Engine, tokenizer: LLMTokenizer, most: int) -> None:
-    """Speak to nobody, alone and with as many as `most` together, before anyone waits: a GPU engine compiles kernels
-    at its first requests, seconds for those of a large batch. Raises what the engine raises."""
+async def warm_up(engine: Engine, tokenizer: LLMTokenizer, max_requests: int) -> None:
+    """Run one request alone, then up to `max_requests` together. A GPU engine compiles kernels at its first requests,
+    which takes seconds for large batches. Raises what the engine raises."""
     sampling = Sampling(max_tokens=WARM_UP_TOKENS, min_tokens=WARM_UP_TOKENS)
     request = GenerationRequest(tokenizer.encode_prompt("", "a", [0]), sampling, tokenizer.end_ids)
 
-    async def speak() -> None:
+    async def run() -> None:
         async with aclosing(engine.generate(request)) as chunks:
             async for _ in chunks:
                 pass
 
-    for together in (1, min(WARM_UP_STREAMS, most)):
-        await asyncio.gather(*(speak() for _ in range(together)))
+    for concurrent in (1, min(WARM_UP_STREAMS, max_requests)):
+        await asyncio.gather(*(run() for _ in range(concurrent)))
 
 
 def finish_reason(reason: str | None) -> FinishReason | None:
-    """Why a GPU engine ended a request, None while it runs; UnavailableError where it gave up."""
+    """A GPU engine's finish reason as ours, None while the request runs; UnavailableError for any other reason."""
     known: dict[str | None, FinishReason | None] = {None: None, "stop": "stop", "length": "length"}
     if reason not in known:
         raise UnavailableError(f"the LLM engine ended the answer with {reason!r}")
@@ -105,7 +105,7 @@ def finish_reason(reason: str | None) -> FinishReason | None:
 
 
 def require_speech_tokens(tokenizer: LLMTokenizer, vocab_size: int, source: object) -> None:
-    """ValueError where a model of `vocab_size` ids, read from `source`, cannot utter what `tokenizer` names."""
+    """ValueError if the vocabulary of the model in `source` is too small for the speech tokens of `tokenizer`."""
     last = max(tokenizer.first_speech_id + SPEECH_VOCAB - 1, *tokenizer.end_ids)
     if vocab_size <= last:
         raise ValueError(
@@ -114,8 +114,8 @@ def require_speech_tokens(tokenizer: LLMTokenizer, vocab_size: int, source: obje
         )
 
 
-def utterable_ids(tokenizer: LLMTokenizer) -> np.ndarray:
-    """The ids (C,), ascending, that an utterance consists of: speech tokens and end tokens."""
+def candidate_ids(tokenizer: LLMTokenizer) -> np.ndarray:
+    """The ids (C,), ascending, that may be sampled: speech tokens and end tokens."""
     return np.union1d(
         np.arange(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_VOCAB), np.asarray(tokenizer.end_ids)
     )

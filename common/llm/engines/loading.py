@@ -1,4 +1,4 @@
-"""Which engine serves a directory: the one that is named, or the best that can be imported and reads it."""
+"""Chooses and loads the engine for a directory: the named one, or the best that can be imported and reads it."""
 
 import importlib
 import importlib.util
@@ -11,7 +11,7 @@ from common.llm.speech_tokens import LLMTokenizer
 
 logger = logging.getLogger(__name__)
 
-# Best first: its module, imported when it is chosen, and the kinds of directory that it reads.
+# Best first: the module, imported only if chosen, and the kinds of directory that it reads.
 _ENGINES = {
     "tensorrt_llm": ("common.llm.engines.trtllm", ("TensorRT engines", "HuggingFace")),
     "vllm": ("common.llm.engines.vllm", ("HuggingFace",)),
@@ -27,9 +27,10 @@ def load_engine(
     max_requests: int,
     gpu_share: float = TensorrtLLMConfig.gpu_share,
 ) -> Engine:
-    """Serve `model_dir` with the engine `name`, or "auto". `gpu_share`: of a GPU's memory; a vocoder needs the rest.
+    """Serve `model_dir` with the engine `name` or, for "auto", the best one. `gpu_share`: share of the GPU's memory for
+    the LLM; token2wav needs the rest.
 
-    Raises ValueError where no engine can, or where the model has no speech tokens as `tokenizer` has.
+    Raises ValueError if no engine can, or if the model lacks the speech tokens of `tokenizer`.
     """
     kind = _kind_of(Path(model_dir))
     obstacles = []
@@ -53,7 +54,7 @@ def load_engine(
 
 
 def gpu_engine_installed() -> bool:
-    """Whether there is an engine that reads a HuggingFace directory as it is. Imports none."""
+    """Whether an engine is installed that reads a HuggingFace directory without conversion. Imports none."""
     return any(importlib.util.find_spec(name) for name, (_, kinds) in _ENGINES.items() if "HuggingFace" in kinds)
 
 
@@ -61,4 +62,4 @@ def _kind_of(model_dir: Path) -> str:
     for kind, file in _KINDS.items():
         if (model_dir / file).is_file():
             return kind
-    raise ValueError(f"{model_dir} holds no LLM: it has none of {', '.join(_KINDS.values())}")
+    raise ValueError(f"{model_dir} contains no LLM: it has none of {', '.join(_KINDS.values())}")

@@ -1,4 +1,4 @@
-"""Which token comes next: repetition penalty, temperature, top-k, top-p and a seeded draw. Knows nothing of models."""
+"""Sampling of the next token: repetition penalty, temperature, top-k, top-p and repetition-aware sampling."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from common.llm.interface import Sampling
 
 
 class TokenSampler:
-    """Draws the tokens of one request, so that its result depends on nothing but its own logits and seed.
+    """Samples the tokens of one request; the result depends only on the request's own logits and seed.
 
-    Only `candidates` (ids, ascending) can be drawn: speech tokens and end tokens. `end_ids` cannot before
-    `sampling.min_tokens` others were.
+    Only `candidates` (ids, ascending) are sampled: speech tokens and end tokens. `end_ids` are excluded until
+    `sampling.min_tokens` others have been sampled.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class TokenSampler:
         self._random = np.random.Generator(np.random.PCG64(sampling.seed))
 
     def sample(self, logits: np.ndarray) -> int:
-        """Logits (C,) of the candidates at the next position -> id of the drawn token."""
+        """Logits (C,) of the candidates at the next position -> id of the sampled token."""
         scores = logits.astype(np.float64)
         penalty = self._sampling.repetition_penalty
         if penalty != 1:
@@ -36,12 +36,12 @@ class TokenSampler:
         if self._tokens_before_end > 0:
             self._tokens_before_end -= 1
             scores[self._ends] = -np.inf
-        index = self._draw(scores)
+        index = self._choose(scores)
         self._seen[index] = True
         return int(self._candidates[index])
 
-    def _draw(self, scores: np.ndarray) -> int:
-        """Scores (C,) -> index of the drawn candidate."""
+    def _choose(self, scores: np.ndarray) -> int:
+        """Scores (C,) -> index of the sampled candidate."""
         sampling = self._sampling
         if sampling.temperature == 0:
             return int(scores.argmax())
@@ -54,17 +54,17 @@ class TokenSampler:
         return index
 
     def _nucleus(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Indices (K,), ascending, and weights (K,) of the candidates that top_k and top_p leave of scores (C,)."""
+        """Indices (K,), ascending, and weights (K,) of the candidates that top_k and top_p keep of scores (C,)."""
         sampling, highest = self._sampling, scores.max()
         kept = np.arange(len(scores))
         if 0 < sampling.top_k < len(scores):
             kept = np.flatnonzero(scores >= np.partition(scores, -sampling.top_k)[-sampling.top_k])
         weights = np.exp(scores[kept] - highest)
         if sampling.top_p < 1:
-            # RAS means a share of the whole distribution; elsewhere it is one of what top_k has left.
+            # With RAS, top_p is a share of the whole distribution; otherwise of the tokens left by top_k.
             whole = np.exp(scores - highest).sum() if sampling.ras_window else weights.sum()
             descending = np.sort(weights)[::-1]
-            # The likeliest tokens up to and including the one that reaches top_p.
+            # The most probable tokens up to and including the one that reaches top_p.
             last = int(np.searchsorted(np.cumsum(descending), sampling.top_p * whole))
             enough = weights >= descending[min(last, len(descending) - 1)]
             kept, weights = kept[enough], weights[enough]
@@ -72,6 +72,6 @@ class TokenSampler:
 
     def _pick(self, kept: np.ndarray, weights: np.ndarray) -> int:
         # In order of ids, not of weights: near-equal weights may swap ranks when a batch of another size rounds the
-        # logits otherwise, and the draw must not change with them.
+        # logits differently, and the result must not change with them.
         cumulative = np.cumsum(weights)
         return int(kept[np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")])

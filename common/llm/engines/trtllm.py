@@ -1,6 +1,6 @@
 """The engine `tensorrt_llm`: TensorRT-LLM's LLM API over a HuggingFace directory or built engines, on a GPU.
 
-Needs TensorRT-LLM 1.0 or newer, which is no dependency: NVIDIA's image has it.
+Needs TensorRT-LLM 1.0 or newer, which is not a dependency of this project: NVIDIA's image has it.
 """
 
 import json
@@ -13,7 +13,7 @@ from tensorrt_llm import LLM, SamplingParams
 from tensorrt_llm.llmapi import KvCacheConfig
 
 from common.errors import UnavailableError
-from common.llm.checkpoint import Limits, read_limits, speech_bias
+from common.llm.checkpoint import LLMLimits, read_limits, speech_bias
 from common.llm.engines.interface import GenerationRequest, finish_reason, require_speech_tokens
 from common.llm.interface import TokenChunk
 from common.llm.speech_tokens import LLMTokenizer
@@ -22,10 +22,10 @@ from common.llm.speech_tokens import LLMTokenizer
 class TensorRTLLMEngine:
     """Up to `max_requests` live requests; TensorRT-LLM batches, samples and aborts them.
 
-    bias (V,): added to the logits, minus infinity for what cannot be uttered.
+    bias (V,): added to the logits; minus infinity for all but speech and end tokens.
     """
 
-    def __init__(self, llm: LLM, limits: Limits, bias: torch.Tensor, max_requests: int) -> None:
+    def __init__(self, llm: LLM, limits: LLMLimits, bias: torch.Tensor, max_requests: int) -> None:
         self.live = 0
         self._llm = llm
         self._limits = limits
@@ -45,7 +45,7 @@ class TensorRTLLMEngine:
                 (completion,) = output.outputs
                 reason = finish_reason(completion.finish_reason)
                 yield TokenChunk(list(completion.token_ids_diff), reason)
-        except RuntimeError as error:  # its RequestError is one
+        except RuntimeError as error:  # also its RequestError
             raise UnavailableError(f"the LLM engine failed: {error}") from error
         finally:
             self.live -= 1
@@ -59,9 +59,9 @@ class TensorRTLLMEngine:
 def load_engine(
     model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float
 ) -> TensorRTLLMEngine:
-    """Serve `model_dir`. `gpu_share`: of the free GPU memory, for keys and values.
+    """Serve `model_dir`. `gpu_share`: share of the free GPU memory for keys and values.
 
-    Raises ValueError where it has no speech tokens as `tokenizer` has.
+    Raises ValueError if it lacks the speech tokens of `tokenizer`.
     """
     built = (Path(model_dir) / "rank0.engine").is_file()
     limits = _built_limits(Path(model_dir)) if built else read_limits(model_dir)
@@ -77,16 +77,17 @@ def load_engine(
         llm = tensorrt_llm._tensorrt_engine.LLM(**options)
     else:
         llm = LLM(max_batch_size=max_requests, max_seq_len=limits.context, **options)
-    bias = torch.from_numpy(speech_bias(model_dir, tokenizer, limits.vocab_size))  # built engines have no learned one
+    # A directory of built engines has no learned bias: there it only excludes text.
+    bias = torch.from_numpy(speech_bias(model_dir, tokenizer, limits.vocab_size))
     return TensorRTLLMEngine(llm, limits, bias, max_requests)
 
 
 def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingParams:
-    """TensorRT-LLM's form of a request's sampling."""
+    """A request's sampling as TensorRT-LLM's `SamplingParams`."""
     sampling = request.sampling
     if sampling.ras_window:
         raise ValueError(f"ras_window {sampling.ras_window}: the engine tensorrt_llm has no repetition-aware sampling")
-    greedy = sampling.temperature == 0  # which it knows as top_k 1 only
+    greedy = sampling.temperature == 0  # which TensorRT-LLM only supports as top_k 1
     return SamplingParams(
         temperature=1.0 if greedy else sampling.temperature,
         top_p=sampling.top_p,
@@ -103,6 +104,6 @@ def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingP
     )
 
 
-def _built_limits(engine_dir: Path) -> Limits:
+def _built_limits(engine_dir: Path) -> LLMLimits:
     config = json.loads((engine_dir / "config.json").read_text())
-    return Limits(config["pretrained_config"]["vocab_size"], config["build_config"]["max_seq_len"])
+    return LLMLimits(config["pretrained_config"]["vocab_size"], config["build_config"]["max_seq_len"])

@@ -1,4 +1,7 @@
-"""The engine `vllm`: vLLM's AsyncLLM over a HuggingFace directory, on a GPU. Needs vLLM, which is no dependency."""
+"""The engine `vllm`: vLLM's AsyncLLM over a HuggingFace directory, on a GPU.
+
+vLLM is not a dependency of this project.
+"""
 
 import uuid
 from collections.abc import AsyncGenerator
@@ -13,13 +16,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from common.errors import UnavailableError
-from common.llm.checkpoint import Limits, read_limits
+from common.llm.checkpoint import LLMLimits, read_limits
 from common.llm.engines.interface import GenerationRequest, finish_reason, require_speech_tokens
 from common.llm.interface import TokenChunk
 from common.llm.speech_tokens import LLMTokenizer
 
-# Graphs of whole steps for every size of batch up to the largest: under mixed load the default ones double the time to
-# a stream's first tokens.
+# CUDA graphs of whole steps for all batch sizes: with the defaults, the time to a stream's first tokens doubles under
+# mixed load.
 GRAPHS = {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
 LOGITS_PROCESSOR = "common.llm.vllm_logits:SpeechLogits"  # by name: vLLM imports it in another process
 
@@ -27,7 +30,7 @@ LOGITS_PROCESSOR = "common.llm.vllm_logits:SpeechLogits"  # by name: vLLM import
 class VLLMEngine:
     """Up to `max_requests` live requests; vLLM batches, samples and aborts them."""
 
-    def __init__(self, llm: AsyncLLM, limits: Limits, max_requests: int) -> None:
+    def __init__(self, llm: AsyncLLM, limits: LLMLimits, max_requests: int) -> None:
         self.live = 0
         self._llm = llm
         self._limits = limits
@@ -56,16 +59,16 @@ class VLLMEngine:
 
 
 def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float) -> VLLMEngine:
-    """Serve `model_dir`. `gpu_share`: of the GPU's memory, for weights, keys and values.
+    """Serve `model_dir`. `gpu_share`: share of the GPU's memory for weights, keys and values.
 
-    Raises ValueError where it has no speech tokens as `tokenizer` has.
+    Raises ValueError if it lacks the speech tokens of `tokenizer`.
     """
     limits = read_limits(model_dir)
     require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
     arguments = AsyncEngineArgs(
         model=str(model_dir),
         skip_tokenizer_init=True,  # ids in, ids out
-        generation_config="vllm",  # the directory's own would change what a request leaves open
+        generation_config="vllm",  # the directory's own config would change values that a request leaves unset
         max_model_len=limits.context,
         max_num_seqs=max_requests,
         gpu_memory_utilization=gpu_share,
@@ -77,7 +80,7 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
 
 
 def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """vLLM's form of a request's sampling, which `SpeechLogits` takes over."""
+    """A request's sampling as vLLM's `SamplingParams`; `SpeechLogits` does the sampling."""
     sampling = request.sampling
     return SamplingParams(
         temperature=sampling.temperature,
