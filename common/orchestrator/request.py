@@ -33,7 +33,7 @@ class SynthesisRequest:
 
     If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
-    `in_words`: spell out numbers and symbols of the text. `speed` above 1 is faster; whole utterances only.
+    `normalize`: spell out numbers and symbols of the text. `speed` above 1 is faster; whole utterances only.
     `timeline`: report when each stage of a streamed answer was reached.
     """
 
@@ -41,7 +41,7 @@ class SynthesisRequest:
     voice: Recording | str
     instruct_text: str = ""
     cross_lingual: bool = False
-    in_words: bool = True
+    normalize: bool = True
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     speed: float = 1.0
     timeline: bool = False
@@ -77,7 +77,7 @@ class RequestInputs:
             voice=voice,
             instruct_text=instruct_text,
             cross_lingual=cross_lingual,
-            in_words=_flag("text_frontend", self.parameters.get("text_frontend", True)),
+            normalize=_flag("text_frontend", self.parameters.get("text_frontend", True)),
             sampling=sampling_of(self.parameters, defaults),
             speed=_speed_of(self.parameters),
             timeline=_flag("timeline", self.parameters.get("timeline", False)),

@@ -78,9 +78,9 @@ class Token2WavPort(Protocol):
 class TextPreparer(Protocol):
     """Makes the texts for the LLM, see `text.TextFrontend`. Called in a thread."""
 
-    def segments(self, text: str, in_words: bool) -> Iterator[str]: ...
+    def segments(self, text: str, normalize: bool) -> Iterator[str]: ...
 
-    def transcript(self, text: str, in_words: bool) -> str: ...
+    def transcript(self, text: str, normalize: bool) -> str: ...
 
 
 class VoiceLookup(Protocol):
@@ -224,14 +224,14 @@ class Synthesizer:
         self, request: SynthesisRequest, scope: TaskScope, on_warning: OnWarning, on_stage: OnStage
     ) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, and start the LLM as soon as its part of the prompt is ready."""
-        texts = self._texts.segments(request.target_text, request.in_words)
+        texts = self._texts.segments(request.target_text, request.normalize)
         first = scope.spawn(_next(texts))
         voice: Recording | Prompt
         if isinstance(request.voice, Recording):
             voice = request.voice
         else:
             voice = await scope.result(asyncio.to_thread(self._voices, request.voice))
-        transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.in_words))
+        transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.normalize))
         known = voice if isinstance(voice, Prompt) else self._prompts.get(voice)
         tokens, mel, embedding = self._encoded(known or voice, scope)
         llm_prompt = LLMPrompt("", instruction(request.instruct_text) if request.instruct_text else "")

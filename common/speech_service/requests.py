@@ -11,7 +11,7 @@ from common.speech_service.errors import invalid
 from common.speech_service.recordings import decode_base64
 from common.speech_service.settings import Settings
 from common.speech_service.shelf import Shelf
-from common.text.spoken import language_of
+from common.text.normalization import language_of
 from common.voice.prompt import Recording
 
 # Names of OpenAI's models, so that a program's `model` need not be changed: whatever is served answers to them.

@@ -1,20 +1,20 @@
-"""Text as it comes from a client: whitespace normalised, control tokens taken out, nothing left is an error."""
+"""Clean a client's text: normalize whitespace, remove control tokens; text with nothing to speak is an error."""
 
 import re
 import unicodedata
 
-# Every control token of the LLM's vocabulary is written <|name|>. Names are short; a bound keeps prose between a
-# stray "<|" and a far "|>" from being swallowed.
+# Every control token of the LLM's vocabulary is written <|name|>. The length limit keeps the prose between a stray "<|"
+# and a distant "|>"; names are short.
 _CONTROL_TOKEN = re.compile(r"<\|[^<|>]{0,64}\|>")
 
-# Letters, numbers and symbols: text without any of them, such as "?!" or a zero-width space, has no sound.
+# Letters, numbers and symbols. Text without any of them, such as "?!" or a zero-width space, is silent.
 _SPEAKABLE = ("L", "N", "S")
 
 
 def strip_control_tokens(text: str) -> str:
-    """Replace whatever could be tokenised as control (`<|s_1|>`, `<|eos1|>`, `<|endofprompt|>`) by a space.
+    """Replace everything that could be tokenized as a control token (`<|s_1|>`, `<|endofprompt|>`) with a space.
 
-    Repeated until nothing matches, since taking out an inner token may join an outer one: `<|s_<|x|>1|>`.
+    Repeated until nothing matches, because removing an inner token can complete an outer one: `<|s_<|x|>1|>`.
     """
     found = 1
     while found:
@@ -23,15 +23,14 @@ def strip_control_tokens(text: str) -> str:
 
 
 def is_speakable(text: str) -> bool:
-    """Whether anything in `text` has a sound."""
+    """Whether `text` contains anything that can be spoken."""
     return any(unicodedata.category(char)[0] in _SPEAKABLE for char in text)
 
 
 def clean_text(text: str, *, name: str, max_chars: int) -> str:
-    """Return speakable text: lines without blanks at their ends, none of them empty, joined by line feeds.
+    """The text without control tokens, surplus whitespace and empty lines; lines are separated by line feeds.
 
-    `name` is the input's name for the messages. Raises ValueError where the text is longer than `max_chars`, or
-    where nothing is left of it.
+    `name`: the input's name in messages. ValueError if the text is longer than `max_chars` or has nothing to speak.
     """
     if len(text) > max_chars:
         raise ValueError(f"{name} has {len(text)} characters, more than the limit of {max_chars}")
@@ -50,6 +49,6 @@ def clean_line(text: str, *, name: str, max_chars: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without control characters, which would survive the split into lines and words and reach the tokenizer."""
+    """Without control characters, which splitting into lines and words would not remove."""
     lines = "\n".join(text.splitlines())
     return "".join(" " if char != "\n" and unicodedata.category(char) == "Cc" else char for char in lines)

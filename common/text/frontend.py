@@ -1,39 +1,39 @@
-"""A text, as long as it may be, to the segments that are spoken one after another."""
+"""A text of any length -> the segments that are synthesized one after another."""
 
 from collections.abc import Iterator
 from functools import lru_cache
 
+from common.text.normalization import half_width, language_of, normalized
 from common.text.segments import CountTokens, fitting, segments, sentences
-from common.text.spoken import half_width, language_of, spoken_form
 
-TRANSCRIPTS_KEPT = 256  # voices come back, and a transcript takes some 10 ms
+CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transcript takes about 10 ms
 
 
 class TextFrontend:
-    """Cuts texts into segments. `count` is the number of the LLM's tokens in a text. Texts are from `clean_text`.
+    """Splits texts into segments. `count`: number of LLM tokens in a text. Texts must come from `clean_text`.
 
-    `in_words`: numbers and signs are spelled out. Safe to use from several threads.
+    `normalize`: spell out numbers and symbols. Safe to use from several threads.
     """
 
     def __init__(self, count: CountTokens) -> None:
         self._count = count
-        self._transcript = lru_cache(TRANSCRIPTS_KEPT)(lambda text: "".join(self._spoken(text)).strip())
+        self._transcript = lru_cache(CACHED_TRANSCRIPTS)(lambda text: "".join(self._normalized(text)).strip())
         for language in ("zh", "en", "ja"):
-            spoken_form("1", language)  # reads the grammar: half a second that no request should wait for
+            normalized("1", language)  # loads the grammar: half a second that no request should wait for
 
-    def segments(self, text: str, in_words: bool = True) -> Iterator[str]:
-        """At least one, made as it is asked for."""
-        return segments(self._spoken(text) if in_words else sentences(text), self._count)
+    def segments(self, text: str, normalize: bool = True) -> Iterator[str]:
+        """At least one segment; lazy."""
+        return segments(self._normalized(text) if normalize else sentences(text), self._count)
 
-    def transcript(self, text: str, in_words: bool = True) -> str:
-        """What a recording says, in the words in which it says it."""
-        return self._transcript(text) if in_words else text
+    def transcript(self, text: str, normalize: bool = True) -> str:
+        """A recording's transcript, spelled out as in the recording."""
+        return self._transcript(text) if normalize else text
 
-    def _spoken(self, text: str) -> Iterator[str]:
+    def _normalized(self, text: str) -> Iterator[str]:
         text = half_width(text)
-        language = language_of(text)  # for sentences without letters of their own
+        language = language_of(text)  # for sentences without letters
         for sentence in sentences(text):
             own = language_of(sentence) if any(char.isalpha() for char in sentence) else language
-            # In parts that fit a segment, since a reading of all at once would hold up every stream of the process.
+            # In parts that fit a segment: normalizing a long sentence at once would block every stream of the process.
             parts = fitting(sentence, self._count)
-            yield "".join(spoken_form(part, own) for part in parts) if own else sentence
+            yield "".join(normalized(part, own) for part in parts) if own else sentence

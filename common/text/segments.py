@@ -1,7 +1,7 @@
-"""Sentences, and how many of them make a segment: what the LLM is given to speak at a time.
+"""Split text into sentences and group them into segments: the text of one request to the LLM.
 
-A segment is long enough to be spoken with one intonation and short enough for the audio that one request to the LLM
-may make. Cuts are made where a reader would breathe: between sentences, else clauses, else words.
+A segment is long enough for natural intonation and short enough for the audio that one LLM request can produce. Text is
+split between sentences, else between clauses, else between words.
 """
 
 import re
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 from common.text.cleaning import is_speakable
 
-# Tokens of text, CosyVoice2's own figures. 25 speech tokens a second at about 4 words make 6 or 7 of each, so that a
-# full segment lasts some 22 s.
+# In text tokens, CosyVoice2's own values. At 25 speech tokens and about 4 words per second, a text token makes 6 or 7
+# speech tokens, so a full segment lasts about 22 s.
 SEGMENT_TOKENS = 80
-LEAST_TOKENS = 20  # a shorter rest joins the segment before it
+MIN_TOKENS = 20  # a shorter remainder is appended to the previous segment
 
 CountTokens = Callable[[str], int]
 
-# Ends of clauses. The marks of Western writing end one before a blank only: "1,000" and "12:30" are numbers.
+# Ends of clauses. Western punctuation ends one only before whitespace: "1,000" and "12:30" are numbers.
 _CLAUSE_END = re.compile(r"(?<=[，；：、…—])|(?<=[,;:])\s")
 _WORD_END = re.compile(r"(?<=\s)")
 _ANYWHERE = re.compile(r"(?<=.)", re.DOTALL)
@@ -25,11 +25,11 @@ _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]")
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The sentences of `text` that have a sound, with the blanks behind them. A line's end is a sentence's.
+    """The sentences of `text` that can be spoken, with their trailing whitespace. The end of a line ends a sentence.
 
-    Abbreviations and decimals end none, whatever the language around them.
+    Abbreviations and decimals do not, in any language.
     """
-    from sentencex import segment as sentence_ends  # here: an LLM server beside Triton imports us for the tokens alone
+    from sentencex import segment as sentence_ends  # here: LLM servers import this package only to count tokens
 
     for line in text.split("\n"):
         found = [sentence for sentence in sentence_ends("en", line) if is_speakable(sentence)]
@@ -39,11 +39,11 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def segments(
-    spoken: Iterable[str], count: CountTokens, budget: int = SEGMENT_TOKENS, least: int = LEAST_TOKENS
+    spoken: Iterable[str], count: CountTokens, budget: int = SEGMENT_TOKENS, minimum: int = MIN_TOKENS
 ) -> Iterator[str]:
-    """Sentences joined into segments of at most `budget` tokens, the last of at most `budget + least`.
+    """Sentences joined into segments of at most `budget` tokens, the last one of at most `budget + minimum`.
 
-    Lazy: no more sentences are asked for than it takes to know that a segment is complete.
+    Lazy: reads only as many sentences as needed to know that a segment is complete.
     """
     ready, current, size = "", "", 0
     for piece in (piece for sentence in spoken for piece in fitting(sentence, count, budget)):
@@ -53,7 +53,7 @@ def segments(
                 yield ready.strip()
             ready, current, size = current, "", 0
         current, size = current + piece, size + tokens
-        if ready and size >= least:
+        if ready and size >= minimum:
             yield ready.strip()
             ready = ""
     if ready or current:
@@ -61,7 +61,7 @@ def segments(
 
 
 def fitting(sentence: str, count: CountTokens, budget: int = SEGMENT_TOKENS) -> list[str]:
-    """A sentence as it is where it fits `budget`, else its clauses, and those that do not fit as words, and so on."""
+    """The sentence if it fits `budget`, else its clauses, and clauses that do not fit as words, and so on."""
     pieces = [sentence]
     for end in (_CLAUSE_END, _WORD_END, _ANYWHERE):
         if all(count(piece) <= budget for piece in pieces):
@@ -71,7 +71,7 @@ def fitting(sentence: str, count: CountTokens, budget: int = SEGMENT_TOKENS) -> 
 
 
 def _cut(piece: str, end: re.Pattern[str], count: CountTokens, budget: int) -> Iterator[str]:
-    """`piece` cut at some of its `end`s: each part holds as many tokens as fit, one that is too long stands alone."""
+    """`piece` split at matches of `end` into parts as long as fit; a unit that is too long is a part of its own."""
     if count(piece) <= budget:
         yield piece
         return
@@ -97,9 +97,9 @@ def _units(piece: str, end: re.Pattern[str]) -> Iterator[str]:
 
 
 def _closed(sentence: str) -> str:
-    """The last sentence of a line: with a blank behind it, and a mark that the LLM hears as an end if it has none.
+    """The last sentence of a line, with a final punctuation mark if it has none, and a space after it.
 
-    Chinese and Japanese put no blank between sentences.
+    Chinese and Japanese have no space between sentences.
     """
     sentence = sentence.rstrip()
     wide = _CJK.search(sentence)

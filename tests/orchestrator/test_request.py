@@ -81,7 +81,7 @@ def test_a_speaker_stands_for_the_recording_and_a_default_one_where_neither_is_g
 @pytest.mark.parametrize(("value", "flag"), [(True, True), ("false", False), ("True", True), (0, False), ("1", True)])
 def test_flags_may_come_as_text(value: object, flag: bool) -> None:
     request = check(parameters={"text_frontend": value, "cross_lingual": value}, reference_text="")
-    assert (request.in_words, request.cross_lingual) == (flag, flag)
+    assert (request.normalize, request.cross_lingual) == (flag, flag)
 
 
 @pytest.mark.parametrize(

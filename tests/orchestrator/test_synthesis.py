@@ -167,16 +167,16 @@ def test_a_registered_voice_gives_the_same_prompts_as_its_recording(registered: 
 
 def test_text_and_transcript_are_spelled_out_if_the_request_says_so() -> None:
     class UpperCase(FakeTextPreparer):
-        def segments(self, text: str, in_words: bool) -> Iterator[str]:
-            yield text.upper() if in_words else text
+        def segments(self, text: str, normalize: bool) -> Iterator[str]:
+            yield text.upper() if normalize else text
 
-        def transcript(self, text: str, in_words: bool) -> str:
-            return text.upper() if in_words else text
+        def transcript(self, text: str, normalize: bool) -> str:
+            return text.upper() if normalize else text
 
     pipeline = Pipeline(FakeLM([1]))
     pipeline.texts = UpperCase()
-    for in_words in (True, False):
-        pipeline.run(pipeline.speak(dataclasses.replace(speech_request(), in_words=in_words)))
+    for normalize in (True, False):
+        pipeline.run(pipeline.speak(dataclasses.replace(speech_request(), normalize=normalize)))
     texts = [(prompt.target_text, prompt.prompt_text) for prompt in pipeline.llm.prompts]
     assert texts == [("HELLO", "REFERENCE"), ("hello", "reference")]
 

@@ -35,10 +35,10 @@ def fake_prompt(voice: int, text: str = "reference") -> Prompt:
 class FakeTextPreparer:
     """Segments of a text are separated by bars; transcripts stay unchanged."""
 
-    def segments(self, text: str, in_words: bool) -> Iterator[str]:
+    def segments(self, text: str, normalize: bool) -> Iterator[str]:
         yield from text.split("|")
 
-    def transcript(self, text: str, in_words: bool) -> str:
+    def transcript(self, text: str, normalize: bool) -> str:
         return text
 
 

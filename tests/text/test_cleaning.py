@@ -11,29 +11,29 @@ def test_whitespace_of_any_kind_becomes_single_spaces():
     assert clean("  Hello,\tbig\u3000\u00a0 world\r\n") == "Hello, big world"
 
 
-def test_lines_with_words_are_kept_apart_unless_one_line_is_asked_for():
+def test_lines_are_kept_by_clean_text_and_joined_by_clean_line():
     text = " one \r\n\n two\u2028<|s_1|>\nthree"
     assert clean(text) == "one\ntwo\nthree"
     assert clean_line(text, name="reference_text", max_chars=100) == "one two three"
 
 
-def test_text_without_control_tokens_is_left_alone():
+def test_text_without_control_tokens_is_unchanged():
     text = "收到好友 [laughter] from <strong>far</strong>: a < b | c > d <||"
     assert clean(text) == text
 
 
 @pytest.mark.parametrize("token", ["<|s_1|>", "<|eos1|>", "<|endofprompt|>", "<|task_id|>", "<|im_start|>", "<||>"])
-def test_control_tokens_are_taken_out(token):
+def test_control_tokens_are_removed(token):
     assert clean(f"one{token} two") == "one two"
 
 
 @pytest.mark.parametrize("text", ["<|s_<|x|>1|>", "<|<|<|s_1|>s_1|>s_1|>", "<|\x00eos1|>", "<|eos\n1|>"])
-def test_taking_out_a_token_never_leaves_another(text):
+def test_removing_a_token_never_leaves_another(text):
     with pytest.raises(ValueError, match="nothing to speak"):
         clean(text)
 
 
-def test_prose_between_far_apart_marks_is_kept():
+def test_prose_between_distant_token_marks_is_kept():
     text = "<| " + "words " * 12 + "|>"
     assert strip_control_tokens(text) == text
 
@@ -41,12 +41,22 @@ def test_prose_between_far_apart_marks_is_kept():
 @pytest.mark.parametrize(
     "text", ["", " \n\t", "<|s_1|>", "<|eos1|> <|s_2|>", "\x00\x1f", "\u200b\ufeff \u2060", "?! ...", "。"]
 )
-def test_text_with_nothing_to_speak_is_refused_by_name_and_value(text):
+def test_text_with_nothing_to_speak_is_rejected_with_its_name_and_value(text):
     with pytest.raises(ValueError) as caught:
         clean(text)
     assert str(caught.value) == f"target_text has nothing to speak: {text!r}"
 
 
-def test_too_long_text_is_refused_with_both_lengths():
+def test_text_that_is_too_long_is_rejected_with_both_lengths():
     with pytest.raises(ValueError, match="target_text has 101 characters, more than the limit of 100"):
         clean("a" * 101)
+
+
+@pytest.mark.parametrize(("text", "line"), [("", ""), (" \n\t", ""), (" a\nb ", "a b")])
+def test_an_optional_line_may_be_blank(text, line):
+    assert clean_line(text, name="reference_text", max_chars=3) == line
+
+
+def test_an_optional_line_of_control_tokens_alone_is_an_error():
+    with pytest.raises(ValueError, match="reference_text has nothing to speak"):
+        clean_line("<|s_1|>", name="reference_text", max_chars=100)

@@ -5,13 +5,13 @@ import pytest
 
 from common.llm.speech_tokens import LLMTokenizer
 from common.text import TextFrontend, clean_text
-from common.text.segments import LEAST_TOKENS, SEGMENT_TOKENS, segments, sentences
-from common.text.spoken import half_width, language_of, spoken_form
+from common.text.normalization import half_width, language_of, normalized
+from common.text.segments import MIN_TOKENS, SEGMENT_TOKENS, segments, sentences
 from tools.demo_model.llm import build_tokenizer
 
 
 def words(text: str) -> int:
-    """Stands for a tokenizer: a token a word, or a Chinese character."""
+    """Fake token count: one token per word or Chinese character."""
     return len("".join(f" {char} " if "\u4e00" <= char <= "\u9fff" else char for char in text).split())
 
 
@@ -20,7 +20,7 @@ def frontend() -> TextFrontend:
     return TextFrontend(words)
 
 
-# --- in words ----------------------------------------------------------------------------------------------------
+# --- normalization ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def frontend() -> TextFrontend:
 def test_numbers_dates_units_and_currencies_become_words(text: str, spoken: str) -> None:
     language = language_of(text)
     assert language is not None
-    assert spoken_form(half_width(text), language) == spoken
+    assert normalized(half_width(text), language) == spoken
 
 
 @pytest.mark.parametrize(
@@ -58,20 +58,20 @@ def test_numbers_dates_units_and_currencies_become_words(text: str, spoken: str)
         "“quoted” – café… 😀",
     ],
 )
-def test_what_needs_no_words_or_would_be_misread_stays(text: str) -> None:
-    assert spoken_form(text, "en") == text
+def test_text_that_needs_no_words_or_would_be_misread_is_unchanged(text: str) -> None:
+    assert normalized(text, "en") == text
 
 
 @pytest.mark.parametrize(
     ("text", "language"),
     [("Hello 3", "en"), ("12345", "en"), ("你好 ok", "zh"), ("3個の", "ja"), ("사과 3", None), ("Привет 3", None)],
 )
-def test_the_script_tells_the_grammar(text: str, language: str | None) -> None:
+def test_the_script_decides_the_grammar(text: str, language: str | None) -> None:
     assert language_of(text) == language
 
 
-def test_no_text_makes_the_grammars_fail_or_vanish() -> None:
-    """The English one has no reading of many a mixture, and says so by an assertion."""
+def test_no_text_makes_normalization_fail_or_return_nothing() -> None:
+    """The English grammar raises an assertion for many mixtures."""
     rng = random.Random(0)
     alphabet = (
         "abc XYZ 0123456789.,!?;:-/$€£¥%&@#\"'\\{}[]()<>|~`*_+=^ é中文元年月日。，！？；：“”（）あいう한글 😀\u200b"
@@ -79,7 +79,7 @@ def test_no_text_makes_the_grammars_fail_or_vanish() -> None:
     for _ in range(1500):
         text = "".join(rng.choices(alphabet, k=rng.randint(1, 24)))
         for language in ("zh", "en", "ja"):
-            spoken = spoken_form(text, language)  # type: ignore[arg-type]
+            spoken = normalized(text, language)  # type: ignore[arg-type]
             assert bool(spoken.strip()) == bool(text.strip())
             assert spoken.count("\\") == text.count("\\")
 
@@ -99,11 +99,11 @@ def test_no_text_makes_the_grammars_fail_or_vanish() -> None:
         ("Wait... what?! See e.g. this.", ["Wait... what?!", "See e.g. this."]),
     ],
 )
-def test_sentences_end_at_their_marks_and_not_at_abbreviations_or_decimals(text: str, expected: list[str]) -> None:
+def test_sentences_end_at_punctuation_but_not_at_abbreviations_or_decimals(text: str, expected: list[str]) -> None:
     assert [sentence.strip() for sentence in sentences(text)] == expected
 
 
-def test_the_end_of_a_line_is_that_of_a_sentence_and_is_heard() -> None:
+def test_the_end_of_a_line_ends_a_sentence_and_gets_punctuation() -> None:
     assert "".join(sentences("A heading\nText, more\n---\n标题\n正文。")) == "A heading. Text, more. 标题。正文。"
 
 
@@ -126,11 +126,11 @@ def sentence_of(length: int) -> str:
         ([80, 80, 80, 5], [80, 80, 85]),
     ],
 )
-def test_sentences_fill_a_segment_and_a_short_rest_joins_the_last(lengths: list[int], expected: list[int]) -> None:
+def test_sentences_fill_segments_and_a_short_rest_joins_the_last(lengths: list[int], expected: list[int]) -> None:
     assert [words(segment) for segment in segments(map(sentence_of, lengths), words)] == expected
 
 
-def test_a_sentence_that_is_too_long_is_cut_at_clauses_then_words_then_anywhere() -> None:
+def test_a_sentence_that_is_too_long_is_split_at_clauses_then_words_then_anywhere() -> None:
     clause = " ".join(["word"] * 50) + ", "
     assert [words(part) for part in segments([clause * 3], words)] == [50, 50, 50]
     assert [words(part) for part in segments([" ".join(["word"] * 200)], words)] == [80, 80, 40]
@@ -139,7 +139,7 @@ def test_a_sentence_that_is_too_long_is_cut_at_clauses_then_words_then_anywhere(
     assert [words(part) for part in segments(["一" * 60 + "，" + "二" * 60 + "。"], words)] == [61, 61]
 
 
-def test_segments_are_made_as_they_are_asked_for() -> None:
+def test_segments_are_generated_lazily() -> None:
     asked = []
 
     def spoken() -> Iterator[str]:
@@ -152,7 +152,7 @@ def test_segments_are_made_as_they_are_asked_for() -> None:
     assert len(asked) == 3
 
 
-@pytest.mark.parametrize("in_words", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(
     "text",
     [
@@ -166,26 +166,26 @@ def test_segments_are_made_as_they_are_asked_for() -> None:
         "😀" * 90,
     ],
 )
-def test_no_word_is_lost_and_every_segment_fits(text: str, in_words: bool, frontend: TextFrontend) -> None:
+def test_no_word_is_lost_and_every_segment_fits_the_limit(text: str, normalize: bool, frontend: TextFrontend) -> None:
     tokenizer = LLMTokenizer(build_tokenizer(), 0, (), 0, 0)
-    made = list(TextFrontend(tokenizer.text_length).segments(clean_text(text, name="t", max_chars=4096), in_words))
-    assert all(tokenizer.text_length(segment) <= SEGMENT_TOKENS + LEAST_TOKENS for segment in made)
-    if not in_words:
+    made = list(TextFrontend(tokenizer.text_length).segments(clean_text(text, name="t", max_chars=4096), normalize))
+    assert all(tokenizer.text_length(segment) <= SEGMENT_TOKENS + MIN_TOKENS for segment in made)
+    if not normalize:
         letters = [char for char in "".join(made) if char.isalnum()]
         assert letters == [char for char in text if char.isalnum()]
 
 
-def test_numbers_are_left_alone_when_asked(frontend: TextFrontend) -> None:
-    assert list(frontend.segments("It costs $5.", in_words=False)) == ["It costs $5."]
+def test_numbers_are_unchanged_without_normalization(frontend: TextFrontend) -> None:
+    assert list(frontend.segments("It costs $5.", normalize=False)) == ["It costs $5."]
     assert list(frontend.segments("It costs $5.")) == ["It costs five dollars."]
 
 
-def test_a_transcript_is_spelled_out_whole_unless_asked_otherwise(frontend: TextFrontend) -> None:
+def test_a_transcript_is_normalized_as_a_whole_unless_disabled(frontend: TextFrontend) -> None:
     text = "I have 3. " * 60 + "好"
     assert frontend.transcript(text) == "I have three. " * 60 + "好。"
-    assert frontend.transcript(text, in_words=False) == text
+    assert frontend.transcript(text, normalize=False) == text
 
 
-def test_a_number_without_letters_is_read_in_the_language_around_it(frontend: TextFrontend) -> None:
+def test_a_number_without_letters_is_read_in_the_language_of_the_text(frontend: TextFrontend) -> None:
     assert list(frontend.segments("价格是多少？\n25\n好。")) == ["价格是多少？二十五. 好。"]
     assert list(frontend.segments("12")) == ["twelve."]

@@ -1,6 +1,6 @@
 """Numbers, dates, units and currencies as words, by WeTextProcessing's grammars for Chinese, English and Japanese.
 
-The grammars come with the package `wetext`, which reads them without a network.
+The grammars are part of the package `wetext`, so nothing is downloaded.
 """
 
 import logging
@@ -16,22 +16,22 @@ Language = Literal["zh", "en", "ja"]
 
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
 _KANA = re.compile(r"[\u3040-\u30ff]")
-# Scripts that none of the grammars knows: English words for the numbers in a Korean sentence would be wrong.
+# Scripts without a grammar: English words for the numbers in a Korean sentence would be wrong.
 _OTHER_SCRIPT = re.compile(r"[\u0370-\u03ff\u0400-\u052f\u0590-\u08ff\u0900-\u0fff\u1100-\u11ff\uac00-\ud7af]")
 
-# Left as it is: what the LLM knows as a sound ("[laughter]", "<strong>"), what the package would escape (quotation
-# marks, backslashes), and what its grammar misreads ("1990s" as seconds, "2.0.1" as two decimals).
+# Left unchanged: the LLM's sound tags ("[laughter]", "<strong>"), characters that the package would escape (quotation
+# marks, backslashes), and text that its grammar misreads ("1990s" as seconds, "2.0.1" as two decimals).
 _AS_IS = re.compile(r"""(\[[a-z_-]+\]|</?[a-z]+>|["\\]|\b\d+0s\b|\b\d+(?:\.\d+){2,})""")
 
-# Full-width forms, which the grammars do not know as numbers. Other full-width punctuation is Chinese and stays.
+# Full-width forms, which the grammars do not read as numbers. Other full-width punctuation is Chinese and stays.
 _FULL_WIDTH = "０１２３４５６７８９ＡＢＣＤＥＦＧＨＩＪＫＬＭＮＯＰＱＲＳＴＵＶＷＸＹＺ％＄￥"
 _HALF_WIDTH = str.maketrans(_FULL_WIDTH, "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ%$¥")
 _IN_NUMBER = re.compile(r"(?<=\d)[：．](?=\d)")
 
-# The English grammar knows no reading of a number that touches a symbol on its wrong side: "#1", "100€".
+# The English grammar cannot read a number with a symbol on the wrong side: "#1", "100€".
 _TOUCHING = re.compile(r"(?<=\d)(?=[^\w\s.,:])|(?<=[^\w\s.,:])(?=\d)")
 
-# Words alone, nothing to be read out in others: letters and what separates clauses, no full stop but the last.
+# Plain words that need no normalization: letters and clause punctuation, no full stop except the last.
 _PLAIN = {
     "en": re.compile(r"[A-Za-z\s,;:?!'’“”()—–-]+\.?"),
     "zh": re.compile(r"[\u4e00-\u9fff\s，。、；：？！“”‘’（）…—]+"),
@@ -39,7 +39,7 @@ _PLAIN = {
 
 
 def language_of(text: str) -> Language | None:
-    """The grammar for `text`, by its script; None where there is none. Text without letters counts as English."""
+    """The grammar for `text`, by its script; None if there is none. Text without letters counts as English."""
     if _KANA.search(text):
         return "ja"
     if _HAN.search(text):
@@ -48,32 +48,31 @@ def language_of(text: str) -> Language | None:
 
 
 def half_width(text: str) -> str:
-    """`text` with the full-width forms in numbers replaced: "３．５％" as "3.5%"."""
+    """`text` with the full-width forms in numbers replaced: "３．５％" -> "3.5%"."""
     text = text.translate(_HALF_WIDTH)
     return _IN_NUMBER.sub(lambda match: {"：": ":", "．": "."}[match[0]], text)
 
 
-def spoken_form(sentence: str, language: Language) -> str:
-    """`sentence` with its numbers and signs in words, blanks at its ends kept; what cannot be read stays as it is.
+def normalized(sentence: str, language: Language) -> str:
+    """`sentence` with its numbers and symbols as words, surrounding whitespace kept; unreadable parts stay unchanged.
 
-    What is more than plain words takes about 0.1 ms a character, in which no other thread of the process runs: so
-    sentence by sentence.
+    Anything but plain words takes about 0.1 ms per character and holds the GIL, so callers go sentence by sentence.
     """
-    parts = _AS_IS.split(sentence)  # every second part is one to leave
+    parts = _AS_IS.split(sentence)  # every second part matched and stays unchanged
     parts[::2] = [_in_words(part, language) for part in parts[::2]]
     return "".join(parts)
 
 
 def _in_words(text: str, language: Language) -> str:
-    """`text` in words, between the blanks that it had at its ends."""
+    """`text` as words, surrounding whitespace kept."""
     core = text.strip()
     if not is_speakable(core) or (language in _PLAIN and _PLAIN[language].fullmatch(core)):
         return text
     for attempt in dict.fromkeys((core, _TOUCHING.sub(" ", core))):
         try:
             words = _grammar(language).normalize(attempt)
-        except Exception as error:  # an assertion of the package, mostly; its errors are no promise
-            logger.info("no %s reading of %r: %s", language, attempt[:80], error or type(error).__name__)
+        except Exception as error:  # usually an assertion of the package; its errors are not documented
+            logger.info("the %s grammar cannot read %r: %s", language, attempt[:80], error or type(error).__name__)
         else:
             return text.replace(core, words) if is_speakable(words) else text
     return text
@@ -81,7 +80,7 @@ def _in_words(text: str, language: Language) -> str:
 
 @cache
 def _grammar(language: Language) -> Any:
-    """The package's normaliser. Imported here, because most models of the server read no text."""
+    """The package's normalizer. Imported here, because most models of the server process no text."""
     from wetext import Normalizer
 
     return Normalizer(lang=language, operator="tn")
