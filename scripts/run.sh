@@ -89,7 +89,7 @@ fi
 
 if stage 4 "one request over HTTP"; then
     if [[ $MODE == offline ]]; then
-        "$PYTHON" scripts/client_http.py --server-url "http://127.0.0.1:$HTTP_PORT" --model-name cosyvoice2 \
+        "$PYTHON" -m scripts.client_http --server-url "http://127.0.0.1:$HTTP_PORT" --model-name cosyvoice2 \
             --target-text "Hello from an HTTP request." "${VOICE[@]}" --output-audio "$OUT/http.wav"
     else
         echo "skipped: Triton's HTTP endpoint returns one answer per request; run: bash $0 2 4 offline"
@@ -97,13 +97,13 @@ if stage 4 "one request over HTTP"; then
 fi
 
 if stage 5 "gRPC benchmark, $NUM_TASKS tasks, $MODE"; then
-    "$PYTHON" scripts/client_grpc.py --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2 \
+    "$PYTHON" -m scripts.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2 \
         --num-tasks "$NUM_TASKS" --mode "$MODE" "${DATA[@]}" --log-dir "$OUT/grpc_${MODE}_${NUM_TASKS}_tasks"
 fi
 
 if stage 6 "offline benchmark, without a server"; then
     for backend in "${BACKENDS[@]}"; do
-        "$PYTHON" scripts/offline_inference.py --backend "$backend" --engine-dir "$ENGINE_DIR" \
+        "$PYTHON" -m scripts.offline_inference --backend "$backend" --engine-dir "$ENGINE_DIR" \
             --llm-model-name-or-path "$MODELS/cosyvoice2_llm" --token2wav-path "$MODELS/CosyVoice2-0.5B" \
             --batch-size "$MAX_BATCH_SIZE" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" \
             --output-dir "$OUT/offline_$backend"

@@ -120,19 +120,19 @@ if stage 3 "serve: an LLM server and Triton"; then
 fi
 
 if stage 4 "gRPC benchmark, $NUM_TASKS tasks"; then
-    "$PYTHON" scripts/client_grpc.py --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2_dit \
+    "$PYTHON" -m scripts.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2_dit \
         --num-tasks "$NUM_TASKS" --mode streaming "${DATA[@]}" --log-dir "$OUT/grpc_streaming_${NUM_TASKS}_tasks"
 fi
 
 if stage 5 "offline benchmark, LLM and token2wav in turn"; then
-    "$PYTHON" scripts/offline_inference.py "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
+    "$PYTHON" -m scripts.offline_inference "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
         --token2wav-path "$VOCODER" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" --output-dir "$OUT/offline"
 fi
 
 if stage 6 "token2wav alone"; then
-    "$PYTHON" scripts/token2wav.py --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --warmup 3 --output-dir "$OUT/token2wav"
+    "$PYTHON" -m scripts.token2wav --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --warmup 3 --output-dir "$OUT/token2wav"
     for strategy in equal exponential; do
-        "$PYTHON" scripts/streaming_inference.py --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --strategy "$strategy" \
+        "$PYTHON" -m scripts.streaming_inference --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --strategy "$strategy" \
             --output-dir "$OUT/streaming_$strategy"
     done
 fi
@@ -154,7 +154,7 @@ if stage 8 "benchmark of the disaggregated servers"; then
     for ((gpus = 1; gpus <= TOKEN2WAV_GPUS; gpus++)); do
         servers=()
         for ((i = 0; i < gpus * INSTANCES_PER_GPU; i++)); do servers+=("127.0.0.1:$((TOKEN2WAV_GRPC_PORT + i))"); done
-        "$PYTHON" scripts/benchmark.py --servers "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus 1 \
+        "$PYTHON" -m scripts.benchmark --servers "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus 1 \
             --model-name cosyvoice2_dit --concurrency "${TASKS_PER_INSTANCE[@]}" "${DATA[@]}" \
             --title "disaggregated, $gpus x $INSTANCES_PER_GPU token2wav" --output "$OUT/disaggregated_${gpus}_gpus"
     done

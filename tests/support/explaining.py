@@ -1,47 +1,75 @@
-"""`--help` of every script: `python -m tests.support.explaining file|module` prints {script: what it said}.
+"""`--help` of every launcher and tool: `python -m tests.support.explaining file|module` prints {name: help text}.
 
-Each is run as the interpreter runs a file or a module: with the same first entry of sys.path, and with our own packages
-imported anew. The libraries that they import are read once for all, which is what takes the time.
+Each program runs as the interpreter runs a file or a module: with the same first entry of sys.path and with our own
+packages imported anew. The libraries that they import are loaded only once, because loading takes most of the time.
+Files run in another directory than the repository's, as upstream's users may call them.
 """
 
 import contextlib
+import functools
 import io
 import json
+import os
 import runpy
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(
-    path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__" and "def main(" in path.read_text()
-)
-OURS = ("common", "scripts", "tests")
+OURS = ("common", "scripts", "tools")
 
 
-def explain(script: str, way: str, search: list[str]) -> str:
-    """What it prints; the error where it does not end well."""
-    for module in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+def _programs(folder: str) -> list[str]:
+    """The names that `python -m` takes, of all files below a folder that end in `if __name__ == "__main__"`."""
+    paths = [path for path in (ROOT / folder).rglob("*.py") if '\nif __name__ == "__main__"' in path.read_text()]
+    parts = [path.relative_to(ROOT).with_suffix("").parts for path in paths]
+    return sorted(".".join(name[:-1] if name[-1] == "__main__" else name) for name in parts)
+
+
+LAUNCHERS = _programs("scripts")
+PROGRAMS = [*LAUNCHERS, *_programs("tools"), "common.speech_service"]
+
+
+@functools.cache
+def explanations(way: str) -> dict[str, str]:
+    """What each program prints; "file": the launchers alone. Errors are texts of another form."""
+    command = [sys.executable, "-m", "tests.support.explaining", way]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    finished = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, timeout=240, check=True)
+    return dict(json.loads(finished.stdout))
+
+
+def explain(name: str, way: str, installed: list[str]) -> str:
+    """The help text, or the error. installed: sys.path without the directory of the running program."""
+    for module in [module for module in sys.modules if module.partition(".")[0] in OURS]:
         del sys.modules[module]
-    sys.argv = [f"scripts/{script}.py", "--help"]
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(printed):
             if way == "file":
-                sys.path[:] = [str(ROOT / "scripts"), *search]
-                runpy.run_path(f"scripts/{script}.py", run_name="__main__")
+                file = ROOT / f"{name.replace('.', '/')}.py"
+                sys.argv, sys.path[:] = [str(file), "--help"], [str(file.parent), *installed]
+                runpy.run_path(str(file), run_name="__main__")
             else:
-                sys.path[:] = [str(ROOT), *search]
-                runpy.run_module(f"scripts.{script}", run_name="__main__", alter_sys=True)
+                sys.argv, sys.path[:] = [name, "--help"], [str(ROOT), *installed]
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        return said.getvalue() if not end.code else f"it ended with {end.code}"
+        return printed.getvalue() if not end.code else f"exit code {end.code}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return "it went on after its help"
+    return "it did not stop after printing its help"
 
 
 def main() -> None:
-    way, search = sys.argv[1], [entry for entry in sys.path[1:] if entry != str(ROOT)]
-    json.dump({script: explain(script, way, search) for script in SCRIPTS}, sys.stdout)
+    way, installed = sys.argv[1], sys.path[1:]
+    with tempfile.TemporaryDirectory() as elsewhere:
+        if way == "file":
+            os.chdir(elsewhere)
+        names = LAUNCHERS if way == "file" else PROGRAMS
+        result = {name: explain(name, way, installed) for name in names}
+        os.chdir(ROOT)
+    json.dump(result, sys.stdout)
 
 
 if __name__ == "__main__":

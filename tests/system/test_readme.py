@@ -1,6 +1,6 @@
 """What the documents and messages name exists: files, links, make targets, options, models, tensors."""
 
-import json
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.explaining import SCRIPTS
+from tests.support.explaining import LAUNCHERS, PROGRAMS, explanations
 from tests.system.test_architecture import FLOORS, LIBRARY, MODELS, TOOLS, name_of
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -17,7 +17,8 @@ PAGES += [
     ROOT / "deploy" / "nginx" / "gateway.d" / "README.md",
     ROOT / "tools" / "demo_model" / "trained" / "README.md",
 ]
-LAUNCHERS = [path for path in sorted((ROOT / "scripts").iterdir()) if path.suffix in (".py", ".sh")]
+SCRIPTS = [path for path in sorted((ROOT / "scripts").iterdir()) if path.suffix in (".py", ".sh")]
+SHELL = [path for path in SCRIPTS if path.suffix == ".sh"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -43,7 +44,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_every_page_that_code_names_exists() -> None:
-    sources = [*LIBRARY, *MODELS, *TOOLS, *LAUNCHERS, *ROOT.glob("*.yml"), *(ROOT / "deploy").rglob("*.y*ml")]
+    sources = [*LIBRARY, *MODELS, *TOOLS, *SCRIPTS, *ROOT.glob("*.yml"), *(ROOT / "deploy").rglob("*.y*ml")]
     sources += [ROOT / name for name in (".env.example", "Dockerfile.server", "Makefile", "pyproject.toml")]
     named = {(name_of(path), page) for path in sources for page in re.findall(r"\bdocs/[\w/]+\.\w+", path.read_text())}
     assert named and {(file, page) for file, page in named if not (ROOT / page).exists()} == set()
@@ -83,31 +84,51 @@ def test_the_picture_is_that_of_its_source() -> None:
 
 def test_every_make_target_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
-    sources = [*PAGES, *LAUNCHERS, *LIBRARY, *TOOLS]
+    sources = [*PAGES, *SCRIPTS, *LIBRARY, *TOOLS]
     named = {match for path in sources for match in re.findall(r"(?:`|run: |\n)make ([a-z-]+)", path.read_text())}
     assert named and named <= targets
 
 
-@pytest.fixture(scope="module")
-def explanations() -> list[dict[str, str]]:
-    """What `--help` prints, of every script: run as a file, and as a module."""
-    ways = [[sys.executable, "-m", "tests.support.explaining", way] for way in ("file", "module")]
-    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in ways]
-    return [json.loads(run.communicate(timeout=120)[0]) for run in runs]
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_runs_as_a_file_from_any_directory(launcher: str) -> None:
+    help_text = explanations("file")[launcher]
+    assert "usage:" in help_text and len(help_text) > 200, help_text
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_explains_itself_as_a_file_and_as_a_module(script: str, explanations: list[dict]) -> None:
-    for said in (explanation[script] for explanation in explanations):
-        assert "usage:" in said and len(said) > 200, said
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_runs_as_a_module(program: str) -> None:
+    help_text = explanations("module")[program]
+    assert "usage:" in help_text and len(help_text) > 200, help_text
+
+
+def test_a_launcher_runs_as_upstreams_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The real thing once, since the tests above imitate the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, ROOT / "scripts" / "client_grpc.py", "--help"]
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0 and "--reference-audio" in finished.stdout, finished.stderr
+
+
+def test_the_check_of_the_machine_needs_no_package() -> None:
+    """-S: without site-packages, as the system's own Python before `make setup`."""
+    command = [sys.executable, "-S", "-m", "scripts.check_machine", "--disk", "0"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_options_of_the_documented_commands_are_in_their_help(page: Path, explanations: list[dict]) -> None:
+def test_options_of_the_documented_commands_are_in_their_help(page: Path) -> None:
     text = re.sub(r"\\\n\s*", " ", text_of(page))
     blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    commands = re.findall(r"python3? (?:-m scripts\.|scripts/)(\w+)(?:\.py)?([^`\n]*)", blocks)
-    commands += re.findall(r"`\S*python3? -m scripts\.(\w+)([^`]*)`", text)
-    for script, arguments in commands:
+    commands = re.findall(r"python3? -m ((?:scripts|tools)\.[\w.]+)([^`\n]*)", blocks)
+    commands += re.findall(r"`\S*python3? -m ((?:scripts|tools)\.[\w.]+)([^`]*)`", text)
+    for program, arguments in commands:
         options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"&&.*", "", arguments))) - {"--help"}
-        assert {option for option in options if option not in explanations[1][script]} == set(), f"{script}{arguments}"
+        assert {option for option in options if option not in explanations("module")[program]} == set(), program
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SHELL], ids=name_of)
+def test_programs_are_started_as_modules(page: Path) -> None:
+    """One way everywhere; the README's sentence on upstream's way is the exception."""
+    found = re.findall(r"(?:python3?|PYTHON\}?\"?) (?:scripts|tools)/[\w/]+\.py", text_of(page))
+    assert found == (["python3 scripts/client_grpc.py"] if page.name == "README.md" and page.parent == ROOT else [])
