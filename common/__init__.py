@@ -1,1 +1,1 @@
-"""The library behind the Triton models: networks, streaming, scheduling, the way to the LLM. README.md has a map."""
+"""The library of the Triton models and the tools. docs/architecture.md has a map of its rooms."""

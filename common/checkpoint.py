@@ -1,4 +1,4 @@
-"""Reading checkpoints strictly: a network gets exactly the tensors it has, or an error that names the others."""
+"""Strict checkpoint loading: a network gets exactly its tensors, or an error that lists the differences."""
 
 import pickle
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def read_state(path: str | Path, device: str = "cpu") -> dict[str, Tensor]:
-    """A file of nothing but named tensors, on a device; on "meta" without their values. No code is unpickled.
+    """The named tensors of a file, on a device ("meta": shapes only). No code is unpickled.
 
-    ValueError naming the file when it is missing or holds something else.
+    ValueError naming the file if it is missing or contains anything else.
     """
     try:
         state = torch.load(path, map_location=device, weights_only=True)
@@ -33,7 +33,7 @@ def shapes_of(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def shape_differences(expected: Shapes, found: Shapes) -> list[str]:
-    """One line for each key that only one side has or that has another shape; none when both agree."""
+    """One line per key that is missing, unexpected or of another shape; empty if both agree."""
     differences = [f"missing: {key}" for key in expected if key not in found]
     differences += [f"unexpected: {key}" for key in found if key not in expected]
     differences += [
@@ -47,9 +47,9 @@ def shape_differences(expected: Shapes, found: Shapes) -> list[str]:
 def load_strict(
     network: Network, state: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
 ) -> Network:
-    """Fill a network, which may be on the meta device, and make it ready for inference.
+    """Load a network, which may be on the meta device, and prepare it for inference.
 
-    ValueError lists every difference in keys and shapes.
+    ValueError listing every difference in keys and shapes.
     """
     differences = shape_differences(shapes_of(network.state_dict()), shapes_of(state))
     if differences:

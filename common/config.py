@@ -1,7 +1,8 @@
-"""The settings of each model, parsed once from the arguments that Triton hands to `initialize`.
+"""The settings of each model, parsed once from the arguments that Triton passes to `initialize`.
 
-The dataclass defaults are the one home of every default: `rendering` fills the templates from them. A key that is
-unknown, unfilled (`${key}`) or that cannot be parsed is a ValueError naming the key and its value.
+Every default is defined here and nowhere else: the templates, the rendering options and the policy objects of the LLM
+and the orchestrator take theirs from these dataclasses. A key that is unknown, unfilled (`${key}`) or cannot be parsed
+is a ValueError with the key and its value.
 """
 
 import dataclasses
@@ -25,9 +26,9 @@ _PLACEHOLDER = re.compile(r"\$\{\w*\}?")
 
 
 def parse_setting(key: str, value: str, kind: Any) -> Any:
-    """`value` as `kind`: str, int, float, bool, Literal of strings, or tuple[str, ...] (commas or spaces between).
+    """`value` as `kind`: str, int, float, bool, Literal of strings, or tuple[str, ...] (separated by commas or spaces).
 
-    A placeholder that was never filled, or a value of another kind, is a ValueError naming key and value.
+    ValueError with key and value if it is an unfilled placeholder or not of that kind.
     """
     if _PLACEHOLDER.search(value):
         raise ValueError(f"parameter {key!r} was never filled in: {value!r}")
@@ -44,7 +45,7 @@ def parse_setting(key: str, value: str, kind: Any) -> Any:
 
 
 def format_setting(value: object) -> str:
-    """The text of a parameter: what `parse_setting` reads back as `value`."""
+    """The parameter text that `parse_setting` reads back as `value`."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -54,17 +55,17 @@ def format_setting(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Base of the models' settings; a field is read from the parameter of its name.
+    """Base of the models' settings; each field is read from the parameter of the same name.
 
-    Two names are not parameters: `device` follows the instance's kind and `decoupled` the transaction policy.
+    Two fields are not parameters: `device` follows from the instance kind, `decoupled` from the transaction policy.
     """
 
-    # Template parameters that another backend reads and that mean nothing to the python model.
+    # Parameters that only another backend reads.
     foreign_parameters: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def parameters(cls) -> dict[str, dataclasses.Field[Any]]:
-        """The fields that come from config.pbtxt's parameters, by the parameter's key."""
+        """The fields that are read from config.pbtxt's parameters, by parameter key."""
         fields = (f for f in dataclasses.fields(cls) if f.name not in ("device", "decoupled"))
         return {f.metadata.get("key", f.name): f for f in fields}
 
@@ -89,7 +90,7 @@ class ModelConfig:
         return cls(**values)
 
     def require_positive(self, *names: str) -> None:
-        """Every named number must be above zero."""
+        """ValueError unless all these fields are above 0."""
         for name in names:
             if not getattr(self, name) > 0:
                 raise ValueError(f"parameter {name!r} must be above 0, not {getattr(self, name)!r}")
@@ -104,8 +105,7 @@ def _device(args: dict[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AudioTokenizerConfig(ModelConfig):
-    """`model_dir` holds speech_tokenizer_v2*.onnx. An empty `llm_tokenizer_dir` means
-    OFFICIAL_FIRST_SPEECH_ID."""
+    """`model_dir` contains speech_tokenizer_v2*.onnx. Empty `llm_tokenizer_dir`: OFFICIAL_FIRST_SPEECH_ID."""
 
     model_dir: str
     llm_tokenizer_dir: str = ""
@@ -114,14 +114,14 @@ class AudioTokenizerConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeakerEmbeddingConfig(ModelConfig):
-    """`model_dir` holds campplus.onnx. `runtime`: what computes it, see docs/accelerators.md."""
+    """`model_dir` contains campplus.onnx. `runtime`: what runs it, see docs/accelerators.md."""
 
     model_dir: str
     runtime: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
     device: str = "cpu"
 
 
-# What the C++ `tensorrtllm` backend reads from the config.pbtxt that both backends share.
+# Parameters of the C++ `tensorrtllm` backend, which shares its config.pbtxt with the python backend.
 _TENSORRTLLM_PARAMETERS = frozenset(
     (
         "FORCE_CPU_ONLY_INPUT_TENSORS",
@@ -139,20 +139,21 @@ _TENSORRTLLM_PARAMETERS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TensorrtLLMConfig(ModelConfig):
-    """The LLM as a Triton model, python backend.
+    """The LLM as a Triton model on the python backend.
 
-    `engine_dir`: what the engine loads. `engine`: "auto" is the best one that can be imported and reads `engine_dir`,
-    see common/llm/engines/loading.py. `tokenizer_dir`: HuggingFace directory; empty if the engine's own holds it.
-    `max_requests`: generated at the same time; one more is refused as unavailable. As many as a vocoder has streams.
-    Each has a row of key/value cache, of which only the tokens written so far take memory: 24 kB a token for the
-    official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37 MB for 30 s of recording and 30 s of
-    speech, 2.4 GB for 64 of them. `gpu_share`: of the GPU's memory that an engine there takes, of what is free for keys
-    and values (tensorrt_llm) or of all for everything (vllm); the vocoder needs the rest.
+    engine_dir: what the engine loads. engine: "auto" is the best one that can be imported and can load `engine_dir`,
+        see common/llm/engines/loading.py. tokenizer_dir: HuggingFace directory; empty if it is `engine_dir`.
+    max_requests: requests generated at once; further ones are refused as unavailable. Equals the number of streams of
+        token2wav. Each has a row of key/value cache, which takes memory only for the tokens so far: 24 kB per token for
+        the official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37 MB for 30 s of recording and 30 s
+        of speech, and 2.4 GB for 64 requests.
+    gpu_share: fraction of GPU memory for an engine on the GPU: of the free memory for keys and values (tensorrt_llm),
+        or of all memory for everything (vllm). token2wav needs the rest.
     """
 
     foreign_parameters: ClassVar[frozenset[str]] = _TENSORRTLLM_PARAMETERS
 
-    # Named as the C++ backend names it, so that one template serves both.
+    # The C++ backend's key, so that one template serves both.
     engine_dir: str = dataclasses.field(metadata={"key": "gpt_model_path"})
     tokenizer_dir: str = ""
     engine: LLMEngine = "auto"
@@ -171,7 +172,7 @@ class TensorrtLLMConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HopConfig(ModelConfig):
-    """Chunks of a stream, in speech tokens: the orchestrator cuts by them, token2wav makes CUDA graphs for them."""
+    """Chunk lengths in speech tokens: the orchestrator schedules by them, token2wav sizes its CUDA graphs by them."""
 
     first_hop_tokens: int = 15
     max_hop_tokens: int = 100
@@ -182,17 +183,17 @@ class HopConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Token2WavConfig(HopConfig):
-    """Both vocoders. `model_dir` holds flow.pt and hift.pt; an empty `llm_tokenizer_dir` means
-    OFFICIAL_FIRST_SPEECH_ID.
+    """token2wav of every stack. Empty `llm_tokenizer_dir`: OFFICIAL_FIRST_SPEECH_ID.
 
-    `n_timesteps`: Euler steps. `max_streams`: live streams per instance. `idle_seconds`: a stream that is silent for
-    longer is freed. `voice_cache_mb`: prompt caches of voices, MiB (only the DiT flow has them; on a GPU 33 per second
-    of prompt): those that are spoken in, which it limits, and as many others as there is room for. `batch_memory_mb`:
-    for the temporary tensors of one batch on a GPU, MiB; it bounds how many frames a batch and a CUDA graph hold, see
-    common/token2wav/limits.py.
-    `flow_runtime`: what computes the flow's estimator, see docs/accelerators.md; "auto" needs no files beside
-    the checkpoint. `flow_precision`, `vocoder_precision`: what the networks compute in; "auto" is float16
-    on a GPU, float32 on a CPU, but bfloat16 for a flow in torch on a CPU that has it.
+    model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: streams per instance.
+    idle_seconds: a stream without requests for this long is freed.
+    voice_cache_mb: limit in MiB for the prompt caches of voices that streams are using; others are kept while there is
+        room. Used by the DiT flow only; on a GPU 33 MiB per second of prompt.
+    batch_memory_mb: MiB for the temporary tensors of one batch on a GPU. It limits the frames that a batch and a CUDA
+        graph hold, see common/token2wav/limits.py.
+    flow_runtime: what runs the flow's estimator, see docs/accelerators.md; "auto" needs only the checkpoint's files.
+    flow_precision, vocoder_precision: precision of the networks. "auto": float16 on a GPU, float32 on a CPU, except
+        bfloat16 for a flow in torch on a CPU that supports it.
     """
 
     model_dir: str
@@ -214,14 +215,16 @@ class Token2WavConfig(HopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OrchestratorConfig(HopConfig):
-    """Both orchestrators.
+    """The orchestrator of every stack.
 
-    `llm_transport`: "triton" asks the model `llm_model` of the same server, which `llm_backend` serves; "openai" the
-    servers at `llm_urls` (base URLs) in their `llm_dialect`, see common/llm/openai_dialects.py. Sampling values are the
-    defaults of a request's own parameters. The token ratios are the fewest and most speech tokens per token of the
-    text. Hops count speech tokens. Timeouts in seconds: to the LLM's first tokens, between later ones, and of any other
-    model's answer. The first two stay below 5 s, because a dead LLM has to be an error within that time. `voices_dir`
-    holds registered voices (see `voices`); `default_speaker` is the one of requests that name none.
+    llm_transport: "triton" calls the model `llm_model` of the same server, which `llm_backend` runs; "openai" calls the
+        servers at `llm_urls` (base URLs) in their `llm_dialect`, see common/llm/openai_dialects.py.
+    dynamic_chunk_strategy, first_hop_tokens, max_hop_tokens: see common/orchestrator/chunking.py.
+    temperature to ras_tau: defaults of the request parameters of the same names.
+    min_token_ratio, max_token_ratio: fewest and most speech tokens per text token.
+    first_token_timeout, token_timeout, model_timeout: seconds to the LLM's first tokens, between later ones, and for
+        the answer of any other model. The first two are below 5 s, so that a dead LLM is an error within that time.
+    voices_dir: registered voices, see common/voice/book.py. default_speaker: the voice of requests without one.
     """
 
     model_dir: str

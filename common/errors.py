@@ -1,8 +1,8 @@
-"""Errors that cross the boundary to a caller.
+"""Errors that reach a caller.
 
     ValueError           the caller's mistake; the message names the value       INVALID_ARG   HTTP 400
     UnavailableError     a full queue, a dead engine, an LLM that does not answer UNAVAILABLE   HTTP 503
-    CancelledError       asyncio's: the caller went away                         CANCELLED
+    CancelledError       asyncio's: the caller disconnected                        CANCELLED
     anything else        a bug of ours                                           INTERNAL      HTTP 500
 
 `triton_io` maps them to Triton error codes, once, at the boundary of each request.
@@ -10,15 +10,15 @@
 
 
 class LostAnswerError(RuntimeError):
-    """Another model's answer came without its outputs: Triton's response cache keeps a failure as an empty success."""
+    """Another model answered without outputs: Triton's response cache stores a failure as an empty success."""
 
 
 class UnavailableError(RuntimeError):
-    """The service cannot do this now, although the request may be fine: full, timed out, or a part of it is down."""
+    """The service cannot do this now, although the request may be valid: full, timed out, or a part of it is down."""
 
 
-# Words that open a model's message. A call between models loses the code of an error (Triton 2.51 makes every one
-# INTERNAL), and so does a stream to a client, so whoever asked tells them by these. Only at the opening: further on
-# stands what clients and LLM servers have written.
+# Prefixes of a model's error messages. A call between models loses the error code (Triton 2.51 makes all of them
+# INTERNAL), and so does a stream to a client, so callers recognize errors by these. Only at the beginning of a message:
+# the rest may quote clients and LLM servers.
 INVALID = "invalid request: "
 UNAVAILABLE = "unavailable: "

@@ -1,4 +1,4 @@
-"""Tasks that live no longer than a block."""
+"""asyncio tasks that end with a block."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class TaskScope:
-    """`async with TaskScope() as scope`: on leaving, however that happens, its tasks are cancelled and have ended.
+    """`async with TaskScope() as scope`: when the block is left for any reason, its tasks are cancelled and awaited.
 
-    asyncio.TaskGroup would not do: it is Python 3.11's, and when a task fails it cancels the one that entered the
-    block, which for an async generator is whoever happened to ask for the first item.
+    asyncio.TaskGroup cannot be used: it needs Python 3.11, and if a task fails it cancels the task that entered the
+    block, which for an async generator is the one that requested the first item.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class TaskScope:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` beside the block."""
+        """Run `work` concurrently with the block."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         return task
 
     async def result(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
-        """What `work` returns; raises as soon as it or any other task of the scope fails."""
+        """The result of `work`; raises as soon as it or any other task of the scope fails."""
         task = work if isinstance(work, asyncio.Task) else self.spawn(work)
         while not task.done():
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -44,7 +44,7 @@ class TaskScope:
         return task.result()
 
     def _forget_finished(self, awaited: asyncio.Task[Any]) -> None:
-        """Drop tasks that ended well, except the awaited one; raise the error of one that failed."""
+        """Drop tasks that succeeded, except the awaited one; raise the error of one that failed."""
         for task in [task for task in self._tasks if task.done() and task is not awaited]:
             self._tasks.discard(task)
             task.result()

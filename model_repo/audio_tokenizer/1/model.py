@@ -12,13 +12,13 @@ from common.voice.encoders import AudioTokenizer
 
 
 class TritonPythonModel:
-    """`reference_wav` FP32 [1, T], `reference_wav_len` INT32 [1, 1] to `prompt_speech_tokens` INT32 [1, n]."""
+    """`reference_wav` FP32 [1, T], `reference_wav_len` INT32 [1, 1] -> `prompt_speech_tokens` INT32 [1, n]."""
 
     def initialize(self, args: dict[str, str]) -> None:
         self._name = args["model_name"]
         config = AudioTokenizerConfig.from_triton(args)
         if config.device != "cpu":
-            torch.set_num_threads(1)  # mels are all that is left to the CPU
+            torch.set_num_threads(1)  # only the mels are computed on the CPU
         self._tokenizer = AudioTokenizer(config.model_dir, config.device)
         self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
 

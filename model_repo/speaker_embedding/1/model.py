@@ -10,8 +10,7 @@ from common.voice.encoders import SpeakerEncoder
 
 
 class TritonPythonModel:
-    """`reference_wav` FP32 [1, T] and, optionally, `reference_wav_len` INT32 [1, 1] to `prompt_spk_embedding` FP16
-    [1, 192]."""
+    """`reference_wav` FP32 [1, T], optional `reference_wav_len` INT32 [1, 1] -> `prompt_spk_embedding` FP16 [1, 192]"""
 
     def initialize(self, args: dict[str, str]) -> None:
         self._name = args["model_name"]

@@ -1,8 +1,8 @@
-"""The LLM on Triton's python backend, with the tensors of TensorRT-LLM's backend so that either can serve it.
+"""The LLM on Triton's python backend, with the tensors of the C++ TensorRT-LLM backend so that either can be used.
 
-Streaming answers carry new tokens only, as TensorRT-LLM's do with `exclude_input_in_output`, a few at a time; otherwise
-one answer carries them all. The last token is the end token, unless `request_output_len` was reached before. A request
-with `stop` ends the live one of the same id. Probabilities and beams are not offered.
+Streaming responses carry only new tokens, a few at a time, as TensorRT-LLM's do with `exclude_input_in_output`;
+otherwise one response carries all tokens. The last token is the end token unless `request_output_len` was reached. A
+request with `stop` ends the running one of the same id. Probabilities and beam search are not supported.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from common.llm.engines.loading import load_engine
 from common.llm.speech_tokens import LLMTokenizer
 from common.llm.triton_tensors import ALL_INPUTS, generation_request, output_tensors, scalar
 
-# A response costs some 0.3 ms of CPU in three processes. The first chunk of audio waits for 15 + 3 tokens, which is a
-# multiple of this, and a later one for two more tokens at most.
+# A response costs about 0.3 ms of CPU time over three processes. The first chunk of audio needs 15 + 3 tokens, which is
+# a multiple of this; later chunks wait for at most two extra tokens.
 TOKENS_PER_RESPONSE = 3
 
 
@@ -27,7 +27,7 @@ class TritonPythonModel:
         self._end_ids = tokenizer.end_ids
         self._decoupled = config.decoupled
         self._engine = load_engine(config.engine, config.engine_dir, tokenizer, config.max_requests, config.gpu_share)
-        # By request id, for `stop`; touched in the loop's thread only.
+        # By request id, for `stop`; only used in the loop's thread.
         self._live: dict[str, asyncio.Task] = {}
         self._stopped: set[str] = set()
         self._requests = triton_io.RequestLoop(self._serve, model="tensorrt_llm", decoupled=config.decoupled)
@@ -60,7 +60,7 @@ class TritonPythonModel:
         try:
             await self._generate(generation, responder, streaming)
         except asyncio.CancelledError:
-            # What was stopped just ends, without an error.
+            # A request that was stopped ends without an error.
             if not self._decoupled or request_id not in self._stopped:
                 raise
         finally:
@@ -81,7 +81,7 @@ class TritonPythonModel:
     def _stop(self, request_id):
         if not request_id:
             raise ValueError("stop needs the id of the request to end, but the request id is empty")
-        # One that has just ended by itself is no mistake of the caller's.
+        # No such request: it may have just ended, which is not an error.
         if task := self._live.get(request_id):
             self._stopped.add(request_id)
             task.cancel()

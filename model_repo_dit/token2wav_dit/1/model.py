@@ -23,7 +23,7 @@ class TritonPythonModel:
         config = Token2WavConfig.from_triton(args)
         self._name = args["model_name"]
         self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
-        # Reads its networks when the first request brings a recording; the orchestrator sends tensors.
+        # Loads its networks at the first request with a recording; the orchestrator sends tensors instead.
         self._reference = ReferenceEncoder(config.model_dir, config.device)
         engine = Token2Wav.from_config(stacks.of_model(self._name), config)
         self._service = Token2WavService(engine, idle_seconds=config.idle_seconds)
@@ -34,7 +34,7 @@ class TritonPythonModel:
             answer = triton_io.answer_later(request, "waveform", model=self._name)
             if triton_io.read(request, "reference_wav") is None:
                 self._accept(request, answer)
-            else:  # encoding a recording takes a while, in which other streams' requests come in
+            else:  # encoding a recording takes a while and must not hold up the requests of other streams
                 Thread(target=self._accept, args=(request, answer), daemon=True).start()
 
     def _accept(self, request: Any, answer: triton_io.DeferredAnswer) -> None:
