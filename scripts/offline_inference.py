@@ -75,7 +75,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=Sampling.top_k)
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same audio (default: 0)")
     parser.add_argument("--openai-api-base", default="http://localhost:8000/v1", help="of trtllm-serve")
-    parser.add_argument("--openai-model-name", default="trt_engines_bfloat16", help="the LLM's name at trtllm-serve")
+    engine = stacks.DEFAULT.llm.engine
+    parser.add_argument("--openai-model-name", default=engine, help="the LLM's name at trtllm-serve")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of hf and the vocoder"
     )

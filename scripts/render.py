@@ -1,4 +1,4 @@
-"""Render a stack: the Triton model repository of one choice of checkpoint, stack and LLM.
+"""Render a stack: the Triton model repository of one choice of stack, checkpoint and LLM.
 
     python -m scripts.render models/demo build/dit                            everything in one tritonserver
     python -m scripts.render models/demo build/unet --stack unet --offline    one answer per request, HTTP too

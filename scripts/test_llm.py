@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from common import stacks
 from common.config import LLMEngine
 from common.errors import UnavailableError
 from common.llm.interface import Sampling
@@ -30,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--engine_dir", type=Path, help="what the engine loads")
     where.add_argument("--urls", nargs="+", help="OpenAI-compatible servers instead of an engine of this process")
     parser.add_argument("--engine", choices=get_args(LLMEngine), default="auto")
-    parser.add_argument("--llm_model", default="cosyvoice2_llm", help="the LLM's name at its server")
+    parser.add_argument("--llm_model", default=stacks.DEFAULT.llm.directory, help="the LLM's name at its server")
     parser.add_argument("--llm_dialect", choices=("auto", *DIALECTS), default="auto")
     for name in SAMPLING_OPTIONS:
         default = getattr(Sampling, name)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from common import stacks
 from common.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.llm.speech_tokens import LLMTokenizer
@@ -42,7 +43,7 @@ def _event(first_speech_id: int, token: int, finish_reason: str | None) -> bytes
         "id": "cmpl-0123456789abcdef0123456789abcdef",
         "object": "text_completion",
         "created": 1_700_000_000,
-        "model": "cosyvoice2_llm",
+        "model": stacks.DEFAULT.llm.directory,
         "choices": [choice],
         "usage": None,
     }

@@ -1,0 +1,263 @@
+"""A stack is data: one that is registered from outside is rendered, listed and found without an edit elsewhere."""
+
+import argparse
+import ast
+import asyncio
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format
+
+from common import stacks
+from common.accel.workloads import Serving
+from common.client.requests import add_request_arguments, not_served
+from common.server.rendering import MARKER, TEMPLATES, StackOptions, parse, placeholders, settings_of
+from common.speech_service.triton import TritonPool
+from common.stacks import Stack
+from scripts import add_voice, demo, fill_template, prepare, render
+from tests.conftest import load_model
+from tests.support.speech_fixtures import stub_triton
+from tools.bench import token2wav
+from tools.bench.triton_stub import TritonStub
+from tools.export import engines
+from tools.prepare import hub, steps
+
+# What somebody else's package would hold.
+PACKAGE = """
+from pathlib import Path
+
+from common.stacks import SpeechLLM, Stack
+
+THIRD = Stack(
+    name="third",
+    summary="a made-up flow",
+    orchestrator="speech3",
+    token2wav="sound3",
+    templates=str(Path(__file__).parent / "templates"),
+    llm=SpeechLLM(
+        repository="them/Third",
+        download="Third",
+        weights="llm.rl.pt",
+        base="Blank",
+        directory="third_llm",
+        genai="third_llm_genai",
+        engine="third_engine",
+    ),
+    repository="them/Third",
+    download="Third",
+    speech_tokenizer="speech_tokenizer_v3.onnx",
+    flow_tensors="decoder.estimator.transformer_blocks.",
+    networks={"whole": "third.onnx", "streaming": "third.streaming.onnx"},
+    cumulative=True,
+    chunk_boundary=5,
+    loader="third_stack:load",
+    settings={"top_p": "0.8", "top_k": "25", "max_streams": "7"},
+)
+"""
+ORCHESTRATOR = """
+from third_stack import THIRD
+
+from common.orchestrator.model import OrchestratorModel
+
+
+class TritonPythonModel(OrchestratorModel):
+    stack = THIRD
+"""
+
+
+@pytest.fixture
+def third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    """A third stack from a package outside the checkout, with templates of its own, registered for one test."""
+    package = tmp_path / "package"
+    for model, new in ((stacks.DIT.orchestrator, "speech3"), (stacks.DIT.token2wav, "sound3")):
+        copy = package / "templates" / new
+        shutil.copytree(TEMPLATES / stacks.DIT.templates / model, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        config = copy / "config.pbtxt"
+        config.write_text(config.read_text().replace(f'name: "{model}"', f'name: "{new}"'))
+    (package / "templates" / "speech3" / "1" / "model.py").write_text(ORCHESTRATOR)
+    (package / "third_stack.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(package)
+    stack: Stack = importlib.import_module("third_stack").THIRD
+    stacks.register(stack)
+    yield stack
+    stacks.unregister(stack.name)
+    del sys.modules["third_stack"]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """The third stack's checkpoints, as far as rendering looks at them."""
+    directory = tmp_path / "models"
+    for name in ("flow.pt", "hift.pt", "campplus.onnx", "speech_tokenizer_v3.onnx"):
+        (directory / "Third").mkdir(parents=True, exist_ok=True)
+        (directory / "Third" / name).touch()
+    for name in ("third_llm/tokenizer_config.json", "third_llm_genai/model.onnx"):
+        (directory / name).parent.mkdir(parents=True)
+        (directory / name).touch()
+    return directory
+
+
+def test_a_stack_from_outside_is_rendered_and_valid(third: Stack, models: Path, tmp_path: Path) -> None:
+    assert render.main([str(models), str(tmp_path / "out"), "--stack", "third", "--device", "cpu"]) == 0
+    configs = {}
+    for directory in (path for path in (tmp_path / "out").iterdir() if path.is_dir()):
+        text = (directory / "config.pbtxt").read_text()
+        assert not placeholders(text)
+        configs[directory.name] = parse(text, directory.name)  # by Triton's own model_config_pb2
+        as_json = json_format.MessageToJson(configs[directory.name], preserving_proto_field_name=True)
+        settings_of(directory.name).from_triton({"model_config": as_json, "model_instance_kind": "CPU"})
+    assert configs.keys() == {"audio_tokenizer", "speaker_embedding", "tensorrt_llm", "sound3", "speech3"}
+    parameters = {
+        model: {key: value.string_value for key, value in config.parameters.items()}
+        for model, config in configs.items()
+    }
+    directories = [values["model_dir"] for model, values in parameters.items() if model != "tensorrt_llm"]
+    assert directories == [str(models / "Third")] * 4
+    assert parameters["speech3"]["llm_tokenizer_dir"] == str(models / "third_llm")
+    assert parameters["tensorrt_llm"]["gpt_model_path"] == str(models / "third_llm_genai")
+    assert json.loads((tmp_path / "out" / MARKER).read_text())["stack"] == "third"
+    # The stack's own defaults, each where there is such a setting.
+    assert (parameters["speech3"]["top_p"], parameters["speech3"]["top_k"]) == ("0.8", "25")
+    assert parameters["sound3"]["max_streams"] == "7" and parameters["speech3"]["temperature"] == "0.8"
+    assert configs["sound3"].sequence_batching.oldest.max_candidate_sequences == 7
+    copied = (tmp_path / "out" / "speech3" / "1" / "model.py").read_text()
+    assert copied == ORCHESTRATOR
+
+
+def test_what_its_checkpoint_lacks_is_named(third: Stack, models: Path, tmp_path: Path) -> None:
+    (models / "Third" / "speech_tokenizer_v3.onnx").unlink()
+    options = StackOptions(models_dir=models, stack="third", device="cpu")
+    assert options.missing_files() == [models / "Third" / "speech_tokenizer_v3.onnx"]
+    assert options.orchestrator == "speech3"
+
+
+def test_its_template_of_a_shared_model_replaces_ours(third: Stack, models: Path) -> None:
+    own = Path(third.templates) / "audio_tokenizer"
+    shutil.copytree(TEMPLATES / stacks.SHARED_TEMPLATES / "audio_tokenizer", own)
+    found = StackOptions(models_dir=models, stack="third").models
+    assert found["audio_tokenizer"] == own
+    assert found["speaker_embedding"] == TEMPLATES / stacks.SHARED_TEMPLATES / "speaker_embedding"
+
+
+def test_upstreams_command_fills_its_templates(third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    template = Path(third.templates) / "sound3" / "config.pbtxt"
+    assert (
+        fill_template.main([str(template), "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"]) == 0
+    )
+    assert parse(capsys.readouterr().out, "sound3").parameters["max_streams"].string_value == "7"
+
+
+def test_its_orchestrator_is_the_same_code(third: Stack) -> None:
+    model = load_model(Path(third.templates) / "speech3" / "1" / "model.py").TritonPythonModel
+    assert model.stack is third and model.stack.token2wav == "sound3"
+
+
+COMMANDS: dict[str, Callable[[list[str]], object]] = {
+    "render": render.main,
+    "demo": demo.main,
+    "add_voice": add_voice.main,
+    "prepare": lambda arguments: prepare.main(["download", *arguments]),
+    "bench": token2wav.main,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_with_stacks_lists_it(command: str, third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        COMMANDS[command](["--help"])
+    assert "--stack {dit,unet,third}" in capsys.readouterr().out
+
+
+def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
+    parser = argparse.ArgumentParser()
+    add_request_arguments(parser)
+    assert "cosyvoice2_dit (default) or cosyvoice2 or speech3" in parser.format_help()
+    assert parser.parse_args([]).model_name == "cosyvoice2_dit"
+    assert "`make serve STACK=third`" in str(not_served("localhost:8001", "nobody"))
+
+    async def served(address: str) -> list[str]:
+        async with TritonPool((address,)) as pool:
+            with pool.lease("") as (_, name):
+                return [*pool.models, name]
+
+    with stub_triton(TritonStub(model="speech3")) as address:
+        assert asyncio.run(served(address)) == ["speech3", "speech3"]
+
+
+def test_its_files_are_downloaded(third: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.sources(third) == (
+        hub.Source(
+            "them/Third",
+            "Third",
+            ("llm.rl.pt", "Blank/*", "flow.pt", "hift.pt", "campplus.onnx", "speech_tokenizer_v3.onnx"),
+        ),
+    )
+    monkeypatch.setenv("CHECKPOINT_REVISIONS", "them/Third=abc")
+    assert steps.revisions() == {"them/Third": "abc"}
+
+
+def test_its_flow_and_its_networks_are_told_from_others(third: Stack, tmp_path: Path) -> None:
+    assert stacks.of_flow(["x", "decoder.estimator.transformer_blocks.0.attn"], "flow.pt") is third
+    (tmp_path / "third.onnx").touch()
+    assert engines.stack_of(tmp_path) is third
+    files = {workload.use: workload.onnx for workload in Serving().workloads(third)}
+    assert files == {"whole": "third.onnx", "streaming": "third.streaming.onnx", "speaker": "campplus.onnx"}
+
+
+def test_what_belongs_to_another_stack_cannot_be_registered(third: Stack) -> None:
+    with pytest.raises(ValueError, match="stack 'third': sound3, speech3, third belongs to the stack 'third'"):
+        stacks.register(third)
+    with pytest.raises(ValueError, match="no stack 'fourth'; there are dit, unet, third"):
+        stacks.named("fourth")
+    with pytest.raises(ValueError, match="no stack has the model 'sound4'; there are .*, sound3, speech3"):
+        stacks.of_model("sound4")
+    assert stacks.of_model("sound3") is third
+
+
+# --- no second home ----------------------------------------------------------------------------------------------
+
+SOURCES = sorted(path for room in ("common", "tools", "scripts") for path in (TEMPLATES / room).rglob("*.py"))
+TOKEN2WAV = "the stage, program or thread of that name, not the model"
+ALLOWED = {
+    ("common/token2wav/service.py", "token2wav"): TOKEN2WAV,
+    ("tools/offline/pipeline.py", "token2wav"): TOKEN2WAV,
+    ("tools/offline/token2wav.py", "token2wav"): TOKEN2WAV,
+    ("scripts/token2wav.py", "token2wav"): TOKEN2WAV,
+    ("tools/parity/streaming.py", "dit"): "a part of a recorded fixture",
+}
+
+
+def literals_of(source: Path) -> Iterator[str]:
+    """The string constants of a file except for docstrings; an f-string's constant parts count each."""
+    tree = ast.parse(source.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+def names_of_stacks() -> set[str]:
+    """What only common/stacks.py may spell out."""
+    found: set[str] = set()
+    for stack in stacks.BUILT_IN:
+        found |= {stack.name, *stack.models, stack.templates, stack.repository, stack.download, str(stack.checkpoint)}
+        found |= {stack.speech_tokenizer, *stack.networks.values()}
+        found |= {stack.llm.repository, stack.llm.directory, stack.llm.genai, stack.llm.engine}
+    return found
+
+
+def test_only_one_file_names_stacks() -> None:
+    names = names_of_stacks()
+    assert names > {"dit", "unet", "cosyvoice2_dit", "model_repo", "Step-Audio-2-mini/token2wav", "cosyvoice2_llm"}
+    found = set()
+    for path in SOURCES:
+        file = path.relative_to(TEMPLATES).as_posix()
+        if file != "common/stacks.py":
+            parts = {part for literal in literals_of(path) for part in (literal, *literal.split("/"))}
+            found |= {(file, name) for name in names & parts}
+    assert found == ALLOWED.keys()
