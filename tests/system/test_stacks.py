@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from google.protobuf import json_format
 
 from common import stacks
@@ -19,11 +20,14 @@ from common.client.requests import add_request_arguments, not_served
 from common.server.rendering import MARKER, TEMPLATES, StackOptions, parse, placeholders, settings_of
 from common.speech_service.triton import TritonPool
 from common.stacks import Stack
+from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.limits import BatchLimits
 from scripts import add_voice, demo, fill_template, prepare, render
 from tests.conftest import load_model
 from tests.support.speech_fixtures import stub_triton
 from tools.bench import token2wav
 from tools.bench.triton_stub import TritonStub
+from tools.demo_model.checkpoint import TRAINED
 from tools.export import engines
 from tools.prepare import hub, steps
 
@@ -58,15 +62,12 @@ THIRD = Stack(
     loader="third_stack:load",
     settings={"top_p": "0.8", "top_k": "25", "max_streams": "7"},
 )
-"""
-ORCHESTRATOR = """
-from third_stack import THIRD
-
-from common.orchestrator.model import OrchestratorModel
 
 
-class TritonPythonModel(OrchestratorModel):
-    stack = THIRD
+def load(path, options):
+    from common.token2wav.unet import streaming
+
+    return streaming.load(path, options)
 """
 
 
@@ -79,7 +80,8 @@ def third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
         shutil.copytree(TEMPLATES / stacks.DIT.templates / model, copy, ignore=shutil.ignore_patterns("__pycache__"))
         config = copy / "config.pbtxt"
         config.write_text(config.read_text().replace(f'name: "{model}"', f'name: "{new}"'))
-    (package / "templates" / "speech3" / "1" / "model.py").write_text(ORCHESTRATOR)
+        own = (copy / "1" / "model.py").read_text().replace("stacks.DIT", "THIRD")
+        (copy / "1" / "model.py").write_text("from third_stack import THIRD\n" + own)
     (package / "third_stack.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(package)
     stack: Stack = importlib.import_module("third_stack").THIRD
@@ -125,8 +127,7 @@ def test_a_stack_from_outside_is_rendered_and_valid(third: Stack, models: Path, 
     assert (parameters["speech3"]["top_p"], parameters["speech3"]["top_k"]) == ("0.8", "25")
     assert parameters["sound3"]["max_streams"] == "7" and parameters["speech3"]["temperature"] == "0.8"
     assert configs["sound3"].sequence_batching.oldest.max_candidate_sequences == 7
-    copied = (tmp_path / "out" / "speech3" / "1" / "model.py").read_text()
-    assert copied == ORCHESTRATOR
+    assert "stack = THIRD" in (tmp_path / "out" / "speech3" / "1" / "model.py").read_text()
 
 
 def test_what_its_checkpoint_lacks_is_named(third: Stack, models: Path, tmp_path: Path) -> None:
@@ -155,6 +156,15 @@ def test_upstreams_command_fills_its_templates(third: Stack, capsys: pytest.Capt
 def test_its_orchestrator_is_the_same_code(third: Stack) -> None:
     model = load_model(Path(third.templates) / "speech3" / "1" / "model.py").TritonPythonModel
     assert model.stack is third and model.stack.token2wav == "sound3"
+
+
+def test_its_networks_are_loaded_by_its_own_loader(third: Stack) -> None:
+    options = {"device": "cpu", "limits": BatchLimits(max_streams=1, chunk_boundary=third.chunk_boundary)}
+    precision = Precision(torch.float32, torch.float32)
+    engine = Token2Wav.load(third, TRAINED / stacks.UNET.checkpoint, precision=precision, **options)
+    engine.warm_up()
+    model = load_model(Path(third.templates) / "sound3" / "1" / "model.py").TritonPythonModel
+    assert model.stack is third
 
 
 COMMANDS: dict[str, Callable[[list[str]], object]] = {

@@ -22,6 +22,7 @@ from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOC
 from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, load_dit_flow, load_unet_flow
 from common.hift.checkpoint import load_hift
 from common.hift.generator import HiFTGenerator
+from common.stacks import Stack
 from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Precision, Token2Wav
@@ -39,8 +40,8 @@ from tools.parity.reference import dit_flow, unet_flow
 DESCRIPTION = """\
 Time token2wav's engine and scheduler.
 
-  python tools/bench/token2wav.py --stack dit                       full-size networks with RANDOM weights, on a GPU
-  python tools/bench/token2wav.py --stack dit --models models/demo  a checkpoint on the CPU: what `make bench` runs
+  python -m tools.bench.token2wav --stack dit                       full-size networks with RANDOM weights, on a GPU
+  python -m tools.bench.token2wav --stack dit --models models/demo  a checkpoint on the CPU: what `make bench` runs
 
 Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens. Each run also times the plain form of the same networks
 in the same process: eager, in float32, one stream at a time. In the load tests utterances begin at random within a
@@ -54,10 +55,24 @@ HOPS = (15, 25, 50, 100)
 VOICES = 32
 UTTERANCE_SECONDS = UTTERANCE_TOKENS / TOKEN_RATE
 BURSTS = (1, 4, 16, 32)  # utterances that begin within one second
-LISTENERS = {"dit": (64, 128, 256, 320, 352, 384), "unet": (32, 64, 80, 96)}  # at the same time
 ROUNDS = 1.5  # how long they come and go, in lengths of an utterance
 BATCHES = (1, 4, 16, 32, 64)
 CPU_STREAMS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stack's flow at the official size, how its file is loaded, and the listeners at the same time of the loads."""
+
+    flow: Callable[[], DiTFlow | UNetFlow]
+    load: Callable[[Path, str], DiTFlow | UNetFlow]
+    listeners: tuple[int, ...]
+
+
+CASES = {
+    stacks.DIT: Case(lambda: DiTFlow(DiTFlowConfig()), load_dit_flow, (64, 128, 256, 320, 352, 384)),
+    stacks.UNET: Case(lambda: UNetFlow(UNetFlowConfig()), load_unet_flow, (32, 64, 80, 96)),
+}
 
 
 def voice(seed: int) -> Prompt:
@@ -103,19 +118,18 @@ class Subject:
     device: torch.device
 
     @classmethod
-    def build(cls, stack: str, models: Path | None, device: str, max_streams: int) -> "Subject":
-        flow: DiTFlow | UNetFlow
+    def build(cls, stack: Stack, models: Path | None, device: str, max_streams: int) -> "Subject":
         if models is None:
-            flow, hift = (DiTFlow(DiTFlowConfig()) if stack == "dit" else UNetFlow(UNetFlowConfig())), HiFTGenerator()
+            flow, hift = CASES[stack].flow(), HiFTGenerator()
             for network in (flow, hift):
                 randomise(network)
                 network.to(device).eval().requires_grad_(False)
         else:
-            directory = models / ("Step-Audio-2-mini/token2wav" if stack == "dit" else "CosyVoice2-0.5B")
-            flow = (load_dit_flow if stack == "dit" else load_unet_flow)(directory / "flow.pt", device)
-            hift = load_hift(directory / "hift.pt", device)
+            directory = models / stack.checkpoint
+            flow = CASES[stack].load(directory / stack.flow, device)
+            hift = load_hift(directory / stack.hift, device)
         precision = Precision.named("auto", "auto", device)
-        limits = BatchLimits(max_streams=max_streams, chunk_boundary=stacks.named(stack).chunk_boundary)
+        limits = BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary)
         vocoder = StreamingVocoder(
             copy.deepcopy(hift).body_to(precision.vocoder),
             source_noise(hift.config.harmonics + 1, device),
@@ -130,7 +144,7 @@ class Subject:
         else:
             streaming = UNetStreaming(served, noise, limits=limits)
         engine = Token2Wav(streaming, vocoder, device)
-        return cls(flow, hift, engine, stack == "unet", torch.device(device))
+        return cls(flow, hift, engine, stack.cumulative, torch.device(device))
 
     def step(self, batch: list[tuple[Stream, Piece]]) -> None:
         """Render a chunk of each stream."""
@@ -225,20 +239,24 @@ def cpu_ratio(subject: Subject) -> float:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stack", choices=("dit", "unet"), default="dit")
+    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     parser.add_argument("--models", type=Path, help="checkpoints; without it: full size, RANDOM weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("out/bench"), help="OUTPUT.json and OUTPUT.png are written")
     parser.add_argument("--max-streams", type=int, default=400)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if stacks.named(args.stack) not in CASES:
+        parser.error(f"--stack {args.stack}: there is no benchmark for it yet")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    stack = stacks.named(args.stack)
     weights = f"checkpoint {args.models}" if args.models else "full size, RANDOM weights"
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "no GPU"
     print(f"{args.stack} stack, {weights}, {args.device} ({gpu}), torch {torch.__version__}", flush=True)
-    subject = Subject.build(args.stack, args.models, args.device, args.max_streams)
+    subject = Subject.build(stack, args.models, args.device, args.max_streams)
     result: dict[str, Any] = {"stack": args.stack, "weights": weights, "device": gpu, "torch": torch.__version__}
     result |= {"machine": platform.processor() or platform.machine(), "hops": HOPS, "prompt_tokens": PROMPT_TOKENS}
     result["plain_first_chunk_ms"] = 1e3 * plain_first_chunk(subject)
@@ -252,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"CPU time of 8 streams together over one by one: {result['cpu_time_batch8_over_8_single']:.2f}")
     else:
         result["batches"] = batches(subject)
-        steady = [(int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS) for listeners in LISTENERS[args.stack]]
+        steady = [(int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS) for listeners in CASES[stack].listeners]
         for utterances, window in [*((burst, 1.0) for burst in BURSTS), *steady]:
             loads.append(
                 run_load(

@@ -19,13 +19,15 @@ INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "spee
 class TritonPythonModel:
     """Requests are queued; the service's thread renders and answers them."""
 
+    stack = stacks.DIT
+
     def initialize(self, args: dict[str, str]) -> None:
         config = Token2WavConfig.from_triton(args)
         self._name = args["model_name"]
         self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
         # Loads its networks at the first request with a recording; the orchestrator sends tensors instead.
         self._reference = ReferenceEncoder(config.model_dir, config.device)
-        engine = Token2Wav.from_config(stacks.of_model(self._name), config)
+        engine = Token2Wav.from_config(self.stack, config)
         self._service = Token2WavService(engine, idle_seconds=config.idle_seconds)
         self._publisher = MetricsPublisher(lambda: self._service.stats().values(), args)
 
