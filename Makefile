@@ -19,6 +19,7 @@ SPEECH_PORT ?= 10086
 TORCH_INDEX ?=
 FOLDER ?= tests/assets/golden
 PYTEST_ARGS ?=
+ROOM ?=
 
 VENV := .venv
 IN_VENV := $(VENV)/bin/python
@@ -26,18 +27,22 @@ PORTS := --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METR
 PIP := $(IN_VENV) -m pip --disable-pip-version-check --quiet
 # A "+cpu" build there wins over the same version elsewhere.
 EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PYTEST := $(IN_VENV) -m pytest --durations=10
+# Two files of tests at a time; each file's tests stay together, so that its server or checkpoint is made once.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 OFFLINE := $(if $(filter offline,$(MODE)),--offline)
 SETUP_GB := 6
 RUN_GB := 1
 export TEXT
 
-.PHONY: help setup setup-dev demo serve render demo-checkpoint test check bench parity pictures clean
+.PHONY: help setup setup-dev demo serve render demo-checkpoint test test-fast check bench parity pictures clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'settings: STACK=dit|unet  MODE=streaming|offline  MODELS=models/demo  TEXT="..."'
 	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  HEALTH_PORT=8003  SPEECH_PORT=10086  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
+	@echo '          ROOM=llm  PYTEST_ARGS="-k voice"  (test and test-fast)'
 
 setup: $(VENV)/.server ## make .venv and install what serving and the clients need (pinned, CPU)
 setup-dev: $(VENV)/.dev ## the same and what tests and checks need
@@ -81,9 +86,16 @@ ifeq ($(MODELS),models/demo)
 		--model-dir $(MODELS)/cosyvoice2_llm --output-dir $(MODELS)/cosyvoice2_llm_genai
 endif
 
-test: $(VENV)/.dev ## run every test, those of the real server too
+test: $(VENV)/.dev ## run every test, two at a time, then those that measure time or load, one at a time
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
-	@$(IN_VENV) -m pytest --durations=10 $(PYTEST_ARGS)
+	@# With PYTEST_ARGS a part may have nothing to run, which pytest calls 5.
+	@failed=; part() { echo "test: $$1"; shift; "$$@" $(if $(PYTEST_ARGS),|| [[ $$? == 5 ]]) || failed=1; }; \
+		part 'part 1 of 2, two tests at a time' $(PYTEST) $(PARALLEL) -m 'not serial' $(PYTEST_ARGS); \
+		part 'part 2 of 2, one test at a time' $(PYTEST) -m serial $(PYTEST_ARGS); \
+		[[ -z $$failed ]]
+
+test-fast: $(VENV)/.dev ## run the tests that start no server and measure no time; ROOM=llm: those of one folder of tests/
+	@$(PYTEST) $(PARALLEL) -m 'not server and not serial' $(if $(ROOM),tests/$(ROOM) tests/system/test_architecture.py) $(PYTEST_ARGS)
 
 check: $(VENV)/.dev ## formatting, lint and types
 	@$(IN_VENV) -m ruff format --diff .

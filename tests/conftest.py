@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import types
@@ -12,11 +13,19 @@ import pytest
 import torch
 
 from tests.support import fake_triton
+from tests.support.shared import made_once
 
 ROOT = Path(__file__).resolve().parent.parent
+LONGEST_FILE = ROOT / "tests" / "deployment" / "test_stages.py"
 
 # Before any test module imports the library; inside tritonserver the real one is there already.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton.as_module())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, the files that take longest start first, so that all workers end at about the same time."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: (item.path != LONGEST_FILE, item.get_closest_marker("server") is None))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,17 +68,20 @@ def load_model(path: Path) -> types.ModuleType:
 
 @pytest.fixture(scope="session")
 def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo checkpoint with random weights and its LLM converted for the CPU engine.
+    """The demo checkpoint with random weights and its LLM converted for the CPU engine; this worker's own copy.
 
-    Its utterances last about three seconds by construction, whatever the text; tests of words take the trained one.
+    Its utterances last about three seconds by construction, whatever the text; tests that listen for words use the
+    trained checkpoint.
     """
     from tools.demo_model import make as make_demo_model
     from tools.prepare.genai import convert
 
-    directory = tmp_path_factory.mktemp("demo") / "models"
-    assert make_demo_model.main([str(directory), "--weights", "random"]) == 0
-    convert(directory / "cosyvoice2_llm", directory / "cosyvoice2_llm_genai", "fp32")
-    return directory
+    def make(directory: Path) -> None:
+        assert make_demo_model.main([str(directory), "--weights", "random"]) == 0
+        convert(directory / "cosyvoice2_llm", directory / "cosyvoice2_llm_genai", "fp32")
+
+    made = made_once(tmp_path_factory, "demo_models", make)
+    return shutil.copytree(made, tmp_path_factory.mktemp("demo") / "models")  # tests register voices in it
 
 
 @pytest.fixture(scope="session")

@@ -85,6 +85,7 @@ def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
 def _sinc_kernel(source: int, target: int, device: torch.device) -> Tensor:
     """Windowed sinc, one row per output phase: (target, 1, source + 2 * margin)."""
     cutoff = min(source, target) * _SINC_ROLLOFF
@@ -110,6 +111,7 @@ class MelConfig:
 
 
 @lru_cache(maxsize=4)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
 def _mel_basis(config: MelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Slaney mel filters (bins, n_fft // 2 + 1) and the Hann window, on a device."""
     from transformers.audio_utils import mel_filter_bank  # takes half a second and few processes need it

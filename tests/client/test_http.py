@@ -116,7 +116,7 @@ def test_every_failure_is_one_line_and_a_non_zero_exit_code(
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        (f"http://127.0.0.1:{free_port()}", "no tritonserver answers"),
+        pytest.param(f"http://127.0.0.1:{free_port()}", "no tritonserver answers", id="free port"),
         ("http://no-such-host.invalid:8000", "no tritonserver answers"),
         ("ftp://localhost", "must look like http://localhost:8000"),
         ("http://", "must look like http://localhost:8000"),

@@ -22,6 +22,7 @@ from tests.support.serving import MODEL, Outcome, Served, get, rendered, served,
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.serial,
     pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed: apt-get install nginx-light"),
 ]
 

@@ -187,6 +187,7 @@ def test_a_faulty_server_is_an_error_in_time(tokenizer, answer, message):
         ask(tokenizer, answer)
 
 
+@pytest.mark.serial
 def test_a_ping_does_not_delay_the_error(tokenizer):
     started = time.monotonic()
     with pytest.raises(UnavailableError, match="sent no token for 0.6 s"):
@@ -194,6 +195,7 @@ def test_a_ping_does_not_delay_the_error(tokenizer):
     assert time.monotonic() - started < 1
 
 
+@pytest.mark.serial
 def test_servers_that_accept_no_connection_share_one_deadline(tokenizer):
     with socket.socket() as full, socket.socket() as waiting:
         full.bind(("127.0.0.1", 0))

@@ -95,6 +95,7 @@ def test_a_server_answers_while_it_lives_and_leaves_nothing_behind(repository):
 
 
 @pytest.mark.server
+@pytest.mark.serial
 def test_calls_between_models_do_not_wait_for_each_other(tmp_path):
     """Hundreds of streams wait for their chunks at once; Triton's own pool of threads lets through a handful."""
     add_model(tmp_path / "repository", "slow", SLOW)

@@ -107,6 +107,7 @@ def test_curl_uploads_a_recording_and_gets_a_wav(speech_stack: SpeechStack, tmp_
     assert load_audio(path, SAMPLE_RATE).size > SAMPLE_RATE / 2
 
 
+@pytest.mark.serial
 def test_clients_that_leave_free_their_places_in_triton_within_a_second(speech_stack: SpeechStack) -> None:
     """The vocoder has two places and no stream there is forgotten by itself: one that kept its place would be felt."""
 

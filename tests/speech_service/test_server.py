@@ -95,6 +95,7 @@ def test_beside_a_tritonserver_it_comes_and_goes_and_is_missed(tmp_path: Path) -
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.serial
 def test_a_small_load_is_carried_and_forgotten(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "bench"
     options: dict[str, Any] = {"streams": 30, "length": 2, "seconds": 2, "requests": 150, "output": output}

@@ -72,6 +72,7 @@ def test_an_error_amid_events_is_an_event(served: Served) -> None:
     assert last["type"] == "speech.audio.error" and "the vocoder broke" in last["error"]["message"]
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("words", ["endless", "stall"])
 def test_a_client_that_leaves_ends_the_work_within_a_second(served: Served, words: str) -> None:
     cancelled = served.stub.cancelled

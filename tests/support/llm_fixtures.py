@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from tests.support import fake_tensorrt_llm, fake_vllm
+from tests.support.shared import made_once
 from tools.demo_model.llm import make_llm
 from tools.prepare.genai import convert
 
@@ -23,18 +24,12 @@ ENGINE_MODULES = (
 
 @pytest.fixture(scope="session")
 def llm_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.getbasetemp() / "cosyvoice2_llm"
-    if not directory.exists():
-        make_llm(directory)
-    return directory
+    return made_once(tmp_path_factory, "cosyvoice2_llm", make_llm)
 
 
 @pytest.fixture(scope="session")
 def genai_dir(llm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.getbasetemp() / "cosyvoice2_llm_genai"
-    if not directory.exists():
-        convert(llm_dir, directory, "fp32")
-    return directory
+    return made_once(tmp_path_factory, "cosyvoice2_llm_genai", lambda directory: convert(llm_dir, directory, "fp32"))
 
 
 @pytest.fixture

@@ -396,6 +396,7 @@ def test_long_texts_given_up_again_and_again_leave_every_process_alive(serve: Se
     assert_speech(stream(address, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT), timeout=20))
 
 
+@pytest.mark.serial
 def test_the_death_of_a_models_process_ends_live_streams_and_is_told(serve: Serve, voice: np.ndarray) -> None:
     server = serve(stack="dit", settings={"model_timeout": "2"})
     begun = 0.0

@@ -13,7 +13,7 @@ from common.server.tritonserver import free_port
 from tests.support import faulty_llm
 from tests.support.asking import MODELS, TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, process_of, stream
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.serial]
 
 
 @pytest.fixture(scope="module")

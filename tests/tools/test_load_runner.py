@@ -22,6 +22,8 @@ from tests.conftest import ROOT
 from tools.bench.triton_stub import StubProcess, stub_process
 from tools.load import runner
 
+pytestmark = pytest.mark.serial
+
 VOICE = str(ROOT / "tests" / "assets" / "reference_zh.wav")
 FIRST, PAUSE, CHUNKS = 0.3, 0.4, 5
 SCHEDULE = [FIRST + index * PAUSE for index in range(CHUNKS)]  # seconds after a request at which chunks leave

@@ -132,6 +132,17 @@ def test_a_wave_too_short_for_a_filter_bank_is_named():
         fbank(torch.zeros(399))
 
 
+def test_filters_first_used_in_inference_mode_serve_training_too() -> None:
+    """They are cached for the whole process, and autograd refuses tensors made in inference mode."""
+    config = MelConfig(bins=39)  # not in the cache yet
+    with torch.inference_mode():
+        mel_spectrogram(torch.zeros(1, SECOND), config)
+        resample(torch.zeros(SECOND), PROMPT_SAMPLE_RATE, 8_000)
+    wave = torch.from_numpy(tone(SECOND))[None].requires_grad_()
+    mel_spectrogram(resample(wave, PROMPT_SAMPLE_RATE, 8_000), config).sum().backward()
+    assert wave.grad is not None and wave.grad.abs().sum() > 0
+
+
 def test_a_saved_wave_comes_back_within_half_a_step(tmp_path):
     wav = tone(1000, rate=SAMPLE_RATE)
     save_audio(tmp_path / "a.wav", wav, SAMPLE_RATE)

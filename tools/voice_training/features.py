@@ -41,6 +41,7 @@ def kaldi_fbank(wave: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=2)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
 def _whisper_filters(device: torch.device) -> tuple[Tensor, Tensor]:
     from transformers.audio_utils import mel_filter_bank
 
@@ -50,6 +51,7 @@ def _whisper_filters(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=2)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
 def _kaldi_filters(device: torch.device) -> tuple[Tensor, Tensor]:
     """Triangular filters on Kaldi's mel scale (256, 80), and Kaldi's window, a Hann window to the power of 0.85."""
 

@@ -1,0 +1,26 @@
+"""Files that the worker processes of one test run share."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """The directory `name` of this test run. The first worker to ask for it runs `make(directory)`; others wait for it.
+
+    Nothing may be changed in it: other workers read it.
+    """
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a directory of its own in that of the run
+        root = root.parent
+    directory = root / name
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            unfinished = root / f"{name}.unfinished"
+            make(unfinished)
+            unfinished.rename(directory)
+    return directory
