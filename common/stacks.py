@@ -50,7 +50,8 @@ class Stack:
     cumulative: a chunk is sent with all tokens of its stream so far and its `token_offset` (a flow that computes its
         window again); otherwise with its new tokens only (a flow that keeps caches).
     chunk_boundary: chunks end on multiples of it, counted from the prompt's first token. 1: anywhere.
-    loader: "module:function" that loads the flow and makes its streaming form; imported by token2wav only.
+    loader, vocoder_loader: "module:function" that load the flow and the vocoder in their streaming forms; imported by
+        token2wav only. `hift` is the vocoder's file.
     settings: defaults of template keys, such as sampling, that differ from those of `common.config`.
     """
 
@@ -72,6 +73,7 @@ class Stack:
     cumulative: bool
     chunk_boundary: int
     loader: str
+    vocoder_loader: str = "common.token2wav.hift.streaming:load"
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property

@@ -26,7 +26,7 @@ from common.stacks import Stack
 
 Precision = Literal["float32", "float16", "bfloat16"]
 
-MAX_BATCH = 16  # streams an execution: more at once gain little (docs/performance.md) and take memory
+MAX_BATCH = 16  # streams an execution: more at once gain little (docs/results/token2wav.md) and take memory
 USUAL_BATCH = 4
 USUAL_PROMPT_SECONDS, USUAL_SECONDS = 5, 8
 FBANK_RATE = 100  # frames of CAM++'s features per second

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +18,10 @@ import torch.nn.functional as F
 from common.accel.loading import flow_runtime
 from common.config import FlowRuntime, Token2WavConfig
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
-from common.hift.checkpoint import load_hift
 from common.stacks import Stack
-from common.token2wav.hift.overlap import hamming_window
-from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import source_noise
 from common.token2wav.stream import Chunk, Stream
-from common.token2wav.streaming import FlowOptions, StreamingFlow
+from common.token2wav.streaming import FlowOptions, StreamingFlow, Vocoder, VocoderOptions
 from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
@@ -68,7 +65,7 @@ def _multiplies_bfloat16() -> bool:
 class Token2Wav:
     """A flow and a vocoder. Not thread-safe: one thread renders."""
 
-    def __init__(self, flow: StreamingFlow, vocoder: StreamingVocoder, device: torch.device | str = "cpu"):
+    def __init__(self, flow: StreamingFlow, vocoder: Vocoder, device: torch.device | str = "cpu"):
         self._flow = flow
         self._vocoder = vocoder
         self._device = device
@@ -102,12 +99,13 @@ class Token2Wav:
             limits=limits,
             prompt_cache_bytes=prompt_cache_bytes,
         )
-        flow = _loader(stack)(Path(model_dir) / stack.flow, options)
+        flow: StreamingFlow = _function(stack.loader)(Path(model_dir) / stack.flow, options)
         if flow.cumulative != stack.cumulative:
             raise ValueError(f"stack {stack.name!r} has cumulative {stack.cumulative}, its flow {flow.cumulative}")
-        hift = load_hift(Path(model_dir) / stack.hift, device).body_to(precision.vocoder)
-        noise = source_noise(hift.config.harmonics + 1, device)
-        vocoder = StreamingVocoder(hift, noise, hamming_window(), limits=limits, graphs=options.graphs)
+        vocoder: Vocoder = _function(stack.vocoder_loader)(
+            Path(model_dir) / stack.hift,
+            VocoderOptions(device=device, dtype=precision.vocoder, limits=limits, graphs=options.graphs),
+        )
         return cls(flow, vocoder, device)
 
     @classmethod
@@ -170,7 +168,7 @@ class Token2Wav:
     @property
     def cache_bytes(self) -> int:
         """Memory of the streams and of the prompt caches."""
-        return self._flow.cache_bytes + self._vocoder.pool.nbytes
+        return self._flow.cache_bytes + self._vocoder.nbytes
 
     @property
     def contexts(self) -> tuple[int, float]:
@@ -218,9 +216,9 @@ class Token2Wav:
             raise ValueError(f"the prompt has {len(prompt.tokens)} speech tokens; it needs {LOOKAHEAD_TOKENS} or more")
 
 
-def _loader(stack: Stack) -> Callable[[Path, FlowOptions], StreamingFlow]:
-    """The function that `Stack.loader` names."""
-    module, _, function = stack.loader.partition(":")
+def _function(name: str) -> Callable[..., Any]:
+    """The function that `name`, "module:function", names."""
+    module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
 

@@ -35,7 +35,7 @@ DIT_FRAME_BYTES = 655_360
 ENCODER_TOKENS_PER_FRAME = 4.0
 UNET_FRAMES_PER_FRAME = 2.0
 HIFT_FRAMES_PER_FRAME = 0.6
-# A batch of so many tokens takes some 80 ms on an H200 (docs/results.md): how long a first chunk may have to wait.
+# A batch of so many tokens takes some 80 ms on an H200 (docs/results/token2wav.md): how long a first chunk may have to wait.
 DIT_BATCH_TOKENS = 1600
 UNET_BATCH_TOKENS = 2500
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # The fixed cost of a batch, in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow
-# (docs/performance.md); the UNet's ratio is about the same.
+# (docs/results/token2wav.md); the UNet's ratio is about the same.
 START_TOKENS = 300
 # A listener with this much audio left can wait. Batches of chunks for such listeners get at most UNHURRIED_SHARE of the
 # tokens, so that a new stream waits less for them and gains less company in its batch. If the GPU cannot keep up that

@@ -1,9 +1,9 @@
-"""The interface of a flow as the engine drives it: prompts and chunks of streams in, mels (80, T) out."""
+"""The interfaces of a flow and a vocoder as the engine drives them: chunks of streams -> mels (80, T) -> audio (N,)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +44,41 @@ class FlowOptions:
     def graphs(self) -> bool:
         """Whether to capture CUDA graphs, on a GPU."""
         return self.runtime != "torch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocoderOptions:
+    """How a stack's `vocoder_loader` is to load its vocoder. graphs: whether to capture CUDA graphs, on a GPU."""
+
+    device: str
+    dtype: torch.dtype
+    limits: BatchLimits
+    graphs: bool
+
+
+class Vocoder(Protocol):
+    """A vocoder driven chunk by chunk (`open`, `step`, `close`) or on whole utterances (`whole`)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory reserved for streams."""
+        ...
+
+    def open(self) -> VocoderState:
+        """The vocoder's part of a new stream. Raises UnavailableError when all streams are taken."""
+        ...
+
+    def close(self, state: VocoderState) -> None:
+        """Give back what the stream holds outside of its state."""
+        ...
+
+    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor]:
+        """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each."""
+        ...
+
+    def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
+        """The audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
+        ...
 
 
 class StreamingFlow(ABC, Generic[StreamT]):

@@ -79,11 +79,11 @@ def test_a_first_chunk_is_not_held_up_by_chunks_that_could_wait() -> None:
 
 class Listeners:
     """People who hear utterances of 212 tokens to the end and ask anew, before a vocoder that takes as long as the one
-    that docs/performance.md measured on an H200, beside an LLM. Events in order of time; nothing is drawn by a clock.
+    that docs/results/token2wav.md measured on an H200, beside an LLM. Events in order of time; nothing is drawn by a clock.
     """
 
     HOPS = (15, 30, 60, 100, 7)
-    PLAYER_SECONDS = 0.25  # a player's buffer, as in docs/performance.md
+    PLAYER_SECONDS = 0.25  # a player's buffer, as in docs/results/token2wav.md
     WITHHELD = 4  # tokens of the first chunk that are heard with the second
 
     def __init__(self, count: int, token_rate: float, slower: float) -> None:

@@ -6,16 +6,26 @@ that was used before, and their audio is cross-faded with the tail that the chun
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.hift.checkpoint import load_hift
 from common.hift.generator import HiFTGenerator
-from common.token2wav.hift.overlap import FadeWindow, OverlapPool, OverlapRenderer
+from common.token2wav.hift.overlap import FadeWindow, OverlapPool, OverlapRenderer, hamming_window
 from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import NoiseTape
+from common.token2wav.noise import NoiseTape, source_noise
 from common.token2wav.stream import Chunk, VocoderState
+from common.token2wav.streaming import VocoderOptions
+
+
+def load(path: Path, options: VocoderOptions) -> "StreamingVocoder":
+    """HiFT of a `hift.pt`. Raises ValueError naming what does not fit."""
+    hift = load_hift(path, options.device).body_to(options.dtype)
+    noise = source_noise(hift.config.harmonics + 1, options.device)
+    return StreamingVocoder(hift, noise, hamming_window(), limits=options.limits, graphs=options.graphs)
 
 
 class StreamingVocoder:
@@ -38,6 +48,11 @@ class StreamingVocoder:
             from common.token2wav.hift.graphs import GraphedRenderer  # for GPUs only
 
             self._renderer = GraphedRenderer(hift, self.pool, noise, window, limits)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory reserved for streams."""
+        return self.pool.nbytes
 
     def open(self) -> VocoderState:
         """Raises UnavailableError when all streams are taken."""
