@@ -35,7 +35,8 @@ DIT_FRAME_BYTES = 655_360
 ENCODER_TOKENS_PER_FRAME = 4.0
 UNET_FRAMES_PER_FRAME = 2.0
 HIFT_FRAMES_PER_FRAME = 0.6
-# A batch of so many tokens takes some 80 ms on an H200 (docs/results/token2wav.md): how long a first chunk may have to wait.
+# A batch of this many tokens takes about 80 ms on an H200 (docs/results/token2wav.md), which bounds how long a first
+# chunk may wait.
 DIT_BATCH_TOKENS = 1600
 UNET_BATCH_TOKENS = 2500
 

@@ -78,8 +78,8 @@ def test_a_first_chunk_is_not_held_up_by_chunks_that_could_wait() -> None:
 
 
 class Listeners:
-    """People who hear utterances of 212 tokens to the end and ask anew, before a vocoder that takes as long as the one
-    that docs/results/token2wav.md measured on an H200, beside an LLM. Events in order of time; nothing is drawn by a clock.
+    """Clients that play utterances of 212 tokens to the end before the next request, in front of a token2wav as fast as
+    the one measured on an H200 next to an LLM (docs/results/token2wav.md). Events in order of time; no clock is read.
     """
 
     HOPS = (15, 30, 60, 100, 7)
