@@ -2,7 +2,7 @@
 
     ValueError           the caller's mistake; the message names the value       INVALID_ARG   HTTP 400
     UnavailableError     a full queue, a dead engine, an LLM that does not answer UNAVAILABLE   HTTP 503
-    CancelledError       asyncio's: the caller disconnected                        CANCELLED
+    CancelledError       asyncio's: the caller disconnected                      CANCELLED
     anything else        a bug of ours                                           INTERNAL      HTTP 500
 
 `triton_io` maps them to Triton error codes, once, at the boundary of each request.

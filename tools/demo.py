@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common import stacks
 from common.client.grpc_client import synthesize
-from common.client.requests import Speech, Utterance
+from common.client.requests import SpeechResult, Utterance
 from common.server.rendering import StackOptions, render
 from common.server.tritonserver import Ports, TritonServer
 from tools.demo_model.make import make_demo_model
@@ -20,7 +20,7 @@ SEED = 2  # of the sampling, so that the demo is the same everywhere
 STEPS = 4
 
 
-def run(stack: str, text: str, speaker: str, ports: Ports) -> Speech:
+def run(stack: str, text: str, speaker: str, ports: Ports) -> SpeechResult:
     """Make what is not there yet, serve it, ask once, shut down. Raises ValueError, RuntimeError or OSError."""
     step(1, f"demo checkpoint, a small trained voice: {shown(CHECKPOINT)}")
     prepare_checkpoint(stacks.named(stack).llm)

@@ -1,7 +1,7 @@
-"""Requests to the speech models over gRPC, streamed or in one piece, with tritonclient's asyncio and its thread client.
+"""Requests to the speech models over gRPC, streamed or offline, with tritonclient's asyncio or its threaded client.
 
-An asyncio connection carries any number of requests at once; each belongs to the task that awaits it and is cancelled
-with it. A connection of the thread client carries one streamed request at a time.
+An asyncio connection carries any number of requests at once; each is cancelled with the task that awaits it. A
+connection of the threaded client carries one streamed request at a time.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ CONNECT_SECONDS = 10.0
 
 async def synthesize(
     server: str, model: str, request: speech.Utterance, mode: str = "streaming", timeout: float = 60.0
-) -> speech.Speech:
+) -> speech.SpeechResult:
     """One request over its own connection; cancelled with the task that awaits it.
 
     server: host:port. mode: "streaming" or "offline". timeout: seconds until the answer must be complete.
-    ClientError for everything that goes wrong.
+    ClientError for any failure.
     """
     async with AsyncConnection(server) as connection:
         await require_model(connection.client, server, model, mode)
@@ -40,12 +40,12 @@ async def synthesize(
 
 
 class Connection(Protocol):
-    """A way to one server."""
+    """A connection to one server."""
 
     async def record(
         self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
     ) -> None:
-        """One request; what comes is in the recorder, also when a ClientError ends it. Cancelled with its task."""
+        """One request. The recorder gets the responses, also those before a ClientError. Cancelled with its task."""
         ...
 
     async def aclose(self) -> None: ...
@@ -84,7 +84,7 @@ class AsyncConnection:
 
 
 async def require_model(connection: triton.InferenceServerClient, server: str, model: str, mode: str) -> None:
-    """ClientError unless `model` is ready and can answer in this mode."""
+    """ClientError unless `model` is ready and supports this mode."""
     try:
         if not await connection.is_model_ready(model, client_timeout=CONNECT_SECONDS):
             raise speech.not_served(server, model)
@@ -107,7 +107,7 @@ async def chunks(
 ) -> AsyncGenerator[np.ndarray | None, None]:
     """The waveforms of a streaming request as they arrive; closing the iterator cancels the request.
 
-    AioRpcError or InferenceServerException carries the server's error.
+    The server's errors are AioRpcError or InferenceServerException.
     """
     async with aclosing(_responses(connection, model, request, timeout)) as responses:
         async for result in responses:
@@ -126,8 +126,8 @@ async def _responses(
 ) -> AsyncGenerator[Any, None]:
     """The responses of a streaming request.
 
-    The requests end after the first, which half-closes the call: the server closes its side once it has sent that
-    request's final response, so no mark of the end is needed.
+    The request generator ends after one request, which half-closes the call: the server closes its side after that
+    request's final response, so no end marker is needed.
     """
 
     async def requests() -> AsyncGenerator[dict[str, Any], None]:
@@ -148,7 +148,7 @@ async def _responses(
 
 
 class ThreadConnection:
-    """tritonclient's thread client. Requests come one after another; what blocks is in one thread of its own."""
+    """tritonclient's threaded client, one request at a time; its blocking calls run in one thread of their own."""
 
     def __init__(self, server: str) -> None:
         self._server = server
@@ -167,7 +167,7 @@ class ThreadConnection:
         except asyncio.CancelledError:
             answers.put((None, InferenceServerException("cancelled by the client")))
             await asyncio.wait({asked})
-            asked.exception()  # that of the cancelling, read so that asyncio does not report it
+            asked.exception()  # retrieve the exception of the cancellation, so that asyncio does not log it
             raise
         except InferenceServerException as error:
             raise explained(error.status(), error.message(), self._server, timeout) from None
@@ -186,7 +186,7 @@ class ThreadConnection:
     ) -> None:
         def note(result: Any, error: InferenceServerException | None) -> None:
             if result is not None and not _is_empty(result):
-                recorder.take(result)  # here, so that the time is the arrival's
+                recorder.take(result)  # in the callback, so that the time is that of the arrival
             answers.put((result, error))
 
         deadline = time.monotonic() + timeout
@@ -225,9 +225,9 @@ class ThreadConnection:
 
 
 def _next(answers: "queue.Queue[tuple[Any, InferenceServerException | None]]", deadline: float) -> Any:
-    """The next response; InferenceServerException for an error or none until the deadline."""
+    """The next response. InferenceServerException for an error, or if there is none before the deadline."""
     try:
-        # gRPC keeps the deadline too and says so; this one is for when it does not come to that.
+        # gRPC enforces the deadline itself; this second one is for calls in which it does not.
         result, error = answers.get(timeout=max(0.0, deadline - time.monotonic()) + 1.0)
     except queue.Empty:
         raise InferenceServerException("no answer", status=str(grpc.StatusCode.DEADLINE_EXCEEDED)) from None
@@ -245,7 +245,7 @@ def _is_empty(result: Any) -> bool:
 
 
 def explained(status: str | None, message: str | None, server: str, timeout: float) -> speech.ClientError:
-    """What a failed call means, for the person who made it; `status` and `message` as gRPC gives them."""
+    """The ClientError for a failed call; `status` and `message` are gRPC's."""
     if status == str(grpc.StatusCode.DEADLINE_EXCEEDED):
         return speech.timed_out(server, timeout)
     if status == str(grpc.StatusCode.UNAVAILABLE):

@@ -6,13 +6,14 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from common.client import requests as speech
+from common.constants import HTTP_PORT
 
 
-def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: float) -> speech.Speech:
-    """Ask for one complete waveform; ClientError for everything that goes wrong."""
+def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: float) -> speech.SpeechResult:
+    """One complete waveform. ClientError for any failure."""
     address = urlsplit(server_url if "://" in server_url else f"http://{server_url}")
     if address.scheme not in ("http", "https") or not address.hostname:
-        raise speech.ClientError(f"--server-url is '{server_url}'; it must look like http://localhost:8000")
+        raise speech.ClientError(f"--server-url is '{server_url}'; it must look like http://localhost:{HTTP_PORT}")
     location = address.netloc + address.path.rstrip("/")
     try:
         with triton.InferenceServerClient(
@@ -31,12 +32,12 @@ def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: 
         raise speech.refused(error.message()) from None
     except TimeoutError:
         raise speech.timed_out(server_url, timeout) from None
-    except (OSError, ValueError) as error:  # ValueError: what answers does not speak HTTP as Triton does
+    except (OSError, ValueError) as error:  # ValueError: the response is not one of Triton's
         raise speech.unreachable(server_url, error) from None
 
 
 def require_offline_model(connection: triton.InferenceServerClient, server_url: str, model: str) -> None:
-    """ClientError unless `model` is ready and answers each request once."""
+    """ClientError unless `model` is ready and sends one response per request."""
     if not connection.is_model_ready(model):
         raise speech.not_served(server_url, model)
     policy = connection.get_model_config(model).get("model_transaction_policy", {})

@@ -1,7 +1,7 @@
-"""What every client of the speech models shares: the request's tensors, the answer's figures, and errors in words.
+"""What all clients of the speech models share: the request's tensors, the recorded answer, error messages, options.
 
-Both protocols of tritonclient (`tritonclient.http`, `tritonclient.grpc`) have the same `InferInput`, so it is passed
-in and this module loads neither.
+`tritonclient.http` and `tritonclient.grpc` have the same `InferInput`, so it is passed in and this module imports
+neither.
 """
 
 import argparse
@@ -29,16 +29,16 @@ Parameters = dict[str, int | float | str | bool]
 
 
 class ClientError(RuntimeError):
-    """The request could not be made or answered; one line that says what to do next."""
+    """The request could not be sent or answered. The message is one line that says what to do next."""
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """What to ask for.
+    """One request for speech.
 
-    reference: float32 (T,) at 16 kHz, mono; without `reference_text` the voice is cloned cross-lingually. `speaker`: a
-    voice that the server knows, instead of a recording. `instruct_text`: how to speak. parameters: request parameters
-    such as `seed`.
+    reference: float32 (T,) at 16 kHz, mono; without `reference_text` the voice is cloned cross-lingually. speaker: a
+    registered voice, instead of a recording. instruct_text: how to speak. parameters: request parameters such as
+    `seed`.
     """
 
     target_text: str
@@ -52,10 +52,10 @@ class Utterance:
     def from_arguments(cls, args: argparse.Namespace) -> "Utterance":
         """The request of a command line, see `add_voice_arguments`.
 
-        ClientError without a text and when the recording is unreadable.
+        ClientError if there is no text or the recording cannot be read.
         """
         if args.target_text is None:
-            raise ClientError("there is nothing to say: give --target-text")
+            raise ClientError("no text to speak: add --target-text")
         return cls(
             target_text=args.target_text,
             reference=None if args.reference_audio is None else read_reference(args.reference_audio),
@@ -66,7 +66,7 @@ class Utterance:
         )
 
     def arrays(self) -> dict[str, tuple[str, np.ndarray]]:
-        """Name -> Triton's type and the array, with its batch dimension of one: wav (1, T), everything else (1, 1)."""
+        """Name -> Triton's datatype and the array with a batch dimension of one: wav (1, T), everything else (1, 1)."""
         arrays: dict[str, tuple[str, np.ndarray]] = {}
         if self.reference is not None:
             wav = np.ascontiguousarray(self.reference, dtype=np.float32)
@@ -92,34 +92,34 @@ def _text_tensor(text: str) -> np.ndarray:
 
 
 def waveform_of(result: Any) -> np.ndarray | None:
-    """The audio of a response, None if it has none; what it warns of is logged, which shows on standard error."""
+    """The audio of a response, None if it has none. Its warning is logged, so commands print it to standard error."""
     if (warning := result.as_numpy(WARNING)) is not None:
         logger.warning("%s", warning.item().decode())
     return result.as_numpy(WAVEFORM)
 
 
 def timeline_of(result: Any) -> list[tuple[str, float]]:
-    """The stages that the server has reached, in seconds since it took the request up; empty unless it tells.
+    """The stages that the server has reached, in seconds since it received the request; empty if it sends none.
 
     The names are those of `common.orchestrator.synthesis.OnStage`.
     """
-    if (told := result.as_numpy(TIMELINE)) is None:
+    if (timeline := result.as_numpy(TIMELINE)) is None:
         return []
-    return [(stage, milliseconds / 1000) for stage, milliseconds in json.loads(told.item())]
+    return [(stage, milliseconds / 1000) for stage, milliseconds in json.loads(timeline.item())]
 
 
 def read_reference(path: Path) -> np.ndarray:
-    """A recording of any rate and channel count as float32 (T,) at 16 kHz; ClientError when it cannot be read."""
+    """A recording of any rate and channel count as float32 (T,) at 16 kHz; ClientError if it cannot be read."""
     try:
         return load_audio(path, PROMPT_SAMPLE_RATE)
-    except (OSError, RuntimeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
+    except (OSError, RuntimeError, ValueError) as error:  # libsndfile's errors are RuntimeErrors
         raise ClientError(
-            f"cannot read the reference audio {path}: {error}; give a WAV, FLAC, OGG or MP3 file"
+            f"cannot read the reference audio {path}: {error}; use a WAV, FLAC, OGG or MP3 file"
         ) from None
 
 
 class Recorder:
-    """Collects one answer's chunks and when they came. The clock starts when it is made, or at `start`."""
+    """Collects the chunks of one answer and their arrival times. The clock starts at construction, or at `start`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, start: float | None = None) -> None:
         self._clock = clock
@@ -129,13 +129,13 @@ class Recorder:
         self.timeline: list[tuple[str, float]] = []  # see timeline_of
 
     def take(self, result: Any) -> None:
-        """One response: its audio, its warning, its timeline."""
+        """Record one response: its audio, its warning, its timeline."""
         now = self._clock()
         self.timeline += timeline_of(result)
         self._add(waveform_of(result), now)
 
     def add(self, waveform: np.ndarray | None) -> None:
-        """Take one response's waveform, (N,) or (1, N); a response without samples is not a chunk."""
+        """Record the waveform of one response, (N,) or (1, N); a response without samples is not a chunk."""
         self._add(waveform, self._clock())
 
     def _add(self, waveform: np.ndarray | None, now: float) -> None:
@@ -145,7 +145,7 @@ class Recorder:
 
     @property
     def samples(self) -> list[int]:
-        """Of each chunk."""
+        """The number of samples of each chunk."""
         return [chunk.size for chunk in self._chunks]
 
     @property
@@ -153,16 +153,16 @@ class Recorder:
         """Seconds since the start."""
         return self._clock() - self._start
 
-    def finish(self) -> "Speech":
-        """The whole answer; ClientError when no sample came."""
+    def finish(self) -> "SpeechResult":
+        """The complete answer; ClientError if there were no samples."""
         total = self.elapsed
         if not self._chunks:
             raise ClientError("the server ended the request without audio; see its log for the reason")
-        return Speech(np.concatenate(self._chunks), tuple(self.arrivals), total)
+        return SpeechResult(np.concatenate(self._chunks), tuple(self.arrivals), total)
 
 
 @dataclass(frozen=True)
-class Speech:
+class SpeechResult:
     """One answered request: float32 (N,) at 24 kHz and its times in seconds since the request was sent."""
 
     waveform: np.ndarray
@@ -182,7 +182,7 @@ class Speech:
         return self.total / self.seconds
 
     def save(self, path: Path) -> None:
-        """Write a 16-bit WAV at 24 kHz; ClientError when the file cannot be written."""
+        """Write a 16-bit WAV at 24 kHz; ClientError if the file cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_audio(path, self.waveform, SAMPLE_RATE)
@@ -190,7 +190,7 @@ class Speech:
             raise ClientError(f"cannot write {path}: {error}; choose another file with --output-audio") from None
 
     def summary(self) -> str:
-        """The figures of the request, one a line."""
+        """The measurements of the request, one per line."""
         return "\n".join(
             (
                 f"first chunk after  {self.first_chunk * 1000:8.0f} ms",
@@ -202,31 +202,33 @@ class Speech:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that all clients have, under upstream's names."""
+    """The options of all clients, with upstream's names."""
     add_voice_arguments(parser)
     parser.add_argument("--output-audio", type=Path, default=Path("output.wav"), help="24 kHz, 16-bit WAV")
 
 
 def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to say in which voice, and of whom to ask it."""
-    parser.add_argument("--target-text", help="what to say")
+    """The options for the text, the voice, the model and request parameters."""
+    parser.add_argument("--target-text", help="the text to speak")
     parser.add_argument("--reference-audio", type=Path, help="the voice: any rate and channel count, 0.5 to 30 s")
-    parser.add_argument("--reference-text", help="what the reference audio says; without it: cross-lingual cloning")
-    parser.add_argument("--speaker", help="a voice that the server knows, instead of --reference-audio")
-    parser.add_argument("--instruct-text", help='how to speak, such as "Speak slowly."; not with --reference-text')
-    parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre, not their language")
+    parser.add_argument("--reference-text", help="transcript of the reference audio; without it: cross-lingual cloning")
+    parser.add_argument("--speaker", help="a registered voice, instead of --reference-audio")
+    parser.add_argument("--instruct-text", help='how to speak, e.g. "Speak slowly."; not with --reference-text')
+    parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre but not their language")
     default, others = stacks.DEFAULT.orchestrator, stacks.orchestrators()[1:]
     parser.add_argument("--model-name", default=default, help=" or ".join([f"{default} (default)", *others]))
-    parser.add_argument("--seed", type=int, help="the same seed gives the same audio")
+    parser.add_argument("--seed", type=int, help="makes the audio reproducible")
     parser.add_argument(
         "--parameter",
         type=_parameter,
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another request parameter, such as max_tokens=250 or temperature=0.7; may be repeated",
+        help="another request parameter, e.g. max_tokens=250 or temperature=0.7; may be repeated",
     )
-    parser.add_argument("--timeout", type=positive_number, default=120.0, help="seconds for the complete answer")
+    parser.add_argument(
+        "--timeout", type=positive_number, default=120.0, help="seconds until the answer must be complete"
+    )
 
 
 def request_parameters(args: argparse.Namespace) -> Parameters:
@@ -244,11 +246,11 @@ def _parameter(text: str) -> tuple[str, int | str | bool]:
     try:
         return name, int(value)
     except ValueError:
-        return name, value  # fractions too: the server reads them from text, Triton 2.51 knows no such parameter
+        return name, value  # also fractions: Triton 2.51 has no float parameters, so the server parses text
 
 
 def positive_number(text: str) -> float:
-    """A type of argparse, which reports the ValueError with the option's name."""
+    """An argparse type for numbers above 0."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
@@ -256,34 +258,34 @@ def positive_number(text: str) -> float:
 
 
 def unreachable(server: str, reason: object) -> ClientError:
-    """Nobody answers at `server`."""
+    """No server answers at `server`."""
     return ClientError(
-        f"no tritonserver answers at {server} ({one_line(reason)}): start one with `make serve`, or name its address"
+        f"no tritonserver answers at {server} ({one_line(reason)}): start one with `make serve`, or correct the address"
     )
 
 
 def not_served(server: str, model: str) -> ClientError:
-    """The server is there and the model is not."""
+    """The server is running but does not have the model."""
     return ClientError(
-        f"{server} does not serve the model '{model}': name another with --model-name, "
+        f"{server} does not serve the model '{model}': choose another with --model-name, "
         f"or start its stack with {' or '.join(f'`make serve STACK={name}`' for name in stacks.names())}"
     )
 
 
 def unavailable(server: str, reason: object) -> ClientError:
-    """The connection broke, or the server refuses for now."""
-    return ClientError(f"{server} cannot answer ({one_line(reason)}): see whether it still runs, and its log")
+    """The connection broke, or the server is temporarily unavailable."""
+    return ClientError(f"{server} cannot answer ({one_line(reason)}): check that it is running, and its log")
 
 
 def timed_out(server: str, seconds: float) -> ClientError:
     """The answer was not complete in time."""
-    return ClientError(f"no complete answer from {server} within {seconds:g} s: try again, or raise --timeout")
+    return ClientError(f"no complete answer from {server} within {seconds:g} s: retry, or raise --timeout")
 
 
 def streams_only(model: str) -> ClientError:
-    """A model with the decoupled policy was asked for one complete answer."""
+    """An offline request to a model with the decoupled policy."""
     return ClientError(
-        f"'{model}' is served for streaming: ask it with `client_grpc.py --mode streaming`, "
+        f"'{model}' is served for streaming: use `client_grpc.py --mode streaming`, "
         "or serve it for offline requests with `make serve MODE=offline`"
     )
 

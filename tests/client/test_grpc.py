@@ -1,4 +1,4 @@
-"""The gRPC client against a server of Triton's protocol that answers what each test tells it to."""
+"""The gRPC client against a stub server with Triton's protocol and the responses that each test sets."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ def error_response(message: str) -> service_pb2.ModelStreamInferResponse:
 
 
 @dataclass
-class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+class StubTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """One model; `responses` are streamed, then `pause` seconds pass before the call ends."""
 
     responses: list[Any] = field(default_factory=list)
@@ -69,7 +69,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 @contextlib.contextmanager
-def serving(triton: FakeTriton) -> Iterator[str]:
+def serving(triton: StubTriton) -> Iterator[str]:
     """host:port of a server in a thread of its own."""
     address = f"127.0.0.1:{free_port()}"
     loop = asyncio.new_event_loop()
@@ -110,11 +110,11 @@ def recording(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_streamed_answer_is_written_whole_and_its_latencies_printed(
+def test_a_streamed_answer_is_written_and_its_latencies_are_printed(
     tmp_path: Path, recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = np.full((1, 2400), 0.25, np.float32), np.full((1, 1200), -0.5, np.float32)
-    triton = FakeTriton([audio_response(first), audio_response(second)])
+    triton = StubTriton([audio_response(first), audio_response(second)])
     output = tmp_path / "deep" / "speech.wav"
     with serving(triton) as address:
         code = client_grpc.main(
@@ -138,20 +138,20 @@ def test_a_streamed_answer_is_written_whole_and_its_latencies_printed(
 
 
 def test_without_a_reference_only_the_target_text_is_sent(tmp_path: Path) -> None:
-    triton = FakeTriton([audio_response(np.ones((1, 10)))])
+    triton = StubTriton([audio_response(np.ones((1, 10)))])
     with serving(triton) as address:
         assert client_grpc.main(command(address, tmp_path / "a.wav")) == 0
     assert [tensor.name for tensor in triton.requests[0].inputs] == ["target_text"]
 
 
-def test_a_speaker_an_instruction_and_the_cross_lingual_mode_are_sent_as_they_are_given(tmp_path: Path) -> None:
-    triton = FakeTriton([audio_response(np.ones((1, 10)))])
+def test_a_speaker_an_instruction_and_the_cross_lingual_mode_are_sent_unchanged(tmp_path: Path) -> None:
+    triton = StubTriton([audio_response(np.ones((1, 10)))])
     more = ("--speaker", "中文女", "--instruct-text", "Speak slowly.", "--cross-lingual")
     with serving(triton) as address:
         assert client_grpc.main(command(address, tmp_path / "a.wav", *more)) == 0
     (request,) = triton.requests
     texts = {
-        tensor.name: raw[4:].decode()  # a length before each string
+        tensor.name: raw[4:].decode()  # each string has a length prefix
         for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
     }
     assert texts == {"speaker": "中文女", "instruct_text": "Speak slowly.", "target_text": "你好"}
@@ -159,71 +159,71 @@ def test_a_speaker_an_instruction_and_the_cross_lingual_mode_are_sent_as_they_ar
 
 
 def test_an_offline_answer_is_written(tmp_path: Path) -> None:
-    triton = FakeTriton([audio_response(np.ones((1, 480)))], decoupled=False)
+    triton = StubTriton([audio_response(np.ones((1, 480)))], decoupled=False)
     with serving(triton) as address:
         assert client_grpc.main(command(address, tmp_path / "a.wav", "--mode", "offline")) == 0
     assert sf.info(tmp_path / "a.wav").frames == 480
 
 
 @pytest.mark.parametrize(
-    ("triton", "more", "words"),
+    ("triton", "more", "expected"),
     [
-        (FakeTriton([error_response("target_text is empty: '  '")]), (), "target_text is empty: '  '"),
-        (FakeTriton([]), (), "without audio"),
-        (FakeTriton([audio_response(np.zeros((1, 0)))]), (), "without audio"),
-        (FakeTriton([audio_response(np.ones((1, 9))), error_response("the LLM is down")]), (), "the LLM is down"),
-        (FakeTriton(), ("--model-name", "nobody"), "does not serve the model 'nobody'"),
-        (FakeTriton(), ("--mode", "offline"), "is served for streaming"),
-        (FakeTriton(pause=30.0), ("--timeout", "0.3"), "raise --timeout"),
-        (FakeTriton(), ("--reference-audio", "/no/such.wav"), "cannot read the reference audio /no/such.wav"),
+        (StubTriton([error_response("target_text is empty: '  '")]), (), "target_text is empty: '  '"),
+        (StubTriton([]), (), "without audio"),
+        (StubTriton([audio_response(np.zeros((1, 0)))]), (), "without audio"),
+        (StubTriton([audio_response(np.ones((1, 9))), error_response("the LLM is down")]), (), "the LLM is down"),
+        (StubTriton(), ("--model-name", "nobody"), "does not serve the model 'nobody'"),
+        (StubTriton(), ("--mode", "offline"), "is served for streaming"),
+        (StubTriton(pause=30.0), ("--timeout", "0.3"), "raise --timeout"),
+        (StubTriton(), ("--reference-audio", "/no/such.wav"), "cannot read the reference audio /no/such.wav"),
     ],
 )
-def test_every_failure_is_one_line_and_a_non_zero_exit_code(
-    triton: FakeTriton, more: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_every_failure_is_reported_in_one_line_with_a_non_zero_exit_code(
+    triton: StubTriton, more: tuple[str, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(triton) as address:
         assert client_grpc.main(command(address, tmp_path / "a.wav", *more)) == 1
-    complaint = capsys.readouterr().err
-    assert words in complaint and complaint.startswith("error: ") and complaint.count("\n") == 1
+    message = capsys.readouterr().err
+    assert expected in message and message.startswith("error: ") and message.count("\n") == 1
     assert not (tmp_path / "a.wav").exists()
 
 
-def test_an_unreachable_server_is_one_line_that_says_how_to_start_one(
+def test_an_unreachable_server_is_reported_in_one_line_with_the_command_that_starts_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert client_grpc.main(command(f"127.0.0.1:{free_port()}", tmp_path / "a.wav")) == 1
-    complaint = capsys.readouterr().err
-    assert "no tritonserver answers" in complaint and "make serve" in complaint and complaint.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "no tritonserver answers" in message and "make serve" in message and message.count("\n") == 1
 
 
-def test_an_unwritable_output_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_output_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    with serving(FakeTriton([audio_response(np.ones((1, 10)))])) as address:
+    with serving(StubTriton([audio_response(np.ones((1, 10)))])) as address:
         assert client_grpc.main(command(address, tmp_path / "file" / "a.wav")) == 1
     assert "cannot write" in capsys.readouterr().err
 
 
 def test_cancelling_the_client_cancels_the_request_on_the_server() -> None:
-    triton = FakeTriton([audio_response(np.ones((1, 10)))], pause=30.0)
+    triton = StubTriton([audio_response(np.ones((1, 10)))], pause=30.0)
 
-    async def give_up(address: str) -> None:
+    async def cancel_early(address: str) -> None:
         request = Utterance("hello")
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(grpc_client.synthesize(address, MODEL, request), 0.5)
 
     with serving(triton) as address:
-        asyncio.run(give_up(address))
+        asyncio.run(cancel_early(address))
         assert triton.cancelled.wait(5)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
-def test_a_timeout_that_is_no_positive_number_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_timeout_that_is_not_a_positive_number_is_rejected(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_code:
         client_grpc.main(["--target-text", "x", "--timeout", value])
     assert exit_code.value.code == 2
     assert value in capsys.readouterr().err
 
 
-def test_a_client_error_is_raised_to_callers_of_the_module() -> None:
+def test_callers_of_the_module_get_a_client_error() -> None:
     with pytest.raises(ClientError, match="no tritonserver answers"):
         asyncio.run(grpc_client.synthesize(f"127.0.0.1:{free_port()}", MODEL, Utterance("hello")))

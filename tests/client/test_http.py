@@ -1,4 +1,4 @@
-"""The HTTP client against a server of Triton's protocol that answers what each test tells it to."""
+"""The HTTP client against a stub server with Triton's protocol and the responses that each test sets."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ MODEL = "cosyvoice2_dit"
 
 @dataclass
 class Answers:
-    """What the server says; `bodies` collects what it is sent."""
+    """The server's responses; `bodies` collects the requests."""
 
     status: int = 200
     infer: object = None
@@ -62,7 +62,7 @@ def serving(answers: Answers) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing on the screen."""
+            """No output."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -93,7 +93,7 @@ def test_the_answer_is_written_as_a_16_bit_wav_at_24_khz(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("answers", "more", "words"),
+    ("answers", "more", "expected"),
     [
         (Answers(status=400, infer={"error": "target_text is empty: '  '"}), (), "target_text is empty: '  '"),
         (Answers(infer=waveform([])), (), "without audio"),
@@ -103,18 +103,18 @@ def test_the_answer_is_written_as_a_16_bit_wav_at_24_khz(tmp_path: Path, capsys:
         (Answers(), ("--reference-audio", "/no/such.wav"), "cannot read the reference audio /no/such.wav"),
     ],
 )
-def test_every_failure_is_one_line_and_a_non_zero_exit_code(
-    answers: Answers, more: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_every_failure_is_reported_in_one_line_with_a_non_zero_exit_code(
+    answers: Answers, more: tuple[str, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(answers) as url:
         assert client_http.main(command(url, tmp_path / "a.wav", *more)) == 1
-    complaint = capsys.readouterr().err
-    assert words in complaint and complaint.startswith("error: ") and complaint.count("\n") == 1
+    message = capsys.readouterr().err
+    assert expected in message and message.startswith("error: ") and message.count("\n") == 1
     assert not (tmp_path / "a.wav").exists()
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "expected"),
     [
         pytest.param(f"http://127.0.0.1:{free_port()}", "no tritonserver answers", id="free port"),
         ("http://no-such-host.invalid:8000", "no tritonserver answers"),
@@ -122,15 +122,15 @@ def test_every_failure_is_one_line_and_a_non_zero_exit_code(
         ("http://", "must look like http://localhost:8000"),
     ],
 )
-def test_an_address_without_a_server_is_one_line(
-    url: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_address_without_a_server_is_reported_in_one_line(
+    url: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert client_http.main(command(url, tmp_path / "a.wav")) == 1
-    complaint = capsys.readouterr().err
-    assert words in complaint and complaint.count("\n") == 1
+    message = capsys.readouterr().err
+    assert expected in message and message.count("\n") == 1
 
 
-def test_what_is_no_audio_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_audio_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "voice.wav").write_text("not audio")
     assert (
         client_http.main(command("localhost:1", tmp_path / "a.wav", "--reference-audio", f"{tmp_path}/voice.wav")) == 1

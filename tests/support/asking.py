@@ -13,7 +13,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from common import stacks
 from common.client import grpc_client
-from common.client.requests import WARNING, Speech, Utterance
+from common.client.requests import WARNING, SpeechResult, Utterance
 from common.constants import PROMPT_SAMPLE_RATE
 from common.voice.audio import resample
 
@@ -27,11 +27,11 @@ VOICE_TEXT = "Your call is now first in line and will be answered by the next av
 Serve = Callable[..., Any]
 
 
-def stream(address: str, model: str, utterance: Utterance, timeout: float = 60.0) -> Speech:
+def stream(address: str, model: str, utterance: Utterance, timeout: float = 60.0) -> SpeechResult:
     return asyncio.run(grpc_client.synthesize(address, model, utterance, timeout=timeout))
 
 
-def assert_speech(speech: Speech) -> None:
+def assert_speech(speech: SpeechResult) -> None:
     assert speech.waveform.dtype == np.float32
     assert np.isfinite(speech.waveform).all() and np.abs(speech.waveform).max() > 0
     assert np.abs(speech.waveform).max() <= 1.0

@@ -18,7 +18,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from common.client import grpc_client, http_client
-from common.client.requests import Speech, Utterance, read_reference
+from common.client.requests import SpeechResult, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.llm.speech_tokens import LLMTokenizer
 from common.server.tritonserver import ServerError
@@ -315,7 +315,7 @@ def test_eight_streams_at_once_sound_as_each_does_alone(stack: str, serve: Serve
     utterances = eight_requests(voice)
     alone = [stream(address, model, utterance) for utterance in utterances]
 
-    async def at_once() -> list[Speech]:
+    async def at_once() -> list[SpeechResult]:
         return await asyncio.gather(
             *(grpc_client.synthesize(address, model, utterance, timeout=120.0) for utterance in utterances)
         )
@@ -333,7 +333,7 @@ def test_cancelled_streams_free_their_places(stack: str, serve: Serve, voice: np
     server = serve(stack=stack, settings={"max_streams": "2", "idle_seconds": "600"})
     long, short = Utterance("word " * 100, voice, VOICE_TEXT), Utterance(TEXT, voice, VOICE_TEXT)
 
-    async def hear(given_up: int) -> Speech:
+    async def hear(given_up: int) -> SpeechResult:
         """Streams that are left after their first chunk, then a whole one."""
         for _ in range(given_up):
             async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
@@ -343,7 +343,7 @@ def test_cancelled_streams_free_their_places(stack: str, serve: Serve, voice: np
                         break
         return await grpc_client.synthesize(server.grpc_url, MODELS[stack], short, timeout=30)
 
-    async def everybody() -> list[Speech]:
+    async def everybody() -> list[SpeechResult]:
         return await asyncio.gather(*map(hear, (3, 4, 5, 6)))
 
     for speech in asyncio.run(everybody()):

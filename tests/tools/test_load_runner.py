@@ -208,7 +208,7 @@ def test_a_place_that_cannot_be_written_to_is_told_before_the_first_request(
     [
         (("--manifest-path", "away.jsonl"), "cannot read the manifest away.jsonl"),
         (("--client", "sync", "--request-rate", 2, "--target-text", "a"), "use --client asyncio with a request rate"),
-        ((), "there is nothing to say: give --target-text"),
+        ((), "no text to speak: add --target-text"),
         (("--manifest-path", MANIFEST, "--target-text", "a"), "--target-text beside manifest: each row brings its own"),
     ],
 )

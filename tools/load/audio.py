@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.client.requests import ClientError, Speech
+from common.client.requests import ClientError, SpeechResult
 
 UNWRITTEN = 64  # files that may wait
 
@@ -25,7 +25,7 @@ class AudioWriter:
         self._pending: set[asyncio.Future[None]] = set()
         self._error: BaseException | None = None
 
-    async def write(self, name: str, speech: Speech) -> None:
+    async def write(self, name: str, speech: SpeechResult) -> None:
         if self._directory is None:
             return
         await self._places.acquire()
