@@ -1,1 +1,1 @@
-"""The library of the Triton models and the tools. docs/architecture.md has a map of its rooms."""
+"""The library behind the Triton models; docs/architecture.md has a map of its rooms."""
