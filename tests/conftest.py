@@ -18,7 +18,7 @@ from tests.support.shared import made_once
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_FILE = ROOT / "tests" / "deployment" / "test_stages.py"
 
-# Before any test module imports the library; inside tritonserver the real one is there already.
+# Before any test module imports the library; inside tritonserver the real module is already loaded.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton.as_module())
 
 
@@ -29,9 +29,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def every_cpu_alike() -> Iterator[None]:
-    """Flows compute in float32 on every CPU, unless a test says otherwise. In bfloat16, which "auto" takes where a CPU
-    has it, the rest of a batch changes a stream's rounding, and random weights make another pitch of that.
+def float32_on_every_cpu() -> Iterator[None]:
+    """Flows compute in float32 on every CPU, unless a test chooses otherwise. In bfloat16, which "auto" selects on CPUs
+    that have it, the other streams of a batch change the rounding, and with random weights even the pitch.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "get_capabilities", dict)
@@ -40,25 +40,25 @@ def every_cpu_alike() -> Iterator[None]:
 
 @pytest.fixture
 def triton_models() -> Iterator[dict[str, fake_triton.Callee]]:
-    """The models that calls reach, by name; empty at the start and at the end of a test."""
+    """The models that calls reach, by name; emptied before and after each test."""
     fake_triton.models.clear()
     yield fake_triton.models
     fake_triton.models.clear()
 
 
 @pytest.fixture
-def triton_door(triton_models: dict[str, fake_triton.Callee], monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """gRPC before the same models, see tests/support/fake_door.py."""
+def triton_grpc(triton_models: dict[str, fake_triton.Callee], monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """A gRPC server for the same models, see tests/support/fake_grpc_server.py."""
     from common.process.environment import GRPC_ADDRESS
-    from tests.support.fake_door import fake_door
+    from tests.support.fake_grpc_server import fake_grpc_server
 
-    with fake_door() as door:
-        monkeypatch.setenv(GRPC_ADDRESS, door.address)
-        yield door
+    with fake_grpc_server() as server:
+        monkeypatch.setenv(GRPC_ADDRESS, server.address)
+        yield server
 
 
 def load_model(path: Path) -> types.ModuleType:
-    """The module of a model.py, under a name of its own: all of them are called `model`."""
+    """The module of a model.py, under a unique name: Triton calls all of them `model`."""
     spec = importlib.util.spec_from_file_location(f"model_{path.parent.parent.name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -86,9 +86,9 @@ def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., object]]:
-    """`serve(stack="dit", decoupled=True, **options)`: the real server over that stack, ready.
+    """`serve(stack="dit", decoupled=True, **options)`: the real server with that stack, ready.
 
-    One server runs at a time, to bound the memory: asking for another stack stops the one before.
+    To bound the memory, each worker runs one server at a time: asking for another stack stops the previous server.
     """
     from common.server.rendering import StackOptions, render
     from common.server.tritonserver import Ports, TritonServer
@@ -96,7 +96,7 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     running: list[tuple[StackOptions, TritonServer]] = []
 
     def start(stack: str = "dit", decoupled: bool = True, **options: object) -> TritonServer:
-        options["settings"] = {"flow_precision": "float32"} | options.get("settings", {})  # see `every_cpu_alike`
+        options["settings"] = {"flow_precision": "float32"} | options.get("settings", {})  # see `float32_on_every_cpu`
         wanted = StackOptions(models_dir=demo_models, stack=stack, decoupled=decoupled, device="cpu", **options)
         current = next((server for known, server in running if known == wanted), None)
         if current is not None:
@@ -115,11 +115,11 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def speech_stack(serve: Callable[..., object], demo_models: Path) -> Iterator[object]:
-    """The speech service before the real server, see tests/support/speech_fixtures.py."""
-    from tests.support.speech_fixtures import PLACES, speech_stack_over
+    """The speech service in front of the real server, see tests/support/speech_fixtures.py."""
+    from tests.support.speech_fixtures import MAX_STREAMS, speech_stack_over
 
-    # No stream is forgotten by itself: one that kept its place would be felt.
-    triton = serve(settings={"max_streams": str(PLACES), "idle_seconds": "600"})
+    # Idle streams are never evicted, so a stream that kept its slot would block the next one.
+    triton = serve(settings={"max_streams": str(MAX_STREAMS), "idle_seconds": "600"})
     with speech_stack_over(triton, demo_models / "voices") as stack:
         yield stack
 
@@ -127,5 +127,5 @@ def speech_stack(serve: Callable[..., object], demo_models: Path) -> Iterator[ob
 def _stop(running: list) -> None:
     while running:
         server = running.pop()[1]
-        os.killpg(server._process.pid, signal.SIGKILL)  # unloading takes 4 s, and is test_server.py's matter
+        os.killpg(server._process.pid, signal.SIGKILL)  # unloading takes 4 s and is tested in test_server.py
         server.stop()

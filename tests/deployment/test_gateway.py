@@ -18,7 +18,7 @@ import tritonclient.grpc.aio as triton
 from common.process.metrics import ENDED, LIVE, sum_of
 from common.server.tritonserver import free_port
 from tests.conftest import ROOT
-from tests.support.serving import MODEL, Outcome, Served, get, rendered, served, speak
+from tests.support.serve_process import MODEL, ServeProcess, StreamResult, get, rendered, serve_process, synthesize
 
 pytestmark = [
     pytest.mark.server,
@@ -100,14 +100,14 @@ class Fleet:
         self._repository, self._directory = repository, directory
         self._ports = [tuple(free_port() for _ in range(4)) for _ in range(2)]
         self._stacks = [ExitStack(), ExitStack()]
-        self.servers: dict[int, Served] = {}
+        self.servers: dict[int, ServeProcess] = {}
 
     def names(self) -> list[str]:
         """As TTS_SERVERS wants them."""
         return [f"127.0.0.1:{http}:{grpc}:{health}" for http, grpc, _, health in self._ports]
 
     def start(self, index: int) -> None:
-        running = served(
+        running = serve_process(
             self._repository, self._directory / f"log-{index}", "--notice-seconds", NOTICE, ports=self._ports[index]
         )
         self.servers[index] = self._stacks[index].enter_context(running)
@@ -159,11 +159,11 @@ def test_the_door_offers_speech_and_no_management(door: Gateway) -> None:
 
 
 def test_a_rolling_restart_under_load_loses_no_stream(door: Gateway, fleet: Fleet) -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[StreamResult] = []
 
     async def listen(connection: triton.InferenceServerClient, ended: asyncio.Event) -> None:
         while not ended.is_set():
-            outcomes.append(await speak(connection, SHORT, Outcome()))
+            outcomes.append(await synthesize(connection, SHORT, StreamResult()))
             await asyncio.sleep(1.5)  # a small machine needs time to start the next server in
 
     async def run() -> None:
@@ -188,16 +188,16 @@ def test_a_server_that_dies_takes_only_its_own_streams_along(door: Gateway, flee
     dying, staying = fleet.servers[0], fleet.servers[1]
     ended_before = sum_of(staying.page(), ENDED.name)
 
-    async def run() -> tuple[list[Outcome], list[Outcome], int]:
+    async def run() -> tuple[list[StreamResult], list[StreamResult], int]:
         async with triton.InferenceServerClient(f"127.0.0.1:{door.grpc}") as connection:
-            outcomes = [Outcome() for _ in range(STREAMS)]
-            speaking = [asyncio.create_task(speak(connection, LONG, outcome)) for outcome in outcomes]
+            outcomes = [StreamResult() for _ in range(STREAMS)]
+            speaking = [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes]
             await asyncio.gather(*(outcome.begun.wait() for outcome in outcomes))
             live = int(sum_of(dying.page(), LIVE.name))
             dying.kill_tritonserver()
             # Until it has looked again the gateway may still ask the dead one, and answers "ask again".
             await asyncio.to_thread(wait_for, lambda: door.servers() == 1)
-            late = [await speak(connection, SHORT, Outcome()) for _ in range(4)]
+            late = [await synthesize(connection, SHORT, StreamResult()) for _ in range(4)]
             await asyncio.gather(*speaking)
         return outcomes, late, live
 

@@ -17,8 +17,8 @@ from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.llm.speech_tokens import LLMTokenizer, instruction, speech_token_text
-from tests.support.fault_server import STREAM, FaultServer, event, ids_event, reply
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
+from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
 
 QUICK = Timeouts(connect=0.5, first_token=0.6, token=0.6)
 PROMPT = LLMPrompt("Hello there.", "A reference.", (1, 2, 3))
@@ -116,7 +116,7 @@ def ask(tokenizer, *answers, dialect="auto", **sampling):
     """One utterance from a server that gives these answers; returns the result and the server."""
 
     async def run():
-        server = FaultServer(*answers)
+        server = RawHttpServer(*answers)
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer, QUICK, dialect=dialect)
             try:
@@ -232,7 +232,7 @@ def test_a_rejected_request_is_a_value_error_with_the_servers_message(tokenizer)
 def test_the_dialect_is_learned_once(tokenizer):
     async def run():
         rejection = (reply("422 Unprocessable", b"Unexpected fields: top_k"),)
-        server = FaultServer(rejection, rejection, rejection, GOOD)
+        server = RawHttpServer(rejection, rejection, rejection, GOOD)
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer, QUICK)
             results = [await speak(llm, top_k=9), await speak(llm, top_k=9)]
@@ -279,7 +279,7 @@ def test_a_chat_server_gets_the_template_as_messages(tokenizer):
 )
 def test_the_token_that_ends_an_instruction_is_the_only_control_token_in_a_chat(tokenizer, prompt_text, content):
     async def run():
-        server = FaultServer((STREAM, event("<|s_1|>", "stop")))
+        server = RawHttpServer((STREAM, event("<|s_1|>", "stop")))
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer, QUICK, dialect="chat")
             stream = llm.generate(LLMPrompt("Hello<|eos1|>", prompt_text), Sampling())
@@ -316,7 +316,7 @@ def test_repetition_aware_sampling_is_sent_to_vllm_only(tokenizer):
 )
 def test_another_server_is_tried_if_no_token_has_arrived(tokenizer, failure):
     async def run():
-        servers = FaultServer(failure), FaultServer(GOOD)
+        servers = RawHttpServer(failure), RawHttpServer(GOOD)
         async with servers[0].running() as first, servers[1].running() as second:
             llm = OpenAILM([first, second], "model", tokenizer, QUICK)
             results = [await speak(llm) for _ in range(3)]
@@ -335,7 +335,7 @@ def test_a_pooled_connection_that_the_server_closed_is_not_an_error(tokenizer):
 
 def test_two_hundred_cancellations_leave_no_request_at_the_server(tokenizer):
     async def run():
-        server = FaultServer((STREAM, event("<|s_1|>"), 30.0))
+        server = RawHttpServer((STREAM, event("<|s_1|>"), 30.0))
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer, QUICK)
             for i in range(200):
@@ -358,7 +358,7 @@ def test_two_hundred_cancellations_leave_no_request_at_the_server(tokenizer):
 
 def test_another_server_is_tried_if_one_cannot_be_reached(tokenizer):
     async def run():
-        server = FaultServer(GOOD)
+        server = RawHttpServer(GOOD)
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             async with server.running() as url:
@@ -372,7 +372,7 @@ def test_another_server_is_tried_if_one_cannot_be_reached(tokenizer):
 
 def test_no_other_server_is_tried_after_the_first_token(tokenizer):
     async def run():
-        servers = FaultServer((STREAM, event("<|s_1|>"))), FaultServer(GOOD)
+        servers = RawHttpServer((STREAM, event("<|s_1|>"))), RawHttpServer(GOOD)
         async with servers[0].running() as first, servers[1].running() as second:
             llm = OpenAILM([first, second], "model", tokenizer, QUICK)
             with pytest.raises(UnavailableError):
@@ -385,7 +385,7 @@ def test_no_other_server_is_tried_after_the_first_token(tokenizer):
 
 def test_the_least_busy_server_is_used(tokenizer):
     async def run():
-        servers = FaultServer((STREAM, event("<|s_1|>"), 30.0)), FaultServer(GOOD)
+        servers = RawHttpServer((STREAM, event("<|s_1|>"), 30.0)), RawHttpServer(GOOD)
         async with servers[0].running() as first, servers[1].running() as second:
             llm = OpenAILM([first, second], "model", tokenizer, QUICK)
             busy = llm.generate(PROMPT, Sampling())
@@ -400,7 +400,7 @@ def test_the_least_busy_server_is_used(tokenizer):
 
 def test_closing_the_stream_aborts_the_request(tokenizer):
     async def run():
-        server = FaultServer((STREAM, event("<|s_1|>"), 30.0))
+        server = RawHttpServer((STREAM, event("<|s_1|>"), 30.0))
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer, QUICK)
             stream = llm.generate(PROMPT, Sampling())
@@ -415,7 +415,7 @@ def test_closing_the_stream_aborts_the_request(tokenizer):
 @pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
 def test_a_url_may_end_with_the_version(tokenizer, suffix):
     async def run():
-        async with FaultServer(GOOD).running() as url:
+        async with RawHttpServer(GOOD).running() as url:
             llm = OpenAILM([url + suffix], "model", tokenizer, QUICK)
             result = await speak(llm)
             await llm.aclose()

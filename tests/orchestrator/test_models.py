@@ -35,7 +35,7 @@ PROMPT = 25  # speech tokens of one second
 WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
 
 
-pytestmark = pytest.mark.usefixtures("triton_door")
+pytestmark = pytest.mark.usefixtures("triton_grpc")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import tritonclient.grpc.aio as triton
 
 from common.process.metrics import ENDED, LIVE, sum_of
 from common.server.serving import cache_option
-from tests.support.serving import Outcome, Served, get, rendered, served, speak
+from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, synthesize
 
 pytestmark = pytest.mark.server
 
@@ -24,29 +24,29 @@ def repository(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-def server(repository: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
-    with served(repository, tmp_path / "log", *getattr(request, "param", ())) as running:
+def server(repository: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
+    with serve_process(repository, tmp_path / "log", *getattr(request, "param", ())) as running:
         yield running
 
 
-async def speak_while_it_stops(server: Served, streams: int) -> tuple[list[Outcome], Outcome]:
-    """Long streams, SIGTERM once all speak, then one more: how the former and the latter ended."""
+async def synthesize_while_it_stops(server: ServeProcess, streams: int) -> tuple[list[StreamResult], StreamResult]:
+    """Long streams, SIGTERM once all have begun, then a late stream: their results and that of the late one."""
     async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
-        outcomes = [Outcome() for _ in range(streams)]
-        speaking = [asyncio.create_task(speak(connection, LONG, outcome)) for outcome in outcomes]
+        outcomes = [StreamResult() for _ in range(streams)]
+        speaking = [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes]
         await asyncio.gather(*(outcome.begun.wait() for outcome in outcomes))
         assert sum_of(server.page(), LIVE.name) >= streams - 1  # the page is a quarter of a second old
         server.terminate()
         await asyncio.sleep(0.5)
         assert server.readiness() == (503, "stopping")
-        late = await speak(connection, SHORT, Outcome())
+        late = await synthesize(connection, SHORT, StreamResult())
         await asyncio.gather(*speaking)
     return outcomes, late
 
 
-def test_sigterm_refuses_new_streams_and_lets_live_ones_end(server: Served) -> None:
+def test_sigterm_refuses_new_streams_and_lets_live_ones_end(server: ServeProcess) -> None:
     assert server.readiness() == (200, "ready")
-    outcomes, late = asyncio.run(speak_while_it_stops(server, 3))
+    outcomes, late = asyncio.run(synthesize_while_it_stops(server, 3))
     assert late.error is not None and "is shutting down" in late.error and late.samples == 0
     assert [outcome.error for outcome in outcomes] == [None] * 3
     assert server.process.wait(20) == 0
@@ -54,32 +54,32 @@ def test_sigterm_refuses_new_streams_and_lets_live_ones_end(server: Served) -> N
 
 
 @pytest.mark.parametrize("server", [("--drain-seconds", "1")], indirect=True)
-def test_streams_that_live_beyond_the_limit_end_with_an_error(server: Served) -> None:
+def test_streams_that_live_beyond_the_limit_end_with_an_error(server: ServeProcess) -> None:
     begun = time.monotonic()
-    outcomes, _ = asyncio.run(speak_while_it_stops(server, 3))
+    outcomes, _ = asyncio.run(synthesize_while_it_stops(server, 3))
     assert all(outcome.error is not None for outcome in outcomes)
     assert server.process.wait(20) == 0
     assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("server", [("--notice-seconds", "2")], indirect=True)
-def test_balancers_hear_of_the_end_before_any_request_is_refused(server: Served) -> None:
-    async def run() -> Outcome:
+def test_balancers_hear_of_the_end_before_any_request_is_refused(server: ServeProcess) -> None:
+    async def run() -> StreamResult:
         async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
             server.terminate()
             await asyncio.sleep(0.5)
             assert server.readiness() == (503, "stopping")
-            return await speak(connection, SHORT, Outcome())
+            return await synthesize(connection, SHORT, StreamResult())
 
     assert asyncio.run(run()).error is None
     assert server.process.wait(20) == 0
 
 
-def test_the_page_of_metrics_tells_what_was_spoken(server: Served) -> None:
+def test_the_page_of_metrics_tells_what_was_spoken(server: ServeProcess) -> None:
     async def run() -> None:
         async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
-            assert (await speak(connection, SHORT, Outcome())).error is None
-            assert (await speak(connection, " ", Outcome())).error is not None
+            assert (await synthesize(connection, SHORT, StreamResult())).error is None
+            assert (await synthesize(connection, " ", StreamResult())).error is not None
 
     asyncio.run(run())
     time.sleep(1)

@@ -22,7 +22,7 @@ from common.speech_service.encoding import FORMATS
 from common.speech_service.runtime_grpc import PROTO
 from common.voice.audio import load_audio
 from tests.speech_service.test_encoding import decoded
-from tests.support.speech_fixtures import PLACES, RECORDING, SpeechStack, transcript
+from tests.support.speech_fixtures import MAX_STREAMS, RECORDING, SpeechStack, transcript
 
 pytestmark = pytest.mark.server
 
@@ -128,7 +128,7 @@ def test_clients_that_leave_free_their_places_in_triton_within_a_second(speech_s
         """What a newcomer waits longer for a place that somebody has just left than for a free one."""
         alone, usual = first_byte("Hi.")
         alone.close()
-        for listener in [first_byte(LONG)[0] for _ in range(PLACES)]:
+        for listener in [first_byte(LONG)[0] for _ in range(MAX_STREAMS)]:
             listener.close()
         newcomer, waited = first_byte("Hi.")
         newcomer.close()
@@ -224,9 +224,9 @@ def test_several_listeners_at_once_hear_all_of_it(speech_stack: SpeechStack, pcm
         answer = speech_stack.client.audio.speech.create(**SAID, response_format="pcm", extra_body=SAME)
         heard.append(len(answer.content) // 2)
 
-    threads = [threading.Thread(target=listen) for _ in range(PLACES)]
+    threads = [threading.Thread(target=listen) for _ in range(MAX_STREAMS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard == [pcm.size] * PLACES
+    assert heard == [pcm.size] * MAX_STREAMS

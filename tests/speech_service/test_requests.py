@@ -11,7 +11,7 @@ import soundfile as sf
 
 from common.constants import SAMPLE_RATE
 from common.speech_service.settings import Settings
-from tests.support.speech_fixtures import SPEECH, TEXT, Served, served_by_stub, serving
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub, serving
 from tools.bench.triton_stub import texts_of
 
 
@@ -27,8 +27,8 @@ def in_base64(data: bytes) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served_by_stub(tmp_path_factory.mktemp("voices")) as service:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
+    with service_with_stub(tmp_path_factory.mktemp("voices")) as service:
         yield service
 
 
@@ -68,7 +68,7 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("case", BAD_BODIES)
-def test_a_bad_request_is_answered_in_openais_form_and_reaches_no_model(served: Served, case: str) -> None:
+def test_a_bad_request_is_answered_in_openais_form_and_reaches_no_model(served: StubbedService, case: str) -> None:
     body, param = BAD_BODIES[case]
     before = served.stub.served
     answer = served.post(body)
@@ -91,13 +91,13 @@ def test_a_bad_request_is_answered_in_openais_form_and_reaches_no_model(served: 
         (bytes(4 << 20), "application/json", 413),
     ],
 )
-def test_a_body_that_cannot_be_read_is_refused(served: Served, content: bytes, kind: str, status: int) -> None:
+def test_a_body_that_cannot_be_read_is_refused(served: StubbedService, content: bytes, kind: str, status: int) -> None:
     answer = httpx.post(served.url + SPEECH, content=content, headers={"content-type": kind}, timeout=20)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_of_unannounced_length_is_cut_off_at_the_limit(served: Served) -> None:
+def test_a_body_of_unannounced_length_is_cut_off_at_the_limit(served: StubbedService) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(64):
             yield bytes(1 << 16)
@@ -108,13 +108,13 @@ def test_a_body_of_unannounced_length_is_cut_off_at_the_limit(served: Served) ->
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", SPEECH, 405), ("GET", "/v1/nothing", 404)])
 def test_a_wrong_path_or_method_is_answered_in_the_same_form(
-    served: Served, method: str, path: str, status: int
+    served: StubbedService, method: str, path: str, status: int
 ) -> None:
     answer = httpx.request(method, served.url + path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
 
 
-def test_fields_reach_the_model_under_its_own_names(served: Served) -> None:
+def test_fields_reach_the_model_under_its_own_names(served: StubbedService) -> None:
     body = {**TEXT, "voice": {"id": "zoe"}, "instructions": "Slowly.", "seed": 3, "temperature": 0.5, "max_tokens": 9}
     answer = served.post(body, "/audio/speech")
     assert answer.status_code == 200 and len(answer.content) == 2 * served.stub.chunks * served.stub.samples
@@ -127,7 +127,7 @@ def test_fields_reach_the_model_under_its_own_names(served: Served) -> None:
 
 @pytest.mark.parametrize("form", [False, True], ids=["base64", "upload"])
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
-def test_a_recording_of_any_kind_travels_with_its_words(served: Served, form: bool, kind: str) -> None:
+def test_a_recording_of_any_kind_travels_with_its_words(served: StubbedService, form: bool, kind: str) -> None:
     data = recording(2.0, 44_100, kind=kind)
     if form:
         fields = {"input": "Hello.", "response_format": "wav", "ref_text": "Hi.", "speed": "1.5"}
@@ -142,7 +142,7 @@ def test_a_recording_of_any_kind_travels_with_its_words(served: Served, form: bo
     assert shapes["reference_wav"][1] == pytest.approx(32_000, abs=2000)
 
 
-def test_a_voice_is_added_used_and_taken_away(served: Served) -> None:
+def test_a_voice_is_added_used_and_taken_away(served: StubbedService) -> None:
     files = {"audio_sample": ("a.flac", recording(1.5, 48_000, kind="FLAC"))}
     answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe", "ref_text": "Hi."}, files=files)
     assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
@@ -176,7 +176,9 @@ def test_a_voice_is_added_used_and_taken_away(served: Served) -> None:
         ("mute", recording(), "ref_text"),
     ],
 )
-def test_a_voice_that_cannot_be_one_is_refused(served: Served, name: str, data: bytes | None, param: str) -> None:
+def test_a_voice_that_cannot_be_one_is_refused(
+    served: StubbedService, name: str, data: bytes | None, param: str
+) -> None:
     fields = {"name": name, "ref_text": "?!" if name == "mute" else "Hi."}
     files = {"audio_sample": ("a.wav", data)} if data is not None else {"other": ("a", b"x")}
     answer = httpx.post(f"{served.url}/v1/audio/voices", data=fields, files=files)
@@ -184,7 +186,7 @@ def test_a_voice_that_cannot_be_one_is_refused(served: Served, name: str, data: 
     assert list(served.voices.iterdir()) == []
 
 
-def test_a_damaged_voice_is_not_available_and_nobody_else_notices(served: Served) -> None:
+def test_a_damaged_voice_is_not_available_and_nobody_else_notices(served: StubbedService) -> None:
     damaged = served.voices / "torn.safetensors"
     damaged.write_bytes(b"not safe")
     try:

@@ -15,20 +15,20 @@ import pytest
 from common.constants import SAMPLE_RATE
 from common.server.tritonserver import free_port
 from common.speech_service.settings import Settings
-from tests.support.speech_fixtures import SPEECH, TEXT, Served, served_by_stub, serving, stub_triton, until
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub, serving, stub_triton, until
 from tools.bench.triton_stub import TritonStub
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served_by_stub(tmp_path_factory.mktemp("voices")) as service:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
+    with service_with_stub(tmp_path_factory.mktemp("voices")) as service:
         yield service
 
 
 @pytest.mark.parametrize(("words", "status"), [("refuse", 400), ("lost", 503), ("silent", 502)])
 @pytest.mark.parametrize("stream_format", ["audio", "sse"])
 def test_an_error_before_the_first_byte_is_a_status(
-    served: Served, words: str, status: int, stream_format: str
+    served: StubbedService, words: str, status: int, stream_format: str
 ) -> None:
     answer = served.post({"input": words, "stream_format": stream_format})
     assert answer.status_code == status
@@ -38,7 +38,7 @@ def test_an_error_before_the_first_byte_is_a_status(
 
 
 @pytest.mark.parametrize("name", ["pcm", "wav", "mp3"])
-def test_an_error_after_the_first_byte_breaks_the_answer_off(served: Served, name: str) -> None:
+def test_an_error_after_the_first_byte_breaks_the_answer_off(served: StubbedService, name: str) -> None:
     got = b""
     with (
         pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"),
@@ -55,7 +55,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
 
 
-def test_events_carry_the_audio_and_then_the_usage(served: Served) -> None:
+def test_events_carry_the_audio_and_then_the_usage(served: StubbedService) -> None:
     answer = served.post({**TEXT, "stream_format": "sse"})
     assert answer.headers["content-type"].startswith("text/event-stream")
     *deltas, done = events_of(answer)
@@ -66,7 +66,7 @@ def test_events_carry_the_audio_and_then_the_usage(served: Served) -> None:
     assert done["usage"] == {"input_tokens": 6, "output_tokens": 15, "total_tokens": 21}
 
 
-def test_an_error_amid_events_is_an_event(served: Served) -> None:
+def test_an_error_amid_events_is_an_event(served: StubbedService) -> None:
     first, last = events_of(served.post({**TEXT, "input": "break", "stream_format": "sse"}))
     assert first["type"] == "speech.audio.delta"
     assert last["type"] == "speech.audio.error" and "the vocoder broke" in last["error"]["message"]
@@ -74,7 +74,7 @@ def test_an_error_amid_events_is_an_event(served: Served) -> None:
 
 @pytest.mark.serial
 @pytest.mark.parametrize("words", ["endless", "stall"])
-def test_a_client_that_leaves_ends_the_work_within_a_second(served: Served, words: str) -> None:
+def test_a_client_that_leaves_ends_the_work_within_a_second(served: StubbedService, words: str) -> None:
     cancelled = served.stub.cancelled
     host, port = served.url.removeprefix("http://").split(":")
     body = json.dumps({**TEXT, "input": words})
@@ -86,7 +86,7 @@ def test_a_client_that_leaves_ends_the_work_within_a_second(served: Served, word
     assert 'status="gone"' in served.figures()
 
 
-def test_one_stream_too_many_is_told_to_come_again(served: Served) -> None:
+def test_one_stream_too_many_is_told_to_come_again(served: StubbedService) -> None:
     def occupy() -> None:
         with httpx.stream("POST", served.url + SPEECH, json={**TEXT, "input": "endless"}, timeout=20) as answer:
             parts = answer.iter_raw()  # kept: httpx closes the answer with it
@@ -110,7 +110,7 @@ def test_one_stream_too_many_is_told_to_come_again(served: Served) -> None:
     assert served.post(TEXT).status_code == 200
 
 
-def test_a_batch_answers_for_each_item(served: Served) -> None:
+def test_a_batch_answers_for_each_item(served: StubbedService) -> None:
     items = [{"input": "One."}, {"input": "refuse"}, {"input": "Three.", "response_format": "wav"}]
     answer = served.post({"items": items, "response_format": "pcm", "voice": "zoe"}, f"{SPEECH}/batch").json()
     assert (answer["succeeded"], answer["failed"]) == (2, 1)
@@ -120,7 +120,7 @@ def test_a_batch_answers_for_each_item(served: Served) -> None:
     assert third["media_type"] == "audio/wav"
 
 
-def test_a_batch_ends_with_the_client_who_asked_for_it(served: Served) -> None:
+def test_a_batch_ends_with_the_client_who_asked_for_it(served: StubbedService) -> None:
     cancelled = served.stub.cancelled
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{served.url}{SPEECH}/batch", json={"items": [{"input": "stall"}] * 3}, timeout=0.5)
@@ -128,7 +128,7 @@ def test_a_batch_ends_with_the_client_who_asked_for_it(served: Served) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"items": []}, {"items": [{"input": "x"}] * 4}, {"items": "x"}, {"items": [1]}])
-def test_a_batch_that_is_none_is_refused(served: Served, body: Any) -> None:
+def test_a_batch_that_is_none_is_refused(served: StubbedService, body: Any) -> None:
     assert served.post(body, f"{SPEECH}/batch").status_code == 400
 
 

@@ -24,7 +24,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads that wait for each other crawl where another process has the cores."""
+    """Threads that wait for each other are very slow when another process uses the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

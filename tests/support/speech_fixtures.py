@@ -1,4 +1,4 @@
-"""Speech services and Tritons for them, on real sockets, in threads of the tests' process."""
+"""Speech services on real sockets, in threads of the test process, and the Tritons they use."""
 
 import asyncio
 import contextlib
@@ -26,12 +26,12 @@ RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
 VOICE = "anna"
 SPEECH = "/v1/audio/speech"
 TEXT = {"input": "Hello.", "response_format": "pcm"}
-PLACES = 4  # of the vocoder
+MAX_STREAMS = 4  # of token2wav
 
 
 @dataclass(frozen=True)
 class SpeechStack:
-    """A service with the voice VOICE, before the real tritonserver."""
+    """A service with the registered voice VOICE, in front of the real tritonserver."""
 
     url: str
     runtime_port: int
@@ -39,7 +39,7 @@ class SpeechStack:
 
 
 def transcript(recording: Path) -> str:
-    """What the recording says, from the list beside it."""
+    """The transcript of the recording, from references.jsonl in its folder."""
     lines = (recording.parent / "references.jsonl").read_text(encoding="utf-8").splitlines()
     texts = {entry["audio"]: entry["text"] for entry in map(json.loads, lines)}
     return str(texts[recording.name])
@@ -47,7 +47,7 @@ def transcript(recording: Path) -> str:
 
 @contextlib.contextmanager
 def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStack]:
-    """The voice is put there by the route for it; the folder has no other before, and is taken away after."""
+    """Registers VOICE through the service's own route, in a folder that is empty before and removed after."""
     shutil.rmtree(voices, ignore_errors=True)
     port = free_port()
     with serving(Settings(urls=(triton.grpc_url,), voices_dir=voices), Endpoint("127.0.0.1", port)) as url:
@@ -60,7 +60,7 @@ def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStac
 
 
 class Loop:
-    """An event loop in a thread."""
+    """An event loop that runs in a thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -78,7 +78,7 @@ class Loop:
 
 @contextlib.contextmanager
 def stub_triton(stub: TritonStub, port: int = 0) -> Iterator[str]:
-    """The address of a stub that listens."""
+    """The address of a running stub."""
     loop = Loop()
     try:
         server, address = loop.run(stub.start(port=port))
@@ -92,7 +92,7 @@ def stub_triton(stub: TritonStub, port: int = 0) -> Iterator[str]:
 
 @contextlib.contextmanager
 def serving(settings: Settings, runtime: Endpoint | None = None) -> Iterator[str]:
-    """http://host:port of the service, ready."""
+    """http://host:port of a service that is ready."""
     port = free_port()
     config = uvicorn.Config(
         build(settings, runtime),
@@ -117,7 +117,7 @@ def serving(settings: Settings, runtime: Endpoint | None = None) -> Iterator[str
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
-    """How many seconds it took `condition` to hold."""
+    """Wait until `condition` holds and return how many seconds that took."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds, "it did not happen in time"
@@ -126,8 +126,8 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
 
 
 @dataclass
-class Served:
-    """A service and the stub behind it."""
+class StubbedService:
+    """A service and the stub that it uses."""
 
     url: str
     stub: TritonStub
@@ -144,10 +144,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def served_by_stub(voices: Path) -> Iterator[Served]:
-    """A service with narrow limits, before a stub."""
+def service_with_stub(voices: Path) -> Iterator[StubbedService]:
+    """A service with low limits that uses a stub."""
     stub = TritonStub()
     with stub_triton(stub) as address:
         settings = Settings(urls=(address,), voices_dir=voices, max_streams=4, max_reference_mb=1, max_batch=3)
         with serving(settings) as url:
-            yield Served(url, stub, voices)
+            yield StubbedService(url, stub, voices)

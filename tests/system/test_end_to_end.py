@@ -24,7 +24,7 @@ from common.llm.speech_tokens import LLMTokenizer
 from common.server.tritonserver import ServerError
 from common.text import TextFrontend
 from scripts import add_voice, client_grpc
-from tests.support.asking import (
+from tests.support.server_requests import (
     ASSETS,
     MODELS,
     STACKS,
@@ -32,12 +32,12 @@ from tests.support.asking import (
     VOICE,
     VOICE_TEXT,
     Serve,
-    ask,
     assert_speech,
-    faster,
+    at_rate,
     inputs_of,
     process_of,
     request_arrays,
+    send,
     stream,
     text_array,
     wav_of,
@@ -94,7 +94,7 @@ def test_zeros_behind_the_recording_change_nothing(stack: str, seconds: int, ser
     padded = np.zeros((1, seconds * PROMPT_SAMPLE_RATE), np.float32)
     padded[0, : voice.size] = voice
     inputs = request_arrays(voice) | {"reference_wav": padded}
-    answer = ask(address, model, inputs, {"seed": 9})
+    answer = send(address, model, inputs, {"seed": 9})
     assert answer.error is None
     np.testing.assert_allclose(answer.waveform, plain.waveform, atol=1e-3)
 
@@ -173,16 +173,16 @@ def test_an_instruction_changes_what_is_said_and_is_not_spoken(stack: str, serve
 
 def test_a_cut_by_max_tokens_is_a_warning_beside_the_audio(stack: str, serve: Serve, voice: np.ndarray) -> None:
     address, arrays = serve(stack=stack).grpc_url, request_arrays(voice)
-    cut = ask(address, MODELS[stack], arrays, {"max_tokens": 20, "seed": 1})
+    cut = send(address, MODELS[stack], arrays, {"max_tokens": 20, "seed": 1})
     assert cut.error is None and cut.waveform.size > 0
     assert cut.warning is not None and "cut short after 20 tokens" in cut.warning
-    assert ask(address, MODELS[stack], arrays, {"seed": 1}).warning is None
+    assert send(address, MODELS[stack], arrays, {"seed": 1}).warning is None
 
 
 def test_repetition_aware_sampling_reaches_the_llm(serve: Serve, voice: np.ndarray) -> None:
     address, arrays = serve(stack="dit").grpc_url, request_arrays(voice)
     narrow = {"seed": 1, "top_k": 1, "repetition_penalty": "1.0"}
-    looping, free = (ask(address, MODELS["dit"], arrays, narrow | {"ras_window": window}) for window in (0, 10))
+    looping, free = (send(address, MODELS["dit"], arrays, narrow | {"ras_window": window}) for window in (0, 10))
     assert looping.error is free.error is None
     assert looping.waveform.shape != free.waveform.shape or not np.array_equal(looping.waveform, free.waveform)
 
@@ -264,16 +264,16 @@ def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(
     stack: str, name: str, serve: Serve, voice: np.ndarray
 ) -> None:
     address, model = serve(stack=stack).grpc_url, MODELS[stack]
-    answer = ask(address, model, bad_request(name, voice))  # returns: the server ended the request
+    answer = send(address, model, bad_request(name, voice))  # returns: the server ended the request
     assert answer.error is not None and BAD_REQUESTS[name][1] in answer.error
     assert answer.waveform.size == 0
-    assert ask(address, model, request_arrays(voice)).error is None
+    assert send(address, model, request_arrays(voice)).error is None
 
 
 @pytest.mark.parametrize("name", BAD_PARAMETERS)
 def test_a_bad_parameter_is_refused_with_its_value(stack: str, name: str, serve: Serve, voice: np.ndarray) -> None:
     parameters, named = BAD_PARAMETERS[name]
-    answer = ask(serve(stack=stack).grpc_url, MODELS[stack], request_arrays(voice), parameters)
+    answer = send(serve(stack=stack).grpc_url, MODELS[stack], request_arrays(voice), parameters)
     assert answer.error is not None and named in answer.error
 
 
@@ -303,7 +303,7 @@ def eight_requests(voice: np.ndarray) -> list[Utterance]:
     """Different voices (recordings, excerpts, speeds), texts and seeds; every second one cross-lingual."""
     other = read_reference(ASSETS / "reference_zh.wav")
     recordings = [voice, other, voice[: 2 * PROMPT_SAMPLE_RATE], other[PROMPT_SAMPLE_RATE:]]
-    recordings += [faster(recording, 14_000 + 500 * index) for index, recording in enumerate(recordings)]
+    recordings += [at_rate(recording, 14_000 + 500 * index) for index, recording in enumerate(recordings)]
     return [
         Utterance(f"Sentence {index} " + "goes on " * index, wav, None if index % 2 else VOICE_TEXT, {"seed": index})
         for index, wav in enumerate(recordings)
@@ -436,7 +436,7 @@ def test_a_bad_offline_request_is_refused_with_its_value(
     stack: str, name: str, serve: Serve, voice: np.ndarray
 ) -> None:
     address = serve(stack=stack, decoupled=False).grpc_url
-    answer = ask(address, MODELS[stack], bad_request(name, voice))
+    answer = send(address, MODELS[stack], bad_request(name, voice))
     assert answer.error is not None and BAD_REQUESTS[name][1] in answer.error
 
 

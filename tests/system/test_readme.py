@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.explaining import LAUNCHERS, PROGRAMS, explanations
+from tests.support.help_texts import LAUNCHERS, PROGRAMS, explanations
 from tests.system.test_architecture import FLOORS, LIBRARY, MODELS, TOOLS, name_of
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

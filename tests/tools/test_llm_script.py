@@ -1,7 +1,7 @@
 """scripts/test_llm.py, which pytest does not collect, over a real engine and a real socket."""
 
 from scripts.test_llm import main
-from tests.support.faulty_llm import TOKENS, faulty_llm
+from tests.support.failing_llm import TOKENS, failing_llm
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 
 
@@ -22,7 +22,7 @@ def test_many_streams_are_measured_without_printing_their_tokens(llm_dir, genai_
 
 
 def test_one_prompt_through_a_server(llm_dir, capsys):  # noqa: F811
-    with faulty_llm() as server:
+    with failing_llm() as server:
         assert main(["--tokenizer_dir", str(llm_dir), "--urls", server.url]) == 0
     assert f"{TOKENS} tokens, finish reason stop" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ from common.constants import SAMPLE_RATE
 from common.llm.speech_tokens import LLMTokenizer
 from common.voice.audio import load_audio
 from scripts import offline_inference
-from tests.support.faulty_llm import TOKENS, faulty_llm
+from tests.support.failing_llm import TOKENS, failing_llm
 from tests.support.llm_fixtures import install  # noqa: F401
 from tests.support.offline_fixtures import GPU_ENGINES, ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
 from tools.offline.pipeline import GIVE_UP_BATCHES
@@ -156,7 +156,7 @@ def test_gpu_engines_load_the_directory_as_it_is(speak, tmp_path, demo_models, i
 def test_a_server_of_the_llm_and_its_end(speak, tmp_path):
     """A long text is spoken in segments, each with an answer of its own."""
     long = {**ROWS[1], "target_text": "The train to the coast leaves from platform four in twelve minutes. " * 6}
-    with faulty_llm() as server:
+    with failing_llm() as server:
         options = ("--openai-api-base", f"{server.url}/v1/chat/completions", "--batch-size", "2")
         assert speak(*options, "--token2wav-batch-size", "2", rows=[ROWS[0], long], backend="trtllm-serve") == 0
         tokens = {name: record["target_audio_cosy2_tokens"] for name, record in records(tmp_path / "out").items()}

@@ -11,7 +11,7 @@ from common.constants import SPEECH_VOCAB
 from common.errors import UnavailableError
 from common.llm.interface import LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
 from common.llm.speech_tokens import LLMTokenizer
-from tests.support.faulty_llm import TOKENS, faulty_llm
+from tests.support.failing_llm import TOKENS, failing_llm
 from tests.support.llm_fixtures import genai_dir, install, llm_dir  # noqa: F401
 from tests.support.offline_fixtures import GPU_ENGINES, one_thread  # noqa: F401
 from tools.offline.batch_lm import GeneratedTokens
@@ -105,7 +105,7 @@ def test_gpu_engines_are_asked_for_a_batch_at_a_time(name, backend, tokenizer, i
 
 @pytest.mark.parametrize("path", ["", "/v1", "/v1/chat/completions"])
 def test_a_server_is_asked_whatever_path_its_address_has(path, tokenizer):
-    with faulty_llm() as server:
+    with failing_llm() as server:
         llm = connect(server.url + path, "cosyvoice2", tokenizer, batch_size=2)
         answers = llm.generate(PROMPTS, Sampling())
         llm.close()
@@ -116,7 +116,7 @@ def test_a_server_is_asked_whatever_path_its_address_has(path, tokenizer):
     ("mode", "message"), [("error 500", "HTTP 500"), ("ends in the middle", "ended in the middle of an answer")]
 )
 def test_what_a_server_fails_at_is_said_for_each_prompt(mode, message, tokenizer):
-    with faulty_llm() as server:
+    with failing_llm() as server:
         llm = connect(server.url, "cosyvoice2", tokenizer, batch_size=2)
         server.mode = mode
         failed = llm.generate(PROMPTS, Sampling())
@@ -129,7 +129,7 @@ def test_what_a_server_fails_at_is_said_for_each_prompt(mode, message, tokenizer
 
 def test_a_silent_server_is_an_error_in_time(tokenizer, monkeypatch):
     monkeypatch.setattr("tools.offline.llm.SILENT_SECONDS", 0.5)
-    with faulty_llm() as server:
+    with failing_llm() as server:
         server.mode = "goes silent"
         llm = connect(server.url, "cosyvoice2", tokenizer, batch_size=3)
         answers = llm.generate(PROMPTS, Sampling())

@@ -14,7 +14,7 @@ from common.errors import UnavailableError
 from common.process.environment import GRPC_ADDRESS
 from common.server.tritonserver import free_port
 from common.triton_io.streams import Streams
-from tests.support.fake_door import Door
+from tests.support.fake_grpc_server import FakeGrpcServer
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, wait_until
 
 
@@ -33,7 +33,7 @@ def read(**inputs: np.ndarray) -> list[int]:
     return asyncio.run(collect())
 
 
-def test_inputs_and_parameters_arrive_and_each_response_is_returned(triton_door, triton_models):
+def test_inputs_and_parameters_arrive_and_each_response_is_returned(triton_grpc, triton_models):
     sent = {
         "ids": np.array([[1, 2, 3]], np.int32),
         "seed": np.array([[2**63 + 1]], np.uint64),
@@ -57,14 +57,14 @@ def test_inputs_and_parameters_arrive_and_each_response_is_returned(triton_door,
 
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("kind", [ValueError, UnavailableError, RuntimeError])
-def test_an_error_keeps_its_type_before_and_after_the_first_response(triton_door, triton_models, kind, before):
+def test_an_error_keeps_its_type_before_and_after_the_first_response(triton_grpc, triton_models, kind, before):
     failure = triton_io.error_response(kind("too many"), "m")
     triton_models["m"] = lambda request: [*map(answer, range(before)), failure]
     with pytest.raises(kind, match="^m: .*too many$"):
         read()
 
 
-def test_closing_the_generator_early_cancels_the_request(triton_door: Door, triton_models):
+def test_closing_the_generator_early_cancels_the_request(triton_grpc: FakeGrpcServer, triton_models):
     def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
         for number in range(3000):  # half a minute if it is not cancelled
             yield answer(number)
@@ -74,7 +74,7 @@ def test_closing_the_generator_early_cancels_the_request(triton_door: Door, trit
         streams = Streams("m", ["y"])
         async with aclosing(streams.ask({}, {})) as responses:
             assert (await anext(responses))["y"] == 0
-        await asyncio.to_thread(wait_until, lambda: triton_door.live == 0)  # the connection is still open
+        await asyncio.to_thread(wait_until, lambda: triton_grpc.live == 0)  # the connection is still open
         await streams.aclose()
 
     triton_models["m"] = callee
@@ -88,10 +88,10 @@ def test_a_server_that_does_not_listen_is_unavailable(monkeypatch):
         read()
 
 
-def test_a_server_that_stops_during_a_stream_is_unavailable(triton_door: Door, triton_models):
+def test_a_server_that_stops_during_a_stream_is_unavailable(triton_grpc: FakeGrpcServer, triton_models):
     def callee(request: InferenceRequest) -> Iterator[InferenceResponse]:
         yield answer(1)
-        threading.Thread(target=triton_door.stop).start()
+        threading.Thread(target=triton_grpc.stop).start()
         threading.Event().wait(1)
 
     triton_models["m"] = callee

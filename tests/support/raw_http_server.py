@@ -1,4 +1,4 @@
-"""A faulty LLM server, and functions that build its answers."""
+"""An HTTP server on loopback that sends prepared bytes, and functions that build them in the OpenAI format."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def reply(status, body):
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 
 
-class FaultServer:
+class RawHttpServer:
     """Answers each request on loopback with raw bytes; a number in an answer is a pause in seconds."""
 
     def __init__(self, *answers):

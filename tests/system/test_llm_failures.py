@@ -10,8 +10,8 @@ import pytest
 
 from common.client.requests import ClientError, Utterance, read_reference
 from common.server.tritonserver import free_port
-from tests.support import faulty_llm
-from tests.support.asking import MODELS, TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, process_of, stream
+from tests.support import failing_llm
+from tests.support.server_requests import MODELS, TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, process_of, stream
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
@@ -23,13 +23,13 @@ def voice() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def llm_and_server(serve: Serve) -> Any:
-    with faulty_llm.faulty_llm() as llm:
+    with failing_llm.failing_llm() as llm:
         yield llm, serve(stack="dit", llm_transport="openai", llm_urls=(llm.url,))
 
 
-@pytest.mark.parametrize("mode", [mode for mode in get_args(faulty_llm.Mode) if mode != "good"])
+@pytest.mark.parametrize("mode", [mode for mode in get_args(failing_llm.Mode) if mode != "good"])
 def test_a_failing_llm_server_is_an_error_within_five_seconds(
-    mode: faulty_llm.Mode, llm_and_server: Any, voice: np.ndarray
+    mode: failing_llm.Mode, llm_and_server: Any, voice: np.ndarray
 ) -> None:
     llm, server = llm_and_server
     utterance = Utterance(TEXT, voice, VOICE_TEXT)

@@ -1,4 +1,4 @@
-"""`scripts/serve.py` in a process of its own, as a container runs it, over the demo checkpoint; and streams to it."""
+"""scripts/serve.py in its own process, as a container runs it, with the demo checkpoint; and requests to it."""
 
 import asyncio
 import os
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
@@ -31,8 +32,8 @@ STREAM_SECONDS = 90.0
 
 
 @dataclass
-class Served:
-    """A running serve.py; every port was free."""
+class ServeProcess:
+    """A running serve.py and its ports."""
 
     process: subprocess.Popen[str]
     http: int
@@ -52,16 +53,16 @@ class Served:
         self.process.send_signal(signal.SIGTERM)
 
     def kill_tritonserver(self) -> None:
-        """As a machine that goes away: tritonserver at once, with all its connections."""
+        """As when a machine fails: tritonserver and all its connections end at once."""
         command = ["pgrep", "-P", str(self.process.pid), "tritonserver"]
         (victim,) = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         os.kill(int(victim), signal.SIGKILL)
-        while not dead(int(victim)):  # a request that comes earlier is one of its own
+        while not dead(int(victim)):  # earlier requests may still have reached it
             time.sleep(0.01)
 
 
 def dead(process: int) -> bool:
-    """Whether it has ended, and its sockets with it."""
+    """Whether the process has ended, and with it its sockets."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -79,40 +80,50 @@ def get(url: str) -> tuple[int, str]:
 
 
 def rendered(models: Path, directory: Path, **settings: str) -> Path:
-    """The dit stack over the demo checkpoint, everything in one tritonserver."""
+    """The dit stack with the demo checkpoint, all models in one tritonserver."""
     render(StackOptions(models_dir=models, stack=stacks.DIT.name, device="cpu", settings=settings), directory)
     return directory
 
 
 @contextmanager
-def served(
+def serve_process(
     repository: Path, log: Path, *options: str, ports: tuple[int, int, int, int] = (0, 0, 0, 0)
-) -> Iterator[Served]:
-    """serve.py over `repository`, ready; ended when the block is left. `ports`: http, grpc, metrics, health."""
-    command = [sys.executable, "-m", "scripts.serve", str(repository), "--log-file", str(log), *options]
+) -> Iterator[ServeProcess]:
+    """serve.py with `repository`, ready; stopped at the end of the block. `ports`: http, grpc, metrics, health."""
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-m",
+        "scripts.serve",
+        str(repository),
+        "--log-file",
+        str(log),
+        *options,
+    ]
     for name, port in zip(("http", "grpc", "metrics", "health"), ports, strict=True):
         command += [f"--{name}-port", str(port)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
-            told = ""
+            printed = ""
             while "Ctrl-C" not in (line := process.stdout.readline()):
-                assert line, f"it ended: {told}{process.stderr.read()}"
-                told += line
-            found = {name: int(port) for name, port in re.findall(r"(http|grpc|metrics|health) [\d.]+:(\d+)", told)}
-            yield Served(process, **found, log=log)
+                assert line, f"it ended: {printed}{process.stderr.read()}"
+                printed += line
+            found = {name: int(port) for name, port in re.findall(r"(http|grpc|metrics|health) [\d.]+:(\d+)", printed)}
+            yield ServeProcess(process, **found, log=log)
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(60)  # some 6 s where nothing else wants the cores
+                process.wait(60)  # about 6 s on an idle machine
             except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+                process.send_signal(signal.SIGABRT)  # faulthandler prints where each thread is
+                pytest.fail(f"serve.py did not end within 60 s of SIGINT:\n{process.communicate()[1]}")
 
 
 @dataclass
-class Outcome:
-    """How one stream went. `begun` is set once audio has come."""
+class StreamResult:
+    """The result of one stream. `begun` is set once the first audio has arrived."""
 
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     samples: int = 0
@@ -123,8 +134,8 @@ def utterance(text: str) -> Utterance:
     return Utterance(text, read_reference(VOICE), parameters={"seed": 1})
 
 
-async def speak(connection: triton.InferenceServerClient, text: str, outcome: Outcome) -> Outcome:
-    """One stream to its end or its error. Without the header triton_grpc_error, on which tritonserver 2.51 crashes."""
+async def synthesize(connection: triton.InferenceServerClient, text: str, outcome: StreamResult) -> StreamResult:
+    """One stream until its end or error. Without the header triton_grpc_error, which crashes tritonserver 2.51."""
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
         asked = utterance(text)

@@ -13,7 +13,7 @@ TOKENS = 60  # of a good answer
 
 
 @dataclass
-class FaultyLLM:
+class FailingLLM:
     """`mode` may change between requests; `release` ends all waiting handlers."""
 
     url: str = ""
@@ -37,8 +37,8 @@ class FaultyLLM:
 
 
 @contextmanager
-def faulty_llm() -> Iterator[FaultyLLM]:
-    llm = FaultyLLM()
+def failing_llm() -> Iterator[FailingLLM]:
+    llm = FailingLLM()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

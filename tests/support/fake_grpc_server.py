@@ -1,4 +1,4 @@
-"""The gRPC door of a tritonserver whose models are those of `fake_triton.models`; decoupled ones, for streams."""
+"""A fake of tritonserver's gRPC service: streamed requests reach the decoupled models of `fake_triton.models`."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +16,8 @@ from tests.support.fake_triton import InferenceRequest, InferenceResponse
 
 
 @dataclass
-class Door:
-    """`live`: requests begun and not ended; `stop` ends the server at once."""
+class FakeGrpcServer:
+    """`live`: the number of requests that have begun and not ended. `stop` ends the server at once."""
 
     address: str
     server: grpc.Server
@@ -28,18 +28,18 @@ class Door:
 
 
 class _Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    door: Door
+    fake: FakeGrpcServer
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:  # noqa: N802 - the protocol's name
         for request in requests:
-            self.door.live += 1
+            self.fake.live += 1
             try:
                 for response in fake_triton.models[request.model_name](_read(request)):
                     if not context.is_active():
                         return
                     yield _written(response)
             finally:
-                self.door.live -= 1
+                self.fake.live -= 1
 
 
 def _read(request: Any) -> InferenceRequest:
@@ -62,14 +62,14 @@ def _written(response: InferenceResponse) -> Any:
 
 
 @contextmanager
-def fake_door() -> Iterator[Door]:
+def fake_grpc_server() -> Iterator[FakeGrpcServer]:
     with ThreadPoolExecutor(64) as threads:
         server = grpc.server(threads)
         servicer = _Servicer()
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
-        servicer.door = Door(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", server)
+        servicer.fake = FakeGrpcServer(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", server)
         server.start()
         try:
-            yield servicer.door
+            yield servicer.fake
         finally:
-            servicer.door.stop()
+            servicer.fake.stop()

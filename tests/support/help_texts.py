@@ -1,4 +1,4 @@
-"""`--help` of every launcher and tool: `python -m tests.support.explaining file|module` prints {name: help text}.
+"""`--help` of every launcher and tool: `python -m tests.support.help_texts file|module` prints {name: help text}.
 
 Each program runs as the interpreter runs a file or a module: with the same first entry of sys.path and with our own
 packages imported anew. The libraries that they import are loaded only once, because loading takes most of the time.
@@ -34,13 +34,13 @@ PROGRAMS = [*LAUNCHERS, *_programs("tools"), "common.speech_service"]
 @functools.cache
 def explanations(way: str) -> dict[str, str]:
     """What each program prints; "file": the launchers alone. Errors are texts of another form."""
-    command = [sys.executable, "-m", "tests.support.explaining", way]
+    command = [sys.executable, "-m", "tests.support.help_texts", way]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     finished = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, timeout=240, check=True)
     return dict(json.loads(finished.stdout))
 
 
-def explain(name: str, way: str, installed: list[str]) -> str:
+def help_text(name: str, way: str, installed: list[str]) -> str:
     """The help text, or the error. installed: sys.path without the directory of the running program."""
     for module in [module for module in sys.modules if module.partition(".")[0] in OURS]:
         del sys.modules[module]
@@ -67,7 +67,7 @@ def main() -> None:
         if way == "file":
             os.chdir(elsewhere)
         names = LAUNCHERS if way == "file" else PROGRAMS
-        result = {name: explain(name, way, installed) for name in names}
+        result = {name: help_text(name, way, installed) for name in names}
         os.chdir(ROOT)
     json.dump(result, sys.stdout)
 

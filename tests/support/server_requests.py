@@ -43,7 +43,7 @@ def text_array(text: str) -> np.ndarray:
 
 
 def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of a good request, for tests that change one of them."""
+    """The tensors of a valid request, for tests that change one of them."""
     return {
         "reference_wav": wav[None],
         "reference_wav_len": np.array([[wav.size]], np.int32),
@@ -53,18 +53,18 @@ def request_arrays(wav: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """How one request ended: with its audio and perhaps a warning, or with the message of its error."""
+class Response:
+    """The result of one request: its audio and possibly a warning, or the message of its error."""
 
     waveform: np.ndarray
     error: str | None
     warning: str | None = None
 
 
-def ask(address: str, model: str, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Answer:
-    """A streamed request of any tensors; TimeoutError unless the server ends it within 30 s."""
+def send(address: str, model: str, arrays: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> Response:
+    """Send a streamed request of any tensors; TimeoutError unless the server ends it within 30 s."""
 
-    async def run() -> Answer:
+    async def run() -> Response:
         return await asyncio.wait_for(collect(address, model, inputs_of(arrays), parameters), 30)
 
     return asyncio.run(run())
@@ -78,7 +78,7 @@ def inputs_of(arrays: dict[str, np.ndarray]) -> list[triton.InferInput]:
     return inputs
 
 
-async def collect(address: str, model: str, inputs: list[Any], parameters: dict[str, Any] | None) -> Answer:
+async def collect(address: str, model: str, inputs: list[Any], parameters: dict[str, Any] | None) -> Response:
     async def requests() -> Any:
         yield {"model_name": model, "inputs": inputs, "parameters": parameters}
 
@@ -90,9 +90,9 @@ async def collect(address: str, model: str, inputs: list[Any], parameters: dict[
                 error = problem.message()
                 continue
             chunks.append(result.as_numpy("waveform").reshape(-1))
-            if (told := result.as_numpy(WARNING)) is not None:
-                warning = told.item().decode()
-    return Answer(np.concatenate(chunks), error, warning)
+            if (value := result.as_numpy(WARNING)) is not None:
+                warning = value.item().decode()
+    return Response(np.concatenate(chunks), error, warning)
 
 
 def wav_of(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -103,6 +103,6 @@ def process_of(server: Any, model: str) -> int:
     return next(process for process, name in server.model_processes().items() if name == model)
 
 
-def faster(wav: np.ndarray, rate: int) -> np.ndarray:
-    """The recording as if it had been made at `rate`: another pitch, another voice."""
+def at_rate(wav: np.ndarray, rate: int) -> np.ndarray:
+    """The recording as if it had been made at `rate` Hz: another pitch, so another voice."""
     return resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, rate).numpy()
