@@ -1,1 +1,1 @@
-"""Speech tokens to audio: `engine` renders the chunks of one stream, `service` owns all streams and their thread."""
+"""Speech tokens to audio: `service` owns the streams and their thread, `engine` the networks that render them."""

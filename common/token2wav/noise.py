@@ -1,4 +1,4 @@
-"""Random numbers that a stream reads by absolute position: it depends neither on its neighbours nor on a restart."""
+"""Fixed noise that streams read by absolute position: audio depends neither on the batch nor on a restart."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ SOURCE_NOISE_SECONDS = 10
 
 
 class NoiseTape:
-    """Rows of fixed noise, repeated for ever: row `i` of a stream is always row `i % len(tape)`."""
+    """Rows of fixed noise, repeated endlessly: row `i` of a stream is always row `i % len(tape)`."""
 
     def __init__(self, rows: Tensor):
-        """rows: (L, C), L >= 1, on the device that will read it."""
+        """rows: (L, C), L >= 1, on the device that reads them."""
         self._rows = rows
 
     def read(self, start: int, length: int) -> Tensor:
-        """Rows start .. start + length of the endless tape, (length, C)."""
+        """(length, C): rows `start` to `start + length` of the endless tape."""
         period = len(self._rows)
         first = start % period
         if first + length <= period:
@@ -26,7 +26,7 @@ class NoiseTape:
         return self._rows[index]
 
     def gather(self, starts: Tensor, length: int) -> Tensor:
-        """The same for several streams, each from its own start (B,) on: (B, length, C)."""
+        """(B, length, C): the same for several streams, each from its own start (B,)."""
         return self.at(starts[:, None] + torch.arange(length, device=starts.device))
 
     def at(self, index: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ def chunk(stream: int, *, audio_left: float | None = None, tokens: int | None = 
     return Candidate(stream, audio_left, arrived, tokens)
 
 
-def test_first_chunks_come_first_then_the_earliest_silence_then_arrival() -> None:
+def test_first_chunks_come_first_then_who_runs_out_of_audio_first_then_arrival() -> None:
     waiting = [
         chunk(0, audio_left=0.9),
         chunk(1, audio_left=0.3),
@@ -32,27 +32,27 @@ def test_a_batch_holds_the_most_urgent_up_to_its_limit() -> None:
 
 
 def test_a_few_chunks_of_any_lengths_share_a_batch() -> None:
-    """One alone costs 300 tokens before its own."""
+    """The fixed cost of a batch is 300 tokens."""
     waiting = [chunk(0, tokens=15), chunk(1, tokens=100, arrived=1), chunk(2, tokens=50, arrived=2)]
     assert pick(waiting, max_chunks=64, max_tokens=300) == [0, 1, 2]
     assert pick(waiting, max_chunks=64, max_tokens=199) == [0, 2]
 
 
-def test_a_chunk_does_not_join_where_its_padding_costs_more_than_it_brings() -> None:
+def test_a_chunk_does_not_join_if_padding_costs_more_than_it_saves() -> None:
     long = [chunk(stream, tokens=100, arrived=stream) for stream in range(8)]
     assert pick([*long, chunk(8, tokens=7, arrived=8)], max_chunks=64, max_tokens=1600) == list(range(8))
     short = [chunk(stream, tokens=18, arrived=stream) for stream in range(8)]
     assert pick([*short, chunk(8, tokens=100, arrived=8)], max_chunks=64, max_tokens=1600) == list(range(8))
 
 
-def test_what_renders_nothing_is_served_alone() -> None:
+def test_requests_without_a_chunk_are_served_alone() -> None:
     waiting = [chunk(0, tokens=None), chunk(1), chunk(2, tokens=None)]
     assert pick(waiting, max_chunks=64, max_tokens=1600) == [0]
     assert pick(waiting[1:], max_chunks=64, max_tokens=1600) == [0]
 
 
-def test_a_streams_requests_keep_their_order() -> None:
-    """The second chunk of stream 1 waits, also where the first is of another size or no chunk at all."""
+def test_the_requests_of_a_stream_are_served_in_order() -> None:
+    """The second chunk of stream 1 waits, even if the first does not fit or is no chunk."""
     assert pick([chunk(0), chunk(1, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=1600) == [0, 1]
     assert pick([chunk(0), chunk(1, tokens=90, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=100) == [0]
     assert pick([chunk(0), chunk(1, tokens=None, arrived=1), chunk(1, arrived=2)], max_chunks=64, max_tokens=1600) == [
@@ -67,8 +67,8 @@ def test_a_batch_is_bounded_in_tokens_but_never_empty() -> None:
 
 
 def test_a_first_chunk_is_not_held_up_by_chunks_that_could_wait() -> None:
-    """Sixteen listeners have plenty of audio left: beside a stream that begins few of them are rendered, and before one
-    that is about to begin no batch is long. Those who are about to fall silent take the whole batch."""
+    """Sixteen listeners have plenty of audio left: few of them join the batch of a new stream, and without one the
+    batch stays short for the stream that may begin next. Listeners who are about to run out get a full batch."""
     idle = [chunk(stream, audio_left=4.0, tokens=100, arrived=stream) for stream in range(16)]
     assert pick([*idle, chunk(16, arrived=16)], max_chunks=64, max_tokens=1600) == [16, 0, 1, 2]
     assert pick(idle, max_chunks=64, max_tokens=1600) == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Who owns the streams: every request answered once, every stream freed whatever ends it. The engine is a fake."""
+"""The service: every request gets one reply, every stream is freed whatever ends it. The engine is a fake."""
 
 import asyncio
 import queue
@@ -160,7 +160,7 @@ def test_a_failed_chunk_frees_its_stream_and_no_other(service, client, token, er
     assert len(client.send(2, [4], final=False)) == 2 * HOP_SAMPLES
 
 
-def test_a_batch_that_breaks_is_an_error_of_each_of_its_chunks(service, client, engine):
+def test_a_failed_batch_is_an_error_for_each_of_its_chunks(service, client, engine):
     waiting = queue_behind_a_running_chunk(client, engine, {1: [13], 2: [5]})
     engine.gate.set()
     replies = [replies.get(timeout=10) for replies in waiting]
@@ -190,12 +190,12 @@ def test_a_cancelled_request_that_waited_frees_its_stream_unrendered(service, cl
     assert engine.batches == [[40]]
 
 
-def test_triton_is_not_asked_for_the_client_of_a_chunk_that_just_came(client):
+def test_a_chunk_that_just_arrived_is_not_checked_for_cancellation(client):
     client.start(1)
     assert len(client.send(1, [4], is_cancelled=lambda: pytest.fail("asked"), final=False))
 
 
-def test_a_whole_utterance_is_not_rendered_for_a_client_that_has_gone(client, engine):
+def test_a_whole_utterance_is_not_rendered_for_a_client_that_left(client, engine):
     engine.whole = lambda *_: pytest.fail("rendered")
     with pytest.raises(asyncio.CancelledError):
         client.send(1, [4], is_cancelled=lambda: True, start=True, end=True, prompt=PROMPT)
@@ -246,7 +246,7 @@ def test_a_full_queue_is_refused_at_once(client, engine):
     assert all(len(replies.get(timeout=10)) for replies in waiting)
 
 
-def test_what_waits_together_is_rendered_together(service, client, engine):
+def test_chunks_that_wait_together_are_rendered_together(service, client, engine):
     waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
     engine.gate.set()
     audio = [replies.get(timeout=10) for replies in waiting]
@@ -265,7 +265,9 @@ def test_the_wait_of_chunks_is_counted_by_the_services_clock(service, client, en
     assert service.stats().waited_seconds == pytest.approx(0.5)
 
 
-def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audio(service, client, engine, clock):
+def test_first_chunks_are_rendered_first_then_those_of_listeners_who_run_out_of_audio_first(
+    service, client, engine, clock
+):
     client.start(1, [1] * 50)  # 2 s of audio from now on
     clock.now += 0.5
     client.start(2, [2] * 5)  # 0.2 s from now on: falls silent first
@@ -285,7 +287,7 @@ def test_a_first_chunk_runs_before_later_ones_and_those_by_the_end_of_their_audi
     assert engine.batches == [[40], [3, 2, 1]]
 
 
-def test_an_utterance_at_once_needs_no_stream(service, client):
+def test_a_whole_utterance_needs_no_stream(service, client):
     audio = client.send(1, [7, 8], start=True, end=True, prompt=PROMPT)
     assert len(audio) == 4 * HOP_SAMPLES
     assert len(client.send(1, [7, 8], start=True, end=True, prompt=PROMPT, speed=2.0)) == 2 * HOP_SAMPLES
@@ -304,13 +306,13 @@ def test_a_stream_without_a_voice_is_refused(client):
 
 def test_a_reply_that_raises_does_not_end_the_service(service, client):
     def broken(_):
-        raise OSError("the receiver is gone")
+        raise OSError("the receiver left")
 
     service.submit(Token2WavRequest(1, start=True, end=False, tokens=NO_TOKENS, prompt=PROMPT), broken)
     assert len(client.send(2, [4], start=True, prompt=PROMPT)) == 2 * HOP_SAMPLES
 
 
-def test_closing_answers_what_is_queued_and_refuses_what_comes(engine, clock):
+def test_closing_refuses_queued_and_new_requests(engine, clock):
     service = Token2WavService(engine, idle_seconds=5.0, clock=clock)
     client = Client(service)
     client.start(1)
@@ -330,7 +332,7 @@ def test_closing_answers_what_is_queued_and_refuses_what_comes(engine, clock):
     assert service.stats().live_streams == 0
 
 
-def test_an_engine_that_cannot_speak_is_an_error_at_the_start(engine, clock):
+def test_an_engine_that_fails_its_warm_up_is_an_error_at_the_start(engine, clock):
     def broken():
         raise ValueError("not a checkpoint that speaks")
 
@@ -339,7 +341,7 @@ def test_an_engine_that_cannot_speak_is_an_error_at_the_start(engine, clock):
         Token2WavService(engine, idle_seconds=5.0, clock=clock)
 
 
-def test_a_service_that_fails_answers_everybody_and_refuses_what_comes(service, client, engine):
+def test_a_service_that_fails_replies_to_everybody_and_refuses_new_requests(service, client, engine):
     waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [15]})
     engine.gate.set()
     replies = [replies.get(timeout=10) for replies in waiting]

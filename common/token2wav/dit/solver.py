@@ -1,10 +1,10 @@
-"""The DiT's Euler solve for many streams at once, in plain operations: `dit_graphs` has the GPU's.
+"""The DiT's Euler solve for a batch of streams, in plain PyTorch operations; `graphs` has the form for GPUs.
 
-Weights are fused (q, k and v; convolutions as one matrix product), adaLN's modulation is computed once per Euler step
-at load, the part of the input that no step changes once per solve. The networks in `common.flow` say what is computed;
-this says how fast.
+It computes what the networks in `common.flow` define, faster: weights are fused (q, k and v; convolutions as one matrix
+product), adaLN's modulation is computed once per Euler step when the model loads, and the part of the input that is the
+same in every step is computed once per solve.
 
-Rows: a batch of B streams has R = 2 B rows, the conditional ones first.
+A batch of B streams has R = 2 B rows, the conditional ones first.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from common.flow.matching import time_schedule
 
 
 class BlockWeights(NamedTuple):
-    """One block; matrices are (out, in)."""
+    """Weights of one block; matrices are (out, in)."""
 
     qkv: Tensor
     qkv_bias: Tensor
@@ -42,7 +42,7 @@ class BlockWeights(NamedTuple):
 
 
 class Modulation(NamedTuple):
-    """adaLN's constants of one block at one Euler step, (C,) each; 1 is added to the scales already."""
+    """adaLN's constants of one block at one Euler step, (C,) each; the scales include the added 1."""
 
     attn_shift: Tensor
     attn_scale: Tensor
@@ -56,7 +56,7 @@ class Modulation(NamedTuple):
 
 
 class Context(Protocol):
-    """What the rows of a batch attend to beside their own chunk."""
+    """What the rows of a batch attend to in addition to their own chunk."""
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v (R, H, T, D) of the chunk -> (R, T, H * D)"""
@@ -65,7 +65,7 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a solve takes from the streams' last chunks, and leaves behind for their next ones."""
+    """Tensors of one solve: convolution history of the previous chunks, and what the next chunks need."""
 
     keys: Tensor  # (steps, depth, R, H, T, D)
     values: Tensor
@@ -80,7 +80,7 @@ def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 def _causal_conv(
     x: Tensor, history: Tensor, next_history: Tensor, ends: Tensor, weight: Tensor, bias: Tensor
 ) -> Tensor:
-    """x (R, T, C), history (R, 2, C) -> (R, T, C); the next one are the frames before each row's `ends` (R, 2)."""
+    """x (R, T, C), history (R, 2, C) -> (R, T, C). Writes the frames at `ends` (R, 2) to `next_history`."""
     x = torch.cat([history, x], dim=1)
     taps = torch.cat([x[:, :-2], x[:, 1:-1], x[:, 2:]], dim=-1)  # (R, T, 3 C)
     torch.gather(x, 1, ends[:, :, None].expand(-1, -1, x.shape[2]), out=next_history)
@@ -116,10 +116,9 @@ class DiTSolver:
         self._final = final
 
     def conditions(self, mu: Tensor, speaker: Tensor, mel: Tensor | None = None) -> Tensor:
-        """What every step adds to the projected state: mu (B, T, mel), speaker (B, mel) -> (R, T, C).
+        """The part of the projected input that no step changes: mu (B, T, mel), speaker (B, mel) -> (R, T, C).
 
-        mel (B, T, mel): the prompt's own; a chunk behind the prompt has none to continue. The unconditional rows have
-        nothing at all.
+        mel (B, T, mel): the known mel, of a prompt only. The unconditional rows have no condition at all.
         """
         known = torch.zeros_like(mu) if mel is None else mel
         parts = torch.cat([mu, speaker[:, None].expand_as(mu), known], dim=-1)
@@ -127,12 +126,12 @@ class DiTSolver:
         return torch.cat([conditional, self._static_bias.expand_as(conditional)])
 
     def no_history(self, rows: int) -> Tensor:
-        """What the convolutions of streams that begin remember: silence."""
+        """The convolution history of streams that begin: zeros."""
         like = self._static
         return like.new_zeros(self.steps, self.depth, 2, rows, CONV_HISTORY, like.shape[0])
 
     def scratch(self, history: Tensor, frames: int) -> Scratch:
-        """Room for a solve over T frames of R rows, given their convolutions' history."""
+        """Buffers for a solve over `frames` frames of R rows, given their convolution history."""
         rows = history.shape[3]
         keys = history.new_empty(self.steps, self.depth, rows, self.heads, frames, self.head_dim)
         return Scratch(keys, torch.empty_like(keys), history, torch.empty_like(history))
@@ -140,7 +139,7 @@ class DiTSolver:
     def solve(self, noise: Tensor, conditions: Tensor, frames: Tensor, context: Context, scratch: Scratch) -> Tensor:
         """noise (B, T, mel) float32, conditions (R, T, C), frames (B,) -> mel (B, T, mel) float32.
 
-        `frames` are those of each stream's own; behind them a row holds padding. Fills `scratch`.
+        frames: of each stream's own; the rest of a row is padding. Fills `scratch`.
         """
         x = noise
         for step, width in enumerate(self._widths):

@@ -1,0 +1,1 @@
+"""HiFT over streams: overlaps, cross-fades, CUDA graphs."""

@@ -17,7 +17,7 @@ from common.token2wav.unet.window import UNetChunk, noise_indices
 
 
 class ConvWeights(NamedTuple):
-    """A causal convolution as a matrix over taps, and the norm behind it."""
+    """A causal convolution as a matrix over its taps, and the norm that follows it."""
 
     weight: Tensor
     bias: Tensor
@@ -45,7 +45,7 @@ class TransformerWeights(NamedTuple):
 
 
 class FusedUNet:
-    """The estimator's weights fused, and its velocity for one Euler step. Rows: conditional ones first."""
+    """The estimator with fused weights: its velocity for one Euler step. Conditional rows come first."""
 
     def __init__(self, estimator: UNetEstimator, times: list[float]):
         self._config = estimator.config
