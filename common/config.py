@@ -192,6 +192,7 @@ class Token2WavConfig(HopConfig):
     batch_memory_mb: MiB for the temporary tensors of one batch on a GPU. It limits the frames that a batch and a CUDA
         graph hold, see common/token2wav/limits.py.
     flow_runtime: what runs the flow's estimator, see docs/accelerators.md; "auto" needs only the checkpoint's files.
+    flow_contexts: execution contexts of each TensorRT plan of the flow, see docs/tensorrt.md.
     flow_precision, vocoder_precision: precision of the networks. "auto": float16 on a GPU, float32 on a CPU, except
         bfloat16 for a flow in torch on a CPU that supports it.
     """
@@ -204,13 +205,16 @@ class Token2WavConfig(HopConfig):
     voice_cache_mb: int = 4096
     batch_memory_mb: int = 4352
     flow_runtime: FlowRuntime = "auto"
+    flow_contexts: int = 1
     flow_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vocoder_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("n_timesteps", "max_streams", "idle_seconds", "voice_cache_mb", "batch_memory_mb")
+        self.require_positive(
+            "n_timesteps", "max_streams", "idle_seconds", "voice_cache_mb", "batch_memory_mb", "flow_contexts"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

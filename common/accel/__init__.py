@@ -1,1 +1,1 @@
-"""Trained networks behind whatever computes them: torch, onnxruntime or TensorRT, one interface (`network`)."""
+"""Trained networks computed by onnxruntime or TensorRT instead of torch, behind one interface (`network`)."""

@@ -1,8 +1,8 @@
-"""Execution contexts of a TensorRT engine: a fixed number, each with a stream of its own, lent to one user at a time.
+"""A pool of execution contexts of a TensorRT engine: a fixed number, each with its own stream, for one user at a time.
 
-A context takes device memory for the largest shapes of its profile, so that there are few, and a user may have to wait.
-What comes back after an error is thrown away and made anew for the next user: neither a slot nor the service is lost to
-a request that failed.
+A context takes device memory for the largest shapes of its profile, so there are few (`flow_contexts` in the settings
+of token2wav), and a user may have to wait. A context that was in use when an error occurred is replaced for the next
+user, so that a failed request costs neither a slot nor the service.
 """
 
 import logging
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.accel.network import Limits, Shape
-from common.accel.streams import Stream
+from common.accel.network import Shape, ShapeLimits
+from common.accel.streams import WorkStream
 from common.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Slot:
-    """A place of the pool. Its context is None before the first use after an error."""
+    """One slot of the pool. Its context is None after an error, until the next use."""
 
-    stream: Stream
+    stream: WorkStream
     context: Any = None
 
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """`size` contexts, `free` of them now. Since the pool was made: how often one was lent, how long users waited, in
-    all and at most, how many gave up, and how many contexts were replaced after an error."""
+    """`size` contexts, `free` of them now. Since the pool was created: times that one was acquired, total and longest
+    wait, waits that timed out, and contexts replaced after an error."""
 
     size: int
     free: int
@@ -44,9 +44,9 @@ class PoolStatistics:
 
 
 class ContextPool:
-    """`make` returns a new context that works on the given stream; of `streams` there are as many as contexts."""
+    """make: returns a new context that runs on the given stream; streams: one per context."""
 
-    def __init__(self, make: Callable[[Stream], Any], streams: list[Stream], limits: Limits) -> None:
+    def __init__(self, make: Callable[[WorkStream], Any], streams: list[WorkStream], limits: ShapeLimits) -> None:
         if not streams:
             raise ValueError("a pool needs at least 1 context, not 0")
         self.limits = limits
@@ -59,10 +59,10 @@ class ContextPool:
 
     @contextmanager
     def context(self, shapes: Mapping[str, Shape], *, timeout: float) -> Iterator[Slot]:
-        """A context for inputs of these shapes, and its stream, for the length of the body.
+        """Acquire a slot for inputs of these shapes for the body of the `with` statement.
 
-        ValueError for shapes outside the limits, before anything is taken; UnavailableError where none is free within
-        `timeout` seconds.
+        ValueError for shapes outside the limits, before a slot is acquired; UnavailableError if none becomes free
+        within `timeout` seconds.
         """
         self.limits.check(shapes)
         began = time.monotonic()
@@ -90,14 +90,14 @@ class ContextPool:
             self._count(waited=timeout, timeouts=1)
             size = self._statistics.size
             raise UnavailableError(
-                f"no TensorRT context came free within {timeout:g} s; there are {size}, all in use"
+                f"no TensorRT context became free within {timeout:g} s; there are {size}, all in use (flow_contexts)"
             ) from None
 
     def _discard(self, slot: Slot) -> None:
-        """A context may not go while its work is under way."""
+        """Drop the context, after its work has ended: TensorRT does not allow it earlier."""
         try:
             slot.stream.drain()
-        except RuntimeError as error:  # CUDA's own: the caller's exception is on its way already
+        except RuntimeError as error:  # CUDA's own; the caller's exception is being raised already
             logger.error("a TensorRT context's stream failed: %s", error)
         slot.context = None
 

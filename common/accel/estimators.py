@@ -1,4 +1,4 @@
-"""The flows' estimators on another runtime than torch: they take the network's place, and no flow notices."""
+"""The flows' estimators on another runtime than torch: drop-in replacements of the modules in `common.flow`."""
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +8,11 @@ from common.accel.signatures import CHUNK, WHOLE, Axes, join_convolutions, split
 from common.flow.cache import EstimatorCache
 from common.flow.config import DiTConfig, UNetConfig
 
-PROBE_FRAMES = 4  # the fewest that upstream's profiles take
+PROBE_FRAMES = 4  # the fewest that upstream's TensorRT profiles accept
 
 
 class OnRuntime(nn.Module):
-    """What stands for an estimator; `networks` compute it."""
+    """Base of the replacements; `networks` do the computation."""
 
     def __init__(self, *networks: Network) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class OnRuntime(nn.Module):
 
 
 class UNetOnRuntime(OnRuntime):
-    """Stands for a `UNetEstimator`: one network for whole utterances, one for streams."""
+    """Replaces a `UNetEstimator`: one network for whole utterances, one for streams."""
 
     def __init__(self, config: UNetConfig, whole: Network, streaming: Network) -> None:
         super().__init__(whole, streaming)
@@ -42,9 +42,9 @@ class UNetOnRuntime(OnRuntime):
 
 
 class DiTOnRuntime(OnRuntime):
-    """Stands for a `DiTEstimator`: one network for whole utterances, one for prompts, one for the chunks behind them.
+    """Replaces a `DiTEstimator`: one network for whole utterances, one for prompts, one for the chunks after them.
 
-    device, dtype: of the tensors that it is given and gives, whatever the networks compute in.
+    device, dtype: of its inputs and outputs, whatever the networks compute in.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DiTOnRuntime(OnRuntime):
     def forward_chunk(
         self, x: Tensor, t: Tensor, mu: Tensor, speaker: Tensor, condition: Tensor, cache: EstimatorCache
     ) -> Tensor:
-        """As `DiTEstimator.forward_chunk`: `cache` has room for the T frames already and is written in place."""
+        """As `DiTEstimator.forward_chunk`: `cache` already has room for the T frames and is written in place."""
         T, attention = x.shape[2], cache.attention
         known = attention.frames - T
         network = self._chunk if known else self._prompt
@@ -86,7 +86,7 @@ class DiTOnRuntime(OnRuntime):
         return outputs["output"].to(x.dtype)
 
     def _puts_newest_first(self) -> bool:
-        """Whether the network puts the frames that it adds before the known ones, as upstream's file does."""
+        """Whether the network puts new frames before the cached ones, as upstream's file does. Found by running it."""
         T = PROBE_FRAMES
         cache = self.empty_cache(1, 2)[0].with_room(2 * T)
         cache.attention.keys.fill_(1)
@@ -94,10 +94,10 @@ class DiTOnRuntime(OnRuntime):
         x = cache.conv.new_zeros(2, self.config.out_channels, T)
         inputs = self._inputs(x, x[:, 0, :1].flatten(), x, x[..., 0], x, cache)
         after = self._chunk.run(inputs)["new_att_cache"]
-        known_behind, known_before = after[..., T:, :], after[..., :T, :]
-        if (known_before == 1).all() == (known_behind == 1).all():
+        head, tail = after[..., :T, :], after[..., T:, :]  # the cached frames are ones
+        if (head == 1).all() == (tail == 1).all():
             raise ValueError("the chunk-wise network's new_att_cache does not hold the frames of its att_cache")
-        return bool((known_behind == 1).all())
+        return bool((tail == 1).all())
 
     @staticmethod
     def _inputs(
@@ -124,14 +124,14 @@ def _velocity(
 
 
 def _run(network: Network, axes: Axes, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rows that are too many for the network go through it in pieces: none of them sees another."""
+    """Run a batch, in pieces if it has more rows than the network accepts: rows are independent."""
     most = network.limits.most["x"][0]
     if len(inputs["x"]) <= most:
         return network.run(inputs)
     axis = {name: next(axis for axis, dim in dims.items() if dim == "rows") for name, dims in axes.items()}
     split = {name: x.split(most, dim=axis[name]) for name, x in inputs.items()}
     pieces = [network.run(dict(zip(split, piece, strict=True))) for piece in zip(*split.values(), strict=True)]
-    # The new caches have their rows where the old ones have theirs.
+    # The new caches have rows on the same axis as the old ones.
     return {
         name: torch.cat([piece[name] for piece in pieces], dim=axis.get(name.removeprefix("new_"), 0))
         for name in pieces[0]

@@ -1,4 +1,4 @@
-"""Which runtime computes which network, and where its files are."""
+"""Chooses the runtime of the flow's estimator and loads its networks."""
 
 import logging
 from pathlib import Path
@@ -8,15 +8,15 @@ from torch import nn
 
 from common.accel.estimators import DiTOnRuntime, UNetOnRuntime
 from common.accel.network import Network
-from common.accel.workloads import Precision, Serving
-from common.config import FlowRuntime
+from common.accel.workloads import PlanPrecision, Serving
+from common.config import FlowRuntime, Token2WavConfig
 from common.flow.dit_flow import DiTFlow
 from common.flow.unet_flow import UNetFlow
 from common.stacks import Stack
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS: dict[torch.dtype, Precision] = {
+PRECISIONS: dict[torch.dtype, PlanPrecision] = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -24,9 +24,9 @@ PRECISIONS: dict[torch.dtype, Precision] = {
 
 
 def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntime:
-    """What computes the flow's estimator. ValueError for CUDA graphs or TensorRT without a GPU.
+    """The runtime that a setting means on a device. ValueError for CUDA graphs or TensorRT without a GPU.
 
-    "auto" needs no files beside the checkpoint: CUDA graphs of fused kernels on a GPU, torch on a CPU.
+    "auto" needs no files besides the checkpoint: CUDA graphs of fused kernels on a GPU, torch on a CPU.
     """
     on_gpu = torch.device(device).type == "cuda"
     if setting == "auto":
@@ -34,7 +34,7 @@ def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntim
     if setting in ("cuda_graph", "tensorrt") and not on_gpu:
         raise ValueError(f"flow_runtime {setting!r} needs a GPU; this instance is on {device}: set auto or onnxruntime")
     if setting == "torch" and on_gpu:
-        logger.info("flow_runtime torch launches kernel by kernel: cuda_graph would be faster")
+        logger.info("flow_runtime torch launches every kernel separately: cuda_graph is faster")
     return setting
 
 
@@ -46,24 +46,28 @@ def use_runtime(
     *,
     device: torch.device | str,
     max_streams: int,
+    max_hop_tokens: int = Token2WavConfig.max_hop_tokens,
+    contexts: int = Token2WavConfig.flow_contexts,
 ) -> None:
-    """Put the estimator of `flow` on a runtime other than torch: its weights go, networks of `model_dir` come.
+    """Replace the estimator of `flow` by networks of `model_dir` on another runtime; nothing to do for torch.
 
-    ValueError: a file is missing or none. PlanError: no TensorRT plan fits; ImportError: there is no TensorRT.
+    max_streams, max_hop_tokens: the settings that TensorRT plans have to be built for; contexts: execution contexts of
+    each plan. ValueError: a file is missing or unreadable. PlanError: no TensorRT plan fits. ImportError: TensorRT is
+    not installed.
     """
     if runtime not in ("onnxruntime", "tensorrt"):
         return
     weight = flow.encoder_proj.weight
-    serving = Serving(PRECISIONS[weight.dtype], max_streams)
+    serving = Serving(PRECISIONS[weight.dtype], max_streams, max_hop_tokens)
     uses = {workload.use: workload for workload in serving.workloads(stack)}
-    loaded: dict[str, Network] = {}  # by file, except for plans, which are built for one use
+    loaded: dict[str, Network] = {}  # ONNX networks by file; each use has its own plan
 
     def load(use: str) -> Network:
         workload = uses[use]
         if runtime == "tensorrt":
             from common.accel.tensorrt import TensorRTNetwork
 
-            return TensorRTNetwork.load(workload, model_dir, device)
+            return TensorRTNetwork.load(workload, model_dir, device, contexts=contexts)
         if workload.onnx not in loaded:
             loaded[workload.onnx] = _onnx(Path(model_dir), workload.onnx, device)
         return loaded[workload.onnx]

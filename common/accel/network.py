@@ -1,4 +1,4 @@
-"""One trained network, whatever computes it: named tensors in, named tensors out."""
+"""The interface of a network on any runtime: named tensors in, named tensors out."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The shapes of the inputs that a network takes: least, usual and largest ones, by name of the input."""
+class ShapeLimits:
+    """Smallest, usual and largest shape of each input that a network accepts, by the name of the input."""
 
     least: Mapping[str, Shape]
     usual: Mapping[str, Shape]
@@ -32,18 +32,18 @@ class Limits:
 
 
 class Network(ABC):
-    """A network loaded and ready."""
+    """A network that is loaded and ready to run."""
 
-    limits: Limits
+    limits: ShapeLimits
 
     @abstractmethod
     def run(self, inputs: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None) -> dict[str, Tensor]:
         """The outputs by name, on the inputs' device; ValueError for a shape outside `limits`.
 
-        On a GPU the work follows what `stream` (by default the current one) holds already, and that stream can use the
-        outputs without waiting.
+        On a GPU the work runs after what is queued on `stream` (default: the current one), and later work on that
+        stream may use the outputs.
         """
 
     def contexts(self) -> tuple[int, float]:
-        """How many runs it has room for at a time, and how many seconds runs waited for it; 0 where none waits."""
+        """(number of concurrent runs, seconds that runs have waited for a free one); (0, 0) if runs never wait."""
         return 0, 0.0

@@ -1,4 +1,4 @@
-"""A network as onnxruntime computes it."""
+"""A network computed by onnxruntime."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,19 +8,19 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from common.accel.network import Limits, Network
+from common.accel.network import Network, ShapeLimits
 
 _TORCH = {"tensor(float)": torch.float32, "tensor(float16)": torch.float16}
-_ANY_SIZE = (0, 2**31 - 1)  # of a dimension that the file leaves free
+_ANY_SIZE = (0, 2**31 - 1)  # of a dynamic dimension
 _NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
 
 
 class OnnxNetwork(Network):
-    """`inputs`, `outputs`: their dtypes. On the CPU tensors are passed as they lie; on a GPU, through IO binding, they
-    never leave it.
+    """An ONNX file in an inference session. `inputs`, `outputs`: dtypes by name.
 
-    threads: of the session on the CPU, by default torch's number. ValueError: no such file, not an ONNX network, or
-    onnxruntime here has no CUDA provider and `device` is a GPU.
+    On the CPU tensors are passed without copying; on a GPU they stay there (IO binding). threads: of the session on the
+    CPU, default: torch's number. ValueError: the file is missing or no ONNX network, or `device` is a GPU and this
+    onnxruntime has no CUDA provider.
     """
 
     def __init__(self, path: str | Path, device: torch.device | str = "cpu", threads: int | None = None) -> None:
@@ -46,7 +46,7 @@ class OnnxNetwork(Network):
             for entry in self._session.get_inputs()
         }
         least, most = ({name: tuple(of[end] for of in dims) for name, dims in sizes.items()} for end in (0, 1))
-        self.limits = Limits(least, least, most)
+        self.limits = ShapeLimits(least, least, most)
 
     def run(self, inputs: Mapping[str, Tensor], stream: torch.cuda.Stream | None = None) -> dict[str, Tensor]:
         self.limits.check({name: tuple(x.shape) for name, x in inputs.items()})
@@ -67,7 +67,7 @@ class OnnxNetwork(Network):
             binding.bind_output(name, "cuda", index)
         self._stream.wait_stream(caller)
         self._session.run_with_iobinding(binding)
-        with torch.cuda.stream(self._stream):  # copied: what onnxruntime allocated goes back to it with the binding
+        with torch.cuda.stream(self._stream):  # copied: onnxruntime frees its outputs with the binding
             values = zip(self.outputs.items(), binding.get_outputs(), strict=True)
             outputs = {name: torch.as_tensor(_OnDevice(value, dtype)).clone() for (name, dtype), value in values}
         caller.wait_stream(self._stream)
@@ -77,7 +77,7 @@ class OnnxNetwork(Network):
 
 
 class _OnDevice:
-    """Memory of onnxruntime on a GPU, as torch can read it."""
+    """Makes GPU memory of onnxruntime readable for torch."""
 
     def __init__(self, value: onnxruntime.OrtValue, dtype: torch.dtype) -> None:
         self._value = value

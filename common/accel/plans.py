@@ -1,7 +1,7 @@
-"""TensorRT plans on disk: what each was built for, which of them this machine can load, and why it cannot the others.
+"""TensorRT plans on disk: what each was built for, which of them this machine can load, and why not the others.
 
-A plan lies beside its ONNX file in the folder `tensorrt`, with a JSON sidecar that says what it was built from. A plan
-without a sidecar, or whose sidecar names anything else than this machine, is never handed to TensorRT.
+Plans are in the folder `tensorrt` next to the ONNX files, each with a JSON sidecar that says what it was built from. A
+plan without a sidecar, or whose sidecar names another machine, is never passed to TensorRT.
 """
 
 import hashlib
@@ -25,20 +25,20 @@ _SIDECAR = ".json"
 
 
 class PlanError(RuntimeError):
-    """There is no plan that may be loaded; the message says what differs and which command builds the right one."""
+    """No plan may be loaded; the message says what differs."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan is bound to beside its network."""
+    """What a plan depends on besides its network."""
 
-    gpu: str  # its name
+    gpu: str  # name of the GPU
     capability: str  # compute capability, such as "9.0"
     tensorrt: str  # version
 
     @classmethod
     def here(cls, device: torch.device | str) -> "Machine":
-        """This machine and one of its GPUs; what it lacks is called "none", which no plan fits."""
+        """This machine and one of its GPUs. What is missing is "none", which no plan fits."""
         gpu, capability, version = "none", "none", "none"
         if torch.cuda.is_available():
             if (torch.device(device).index or 0) >= torch.cuda.device_count():
@@ -51,7 +51,7 @@ class Machine:
 
     @property
     def file_name(self) -> str:
-        """As a part of file names."""
+        """The machine as part of a file name."""
         gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
         return f"{gpu}.sm{self.capability.replace('.', '')}.trt{self.tensorrt}"
 
@@ -61,7 +61,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Key:
-    """Everything that a plan depends on, and the use that it was built for."""
+    """Everything that a plan depends on, and the use it was built for."""
 
     machine: Machine
     use: str
@@ -72,7 +72,7 @@ class Key:
 
     @classmethod
     def of(cls, workload: Workload, model_dir: Path, machine: Machine) -> "Key":
-        """What the plan of `workload` has to be; PlanError if its ONNX file is missing."""
+        """The key that the plan of `workload` needs; PlanError if its ONNX file is missing."""
         path = model_dir / workload.onnx
         if not path.is_file():
             raise PlanError(f"{path} is missing; export it as docs/accelerators.md describes")
@@ -86,7 +86,7 @@ class Key:
         return ".".join(parts)
 
     def differences(self, built: "Key") -> list[str]:
-        """In what a plan that was built for the key `built` is not the one that this key asks for; none if it is."""
+        """Why a plan built for the key `built` does not fit this key; empty if it fits."""
         pairs = [
             ("GPU", built.machine.gpu, "here", self.machine.gpu),
             ("compute capability", built.machine.capability, "here", self.machine.capability),
@@ -104,7 +104,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan file and what its sidecar says of it."""
+    """A plan file and the content of its sidecar."""
 
     path: Path
     key: Key
@@ -112,21 +112,21 @@ class Plan:
     built_seconds: float
 
     def read(self) -> bytes:
-        """Its bytes; PlanError if they are not those that were written."""
+        """The plan's bytes; PlanError if their checksum differs from the sidecar's."""
         data = self.path.read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
             raise PlanError(
-                f"{self.path} is damaged: it is not what its sidecar describes; remove it and build it anew"
+                f"{self.path} is damaged: it is not what its sidecar describes; remove it and build it again"
             )
         return data
 
 
 def write(model_dir: Path, key: Key, data: bytes, built_seconds: float) -> Plan:
-    """Keep a plan that was built for `key`. What was there under its name is replaced at once or not at all."""
+    """Store a plan that was built for `key`. A file of that name is replaced atomically."""
     folder = model_dir / FOLDER
     folder.mkdir(exist_ok=True)
     plan = Plan(folder / key.file_name, key, hashlib.sha256(data).hexdigest(), round(built_seconds, 1))
-    _sidecar(plan.path).unlink(missing_ok=True)  # a plan without one is not loaded, whatever happens in between
+    _sidecar(plan.path).unlink(missing_ok=True)  # first: a plan without a sidecar is never loaded
     write_atomically(plan.path, data)
     try:
         entry = {"key": asdict(key), "sha256": plan.sha256, "bytes": len(data), "built_seconds": plan.built_seconds}
@@ -138,12 +138,12 @@ def write(model_dir: Path, key: Key, data: bytes, built_seconds: float) -> Plan:
 
 
 def survey(model_dir: Path) -> list[tuple[Path, Plan | None]]:
-    """Every plan file of a model directory; without the Plan where its sidecar is missing or cannot be read."""
+    """Every plan file of a model directory, with None instead of a Plan if its sidecar is missing or unreadable."""
     return [(path, _read_sidecar(path)) for path in sorted((model_dir / FOLDER).glob("*.plan"))]
 
 
 def find(workload: Workload, model_dir: str | Path, machine: Machine) -> Plan:
-    """The plan for `workload` on `machine`; PlanError if there is none that fits. Reads the ONNX file for its hash."""
+    """The smallest plan that fits `workload` and `machine`; PlanError if none does. Hashes the ONNX file."""
     model_dir = Path(model_dir)
     wanted = Key.of(workload, model_dir, machine)
     plans = [plan for _, plan in survey(model_dir) if plan is not None and plan.key.use == workload.use]
@@ -158,14 +158,14 @@ def find(workload: Workload, model_dir: str | Path, machine: Machine) -> Plan:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """`path` holds all of `data`, or what it held before."""
+    """Write a file so that `path` holds all of `data`, or what it held before."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's is for its owner alone; the server may be another user
+        os.chmod(temporary, 0o644)  # mkstemp makes it readable for its owner only; the server may be another user
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -173,7 +173,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, hashed once per process for as long as nobody writes it."""
+    """SHA-256 of a file; cached in the process until the file changes."""
     status = path.stat()
     return _sha256(path, status.st_mtime_ns, status.st_size)
 

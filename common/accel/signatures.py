@@ -1,9 +1,9 @@
-"""The networks that other runtimes compute, under upstream's names of files, inputs and outputs.
+"""The networks that other runtimes compute, with upstream's names of files, inputs and outputs.
 
-Rows are those of the guidance batch, R = 2 B. `t` is the flow time 0..1. Caches of the chunk-wise DiT are those of one
-Euler step: `cnn_cache` (depth, R, 2 C, 2), both convolutions' last frames side by side, and `att_cache`
-(depth, R, H, K, 2 D), keys beside values. Upstream's own file puts the newest frames of `new_att_cache` first, ours
-puts them last, as time runs.
+R = 2 B rows: the guidance batch. `t` is the flow time 0..1. Caches of the chunk-wise DiT are of one Euler step:
+`cnn_cache` (depth, R, 2 C, 2), the last inputs of both convolutions concatenated, and `att_cache`
+(depth, R, H, K, 2 D), keys and values concatenated. In `new_att_cache` upstream's own file puts the newest frames
+first, ours puts them last.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from common.flow.dit import DiTEstimator
 from common.flow.unet import UNetEstimator
 from common.stacks import Stack
 
-Axes = Mapping[str, Mapping[int, str]]  # of each input, the axes that vary, by name
+Axes = Mapping[str, Mapping[int, str]]  # input name -> {axis that varies: name of its size}
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A network's file in the checkpoint directory; of each input the axes that vary, by name; its outputs."""
+    """A network's file in the checkpoint directory, its inputs with the axes that vary, and its outputs."""
 
     file: str
     axes: Axes
@@ -38,8 +38,8 @@ _CACHES = {"cnn_cache": {1: "rows"}, "att_cache": {1: "rows", 3: "cached"}}
 WHOLE: Axes = {"x": _FRAMES, "mask": _FRAMES, "mu": _FRAMES, "t": {0: "rows"}, "spks": {0: "rows"}, "cond": _FRAMES}
 CHUNK: Axes = {name: WHOLE[name] for name in ("x", "mu", "t", "spks", "cond")} | _CACHES
 
-# Inputs and outputs by the use of a flow's estimator: over a whole utterance; over a stream's window under its masks;
-# over a prompt, and over the next chunk after it, with caches.
+# Inputs and outputs by the use of a flow's estimator: a whole utterance; a stream's window under its masks; a prompt,
+# and the next chunk after it, with caches.
 _USES: dict[str, tuple[Axes, tuple[str, ...]]] = {
     "whole": (WHOLE, ("estimator_out",)),
     "streaming": (WHOLE, ("estimator_out",)),
@@ -55,7 +55,7 @@ def signature_of(stack: Stack, use: str) -> Signature:
 
 
 class WholeUtterance(nn.Module):
-    """An estimator over padded rows: `mask` (R, 1, T) is 1 on frames that count."""
+    """An estimator over padded rows, for export: `mask` (R, 1, T) is 1 on valid frames."""
 
     def __init__(self, estimator: UNetEstimator | DiTEstimator, streaming: bool = False) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class WholeUtterance(nn.Module):
 
 
 class NextChunk(nn.Module):
-    """The DiT over the next T frames of streams that have K frames of context, none of them padding.
+    """The DiT over the next T frames of streams with K frames of context, for export; no frame is padding.
 
-    Its caches grow by concatenation: written in place, as an `EstimatorCache` is, they would be exported as scatters
-    with an index for every element.
+    Caches grow by concatenation: writing in place, as into an `EstimatorCache`, would be exported as scatters with an
+    index for every element.
     """
 
     def __init__(self, estimator: DiTEstimator) -> None:
@@ -84,14 +84,14 @@ class NextChunk(nn.Module):
         self, x: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor, cnn_cache: Tensor, att_cache: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x, mu, cond (R, mel, T) -> velocity (R, mel, T) and both caches, K + T frames long"""
-        layers: Any = [_Layer(*layer) for layer in zip(att_cache, split_convolutions(cnn_cache), strict=True)]
+        layers: Any = [_GrowingCache(*layer) for layer in zip(att_cache, split_convolutions(cnn_cache), strict=True)]
         velocity = self.estimator.forward_chunk(x, t, mu, spks, cond, layers)
         conv = torch.stack([torch.cat(layer.conv, dim=1) for layer in layers])  # twice (R, C, 2) -> (depth, R, 2 C, 2)
         return velocity, conv, torch.stack([layer.grown for layer in layers])
 
 
-class _Layer:
-    """What a layer of the DiT asks of its `EstimatorCache`, and of that one's `KeyValues`."""
+class _GrowingCache:
+    """The parts of `EstimatorCache` and `KeyValues` that one layer of the DiT uses."""
 
     def __init__(self, known: Tensor, conv: Tensor) -> None:
         self.attention = self
@@ -109,5 +109,5 @@ def split_convolutions(cache: Tensor) -> Tensor:
 
 
 def join_convolutions(cache: Tensor) -> Tensor:
-    """The reverse."""
+    """The reverse: (depth, 2, R, C, 2) -> (depth, R, 2 C, 2)"""
     return cache.transpose(1, 2).flatten(2, 3)

@@ -1,7 +1,7 @@
-"""Work on a GPU beside its caller's: a stream of its own that follows and leads the caller's by events.
+"""CUDA streams for work that runs between two pieces of its caller's work, ordered by events.
 
-Nothing here waits for a whole device. On the CPU, where work is done when its call returns, `HostStream` takes the
-place of `DeviceStream`.
+Nothing here synchronises a whole device. On the CPU, where a call returns after its work is done, `HostStream` replaces
+`DeviceStream`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class DeviceStream:
-    """A CUDA stream that one worker at a time uses."""
+    """A CUDA stream for one user at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -23,8 +23,8 @@ class DeviceStream:
 
     @contextmanager
     def called_from(self, caller: torch.cuda.Stream | None) -> Iterator[None]:
-        """In the body `caller` (by default the device's current stream) is the current one: what is allocated there is
-        the caller's. However the body ends, the caller's stream then waits for what it began on this one."""
+        """In the body, `caller` (default: the device's current stream) is the current stream, so that tensors allocated
+        there belong to it. At the end of the body, also after an error, it waits for what was queued on this stream."""
         caller = caller or torch.cuda.current_stream(self._stream.device)
         with torch.cuda.stream(caller):
             try:
@@ -33,19 +33,19 @@ class DeviceStream:
                 caller.wait_stream(self._stream)
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
-        """What comes on this stream waits for what the current one holds, and may use `tensors`: their memory goes to
-        nobody else before it is done with them, also where they belong to a third stream."""
+        """Later work on this stream waits for what is queued on the current one, and may use `tensors`: their memory is
+        not reused before that work is done, also if they were allocated on a third stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         for tensor in tensors:
             tensor.record_stream(self._stream)
 
     def drain(self) -> None:
-        """The host waits until this stream, and no other, has done its work."""
+        """Wait on the host until the work of this stream alone is done."""
         self._stream.synchronize()
 
 
 class HostStream:
-    """The same where work is done when its call returns."""
+    """The same interface on the CPU, where a call returns after its work is done."""
 
     handle = 0
 
@@ -58,13 +58,13 @@ class HostStream:
     def drain(self) -> None: ...
 
 
-Stream = DeviceStream | HostStream
+WorkStream = DeviceStream | HostStream
 
 
 def current_on(device: torch.device) -> AbstractContextManager[object]:
-    """In the body `device` is the current one, which a library that takes no device works on."""
+    """A context in which `device` is the current one, for libraries that take no device argument."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def stream_on(device: torch.device) -> Stream:
+def stream_on(device: torch.device) -> WorkStream:
     return DeviceStream(device) if device.type == "cuda" else HostStream()

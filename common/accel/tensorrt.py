@@ -1,4 +1,4 @@
-"""A network that TensorRT computes, from a plan built ahead of serving (docs/tensorrt.md)."""
+"""A network computed by TensorRT, from a plan built ahead of serving (docs/tensorrt.md)."""
 
 import logging
 from collections import deque
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from common.accel import plans
 from common.accel.contexts import ContextPool, PoolStatistics
-from common.accel.network import Limits, Network
+from common.accel.network import Network, ShapeLimits
 from common.accel.plans import Machine, PlanError
-from common.accel.streams import Stream, current_on, stream_on
+from common.accel.streams import WorkStream, current_on, stream_on
 from common.accel.workloads import Workload
 from common.errors import UnavailableError
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def import_tensorrt() -> Any:
-    """The package `tensorrt`; ImportError saying what to do where it is missing or too old."""
+    """The package `tensorrt`. ImportError says what to install if it is missing or too old."""
     try:
         import tensorrt as trt
     except ImportError as error:
@@ -40,7 +40,7 @@ def import_tensorrt() -> Any:
 @lru_cache(maxsize=1)
 def _log_type(trt: Any) -> type:
     class Log(trt.ILogger):
-        """TensorRT's messages in this process's log. Errors are kept: TensorRT's calls only say that they failed."""
+        """Forwards TensorRT's messages to logging and keeps errors, since its calls only return that they failed."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
@@ -54,7 +54,7 @@ def _log_type(trt: Any) -> type:
                 logger.warning("TensorRT: %s", message)
 
         def reason(self) -> str:
-            """The errors since it was last asked."""
+            """The errors since the last call."""
             errors = "; ".join(self._errors)
             self._errors.clear()
             return errors or "TensorRT gave no reason"
@@ -63,25 +63,25 @@ def _log_type(trt: Any) -> type:
 
 
 def new_log(trt: Any) -> Any:
-    """A logger for one builder or runtime; its `reason()` says why the last call failed."""
+    """A TensorRT logger for one builder or runtime; its `reason()` is why the last call failed."""
     return _log_type(trt)()
 
 
 class TensorRTNetwork(Network):
-    """An engine and its contexts. Threads may share it; each `run` has a context to itself.
+    """An engine and a pool of execution contexts. Thread-safe: each `run` uses a context of its own.
 
-    Inputs are cast to the engine's types, outputs come in them.
+    Inputs are cast to the engine's types; outputs have the engine's types.
     """
 
-    limits: Limits
+    limits: ShapeLimits
 
     def __init__(
         self, engine: bytes, name: str, device: torch.device | str, *, contexts: int = 1, timeout: float = 5.0
     ) -> None:
-        """engine: a plan's bytes, which have to be of this machine. contexts: executions at the same time. timeout:
-        seconds that a `run` waits for one of them.
+        """engine: bytes of a plan built on such a machine. contexts: number of concurrent executions. timeout: seconds
+        that a `run` waits for a context.
 
-        PlanError where TensorRT refuses the engine, UnavailableError where there is no memory for the contexts.
+        PlanError if TensorRT refuses the engine, UnavailableError if there is no memory for the contexts.
         """
         trt = import_tensorrt()
         self.name = name
@@ -92,14 +92,14 @@ class TensorRTNetwork(Network):
             self._runtime = trt.Runtime(self._log)
             self._engine = self._runtime.deserialize_cuda_engine(engine)
         if self._engine is None:
-            raise PlanError(f"TensorRT refuses the plan of {name}: {self._log.reason()}; remove it and build it anew")
+            raise PlanError(f"TensorRT refuses the plan of {name}: {self._log.reason()}; remove it and build it again")
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         self._types = {tensor: _torch_type(trt, self._engine.get_tensor_dtype(tensor)) for tensor in names}
         modes = {tensor: self._engine.get_tensor_mode(tensor) for tensor in names}
         self._inputs = [tensor for tensor in names if modes[tensor] == trt.TensorIOMode.INPUT]
         self._outputs = [tensor for tensor in names if modes[tensor] == trt.TensorIOMode.OUTPUT]
         self.limits = self._profile_limits()
-        self._nothing = torch.zeros(1, device=self._device)  # the address of empty tensors, which may not be null
+        self._nothing = torch.zeros(1, device=self._device)  # address of empty tensors, which must not be null
         streams = [stream_on(self._device) for _ in range(contexts)]
         self._pool = ContextPool(self._new_context, streams, self.limits)
 
@@ -113,8 +113,10 @@ class TensorRTNetwork(Network):
         contexts: int = 1,
         timeout: float = 5.0,
     ) -> "TensorRTNetwork":
-        """From the plan of `workload` that fits this machine; PlanError if there is none, ImportError if TensorRT is
-        not there."""
+        """Load the plan of `workload` that fits this machine.
+
+        PlanError if there is none, ImportError if TensorRT is not installed.
+        """
         import_tensorrt()
         plan = plans.find(workload, model_dir, Machine.here(device))
         return cls(plan.read(), f"{workload.onnx} ({workload.use})", device, contexts=contexts, timeout=timeout)
@@ -140,7 +142,7 @@ class TensorRTNetwork(Network):
         return tensor.to(self._device, self._types[name]).contiguous()
 
     def _bind(self, context: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Shapes and addresses of all tensors; the outputs, not computed yet."""
+        """Set shapes and addresses of all tensors; return the outputs, not computed yet."""
         for name, tensor in inputs.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 raise RuntimeError(f"{self.name}: TensorRT refuses {name} {tuple(tensor.shape)}: {self._log.reason()}")
@@ -156,20 +158,20 @@ class TensorRTNetwork(Network):
                 raise RuntimeError(f"{self.name}: TensorRT refuses the address of {name}: {self._log.reason()}")
         return outputs
 
-    def _new_context(self, stream: Stream) -> Any:
+    def _new_context(self, stream: WorkStream) -> Any:
         with current_on(self._device):
             context = self._engine.create_execution_context()
         if context is None:
             raise UnavailableError(f"{self.name}: no room for another TensorRT context: {self._log.reason()}")
-        # Not left to TensorRT: by default only an engine's first context has a profile.
+        # Set explicitly: by default only the first context of an engine has a profile.
         if not context.set_optimization_profile_async(PROFILE, stream.handle):
             raise RuntimeError(f"{self.name}: TensorRT refuses its profile: {self._log.reason()}")
         return context
 
-    def _profile_limits(self) -> Limits:
+    def _profile_limits(self) -> ShapeLimits:
         bounds = {name: self._engine.get_tensor_profile_shape(name, PROFILE) for name in self._inputs}
         least, usual, most = ({name: tuple(shapes[kind]) for name, shapes in bounds.items()} for kind in range(3))
-        return Limits(least, usual, most)
+        return ShapeLimits(least, usual, most)
 
 
 def _torch_type(trt: Any, kind: Any) -> torch.dtype:

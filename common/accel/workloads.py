@@ -1,14 +1,14 @@
-"""What serving asks of each network: the shapes and the precision that its TensorRT plan has to be built for.
+"""The shapes and the precision of each network in serving, for which its TensorRT plan has to be built.
 
-Rows are those of a batch under classifier-free guidance, two per stream. A plan's memory grows with the largest of all
-its sizes together, so that uses which differ much in their shapes have plans of their own.
+A batch has two rows per stream, because of classifier-free guidance. A plan's memory grows with the product of its
+largest sizes, so uses with very different shapes have separate plans.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from common.accel.network import Limits
+from common.accel.network import ShapeLimits
 from common.accel.signatures import SPEAKER, Signature, signature_of
 from common.config import OrchestratorConfig, Token2WavConfig
 from common.constants import (
@@ -24,9 +24,9 @@ from common.constants import (
 )
 from common.stacks import Stack
 
-Precision = Literal["float32", "float16", "bfloat16"]
+PlanPrecision = Literal["float32", "float16", "bfloat16"]
 
-MAX_BATCH = 16  # streams an execution: more at once gain little (docs/results/token2wav.md) and take memory
+MAX_BATCH = 16  # streams per execution: more gain little (docs/results/token2wav.md) and take memory
 USUAL_BATCH = 4
 USUAL_PROMPT_SECONDS, USUAL_SECONDS = 5, 8
 FBANK_RATE = 100  # frames of CAM++'s features per second
@@ -34,7 +34,7 @@ FBANK_RATE = 100  # frames of CAM++'s features per second
 
 @dataclass(frozen=True)
 class Span:
-    """The sizes that a dimension may have."""
+    """Smallest, usual and largest size of a dimension."""
 
     least: int
     usual: int
@@ -52,32 +52,34 @@ Profile = Mapping[str, Span]
 
 @dataclass(frozen=True)
 class Workload:
-    """One use of a network. `profile`: the sizes of its axes that vary, by their name in the signature. `options`:
-    those of the command that builds plans, where they differ from its defaults.
+    """One use of a network.
+
+    profile: sizes of the axes that vary, by their name in the signature. options: command-line options that build its
+    plan, where they differ from the defaults.
     """
 
     use: str
     signature: Signature
     profile: Profile
-    precision: Precision
+    precision: PlanPrecision
     options: str = ""
 
     @property
     def onnx(self) -> str:
-        """The network's file in the vocoder's model directory."""
+        """The network's file in the model directory."""
         return self.signature.file
 
-    def limits(self, shapes: Mapping[str, Sequence[int]]) -> Limits:
-        """The shapes of all inputs, given those of the ONNX file, where -1 is a size that varies.
+    def limits(self, shapes: Mapping[str, Sequence[int]]) -> ShapeLimits:
+        """Limits of all inputs, given their shapes in the ONNX file, where -1 is a size that varies.
 
-        ValueError where the file has other inputs, or cannot take what serving asks.
+        ValueError if the file has other inputs or fixes a size that varies in serving.
         """
         if unlike := sorted(shapes.keys() ^ self.signature.axes.keys()):
             raise ValueError(
                 f"{self.onnx} has the inputs {', '.join(shapes)}, not {', '.join(self.signature.axes)}: {unlike[0]}"
             )
         spans = {name: self._spans(name, shape) for name, shape in shapes.items()}
-        return Limits(
+        return ShapeLimits(
             least={name: tuple(span.least for span in each) for name, each in spans.items()},
             usual={name: tuple(span.usual for span in each) for name, each in spans.items()},
             most={name: tuple(span.most for span in each) for name, each in spans.items()},
@@ -89,7 +91,7 @@ class Workload:
             varying = self.signature.axes[name].get(axis)
             span = Span(size, size, size) if varying is None else self.profile[varying]
             if span.least < 0:
-                raise ValueError(f"{self.onnx}: axis {axis} of input {name!r} varies, nothing says between what")
+                raise ValueError(f"{self.onnx}: axis {axis} of input {name!r} varies, and no limits are known for it")
             if size >= 0 and span != Span(size, size, size):
                 raise ValueError(
                     f"{self.onnx}: axis {axis} of input {name!r} is fixed at {size}, serving needs {varying} {span}; "
@@ -101,22 +103,22 @@ class Workload:
 
 @dataclass(frozen=True)
 class Serving:
-    """The settings of a stack that bound the shapes, as its models are configured."""
+    """The settings of a stack that bound the shapes of its networks."""
 
-    precision: Precision = "float16"
+    precision: PlanPrecision = "float16"
     max_streams: int = Token2WavConfig.max_streams
     max_hop_tokens: int = OrchestratorConfig.max_hop_tokens
 
     def __post_init__(self) -> None:
-        if self.precision not in get_args(Precision):
-            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, not {self.precision!r}")
+        if self.precision not in get_args(PlanPrecision):
+            raise ValueError(f"precision must be one of {', '.join(get_args(PlanPrecision))}, not {self.precision!r}")
         for name in ("max_streams", "max_hop_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     @property
     def options(self) -> str:
-        """Those of the command that builds plans, where they differ from its defaults."""
+        """Command-line options of the plan builder, where they differ from its defaults."""
         default = Serving()
         names = ("precision", "max_streams", "max_hop_tokens")
         return " ".join(
@@ -152,9 +154,10 @@ class Serving:
 
 
 def speaker() -> Workload:
-    """CAM++ over one recording's features. In float32 always: it runs once per voice."""
+    """CAM++ over the features of one recording. Always float32: it runs once per voice."""
     frames = Span(
-        int(MIN_REFERENCE_SECONDS * FBANK_RATE) - 2,  # a frame is longer than its hop: the last ones are not whole
+        int(MIN_REFERENCE_SECONDS * FBANK_RATE)
+        - 2,  # windows are longer than their hop, so the last two are not complete
         USUAL_PROMPT_SECONDS * FBANK_RATE,
         int(MAX_REFERENCE_SECONDS * FBANK_RATE),
     )
@@ -163,10 +166,10 @@ def speaker() -> Workload:
 
 
 def _rows(batch: int) -> Span:
-    """Of up to `batch` streams: a conditional and an unconditional row each."""
+    """Rows of up to `batch` streams: a conditional and an unconditional one each."""
     return Span(2, 2 * min(batch, USUAL_BATCH), 2 * batch)
 
 
 def _span(usual: int, most: int) -> Span:
-    """Mel frames from those of one token on."""
+    """A span of mel frames that starts at one token."""
     return Span(TOKEN_MEL_RATIO, min(usual, most), most)

@@ -82,11 +82,12 @@ class Token2Wav:
         runtime: FlowRuntime = "auto",
         steps: int = EULER_STEPS,
         prompt_cache_bytes: int = Token2WavConfig.voice_cache_mb << 20,
+        contexts: int = Token2WavConfig.flow_contexts,
     ) -> "Token2Wav":
         """The networks of a stack from its checkpoint directory, and the runtime's own files.
 
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
-        memory stays free, which suits whole utterances.
+        memory stays free, which suits whole utterances. contexts: execution contexts of each TensorRT plan.
         """
         _use(device)
         runtime = flow_runtime(runtime, device)
@@ -98,6 +99,7 @@ class Token2Wav:
             steps=steps,
             limits=limits,
             prompt_cache_bytes=prompt_cache_bytes,
+            contexts=contexts,
         )
         flow: StreamingFlow = _function(stack.loader)(Path(model_dir) / stack.flow, options)
         if flow.cumulative != stack.cumulative:
@@ -128,6 +130,7 @@ class Token2Wav:
             runtime=config.flow_runtime,
             steps=config.n_timesteps,
             prompt_cache_bytes=config.voice_cache_mb << 20,
+            contexts=config.flow_contexts,
         )
 
     def warm_up(self) -> None:

@@ -29,7 +29,7 @@ class FlowOptions:
     """How a stack's `loader` is to load its flow.
 
     runtime: of the flow's estimator (docs/accelerators.md), already resolved. prompt_cache_bytes: for prompt caches of
-    voices, if the flow has them.
+    voices, if the flow has them. contexts: execution contexts of each TensorRT plan.
     """
 
     stack: Stack
@@ -39,6 +39,7 @@ class FlowOptions:
     steps: int
     limits: BatchLimits
     prompt_cache_bytes: int
+    contexts: int
 
     @property
     def graphs(self) -> bool:

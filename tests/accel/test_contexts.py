@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from common.accel.contexts import ContextPool
-from common.accel.network import Limits
+from common.accel.network import ShapeLimits
 from common.accel.streams import HostStream
 from common.errors import UnavailableError
 
-LIMITS = Limits(least={"x": (1,)}, usual={"x": (2,)}, most={"x": (4,)})
+LIMITS = ShapeLimits(least={"x": (1,)}, usual={"x": (2,)}, most={"x": (4,)})
 FITS = {"x": (3,)}
 
 

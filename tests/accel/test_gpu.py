@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from common.accel.contexts import ContextPool
-from common.accel.network import Limits
+from common.accel.network import ShapeLimits
 from common.accel.streams import DeviceStream
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine"),
 ]
-LIMITS = Limits(least={"x": (1,)}, usual={"x": (1,)}, most={"x": (1 << 20,)})
+LIMITS = ShapeLimits(least={"x": (1,)}, usual={"x": (1,)}, most={"x": (1 << 20,)})
 CYCLES = 50_000_000  # some 30 ms
 
 

@@ -1,5 +1,6 @@
 """ONNX files of the estimators: against torch, in the engine, and as upstream writes them."""
 
+import dataclasses
 import shutil
 import sys
 import types
@@ -14,10 +15,11 @@ from common import stacks
 from common.accel import onnx
 from common.accel.estimators import DiTOnRuntime
 from common.accel.loading import flow_runtime
-from common.accel.network import Limits, Network
+from common.accel.network import Network, ShapeLimits
 from common.accel.onnx import OnnxNetwork
-from common.accel.plans import Machine
+from common.accel.plans import Machine, PlanError
 from common.accel.signatures import CHUNK, SPEAKER, signature_of
+from common.config import Token2WavConfig
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
 from common.flow.checkpoint import load_dit_flow
 from common.token2wav import engine as engines
@@ -97,19 +99,35 @@ def test_streams_sound_alike_on_either_runtime(exported, stack):
         np.testing.assert_allclose(theirs, ours, atol=1e-3)
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_streams_sound_alike_on_tensorrts_stand_in(exported, stack, monkeypatch):
-    """Which computes the plans' networks; what a real TensorRT does is not known here, see docs/tensorrt.md."""
+@pytest.fixture
+def plans(exported, stack, monkeypatch):
+    """Plans of the stack, built and loaded by the fake TensorRT on the CPU."""
     fake_tensorrt.install(monkeypatch)
     here = Machine("NVIDIA Test", "9.0", fake_tensorrt.__version__)
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: here))
-    monkeypatch.setattr(engines, "flow_runtime", lambda setting, device: setting)  # which asks for a GPU
+    monkeypatch.setattr(engines, "flow_runtime", lambda setting, device: setting)  # which requires a GPU
     directory = str(exported[stack])
     assert build_engines.main(["--model-dir", directory, "--device", "cpu", "--precision", "float32"]) == 0
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_streams_sound_alike_on_tensorrts_fake(exported, stack, plans):
+    """The fake computes the plans' networks; what a real TensorRT does is not known here, see docs/tensorrt.md."""
     on_torch, on_plans = (engine(stack, exported[stack], runtime) for runtime in ("torch", "tensorrt"))
     assert on_torch.contexts == (0, 0.0) and on_plans.contexts[0] == {"unet": 2, "dit": 3}[stack]
     for ours, theirs in zip(speak_together(stack, on_torch), speak_together(stack, on_plans), strict=True):
         np.testing.assert_allclose(theirs, ours, atol=1e-3)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_the_settings_of_the_model_size_the_context_pools_and_choose_the_plans(exported, stack, plans):
+    config = Token2WavConfig(
+        model_dir=str(exported[stack]), flow_runtime="tensorrt", flow_precision="float32", flow_contexts=3
+    )
+    subject = Token2Wav.from_config(stacks.named(stack), config)
+    assert subject.contexts[0] == 3 * {"unet": 2, "dit": 3}[stack]
+    with pytest.raises(PlanError, match=r"frames: built for .*, serving needs .*--max-hop-tokens 200"):
+        Token2Wav.from_config(stacks.named(stack), dataclasses.replace(config, max_hop_tokens=200))
 
 
 class OfTwoRows(Network):
@@ -120,7 +138,7 @@ class OfTwoRows(Network):
         of = network.limits
         axes = {name: 1 if "cache" in name else 0 for name in of.most}
         most = {name: tuple(2 if i == axes[name] else n for i, n in enumerate(s)) for name, s in of.most.items()}
-        self.limits = Limits(of.least, of.usual, most)
+        self.limits = ShapeLimits(of.least, of.usual, most)
 
     def run(self, inputs, stream=None):
         self.limits.check({name: tuple(x.shape) for name, x in inputs.items()})
@@ -277,7 +295,7 @@ def test_what_is_no_onnx_file_is_named(tmp_path):
     ],
 )
 def test_a_shape_outside_the_limits_names_input_shape_and_limits(shapes, message):
-    limits = Limits({"x": (2, 80, 4)}, {"x": (4, 80, 6)}, {"x": (8, 80, 9)})
+    limits = ShapeLimits({"x": (2, 80, 4)}, {"x": (4, 80, 6)}, {"x": (8, 80, 9)})
     with pytest.raises(ValueError, match=message):
         limits.check(shapes)
     limits.check({"x": (8, 80, 4)})

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.accel.network import Limits
+from common.accel.network import ShapeLimits
 from common.accel.plans import write_atomically
 from common.accel.tensorrt import TensorRTNetwork, import_tensorrt, new_log
 from common.accel.workloads import Workload
@@ -76,7 +76,7 @@ def check(engine: bytes, onnx: Path, workload: Workload, device: torch.device | 
     return worst
 
 
-def _add_profile(builder: Any, config: Any, limits: Limits, onnx: Path) -> None:
+def _add_profile(builder: Any, config: Any, limits: ShapeLimits, onnx: Path) -> None:
     profile = builder.create_optimization_profile()
     for name, least in limits.least.items():
         profile.set_shape(name, least, limits.usual[name], limits.most[name])
@@ -121,7 +121,7 @@ def _monitor(trt: Any) -> Any:
     return Monitor()
 
 
-def _checked_shapes(limits: Limits) -> dict[str, tuple[int, ...]]:
+def _checked_shapes(limits: ShapeLimits) -> dict[str, tuple[int, ...]]:
     """The usual shapes, or smaller ones where they would keep the CPU busy."""
     return {
         name: tuple(

@@ -24,7 +24,7 @@ from common import stacks
 from common.accel import plans
 from common.accel.plans import Key, Machine, Plan, PlanError
 from common.accel.tensorrt import import_tensorrt
-from common.accel.workloads import Precision, Serving, Workload
+from common.accel.workloads import PlanPrecision, Serving, Workload
 from common.stacks import Stack
 from tools.export.builder import build, check
 
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", type=Path, required=True, help="the vocoder's: flow.pt, campplus.onnx, ...")
     parser.add_argument("--list", action="store_true", help="build nothing; say which plans fit this machine")
-    parser.add_argument("--precision", choices=get_args(Precision), default=Serving.precision, help="of the flow")
+    parser.add_argument("--precision", choices=get_args(PlanPrecision), default=Serving.precision, help="of the flow")
     parser.add_argument("--max-streams", type=int, default=Serving.max_streams, help="as the stack was rendered")
     parser.add_argument("--max-hop-tokens", type=int, default=Serving.max_hop_tokens, help="as the stack was rendered")
     parser.add_argument("--device", default="cuda:0", help="the GPU (default: cuda:0)")

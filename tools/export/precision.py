@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, version_converter
 
-from common.accel.workloads import Precision
+from common.accel.workloads import PlanPrecision
 
 TIME = "t"
 _BEHIND_TIME = {"MatMul", "Gemm", "Conv", "Shape", "Size"}  # what these make of the time is not a time any more
@@ -25,7 +25,7 @@ BFLOAT16_OPSET = 22  # the first in which convolutions and Mish take it
 LARGEST = 1e4
 
 
-def read(path: Path, precision: Precision) -> bytes:
+def read(path: Path, precision: PlanPrecision) -> bytes:
     """The ONNX file, with whatever lies beside it, as one message in `precision`; ValueError if it cannot be read."""
     try:
         model = onnx.load(str(path))

@@ -30,8 +30,16 @@ from common.voice.prompt import Prompt
 def load(path: Path, options: FlowOptions) -> "UNetStreaming":
     """The flow of a `flow.pt`, with the runtime's own files beside it. Raises ValueError naming what does not fit."""
     network = load_unet_flow(path, options.device, options.dtype)
-    max_streams = options.limits.max_streams
-    use_runtime(network, options.stack, options.runtime, path.parent, device=options.device, max_streams=max_streams)
+    use_runtime(
+        network,
+        options.stack,
+        options.runtime,
+        path.parent,
+        device=options.device,
+        max_streams=options.limits.max_streams,
+        max_hop_tokens=options.limits.max_hop_tokens,
+        contexts=options.contexts,
+    )
     return UNetStreaming(
         network, flow_noise(options.device), limits=options.limits, steps=options.steps, graphs=options.graphs
     )
