@@ -18,7 +18,7 @@ from pathlib import Path
 from common.constants import HEALTH_PORT
 from common.server import serving
 from common.server.tritonserver import Ports, ServerError, TritonServer
-from common.speech_service.beside import speech_companion
+from common.speech_service.sidecar import speech_sidecar
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             server,
             health_port=args.health_port,
             announce=partial(print, flush=True),
-            companion=None if args.speech_port is None else speech_companion(args.voices, args.host, args.speech_port),
+            companion=None if args.speech_port is None else speech_sidecar(args.voices, args.host, args.speech_port),
             notice_seconds=args.notice_seconds,
             drain_seconds=args.drain_seconds,
         )

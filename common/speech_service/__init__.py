@@ -1,18 +1,21 @@
-"""Speech over HTTP in front of one or several Tritons: what people reach with an SDK, curl or a browser.
+"""Speech over HTTP in front of one or several Tritons, for SDKs, curl and browsers.
 
 command.py      options and environment, the HTTP server; `python -m common.speech_service` starts it
-settings.py     what can be set, checked once
-errors.py       what goes wrong, as OpenAI words it
-triton.py       the Tritons: who serves what, who has least to do, one connection each
-core.py         one request's audio, as it is made: admission, another Triton if one fails, cancellation, figures
-encoding.py     float audio to bytes of a format, chunk by chunk; other rates and speeds
-recordings.py   uploaded recordings, judged before they travel
-shelf.py        the voices by name: listed, added, taken away
-requests.py     what a client may ask for
-responses.py    answers that are sent while they are made, plain or as events
-guard.py        before every route: keys, foreign pages, sizes; after it: figures
-speech_routes.py voice_routes.py socket_route.py    OpenAI's routes and their usual extensions
+command.py      the options and the server; `python -m common.speech_service`
+sidecar.py      the service as a child process of the process that runs a tritonserver
+settings.py     the settings, validated once
+errors.py       errors in OpenAI's format
+triton.py       the Tritons: one connection each, health probes, the least busy one for each request
+dispatcher.py   a request's audio as it is generated: admission, failover, cancellation, metrics
+encoding.py     float audio to bytes of a format, chunk by chunk; sample rates and speeds
+recordings.py   uploaded recordings, decoded and validated
+voices.py       registered voices: list, add, delete
+requests.py     request bodies and their validation
+responses.py    streamed answers, as plain audio or as server-sent events
+guard.py        before every route: API keys, origins, sizes; after it: metrics
+service.py      what the routes share
+speech_routes.py voice_routes.py socket_route.py    OpenAI's routes and common extensions of them
 runtime_http.py runtime_grpc.py                     the plain runtime's routes and its gRPC service
-app.py          all of it as one application
-static/         the page
+app.py          the application that joins all of it
+static/         the web page
 """

@@ -1,4 +1,4 @@
-"""The application: the routes, what guards them, and what they share."""
+"""The application: routes, middleware and error handlers."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -12,18 +12,18 @@ from starlette.staticfiles import StaticFiles
 
 from common.errors import UnavailableError
 from common.speech_service import runtime_grpc, runtime_http, socket_route, speech_routes, voice_routes
-from common.speech_service.core import SpeechCore
+from common.speech_service.dispatcher import Dispatcher
 from common.speech_service.errors import ApiError
 from common.speech_service.guard import Guard
 from common.speech_service.metrics import Metrics
 from common.speech_service.responses import error_response
 from common.speech_service.service import Service
 from common.speech_service.settings import Settings
-from common.speech_service.shelf import Shelf
 from common.speech_service.triton import TritonPool
+from common.speech_service.voices import VoiceFolder
 
 STATIC = Path(__file__).parent / "static"
-# The page uses its own files and nobody else's.
+# The page loads only its own files.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; media-src 'self' blob:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -33,26 +33,26 @@ _PAGE_HEADERS = {
 
 
 def build(settings: Settings, runtime: runtime_grpc.Endpoint | None = None) -> FastAPI:
-    """The application, which holds its connections while it runs. runtime: where to serve the plain runtime's gRPC."""
+    """The application; it holds its connections while it runs. runtime: address of the plain runtime's gRPC service."""
     metrics = Metrics()
-    shelf = Shelf(settings.voices_dir, settings.max_reference_bytes)
+    voices = VoiceFolder(settings.voices_dir, settings.max_reference_bytes)
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
-        async with TritonPool(settings.urls) as pool, SpeechCore(pool, settings, metrics) as core:
-            app.state.service = service = Service(settings, shelf, metrics, core)
+        async with TritonPool(settings.urls) as pool, Dispatcher(pool, settings, metrics) as dispatcher:
+            app.state.service = service = Service(settings, voices, metrics, dispatcher)
             async with runtime_grpc.serving(service, runtime):
                 yield
 
-    # Without FastAPI's own pages of documentation, which load their scripts from elsewhere.
+    # Without FastAPI's documentation pages, which load scripts from other hosts.
     app = FastAPI(title="CosyVoice2 speech", version="1", docs_url=None, redoc_url=None, lifespan=running)
     for routes in (speech_routes, voice_routes, socket_route, runtime_http):
         app.include_router(routes.router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    _add_house_routes(app)
+    _add_service_routes(app)
     _add_errors(app)
     app.add_middleware(Guard, settings=settings, metrics=metrics)
-    if settings.cors_origins:  # around the guard, since browsers bring no key when they ask whether they may
+    if settings.cors_origins:  # outside the guard, because preflight requests have no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
@@ -63,25 +63,25 @@ def build(settings: Settings, runtime: runtime_grpc.Endpoint | None = None) -> F
     return app
 
 
-def _add_house_routes(app: FastAPI) -> None:
+def _add_service_routes(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(STATIC / "index.html", headers=_PAGE_HEADERS)
 
     @app.get("/health")
     async def health(request: Request) -> Response:
-        """Whether at least one Triton serves a speech model."""
-        pool = Service.of(request).core.pool
-        tritons = [{"address": one.url, "models": sorted(one.models)} for one in pool.addresses]
+        """200 if at least one Triton serves a speech model."""
+        pool = Service.of(request).dispatcher.pool
+        tritons = [{"address": each.url, "models": sorted(each.models)} for each in pool.backends]
         status = 200 if pool.models else 503
         return JSONResponse({"status": "ok" if pool.models else "unavailable", "tritons": tritons}, status)
 
     @app.get("/metrics", include_in_schema=False)
-    async def figures(request: Request) -> Response:
+    async def metrics(request: Request) -> Response:
         service = Service.of(request)
-        for one in service.core.pool.addresses:
-            service.metrics.outstanding.labels(one.url).set(one.outstanding)
-            service.metrics.ready.labels(one.url).set(bool(one.models))
+        for backend in service.dispatcher.pool.backends:
+            service.metrics.outstanding.labels(backend.url).set(backend.outstanding)
+            service.metrics.ready.labels(backend.url).set(bool(backend.models))
         return Response(service.metrics.page(), media_type=service.metrics.content_type)
 
 
@@ -95,11 +95,14 @@ def _add_errors(app: FastAPI) -> None:
         return error_response(ApiError(503, str(error), code="unavailable", retry_after=1))
 
     @app.exception_handler(HTTPException)
-    async def of_the_framework(request: Request, error: HTTPException) -> Response:
-        words = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
-        return error_response(ApiError(error.status_code, words.get(error.status_code, str(error.detail))))
+    async def framework_error(request: Request, error: HTTPException) -> Response:
+        messages = {
+            404: f"{request.url.path} does not exist",
+            405: f"{request.url.path} does not support {request.method}",
+        }
+        return error_response(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:
         # uvicorn logs it.
-        return error_response(ApiError(500, "an error of the service itself; its log has the details"))
+        return error_response(ApiError(500, "internal error; see the log of the service"))

@@ -29,9 +29,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
             default = [part.strip() for part in given.split(",") if part.strip()] if "nargs" in how else given
         parser.add_argument(f"--{name}", default=default, **how)
 
-    add("url", list(Settings.urls), nargs="+", help="gRPC addresses of Triton; one with least to do is asked")
-    add("ref_audios_dir", Settings.voices_dir, type=Path, help="the voices: the folder `voices` of the checkpoints")
-    add("host", "127.0.0.1", help="0.0.0.0 to be reached from elsewhere; then set --api_keys")
+    add("url", list(Settings.urls), nargs="+", help="gRPC addresses of Triton; the least busy one is used")
+    add("ref_audios_dir", Settings.voices_dir, type=Path, help="folder of the registered voices")
+    add("host", "127.0.0.1", help="0.0.0.0 to accept other hosts; then also set --api_keys")
     add("port", 10086, type=int, help="0: any free one")
     add("runtime_port", None, type=int, help="serve the plain runtime's gRPC service too; its clients expect 50000")
     add(
@@ -40,14 +40,14 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         help="for requests that name no served model; default: the first one served",
     )
     add("default_sample_rate", Settings.sample_rate, type=int, help="Hz of answers to requests without a sample_rate")
-    add("api_keys", [], nargs="+", help="whoever brings none of them is refused; better in SPEECH_API_KEYS")
+    add("api_keys", [], nargs="+", help="accepted keys; better set in SPEECH_API_KEYS")
     add("cors_origins", [], nargs="+", help="sites whose pages may use this service, such as https://example.org; *")
-    add("max_streams", Settings.max_streams, type=int, help="spoken at a time; more are answered 429")
-    add("max_sessions", Settings.max_sessions, type=int, help="open WebSockets")
+    add("max_streams", Settings.max_streams, type=int, help="concurrent streams; more are answered 429")
+    add("max_sessions", Settings.max_sessions, type=int, help="limit of open WebSockets")
     add("max_input_chars", Settings.max_input_chars, type=int)
-    add("max_reference_mb", Settings.max_reference_mb, type=int, help="size of an uploaded recording")
-    add("max_batch", Settings.max_batch, type=int, help="texts of one batch")
-    add("timeout", Settings.timeout, type=float, help="seconds for one whole answer")
+    add("max_reference_mb", Settings.max_reference_mb, type=int, help="size limit of an uploaded recording")
+    add("max_batch", Settings.max_batch, type=int, help="limit of texts in one batch")
+    add("timeout", Settings.timeout, type=float, help="seconds for a whole answer")
     add("stall", Settings.stall, type=float, help="seconds that a client may leave its audio unread")
     return parser
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, description: str = str(__doc__)) -> 
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """ValueError naming an option that is wrong."""
+    """The settings; ValueError naming an invalid option."""
     return Settings(
         urls=tuple(args.url),
         voices_dir=args.ref_audios_dir,
@@ -83,33 +83,33 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def serve(args: argparse.Namespace, settings: Settings) -> int:
-    """Until SIGTERM; 1 if the server could not start."""
-    import uvicorn  # here, so that --help and a wrong option take no seconds
+    """Serve until SIGTERM; 1 if the server could not start."""
+    import uvicorn  # here, so that --help and invalid options are fast
 
     from common.speech_service.app import build
-    from common.speech_service.guard import NamesRequest
+    from common.speech_service.guard import RequestIdFilter
     from common.speech_service.runtime_grpc import Endpoint
 
     log = logging.StreamHandler()
-    log.addFilter(NamesRequest())
+    log.addFilter(RequestIdFilter())
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s [%(request)s] %(message)s", handlers=[log]
     )
     if args.host not in ("127.0.0.1", "localhost", "::1") and not settings.api_keys:
-        logging.warning("whoever reaches %s:%d may speak and add voices: set --api_keys", args.host, args.port)
+        logging.warning("everyone who can reach %s:%d may speak and add voices: set --api_keys", args.host, args.port)
     runtime = None if args.runtime_port is None else Endpoint(args.host, args.runtime_port)
     server = uvicorn.Server(
         uvicorn.Config(
             build(settings, runtime),
             host=args.host,
             port=args.port,
-            access_log=False,  # the figures are in /metrics
+            access_log=False,  # see /metrics instead
             log_config=None,
             ws="websockets-sansio",
             ws_max_size=settings.max_body_bytes,
-            timeout_graceful_shutdown=DRAIN_SECONDS,  # what is being spoken when SIGTERM comes may end
+            timeout_graceful_shutdown=DRAIN_SECONDS,  # live streams may end after SIGTERM
         )
     )
-    with contextlib.suppress(KeyboardInterrupt):  # raised once more when it has ended
+    with contextlib.suppress(KeyboardInterrupt):  # raised again after the server has ended
         server.run()
     return 0 if server.started else 1

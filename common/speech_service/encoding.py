@@ -1,7 +1,7 @@
-"""Audio to bytes of a format, chunk by chunk, so that what was spoken is on its way while the rest is made.
+"""Encodes audio chunk by chunk, so that it can be sent while the rest is generated.
 
-FFmpeg's encoders and filters, by PyAV. A renderer belongs to one answer; its calls take milliseconds and release the
-interpreter, so those of compressed formats belong into a thread.
+Uses FFmpeg's encoders and filters through PyAV. An encoder belongs to one answer. Its calls take milliseconds and
+release the GIL, so those of compressed formats should run in a thread.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from common.speech_service.settings import RATES
 
 _INT16_PEAK = 32767
 _SLICE = 1024
-_TEMPO_RANGE = (0.5, 2.0)  # of one atempo filter; beyond it, it leaves out samples instead of blending them
+_TEMPO_RANGE = (0.5, 2.0)  # of one atempo filter: outside this range it drops samples instead of blending them
 
 ANY_RATE = frozenset((*RATES, PROMPT_SAMPLE_RATE, SAMPLE_RATE))
 
 
 @dataclass(frozen=True)
 class Format:
-    """A container and its codec as FFmpeg names them; no container: the samples alone."""
+    """A container and its codec, by FFmpeg's names; without a container, raw samples."""
 
     media_type: str
     container: str = ""
@@ -35,15 +35,15 @@ class Format:
 
 
 FORMATS = {
-    # The header of an MP3 or a WAV file holds its length, which nobody knows yet: players take one without, or with
-    # the largest that fits.
+    # The header of an MP3 or WAV file has its length, which is not known yet. Players accept a header without one, or
+    # with the largest possible one.
     "mp3": Format("audio/mpeg", "mp3", "libmp3lame", 96_000, {"write_xing": "0", "id3v2_version": "0"}),
     "opus": Format(
         "audio/ogg",
         "ogg",
         "libopus",
         48_000,
-        {"page_duration": "20000"},  # microseconds; by default a page leaves when it holds a second
+        {"page_duration": "20000"},  # microseconds; by default a page is sent once it has a second
         frozenset((8_000, 12_000, PROMPT_SAMPLE_RATE, SAMPLE_RATE, 48_000)),
     ),
     "aac": Format("audio/aac", "adts", "aac", 64_000),
@@ -53,31 +53,31 @@ FORMATS = {
 }
 
 
-class Renderer:
-    """Float chunks at the models' rate in, bytes of `name` out, at `rate` and `speed`. ValueError for what cannot be.
+class AudioEncoder:
+    """Float chunks at the models' rate -> bytes of the format `name`, at `rate` and `speed`.
 
-    `direct`: samples pass through almost as they are, too little work for a thread.
+    ValueError for an unsupported value. `direct`: the samples are hardly changed, so no thread is needed.
     """
 
     def __init__(self, name: str, rate: int = SAMPLE_RATE, speed: float = 1.0) -> None:
         if name not in FORMATS:
-            raise ValueError(f"response_format {name!r} is none of {', '.join(FORMATS)}")
+            raise ValueError(f"response_format {name!r} is not one of {', '.join(FORMATS)}")
         self.format = FORMATS[name]
         if rate not in self.format.rates:
-            raise ValueError(f"sample_rate {rate} is none of {_listed(self.format.rates)}, which {name} can have")
+            raise ValueError(f"sample_rate {rate} is not one of {_listed(self.format.rates)}, which {name} supports")
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise ValueError(f"speed {speed:g} is not in {MIN_SPEED:g}..{MAX_SPEED:g}")
         self.rate = rate
         self._filter = _filter_of(rate, speed)
         self.direct = self._filter is None and self.format.codec in ("", "pcm_s16le")
-        self._writer = _Writer(self.format, rate) if self.format.container else None
+        self._writer = _ContainerWriter(self.format, rate) if self.format.container else None
 
     def push(self, chunk: np.ndarray) -> bytes:
-        """float32 (N,) -> what is complete of its bytes, possibly none."""
+        """float32 (N,) -> the bytes that are complete, possibly none."""
         return b"".join(self._bytes(part) for part in self._filtered(chunk))
 
     def finish(self) -> bytes:
-        """What was still held back, and the container's end."""
+        """The remaining bytes, and the end of the container."""
         rest = b"".join(self._bytes(part) for part in self._filtered(None))
         return rest if self._writer is None else rest + self._writer.close()
 
@@ -85,7 +85,7 @@ class Renderer:
         if self._filter is None:
             yield from () if chunk is None else (chunk,)
             return
-        # In slices, since atempo answers a frame with the one before.
+        # In slices, because atempo delays its output by one frame.
         slices = [None] if chunk is None else np.split(chunk, range(_SLICE, chunk.size, _SLICE))
         for part in slices:
             self._filter.push(None if part is None else _frame(np.ascontiguousarray(part), "flt", SAMPLE_RATE))
@@ -100,8 +100,8 @@ class Renderer:
         return pcm.tobytes() if self._writer is None else self._writer.write(pcm)
 
 
-class _Writer:
-    """An encoder and its container, which writes to memory that cannot be gone back in, as a network cannot."""
+class _ContainerWriter:
+    """A codec and its container, written to a stream that does not support seeking."""
 
     def __init__(self, kind: Format, rate: int) -> None:
         self._sink = _Sink()
@@ -123,7 +123,7 @@ class _Writer:
 
 
 class _Sink:
-    """What PyAV writes to."""
+    """The file object that PyAV writes to."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -145,7 +145,7 @@ def _frame(samples: np.ndarray, kind: str, rate: int) -> av.AudioFrame:
 
 
 def _filter_of(rate: int, speed: float) -> Graph | None:
-    """A time-stretch that keeps the pitch, then a change of rate; None where neither is asked for."""
+    """A time-stretch that keeps the pitch, then resampling; None if neither is needed."""
     tempos = list(_tempos(speed))
     if not tempos and rate == SAMPLE_RATE:
         return None
@@ -160,10 +160,10 @@ def _filter_of(rate: int, speed: float) -> Graph | None:
 
 
 def _tempos(speed: float) -> Iterator[float]:
-    """Factors that make `speed`, each within one filter's range."""
-    least, most = _TEMPO_RANGE
-    while speed < least or speed > most:
-        factor = least if speed < least else most
+    """Factors whose product is `speed`, each within the range of one filter."""
+    low, high = _TEMPO_RANGE
+    while speed < low or speed > high:
+        factor = low if speed < low else high
         yield factor
         speed /= factor
     if speed != 1.0:

@@ -1,4 +1,4 @@
-"""What goes wrong, in OpenAI's words: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,11 @@ import grpc
 
 from common.errors import INVALID, UNAVAILABLE
 
-_CLIENTS_FAULT = {
+_CLIENT_ERRORS = {
     str(grpc.StatusCode.INVALID_ARGUMENT): 400,
     str(grpc.StatusCode.NOT_FOUND): 404,
 }
-_SERVERS_FAULT = {
+_SERVER_ERRORS = {
     str(grpc.StatusCode.UNAVAILABLE): (503, "unavailable"),
     str(grpc.StatusCode.RESOURCE_EXHAUSTED): (503, "unavailable"),
     str(grpc.StatusCode.DEADLINE_EXCEEDED): (504, "timeout"),
@@ -19,7 +19,7 @@ _SERVERS_FAULT = {
 
 
 class ApiError(Exception):
-    """An answer with status `status`. `param`: the field that is wrong. `retry_after`: seconds, where waiting helps."""
+    """An answer with status `status`. `param`: the invalid field. `retry_after`: seconds, 0 if retrying is futile."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0
@@ -47,22 +47,21 @@ class ApiError(Exception):
 
 
 def invalid(message: object, param: str | None = None, code: str | None = None) -> ApiError:
-    """The client's mistake."""
+    """An error of the client: status 400."""
     return ApiError(400, str(message), code=code, param=param)
 
 
 def from_triton(status: str | None, message: str | None) -> ApiError:
-    """What a failed call to a model means; `status` and `message` as gRPC gives them.
+    """The error for a failed call to a model; `status` and `message` are those of gRPC.
 
-    A stream's error comes without a status. (Triton 2.51 can send one, asked for by a header, and crashes now and then
-    when it does.)
+    Errors of a stream have no status. (Triton 2.51 can send one if a header asks for it, but then sometimes crashes.)
     """
     text = " ".join((message or "the model gave no reason").split())
     if text.startswith(INVALID):
         return ApiError(400, text.removeprefix(INVALID))
     if text.startswith(UNAVAILABLE):
         status, text = str(grpc.StatusCode.UNAVAILABLE), text.removeprefix(UNAVAILABLE)
-    if status in _CLIENTS_FAULT:
-        return ApiError(_CLIENTS_FAULT[status], text)
-    http, code = _SERVERS_FAULT.get(status or "", (502, "upstream_error"))
+    if status in _CLIENT_ERRORS:
+        return ApiError(_CLIENT_ERRORS[status], text)
+    http, code = _SERVER_ERRORS.get(status or "", (502, "upstream_error"))
     return ApiError(http, text, code=code, retry_after=1 if http == 503 else 0)

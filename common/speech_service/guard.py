@@ -1,6 +1,6 @@
-"""Before every route: its size, its sender, its key. After it: what became of it, for the figures.
+"""Before every route: checks of size, origin and API key. After it: metrics of the outcome.
 
-Plain ASGI, since a middleware of Starlette's own would stand between a streamed answer and its client.
+Plain ASGI, because Starlette's middleware base class would relay every streamed answer.
 """
 
 import logging
@@ -18,17 +18,17 @@ from common.speech_service.metrics import Metrics
 from common.speech_service.responses import error_response
 from common.speech_service.settings import Settings
 
-# What needs no key: the page itself, and what machines look at.
+# Paths that need no key: the page, and what monitoring reads.
 OPEN_PATHS = ("/", "/health", "/metrics", "/static", "/favicon.ico")
 _POLICY_VIOLATION = 1008
 
 
-# Of the request that a task works for, so that every line of the log can name it; clients get it as x-request-id.
+# Id of the request that a task works for, part of every log line; clients get it as x-request-id.
 REQUEST_ID: ContextVar[str] = ContextVar("request", default="-")
 
 
-class NamesRequest(logging.Filter):
-    """Gives each record the attribute `request`."""
+class RequestIdFilter(logging.Filter):
+    """Adds the attribute `request` to each log record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.request = REQUEST_ID.get()
@@ -36,7 +36,7 @@ class NamesRequest(logging.Filter):
 
 
 class Guard:
-    """Wraps the application."""
+    """ASGI middleware around the application."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app = app
@@ -63,16 +63,16 @@ class Guard:
             try:
                 self._check(scope)
             except ApiError as error:
-                await self._refuse(error, scope, receive, watched)
+                await self._reject(error, scope, receive, watched)
                 return
-            await self._app(scope, _Limited(receive, self._settings.max_body_bytes), watched)
+            await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes), watched)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, scope.get("speech.outcome", status)).inc()
 
-    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _reject(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await receive()  # its opening
+            await receive()  # the connect message
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": error.message})
         else:
             await error_response(error)(scope, receive, send)
@@ -84,13 +84,13 @@ class Guard:
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
             raise too_large(self._settings.max_body_bytes)
         path = scope["path"]
-        if not any(path == one or path.startswith(f"{one}/") and one != "/" for one in OPEN_PATHS):
+        if not any(path == each or path.startswith(f"{each}/") and each != "/" for each in OPEN_PATHS):
             check_key(headers.get("authorization", ""), self._settings.api_keys)
 
     def _check_origin(self, headers: Headers, method: str) -> None:
-        """A page of another site must not speak, or add voices, through the browser of somebody who may.
+        """Reject requests that a page of another site sends through a user's browser.
 
-        Browsers ask before they send such a request only where it has a JSON body, and never before a WebSocket.
+        Browsers send a preflight request only if the request has a JSON body, and never for a WebSocket.
         """
         origin = headers.get("origin")
         if origin is None or method in ("GET", "HEAD", "OPTIONS"):
@@ -98,12 +98,12 @@ class Guard:
         allowed = self._settings.cors_origins
         if urlsplit(origin).netloc != headers.get("host") and "*" not in allowed and origin not in allowed:
             raise ApiError(
-                403, f"pages of {origin} may not use this service: allow it by --cors_origins", code="origin"
+                403, f"pages of {origin} may not use this service: allow them with --cors_origins", code="origin"
             )
 
 
 def check_key(authorization: str, keys: Iterable[str]) -> None:
-    """ApiError 401 unless `authorization` is "Bearer KEY" with one of `keys`, or there are none."""
+    """ApiError 401 unless `authorization` is "Bearer KEY" with one of `keys`, or `keys` is empty."""
     keys = tuple(keys)
     scheme, _, given = authorization.partition(" ")
     if keys and not any(
@@ -118,8 +118,8 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
 
 
-class _Limited:
-    """`receive` that gives no more than `limit` bytes of a body whose length nobody announced."""
+class _LimitedReceive:
+    """`receive` that raises once a body without content-length exceeds `limit` bytes."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive

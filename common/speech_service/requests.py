@@ -1,4 +1,4 @@
-"""What a client may ask for: OpenAI's fields, and ours behind them."""
+"""Request bodies: OpenAI's fields and our extensions."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,18 +10,18 @@ from common.client.requests import Utterance
 from common.speech_service.errors import invalid
 from common.speech_service.recordings import decode_base64
 from common.speech_service.settings import Settings
-from common.speech_service.shelf import Shelf
+from common.speech_service.voices import VoiceFolder
 from common.text.normalization import language_of
 from common.voice.prompt import Recording
 
-# Names of OpenAI's models, so that a program's `model` need not be changed: whatever is served answers to them.
+# OpenAI's model names are accepted for the default model, so that programs work unchanged.
 OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))
 
 _SAMPLING = ("seed", "temperature", "top_p", "top_k", "repetition_penalty", "max_tokens")
 
 
 class VoiceId(BaseModel):
-    """OpenAI's other way to name a voice."""
+    """OpenAI's other form of the field `voice`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,37 +29,37 @@ class VoiceId(BaseModel):
 
 
 class SpeechRequest(BaseModel):
-    """The body of POST /v1/audio/speech. Fields that nobody knows are refused, so that no typing error goes unheard."""
+    """The body of POST /v1/audio/speech. Unknown fields are rejected, so that misspelled ones are noticed."""
 
     model_config = ConfigDict(extra="forbid")
 
-    input: str = Field(description="what to say")
+    input: str = Field(description="the text to speak")
     model: str = Field("", description="a served model, or one of OpenAI's names; empty: the default")
-    voice: str | VoiceId = Field("", description="a registered voice; not heard where ref_audio is given")
+    voice: str | VoiceId = Field("", description="a registered voice; ignored if ref_audio is given")
     response_format: str = Field("mp3", description="mp3, opus, aac, flac, wav, pcm (16-bit little-endian samples)")
-    speed: float = Field(1.0, description="0.25 to 4; the pitch stays")
+    speed: float = Field(1.0, description="0.25 to 4; the pitch is kept")
     instructions: str = Field("", description='how to speak, such as "Speak slowly."')
     stream_format: Literal["audio", "sse"] = "audio"
-    ref_audio: str = Field("", description="the voice: a sound file in base64, or an upload of a multipart request")
-    ref_text: str = Field("", description="what ref_audio says; without it the voice is cloned across languages")
-    language: str = Field("", description="of the input (zh, en, ja): a voice known to speak another is cloned across")
+    ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
+    ref_text: str = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
+    language: str = Field("", description="of the input: zh, en, ja; a voice of another one is cloned cross-lingually")
     sample_rate: int | None = Field(None, description="of the answer, in Hz")
     seed: int | None = Field(None, description="the same seed gives the same audio")
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
-    max_tokens: int | None = Field(None, description="speech tokens of each segment of the text, 25 a second")
+    max_tokens: int | None = Field(None, description="speech tokens per segment of the text, 25 per second")
 
     @field_validator("language")
     @classmethod
-    def _is_a_tag(cls, language: str) -> str:
+    def _is_language_tag(cls, language: str) -> str:
         if language and not language.replace("-", "").isalnum():
-            raise ValueError(f"{language!r} is no language tag such as en or zh-CN")
+            raise ValueError(f"{language!r} is not a language tag such as en or zh-CN")
         return language
 
     def served_model(self, default: str) -> str:
-        """The model to ask; empty: whichever is served."""
+        """The model to call; empty: any that is served."""
         return default if not self.model or self.model in OPENAI_MODELS else self.model
 
     @property
@@ -68,7 +68,7 @@ class SpeechRequest(BaseModel):
 
 
 class BatchRequest(BaseModel):
-    """The body of POST /v1/audio/speech/batch: what `items` leave out is taken from the fields beside them."""
+    """The body of POST /v1/audio/speech/batch: the other fields are defaults for each of `items`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -79,7 +79,7 @@ class BatchRequest(BaseModel):
 
 
 def parse(model: type[BaseModel], fields: Any) -> Any:
-    """`fields` as that model; ApiError naming the field that is wrong."""
+    """`fields` as an instance of `model`; ApiError naming the invalid field."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -89,11 +89,11 @@ def parse(model: type[BaseModel], fields: Any) -> Any:
 
 
 def utterance(
-    wanted: SpeechRequest, recorded: Callable[[], np.ndarray] | None, shelf: Shelf, settings: Settings
+    wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, voices: VoiceFolder, settings: Settings
 ) -> Utterance:
-    """What to ask a model for; ApiError naming the field that is wrong. Reads files, so not on an event loop.
+    """The request to a model; ApiError naming the invalid field. Reads files, so do not call it on an event loop.
 
-    recorded: makes the voice's samples, or a ValueError, where a recording came beside the fields.
+    decode_upload: returns the samples of an uploaded recording or raises ValueError; None without an upload.
     """
     if len(wanted.input) > settings.max_input_chars:
         raise invalid(
@@ -103,48 +103,50 @@ def utterance(
         )
     if not wanted.input.strip():
         raise invalid("input is empty", "input")
-    recording = _reference(wanted, recorded, settings.max_reference_bytes)
+    recording = _reference(wanted, decode_upload, settings.max_reference_bytes)
     if recording is not None:
         voice: dict[str, Any] = {"reference": recording, "reference_text": wanted.ref_text.strip() or None}
     elif wanted.ref_text:
-        raise invalid("ref_text without a ref_audio that says it", "ref_text")
+        raise invalid("ref_text without ref_audio", "ref_text")
     else:
-        voice = _registered(wanted.voice_name, shelf)
-    # Fractions as text, which the models read too: Triton 2.51 knows no such parameter.
+        voice = _registered(wanted.voice_name, voices)
+    # Floats as text, which the models accept: Triton 2.51 has no float parameters.
     sampling = {name: value for name in _SAMPLING if (value := getattr(wanted, name)) is not None}
     parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
-    if _other_language(wanted.language, voice.pop("words", "") or voice.get("reference_text") or ""):
+    if _other_language(wanted.language, voice.pop("transcript", "") or voice.get("reference_text") or ""):
         if voice.pop("reference_text", None) is None:
             parameters["cross_lingual"] = True
     instructions = wanted.instructions.strip() or None
     if instructions and recording is None:
-        voice.pop("reference_text", None)  # an instruction takes its place
+        voice.pop("reference_text", None)  # the instruction replaces it
         parameters.pop("cross_lingual", None)
     return Utterance(target_text=wanted.input, instruct_text=instructions, parameters=parameters, **voice)
 
 
-def _reference(wanted: SpeechRequest, recorded: Callable[[], np.ndarray] | None, max_bytes: int) -> np.ndarray | None:
-    """The recording that came with the request, by either way."""
+def _reference(
+    wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, max_bytes: int
+) -> np.ndarray | None:
+    """The recording in the request, uploaded or in base64."""
     try:
-        if recorded is not None:
-            return recorded()
+        if decode_upload is not None:
+            return decode_upload()
         return decode_base64(wanted.ref_audio, max_bytes) if wanted.ref_audio else None
     except ValueError as error:
         raise invalid(error, "ref_audio") from None
 
 
-def _registered(name: str, shelf: Shelf) -> dict[str, Any]:
-    """Fields of the utterance that make it that voice's; none for an empty name, so that the model's default speaks."""
+def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
+    """The utterance's fields for a registered voice; none for an empty name, which means the model's default voice."""
     if not name:
         return {}
-    voice = shelf.get(name)
+    voice = voices.get(name)
     if isinstance(voice, Recording):
         return {"reference": voice.wav, "reference_text": voice.text or None}
-    return {"speaker": name, "words": "" if voice is None else voice.text}
+    return {"speaker": name, "transcript": "" if voice is None else voice.text}
 
 
-def _other_language(language: str, words: str) -> bool:
-    """Whether a voice whose transcript is `words` is known to speak another language than `language`."""
+def _other_language(language: str, transcript: str) -> bool:
+    """Whether the language of a voice's transcript is known and differs from `language`."""
     wanted = language.lower().partition("-")[0]
-    known = language_of(words) if words else None
+    known = language_of(transcript) if transcript else None
     return wanted in ("zh", "en", "ja") and known is not None and known != wanted

@@ -1,8 +1,8 @@
-"""Answers that are sent while they are made.
+"""Streamed answers.
 
-Until the first bytes are there nothing is sent, so an error is still a status with OpenAI's JSON. After that an error
-ends the answer in a way that no client takes for success: events name it, plain audio breaks off within its chunked
-body. A client that left, or does not read, ends the work at once.
+Nothing is sent before the first bytes exist, so an earlier error is an HTTP status with OpenAI's JSON. A later error
+ends the answer in a way that no client takes for success: an event with the error, or a chunked body that ends without
+its final chunk. If a client disconnects or stops reading, its work ends at once.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from async_timeout import timeout
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from common.speech_service.core import Job
+from common.speech_service.dispatcher import SpeechJob
 from common.speech_service.errors import ApiError
 from common.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
 
-_AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second is what nginx obeys
+_STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is for nginx
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -31,11 +31,11 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class AudioResponse(Response):
-    """Bytes as `parts` makes them. stall: seconds that a client may leave them unread."""
+    """Sends the bytes of `parts` as they are produced. stall: seconds that a client may leave them unread."""
 
     def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, stall: float, rate: int) -> None:
-        super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_AS_IT_COMES})
-        del self.headers["content-length"]  # not known, so the body is chunked
+        super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_STREAMING_HEADERS})
+        del self.headers["content-length"]  # unknown, so the body is chunked
         self._parts = parts
         self._stall = stall
 
@@ -58,17 +58,17 @@ class AudioResponse(Response):
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                await self._part(send, first)
+                await self._send_part(send, first)
                 async for part in parts:
-                    await self._part(send, part)
+                    await self._send_part(send, part)
             except (ApiError, asyncio.TimeoutError) as error:
-                # The body is left without its end, upon which the server closes the connection: see RFC 9112, 8.
+                # The final chunk of the body is missing, so the server closes the connection: see RFC 9112, 8.
                 scope["speech.outcome"] = "aborted"
-                logger.warning("an answer was broken off after its first byte: %s", error or "nobody reads it")
+                logger.warning("an answer was aborted after its first byte: %s", error or "the client does not read it")
                 return
         await send({"type": "http.response.body", "body": b""})
 
-    async def _part(self, send: Send, part: bytes) -> None:
+    async def _send_part(self, send: Send, part: bytes) -> None:
         async with timeout(self._stall):
             await send({"type": "http.response.body", "body": part, "more_body": True})
 
@@ -78,16 +78,16 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def events(parts: AsyncGenerator[bytes, None], job: Job) -> AsyncGenerator[bytes, None]:
-    """Server-sent events around the parts of an answer: deltas, then `done` with the usage, or `error`."""
-    begun = False
+async def events(parts: AsyncGenerator[bytes, None], job: SpeechJob) -> AsyncGenerator[bytes, None]:
+    """The parts of an answer as server-sent events: deltas, then `done` with the usage, or `error`."""
+    started = False
     try:
         async with aclosing(parts):
             async for part in parts:
-                begun = True
+                started = True
                 yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(part).decode()})
     except ApiError as error:
-        if not begun:
+        if not started:
             raise
         yield _event({"type": "speech.audio.error", **error.body})
         return

@@ -1,4 +1,4 @@
-"""The gRPC service of CosyVoice's plain runtime, over the same core."""
+"""The gRPC service of CosyVoice's plain runtime."""
 
 import contextlib
 import logging
@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-from common.speech_service.core import Job
-from common.speech_service.encoding import Renderer
+from common.speech_service.dispatcher import SpeechJob
+from common.speech_service.encoding import AudioEncoder
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.guard import check_key
 from common.speech_service.recordings import from_pcm16
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 PROTO = "common/speech_service/cosyvoice.proto"
 GRACE_SECONDS = 5.0
 
-_FIELDS = (("spk_id", "voice"), ("instruct_text", "instructions"), ("prompt_text", "ref_text"))  # theirs, ours
+_FIELDS = (("spk_id", "voice"), ("instruct_text", "instructions"), ("prompt_text", "ref_text"))  # (its field, ours)
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -34,7 +34,7 @@ _CODES = {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to listen; port 0: any free one."""
+    """The address to listen on; port 0: any free one."""
 
     host: str
     port: int
@@ -42,13 +42,13 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[None]:
-    """The gRPC server, while the block runs; none without an endpoint. OSError where the port is taken."""
+    """Run the gRPC server while the block runs; none without an endpoint. OSError if the port is in use."""
     if endpoint is None:
         yield
         return
-    _, services = grpc.protos_and_services(PROTO)  # compiled here: no generated code to go stale
+    _, services = grpc.protos_and_services(PROTO)  # compiled at run time: no generated code to keep up to date
     server = grpc.aio.server(options=_options(service))
-    services.add_CosyVoiceServicer_to_server(Bridge(service), server)
+    services.add_CosyVoiceServicer_to_server(RuntimeServicer(service), server)
     try:
         port = server.add_insecure_port(f"{endpoint.host}:{endpoint.port}")
     except RuntimeError as error:
@@ -64,37 +64,37 @@ async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[
 def _options(service: Service) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", service.settings.max_body_bytes),
-        ("grpc.so_reuseport", 0),  # or a second service would share the port without a word
+        ("grpc.so_reuseport", 0),  # otherwise a second service could silently share the port
     ]
 
 
-class Bridge:
-    """The servicer."""
+class RuntimeServicer:
+    """Implements `CosyVoice`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._messages, _ = grpc.protos_and_services(PROTO)
 
     async def Inference(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:  # noqa: N802
-        """Answer one request in pieces, each 16-bit samples."""
+        """Answer one request with a stream of 16-bit samples."""
         try:
             metadata = dict(context.invocation_metadata() or ())
             check_key(str(metadata.get("authorization", "")), self._service.settings.api_keys)
             job = await self._job(request)
-            async with contextlib.aclosing(self._service.audio(job, Renderer("pcm"))) as parts:
+            async with contextlib.aclosing(self._service.audio(job, AudioEncoder("pcm"))) as parts:
                 async for part in parts:
                     yield self._messages.Response(tts_audio=part)
         except ApiError as error:
             await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
 
-    async def _job(self, request: Any) -> Job:
+    async def _job(self, request: Any) -> SpeechJob:
         kind = request.WhichOneof("RequestPayload")
         if kind is None:
             raise invalid("the request is empty")
-        asked = getattr(request, kind)
-        values = {"input": asked.tts_text}
+        payload = getattr(request, kind)
+        values = {"input": payload.tts_text}
         for field, name in _FIELDS:
-            if field in asked.DESCRIPTOR.fields_by_name:
-                values[name] = getattr(asked, field)
-        recording = asked.prompt_audio if "prompt_audio" in asked.DESCRIPTOR.fields_by_name else None
+            if field in payload.DESCRIPTOR.fields_by_name:
+                values[name] = getattr(payload, field)
+        recording = payload.prompt_audio if "prompt_audio" in payload.DESCRIPTOR.fields_by_name else None
         return await self._service.job(SpeechRequest(**values), recording, from_pcm16)

@@ -1,6 +1,6 @@
 """The FastAPI routes of CosyVoice's plain runtime: forms in, 16-bit samples at 24 kHz out.
 
-Its own clients send a form with GET, and so may others with POST.
+Its own clients send a form with GET; POST is accepted too.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from common.speech_service.encoding import Renderer
+from common.speech_service.encoding import AudioEncoder
 from common.speech_service.errors import invalid
 from common.speech_service.requests import SpeechRequest
 from common.speech_service.responses import AudioResponse
@@ -18,7 +18,7 @@ from common.speech_service.speech_routes import read_fields
 
 router = APIRouter()
 
-# Route -> fields of its form, `prompt_wav` being a file, and what each is of a request to speak.
+# Route -> the fields of its form and their names in `SpeechRequest`; `prompt_wav` is a file.
 _INPUT = {"tts_text": "input"}
 ROUTES: Mapping[str, Mapping[str, str]] = {
     "/inference_sft": {**_INPUT, "spk_id": "voice"},
@@ -30,7 +30,7 @@ ROUTES: Mapping[str, Mapping[str, str]] = {
 
 
 async def infer(request: Request) -> Response:
-    """Answer any of them."""
+    """Answer a request to any of the routes."""
     service = Service.of(request)
     names = ROUTES[request.url.path]
     fields, upload = await read_fields(request, "prompt_wav")
@@ -38,16 +38,14 @@ async def infer(request: Request) -> Response:
     for field, name in names.items():
         if field == "prompt_wav":
             if upload is None:
-                raise invalid("prompt_wav is missing: send the recording as a file", field)
+                raise invalid("prompt_wav is missing: upload the recording as a file", field)
         elif not str(fields.get(field, "")).strip():
             raise invalid(f"{field} is missing", field)
         else:
             values[name] = str(fields[field])
     job = await service.job(SpeechRequest(**values), upload)
-    renderer = Renderer("pcm")
-    return AudioResponse(
-        service.audio(job, renderer), renderer.format.media_type, service.settings.stall, renderer.rate
-    )
+    encoder = AudioEncoder("pcm")
+    return AudioResponse(service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate)
 
 
 for path in ROUTES:

@@ -6,17 +6,17 @@ from urllib.parse import urlsplit
 
 from common.constants import GRPC_PORT, SAMPLE_RATE
 
-RATES = (8_000, 11_025, 12_000, 22_050, 32_000, 44_100, 48_000)  # besides the models' own two
+RATES = (8_000, 11_025, 12_000, 22_050, 32_000, 44_100, 48_000)  # in addition to the models' own two
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the service; ValueError naming one that is wrong.
+    """Settings of the service; ValueError naming an invalid one.
 
-    urls: gRPC addresses of Triton. voices_dir: the folder of the voices. model: what requests without a served name
-    get; empty: the first that is served. sample_rate: of answers to requests that name none. timeout: seconds for one
-    whole answer. stall: seconds that a client may leave its audio unread.
+    urls: gRPC addresses of Triton. voices_dir: folder of the registered voices. model: for requests that name no served
+    model; empty: the first one served. sample_rate: of answers to requests without one. timeout: seconds for a whole
+    answer. stall: seconds that a client may leave its audio unread.
     """
 
     urls: tuple[str, ...] = (f"localhost:{GRPC_PORT}",)
@@ -35,7 +35,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.urls:
-            raise ValueError("no address of a Triton was given")
+            raise ValueError("no address of a Triton is given")
         object.__setattr__(self, "urls", tuple(grpc_address(url) for url in self.urls))
         for name in ("max_streams", "max_sessions", "max_input_chars", "max_reference_mb", "max_batch"):
             if getattr(self, name) < 1:
@@ -50,15 +50,15 @@ class Settings:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of any request: one recording in base64, and the texts."""
+        """Limit for a request body: one recording in base64, and the texts."""
         return self.max_reference_bytes * 4 // 3 + 2 * MIB
 
 
 def grpc_address(url: str) -> str:
-    """host:port of Triton's gRPC endpoint. ValueError naming an address that is none.
+    """host:port of Triton's gRPC endpoint. ValueError naming an invalid address.
 
-    `http://host:8000`, as the documented bridge is given it, is Triton's HTTP endpoint, which cannot stream: its gRPC
-    port is the next one by Triton's own convention (8000/8001, 18000/18001).
+    `http://host:8000`, which upstream's HTTP bridge expects, is Triton's HTTP endpoint and cannot stream. Its gRPC port
+    is the next one by Triton's convention (8000/8001, 18000/18001).
     """
     parts = urlsplit(url if "://" in url else f"grpc://{url}")
     try:
@@ -66,6 +66,6 @@ def grpc_address(url: str) -> str:
     except ValueError:
         port = None
     if parts.scheme not in ("grpc", "http") or not parts.hostname or not port or parts.path.strip("/"):
-        raise ValueError(f"{url!r} is no address of a Triton: it must look like localhost:8001")
+        raise ValueError(f"{url!r} is not the address of a Triton, such as localhost:8001")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{host}:{port + 1 if parts.scheme == 'http' else port}"

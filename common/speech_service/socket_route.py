@@ -1,11 +1,11 @@
-"""WS /v1/audio/speech/stream: text in piece by piece, as an LLM writes it; sentence by sentence out; barge-in.
+"""WS /v1/audio/speech/stream: text arrives in pieces, as an LLM writes it; audio is sent per sentence; barge-in.
 
     client  session.config {fields of /v1/audio/speech}   input.text {text}   input.done   input.cancel   session.close
     server  audio.start {utterance_index, sentence_index, sentence_text, format, sample_rate}, binary frames, audio.done
             session.done {utterance_index, total_sentences}   audio.cancelled {utterance_index}   error {error}
 
-A sentence is spoken as soon as the next one begins. Each is an answer of its own: with a container (mp3, wav, …) a
-file of its own; pcm, the default here, goes on without a seam.
+A sentence is spoken as soon as the next one starts. Each sentence is encoded separately: with a container (mp3, wav, …)
+it is a file of its own; pcm, the default here, continues seamlessly.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 
 from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
-from sentencex import segment as sentence_ends
+from sentencex import segment as split_sentences
 from starlette.websockets import WebSocketDisconnect
 
 from common.speech_service.errors import ApiError, invalid
@@ -26,30 +26,30 @@ from common.speech_service.service import Service
 from common.text import is_speakable
 
 IDLE_SECONDS = 300.0
-MAX_WAITING_CHARS = 65_536  # of sentences that were not spoken yet
-_POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # the protocol's codes
+MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
+_POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close codes of the protocol
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
 @router.websocket("/v1/audio/speech/stream")
-async def converse(socket: WebSocket) -> None:
+async def speech_socket(socket: WebSocket) -> None:
     """One connection, any number of utterances."""
     service = Service.of(socket)
     await socket.accept()
     sessions = service.metrics.sessions
     if service.sessions >= service.settings.max_sessions:
-        await socket.close(_TRY_AGAIN_LATER, "as many sessions are open as may be")
+        await socket.close(_TRY_AGAIN_LATER, "the limit of open sessions is reached")
         return
     service.sessions += 1
     sessions.set(service.sessions)
     try:
-        session = Session(socket, service)
+        session = SocketSession(socket, service)
         try:
             await session.run()
         finally:
-            await session.silence()
+            await session.stop_speaking()
     except WebSocketDisconnect:
         pass
     finally:
@@ -57,25 +57,25 @@ async def converse(socket: WebSocket) -> None:
         sessions.set(service.sessions)
 
 
-class Session:
-    """What one client said so far, and what of it is still to be spoken.
+class SocketSession:
+    """One client's text so far, and the sentences that are still to be spoken.
 
-    The reader never waits for the speaker, so that a cancel is heard at once.
+    Reading messages never waits for speaking, so that a cancel takes effect at once.
     """
 
     def __init__(self, socket: WebSocket, service: Service) -> None:
         self._socket = socket
         self._service = service
         self._config: dict[str, Any] = {"response_format": "pcm"}
-        self._tail = ""  # text whose sentence may go on
+        self._tail = ""  # text of a sentence that may not be complete
         self._waiting: deque[str] = deque()
-        self._finished = False  # the client has said that the utterance ends with what is waiting
+        self._finished = False  # the client has sent input.done
         self._utterance = 0
-        self._sentences = 0  # spoken of this utterance
+        self._sentences = 0  # spoken so far in this utterance
         self._speaker: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Until the client closes the session, leaves, or is silent for too long."""
+        """Handle messages until the client closes the session, disconnects or is idle for too long."""
         while True:
             try:
                 async with timeout(IDLE_SECONDS):
@@ -83,28 +83,28 @@ class Session:
             except asyncio.TimeoutError:
                 await self._socket.close(1000, "idle")
                 return
-            except KeyError:  # starlette's answer to a binary frame
-                await self._say_error(invalid("a binary message: send JSON"))
+            except KeyError:  # starlette's error for a binary frame
+                await self._send_error(invalid("binary messages are not supported: send JSON"))
                 continue
             try:
-                if not await self._take(message):
+                if not await self._handle(message):
                     return
             except ApiError as error:
-                await self._say_error(error)
+                await self._send_error(error)
 
-    async def _take(self, message: str) -> bool:
-        """One message; False when it was the last."""
+    async def _handle(self, message: str) -> bool:
+        """Handle one message; False if it was the last."""
         try:
             fields = json.loads(message)
         except (ValueError, RecursionError) as error:
             raise invalid(f"the message is not JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise invalid("the message is no JSON object")
+            raise invalid("the message is not a JSON object")
         kind = fields.pop("type", None)
         if kind == "session.config":
             self._configure(fields)
         elif kind == "input.text":
-            self._hear(fields.get("text"))
+            self._add_text(fields.get("text"))
         elif kind == "input.done":
             self._finish()
         elif kind == "input.cancel":
@@ -118,26 +118,26 @@ class Session:
         return True
 
     def _configure(self, fields: dict[str, Any]) -> None:
-        """Fields of a request, for everything from now on. Not amid an utterance, which would change its voice."""
+        """Set the request fields of later sentences. Not during an utterance, which would change its voice."""
         if self._tail or self._waiting or self._speaking:
-            raise invalid("session.config amid an utterance: send it before input.text, or after session.done")
+            raise invalid("session.config during an utterance: send it before input.text or after session.done")
         config = {"response_format": "pcm", **fields}
-        self._service.renderer(parse(SpeechRequest, {**config, "input": "."}))
+        self._service.encoder(parse(SpeechRequest, {**config, "input": "."}))
         self._config = config
 
-    def _hear(self, text: Any) -> None:
+    def _add_text(self, text: Any) -> None:
         if not isinstance(text, str):
             raise invalid("input.text has no text", "text")
         if len(text) + len(self._tail) + sum(map(len, self._waiting)) > MAX_WAITING_CHARS:
             raise ApiError(
                 429, f"more than {MAX_WAITING_CHARS} characters are waiting to be spoken", code="too_much_text"
             )
-        whole = list(sentence_ends("en", self._tail + text))
-        self._tail = whole.pop() if whole else ""
-        self._queue(whole)
-        if len(self._tail) > (most := self._service.settings.max_input_chars):
+        sentences = list(split_sentences("en", self._tail + text))
+        self._tail = sentences.pop() if sentences else ""
+        self._queue(sentences)
+        if len(self._tail) > (limit := self._service.settings.max_input_chars):
             self._tail = ""
-            raise invalid(f"a sentence of more than {most} characters: it is not spoken", "text")
+            raise invalid(f"a sentence has more than {limit} characters: it is not spoken", "text")
 
     def _finish(self) -> None:
         self._queue([self._tail])
@@ -158,23 +158,23 @@ class Session:
             self._speaker = asyncio.create_task(self._speak())
 
     async def _speak(self) -> None:
-        """Whatever is waiting, then the end of the utterance if it has come."""
+        """Speak the waiting sentences, then end the utterance if input.done was received."""
         while self._waiting:
             try:
                 await self._speak_sentence(self._waiting.popleft())
             except WebSocketDisconnect:
                 return
             except asyncio.TimeoutError:
-                await self._socket.close(_POLICY_VIOLATION, "the audio is not read")
+                await self._socket.close(_POLICY_VIOLATION, "the client does not read the audio")
                 return
             except Exception:
                 logger.exception("a sentence failed")
-                await self._socket.close(_INTERNAL_ERROR, "an error of the service itself")
+                await self._socket.close(_INTERNAL_ERROR, "internal error")
                 return
         if self._finished:
             done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
             self._utterance, self._sentences, self._finished = self._utterance + 1, 0, False
-            await self._say("session.done", **done)
+            await self._send("session.done", **done)
 
     async def _speak_sentence(self, text: str) -> None:
         index = {"utterance_index": self._utterance, "sentence_index": self._sentences}
@@ -182,37 +182,37 @@ class Session:
         sent, failed = 0, False
         try:
             wanted: SpeechRequest = parse(SpeechRequest, {**self._config, "input": text})
-            renderer = self._service.renderer(wanted)
+            encoder = self._service.encoder(wanted)
             job = await self._service.job(wanted)
-            await self._say(
-                "audio.start", **index, sentence_text=text, format=wanted.response_format, sample_rate=renderer.rate
+            await self._send(
+                "audio.start", **index, sentence_text=text, format=wanted.response_format, sample_rate=encoder.rate
             )
-            async with aclosing(self._service.audio(job, renderer)) as parts:
+            async with aclosing(self._service.audio(job, encoder)) as parts:
                 async for part in parts:
                     sent += len(part)
                     async with timeout(self._service.settings.stall):
                         await self._socket.send_bytes(part)
         except ApiError as error:
             failed = True
-            await self._say_error(error)
-        await self._say("audio.done", **index, total_bytes=sent, error=failed)
+            await self._send_error(error)
+        await self._send("audio.done", **index, total_bytes=sent, error=failed)
 
     async def _cancel(self) -> None:
-        """Barge-in: nothing of what was said so far is spoken any more, nor sent after the answer to this."""
+        """Barge-in: discard all text so far; no audio of it is sent after the answer to this message."""
         self._waiting.clear()
         self._tail, self._finished = "", False
-        await self.silence()
+        await self.stop_speaking()
         cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
-        await self._say("audio.cancelled", utterance_index=cancelled)
+        await self._send("audio.cancelled", utterance_index=cancelled)
 
-    async def silence(self) -> None:
-        """Stop speaking; returns when nothing of it goes on."""
+    async def stop_speaking(self) -> None:
+        """Stop speaking; returns once the speaking task has ended."""
         if self._speaker is not None:
             self._speaker.cancel()
             await asyncio.gather(self._speaker, return_exceptions=True)
 
-    async def _say(self, kind: str, **fields: Any) -> None:
+    async def _send(self, kind: str, **fields: Any) -> None:
         await self._socket.send_json({"type": kind, **fields})
 
-    async def _say_error(self, error: ApiError) -> None:
-        await self._say("error", **error.body)
+    async def _send_error(self, error: ApiError) -> None:
+        await self._send("error", **error.body)

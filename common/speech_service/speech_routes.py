@@ -16,35 +16,35 @@ from common.speech_service.responses import AudioResponse, events
 from common.speech_service.service import Service
 from common.tasks import TaskScope
 
-BATCH_STREAMS = 4  # of one batch at a time, so that it leaves room for those who listen
+BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
 MAX_FIELDS = 64
 
 router = APIRouter()
 
 
 def _body(model: type[SpeechRequest] | type[BatchRequest]) -> dict[str, Any]:
-    """For the OpenAPI document; the body is parsed here, so that every error is in OpenAI's form."""
+    """For the OpenAPI document. The routes parse the body themselves, so that all errors are in OpenAI's format."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
 
 
 @router.post("/v1/audio/speech", openapi_extra=_body(SpeechRequest))
 @router.post("/audio/speech", include_in_schema=False)
 async def speech(request: Request) -> Response:
-    """Speak a text. The audio leaves as it is made."""
+    """Speak a text; the audio is streamed."""
     service = Service.of(request)
     fields, upload = await read_fields(request, "ref_audio")
     wanted: SpeechRequest = parse(SpeechRequest, fields)
-    renderer = service.renderer(wanted)
+    encoder = service.encoder(wanted)
     job = await service.job(wanted, upload)
-    audio = service.audio(job, renderer)
+    audio = service.audio(job, encoder)
     if wanted.stream_format == "sse":
-        return AudioResponse(events(audio, job), "text/event-stream", service.settings.stall, renderer.rate)
-    return AudioResponse(audio, renderer.format.media_type, service.settings.stall, renderer.rate)
+        return AudioResponse(events(audio, job), "text/event-stream", service.settings.stall, encoder.rate)
+    return AudioResponse(audio, encoder.format.media_type, service.settings.stall, encoder.rate)
 
 
 @router.post("/v1/audio/speech/batch", openapi_extra=_body(BatchRequest))
 async def batch(request: Request) -> Response:
-    """Speak several texts; the answer comes when all are spoken. One that fails does not keep the others."""
+    """Speak several texts, answered together. Failed items do not affect the others."""
     service = Service.of(request)
     fields, _ = await read_fields(request)
     wanted: BatchRequest = parse(BatchRequest, fields)
@@ -52,10 +52,10 @@ async def batch(request: Request) -> Response:
         raise invalid(
             f"a batch of {len(wanted.items)} items, more than the limit of {service.settings.max_batch}", "items"
         )
-    places = asyncio.Semaphore(BATCH_STREAMS)
+    slots = asyncio.Semaphore(BATCH_STREAMS)
 
     async def one(index: int, item: dict[str, Any]) -> dict[str, Any]:
-        async with places:
+        async with slots:
             try:
                 return {"index": index, "status": "success", **await _whole(service, item)}
             except ApiError as error:
@@ -63,7 +63,7 @@ async def batch(request: Request) -> Response:
 
     async with TaskScope() as tasks:
         work = [tasks.spawn(one(index, item)) for index, item in enumerate(wanted.requests())]
-        gone = tasks.spawn(_left(request))
+        gone = tasks.spawn(_disconnected(request))
         done = asyncio.gather(*work)
         await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
         results = done.result() if done.done() else []
@@ -72,35 +72,35 @@ async def batch(request: Request) -> Response:
 
 
 async def _whole(service: Service, item: dict[str, Any]) -> dict[str, Any]:
-    """One item of a batch, complete."""
+    """The result of one item of a batch."""
     wanted: SpeechRequest = parse(SpeechRequest, item)
-    renderer = service.renderer(wanted)
+    encoder = service.encoder(wanted)
     job = await service.job(wanted)
-    async with aclosing(service.audio(job, renderer)) as parts:
+    async with aclosing(service.audio(job, encoder)) as parts:
         audio = b"".join([part async for part in parts])
     return {
         "audio_data": base64.b64encode(audio).decode(),
-        "media_type": renderer.format.media_type,
-        "sample_rate": renderer.rate,
+        "media_type": encoder.format.media_type,
+        "sample_rate": encoder.rate,
         "usage": job.usage,
     }
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while not await request.is_disconnected():
         await asyncio.sleep(0.2)
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The served models. OpenAI's own names are understood too, see docs/http.md."""
-    return {"object": "list", "data": [_model(name) for name in Service.of(request).core.pool.models]}
+    """The served models. OpenAI's model names are accepted too, see docs/http.md."""
+    return {"object": "list", "data": [_model(name) for name in Service.of(request).dispatcher.pool.models]}
 
 
 @router.get("/v1/models/{name}")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """One of them."""
-    if name not in Service.of(request).core.pool.models:
+    """One served model."""
+    if name not in Service.of(request).dispatcher.pool.models:
         raise ApiError(404, f"the model {name!r} is not served", code="model_not_found", param="model")
     return _model(name)
 
@@ -110,7 +110,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any], bytes | None]:
-    """The fields of a JSON object or a form, and what the file in the field `upload` holds, if it came. ApiError."""
+    """The fields of a JSON object or a form, and the content of the file in the field `upload`, if any. ApiError."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
         async with request.form(
@@ -121,11 +121,11 @@ async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any
             if isinstance(file := fields.get(upload), UploadFile):
                 data = await file.read()
                 del fields[upload]
-        if stray := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
-            raise invalid(f"{stray[0]} cannot be a file", stray[0])
+        if unexpected := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
+            raise invalid(f"{unexpected[0]} must not be a file", unexpected[0])
         return fields, data
     if kind != "application/json":
-        raise ApiError(415, f"the body is {kind!r}: send application/json or multipart/form-data")
+        raise ApiError(415, f"content type {kind!r} is not supported: send application/json or multipart/form-data")
     try:
         fields = json.loads(await request.body())
     except (ValueError, RecursionError) as error:

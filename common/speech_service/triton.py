@@ -1,4 +1,4 @@
-"""The Tritons behind the service: who serves which model, who has least to do, one long-lived connection to each."""
+"""The Tritons of the service: one long-lived connection each, health probes, and choice of the least busy one."""
 
 import asyncio
 import contextlib
@@ -20,54 +20,54 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 2.0
 PROBE_TIMEOUT = 3.0
-MISSES = 3
+MISSES = 3  # failed probes in a row before a backend counts as down
 _CHANNEL = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # A Triton that comes back is found at once, not after gRPC's two minutes.
+    # Reconnect to a restarted Triton quickly; gRPC's default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # A host that vanished is noticed, though nothing says so.
+    # Detect hosts that disappear without closing the connection.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
 
 
 @dataclass(eq=False)
-class Address:
-    """One Triton. models: the speech models that are ready, and whether each streams (is decoupled)."""
+class Backend:
+    """One Triton. models: the speech models that are ready -> whether each is decoupled, that is, streams."""
 
     url: str
     connection: triton.InferenceServerClient
     models: dict[str, bool] = field(default_factory=dict)
     outstanding: int = 0
-    misses: int = 0  # looks in a row that had no answer
+    misses: int = 0  # failed probes in a row
 
     async def probe(self) -> None:
-        """Look what it serves; never raises. One that nobody listens at serves nothing, one that is slow is trusted
-        for MISSES looks."""
+        """Update `models`; never raises. An unreachable Triton serves nothing; a slow one keeps its models for MISSES
+        probes."""
         try:
             index = await self.connection.get_model_repository_index(client_timeout=PROBE_TIMEOUT)
             ready = {model.name for model in index.models if model.state == "READY"}
             self.models = {name: await self._streams(name) for name in stacks.orchestrators() if name in ready}
             self.misses = 0
-        except Exception as error:  # whatever it is, the next look must come
+        except Exception as error:  # any error: probing must go on
             self.misses += 1
             gone = isinstance(error, InferenceServerException) and error.status() == str(grpc.StatusCode.UNAVAILABLE)
             if self.models and (gone or self.misses >= MISSES):
-                logger.warning("Triton at %s does not answer any more: %s", self.url, _reason(error))
+                logger.warning("Triton at %s does not answer anymore: %s", self.url, _reason(error))
                 self.models = {}
 
     async def _streams(self, model: str) -> bool:
-        """Whether a model is served for streaming, which only loading it anew could change."""
+        """Whether a model is decoupled. Cached: only reloading the model could change it."""
         if model in self.models:
             return self.models[model]
         answer = await self.connection.get_model_config(model, client_timeout=PROBE_TIMEOUT)
         logger.info("Triton at %s serves %s", self.url, model)
         return bool(answer.config.model_transaction_policy.decoupled)
 
-    async def speak(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[np.ndarray, None]:
-        """float32 (N,) as they come, none of them empty; closing the iterator ends the request. ApiError."""
+    async def waveforms(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[np.ndarray, None]:
+        """float32 (N,) as they arrive, never empty; closing the generator ends the request. ApiError."""
         try:
             if self.models.get(model, True):
                 async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as waveforms:
@@ -89,15 +89,15 @@ def _reason(error: Exception) -> str:
 
 
 class TritonPool:
-    """`async with TritonPool(urls) as pool: with pool.lease(model) as address: ...`"""
+    """`async with TritonPool(urls) as pool: with pool.lease(model) as (backend, model): ...`"""
 
     def __init__(self, urls: Collection[str]) -> None:
         self._urls = urls
-        self.addresses: list[Address] = []
+        self.backends: list[Backend] = []
         self._watch: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "TritonPool":
-        self.addresses = [Address(url, triton.InferenceServerClient(url, channel_args=_CHANNEL)) for url in self._urls]
+        self.backends = [Backend(url, triton.InferenceServerClient(url, channel_args=_CHANNEL)) for url in self._urls]
         await self.probe()
         self._watch = asyncio.create_task(self._keep_probing())
         return self
@@ -106,12 +106,12 @@ class TritonPool:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        for address in self.addresses:
-            await address.connection.close()
+        for backend in self.backends:
+            await backend.connection.close()
 
     async def probe(self) -> None:
-        """Look at every address once."""
-        await asyncio.gather(*(address.probe() for address in self.addresses))
+        """Probe every backend once."""
+        await asyncio.gather(*(backend.probe() for backend in self.backends))
 
     async def _keep_probing(self) -> None:
         while True:
@@ -121,13 +121,13 @@ class TritonPool:
     @property
     def models(self) -> list[str]:
         """The served models, in the order in which a request without a name tries them."""
-        return [name for name in stacks.orchestrators() if any(name in address.models for address in self.addresses)]
+        return [name for name in stacks.orchestrators() if any(name in backend.models for backend in self.backends)]
 
     @contextlib.contextmanager
-    def lease(self, model: str, avoid: Collection[Address] = ()) -> Iterator[tuple[Address, str]]:
-        """The address that serves `model` (empty: the first served one) with least to do, and the model's name.
+    def lease(self, model: str, avoid: Collection[Backend] = ()) -> Iterator[tuple[Backend, str]]:
+        """The least busy backend that serves `model` (empty: the first one served), and the model's name.
 
-        ApiError 404 where nobody ever heard of the model, 503 where nobody answers.
+        ApiError 404 if the model is not served, 503 if no Triton answers.
         """
         served = self.models
         if not served:
@@ -140,12 +140,12 @@ class TritonPool:
                 code="model_not_found",
                 param="model",
             )
-        able = [address for address in self.addresses if name in address.models and address not in avoid]
-        if not able:
+        candidates = [backend for backend in self.backends if name in backend.models and backend not in avoid]
+        if not candidates:
             raise ApiError(503, f"every Triton that serves {name!r} failed", code="unavailable", retry_after=2)
-        address = min(able, key=lambda one: one.outstanding)
-        address.outstanding += 1
+        backend = min(candidates, key=lambda each: each.outstanding)
+        backend.outstanding += 1
         try:
-            yield address, name
+            yield backend, name
         finally:
-            address.outstanding -= 1
+            backend.outstanding -= 1

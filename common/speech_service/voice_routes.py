@@ -1,4 +1,4 @@
-"""/v1/audio/voices: listed, added, taken away."""
+"""/v1/audio/voices: list, add and delete registered voices."""
 
 import asyncio
 from typing import Any
@@ -14,9 +14,9 @@ router = APIRouter()
 
 
 @router.get("/v1/audio/voices")
-async def voices(request: Request) -> dict[str, Any]:
+async def list_voices(request: Request) -> dict[str, Any]:
     """The registered voices."""
-    names = await asyncio.to_thread(Service.of(request).shelf.names)
+    names = await asyncio.to_thread(Service.of(request).voices.names)
     return {
         "object": "list",
         "voices": names,
@@ -26,12 +26,12 @@ async def voices(request: Request) -> dict[str, Any]:
 
 @router.post("/v1/audio/voices")
 async def add(request: Request) -> Response:
-    """Register a voice: a form with `name`, `audio_sample` (a sound file) and `ref_text` (what it says)."""
+    """Register a voice: a form with `name`, `audio_sample` (an audio file) and `ref_text` (its transcript)."""
     fields, data = await read_fields(request, "audio_sample")
     if data is None:
-        raise invalid("audio_sample is missing: send the recording as a file of a multipart form", "audio_sample")
+        raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
     name, text = str(fields.get("name", "")), str(fields.get("ref_text", ""))
-    seconds = await asyncio.to_thread(Service.of(request).shelf.add, name, data, text)
+    seconds = await asyncio.to_thread(Service.of(request).voices.add, name, data, text)
     return JSONResponse(
         {"id": name, "object": "voice", "name": name, "ref_text": text, "seconds": round(seconds, 3)}, 201
     )
@@ -39,6 +39,6 @@ async def add(request: Request) -> Response:
 
 @router.delete("/v1/audio/voices/{name}")
 async def remove(name: str, request: Request) -> dict[str, Any]:
-    """Take a voice away; requests that name it are refused from then on."""
-    await asyncio.to_thread(Service.of(request).shelf.remove, name)
+    """Delete a voice; later requests that name it are rejected."""
+    await asyncio.to_thread(Service.of(request).voices.remove, name)
     return {"id": name, "object": "voice", "deleted": True}

@@ -1,4 +1,4 @@
-"""Formats, rates and speeds: what is encoded chunk by chunk is decoded again by a library, and has its length."""
+"""Formats, rates and speeds: audio encoded chunk by chunk is decoded by a library and has the expected length."""
 
 import io
 import wave
@@ -9,7 +9,7 @@ import pytest
 import soundfile as sf
 
 from common.constants import SAMPLE_RATE
-from common.speech_service.encoding import FORMATS, Renderer
+from common.speech_service.encoding import FORMATS, AudioEncoder
 
 SECONDS = 2.0
 TONE_HZ = 440.0
@@ -19,14 +19,14 @@ def tone(rate: int = SAMPLE_RATE) -> np.ndarray:
     return (0.5 * np.sin(2 * np.pi * TONE_HZ * np.arange(int(SECONDS * rate)) / rate)).astype(np.float32)
 
 
-def rendered(name: str, rate: int = SAMPLE_RATE, speed: float = 1.0) -> list[bytes]:
-    renderer = Renderer(name, rate, speed)
+def encoded(name: str, rate: int = SAMPLE_RATE, speed: float = 1.0) -> list[bytes]:
+    encoder = AudioEncoder(name, rate, speed)
     chunks = np.array_split(tone(), 7)
-    return [*(renderer.push(chunk) for chunk in chunks), renderer.finish()]
+    return [*(encoder.push(chunk) for chunk in chunks), encoder.finish()]
 
 
 def decoded(name: str, data: bytes, rate: int) -> tuple[np.ndarray, int]:
-    """float (N,) and its rate, by FFmpeg."""
+    """float (N,) and its rate, decoded by FFmpeg."""
     if name == "pcm":
         return np.frombuffer(data, "<i2") / (1 << 15), rate
     with av.open(io.BytesIO(data)) as container:
@@ -49,11 +49,11 @@ def pitch(wav: np.ndarray, rate: int) -> float:
         ("mp3", SAMPLE_RATE, 4.0),
     ],
 )
-def test_every_format_decodes_to_the_length_and_the_pitch_that_was_spoken(name: str, rate: int, speed: float) -> None:
-    parts = rendered(name, rate, speed)
+def test_every_format_decodes_to_the_original_length_and_pitch(name: str, rate: int, speed: float) -> None:
+    parts = encoded(name, rate, speed)
     wav, got = decoded(name, b"".join(parts), rate)
-    assert got == (48_000 if name == "opus" else rate)  # an Opus decoder has one rate
-    # An encoder's frame and its delay, and the window of the time-stretch.
+    assert got == (48_000 if name == "opus" else rate)  # an Opus decoder always returns this rate
+    # Tolerance: an encoder's frame and delay, and the window of the time-stretch.
     assert wav.size / got == pytest.approx(SECONDS / speed, abs=3000 / rate + 0.01 * SECONDS / speed)
     middle = wav[wav.size // 4 : -wav.size // 4]
     assert pitch(middle, got) == pytest.approx(TONE_HZ, rel=0.02)
@@ -61,14 +61,14 @@ def test_every_format_decodes_to_the_length_and_the_pitch_that_was_spoken(name: 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_audio_leaves_with_the_chunk_that_it_is_made_of(name: str) -> None:
-    first, *others, last = map(len, rendered(name))
+def test_most_audio_of_a_chunk_is_returned_with_that_chunk(name: str) -> None:
+    first, *others, last = map(len, encoded(name))
     assert first > 0 and min(others) > 0
     assert last < sum(others) / 3
 
 
-def test_the_header_of_a_streamed_wav_is_accepted_by_other_readers() -> None:
-    data = b"".join(rendered("wav"))
+def test_a_streamed_wav_is_read_by_other_libraries() -> None:
+    data = b"".join(encoded("wav"))
     samples, rate = sf.read(io.BytesIO(data), dtype="float32")
     assert rate == SAMPLE_RATE
     np.testing.assert_allclose(samples, tone(), atol=1e-4)
@@ -77,20 +77,20 @@ def test_the_header_of_a_streamed_wav_is_accepted_by_other_readers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        (("ogg",), "response_format 'ogg' is none of mp3, opus"),
-        (("mp3", 1000), "sample_rate 1000 is none of 8000"),
-        (("opus", 44_100), "which opus can have"),
+        (("ogg",), "response_format 'ogg' is not one of mp3, opus"),
+        (("mp3", 1000), "sample_rate 1000 is not one of 8000"),
+        (("opus", 44_100), "which opus supports"),
         (("pcm", SAMPLE_RATE, 0.2), "speed 0.2 is not in 0.25..4"),
         (("pcm", SAMPLE_RATE, float("nan")), "speed nan"),
     ],
 )
-def test_what_cannot_be_rendered_is_refused_by_its_value(arguments: tuple, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Renderer(*arguments)
+def test_unsupported_values_are_an_error_naming_the_value(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AudioEncoder(*arguments)
 
 
 def test_samples_beyond_full_scale_are_clipped() -> None:
-    pcm = np.frombuffer(Renderer("pcm").push(np.array([2.0, -2.0, 0.0], np.float32)), "<i2")
+    pcm = np.frombuffer(AudioEncoder("pcm").push(np.array([2.0, -2.0, 0.0], np.float32)), "<i2")
     assert pcm.tolist() == [32767, -32767, 0]

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, over the real tritonserver: typed, chosen, spoken, heard, stopped."""
+"""The page in a real Chromium, with the real tritonserver."""
 
 import re
 import shutil
@@ -30,13 +30,13 @@ OPTIONS = [
 LONG = "This sentence is one of many that follow each other for quite a while. " * 12
 SECOND = 1000.0
 
-# Notes what is really given to the loudspeaker.
-LISTEN = """
-window.heard = [];
+# Records the audio that is really played.
+RECORD_PLAYBACK = """
+window.played = [];
 const start = AudioBufferSourceNode.prototype.start;
 AudioBufferSourceNode.prototype.start = function (...when) {
   const samples = this.buffer.getChannelData(0);
-  window.heard.push({ rate: this.buffer.sampleRate, size: samples.length, peak: Math.max(...samples.map(Math.abs)) });
+  window.played.push({ rate: this.buffer.sampleRate, size: samples.length, peak: Math.max(...samples.map(Math.abs)) });
   return start.apply(this, when);
 };
 """
@@ -52,34 +52,34 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, speech_stack: SpeechStack) -> Iterator[Any]:
-    """The page, opened; nothing in it may fail, and it may ask nobody but the service."""
+    """The page, opened; it must have no errors and send requests to the service only."""
     context = browser.new_context(viewport={"width": 760, "height": 900}, accept_downloads=True)
     page = context.new_page()
     page.set_default_timeout(20 * SECOND)
-    asked: list[str] = []
+    requested: list[str] = []
     errors: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: requested.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.add_init_script(LISTEN)
+    page.add_init_script(RECORD_PLAYBACK)
     page.goto(f"{speech_stack.url}/")
     page.locator(f"#voice option[value={VOICE}]").wait_for(state="attached")
     yield page
     context.close()
-    assert [url for url in asked if not url.startswith((speech_stack.url, f"blob:{speech_stack.url}"))] == []
-    refused = "Failed to load resource"  # the browser's own note of an answer such as 400, which the page shows
-    assert [error for error in errors if not error.startswith(refused)] == []
+    assert [url for url in requested if not url.startswith((speech_stack.url, f"blob:{speech_stack.url}"))] == []
+    ignored = "Failed to load resource"  # logged by the browser for status codes such as 400, which the page handles
+    assert [error for error in errors if not error.startswith(ignored)] == []
 
 
-def test_a_text_is_typed_spoken_heard_and_downloaded(page: Any, tmp_path: Path) -> None:
+def test_a_typed_text_is_spoken_played_and_can_be_downloaded(page: Any, tmp_path: Path) -> None:
     page.get_by_label("Text", exact=True).fill("Hello. This is typed into the page and spoken by a machine.")
     page.get_by_label("Voice", exact=True).select_option(VOICE)
     page.get_by_role("button", name="Speak", exact=True).click()
     page.get_by_text("Done:").wait_for()
-    heard = page.evaluate("window.heard")
-    seconds = sum(part["size"] for part in heard) / SAMPLE_RATE
-    assert len(heard) > 1 and seconds > 1
-    assert all(part["rate"] == SAMPLE_RATE for part in heard) and max(part["peak"] for part in heard) > 0.01
+    played = page.evaluate("window.played")
+    seconds = sum(part["size"] for part in played) / SAMPLE_RATE
+    assert len(played) > 1 and seconds > 1
+    assert all(part["rate"] == SAMPLE_RATE for part in played) and max(part["peak"] for part in played) > 0.01
     assert re.fullmatch(r"\d+ ms", page.locator("#first").inner_text())
     assert float(page.locator("#factor").inner_text()) > 0
     assert f"{seconds:.1f} seconds" in page.locator("#wave").get_attribute("aria-label")
@@ -89,11 +89,11 @@ def test_a_text_is_typed_spoken_heard_and_downloaded(page: Any, tmp_path: Path) 
     with wave.open(str(tmp_path / "speech.wav")) as file:
         assert file.getnframes() / file.getframerate() == pytest.approx(seconds)
     (ROOT / "out").mkdir(exist_ok=True)
-    page.screenshot(path=ROOT / "out" / "speech_page.png", full_page=True)  # docs/ keeps one
+    page.screenshot(path=ROOT / "out" / "speech_page.png", full_page=True)  # docs/ has a copy
 
 
 @pytest.mark.parametrize("by", ["button", "keyboard"])
-def test_stop_silences_the_page_and_ends_the_work(page: Any, speech_stack: SpeechStack, by: str) -> None:
+def test_stop_ends_playback_and_the_work(page: Any, speech_stack: SpeechStack, by: str) -> None:
     text = page.get_by_label("Text", exact=True)
     text.fill(LONG)
     text.press("Control+Enter")
@@ -104,18 +104,18 @@ def test_stop_silences_the_page_and_ends_the_work(page: Any, speech_stack: Speec
         page.keyboard.press("Escape")
     page.get_by_text("Stopped.").wait_for()
     assert until(lambda: "speech_live_streams 0.0" in httpx.get(f"{speech_stack.url}/metrics").text) < 1.0
-    played = page.evaluate("window.heard.length")
+    played = page.evaluate("window.played.length")
     page.wait_for_timeout(300)
-    assert page.evaluate("window.heard.length") == played
+    assert page.evaluate("window.played.length") == played
     assert page.get_by_role("button", name="Speak", exact=True).is_enabled()
 
 
 def test_a_voice_is_recorded_used_saved_and_deleted(page: Any) -> None:
-    page.get_by_text("A voice of your own").click()
+    page.get_by_text("Your own voice").click()
     page.get_by_role("button", name="Record", exact=True).click()
     page.get_by_text("Recording: 1 s").wait_for()
     page.get_by_role("button", name="Stop recording").click()
-    page.get_by_text("chosen as the voice").wait_for()
+    page.get_by_text("selected as the voice").wait_for()
     page.get_by_role("button", name="Speak", exact=True).click()
     page.get_by_text("Done:").wait_for()
     page.get_by_label("Name").fill("of mine")
@@ -123,24 +123,24 @@ def test_a_voice_is_recorded_used_saved_and_deleted(page: Any) -> None:
     page.get_by_text("Saved as of mine.").wait_for()
     assert page.get_by_label("Voice", exact=True).input_value() == "of mine"
     page.on("dialog", lambda dialog: dialog.accept())
-    page.get_by_role("button", name="Delete the chosen voice").click()
+    page.get_by_role("button", name="Delete the selected voice").click()
     page.get_by_text("Deleted of mine.").wait_for()
 
 
-def test_an_error_is_shown_in_the_services_words(page: Any) -> None:
+def test_the_services_error_message_is_shown(page: Any) -> None:
     page.get_by_label("Text", exact=True).fill("?!")
     page.get_by_role("button", name="Speak", exact=True).click()
     page.get_by_text("has nothing to speak").wait_for()
 
 
-def test_it_fits_a_phone_and_every_control_has_a_name(page: Any) -> None:
+def test_the_page_fits_a_phone_and_every_control_has_a_label(page: Any) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     page.emulate_media(color_scheme="dark")
-    page.get_by_text("A voice of your own").click()
+    page.get_by_text("Your own voice").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     controls = re.findall(r"- (button|textbox|combobox|slider|link)\b(.*)", page.locator("body").aria_snapshot())
     assert len(controls) > 8
     assert [name for name in controls if not name[1].startswith(' "')] == []
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.emulate_media(color_scheme="light")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != background

@@ -1,4 +1,4 @@
-"""What may be asked of the speech service, and what is said of everything else, before a stub of Triton."""
+"""Valid and invalid requests to the speech service, with a stub Triton."""
 
 import base64
 import io
@@ -16,7 +16,7 @@ from tools.bench.triton_stub import texts_of
 
 
 def recording(seconds: float = 1.0, rate: int = SAMPLE_RATE, level: float = 0.3, kind: str = "WAV") -> bytes:
-    """A sound file of a tone."""
+    """An audio file with a tone."""
     file = io.BytesIO()
     sf.write(file, level * np.sin(np.arange(int(seconds * rate)) * 0.05), rate, format=kind)
     return file.getvalue()
@@ -44,31 +44,31 @@ BAD_BODIES = {
     "an unknown format": ({**TEXT, "response_format": "ogg"}, "response_format"),
     "a speed too high": ({**TEXT, "speed": 4.1}, "speed"),
     "a speed too low": ({**TEXT, "speed": 0}, "speed"),
-    "a speed in words": ({**TEXT, "speed": "fast"}, "speed"),
+    "a speed that is a word": ({**TEXT, "speed": "fast"}, "speed"),
     "an unknown stream format": ({**TEXT, "stream_format": "chunks"}, "stream_format"),
-    "a rate that no player has": ({**TEXT, "sample_rate": 12_345}, "sample_rate"),
+    "an unusual sample rate": ({**TEXT, "sample_rate": 12_345}, "sample_rate"),
     "a rate that the format lacks": ({**TEXT, "response_format": "opus", "sample_rate": 44_100}, "sample_rate"),
-    "a seed in words": ({**TEXT, "seed": "lucky"}, "seed"),
+    "a seed that is a word": ({**TEXT, "seed": "lucky"}, "seed"),
     "a temperature that is a list": ({**TEXT, "temperature": [1]}, "temperature"),
     "max_tokens with a fraction": ({**TEXT, "max_tokens": 1.5}, "max_tokens"),
-    "a language that is none": ({**TEXT, "language": "<en>"}, "language"),
+    "an invalid language": ({**TEXT, "language": "<en>"}, "language"),
     "a voice that is a number": ({**TEXT, "voice": 3}, "voice.str"),
     "a voice object without an id": ({**TEXT, "voice": {"name": "anna"}}, "voice.str"),
-    "the address of a recording": ({**TEXT, "ref_audio": "http://127.0.0.1:1/a.wav"}, "ref_audio"),
+    "the URL of a recording": ({**TEXT, "ref_audio": "http://127.0.0.1:1/a.wav"}, "ref_audio"),
     "a recording that is not base64": ({**TEXT, "ref_audio": "????"}, "ref_audio"),
-    "a recording that is no sound": ({**TEXT, "ref_audio": in_base64(b"RIFF" + bytes(900))}, "ref_audio"),
+    "a recording that is not audio": ({**TEXT, "ref_audio": in_base64(b"RIFF" + bytes(900))}, "ref_audio"),
     "a recording too short": ({**TEXT, "ref_audio": in_base64(recording(0.3))}, "ref_audio"),
     "a recording too long": ({**TEXT, "ref_audio": in_base64(recording(31, 8000))}, "ref_audio"),
     "a silent recording": ({**TEXT, "ref_audio": in_base64(recording(level=0))}, "ref_audio"),
     "a recording at an odd rate": ({**TEXT, "ref_audio": in_base64(recording(1, 15_999))}, "ref_audio"),
-    "a transcript of nothing": ({**TEXT, "ref_text": "Hello."}, "ref_text"),
+    "a transcript without a recording": ({**TEXT, "ref_text": "Hello."}, "ref_text"),
     "a list": ([TEXT], None),
     "a text": ("hello", None),
 }
 
 
 @pytest.mark.parametrize("case", BAD_BODIES)
-def test_a_bad_request_is_answered_in_openais_form_and_reaches_no_model(served: StubbedService, case: str) -> None:
+def test_an_invalid_request_is_answered_in_openais_format_and_calls_no_model(served: StubbedService, case: str) -> None:
     body, param = BAD_BODIES[case]
     before = served.stub.served
     answer = served.post(body)
@@ -91,13 +91,13 @@ def test_a_bad_request_is_answered_in_openais_form_and_reaches_no_model(served: 
         (bytes(4 << 20), "application/json", 413),
     ],
 )
-def test_a_body_that_cannot_be_read_is_refused(served: StubbedService, content: bytes, kind: str, status: int) -> None:
+def test_a_body_that_cannot_be_read_is_rejected(served: StubbedService, content: bytes, kind: str, status: int) -> None:
     answer = httpx.post(served.url + SPEECH, content=content, headers={"content-type": kind}, timeout=20)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_of_unannounced_length_is_cut_off_at_the_limit(served: StubbedService) -> None:
+def test_a_body_without_content_length_is_rejected_at_the_limit(served: StubbedService) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(64):
             yield bytes(1 << 16)
@@ -107,14 +107,14 @@ def test_a_body_of_unannounced_length_is_cut_off_at_the_limit(served: StubbedSer
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", SPEECH, 405), ("GET", "/v1/nothing", 404)])
-def test_a_wrong_path_or_method_is_answered_in_the_same_form(
+def test_an_unknown_path_or_method_is_answered_in_the_same_format(
     served: StubbedService, method: str, path: str, status: int
 ) -> None:
     answer = httpx.request(method, served.url + path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
 
 
-def test_fields_reach_the_model_under_its_own_names(served: StubbedService) -> None:
+def test_fields_are_sent_to_the_model_under_its_own_names(served: StubbedService) -> None:
     body = {**TEXT, "voice": {"id": "zoe"}, "instructions": "Slowly.", "seed": 3, "temperature": 0.5, "max_tokens": 9}
     answer = served.post(body, "/audio/speech")
     assert answer.status_code == 200 and len(answer.content) == 2 * served.stub.chunks * served.stub.samples
@@ -127,7 +127,7 @@ def test_fields_reach_the_model_under_its_own_names(served: StubbedService) -> N
 
 @pytest.mark.parametrize("form", [False, True], ids=["base64", "upload"])
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
-def test_a_recording_of_any_kind_travels_with_its_words(served: StubbedService, form: bool, kind: str) -> None:
+def test_a_recording_in_any_format_is_sent_with_its_transcript(served: StubbedService, form: bool, kind: str) -> None:
     data = recording(2.0, 44_100, kind=kind)
     if form:
         fields = {"input": "Hello.", "response_format": "wav", "ref_text": "Hi.", "speed": "1.5"}
@@ -142,7 +142,7 @@ def test_a_recording_of_any_kind_travels_with_its_words(served: StubbedService, 
     assert shapes["reference_wav"][1] == pytest.approx(32_000, abs=2000)
 
 
-def test_a_voice_is_added_used_and_taken_away(served: StubbedService) -> None:
+def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     files = {"audio_sample": ("a.flac", recording(1.5, 48_000, kind="FLAC"))}
     answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe", "ref_text": "Hi."}, files=files)
     assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
@@ -176,9 +176,7 @@ def test_a_voice_is_added_used_and_taken_away(served: StubbedService) -> None:
         ("mute", recording(), "ref_text"),
     ],
 )
-def test_a_voice_that_cannot_be_one_is_refused(
-    served: StubbedService, name: str, data: bytes | None, param: str
-) -> None:
+def test_an_invalid_voice_is_rejected(served: StubbedService, name: str, data: bytes | None, param: str) -> None:
     fields = {"name": name, "ref_text": "?!" if name == "mute" else "Hi."}
     files = {"audio_sample": ("a.wav", data)} if data is not None else {"other": ("a", b"x")}
     answer = httpx.post(f"{served.url}/v1/audio/voices", data=fields, files=files)
@@ -186,7 +184,7 @@ def test_a_voice_that_cannot_be_one_is_refused(
     assert list(served.voices.iterdir()) == []
 
 
-def test_a_damaged_voice_is_not_available_and_nobody_else_notices(served: StubbedService) -> None:
+def test_a_damaged_voice_is_unavailable_and_other_requests_work(served: StubbedService) -> None:
     damaged = served.voices / "torn.safetensors"
     damaged.write_bytes(b"not safe")
     try:

@@ -1,4 +1,4 @@
-"""The plain runtime's gRPC service before a stub of Triton: keys, limits, errors, clients that leave."""
+"""The plain runtime's gRPC service with a stub Triton: keys, limits, errors, disconnects."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +35,7 @@ def sft(text: str) -> Any:
     return messages.Request(sft_request={"spk_id": "zoe", "tts_text": text})
 
 
-def test_speech_comes_in_pieces(client: Any, stub: TritonStub) -> None:
+def test_speech_is_streamed(client: Any, stub: TritonStub) -> None:
     sizes = [len(response.tts_audio) for response in client(sft("Hello."), metadata=KEY, timeout=20)]
     assert sizes == [2 * stub.samples] * stub.chunks
     assert texts_of(stub.requests[-1]) == {"target_text": "Hello.", "speaker": "zoe"}
@@ -57,7 +57,7 @@ def test_an_error_ends_the_call_with_its_status(client: Any, text: str, metadata
     assert error.value.code() == code and error.value.details()
 
 
-def test_one_stream_too_many_is_refused_and_a_client_that_leaves_ends_its_own(client: Any, stub: TritonStub) -> None:
+def test_one_stream_too_many_is_rejected_and_a_cancelled_call_ends_its_stream(client: Any, stub: TritonStub) -> None:
     cancelled = stub.cancelled
     endless = client(sft("endless"), metadata=KEY, timeout=20)
     next(endless)

@@ -1,4 +1,4 @@
-"""The speech service as a process: its options and environment, its end, beside a tritonserver, under load."""
+"""The speech service as a process: options, environment, shutdown, as a sidecar of a tritonserver, under load."""
 
 import contextlib
 import io
@@ -17,8 +17,8 @@ import pytest
 import soundfile as sf
 
 from common.server.tritonserver import ServerError, free_port
-from common.speech_service.beside import speech_service
 from common.speech_service.settings import Settings
+from common.speech_service.sidecar import speech_service
 from scripts import speech_server
 from tests.conftest import ROOT
 from tests.support.speech_fixtures import RECORDING, serving, stub_triton, until
@@ -36,7 +36,7 @@ def answers(url: str) -> bool:
 
 @contextlib.contextmanager
 def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The script in a process of its own, ready."""
+    """The service in its own process, ready."""
     port = free_port()
     command = [sys.executable, "-m", "scripts.speech_server", "--port", str(port), *options]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.DEVNULL)
@@ -49,7 +49,7 @@ def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess
         process.wait()
 
 
-def test_settings_come_from_the_environment_and_a_live_stream_may_end_after_sigterm() -> None:
+def test_settings_are_read_from_the_environment_and_live_streams_end_after_sigterm() -> None:
     stub = TritonStub(chunks=10, pause=0.1)
     settings = {"SPEECH_API_KEYS": "a, b", "SPEECH_MAX_INPUT_CHARS": "20"}
     with stub_triton(stub) as address, running("--url", address, **settings) as (url, process):
@@ -67,20 +67,19 @@ def test_settings_come_from_the_environment_and_a_live_stream_may_end_after_sigt
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "words"), [("--url", "localhost", "'localhost' is no address"), ("--stall", "0", "stall 0.0")]
+    ("option", "value", "error"),
+    [("--url", "localhost", "'localhost' is not the address"), ("--stall", "0", "stall 0.0")],
 )
-def test_an_option_that_cannot_be_is_one_line(
-    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_option_is_one_line(option: str, value: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert speech_server.main([option, value]) == 1
-    complaint = capsys.readouterr().err
-    assert words in complaint and complaint.count("\n") == 1
+    message = capsys.readouterr().err
+    assert error in message and message.count("\n") == 1
 
 
-def test_beside_a_tritonserver_it_comes_and_goes_and_is_missed(tmp_path: Path) -> None:
-    port, told = free_port(), threading.Event()
+def test_the_sidecar_starts_and_stops_with_the_block_and_signals_its_unexpected_end(tmp_path: Path) -> None:
+    port, signalled = free_port(), threading.Event()
     url = f"http://127.0.0.1:{port}"
-    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    before = signal.signal(signal.SIGTERM, lambda *_: signalled.set())
     try:
         with stub_triton(TritonStub()) as address:
             with speech_service(address, tmp_path, "127.0.0.1", port):
@@ -88,15 +87,15 @@ def test_beside_a_tritonserver_it_comes_and_goes_and_is_missed(tmp_path: Path) -
                 with pytest.raises(ServerError, match=f"port {port} is busy"):
                     with speech_service(address, tmp_path, "127.0.0.1", port):
                         pass
-            assert not answers(url) and not told.is_set()
+            assert not answers(url) and not signalled.is_set()
         with speech_service("no address", tmp_path, "127.0.0.1", port):  # it ends by itself
-            assert told.wait(20)
+            assert signalled.wait(20)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.serial
-def test_a_small_load_is_carried_and_forgotten(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_measures_a_small_load(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "bench"
     options: dict[str, Any] = {"streams": 30, "length": 2, "seconds": 2, "requests": 150, "output": output}
     assert (
@@ -105,14 +104,14 @@ def test_a_small_load_is_carried_and_forgotten(tmp_path: Path, capfd: pytest.Cap
     assert output.with_suffix(".png").stat().st_size > 10_000
     figures = json.loads(output.with_suffix(".json").read_text())
     assert len(figures["service_ms"]) == len(figures["direct_ms"]) == 30
-    assert figures["longest_gap_s"] < 4 * bench_speech_server.PAUSE  # nobody starves, on a busy machine either
+    assert figures["longest_gap_s"] < 4 * bench_speech_server.PAUSE  # no stream starves, even on a busy machine
     settled = len(figures["memory_mib"]) // 3
     assert figures["memory_mib"][-1] - figures["memory_mib"][settled] < 10
     assert "added" in capfd.readouterr().out
 
 
 @pytest.mark.server
-def test_the_other_stack_served_for_whole_answers(serve: Any, tmp_path: Path) -> None:
+def test_the_unet_stack_without_streaming(serve: Any, tmp_path: Path) -> None:
     triton = serve(stack="unet", decoupled=False)
     with serving(Settings(urls=(triton.grpc_url,), voices_dir=tmp_path)) as url:
         files = {"ref_audio": RECORDING.read_bytes()}

@@ -1,4 +1,4 @@
-"""The speech service over real sockets, before a stub of Triton that fails when it is told to."""
+"""The speech service over real sockets, with a stub Triton that fails on request."""
 
 import base64
 import json
@@ -34,11 +34,11 @@ def test_an_error_before_the_first_byte_is_a_status(
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == ("invalid_request_error" if status == 400 else "server_error")
     assert ("retry-after" in answer.headers) == (status == 503)
-    assert f'speech_errors_total{{status="{status}"}}' in served.figures()
+    assert f'speech_errors_total{{status="{status}"}}' in served.metrics()
 
 
 @pytest.mark.parametrize("name", ["pcm", "wav", "mp3"])
-def test_an_error_after_the_first_byte_breaks_the_answer_off(served: StubbedService, name: str) -> None:
+def test_an_error_after_the_first_byte_aborts_the_answer(served: StubbedService, name: str) -> None:
     got = b""
     with (
         pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"),
@@ -48,14 +48,14 @@ def test_an_error_after_the_first_byte_breaks_the_answer_off(served: StubbedServ
         for part in answer.iter_raw():
             got += part
     assert got
-    assert 'status="aborted"' in served.figures()
+    assert 'status="aborted"' in served.metrics()
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
 
 
-def test_events_carry_the_audio_and_then_the_usage(served: StubbedService) -> None:
+def test_events_contain_the_audio_and_then_the_usage(served: StubbedService) -> None:
     answer = served.post({**TEXT, "stream_format": "sse"})
     assert answer.headers["content-type"].startswith("text/event-stream")
     *deltas, done = events_of(answer)
@@ -66,7 +66,7 @@ def test_events_carry_the_audio_and_then_the_usage(served: StubbedService) -> No
     assert done["usage"] == {"input_tokens": 6, "output_tokens": 15, "total_tokens": 21}
 
 
-def test_an_error_amid_events_is_an_event(served: StubbedService) -> None:
+def test_an_error_during_events_is_an_event(served: StubbedService) -> None:
     first, last = events_of(served.post({**TEXT, "input": "break", "stream_format": "sse"}))
     assert first["type"] == "speech.audio.delta"
     assert last["type"] == "speech.audio.error" and "the vocoder broke" in last["error"]["message"]
@@ -74,7 +74,7 @@ def test_an_error_amid_events_is_an_event(served: StubbedService) -> None:
 
 @pytest.mark.serial
 @pytest.mark.parametrize("words", ["endless", "stall"])
-def test_a_client_that_leaves_ends_the_work_within_a_second(served: StubbedService, words: str) -> None:
+def test_a_client_that_disconnects_ends_the_work_within_a_second(served: StubbedService, words: str) -> None:
     cancelled = served.stub.cancelled
     host, port = served.url.removeprefix("http://").split(":")
     body = json.dumps({**TEXT, "input": words})
@@ -83,13 +83,13 @@ def test_a_client_that_leaves_ends_the_work_within_a_second(served: StubbedServi
         client.sendall(f"{head}\r\n\r\n{body}".encode())
         until(lambda: served.stub.live > 0)
     assert until(lambda: served.stub.cancelled > cancelled and not served.live()) < 1.0
-    assert 'status="gone"' in served.figures()
+    assert 'status="gone"' in served.metrics()
 
 
-def test_one_stream_too_many_is_told_to_come_again(served: StubbedService) -> None:
+def test_one_stream_too_many_is_answered_429_with_retry_after(served: StubbedService) -> None:
     def occupy() -> None:
         with httpx.stream("POST", served.url + SPEECH, json={**TEXT, "input": "endless"}, timeout=20) as answer:
-            parts = answer.iter_raw()  # kept: httpx closes the answer with it
+            parts = answer.iter_raw()  # keep a reference: httpx closes the answer with it
             next(parts)
             full.wait()
 
@@ -98,7 +98,7 @@ def test_one_stream_too_many_is_told_to_come_again(served: StubbedService) -> No
     for thread in threads:
         thread.start()
     try:
-        until(lambda: "speech_live_streams 4.0" in served.figures())
+        until(lambda: "speech_live_streams 4.0" in served.metrics())
         answer = served.post(TEXT)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["type"] == "rate_limit_error"
@@ -110,7 +110,7 @@ def test_one_stream_too_many_is_told_to_come_again(served: StubbedService) -> No
     assert served.post(TEXT).status_code == 200
 
 
-def test_a_batch_answers_for_each_item(served: StubbedService) -> None:
+def test_a_batch_has_a_result_for_each_item(served: StubbedService) -> None:
     items = [{"input": "One."}, {"input": "refuse"}, {"input": "Three.", "response_format": "wav"}]
     answer = served.post({"items": items, "response_format": "pcm", "voice": "zoe"}, f"{SPEECH}/batch").json()
     assert (answer["succeeded"], answer["failed"]) == (2, 1)
@@ -120,7 +120,7 @@ def test_a_batch_answers_for_each_item(served: StubbedService) -> None:
     assert third["media_type"] == "audio/wav"
 
 
-def test_a_batch_ends_with_the_client_who_asked_for_it(served: StubbedService) -> None:
+def test_a_batch_ends_when_its_client_disconnects(served: StubbedService) -> None:
     cancelled = served.stub.cancelled
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{served.url}{SPEECH}/batch", json={"items": [{"input": "stall"}] * 3}, timeout=0.5)
@@ -128,11 +128,11 @@ def test_a_batch_ends_with_the_client_who_asked_for_it(served: StubbedService) -
 
 
 @pytest.mark.parametrize("body", [{}, {"items": []}, {"items": [{"input": "x"}] * 4}, {"items": "x"}, {"items": [1]}])
-def test_a_batch_that_is_none_is_refused(served: StubbedService, body: Any) -> None:
+def test_an_invalid_batch_is_rejected(served: StubbedService, body: Any) -> None:
     assert served.post(body, f"{SPEECH}/batch").status_code == 400
 
 
-def test_without_a_triton_everything_says_so_and_heals_when_it_comes(tmp_path: Path) -> None:
+def test_without_a_triton_the_service_is_unavailable_until_one_starts(tmp_path: Path) -> None:
     stub, port = TritonStub(), free_port()
     with serving(Settings(urls=(f"127.0.0.1:{port}",), voices_dir=tmp_path)) as url:
         assert httpx.get(f"{url}/health").status_code == 503
@@ -144,26 +144,26 @@ def test_without_a_triton_everything_says_so_and_heals_when_it_comes(tmp_path: P
             assert httpx.post(url + SPEECH, json=TEXT).status_code == 200
 
 
-def test_streams_go_to_whoever_has_least_to_do_and_around_one_that_fails(tmp_path: Path) -> None:
+def test_streams_go_to_the_least_busy_triton_and_around_a_failing_one(tmp_path: Path) -> None:
     one, two = TritonStub(), TritonStub(first=0.5)
     with stub_triton(one) as first, stub_triton(two) as second:
         with serving(Settings(urls=(f"http://{first.rsplit(':')[0]}:{int(first.rsplit(':')[1]) - 1}", second))) as url:
             threads = [threading.Thread(target=httpx.post, args=(url + SPEECH,), kwargs={"json": TEXT}) for _ in "ab"]
             with httpx.stream("POST", url + SPEECH, json={**TEXT, "input": "endless"}) as answer:
-                parts = answer.iter_raw()  # kept: httpx closes the answer with it
+                parts = answer.iter_raw()  # keep a reference: httpx closes the answer with it
                 next(parts)
                 for thread in threads:
                     thread.start()
                     time.sleep(0.1)
                 for thread in threads:
                     thread.join()
-            # The endless one is at the first; then the second is free, then they have as much to do.
+            # The endless stream is at the first; the next goes to the free second, then both are equally busy.
             assert (one.served, two.served) == (2, 1)
             assert httpx.post(url + SPEECH, json={**TEXT, "input": "lost"}).status_code == 503
-            assert (one.served, two.served) == (3, 2)  # both were asked
+            assert (one.served, two.served) == (3, 2)  # both were tried
 
 
-def test_offline_models_are_asked_for_whole_answers(tmp_path: Path) -> None:
+def test_models_that_are_not_decoupled_return_whole_answers(tmp_path: Path) -> None:
     stub = TritonStub(model="cosyvoice2", decoupled=False)
     with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=tmp_path)) as url:
         assert len(httpx.post(url + SPEECH, json=TEXT).content) == 2 * stub.chunks * stub.samples
@@ -216,24 +216,24 @@ def test_keys_and_foreign_pages(guarded: str, headers: dict[str, str], status: i
         assert answer.headers["access-control-allow-origin"] == "https://friend.example"
 
 
-def test_browsers_may_ask_without_a_key_and_so_may_machines_for_health(guarded: str) -> None:
-    asking = {"origin": "https://friend.example", "access-control-request-method": "POST"}
-    assert httpx.options(guarded + SPEECH, headers=asking).status_code == 200
+def test_preflight_requests_and_monitoring_need_no_key(guarded: str) -> None:
+    headers = {"origin": "https://friend.example", "access-control-request-method": "POST"}
+    assert httpx.options(guarded + SPEECH, headers=headers).status_code == 200
     for path in ("/", "/health", "/metrics", "/static/style.css"):
         assert httpx.get(guarded + path).status_code == 200, path
     assert httpx.get(f"{guarded}/v1/models").status_code == 401
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("settings", "message"),
     [
         ({"urls": ()}, "no address"),
-        ({"urls": ("localhost",)}, "'localhost' is no address"),
-        ({"urls": ("https://x:1",)}, "no address"),
+        ({"urls": ("localhost",)}, "'localhost' is not the address"),
+        ({"urls": ("https://x:1",)}, "not the address"),
         ({"max_streams": 0}, "max_streams 0"),
         ({"timeout": -1.0}, "timeout -1.0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Settings(**wrong)
+def test_invalid_settings_are_an_error(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**settings)

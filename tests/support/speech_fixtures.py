@@ -118,11 +118,11 @@ def serving(settings: Settings, runtime: Endpoint | None = None) -> Iterator[str
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
     """Wait until `condition` holds and return how many seconds that took."""
-    begun = time.monotonic()
+    started = time.monotonic()
     while not condition():
-        assert time.monotonic() - begun < seconds, "it did not happen in time"
+        assert time.monotonic() - started < seconds, "the condition did not become true in time"
         time.sleep(0.01)
-    return time.monotonic() - begun
+    return time.monotonic() - started
 
 
 @dataclass
@@ -136,11 +136,11 @@ class StubbedService:
     def post(self, body: Any = None, path: str = SPEECH, **how: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=20, **how)
 
-    def figures(self) -> str:
+    def metrics(self) -> str:
         return httpx.get(f"{self.url}/metrics").text
 
     def live(self) -> bool:
-        return "speech_live_streams 0.0" not in self.figures()
+        return "speech_live_streams 0.0" not in self.metrics()
 
 
 @contextlib.contextmanager

@@ -1,15 +1,15 @@
-// The page: asks the service as any client would, and plays the answer while it comes.
+// The page: uses the service's public API and plays the answer while it arrives.
 
 import { Player, draw } from "/static/player.js";
 import { Microphone, asWav } from "/static/recorder.js";
 import { SampleReader, wavOf } from "/static/wav.js";
 
 const $ = (id) => document.getElementById(id);
-const OWN = "\u0000own"; // no voice can be called so
+const OWN = "\u0000own"; // not a valid name of a voice
 const microphone = new Microphone();
 let own = null; // { wav, seconds }
 let player = null;
-let request = null; // AbortController of what is being spoken
+let request = null; // AbortController of the live request
 
 // --- the service ---------------------------------------------------------------------------------------------------
 
@@ -26,7 +26,7 @@ async function call(path, options = {}) {
 async function showVoices(chosen) {
   const names = (await (await call("/v1/audio/voices")).json()).voices;
   const options = [...names.map((name) => new Option(name, name)), new Option("Your recording", OWN)];
-  if (!names.length) options.unshift(new Option("the server's default", ""));
+  if (!names.length) options.unshift(new Option("the server's default voice", ""));
   $("voice").replaceChildren(...options);
   $("voice").value = chosen ?? options[0].value;
 }
@@ -34,7 +34,7 @@ async function showVoices(chosen) {
 async function showService() {
   try {
     const { data } = await (await call("/v1/models")).json();
-    $("service").textContent = data.length ? data.map((model) => model.id).join(", ") : "No Triton answers.";
+    $("service").textContent = data.length ? data.map((model) => model.id).join(", ") : "No Triton is available.";
     await showVoices();
   } catch (error) {
     $("service").textContent = error.message;
@@ -68,38 +68,38 @@ async function speak() {
   stop();
   player = null;
   const context = new AudioContext();
-  const mine = new AbortController();
-  request = mine;
+  const current = new AbortController();
+  request = current;
   $("play").disabled = true;
   $("stop").disabled = false;
   $("download").hidden = true;
   ["first", "factor", "length", "gaps"].forEach((id) => { $(id).textContent = "–"; });
   say("Waiting for the first audio …");
-  const begun = performance.now();
+  const started = performance.now();
   try {
-    const answer = await call("/v1/audio/speech", { method: "POST", body: bodyOf($("text").value), signal: mine.signal });
+    const answer = await call("/v1/audio/speech", { method: "POST", body: bodyOf($("text").value), signal: current.signal });
     player = new Player(context, Number(answer.headers.get("x-sample-rate")));
     const reader = new SampleReader();
     const stream = answer.body.getReader();
     for (let piece = await stream.read(); !piece.done; piece = await stream.read()) {
       if (!player.samples) {
-        $("first").textContent = `${Math.round(performance.now() - begun)} ms`;
+        $("first").textContent = `${Math.round(performance.now() - started)} ms`;
         say("Speaking …");
         requestAnimationFrame(keepPainting);
       }
       player.add(reader.take(piece.value));
     }
-    const seconds = (performance.now() - begun) / 1000;
+    const seconds = (performance.now() - started) / 1000;
     $("factor").textContent = (seconds / player.seconds).toFixed(2);
     offer();
-    while (player.sounding && !mine.signal.aborted) await new Promise((wait) => setTimeout(wait, 50));
-    if (!mine.signal.aborted) say(`Done: ${player.seconds.toFixed(1)} seconds.`);
+    while (player.sounding && !current.signal.aborted) await new Promise((wait) => setTimeout(wait, 50));
+    if (!current.signal.aborted) say(`Done: ${player.seconds.toFixed(1)} seconds.`);
   } catch (error) {
-    if (mine.signal.aborted) say("Stopped.");
-    else say(player?.samples ? `The answer broke off: ${error.message}` : error.message, true);
+    if (current.signal.aborted) say("Stopped.");
+    else say(player?.samples ? `The answer was cut off: ${error.message}` : error.message, true);
   } finally {
     await context.close();
-    if (request === mine) { // and not what was asked for since
+    if (request === current) { // not if a newer request has replaced it
       request = null;
       $("play").disabled = false;
       $("stop").disabled = true;
@@ -120,8 +120,8 @@ function offer() {
 
 function paint() {
   if (!player) return;
-  const { parts, samples, seconds, heard } = player;
-  draw($("wave"), parts, samples, seconds ? heard / seconds : 0);
+  const { parts, samples, seconds, played } = player;
+  draw($("wave"), parts, samples, seconds ? played / seconds : 0);
   $("wave").setAttribute("aria-label", `Waveform of ${seconds.toFixed(1)} seconds`);
   $("length").textContent = `${seconds.toFixed(2)} s`;
   $("gaps").textContent = String(player.gaps);
@@ -132,19 +132,19 @@ function keepPainting() {
   if (request) requestAnimationFrame(keepPainting);
 }
 
-// --- a voice of one's own --------------------------------------------------------------------------------------------
+// --- the user's own voice --------------------------------------------------------------------------------------------
 
 async function keep(blob) {
   try {
     own = await asWav(blob);
   } catch {
-    $("own-state").textContent = "The browser cannot read this as sound.";
+    $("own-state").textContent = "The browser cannot decode this file.";
     return;
   }
   URL.revokeObjectURL($("own-player").src);
   $("own-player").src = URL.createObjectURL(own.wav);
   $("own-player").hidden = false;
-  $("own-state").textContent = `${own.seconds.toFixed(1)} seconds, chosen as the voice.`;
+  $("own-state").textContent = `${own.seconds.toFixed(1)} seconds, selected as the voice.`;
   $("voice").value = OWN;
   $("save").disabled = false;
 }
@@ -183,9 +183,9 @@ async function remove() {
   $("own-state").textContent = `Deleted ${name}.`;
 }
 
-const telling = (work) => () => work().catch((error) => { $("own-state").textContent = error.message; });
+const showingErrors = (work) => () => work().catch((error) => { $("own-state").textContent = error.message; });
 
-// --- what people do --------------------------------------------------------------------------------------------------
+// --- user input --------------------------------------------------------------------------------------------------
 
 const count = () => { $("count").textContent = `${[...$("text").value].length} characters`; };
 $("text").addEventListener("input", count);
@@ -197,8 +197,8 @@ $("speech").addEventListener("submit", (event) => {
 $("stop").addEventListener("click", stop);
 $("file").addEventListener("change", () => { if ($("file").files.length) keep($("file").files[0]); });
 $("record").addEventListener("click", record);
-$("save").addEventListener("click", telling(save));
-$("remove").addEventListener("click", telling(remove));
+$("save").addEventListener("click", showingErrors(save));
+$("remove").addEventListener("click", showingErrors(remove));
 $("key").value = sessionStorage.getItem("key") ?? "";
 $("key").addEventListener("change", () => {
   sessionStorage.setItem("key", $("key").value);

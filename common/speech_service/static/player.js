@@ -1,9 +1,9 @@
-// Plays samples as they arrive, one buffer behind the other, and draws them.
+// Plays samples as they arrive, one buffer after another, and draws the waveform.
 
-const LEAD_SECONDS = 0.06; // between the first samples and their sound: what the browser needs to be on time
+const LEAD_SECONDS = 0.06; // from the first samples to their playback, so that the browser can schedule in time
 
 export class Player {
-  /** context: made within a click, as browsers demand before they let a page sound. */
+  /** context: created in a click handler, because browsers require a user action before playback. */
   constructor(context, rate) {
     this.context = context;
     this.rate = rate;
@@ -40,8 +40,8 @@ export class Player {
 
   get seconds() { return this.samples / this.rate; }
 
-  /** Seconds of it that were heard. */
-  get heard() { return Math.max(0, Math.min(this.seconds, this.context.currentTime - this.begin)); }
+  /** Seconds that have been played. */
+  get played() { return Math.max(0, Math.min(this.seconds, this.context.currentTime - this.begin)); }
 
   get sounding() { return this.nodes.size > 0; }
 
@@ -51,8 +51,8 @@ export class Player {
   }
 }
 
-/** Loudest samples of equal spans, drawn as bars; what was heard in the accent's colour. */
-export function draw(canvas, parts, samples, heardShare) {
+/** Draws the peaks of equal spans as bars; the played share in the accent colour. */
+export function draw(canvas, parts, samples, playedShare) {
   const scale = window.devicePixelRatio || 1;
   const width = Math.max(1, Math.round(canvas.clientWidth * scale));
   const height = Math.max(1, Math.round(canvas.clientHeight * scale));
@@ -71,10 +71,10 @@ export function draw(canvas, parts, samples, heardShare) {
       peaks[bar] = Math.max(peaks[bar], Math.abs(part[i]) / 32768);
     }
   }
-  const full = Math.max(0.1, ...peaks); // quiet speech fills the picture too, silence does not
+  const full = Math.max(0.1, ...peaks); // quiet speech is scaled up, silence is not
   for (let bar = 0; bar < bars; bar += 1) {
     const tall = Math.max(scale, (peaks[bar] / full) * (height - 2 * scale));
-    pen.fillStyle = colours.getPropertyValue(bar / bars < heardShare ? "--accent" : "--wave");
+    pen.fillStyle = colours.getPropertyValue(bar / bars < playedShare ? "--accent" : "--wave");
     pen.fillRect(bar * step, (height - tall) / 2, step - scale, tall);
   }
 }

@@ -1,13 +1,13 @@
-// A recording of one's own: from a file or the microphone, always turned into what the service reads.
+// The user's recording, from a file or the microphone, converted to a format that the service reads.
 
 import { wavOf } from "/static/wav.js";
 
 const RATE = 16000; // of a reference recording
 const MAX_SECONDS = 30;
 
-/** Any sound that the browser can play, as a 16-bit WAV at 16 kHz, and its seconds. */
+/** Any audio that the browser can decode -> a 16-bit WAV at 16 kHz, and its length in seconds. */
 export async function asWav(blob) {
-  const probe = new OfflineAudioContext(1, 1, RATE); // decodes to its own rate
+  const probe = new OfflineAudioContext(1, 1, RATE); // decodes to its own sample rate
   const sound = await probe.decodeAudioData(await blob.arrayBuffer());
   const mixer = new OfflineAudioContext(1, Math.min(sound.length, MAX_SECONDS * RATE), RATE);
   const source = mixer.createBufferSource();
@@ -24,15 +24,15 @@ export class Microphone {
 
   get running() { return this.#recorder !== null; }
 
-  /** onSeconds: told how long it has recorded. Resolves to a Blob when `stop` is called or the limit is reached. */
+  /** onSeconds: called with the recorded seconds. Resolves to a Blob when `stop` is called or the limit is reached. */
   async record(onSeconds) {
     const stream = await navigator.mediaDevices.getUserMedia({ audio: { channelCount: 1 } });
     const recorder = new MediaRecorder(stream);
     const pieces = [];
-    const begun = performance.now();
+    const started = performance.now();
     this.#recorder = recorder;
     const clock = setInterval(() => {
-      const seconds = (performance.now() - begun) / 1000;
+      const seconds = (performance.now() - started) / 1000;
       onSeconds(seconds);
       if (seconds >= MAX_SECONDS) this.stop();
     }, 200);

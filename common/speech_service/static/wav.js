@@ -22,7 +22,7 @@ export function wavOf(parts, rate) {
   return new Blob([view, ...parts], { type: "audio/wav" });
 }
 
-/** Bytes that come in pieces of any length, as Int16Arrays of whole samples. */
+/** Turns pieces of bytes of any length into Int16Arrays of whole samples. */
 export class SampleReader {
   #rest = new Uint8Array(0);
 

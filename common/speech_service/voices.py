@@ -1,7 +1,7 @@
-"""The voices by name: those of the folder that the models read too, see common/voice/book.py.
+"""Registered voices, in the folder that the models read too, see common/voice/book.py.
 
-A recording travels with each request, so that a Triton on another machine needs no such folder; a voice that was
-computed ahead is asked for by its name, and so is one that this folder does not have.
+A voice's recording is sent with each request, so that a Triton on another machine needs no such folder. A precomputed
+voice is requested by name, and so is one that this folder lacks.
 """
 
 import os
@@ -22,33 +22,34 @@ from common.voice.prompt import Prompt, Recording
 MAX_VOICES = 1000
 
 
-class Shelf:
-    """Every method reads or writes files, so none belongs on an event loop. Safe to use from several threads."""
+class VoiceFolder:
+    """All methods access files, so do not call them on an event loop. Thread-safe."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        # Only the models need the words of a spk2info.pt, which are token ids of their LLM.
+        # Transcripts in a spk2info.pt are token ids of the LLM; only the models need them.
         self._book = VoiceBook(folder, folder, decode=lambda ids: "")
-        self._lock = Lock()  # of changes
+        self._lock = Lock()  # held while changing files
 
     def names(self) -> list[str]:
-        """The voices of the folder, sorted; UnavailableError where it cannot be read."""
+        """The names of the voices, sorted; UnavailableError if the folder cannot be read."""
         return self._book.names()
 
     def get(self, name: str) -> Recording | Prompt | None:
-        """None where the folder has no such voice. UnavailableError where its file is damaged."""
+        """The voice, None if the folder lacks it. UnavailableError if its file is damaged."""
         try:
             return self._book.get(name)
         except ValueError:
             return None
 
     def add(self, name: str, data: bytes, text: str) -> float:
-        """Keep a recording, any libsndfile format, that says `text` (empty: unknown); its seconds. ApiError."""
+        """Register a recording in any libsndfile format with its transcript (empty: unknown).
+
+        Returns its length in seconds. ApiError.
+        """
         if not is_voice_name(name):
-            raise invalid(
-                f"{name!r} cannot be a voice's name: it is that of a file, so no slashes, no leading dot", "name"
-            )
+            raise invalid(f"{name!r} is not a valid name: no slashes and no leading dot, it names a file", "name")
         try:
             text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
         except ValueError as error:
@@ -60,33 +61,35 @@ class Shelf:
         with self._lock:
             names = self.names()
             if name in names:
-                raise ApiError(409, f"the voice {name!r} exists: delete it first, or choose another name", param="name")
+                raise ApiError(
+                    409, f"the voice {name!r} already exists: delete it first, or choose another name", param="name"
+                )
             if len(names) >= MAX_VOICES:
-                raise ApiError(409, f"there are {len(names)} voices, as many as the folder may hold: delete some first")
+                raise ApiError(409, f"the limit of {len(names)} voices is reached: delete some first")
             self._write(name, wav, text)
         return len(wav) / PROMPT_SAMPLE_RATE
 
     def remove(self, name: str) -> None:
-        """Take a voice's files away. ApiError where there are none."""
+        """Delete a voice's files. ApiError if it has none."""
         with self._lock:
             if name not in self.names():
                 raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
             files = [self._folder / f"{name}{ending}" for ending in (".safetensors", ".wav", ".txt")]
             if not is_voice_name(name) or not any(file.exists() for file in files):
-                raise invalid(f"the voice {name!r} is one of a spk2info.pt and has no file of its own", "name")
+                raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name")
             for file in files:
                 file.unlink(missing_ok=True)
 
     def _write(self, name: str, wav: np.ndarray, text: str) -> None:
-        """The words first: whoever finds the recording finds them too. Neither is ever seen half written."""
+        """Write the transcript first, so that it exists once the recording does. Both are written atomically."""
         self._folder.mkdir(parents=True, exist_ok=True)
         work = self._folder / f".{os.getpid()}.{os.urandom(4).hex()}"
         try:
-            words = self._folder / f"{name}.txt"
-            words.unlink(missing_ok=True)  # of a recording that somebody removed by hand
+            transcript = self._folder / f"{name}.txt"
+            transcript.unlink(missing_ok=True)  # left over if only the recording was deleted
             if text:
                 work.write_text(text, encoding="utf-8")
-                work.replace(words)
+                work.replace(transcript)
             save_audio(work, wav, PROMPT_SAMPLE_RATE)
             work.replace(self._folder / f"{name}.wav")
         finally:

@@ -1,4 +1,4 @@
-"""The speech service as a process beside a tritonserver that this process runs."""
+"""The speech service as a child process of the process that runs a tritonserver."""
 
 import contextlib
 import os
@@ -12,24 +12,23 @@ from pathlib import Path
 from common.server.serving import Companion
 from common.server.tritonserver import require_free
 
-STOP_SECONDS = 40.0  # more than it gives its own streams to end
+STOP_SECONDS = 40.0  # longer than the service waits for its own streams
 
-# Ends the service when this process is gone without having said so, as `kill -9` does; its port would stay taken.
-_SWEEP = 'read -r _ || kill -s TERM "$1"'
+# Ends the service if this process dies without stopping it, as with `kill -9`; otherwise its port would stay in use.
+_REAPER = 'read -r _ || kill -s TERM "$1"'
 
 
 @contextlib.contextmanager
 def speech_service(triton: str, voices: Path, host: str, port: int) -> Iterator[threading.Event]:
-    """Serve speech over HTTP while the block runs. If the service ends by itself, the event that is yielded is set and
-    this process is sent SIGTERM.
+    """Serve speech over HTTP while the block runs. ServerError if the port is in use.
 
-    ServerError where the port is taken.
+    If the service ends unexpectedly, the yielded event is set and this process gets SIGTERM.
     """
     require_free(port, host)
     command = ("--url", triton, "--ref_audios_dir", str(voices), "--host", host, "--port", str(port))
     service = subprocess.Popen([sys.executable, "-m", "common.speech_service", *command])
-    sweeper = subprocess.Popen(
-        ["/bin/sh", "-c", _SWEEP, "sweep", str(service.pid)], stdin=subprocess.PIPE, start_new_session=True
+    reaper = subprocess.Popen(
+        ["/bin/sh", "-c", _REAPER, "reaper", str(service.pid)], stdin=subprocess.PIPE, start_new_session=True
     )
     stopping, ended = threading.Event(), threading.Event()
 
@@ -47,13 +46,13 @@ def speech_service(triton: str, voices: Path, host: str, port: int) -> Iterator[
         stopping.set()
         service.terminate()
         watcher.join(STOP_SECONDS)
-        service.kill()  # nothing, where it has ended
+        service.kill()  # no effect if it has ended
         service.wait()
-        sweeper.communicate(b"\n")
+        reaper.communicate(b"\n")
 
 
-def speech_companion(voices: Path, host: str, port: int) -> Companion:
-    """The speech service for `common.server.serving.serve`."""
+def speech_sidecar(voices: Path, host: str, port: int) -> Companion:
+    """The speech service as a companion of `common.server.serving.serve`."""
     return Companion(
         "speech", f"http://{host}:{port}", lambda server: speech_service(server.grpc_url, voices, host, port)
     )

@@ -1,10 +1,10 @@
-"""One request's audio as it is made: the only way from any route to a model.
+"""A request's audio as it is generated. All routes use this to call a model.
 
-    SpeechCore.speak      chunks of samples, from whichever Triton has least to do
-    SpeechCore.render     the same as bytes of a format
+    Dispatcher.waveforms   chunks of samples, from the least busy Triton
+    Dispatcher.encoded     the same as bytes of a format
 
-Both are async generators that must be closed (`aclosing`), which is how a client that left ends the work in Triton.
-An `ApiError` before the first item can still become a status; one after it must end the answer visibly.
+Both are async generators that must be closed (`aclosing`): this ends the work in Triton when a client disconnects.
+An `ApiError` before the first item can become an HTTP status; a later one must end the answer visibly.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ import numpy as np
 
 from common.client.requests import Utterance
 from common.constants import SAMPLE_RATE, TOKEN_RATE
-from common.speech_service.encoding import Renderer
+from common.speech_service.encoding import AudioEncoder
 from common.speech_service.errors import ApiError
 from common.speech_service.metrics import Metrics
 from common.speech_service.settings import Settings
-from common.speech_service.triton import Address, TritonPool
+from common.speech_service.triton import Backend, TritonPool
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Job:
-    """One piece of speech to make. `samples` counts what was made of it, at the models' rate and own speed."""
+class SpeechJob:
+    """One utterance to generate. `samples`: generated so far, at the models' rate and normal speed."""
 
     utterance: Utterance
     model: str = ""
@@ -39,13 +39,13 @@ class Job:
 
     @property
     def usage(self) -> dict[str, int]:
-        """OpenAI's figures: characters of the text for input_tokens, since the LLM's tokenizer is Triton's."""
+        """OpenAI's usage. input_tokens counts characters, because only Triton has the LLM's tokenizer."""
         text, speech = len(self.utterance.target_text), round(self.samples * TOKEN_RATE / SAMPLE_RATE)
         return {"input_tokens": text, "output_tokens": speech, "total_tokens": text + speech}
 
 
-class SpeechCore:
-    """`async with TritonPool(urls) as pool, SpeechCore(pool, settings, metrics) as core: ...`"""
+class Dispatcher:
+    """`async with TritonPool(urls) as pool, Dispatcher(pool, settings, metrics) as dispatcher: ...`"""
 
     def __init__(self, pool: TritonPool, settings: Settings, metrics: Metrics) -> None:
         self.pool = pool
@@ -54,30 +54,30 @@ class SpeechCore:
         self._live = 0
         self._encoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="encode")
 
-    async def __aenter__(self) -> "SpeechCore":
+    async def __aenter__(self) -> "Dispatcher":
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self._encoders.shutdown(wait=False, cancel_futures=True)
 
-    async def speak(self, job: Job) -> AsyncGenerator[np.ndarray, None]:
-        """float32 (N,) at SAMPLE_RATE, at least one. ApiError; a Triton that fails before its first is replaced."""
+    async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
+        """float32 (N,) at SAMPLE_RATE, at least one. If a Triton fails before the first, another is tried. ApiError."""
         with self._admitted(), self._counted():
-            begun = time.perf_counter()
-            failed: set[Address] = set()
+            started = time.perf_counter()
+            failed: set[Backend] = set()
             while True:
-                with self.pool.lease(job.model, failed) as (address, model):
+                with self.pool.lease(job.model, failed) as (backend, model):
                     try:
                         async with contextlib.aclosing(
-                            address.speak(model, job.utterance, self._settings.timeout)
+                            backend.waveforms(model, job.utterance, self._settings.timeout)
                         ) as chunks:
                             async for chunk in chunks:
                                 if not job.samples:
-                                    self.metrics.first_audio.observe(time.perf_counter() - begun)
+                                    self.metrics.first_audio.observe(time.perf_counter() - started)
                                 job.samples += chunk.size
                                 yield chunk
                     except ApiError as error:
-                        failed.add(address)
+                        failed.add(backend)
                         if error.status != 503 or job.samples or not self._others(model, failed):
                             raise
                         continue
@@ -86,33 +86,33 @@ class SpeechCore:
                 self.metrics.audio.inc(job.samples / SAMPLE_RATE)
                 return
 
-    async def render(self, job: Job, renderer: Renderer) -> AsyncGenerator[bytes, None]:
-        """The bytes of `speak`, none of them empty."""
-        async with contextlib.aclosing(self.speak(job)) as chunks:
+    async def encoded(self, job: SpeechJob, encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
+        """`waveforms` as bytes of the encoder's format; no item is empty."""
+        async with contextlib.aclosing(self.waveforms(job)) as chunks:
             async for chunk in chunks:
-                if data := await self._encode(renderer, chunk):
+                if data := await self._run_encoder(encoder, chunk):
                     yield data
-            if data := await self._encode(renderer, None):
+            if data := await self._run_encoder(encoder, None):
                 yield data
 
-    async def _encode(self, renderer: Renderer, chunk: np.ndarray | None) -> bytes:
+    async def _run_encoder(self, encoder: AudioEncoder, chunk: np.ndarray | None) -> bytes:
         def work() -> bytes:
-            return renderer.finish() if chunk is None else renderer.push(chunk)
+            return encoder.finish() if chunk is None else encoder.push(chunk)
 
-        if renderer.direct:
+        if encoder.direct:
             return work()
-        # Shielded: cancelling must not leave a thread inside an encoder that is being torn down.
+        # Shielded: after a cancellation no thread may still use an encoder that is being closed.
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._encoders, work))
 
-    def _others(self, model: str, failed: set[Address]) -> bool:
-        return any(model in address.models and address not in failed for address in self.pool.addresses)
+    def _others(self, model: str, failed: set[Backend]) -> bool:
+        return any(model in backend.models and backend not in failed for backend in self.pool.backends)
 
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:
-        """A place among the live streams. ApiError 429 where there is none: the client knows best when to ask again."""
+        """Occupy one of the slots for live streams. ApiError 429 if there is none."""
         if self._live >= self._settings.max_streams:
             raise ApiError(
-                429, f"{self._live} streams are being spoken, as many as may be", code="too_many_streams", retry_after=1
+                429, f"the limit of {self._live} concurrent streams is reached", code="too_many_streams", retry_after=1
             )
         self._live += 1
         self.metrics.live.set(self._live)
