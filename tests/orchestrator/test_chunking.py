@@ -26,11 +26,11 @@ def lengths(rules: HopRules, total: int, prompt_tokens: int = 0) -> list[int]:
     return [hop.length for hop in drain(rules.schedule(prompt_tokens), total)]
 
 
-def test_exponential_hopsdouble_up_to_the_cap() -> None:
+def test_exponential_hops_double_up_to_the_cap() -> None:
     assert lengths(HopRules(), 400) == [15, 30, 60, 100, 100, 95]
 
 
-def test_equal_hopsstay_the_same() -> None:
+def test_equal_hops_stay_the_same() -> None:
     assert lengths(HopRules(strategy="equal"), 70) == [15, 15, 15, 15, 10]
 
 

@@ -290,7 +290,9 @@ def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dic
     assert [response.arrays()["waveform"].shape[1] for response in request.sender.responses] == [20] * 5
 
 
-def test_padding_of_the_reference_reaches_no_model(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
+def test_padding_of_the_reference_is_not_sent_to_any_model(
+    tokenizer_dir: Path, triton_models: dict[str, Callee]
+) -> None:
     FakeModels().install(triton_models)
     padded = np.concatenate([WAV, np.full(PROMPT_SAMPLE_RATE, 9, np.float32)])
     request = client_request(reference_wav=padded, length=len(WAV))
@@ -368,7 +370,7 @@ def test_the_sequence_of_a_client_that_disconnects_is_ended(
     assert len(models.ended) == 1 and not models.sequences
 
 
-def test_eight_requests_at_a_time_keep_their_voices(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
+def test_eight_concurrent_requests_keep_their_voices(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
     models = FakeModels(pause=0.001)
     models.install(triton_models)
     requests = [client_request(reference_wav=WAV * 2**-voice) for voice in range(8)]
@@ -379,7 +381,7 @@ def test_eight_requests_at_a_time_keep_their_voices(tokenizer_dir: Path, triton_
     assert len(set(models.ended)) == 8
 
 
-def test_finalize_ends_the_live_requests_before_the_connections_they_use_and_the_loop_in_any_case(
+def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loop_in_any_case(
     tokenizer_dir: Path, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = FakeModels(pause=0.02)

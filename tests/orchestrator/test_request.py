@@ -53,14 +53,14 @@ def test_a_bad_parameter_is_an_error_naming_it_and_its_value(name: str, value: o
     assert str(value) in str(error.value)
 
 
-def test_the_padding_behind_the_reference_is_cut_off() -> None:
+def test_the_padding_after_the_reference_is_cut_off() -> None:
     padded = np.concatenate([WAV, np.full(5000, np.nan, np.float32)])[None]
     np.testing.assert_array_equal(check(reference_wav=padded, reference_wav_len=len(WAV)).voice.wav, WAV)
     np.testing.assert_array_equal(check(reference_wav=WAV, reference_wav_len=None).voice.wav, WAV)
 
 
 @pytest.mark.parametrize("text", [None, "", "  \n"])
-def test_a_reference_without_words_is_cross_lingual(text: str | None) -> None:
+def test_a_reference_without_a_transcript_is_cross_lingual(text: str | None) -> None:
     assert check(reference_text=text).voice.text == ""
 
 
@@ -70,7 +70,7 @@ def test_every_text_is_cleaned() -> None:
     assert check(instruct_text="<|endofprompt|>slowly\n please", reference_text="").instruct_text == "slowly please"
 
 
-def test_a_speaker_stands_for_the_recording_and_a_default_one_where_neither_is_given() -> None:
+def test_a_speaker_replaces_the_recording_and_the_default_speaker_is_used_without_either() -> None:
     without = {"target_text": "hello"}
     assert RequestInputs(**without, speaker="anna").check(Sampling(), 100).voice == "anna"
     assert RequestInputs(**without, speaker="anna").check(Sampling(), 100, "bert").voice == "anna"
@@ -79,7 +79,7 @@ def test_a_speaker_stands_for_the_recording_and_a_default_one_where_neither_is_g
 
 
 @pytest.mark.parametrize(("value", "flag"), [(True, True), ("false", False), ("True", True), (0, False), ("1", True)])
-def test_flags_may_come_as_text(value: object, flag: bool) -> None:
+def test_flags_may_be_text(value: object, flag: bool) -> None:
     request = check(parameters={"text_frontend": value, "cross_lingual": value}, reference_text="")
     assert (request.normalize, request.cross_lingual) == (flag, flag)
 

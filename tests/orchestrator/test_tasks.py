@@ -23,7 +23,7 @@ async def forever(ended: list[str]) -> None:
         ended.append("forever")
 
 
-def test_result_is_what_the_work_returns_whether_it_is_new_or_runs_already() -> None:
+def test_result_returns_the_result_of_new_work_and_of_a_running_task() -> None:
     async def main() -> list[int]:
         async with TaskScope() as scope:
             early = scope.spawn(value(1))
@@ -32,15 +32,15 @@ def test_result_is_what_the_work_returns_whether_it_is_new_or_runs_already() -> 
     assert asyncio.run(main()) == [2, 1]
 
 
-def test_waiting_ends_with_the_error_of_a_task_that_fails_beside_it() -> None:
+def test_waiting_ends_with_the_error_of_another_task_that_fails() -> None:
     ended: list[str] = []
 
     async def main() -> None:
         async with TaskScope() as scope:
-            scope.spawn(fail("beside"))
+            scope.spawn(fail("failed"))
             await scope.result(forever(ended))
 
-    with pytest.raises(RuntimeError, match="beside"):
+    with pytest.raises(RuntimeError, match="failed"):
         asyncio.run(main())
     assert ended == ["forever"]
 
