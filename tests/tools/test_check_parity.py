@@ -1,4 +1,4 @@
-"""The parity command: what it runs, what it calls a miss, and what it returns."""
+"""python -m tools.parity: what it runs, what it calls a miss, and its exit status."""
 
 import json
 import os
@@ -24,7 +24,7 @@ GOLDEN = ROOT / "tests" / "assets" / "golden"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with one small fixture, to be spoiled."""
+    """A folder with one small fixture, which tests damage."""
     for suffix in (".json", ".safetensors"):
         shutil.copy(GOLDEN / f"item8a_fade_in_out{suffix}", tmp_path)
     return tmp_path
@@ -139,11 +139,9 @@ def test_a_folder_without_fixtures_or_no_folder_is_unusable(tmp_path, capsys):
     assert "nowhere is not a folder" in capsys.readouterr().err
 
 
-def test_it_runs_as_a_file_from_any_directory(folder):
+def test_it_runs_from_any_directory(folder):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    run = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "check_parity.py", "."], cwd=folder, env=environment, capture_output=True
-    )
+    run = subprocess.run([sys.executable, "-m", "tools.parity", "."], cwd=folder, env=environment, capture_output=True)
     assert run.returncode == 0, run.stderr.decode()
 
 

@@ -50,14 +50,14 @@ def test_wrong_words_are_counted(said: str, heard: str, errors: int) -> None:
 
 def test_the_recogniser_understands_the_teacher_and_forgets_what_it_heard_before() -> None:
     recognizer, takes = Recognizer(), [recording("slt"), recording("rms")]
-    first = [recognizer.hear(take.waveform, take.rate) for take in takes]
-    assert [recognizer.hear(take.waveform, take.rate) for take in reversed(takes)] == first[::-1]
+    first = [recognizer.transcribe(take.waveform, take.rate) for take in takes]
+    assert [recognizer.transcribe(take.waveform, take.rate) for take in reversed(takes)] == first[::-1]
     errors = [word_errors(take.text, heard) for take, heard in zip(takes, first, strict=True)]
     assert (errors[0] + errors[1]).rate < 0.4, first
 
 
 def test_silence_has_no_words() -> None:
-    assert words(Recognizer().hear(np.zeros(SAMPLE_RATE, np.float32), SAMPLE_RATE)) in ([], ["the"], ["a"])
+    assert words(Recognizer().transcribe(np.zeros(SAMPLE_RATE, np.float32), SAMPLE_RATE)) in ([], ["the"], ["a"])
 
 
 # --- joints, voices, parts -----------------------------------------------------------------------------------------

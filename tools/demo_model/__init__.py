@@ -1,1 +1,1 @@
-"""The parts of the demo checkpoint: random weights in the official file formats, one file per part."""
+"""The demo checkpoint: the trained one (`checkpoint`), and random weights in the official formats (other modules)."""

@@ -1,7 +1,7 @@
-"""The trained checkpoint that is part of this repository: where it lies, and that it is what it was.
+"""The trained checkpoint in this repository: its place and its checksums.
 
-python -m tools.voice_training                       trains it, see docs/demo_voice.md
-tools/demo_model/trained/                              official layout; README.md is its model card
+python -m tools.voice_training                        trains it, see docs/demo_voice.md
+tools/demo_model/trained/                             official layout; README.md is its model card
 (cd tools/demo_model/trained && sha256sum -c SHA256SUMS)
 """
 
@@ -12,17 +12,17 @@ from pathlib import Path
 TRAINED = Path(__file__).resolve().parent / "trained"
 SUMS = "SHA256SUMS"
 CARD = "README.md"
-MAX_BYTES = 24 * 10**6  # of all files together: every clone carries them
+MAX_BYTES = 24 * 10**6  # of all files together, since they are in every clone
 
 
 def files_of(directory: Path) -> list[str]:
-    """What the sums are of, relative to `directory`: every file but themselves and the model card."""
+    """Files with a checksum, relative to `directory`: all but the checksums and the model card."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return sorted(name for name in found if name not in (SUMS, CARD))
 
 
 def read_sums(directory: Path) -> dict[str, str]:
-    """SHA-256 of each file by its name; ValueError where the list is not one."""
+    """SHA-256 by file name; ValueError if the list is missing or malformed."""
     path = directory / SUMS
     if not path.is_file():
         raise ValueError(f"{path} is missing: it is part of the repository; run: git checkout {directory}")
@@ -34,7 +34,7 @@ def read_sums(directory: Path) -> dict[str, str]:
 
 
 def check(directory: Path) -> None:
-    """ValueError naming the first file that is not there or not as it was."""
+    """Compare all checksums. ValueError names the first file that is missing or damaged."""
     for name, digest in read_sums(directory).items():
         path = directory / name
         if not path.is_file():
@@ -44,7 +44,7 @@ def check(directory: Path) -> None:
 
 
 def copy(destination: Path) -> None:
-    """The checkpoint with its card and sums to `destination`, checked there."""
+    """Copy the checkpoint with its model card and checksums to `destination` and check it there."""
     for name in (CARD, SUMS, *read_sums(TRAINED)):
         target = destination / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def copy(destination: Path) -> None:
 
 
 def write_sums(directory: Path) -> None:
-    """The list of what is there now."""
+    """Write the checksums of the files in `directory`."""
     sums = "".join(f"{_sha256(directory / name)}  {name}\n" for name in files_of(directory))
     (directory / SUMS).write_text(sums, encoding="utf-8")
 

@@ -1,9 +1,9 @@
-"""A random-weight CosyVoice2 LLM in HuggingFace form: utters speech tokens only, and ends after about three seconds.
+"""A random-weight CosyVoice2 LLM in HuggingFace form. It generates speech tokens only, for about three seconds.
 
-A purely random network would hardly ever end an utterance at a sane length. So a few channels of the residual stream
-are reserved, which no layer writes to: each token's embedding says there in which phase of an utterance it stands,
-and the output head lets a token be followed only by tokens of the same phase or the next. The last phase leads to the
-end token. Which token of a phase comes is up to the random rest of the network, hence to text, prompt and seed.
+A purely random network would hardly ever end an utterance at a plausible length. Therefore a few channels of the
+residual stream are reserved, and no layer writes to them: there, each token's embedding encodes a phase of the
+utterance, and the output head allows only tokens of the same phase or the next. The last phase leads to the end token.
+Which token of a phase is next depends on the random rest of the network, hence on text, prompt and seed.
 """
 
 import json
@@ -21,7 +21,7 @@ from common.constants import SPEECH_VOCAB
 from common.llm.speech_tokens import CHAT_TEMPLATE, END_TOKENS, LLMTokenizer, added_tokens
 
 TEXT_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|endofprompt|>")
-# How Qwen2 cuts text into words before it looks for byte pairs.
+# Qwen2's split of text into words before byte-pair encoding.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -29,8 +29,11 @@ QWEN2_WORDS = (
 
 @dataclass(frozen=True)
 class LLMSizes:
-    """`tied`: the output head is the embedding; `rope_theta`: base of the rotary angles; `text_vocab`: so many tokens
-    of text at least, those that no text leads to among them."""
+    """Sizes of a Qwen2 network.
+
+    tied: the output head is the embedding. rope_theta: base of the rotary angles. text_vocab: least number of text
+    tokens; unused ones fill the vocabulary up.
+    """
 
     hidden: int
     layers: int
@@ -45,23 +48,23 @@ class LLMSizes:
 SMALL = LLMSizes(hidden=128, layers=2, heads=2, kv_heads=1, mlp=256)
 OFFICIAL = LLMSizes(hidden=896, layers=24, heads=14, kv_heads=2, mlp=4864, text_vocab=151_643)
 
-# Each phase lasts two tokens on average, so that utterances have about 75 tokens with a deviation of 9.
+# Each phase lasts two tokens on average: utterances have about 75 tokens, with a standard deviation of 9.
 PHASES = 37
 START, ALWAYS = PHASES, PHASES + 1  # reserved channels after those of the phases: "no phase yet", and a constant
 RESERVED = PHASES + 2
-# Only the upper third of the codebook is uttered; the demo's speech tokenizer uses the lower two thirds. So prompt
+# Only the upper third of the codebook is generated; the demo's speech tokenizer uses the lower two thirds. So prompt
 # tokens have no phase, and generation starts at the first phase after any prompt.
 FIRST_UTTERED = 2 * SPEECH_VOCAB // 3
 
-RESERVED_AMPLITUDE = 4.0  # of a reserved channel in an embedding, against deviation 0.5 of the free ones
+RESERVED_AMPLITUDE = 4.0  # of a reserved channel in an embedding; the others have a standard deviation of 0.5
 FOLLOWS = 3.0  # weight of the output head on the channels of a token's possible predecessors
-ENDS = 4.0  # the same of the end token, which competes with every token of the last phase
-UNSPOKEN = -6.0  # weight on the constant channel of all that is never uttered
-LOGIT_SPREAD = 0.12  # deviation of the output head's free weights; it and those of the layers are for SMALL's width
+ENDS = 4.0  # the same for the end token, which competes with every token of the last phase
+UNSPOKEN = -6.0  # weight on the constant channel for tokens that are never generated
+LOGIT_SPREAD = 0.12  # standard deviation of the output head's other weights, at SMALL's width
 
 
 def make_llm(directory: Path, seed: int = 0, sizes: LLMSizes = SMALL, dtype: torch.dtype = torch.float32) -> None:
-    """Write the LLM of random weights."""
+    """Write the LLM with random weights to `directory`."""
     tokenizer = build_tokenizer(text_vocab=sizes.text_vocab)
     ids = tokenizer.get_vocab()
     weights = random_weights(sizes, len(ids), ids[added_tokens()[0]], ids[END_TOKENS[0]], seed)
@@ -77,11 +80,11 @@ def save_llm(directory: Path, tokenizer: Tokenizer, sizes: LLMSizes, weights: Ma
     for name, content in _configs(sizes, tokenizer, end_ids, dtype).items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # as the others: safetensors makes it readable to its owner only
+    (directory / "model.safetensors").chmod(0o644)  # like the others: safetensors makes it readable for its owner only
 
 
 def build_tokenizer(merges: Sequence[tuple[str, str]] = (), text_vocab: int = 0) -> Tokenizer:
-    """Byte-level BPE as Qwen2's with these merges, at least `text_vocab` tokens, and CosyVoice2's tokens after it."""
+    """Byte-level BPE like Qwen2's: these merges, at least `text_vocab` text tokens, then CosyVoice2's tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = dict.fromkeys([*alphabet, *("".join(pair) for pair in merges)])
     pieces |= dict.fromkeys(f"~{index}~" for index in range(len(pieces), text_vocab))
@@ -96,7 +99,7 @@ def build_tokenizer(merges: Sequence[tuple[str, str]] = (), text_vocab: int = 0)
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in TEXT_SPECIALS])
-    # Not special: servers that skip special tokens when they decode would otherwise answer with empty text.
+    # Not special: servers that skip special tokens in decoding would return empty text.
     tokenizer.add_tokens([AddedToken(token, special=False) for token in added_tokens()])
     return tokenizer
 
@@ -105,13 +108,13 @@ def random_weights(sizes: LLMSizes, vocab: int, offset: int, end_id: int, seed: 
     """The state dict. `offset`: id of `<|s_0|>`; `end_id`: the end token that is uttered."""
     generator = torch.Generator().manual_seed(seed)
     hidden = sizes.hidden
-    # What sums up more channels has smaller weights, and so has what more layers add to the residual stream.
+    # Weights are smaller for sums over more channels, and for more layers that add to the residual stream.
     narrower, shallower = math.sqrt(SMALL.hidden / hidden), math.sqrt(SMALL.layers / sizes.layers)
 
     def normal(*shape: int, std: float) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * std
 
-    # (vocab, hidden): what a token says about its phase, then random features.
+    # (vocab, hidden): the token's phase, then random features.
     embedding = normal(vocab, hidden, std=0.5)
     embedding[:, :RESERVED] = 0.0
     embedding[:, START] = RESERVED_AMPLITUDE
@@ -150,7 +153,7 @@ def random_weights(sizes: LLMSizes, vocab: int, offset: int, end_id: int, seed: 
             "post_attention_layernorm.weight": torch.ones(hidden),
         }
         for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            layer[name][:RESERVED] = 0.0  # the phase passes every layer untouched
+            layer[name][:RESERVED] = 0.0  # no layer changes the phase
         weights.update({f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()})
     return weights
 

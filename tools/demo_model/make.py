@@ -1,4 +1,4 @@
-"""Get the demo checkpoint ready: every model of both stacks, small, in the official layout and formats.
+"""Write the demo checkpoint: every model of both stacks, small, in the official layout and formats.
 
     python -m tools.demo_model.make DEST                                the trained voice of docs/demo_voice.md
     python -m tools.demo_model.make DEST --weights random [--seed N]    noise of speech-like length: sizes, parity
@@ -9,9 +9,9 @@ DEST/CosyVoice2-0.5B/              flow.pt (UNet), hift.pt, campplus.onnx, speec
 DEST/Step-Audio-2-mini/token2wav/  flow.pt (DiT), hift.pt, campplus.onnx, speech_tokenizer_v2_25hz.onnx
 DEST/voices/                       registered voices, trained weights only
 
-The speaker encoder stays small at the official sizes: there is no CAM++ here to take them from.
+With random-full the speaker encoder is still small, since CAM++'s network is not part of this repository.
 
-A complete checkpoint of the same weights is kept, and so are voices that were registered in one that is replaced.
+An existing complete checkpoint of the same weights is kept. When one is replaced, its registered voices are kept.
 """
 
 import argparse
@@ -31,6 +31,7 @@ import torch
 from tqdm import tqdm
 
 from common import flow, hift, stacks
+from common.llm import speech_tokens
 from common.stacks import Stack
 from tools import demo_model
 from tools.demo_model import checkpoint, llm, speaker, speech_tokenizer, vocoder
@@ -40,13 +41,13 @@ MANIFEST = "demo_model.json"
 ABOUT = "random weights, not a trained model"
 README = """# Demo checkpoint: random weights
 
-Made by tools/demo_model/make.py. Nothing here was trained: the weights are random numbers, and what the models speak
-is noise. Layout and file formats are those of the official checkpoints, which go in their place.
+Made by tools/demo_model/make.py. Nothing here was trained: the weights are random numbers, and the speech is noise.
+Layout and file formats are those of the official checkpoints, which can replace this one.
 """
 
 Writer = Callable[[Path], None]
 Weights = Literal["trained", "random", "random-full"]
-# Of disk: the checkpoint and, while it replaces an older one, that one.
+# Disk space for the checkpoint and for an older one that it replaces.
 NEEDED_BYTES: dict[Weights, int] = {"trained": 200 << 20, "random": 200 << 20, "random-full": 6 << 30}
 
 log = logging.getLogger("make_demo_model")
@@ -54,7 +55,7 @@ log = logging.getLogger("make_demo_model")
 
 @dataclass(frozen=True)
 class CheckpointSizes:
-    """Of the networks of random weights."""
+    """Sizes of the networks with random weights."""
 
     lm: llm.LLMSizes = llm.SMALL
     lm_dtype: torch.dtype = torch.float32
@@ -76,7 +77,7 @@ OFFICIAL = CheckpointSizes(
 
 
 def parts(sizes: CheckpointSizes, seed: int) -> dict[str, Writer]:
-    """What of random weights is written where. The two stacks share no weights, as officially."""
+    """Path in the checkpoint -> function that writes it. As in the official ones, the stacks share no weights."""
     found = {stacks.DEFAULT.llm.directory: lambda path: llm.make_llm(path, seed, sizes.lm, sizes.lm_dtype)}
     found |= _parts_of(stacks.UNET, seed, sizes, lambda path: vocoder.write_unet_flow(path, seed, sizes.unet))
     found |= _parts_of(stacks.DIT, seed + 1, sizes, lambda path: vocoder.write_dit_flow(path, seed + 1, sizes.dit))
@@ -104,10 +105,10 @@ def _write_speaker(path: Path, seed: int) -> None:
 
 
 def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> bool:
-    """Write the checkpoint to `dest` unless it is there already; return whether it was written.
+    """Write the checkpoint to `dest` unless it exists already; return whether it was written.
 
-    It is made beside `dest` and renamed, so that `dest` is complete or not there. `seed`: of random weights. Raises
-    ValueError where `dest` is something else, the disk is too full, or the trained checkpoint is damaged.
+    It is written next to `dest` and renamed, so that `dest` is complete or missing. seed: of random weights. ValueError
+    if `dest` is something else, the disk is too full, or the trained checkpoint is damaged.
     """
     recipe = _recipe(weights, seed)
     known = _read_manifest(dest)
@@ -137,7 +138,7 @@ def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> 
 
 
 def weights_of(directory: Path) -> Literal["trained", "random"] | None:
-    """Whose weights lie in a demo checkpoint or a directory of one; None: it is no demo checkpoint."""
+    """Kind of weights in a demo checkpoint or in a directory of one; None if it is no demo checkpoint."""
     for candidate in (directory, *directory.resolve().parents):
         if (manifest := _read_manifest(candidate)) is not None:
             return "random" if str(manifest["weights"]).startswith("random") else "trained"
@@ -155,7 +156,7 @@ def _write_random(root: Path, sizes: CheckpointSizes, seed: int) -> None:
 
 
 def _keep_voices(old: Path, fresh: Path, same_networks: bool) -> None:
-    """Voices that somebody registered; what other networks computed ahead is of no use to these."""
+    """Keep registered voices. Precomputed features (.safetensors) are kept only if the networks are the same."""
     for path in sorted(old.iterdir()) if old.is_dir() else ():
         if path.is_file() and not (fresh / path.name).exists() and (same_networks or path.suffix in (".wav", ".txt")):
             fresh.mkdir(exist_ok=True)
@@ -163,7 +164,7 @@ def _keep_voices(old: Path, fresh: Path, same_networks: bool) -> None:
 
 
 def _read_manifest(directory: Path) -> dict | None:
-    """What was written there; None where nothing was, or nobody can tell."""
+    """The manifest of a demo checkpoint; None if there is none or it is unreadable."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         return manifest if {"weights", "recipe", "files"} <= manifest.keys() else None
@@ -172,19 +173,21 @@ def _read_manifest(directory: Path) -> dict | None:
 
 
 def _manifest(root: Path, weights: Weights, recipe: str, names: Iterable[str]) -> dict:
-    """The weights, what they are made by, and the files with the sizes that they have in `root` (-1: missing)."""
+    """Content of the manifest: kind of weights, recipe, and sizes of the files in `root` (-1: missing)."""
     paths = {name: root / name for name in names}
     sizes = {name: path.stat().st_size if path.is_file() else -1 for name, path in paths.items()}
     return {"weights": weights, "recipe": recipe, "files": sizes}
 
 
 def _recipe(weights: Weights, seed: int) -> str:
-    """What the files are made by: the list of sums; or the seed and the code, the networks included."""
+    """Digest of what the files depend on: the checksums of the trained checkpoint; or the seed and the sources that
+    define random weights, including the networks, the tokens and the layout."""
     if weights == "trained":
         content = json.dumps(checkpoint.read_sums(checkpoint.TRAINED)).encode()
     else:
         rooms = (Path(room.__path__[0]) for room in (demo_model, flow, hift))
-        sources = [Path(__file__), *(source for room in rooms for source in sorted(room.glob("*.py")))]
+        modules = (Path(str(module.__file__)) for module in (stacks, speech_tokens))
+        sources = [*modules, *(source for room in rooms for source in sorted(room.glob("*.py")))]
         content = b"".join((str(seed).encode(), *(source.read_bytes() for source in sources)))
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -193,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dest", type=Path, help="directory to write, for example models/demo")
     parser.add_argument("--weights", choices=get_args(Weights), default="trained")
-    parser.add_argument("--seed", type=int, default=0, help="of random weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random weights")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
@@ -203,8 +206,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         log.error("make_demo_model: %s", error)
         return 1
-    state = f"written in {time.monotonic() - start:.1f} s" if written else "is there already"
-    what = "a small trained voice" if args.weights == "trained" else "RANDOM weights, which speak noise"
+    state = f"written in {time.monotonic() - start:.1f} s" if written else "exists already"
+    what = "a small trained voice" if args.weights == "trained" else "RANDOM weights, whose speech is noise"
     log.info("demo checkpoint %s: %s, %s", args.dest, state, what)
     return 0
 

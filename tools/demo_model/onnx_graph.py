@@ -1,4 +1,4 @@
-"""A few lines over `onnx.helper`: enough to write a network down in ONNX operators, as the official exports are."""
+"""A small builder over `onnx.helper`, to write networks as ONNX operators in the form of the official exports."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ IR_VERSION = 10  # read by every onnxruntime that reads the opset
 
 
 class OnnxGraph:
-    """Nodes and weights in the order in which they are added; every method returns a tensor's name."""
+    """Nodes and weights in the order of their creation; every method returns the name of a tensor."""
 
     def __init__(self) -> None:
         self._nodes: list[onnx.NodeProto] = []
@@ -29,7 +29,7 @@ class OnnxGraph:
         return name
 
     def constant(self, value: np.ndarray | float) -> str:
-        """A Constant node: what is no weight of the network must not be an initializer (s3tokenizer takes all)."""
+        """A Constant node. Only weights may be initializers: s3tokenizer reads all of them as weights."""
         array = np.float32(value) if isinstance(value, float) else value
         return self.op("Constant", value=numpy_helper.from_array(np.asarray(array)))
 
@@ -37,7 +37,7 @@ class OnnxGraph:
         return self.constant(np.array(values, np.int64))
 
     def op(self, kind: str, *inputs: str, name: str = "", output: str = "", **attributes: Any) -> str:
-        """One node with one output. `name` is the node's; it identifies the weights for s3tokenizer."""
+        """One node with one output. name: of the node, by which s3tokenizer identifies weights."""
         index = len(self._nodes)
         output = output or f"value_{index}"
         node = helper.make_node(kind, list(inputs), [output], name=name or f"/{kind}_{index}", **attributes)
@@ -45,7 +45,7 @@ class OnnxGraph:
         return output
 
     def save(self, path: Path, inputs: list[onnx.ValueInfoProto], output: onnx.ValueInfoProto, about: str) -> None:
-        """Check and write the model; `about` is what it says of itself."""
+        """Check and write the model. about: its doc string."""
         graph = helper.make_graph(self._nodes, path.stem, inputs, [output], self._weights)
         model = helper.make_model(
             graph,

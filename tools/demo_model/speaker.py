@@ -1,7 +1,7 @@
-"""A small stand-in for CAM++ in the official ONNX interface: `input` (B, T, 80) to `output` (B, 192).
+"""A small substitute for CAM++ with the official ONNX interface: `input` (B, T, 80) to `output` (B, 192).
 
-Convolutions and statistics pooling: far smaller than CAM++. With random weights, what it says still depends on the
-voice. Weights go by the keys of `tools.voice_training.speaker.DemoSpeakerEncoder`.
+Convolutions and statistics pooling: far smaller than CAM++. Even with random weights its output depends on the
+voice. Weights have the keys of `tools.voice_training.speaker.DemoSpeakerEncoder`.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from onnx import TensorProto, helper
 from common.constants import MEL_BINS, SPEAKER_DIM
 from tools.demo_model.onnx_graph import OnnxGraph
 
-CHANNELS, KERNEL = 64, 5  # of the random one
-KERNEL_SPREAD = 0.012  # log-mel features deviate by about 3, and their deviation is to stay in tanh's range
+CHANNELS, KERNEL = 64, 5  # with random weights
+KERNEL_SPREAD = 0.012  # log mel features have a standard deviation of 3; keep sums in tanh's range
 
 
 def random_weights(seed: int) -> dict[str, np.ndarray]:
-    """One convolution; the projection takes deviations less 0.5, around zero as the means are."""
+    """One convolution. The projection subtracts 0.5 from standard deviations, to centre them like means."""
     rng = np.random.default_rng(seed)
     kernel = rng.normal(0, KERNEL_SPREAD, (CHANNELS, MEL_BINS, KERNEL))
     project = rng.normal(0, 1, (SPEAKER_DIM, 2 * CHANNELS))
@@ -31,7 +31,7 @@ def random_weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def write_campplus(path: Path, weights: Mapping[str, np.ndarray], about: str) -> None:
-    """Write the ONNX file. Convolution i is dilated by i + 1. `about`: what the file says of itself."""
+    """Write the ONNX file. Convolution i has dilation i + 1. about: doc string of the file."""
     g = OnnxGraph()
 
     def half(key: str, value: np.ndarray) -> str:
@@ -55,7 +55,7 @@ def write_campplus(path: Path, weights: Mapping[str, np.ndarray], about: str) ->
     mean = g.op("ReduceMean", x, g.integers(-1), keepdims=1)
     deviation = g.op("Sub", x, mean)
     variance = g.op("ReduceMean", g.op("Mul", deviation, deviation), g.integers(-1), keepdims=0)
-    # The floor keeps the square root's gradient finite where the network is trained.
+    # As in training, where the constant keeps the gradient of the square root finite.
     spread = g.op("Sqrt", g.op("Add", variance, g.constant(1e-6)))
     pooled = g.op("Concat", g.op("Squeeze", mean, g.integers(-1)), spread, axis=-1)  # (B, 2 * channels)
     project = half("project.weight", weights["project.weight"].T)

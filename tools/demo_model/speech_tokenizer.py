@@ -1,10 +1,10 @@
-"""An S3 tokenizer v2 of any size, written as the official ONNX file is: log-mel (1, 128, T) to ids (1, T/4).
+"""An S3 tokenizer v2 of any size, written like the official ONNX file: log mel (1, 128, T) to ids (1, T/4).
 
-The package s3tokenizer finds weights by the names of the nodes that take them and two initializers; those names are
-kept, so that the same file is read by s3tokenizer and runs in onnxruntime, with equal ids. Matrices are stored as
-float16, each cast by a node that has the name of the one it is for.
+The package s3tokenizer finds weights by the names of the nodes that use them and by two initializers. These names are
+kept, so that s3tokenizer reads the same file that onnxruntime runs, with equal ids. Matrices are stored as float16,
+each cast by a node with the name of the node that uses it.
 
-Weights go by the keys and shapes that they have in s3tokenizer's network.
+Weights have the keys and shapes of s3tokenizer's network.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ N_MELS, HEAD_DIM = 128, 64
 FSMN_KERNEL = 31
 TRITS = 8
 
-SMALL, OFFICIAL = (128, 1), (1280, 6)  # width and layers of random ones
-CODE_SPREAD = 0.1  # deviation of the projection to the code: each trit takes all three values on speech
+SMALL, OFFICIAL = (128, 1), (1280, 6)  # width and layers
+CODE_SPREAD = 0.1  # standard deviation of the projection to the code: trits take all three values on speech
 LAST_TRIT_SPREAD, LAST_TRIT_BIAS = 0.002, -0.5  # never the value 2: ids stay below 2/3 of the codebook (see llm.py)
 
-Weights = Mapping[str, np.ndarray]
+TokenizerWeights = Mapping[str, np.ndarray]
 
 
 def random_weights(seed: int, width: int, layers: int) -> dict[str, np.ndarray]:
-    """Weights that let every token depend on the sound around it."""
+    """Random weights with which every token depends on the sound around it."""
     rng = np.random.default_rng(seed)
     weights: dict[str, np.ndarray] = {}
 
@@ -38,7 +38,7 @@ def random_weights(seed: int, width: int, layers: int) -> dict[str, np.ndarray]:
 
     for i, channels in ((1, N_MELS), (2, width)):
         kernel = rng.normal(0, (3 * channels) ** -0.5, (width, channels, 3))
-        # Filters without a mean: the level of the recording must not outweigh what changes in it.
+        # Zero-mean filters: otherwise the level of the recording would dominate its changes.
         weights[f"encoder.conv{i}.weight"] = kernel - kernel.mean(axis=(1, 2), keepdims=True)
         weights[f"encoder.conv{i}.bias"] = np.zeros(width)
     for i in range(layers):
@@ -57,15 +57,15 @@ def random_weights(seed: int, width: int, layers: int) -> dict[str, np.ndarray]:
     return weights
 
 
-def write_speech_tokenizer(path: Path, weights: Weights, about: str) -> None:
-    """`about`: what the file says of itself."""
+def write_speech_tokenizer(path: Path, weights: TokenizerWeights, about: str) -> None:
+    """Write the ONNX file. about: its doc string."""
     _TokenizerWriter(weights).write(path, about)
 
 
 class _TokenizerWriter:
-    """Adds the nodes; one instance writes one file."""
+    """Builds the graph; one instance writes one file."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: TokenizerWeights) -> None:
         self.graph = OnnxGraph()
         self.weights = weights
         self.width = len(weights["encoder.conv1.bias"])
@@ -95,7 +95,7 @@ class _TokenizerWriter:
         )
 
     def _half(self, name: str, value: np.ndarray, *, node: str = "") -> str:
-        """A float16 initializer as float32. `node`: by which s3tokenizer knows the weight, if not by its own name."""
+        """A float16 initializer as float32. node: name by which s3tokenizer finds the weight, if not its own."""
         return self.graph.op("Cast", self.graph.half_weight(name, value), name=node, to=TensorProto.FLOAT)
 
     def _encoder(self, x: str) -> str:
@@ -133,7 +133,7 @@ class _TokenizerWriter:
         return g.op("Add", g.op("Mul", x, cos), g.op("Mul", turned, sin))
 
     def _linear(self, x: str, node: str) -> str:
-        """The linear layer whose key is `node` with dots and without "encoder"; official names repeat "mlp"."""
+        """The linear layer with the key `node`, with dots and after "encoder"; official node names repeat "mlp"."""
         g = self.graph
         key = "encoder" + node.replace("/mlp/mlp.", "/mlp.").replace("/", ".")
         matrix = self._half(f"{node}.weight", self.weights[f"{key}.weight"].T, node=f"{node}/MatMul")

@@ -1,7 +1,7 @@
-"""Random-weight `flow.pt` of both stacks and `hift.pt`: the networks of common/, official key names.
+"""Random-weight `flow.pt` of both stacks and `hift.pt`: the networks of common/ with official key names.
 
-Weights are drawn so that signals keep their scale from layer to layer; the few exceptions give the vocoder the pitch
-and loudness of a voice, and make voices differ.
+Weights keep the scale of signals from layer to layer. The few exceptions give the vocoder the pitch and loudness of a
+voice, and make voices differ.
 """
 
 import math
@@ -16,7 +16,7 @@ from common.hift import HiFTConfig, HiFTGenerator, split_weight_norm
 
 Draw = Callable[[Tensor], Tensor]  # from standard normal noise in the shape of a weight to that weight
 
-# The small ones; the configurations themselves have the official sizes.
+# Small sizes; the defaults of the configurations are the official sizes.
 ENCODER = EncoderConfig(width=64, heads=2, feed_forward=128, blocks=1, up_blocks=1)
 UNET_FLOW = UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(channels=64, heads=1, blocks=1, mid_stages=1))
 DIT_FLOW = DiTFlowConfig(
@@ -24,27 +24,27 @@ DIT_FLOW = DiTFlowConfig(
 )
 HIFT = HiFTConfig(channels=64, f0_channels=32)
 
-# Hz: bias of the pitch predictor, and deviation of its weights. Small, because an error in pitch grows with time.
+# Hz: bias of the f0 predictor, and standard deviation of its weights. Small, as a pitch error grows with time.
 PITCH, PITCH_SPREAD = 150.0, 2.0
 LOG_MAGNITUDE = 0.8  # bias of the log spectrum: loudness
 
 
-# x-vectors are normalised to length one before this layer, so that its weights alone decide how much a voice changes.
+# x-vectors are normalised to unit length before this layer: its weights alone decide how much voices differ.
 VOICE: dict[str, Draw] = {"spk_embed_affine_layer.weight": lambda noise: noise}
 
 
 def write_unet_flow(path: Path, seed: int, sizes: UNetFlowConfig) -> None:
-    """CosyVoice2's flow."""
+    """Write CosyVoice2's flow."""
     torch.save(_drawn(UNetFlow(sizes), seed, VOICE), path)
 
 
 def write_dit_flow(path: Path, seed: int, sizes: DiTFlowConfig) -> None:
-    """Step-Audio2's flow. Its modulation starts at zero in training, which would leave every block without effect."""
+    """Write Step-Audio2's flow. Its modulation must not be zero, as it is at the start of training (adaLN-Zero)."""
     torch.save(_drawn(DiTFlow(sizes), seed, VOICE), path)
 
 
 def write_hift(path: Path, seed: int, sizes: HiFTConfig) -> None:
-    """The vocoder of both, in the official form with weight norm."""
+    """Write the vocoder of both stacks, in the official form with weight norm."""
     special: dict[str, Draw] = {
         "f0_predictor.classifier.weight": lambda noise: PITCH_SPREAD * noise,
         "f0_predictor.classifier.bias": lambda noise: torch.full_like(noise, PITCH),
@@ -52,7 +52,7 @@ def write_hift(path: Path, seed: int, sizes: HiFTConfig) -> None:
         "conv_post.weight": lambda noise: 0.12 * _scaled(noise),
         "conv_post.bias": lambda noise: torch.where(torch.arange(len(noise)) < len(noise) // 2, LOG_MAGNITUDE, 0.0),
         ".alpha": lambda noise: (1 + 0.2 * noise).abs() + 0.1,
-        # Many residual branches in a row: each one small, or their sum runs away.
+        # Many residual branches in a row: each has to be small, or their sum diverges.
         ".convs2.0.weight": lambda noise: 0.3 * _scaled(noise),
         ".convs2.1.weight": lambda noise: 0.3 * _scaled(noise),
         ".convs2.2.weight": lambda noise: 0.3 * _scaled(noise),
@@ -61,7 +61,7 @@ def write_hift(path: Path, seed: int, sizes: HiFTConfig) -> None:
 
 
 def _drawn(network: nn.Module, seed: int, special: dict[str, Draw]) -> dict[str, Tensor]:
-    """A state_dict of the network's keys and shapes; `special` rules go by the end of a key."""
+    """A random state_dict with the network's keys and shapes. special: rules by the end of a key."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for key, value in network.state_dict().items():
@@ -77,5 +77,5 @@ def _drawn(network: nn.Module, seed: int, special: dict[str, Draw]) -> dict[str,
 
 
 def _scaled(noise: Tensor) -> Tensor:
-    """A matrix or kernel (out, in, ...) that keeps the deviation of what it is applied to."""
+    """A matrix or kernel (out, in, ...) that keeps the standard deviation of its input."""
     return noise / math.sqrt(noise[0].numel())

@@ -1,10 +1,12 @@
-"""Golden fixtures against our networks: what a fixture holds (fixture), who checks it (the modules), running (runner).
+"""Golden fixtures of upstream's results, compared with our networks.
 
-Each of the modules hift, features, flow_unet, flow_dit and streaming offers
+`fixture` reads a fixture and `runner` runs its check. Each of the modules hift, features, flow_unet, flow_dit and
+streaming has
 
     CHECKS: dict[str, Check]      fixture name (the JSON's "name") -> its check
 
-A check computes a fixture's results and yields (key of the stored tensor, computed tensor).
+A check computes a fixture's results and yields (key of the stored tensor, computed tensor). `reference` has upstream's
+algorithms where they differ from the served ones.
 """
 
 from tools.parity.fixture import Check, Fixture

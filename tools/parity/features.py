@@ -1,4 +1,4 @@
-"""Checks of what surrounds the networks: mel, filter bank, S3 log mel, resampling, cross-fade."""
+"""Checks of signal processing: mel, filter bank, S3 log mel, resampling, cross-fade."""
 
 import re
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from common.voice.encoders import import_s3tokenizer
 from tools.parity.fixture import Check, Fixture, outputs_of
 from tools.parity.tracing import evaluate
 
-S3_BINS = 128  # of the S3 tokenizer's second version
+S3_BINS = 128  # of the S3 tokenizer v2
 
-Computed = Iterator[tuple[str, Tensor]]  # (family of the tolerance, result), in the order of the call's outputs
+Computed = Iterator[tuple[str, Tensor]]  # (tolerance family, result), in the order of the call's outputs
 
 
 def _mel(fixture: Fixture, call: dict[str, Any]) -> Computed:
@@ -72,7 +72,7 @@ def _found(pattern: str, call: dict[str, Any]) -> re.Match[str]:
     return match
 
 
-# By how the text of a call begins.
+# Check by the beginning of a call's text.
 FEATURES = {
     "mel_spectrogram": _mel,
     "torchaudio.compliance.kaldi.fbank": _kaldi,

@@ -1,4 +1,4 @@
-"""One golden fixture on disk: `<name>.json` that describes it and `<name>.safetensors` that holds its tensors."""
+"""One golden fixture on disk: `<name>.json` describes it and `<name>.safetensors` holds its tensors."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from tools.parity.weight_rule import generate_weights
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds on what a computed tensor may differ by; both zero means equal in every element."""
+    """Bounds on the difference of a computed tensor; both zero means equal in every element."""
 
     atol: float = 0.0  # largest absolute difference
     rms: float | None = None  # root mean square of the difference
@@ -25,18 +25,18 @@ class Tolerance:
 class Fixture:
     """Inputs, expected results, weights and description of one fixture.
 
-    `fixture["in/xs"]` is a stored tensor, `"in/xs" in fixture` tells whether there is one, `fixture.meta` is the JSON.
+    `fixture["in/xs"]` is a stored tensor, `"in/xs" in fixture` whether it exists, `fixture.meta` the JSON.
     """
 
     def __init__(self, json_path: Path) -> None:
-        """ValueError, KeyError or safetensors' own error when a file of the pair is not what it should be."""
+        """ValueError, KeyError or safetensors' own error if a file of the pair is malformed."""
         self.folder = json_path.parent
         self.meta: dict[str, Any] = json.loads(json_path.read_text())
         self.name = json_path.stem
         self.described: dict[str, dict[str, Any]] = self.meta["tensors"]
         if self.meta["name"] != self.name:
             raise ValueError(f"unknown fixture: the file describes {self.meta['name']!r}")
-        # Where tolerances are given per family of outputs and not per tensor, the check says which output is of which.
+        # Output -> tolerance family, set by checks of fixtures whose tolerances are given per family.
         self.families: dict[str, str] = {}
         self._tensors_path = json_path.with_suffix(".safetensors")
         with safe_open(self._tensors_path, framework="pt") as file:
@@ -51,7 +51,7 @@ class Fixture:
 
     @property
     def outputs(self) -> set[str]:
-        """Keys of all results, those that are only described or only stored included."""
+        """Keys of all results, including those that are only described or only stored."""
         return {key for key in (*self.keys, *self.described) if key.startswith("out/")}
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -62,15 +62,15 @@ class Fixture:
     def weights(self, file: str | None = None) -> dict[str, torch.Tensor]:
         """The state_dict that the fixture was made with.
 
-        file: one of several weights files by its name; without it, the fixture's own "weights_file", of which only
-        the keys under "weights_prefix" are returned, with the prefix taken off.
+        file: name of one of several weights files; default: the fixture's "weights_file", of which only the keys under
+        "weights_prefix" are returned, without the prefix.
         """
         prefix = "" if file else self.meta.get("weights_prefix", "")
         state = load_file(self._beside(file or self.meta["weights_file"]))
         return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
     def weights_meta(self, file: str | None = None) -> dict[str, Any]:
-        """The JSON beside the weights file: constructor arguments of every sub-module under "config"."""
+        """The JSON next to the weights file: constructor arguments of every sub-module under "config"."""
         file = file or self.meta["weights_file"]
         return json.loads(self._beside(str(Path(file).with_suffix(".json"))).read_text())
 
@@ -81,15 +81,15 @@ class Fixture:
         return path
 
     def generated_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        """The state_dict of a fixture whose weights follow from a rule over key names; ValueError if they come out
-        other than the fixture's "weight_check" says.
+        """The state_dict of a fixture whose weights are generated from key names.
 
-        shapes: the official checkpoint's {key: shape} for the network.
+        shapes: {key: shape} of the network in the official checkpoint. ValueError if the weights differ from the
+        fixture's "weight_check".
         """
         return generate_weights(shapes, self.meta["weight_check"])
 
     def tolerance(self, key: str) -> Tolerance:
-        """What the stored tensor `key` may differ by. ValueError if the fixture does not say."""
+        """Tolerance of the stored tensor `key`. ValueError if the fixture gives none."""
         tensor = self.described.get(key, {})
         if "atol" in tensor:
             return Tolerance(tensor["atol"], tensor.get("rms_tol"))

@@ -1,6 +1,6 @@
 """Fixtures of Step-Audio2's flow: chunk-wise encoder, DiT estimator, and the flow offline and streamed.
 
-Stored caches have upstream's layouts; the functions at the end bring ours into them.
+Stored caches have upstream's layouts; the functions at the end convert ours to them.
 """
 
 import re
@@ -54,12 +54,12 @@ def check_encoder(fixture: Fixture) -> Results:
 
 
 def _origin(call: dict[str, Any]) -> str:
-    """Tag of the call whose caches this one continues: "from chunk0"."""
+    """Tag of the call whose caches this call continues: "chunk0" of "from chunk0"."""
     return call["caches"].removeprefix("from ")
 
 
 def _stored(keys: Iterable[str], computed: dict[str, Tensor]) -> Results:
-    """Results by the last part of their keys, such as `att_cache` or, for a part of it, `att_cache.step_last`."""
+    """Results by the last part of their keys, such as `att_cache`, or `att_cache.step_last` for a part of it."""
     for key in keys:
         name, *parts = key.rpartition("/")[2].split(".")
         if name in computed:
@@ -124,7 +124,7 @@ def check_full_size_flow(fixture: Fixture) -> Results:
 
 
 def _flow_calls(fixture: Fixture, flow: DiTFlow) -> Results:
-    """Streams (set-up, then chunks) and, in some fixtures, the whole utterance at once."""
+    """Streams (prefill, then chunks) and, in some fixtures, the whole utterance at once."""
     cache: DiTFlowCache | None = None
     blocks: list[int] = []
     for call in fixture.meta["calls"]:
@@ -136,10 +136,10 @@ def _flow_calls(fixture: Fixture, flow: DiTFlow) -> Results:
         hook = flow.encoder_proj.register_forward_hook(lambda module, args, output, mu=mu: mu.append(output))
         mel = None
         if "last_chunk" in call:
-            assert cache is not None, "a stream is set up before its first chunk"
+            assert cache is not None, "a stream has a prefill before its first chunk"
             mel, cache = _chunk(fixture, flow, call, cache)
         else:
-            cache, blocks = _set_up(fixture, flow, call), []
+            cache, blocks = _prefill(fixture, flow, call), []
         hook.remove()
         blocks.append(mu[0].shape[1])
         computed = {
@@ -154,12 +154,12 @@ def _flow_calls(fixture: Fixture, flow: DiTFlow) -> Results:
         yield from _stored((key for key in fixture.keys if key.split("/")[1] == tag), computed)
 
 
-def _set_up(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> DiTFlowCache:
+def _prefill(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> DiTFlowCache:
     token, feat = evaluate(fixture, call["token"]), fixture[call.get("mel", "in/prompt_feat")]
     frames = feat.shape[1]
     prompt = token[:, : frames // flow.config.encoder.ratio]
     if not torch.equal(token[:, prompt.shape[1] :], prompt[:, : flow.config.encoder.lookahead]):
-        raise ValueError(f"{fixture.name}: look-ahead of the set-up is not the head of the prompt")
+        raise ValueError(f"{fixture.name}: look-ahead of the prefill is not the head of the prompt")
     embedding = fixture[call.get("spk", "in/embedding")]
     return reference.prefill(
         flow, prompt, feat, embedding, noise=fixture["in/rand_noise"], steps=steps_of(fixture, call)
@@ -184,12 +184,12 @@ def _whole_utterance(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> T
 
 
 def encoder_conv(cache: EncoderCache) -> Tensor:
-    """(B, C, 2 + 2 * ratio): both convolutions' histories, one after the other."""
+    """(B, C, 2 + 2 * ratio): histories of both convolutions, concatenated."""
     return torch.cat([cache.lookahead, cache.upsample], dim=2)
 
 
 def encoder_attention(cache: EncoderCache) -> Tensor:
-    """(layers, B, H, frames, 2 D): keys beside values, the layers at token rate repeated to mel rate."""
+    """(layers, B, H, frames, 2 D): keys and values concatenated, the layers at token rate repeated to mel rate."""
     tokens, frames = (torch.cat([kv.keys, kv.values], dim=-1) for kv in (cache.tokens, cache.frames))
     ratio = frames.shape[3] // tokens.shape[3]
     return torch.cat([tokens.repeat(1, 1, 1, ratio, 1), frames])
@@ -201,15 +201,15 @@ def estimator_conv(cache: EstimatorCache) -> Tensor:
 
 
 def estimator_attention(cache: KeyValues, blocks: list[int]) -> Tensor:
-    """(..., H, T, 2 D): keys beside values, the newest of the blocks first, each in time order."""
+    """(..., H, T, 2 D): keys and values concatenated, the newest of the blocks first, each in time order."""
     in_time = torch.cat([cache.keys, cache.values], dim=-1).split(blocks, dim=-2)
     return torch.cat(in_time[::-1], dim=-2)
 
 
 def _part(x: Tensor, names: list[str]) -> Tensor:
-    """The part of a large cache that is stored, such as `steps_first_last`, `step_last.layer_last`, `t40`.
+    """The stored part of a large cache, such as `steps_first_last`, `step_last.layer_last`, `t40`.
 
-    Names of steps and layers take the leading axes one by one, "first" and "last" removing theirs.
+    Names of steps and layers select on the leading axes, one by one; "first" and "last" remove their axis.
     """
     axis = 0
     for name in names:

@@ -1,4 +1,4 @@
-"""Fixtures of CosyVoice2's flow: encoder, UNet estimator, flow-matching solve, and the flow as a whole."""
+"""Fixtures of CosyVoice2's flow: encoder, UNet estimator, flow-matching solve, and the whole flow."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,7 +35,7 @@ def build(fixture: Fixture, file: str | None = None) -> UNetFlow:
 
 
 def _estimator_config(sizes: UNetConfig, config: dict[str, Any]) -> UNetConfig:
-    """`sizes` with what no tensor shows."""
+    """`sizes` with the values that no tensor shows, from a fixture's JSON."""
     return replace(
         sizes,
         heads=config["num_heads"],
@@ -45,7 +45,7 @@ def _estimator_config(sizes: UNetConfig, config: dict[str, Any]) -> UNetConfig:
 
 
 def _estimator(fixture: Fixture, prefix: str) -> UNetEstimator:
-    """prefix: what the fixture's keys lack of the checkpoint's."""
+    """prefix: of the fixture's keys in the whole checkpoint."""
     sizes = UNetConfig.from_shapes(prefixed(prefix, fixture.weights()))
     return UNetEstimator(_estimator_config(sizes, fixture.weights_meta()["config"]["estimator"]))
 
@@ -139,7 +139,7 @@ def _flow_calls(fixture: Fixture, flow: UNetFlow) -> Results:
 
 
 def _tokens(fixture: Fixture, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Target tokens, prompt tokens and prompt mel of a call; some calls go without a prompt."""
+    """Target tokens, prompt tokens and prompt mel of a call; some calls have no prompt."""
     prompt_token, prompt_feat = fixture["in/prompt_token"], fixture["in/prompt_feat"]
     if "prompt" in call:
         if not call["prompt"].startswith("empty"):

@@ -1,4 +1,4 @@
-"""Listings of official checkpoints, {key: shape} as JSON, against the networks that would load them."""
+"""Listings of official checkpoints, {key: shape} as JSON, compared with the networks that load them."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ from common.flow.config import DiTFlowConfig, UNetFlowConfig
 from common.flow.dit_flow import DiTFlow
 from common.flow.unet_flow import UNetFlow
 from common.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, split_weight_norm
-from tools.parity.runner import Result, one_line
+from tools.parity.runner import ParityResult, one_line
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
-    """A network's state_dict without memory behind it."""
+    """A network's state_dict on the meta device, without memory."""
     with torch.device("meta"):
         return build().state_dict()
 
@@ -35,34 +35,34 @@ def _dit_flow(listed: Shapes) -> Shapes:
     return shapes_of(_on_meta(lambda: DiTFlow(DiTFlowConfig.from_shapes(listed))))
 
 
-# What our network of the listed sizes would hold, by the manifest's file name.
+# Keys and shapes of our network of the listed sizes, by the manifest's file name.
 NETWORKS: dict[str, Callable[[Shapes], Shapes]] = {
     "cosyvoice2_hift_pt.json": _hift,
     "cosyvoice2_flow_pt.json": _unet_flow,
     "stepaudio2_token2wav_flow_pt.instantiated.json": _dit_flow,
 }
-# Files that our system never reads: the LLM is served from its Hugging Face form, by an engine of its own.
+# Not loaded by any network of ours: the LLM is served from its Hugging Face form by an engine.
 NOT_OURS = ("cosyvoice2_llm_pt.json",)
 
 
-def run_manifests(folder: Path) -> Iterator[Result]:
-    """One result per listing; none if there is no such folder. A listing that no network knows is a miss."""
+def run_manifests(folder: Path) -> Iterator[ParityResult]:
+    """One result per listing; none if the folder does not exist. A listing without a network is a miss."""
     for path in sorted(folder.glob("*.json")):
         name = f"manifests/{path.name}"
         if path.name in NOT_OURS:
-            yield Result(name, "SKIP", "not compared: no network of ours loads this file")
+            yield ParityResult(name, "SKIP", "not compared: no network of ours loads this file")
         elif path.name not in NETWORKS:
-            yield Result(name, "MISS", "unknown listing: no network has this name")
+            yield ParityResult(name, "MISS", "unknown listing: no network has this name")
         else:
             yield _compare(name, path)
 
 
-def _compare(name: str, path: Path) -> Result:
+def _compare(name: str, path: Path) -> ParityResult:
     try:
         listed = {key: torch.Size(shape) for key, shape in json.loads(path.read_text()).items()}
         differences = shape_differences(NETWORKS[path.name](listed), listed)
-    except Exception as error:  # the other listings still tell something
-        return Result(name, "MISS", one_line(error))
+    except Exception as error:  # the other listings are still compared
+        return ParityResult(name, "MISS", one_line(error))
     if differences:
-        return Result(name, "MISS", f"{len(differences)} differences, the first: {'; '.join(differences[:5])}")
-    return Result(name, "PASS", f"{len(listed)} keys and shapes equal")
+        return ParityResult(name, "MISS", f"{len(differences)} differences, the first: {'; '.join(differences[:5])}")
+    return ParityResult(name, "PASS", f"{len(listed)} keys and shapes equal")

@@ -1,4 +1,4 @@
-"""Runs every fixture of a folder through the check that knows it and compares what comes out with what is stored."""
+"""Runs the check of every fixture of a folder and compares its results with the stored ones."""
 
 import importlib
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ MODULES = ("hift", "features", "flow_unet", "flow_dit", "streaming")
 
 
 @dataclass(frozen=True)
-class Result:
-    """The comparison of one output, or of a fixture as a whole where its outputs could not be compared."""
+class ParityResult:
+    """Comparison of one output, or of a whole fixture if its outputs could not be compared."""
 
     name: str  # "<fixture> <tensor key>"
     verdict: Literal["PASS", "MISS", "SKIP"]
@@ -23,7 +23,7 @@ class Result:
 
 
 def all_checks() -> dict[str, Check]:
-    """Fixture name -> check, over every module."""
+    """Fixture name -> check, of all modules."""
     checks: dict[str, Check] = {}
     for module in MODULES:
         checks |= importlib.import_module(f"tools.parity.{module}").CHECKS
@@ -31,12 +31,12 @@ def all_checks() -> dict[str, Check]:
 
 
 def one_line(error: Exception) -> str:
-    """An exception in the words of a Result."""
+    """An exception as the detail of a ParityResult."""
     return f"{type(error).__name__}: " + "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def compare(expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> tuple[bool, str]:
-    """(within tolerance, figures in words). Relative error is against the largest magnitude of `expected`."""
+    """(within tolerance, figures as text). The relative error is relative to the largest magnitude of `expected`."""
     if expected.shape != actual.shape:
         return False, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     reference = expected.double()
@@ -51,10 +51,10 @@ def compare(expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) 
     return passed, f"abs {largest:.1e} rel {relative:.1e} rms {rms:.1e} (allowed {allowed})"
 
 
-def run_fixture(fixture: Fixture, check: Check) -> Iterator[Result]:
-    """One result per compared tensor, then one for each output of the fixture that the check did not compute.
+def run_fixture(fixture: Fixture, check: Check) -> Iterator[ParityResult]:
+    """One result per compared tensor, then one per output of the fixture that the check did not compute.
 
-    An exception inside the check ends this fixture with a miss that carries its message.
+    An exception in the check ends the fixture with a miss that has its message.
     """
     missing = fixture.outputs
     try:
@@ -62,40 +62,42 @@ def run_fixture(fixture: Fixture, check: Check) -> Iterator[Result]:
             for key, actual in check(fixture):
                 missing.discard(key)
                 yield _compare_stored(fixture, key, actual)
-    except Exception as error:  # the other fixtures still tell something
-        yield Result(fixture.name, "MISS", one_line(error))
+    except Exception as error:  # the other fixtures are still compared
+        yield ParityResult(fixture.name, "MISS", one_line(error))
     for key in sorted(missing):
-        yield Result(f"{fixture.name} {key}", "MISS", "not computed" if key in fixture else "described, but not stored")
+        yield ParityResult(
+            f"{fixture.name} {key}", "MISS", "not computed" if key in fixture else "described, but not stored"
+        )
 
 
-def _compare_stored(fixture: Fixture, key: str, actual: torch.Tensor) -> Result:
+def _compare_stored(fixture: Fixture, key: str, actual: torch.Tensor) -> ParityResult:
     name = f"{fixture.name} {key}"
     try:
         passed, detail = compare(fixture[key], actual, fixture.tolerance(key))
     except ValueError as error:
-        return Result(name, "MISS", str(error))
-    return Result(name, "PASS" if passed else "MISS", detail)
+        return ParityResult(name, "MISS", str(error))
+    return ParityResult(name, "PASS" if passed else "MISS", detail)
 
 
-def run_folder(folder: Path) -> Iterator[Result]:
-    """Every fixture of a folder, those without a check or without tensors as misses."""
+def run_folder(folder: Path) -> Iterator[ParityResult]:
+    """Results of every fixture of a folder; one without a check or without tensors is a miss."""
     checks = all_checks()
     described = {path.stem for path in folder.glob("*.json") if not path.stem.endswith(".weights")}
     stored = {path.stem for path in folder.glob("*.safetensors") if not path.stem.endswith(".weights")}
     for stem in sorted(described | stored):
         if stem not in described or stem not in stored:
-            yield Result(stem, "MISS", f"{stem}.{'json' if stem in stored else 'safetensors'} is missing")
+            yield ParityResult(stem, "MISS", f"{stem}.{'json' if stem in stored else 'safetensors'} is missing")
             continue
         yield from _run_file(folder / f"{stem}.json", checks)
 
 
-def _run_file(path: Path, checks: dict[str, Check]) -> Iterator[Result]:
+def _run_file(path: Path, checks: dict[str, Check]) -> Iterator[ParityResult]:
     if path.stem not in checks:
-        yield Result(path.stem, "MISS", "unknown fixture: no check has this name")
+        yield ParityResult(path.stem, "MISS", "unknown fixture: no check has this name")
         return
     try:
         fixture = Fixture(path)
     except Exception as error:
-        yield Result(path.stem, "MISS", f"unreadable: {one_line(error)}")
+        yield ParityResult(path.stem, "MISS", f"unreadable: {one_line(error)}")
         return
     yield from run_fixture(fixture, checks[fixture.name])

@@ -1,9 +1,9 @@
-"""The streaming loops: our engine against upstream's, chunk by chunk.
+"""The streaming loops: our engine compared with upstream's, chunk by chunk.
 
-Two rules of upstream's loops are mistakes that our engine does not share: the DiT loop trims its cache as if the newest
-frames came last and then reuses noise, and the UNet loop renders its last chunk without the streaming mask. The engine
-is compared wherever those rules (or a fixture's own, where it trims elsewhere) have not acted yet; the rest is composed
-from the same networks under upstream's rules.
+Upstream's loops have two errors that our engine does not: the DiT loop trims its cache as if the newest frames came
+last, and then reuses noise; the UNet loop renders its final chunk without the streaming mask. Our engine is compared up
+to the chunk where one of these (or a fixture's own trimming) takes effect; later chunks are computed by `reference`
+with upstream's rules.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ LIMITS = BatchLimits(max_streams=2)
 
 
 class RestartingTape(NoiseTape):
-    """Upstream's fixture draws the vocoder's noise from row 0 of the table in every call."""
+    """Noise that starts at row 0 of the table in every call, as in upstream's fixture."""
 
     def at(self, index: Tensor) -> Tensor:
         return super().at(index - index[..., :1])
@@ -53,7 +53,7 @@ def _vocoder(fixture: Fixture) -> StreamingVocoder:
 
 
 def _file(fixture: Fixture, part: str) -> str:
-    """The one of the fixture's weights files that holds a network with this part."""
+    """The weights file of the fixture whose network has this part."""
     for name in fixture.meta["weights_files"]:
         if part in fixture.weights_meta(name)["config"]:
             return name
@@ -61,7 +61,7 @@ def _file(fixture: Fixture, part: str) -> str:
 
 
 def _served(config: FlowConfig) -> bool:
-    """Whether our engine serves networks of this look-ahead; others are composed under upstream's rules throughout."""
+    """Whether our engine serves networks with this look-ahead; others are computed by `reference` throughout."""
     return config.encoder.lookahead == LOOKAHEAD_TOKENS
 
 
@@ -91,7 +91,7 @@ def _where_stored(fixture: Fixture, results: dict[str, Tensor]) -> Outputs:
 
 
 def check_dit(fixture: Fixture) -> Outputs:
-    """token2wav_dit: a chunk is the engine's own until it or upstream starts from a cache that was trimmed."""
+    """token2wav_dit: chunks are the engine's until it or upstream starts from a trimmed cache."""
     network: DiTFlow = flow_dit.build(fixture, _file(fixture, "dit"))
     vocoder = _vocoder(fixture)
     noise = _flow_noise(fixture)
@@ -133,7 +133,7 @@ def _vocoded(vocoder: StreamingVocoder, stream: Stream, mel: Tensor, final: bool
 
 
 class _UpstreamDiT:
-    """The flow under upstream's caller: newest frames first, cut to both ends, noise from the cache's length on."""
+    """The flow with upstream's caller: newest frames first, trimmed at both ends, noise from the cache's length on."""
 
     def __init__(self, network: DiTFlow, noise: NoiseTape, prompt: Prompt, steps: int) -> None:
         self._network = network
@@ -165,12 +165,12 @@ class _UpstreamDiT:
 
 
 def _newest_first(x: Tensor, cached: int) -> Tensor:
-    """(..., T, D) with the new frames behind the cached ones -> before them. Attention knows no positions."""
+    """(..., T, D) with the new frames after the cached ones -> before them. Attention has no positions."""
     return torch.cat([x[..., cached:, :], x[..., :cached, :]], dim=-2)
 
 
 def check_unet(fixture: Fixture) -> Outputs:
-    """token2wav: a chunk is the engine's own until upstream renders one without the streaming mask."""
+    """token2wav: chunks are the engine's until upstream renders one without the streaming mask."""
     network: UNetFlow = flow_unet.build(fixture, _file(fixture, "estimator"))
     vocoder = _vocoder(fixture)
     noise = _flow_noise(fixture)

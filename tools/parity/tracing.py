@@ -1,4 +1,4 @@
-"""What checks share: stored intermediate results by module name, and what the text of fixtures' calls says."""
+"""Shared by checks: intermediate results by module name, and parsing of the text of fixtures' calls."""
 
 import re
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from tools.parity.fixture import Fixture
 
 @contextmanager
 def intermediates(module: nn.Module, fixture: Fixture, tag: str) -> Iterator[dict[str, Tensor]]:
-    """Collect what submodules give for the fixture's `mid/<tag>/<submodule>` tensors, under those keys.
+    """Collect the outputs of submodules for the fixture's `mid/<tag>/<submodule>` tensors, under those keys.
 
-    A submodule that runs more than once counts with its first run.
+    Of a submodule that runs more than once, the first output.
     """
     found: dict[str, Tensor] = {}
     handles = []
@@ -54,8 +54,8 @@ def evaluate(fixture: Fixture, expression: str) -> Tensor:
 def steps_of(fixture: Fixture, call: dict[str, Any] | None = None) -> int:
     """Number of Euler steps of a call.
 
-    Some fixtures give it per call, some in a note, and some only show it in the shape of a cache that has a row per
-    step. Without any of these it is upstream's default.
+    Some fixtures give it per call, some in a note, and some only in the shape of a cache that has a row per step.
+    Without any of these it is upstream's default.
     """
     calls = [*([call] if call else []), *fixture.meta["calls"]]
     given = [entry["n_timesteps"] for entry in calls if "n_timesteps" in entry]

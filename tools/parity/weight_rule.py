@@ -1,4 +1,4 @@
-"""Weights of the full-size fixtures: not stored, but drawn from each key's name, as their JSON describes."""
+"""Weights of the full-size fixtures: not stored, but generated from key names, as their JSON describes."""
 
 import math
 import zlib
@@ -12,7 +12,7 @@ Array = np.ndarray
 
 
 def _hift_exception(key: str, n: Array) -> Array | None:
-    """Keys of HiFT that the rule scales on their own, so that f0 and audio come out in their usual range."""
+    """Keys of HiFT with a scale of their own, so that f0 and audio are in their usual range."""
     if key == "f0_predictor.classifier.weight":
         return 10 * n
     if key == "f0_predictor.classifier.bias":
@@ -29,7 +29,7 @@ def _hift_exception(key: str, n: Array) -> Array | None:
 
 
 def _named(key: str, n: Array) -> Array | None:
-    """Keys that the rule scales by their name and not by their rank."""
+    """Keys whose scale depends on the name and not on the rank."""
     if key.endswith("original0"):
         return 1 + 0.2 * n
     if key.endswith("alpha"):
@@ -55,7 +55,7 @@ def _draw(key: str, shape: tuple[int, ...]) -> Array:
 
 
 def generate_weights(shapes: Mapping[str, tuple[int, ...]], check: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """{key: shape} -> state_dict. ValueError when sums or samples differ from `check`, the JSON's "weight_check"."""
+    """{key: shape} -> state_dict. ValueError if sums or samples differ from `check`, the JSON's "weight_check"."""
     arrays = {key: _draw(key, tuple(shape)) for key, shape in shapes.items()}
     total = sum(float(np.abs(array.astype(np.float64)).sum()) for array in arrays.values())
     if not math.isclose(total, check["sum_abs_float64"], rel_tol=1e-9):

@@ -1,6 +1,6 @@
-"""How well a voice speaks: what is heard in it, its lengths, its joints, whom it sounds like."""
+"""Quality of a voice: word errors, lengths, joints between chunks, speaker similarity."""
 
 from pathlib import Path
 
-# Everyday sentences, one a line, that no network has heard in training.
+# Everyday sentences, one per line, that are not in the training data.
 HELD_OUT = Path(__file__).resolve().parents[2] / "tests" / "assets" / "everyday_sentences.txt"

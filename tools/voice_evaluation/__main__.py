@@ -1,11 +1,11 @@
-"""How well a checkpoint of the demo's kind speaks, over the real tritonserver: words, lengths, joints, voices, speed.
+"""Evaluate a checkpoint like the demo's on the real tritonserver: word errors, lengths, joints, voices, speed.
 
     python -m tools.voice_evaluation --teacher out/voice/teacher --output out/voice/evaluation
 
-Says every sentence with both stacks, in each voice, streamed and in one piece, at the server's default sampling with
-the sentence's number as seed; then in the voice of a recording of a human. A recogniser (pocketsphinx) judges the
-words. The teacher's own recordings are DIR/VOICE/NN.wav, NN the line of the sentence from 00; without them what is
-compared with them is left out. Writes report.md, figures.json, spectrogram.png and every waveform.
+Synthesises every sentence with both stacks, in each voice, streamed and offline, with the server's default sampling and
+the sentence's number as seed; then in the voice of a recording of a human. A recogniser (pocketsphinx) counts word
+errors. The teacher's recordings are DIR/VOICE/NN.wav, NN the line of the sentence from 00; without them, comparisons
+with the teacher are omitted. Writes report.md, figures.json, spectrogram.png and every waveform.
 """
 
 import argparse
@@ -35,7 +35,7 @@ HUMAN_TEXT = "Your call is now first in line and will be answered by the next av
 
 
 class Evaluation:
-    """One run; `series` grows as it goes on."""
+    """One evaluation; its methods append to `series`."""
 
     def __init__(self, models: Path, voices: Sequence[str], sentences: Sequence[str], teacher: Path | None) -> None:
         self.models = models
@@ -47,13 +47,13 @@ class Evaluation:
         self.series += self._teachers.values()
 
     def _registered(self, voice: str) -> Take:
-        """What the server has under that name."""
+        """The recording and transcript of a registered voice."""
         path = self.models / VOICES_DIR / f"{voice}.wav"
         text = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
         return Take(text, load_audio(path, PROMPT_SAMPLE_RATE), PROMPT_SAMPLE_RATE)
 
     def parts(self, stack: str) -> None:
-        """What the vocoder alone costs, and flow and vocoder together."""
+        """Quality of the vocoder alone, and of flow and vocoder together."""
         directory = self.models / stacks.named(stack).checkpoint
         encode = ReferenceEncoder(directory)
         for voice, teacher in self._teachers.items():
@@ -61,7 +61,7 @@ class Evaluation:
             self.series.append(from_tokens(directory, teacher, encode(self._recordings[voice].waveform), stack))
 
     def whole(self, stack: str, mode: str, work: Path) -> None:
-        """The server's answers."""
+        """Audio from the server."""
         options = StackOptions(models_dir=self.models, stack=stack, decoupled=mode == "streaming", device="cpu")
         repository = work / f"{stack}-{mode}"
         render(options, repository)
@@ -80,8 +80,8 @@ class Evaluation:
                 self._prompting(stack, server.grpc_url, options.orchestrator)
 
     def _prompting(self, stack: str, address: str, model: str) -> None:
-        """Each sentence after a recording of the voices in turn, of another sentence where the teacher has given them:
-        whose voice the answer is in."""
+        """Speaker similarity. The prompt of each sentence is a recording of one of the voices in turn: the teacher's of
+        another sentence, if there are such."""
         names = list(self._recordings)
         voices = {name: self._teachers[name].takes if self._teachers else [self._recordings[name]] for name in names}
         wanted, requests = [], []
@@ -96,7 +96,7 @@ class Evaluation:
         self.nearness[stack] = (near, len(wanted))
 
     def write(self, output: Path, about: str) -> str:
-        """Every file; the report's text."""
+        """Write all files; return the text of the report."""
         for each in self.series:
             (output / "wav" / each.name).mkdir(parents=True, exist_ok=True)
             for number, take in enumerate(each.takes):
@@ -121,10 +121,10 @@ class Evaluation:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="as make_demo_model.py leaves it")
-    parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one a line")
+    parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one per line")
     parser.add_argument("--teacher", type=Path, metavar="DIR", help="the teacher's recordings of the sentences")
     parser.add_argument("--stacks", nargs="+", choices=stacks.names(), default=stacks.names())
-    parser.add_argument("--voices", nargs="+", default=("slt", "rms"), help="of the models' folder voices")
+    parser.add_argument("--voices", nargs="+", default=("slt", "rms"), help="names in the folder voices of the models")
     parser.add_argument("--output", type=Path, default=Path("out/voice_evaluation"))
     return parser
 

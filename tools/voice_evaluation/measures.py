@@ -1,4 +1,4 @@
-"""Figures of takes: words, lengths, joints, times, nearness to a voice."""
+"""Measures of takes: word errors, lengths, joints, times, speaker similarity."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ from common.voice.encoders import SpeakerEncoder
 from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors
 from tools.voice_evaluation.takes import Series, Take
 
-ELSEWHERE = 99.9  # percentile of the steps from sample to sample that a joint is compared with
-BESIDE = SAMPLE_RATE // 200  # 5 ms: as far as a pulse of the voice reaches
-CLICK = 1.5  # times the largest step beside it
+ELSEWHERE = 99.9  # percentile of the sample-to-sample steps outside of joints, which a joint is compared with
+BESIDE = SAMPLE_RATE // 200  # 5 ms: duration of a glottal pulse
+CLICK = 1.5  # times the largest step near the joint
 
 
 @lru_cache(maxsize=1)
@@ -28,20 +28,20 @@ def _recognizer() -> Recognizer:
     return Recognizer()
 
 
-def _hear(take: Take) -> str:
-    return _recognizer().hear(take.waveform, take.rate)
+def _transcribe(take: Take) -> str:
+    return _recognizer().transcribe(take.waveform, take.rate)
 
 
 def recognise(series: Sequence[Series]) -> list[list[str]]:
-    """What is heard in every take, on all cores."""
+    """The words recognised in every take, on all cores."""
     takes = [take for each in series for take in each.takes]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        heard = iter(list(pool.map(_hear, takes, chunksize=8)))
+        heard = iter(list(pool.map(_transcribe, takes, chunksize=8)))
     return [[next(heard) for _ in each.takes] for each in series]
 
 
 def figures(series: Series, heard: Sequence[str], teacher: Series | None) -> dict[str, Any]:
-    """Of one series; what cannot be told is left out. Times in seconds."""
+    """Figures of one series; unknown ones are omitted. Times in seconds."""
     errors = [word_errors(take.text, words) for take, words in zip(series.takes, heard, strict=True)]
     total = reduce(add, errors, WordErrors())
     found: dict[str, Any] = {
@@ -74,9 +74,9 @@ def figures(series: Series, heard: Sequence[str], teacher: Series | None) -> dic
 
 
 class Joint(NamedTuple):
-    """The step between the two samples at a joint, in units of others of the same take.
+    """The step between the two samples at a joint, relative to other steps of the same take.
 
-    usual: of the 99.9th percentile of the steps elsewhere. beside: of the largest step within 5 ms.
+    usual: relative to the 99.9th percentile of the steps elsewhere. beside: relative to the largest step within 5 ms.
     """
 
     usual: float
@@ -84,12 +84,12 @@ class Joint(NamedTuple):
 
     @property
     def clicks(self) -> bool:
-        """It stands out. One that is large among others as large is a pulse of the voice."""
+        """Whether it is audible as a click. A large step among others as large is a glottal pulse."""
         return self.usual > 1 and self.beside > CLICK
 
 
 def joint_steps(take: Take) -> list[Joint]:
-    """Those of a take, in their order."""
+    """The joints of a take, in order."""
     if not take.joints:
         return []
     steps = np.abs(np.diff(take.waveform))  # (N - 1,): step i leads to sample i + 1
@@ -103,7 +103,7 @@ def joint_steps(take: Take) -> list[Joint]:
 
 
 def nearest(encoder: SpeakerEncoder, takes: Sequence[Take], voices: Mapping[str, Sequence[Take]]) -> list[str]:
-    """The voice that each take sounds most like: cosine between its x-vector and the mean of the voice's."""
+    """The most similar voice of each take, by cosine between its x-vector and the mean of the voice's."""
     names = list(voices)
     centres = np.stack([_unit(_vectors(encoder, voices[name]).mean(axis=0)) for name in names])  # (V, 192)
     nearness = _vectors(encoder, takes) @ centres.T  # (n, V)
@@ -111,7 +111,7 @@ def nearest(encoder: SpeakerEncoder, takes: Sequence[Take], voices: Mapping[str,
 
 
 def _vectors(encoder: SpeakerEncoder, takes: Sequence[Take]) -> np.ndarray:
-    """(n, 192) of length one."""
+    """x-vectors (n, 192) of unit length."""
     waves = [audio.resample(torch.from_numpy(take.waveform), take.rate, PROMPT_SAMPLE_RATE).numpy() for take in takes]
     return _unit(np.stack(encoder(waves)))
 

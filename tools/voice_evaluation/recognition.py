@@ -1,4 +1,4 @@
-"""The words that pocketsphinx hears in a waveform, and how many of them are wrong."""
+"""Words recognised by pocketsphinx, and word errors."""
 
 import re
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from common.constants import PROMPT_SAMPLE_RATE
 from common.voice import audio
 
 PEAK = 0.7
-SILENCE = PROMPT_SAMPLE_RATE // 4  # samples before and after: the recogniser looks for the speech's edges
-DITHER = 3e-4  # deviation of noise over everything: digital silence is nothing that it was trained on
+SILENCE = PROMPT_SAMPLE_RATE // 4  # samples before and after the speech: the recogniser detects its ends
+DITHER = 3e-4  # standard deviation of added noise: the recogniser was not trained on digital silence
 
 
 @dataclass(frozen=True)
 class WordErrors:
-    """Words of a text, and how many had to be put in, taken out or changed to get what was heard."""
+    """Number of words of a text, and insertions, deletions and substitutions in the recognised words."""
 
     errors: int = 0
     words: int = 0
@@ -32,13 +32,13 @@ class WordErrors:
 
 
 class Recognizer:
-    """English by pocketsphinx's own model. The same waveform gives the same words, whatever was heard before."""
+    """English, with pocketsphinx's own model. Results do not depend on earlier waveforms."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(samprate=PROMPT_SAMPLE_RATE, loglevel="FATAL")
 
-    def hear(self, waveform: np.ndarray, rate: int) -> str:
-        """Words in lower case; `waveform` (N,) float32."""
+    def transcribe(self, waveform: np.ndarray, rate: int) -> str:
+        """Recognised words in lower case; waveform (N,) float32."""
         wave = audio.resample(torch.from_numpy(waveform), rate, PROMPT_SAMPLE_RATE).numpy()
         wave = np.pad(wave * (PEAK / max(1e-4, np.abs(wave).max())), SILENCE)
         wave += np.random.default_rng(0).normal(0, DITHER, len(wave))
@@ -51,7 +51,7 @@ class Recognizer:
 
 
 def words(text: str) -> list[str]:
-    """As they are compared: lower case, without marks; "o'clock" and "oclock" are one word."""
+    """Words for comparison: lower case, without punctuation; "o'clock" and "oclock" are equal."""
     return re.sub(r"[^a-z]+", " ", text.lower().replace("'", "")).split()
 
 
@@ -61,8 +61,8 @@ def word_errors(text: str, heard: str) -> WordErrors:
 
 
 def _distance(said: Sequence[str], heard: Sequence[str]) -> int:
-    """Levenshtein's, of words."""
-    row = list(range(len(heard) + 1))  # from nothing said to each beginning of what was heard
+    """Levenshtein distance of word sequences."""
+    row = list(range(len(heard) + 1))  # distances of the empty text to each prefix of what was recognised
     for count, word in enumerate(said, 1):
         above = row
         row = [count]

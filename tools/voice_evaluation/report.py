@@ -1,4 +1,4 @@
-"""The figures as a Markdown table with what was to be reached, and a picture to look at."""
+"""The figures and targets as Markdown tables, and a plot of spectrograms."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ Figures = Mapping[str, Any]
 
 NOT_GIVEN = "not given"
 STREAMED, OFFLINE = "text to audio, streamed", "text to audio, offline"
-# What was to be reached.
+# Targets.
 MOST_WER, MOST_WER_APART = 0.20, 0.03
 LENGTHS = (0.6, 1.6)
 NEAR_SHARE = 0.9
@@ -25,7 +25,7 @@ MOST_RTF, MOST_FIRST_CHUNK, TIMED_STACK = 0.5, 0.4, stacks.DIT.name
 
 
 def markdown(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]], about: str) -> str:
-    """`nearness`: of each stack, how many of how many outputs were nearest to the voice that they were to have."""
+    """nearness: (outputs most similar to the wanted voice, all outputs) of each stack."""
     columns = (
         "audio",
         "stack",
@@ -59,14 +59,14 @@ def _row(row: Figures) -> str:
 
 
 def joints_cell(joints: Mapping[str, Any] | None) -> str:
-    """Of `measures.figures`."""
+    """The table cell for the joints of `measures.figures`."""
     if not joints:
         return ""
     return f"{joints['above']} of {joints['count']}, largest {joints['worst']:.2f}×, {joints['clicks']} clicks"
 
 
 def _verdicts(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]]) -> list[tuple[str, str, bool | None]]:
-    """What was wanted, what was found, and whether that is it; None: it cannot be told."""
+    """(target, value, whether it is reached or None if unknown)"""
     streamed = [row for row in rows if row["system"] == STREAMED]
     worst = max(row["wer"] for row in streamed)
     found: list[tuple[str, str, bool | None]] = [

@@ -1,4 +1,4 @@
-"""What is judged: sentences as a teacher, a part of the networks, or the whole server speaks them."""
+"""Audio to evaluate: sentences by a teacher, by a part of the networks, or by the whole server."""
 
 import asyncio
 import re
@@ -24,7 +24,10 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Take:
-    """One sentence spoken once: float32 (N,), and where a chunk begins that another was before. Seconds if timed."""
+    """One sentence spoken once.
+
+    waveform: float32 (N,); joints: samples where a chunk starts after another; first_chunk, total: seconds, if timed.
+    """
 
     text: str
     waveform: np.ndarray = field(repr=False)
@@ -40,7 +43,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Series:
-    """All sentences by one system in one voice. `stack`: "" where it is of none."""
+    """All sentences by one system in one voice. stack: "" for a system that is of no stack."""
 
     system: str
     stack: str
@@ -49,12 +52,12 @@ class Series:
 
     @property
     def name(self) -> str:
-        """That of a folder."""
+        """Name of a folder for it."""
         return "-".join(re.sub(r"\W+", "_", part) for part in (self.system, self.stack, self.voice) if part)
 
 
 def read_teacher(directory: Path, voice: str, sentences: Sequence[str]) -> Series:
-    """DIRECTORY/VOICE/NN.wav by the sentence's number from 00; OSError or RuntimeError where one cannot be read."""
+    """DIRECTORY/VOICE/NN.wav, NN the sentence's number from 00. OSError or RuntimeError if one cannot be read."""
     paths = [directory / voice / f"{number:02d}.wav" for number in range(len(sentences))]
     waves = [audio.load_audio(path, PROMPT_SAMPLE_RATE) for path in paths]
     takes = [Take(text, wave, PROMPT_SAMPLE_RATE) for text, wave in zip(sentences, waves, strict=True)]
@@ -62,7 +65,7 @@ def read_teacher(directory: Path, voice: str, sentences: Sequence[str]) -> Serie
 
 
 def copy_synthesis(model_dir: Path, teacher: Series, stack: str) -> Series:
-    """The teacher's mel through our vocoder: what the vocoder alone costs."""
+    """The teacher's mel through our vocoder: the loss of quality by the vocoder alone."""
     hift = load_hift(model_dir / "hift.pt")
     takes = []
     for take in teacher.takes:
@@ -75,7 +78,7 @@ def copy_synthesis(model_dir: Path, teacher: Series, stack: str) -> Series:
 
 
 def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: str) -> Series:
-    """The teacher's speech tokens through flow and vocoder: all but the LLM."""
+    """The teacher's speech tokens through flow and vocoder: everything except the LLM."""
     tokenizer, vocoder = AudioTokenizer(model_dir), OfflineVocoder.load(model_dir, "cpu", streams=0)
     takes = []
     for take in teacher.takes:
@@ -89,7 +92,7 @@ def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: str) ->
 async def _ask(server: str, model: str, mode: str, requests: Sequence[Utterance]) -> list[Take]:
     takes = []
     async with AsyncConnection(server) as connection:
-        # Not timed: the first request of a voice encodes its recording.
+        # Warm-up, not timed: the first request of a voice encodes its recording.
         await connection.record(model, requests[0], mode, TIMEOUT, Recorder())
         for request in requests:
             recorder = Recorder()
@@ -102,10 +105,10 @@ async def _ask(server: str, model: str, mode: str, requests: Sequence[Utterance]
 
 
 def ask(server: str, model: str, mode: str, requests: Sequence[Utterance]) -> list[Take]:
-    """Every request after the other, each alone on the server; ClientError."""
+    """Send the requests one after another, each alone on the server. Raises ClientError."""
     return asyncio.run(_ask(server, model, mode, requests))
 
 
 def seeded(number: int) -> Parameters:
-    """Sampling as the server does it by default, the same in every run."""
+    """The server's default sampling, with a fixed seed."""
     return {"seed": number}

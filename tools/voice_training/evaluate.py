@@ -1,10 +1,10 @@
-"""What the sound networks of a checkpoint are worth, without LLM and server: words, lengths and joints.
+"""Evaluate a checkpoint without LLM and server: word errors and joints of vocoder and flows.
 
     python -m tools.voice_training.evaluate out/voice/checkpoint --flite DIR
 
-flite says every sentence in the demo's two voices; then come copy synthesis (HiFT alone), and the speech tokens of what
-flite said through each stack's flow and HiFT, whole and in the server's chunks, after a prompt in the same voice.
-Writes OUTPUT/report.md and every waveform.
+flite synthesises every sentence in the demo's two voices. These recordings go through HiFT alone (copy synthesis), and
+their speech tokens through each stack's flow and HiFT, whole and in the server's chunks, with a prompt in the same
+voice. Writes OUTPUT/report.md and every waveform.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tools.voice_evaluation.takes import Series, Take, copy_synthesis
 from tools.voice_training.dataset import INT16_SCALE
 from tools.voice_training.flite import VOICES, Flite
 
-SPEAKERS = 2  # of flite's voices, the demo's come first
+SPEAKERS = 2  # the demo's voices, the first of flite.VOICES
 PROMPT_TEXT = "this is how i sound when somebody asks me to read a sentence or two."
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def said(flite: Flite, text: str, voice: int) -> np.ndarray:
-    """16 kHz (N,) float32."""
+    """flite's 16 kHz wave (N,) float32."""
     samples, _ = flite.speak(text.lower(), voice)
     return (samples * INT16_SCALE).astype(np.float32)
 
@@ -72,7 +72,7 @@ def taught(flite: Flite, voice: int, sentences: Sequence[str]) -> Series:
 
 
 def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: Stack) -> list[Series]:
-    """The teacher's speech tokens through flow and HiFT: whole, and in chunks."""
+    """The teacher's speech tokens through flow and HiFT, whole and in chunks."""
     tokenizer, vocoder = AudioTokenizer(model_dir), OfflineVocoder.load(model_dir, "cpu", streams=1)
     rules = HopRules(
         first_hop=OrchestratorConfig.first_hop_tokens,
@@ -97,7 +97,7 @@ def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: Stack) 
 
 
 def report(series: Sequence[Series], teachers: Sequence[Series]) -> str:
-    """A Markdown table."""
+    """The figures as a Markdown table."""
     of_voice = {teacher.voice: teacher for teacher in teachers}
     lines = ["| audio | stack | voice | WER | joints above the usual step |", "|---|---|---|---|---|"]
     for each, heard in zip(series, recognise(series), strict=True):
@@ -117,8 +117,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="in the official layout, as stage `export` writes it")
     parser.add_argument("--flite", type=Path, required=True, metavar="DIR", help="where libflite1 was unpacked")
-    parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one a line")
-    parser.add_argument("--count", type=int, help="only so many of them")
+    parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one per line")
+    parser.add_argument("--count", type=int, help="use the first COUNT sentences only")
     parser.add_argument("--output", type=Path, default=Path("out/voice/sound"))
     return parser
 
