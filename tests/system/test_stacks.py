@@ -31,6 +31,8 @@ from tools.demo_model.checkpoint import TRAINED
 from tools.export import engines
 from tools.prepare import hub, steps
 
+BUILT_IN = [stack.name for stack in stacks.BUILT_IN]
+
 # What somebody else's package would hold.
 PACKAGE = """
 from pathlib import Path
@@ -180,13 +182,14 @@ COMMANDS: dict[str, Callable[[list[str]], object]] = {
 def test_every_command_with_stacks_lists_it(command: str, third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         COMMANDS[command](["--help"])
-    assert "--stack {dit,unet,third}" in capsys.readouterr().out
+    assert f"--stack {{{','.join(BUILT_IN)},third}}" in capsys.readouterr().out
 
 
 def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
     parser = argparse.ArgumentParser()
     add_request_arguments(parser)
-    assert "cosyvoice2_dit (default) or cosyvoice2 or speech3" in parser.format_help()
+    models = [stack.orchestrator for stack in stacks.BUILT_IN]
+    assert " or ".join([f"{models[0]} (default)", *models[1:], "speech3"]) in " ".join(parser.format_help().split())
     assert parser.parse_args([]).model_name == "cosyvoice2_dit"
     assert "`make serve STACK=third`" in str(not_served("localhost:8001", "nobody"))
 
@@ -222,7 +225,7 @@ def test_its_flow_and_its_networks_are_told_from_others(third: Stack, tmp_path: 
 def test_what_belongs_to_another_stack_cannot_be_registered(third: Stack) -> None:
     with pytest.raises(ValueError, match="stack 'third': sound3, speech3, third belongs to the stack 'third'"):
         stacks.register(third)
-    with pytest.raises(ValueError, match="no stack 'fourth'; there are dit, unet, third"):
+    with pytest.raises(ValueError, match=f"no stack 'fourth'; there are {', '.join(BUILT_IN)}, third"):
         stacks.named("fourth")
     with pytest.raises(ValueError, match="no stack has the model 'sound4'; there are .*, sound3, speech3"):
         stacks.of_model("sound4")
