@@ -94,8 +94,10 @@ test: $(VENV)/.dev ## run every test, two at a time, then those that measure tim
 		part 'part 2 of 2, one test at a time' $(PYTEST) -m serial $(PYTEST_ARGS); \
 		[[ -z $$failed ]]
 
-test-fast: $(VENV)/.dev ## run the tests that start no server and measure no time; ROOM=llm: those of one folder of tests/
-	@$(PYTEST) $(PARALLEL) -m 'not server and not serial' $(if $(ROOM),tests/$(ROOM) tests/system/test_architecture.py) $(PYTEST_ARGS)
+# Of all rooms without those marked slow, of one room with them.
+test-fast: $(VENV)/.dev ## run the tests that start no tritonserver and measure no time; ROOM=llm: those of one folder in tests/
+	@$(PYTEST) $(PARALLEL) $(if $(ROOM),-m 'not server and not serial' tests/$(ROOM) tests/system/test_architecture.py,-m \
+		'not server and not serial and not slow') $(PYTEST_ARGS)
 
 check: $(VENV)/.dev ## formatting, lint and types
 	@$(IN_VENV) -m ruff format --diff .

@@ -30,6 +30,8 @@ from tests.support import fake_tensorrt
 from tools.export import engines as build_engines
 from tools.export import onnx as export_onnx
 
+pytestmark = pytest.mark.slow  # nearly all of them need the exported networks
+
 DIRECTORIES = {stack.name: stack.checkpoint for stack in stacks.BUILT_IN}
 UNET, UNET_STREAMING = (signature_of(stacks.UNET, use) for use in ("whole", "streaming"))
 SIGNATURES = {"unet": (UNET, UNET_STREAMING), "dit": tuple(signature_of(stacks.DIT, use) for use in ("whole", "chunk"))}

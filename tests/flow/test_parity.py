@@ -16,7 +16,9 @@ GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 CHECKS = flow_unet.CHECKS | flow_dit.CHECKS
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("fullsize") else ()) for name in CHECKS]
+)
 def test_every_stored_output_is_computed_within_its_tolerance(name):
     results = list(run_fixture(Fixture(GOLDEN / f"{name}.json"), CHECKS[name]))
     assert results

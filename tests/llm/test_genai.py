@@ -169,6 +169,7 @@ def test_a_checkpoint_without_speech_tokens_is_not_converted(llm_dir, tmp_path, 
     assert "has no token <|s_0|>: not the tokenizer of a CosyVoice2 LLM" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_bias_of_the_output_head_is_kept(llm_dir, tmp_path):  # noqa: F811
     """Qwen2 has no such bias, so transformers and the model builder drop it."""
     shutil.copytree(llm_dir, tmp_path / "hf")
@@ -190,6 +191,7 @@ def test_converting_an_empty_directory_is_one_clear_error_and_leaves_nothing(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
+@pytest.mark.slow
 def test_a_conversion_that_fails_midway_leaves_nothing(tmp_path, capfd, llm_dir):  # noqa: F811
     (tmp_path / "broken").mkdir()
     shutil.copy(llm_dir / "tokenizer.json", tmp_path / "broken")

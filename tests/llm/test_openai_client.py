@@ -82,6 +82,7 @@ def run_against(url, tokenizer, model, scenario):
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_transformers_serve_generates_speech_and_repeats_a_seed(transformers_url, tokenizer, llm_dir):  # noqa: F811
     async def scenario(llm):
         return [await speak(llm, seed=seed) for seed in (1, 1, 2)]
@@ -93,6 +94,7 @@ def test_transformers_serve_generates_speech_and_repeats_a_seed(transformers_url
     assert first != other
 
 
+@pytest.mark.slow
 def test_transformers_serve_reports_the_cut_by_max_tokens(transformers_url, tokenizer, llm_dir):  # noqa: F811
     async def scenario(llm):
         return await speak(llm, seed=1, max_tokens=7)
@@ -101,6 +103,7 @@ def test_transformers_serve_reports_the_cut_by_max_tokens(transformers_url, toke
     assert (len(tokens), reason) == (7, "length")
 
 
+@pytest.mark.slow
 def test_transformers_serve_uses_the_requested_sampling(transformers_url, tokenizer, llm_dir):  # noqa: F811
     async def scenario(llm):
         return [await speak(llm, seed=seed, temperature=0.0, max_tokens=40) for seed in (1, 2)]

@@ -89,12 +89,14 @@ def test_every_make_target_that_is_named_exists() -> None:
     assert named and named <= targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_runs_as_a_file_from_any_directory(launcher: str) -> None:
     help_text = explanations("file")[launcher]
     assert "usage:" in help_text and len(help_text) > 200, help_text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_runs_as_a_module(program: str) -> None:
     help_text = explanations("module")[program]
@@ -116,6 +118,7 @@ def test_the_check_of_the_machine_needs_no_package() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_options_of_the_documented_commands_are_in_their_help(page: Path) -> None:
     text = re.sub(r"\\\n\s*", " ", text_of(page))

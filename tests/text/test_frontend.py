@@ -70,6 +70,7 @@ def test_the_script_decides_the_grammar(text: str, language: str | None) -> None
     assert language_of(text) == language
 
 
+@pytest.mark.slow
 def test_no_text_makes_normalization_fail_or_return_nothing() -> None:
     """The English grammar raises an assertion for many mixtures."""
     rng = random.Random(0)

@@ -84,6 +84,7 @@ def official_logits(state, blank_dir, text_ids, speech):
     return hidden @ state["llm_decoder.weight"].T + state["llm_decoder.bias"]
 
 
+@pytest.mark.slow
 def test_both_layouts_give_the_same_logits(converted, official_state, blank_dir, tmp_path):
     tokenizer = LLMTokenizer.from_dir(converted)
     speech = [5, 6560, 17]

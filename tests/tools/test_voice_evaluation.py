@@ -48,6 +48,7 @@ def test_wrong_words_are_counted(said: str, heard: str, errors: int) -> None:
     assert word_errors(said, heard) == WordErrors(errors, 3)
 
 
+@pytest.mark.slow
 def test_the_recogniser_understands_the_teacher_and_forgets_what_it_heard_before() -> None:
     recognizer, takes = Recognizer(), [recording("slt"), recording("rms")]
     first = [recognizer.transcribe(take.waveform, take.rate) for take in takes]
