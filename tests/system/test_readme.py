@@ -1,5 +1,6 @@
 """What the documents and messages name exists: files, links, make targets, options, models, tensors."""
 
+import ast
 import os
 import re
 import subprocess
@@ -53,6 +54,33 @@ def test_every_page_that_code_names_exists() -> None:
 def test_the_table_of_rooms_has_every_room_on_its_floor() -> None:
     rows = re.findall(r"^\| (\d) \| `(\w+)/?` \|", ARCHITECTURE, re.MULTILINE)
     assert sorted(rows) == sorted((str(number), room) for number, floor in enumerate(FLOORS, start=1) for room in floor)
+
+
+def definitions(path: Path) -> set[str]:
+    """Functions, classes and `Class.method` of a file; a model's methods also without their class."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
+            found |= {node.name, *methods, *(f"{node.name}.{method}" for method in methods)}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+    return found
+
+
+def test_the_path_of_a_chunk_is_that_of_the_code() -> None:
+    section = ARCHITECTURE.split("## The path of a chunk")[1].split("\n## ")[0]
+    steps = re.findall(r"`([\w/]+\.py)`((?:,? `[\w.]+`)+)", " ".join(section.split()))
+    assert len(steps) > 20
+    for file, names in steps:
+        path = ROOT / (file if file.startswith("model_repo") else f"common/{file}")
+        assert {name for name in re.findall(r"`([\w.]+)`", names)} - definitions(path) == set(), file
+
+
+def test_every_class_that_the_architecture_names_exists() -> None:
+    classes = {name for path in LIBRARY for name in definitions(path)}
+    named = set(re.findall(r"`([A-Z][a-z]\w*)(?:\.\w+)?`", ARCHITECTURE))
+    assert named - classes == {"ModelInfer", "ModelStreamInfer"}  # calls of Triton's gRPC service
 
 
 def test_every_model_is_named_in_the_readme_and_the_architecture() -> None:
