@@ -20,7 +20,7 @@ class SpeechLLM:
 
     repository: the HuggingFace repository of the official files; it is downloaded to `download`.
     weights, base: the official state dict, and the folder of the text model that it extends.
-    directory: the same as a HuggingFace model directory, with the tokenizer.
+    directory: the same as a HuggingFace model directory, with the tokenizer, from which the ids of its tokens are read.
     genai, engine: what onnxruntime-genai and TensorRT-LLM load, both made from `directory`.
     """
 

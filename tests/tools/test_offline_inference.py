@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from common import stacks
 from common.constants import SAMPLE_RATE
 from common.llm.speech_tokens import LLMTokenizer
 from common.voice.audio import load_audio
@@ -213,7 +214,7 @@ def test_only_the_culprit_of_a_batch_fails():
                 raise MemoryError("too much")
             return [np.zeros(len(tokens)) for _, tokens in batch]
 
-    results = OfflineVocoder(Engine(), "dit", random_weights=True).whole(
+    results = OfflineVocoder(Engine(), stacks.DIT, random_weights=True).whole(
         [(None, np.array([token])) for token in (1, 13, 2)]
     )
     assert isinstance(results[1], MemoryError)
