@@ -128,10 +128,10 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
         pipeline.run(pipeline.speak(speech_request(text="0-20|20-40|40-60")))
 
 
-@pytest.mark.parametrize("place", ["the segment being rendered", "the segment ahead"])
-def test_cancelling_frees_every_segment(place: str) -> None:
+@pytest.mark.parametrize("stage", ["the segment being rendered", "the segment ahead"])
+def test_cancelling_frees_every_segment(stage: str) -> None:
     never = asyncio.Event()
-    ahead = place == "the segment ahead"
+    ahead = stage == "the segment ahead"
     pipeline = Pipeline(
         CountingLM(slow=never) if ahead else CountingLM(), token2wav=FakeToken2Wav(gate=never if ahead else None)
     )
