@@ -1,4 +1,4 @@
-"""What can be known of images, compose files and manifests without an engine: their syntax, and that names meet."""
+"""Images, compose files and manifests, as far as they can be checked without running them: syntax and references."""
 
 import json
 import os
@@ -43,8 +43,8 @@ def test_the_dockerfile_passes_hadolint() -> None:
     assert run.returncode == 0, run.stdout
 
 
-def test_what_the_dockerfile_copies_is_let_through() -> None:
-    """.dockerignore names what the images may hold; a path that it forgets fails the build."""
+def test_dockerignore_lets_through_what_the_dockerfile_copies() -> None:
+    """.dockerignore lists what the build may read; a COPY of another path fails."""
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for line in re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile.server").read_text(), re.MULTILINE):
         for path in line.split():
@@ -83,7 +83,7 @@ def test_shell_scripts_pass_shellcheck(script: Path) -> None:
 @needs_compose
 @pytest.mark.parametrize("profiles", PROFILES)
 @pytest.mark.parametrize("file", COMPOSE)
-def test_compose_files_are_understood_and_whole(file: str, profiles: str) -> None:
+def test_compose_files_are_valid_and_complete(file: str, profiles: str) -> None:
     config = composed(file, profiles)
     for name, service in config["services"].items():
         if name in ("download", "engine"):
@@ -95,11 +95,13 @@ def test_compose_files_are_understood_and_whole(file: str, profiles: str) -> Non
     assert tts["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] == ["0"]
     published = {port["target"] for port in config["services"]["gateway"]["ports"]}
     assert published == {8000, 8001, 10086}
-    assert [str(port) for port in tts["ports"]] == ["127.0.0.1:8002:8002/tcp"], "metrics are for this machine alone"
+    assert [str(port) for port in tts["ports"]] == ["127.0.0.1:8002:8002/tcp"], (
+        "metrics are published on this machine only"
+    )
 
 
 @needs_compose
-def test_the_disaggregated_servers_have_gpus_of_their_own() -> None:
+def test_each_disaggregated_server_has_its_own_gpu() -> None:
     services = composed("docker-compose.dit.yml", "disaggregated", TTS_GPU="1")["services"]
     gpus = {
         name: services[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"][0]
@@ -159,7 +161,7 @@ def test_every_command_names_a_script_and_its_options() -> None:
 # --- monitoring --------------------------------------------------------------------------------------------------
 
 
-def test_dashboard_and_alerts_ask_for_metrics_that_there_are() -> None:
+def test_dashboard_and_alerts_use_existing_metrics() -> None:
     from common.process import metrics
 
     ours = {one.name for one in vars(metrics).values() if isinstance(one, metrics.Metric)}
@@ -188,14 +190,14 @@ def documents() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.33"])
-def test_manifests_hold_to_the_schemas(version: str) -> None:
+def test_manifests_match_the_schemas(version: str) -> None:
     import kubernetes_validate
 
     for document in documents():
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_manifests_are_all_listed_and_their_names_meet() -> None:
+def test_all_manifests_are_listed_and_their_references_resolve() -> None:
     listed = yaml.safe_load((ROOT / "deploy/k8s/kustomization.yaml").read_text())["resources"]
     assert {path.name for path in MANIFESTS} == {name for name in listed if name.endswith(".yaml")}
     gateway_files = yaml.safe_load((ROOT / "deploy/nginx/kustomization.yaml").read_text())["configMapGenerator"][0]

@@ -1,4 +1,4 @@
-"""nginx before two tritonservers: one that dies takes only its own streams along, one that is stopped takes none."""
+"""nginx in front of two tritonservers: if one dies only its own streams fail; if one is stopped none fails."""
 
 import asyncio
 import os
@@ -29,32 +29,32 @@ pytestmark = [
 SHORT = "A short sentence."
 LONG = "word " * 24
 STREAMS = 50
-NOTICE = "2"  # seconds: the gateway looks each second
+NOTICE = "2"  # seconds; the gateway checks every second
 
 
 @dataclass
 class Gateway:
-    """nginx and what keeps its list of servers; its ports."""
+    """nginx with the script that updates its list of servers, and its ports."""
 
     http: int
     grpc: int
     run: Path
 
     def servers(self) -> int:
-        """How many are in its list."""
+        """The number of servers in its list."""
         return (self.run / "servers").read_text().count("tts ")
 
 
 @contextmanager
 def gateway(directory: Path, servers: list[str]) -> Iterator[Gateway]:
-    """deploy/nginx as it is, with its ports and paths moved."""
+    """deploy/nginx with other ports and paths."""
     run, ports = directory / "run", {number: free_port() for number in (8000, 8001, 10086)}
     config = (ROOT / "deploy/nginx/nginx.conf").read_text()
     for number, port in ports.items():
         assert f"listen {number}" in config
         config = config.replace(f"listen {number}", f"listen 127.0.0.1:{port}")
     config = config.replace("/tmp/nginx", str(run)).replace("/etc/nginx/gateway.d", str(directory))
-    if os.geteuid() == 0:  # workers would be nobody, who may not enter pytest's directories
+    if os.geteuid() == 0:  # otherwise workers run as nobody, who may not read pytest's directories
         config = f"user root;\n{config}"
     (directory / "nginx.conf").write_text(config)
     environment = os.environ | {"TTS_SERVERS": " ".join(servers), "SPEECH_SERVERS": f"127.0.0.1:{free_port()}"}
@@ -88,13 +88,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 @pytest.fixture(scope="module")
 def repository(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Patient: 25 streams begin at once on one core."""
+    """With long timeouts, since 25 streams begin at once on one core."""
     patience = {name: "60" for name in ("first_token_timeout", "token_timeout", "model_timeout")}
     return rendered(demo_models, tmp_path_factory.mktemp("gateway") / "repository", **patience)
 
 
 class Fleet:
-    """Two servers on ports that they keep when they are started again."""
+    """Two servers that keep their ports across restarts."""
 
     def __init__(self, repository: Path, directory: Path) -> None:
         self._repository, self._directory = repository, directory
@@ -103,7 +103,7 @@ class Fleet:
         self.servers: dict[int, ServeProcess] = {}
 
     def names(self) -> list[str]:
-        """As TTS_SERVERS wants them."""
+        """The format of TTS_SERVERS."""
         return [f"127.0.0.1:{http}:{grpc}:{health}" for http, grpc, _, health in self._ports]
 
     def start(self, index: int) -> None:
@@ -113,7 +113,7 @@ class Fleet:
         self.servers[index] = self._stacks[index].enter_context(running)
 
     def stop(self, index: int) -> None:
-        """SIGTERM, and its end."""
+        """Send SIGTERM and wait for the end."""
         self.servers[index].terminate()
         assert self.servers[index].process.wait(60) == 0
         self._stacks[index].close()
@@ -135,22 +135,22 @@ def fleet(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def door(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def running_gateway(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with gateway(tmp_path_factory.mktemp("nginx"), fleet.names()) as running:
         wait_for(lambda: running.servers() == 2)
         yield running
 
 
-def test_the_door_offers_speech_and_no_management(door: Gateway) -> None:
-    base = f"http://127.0.0.1:{door.http}/v2"
+def test_the_gateway_offers_speech_and_no_management(running_gateway: Gateway) -> None:
+    base = f"http://127.0.0.1:{running_gateway.http}/v2"
     assert get(f"{base}/health/ready")[0] == 200
     assert get(f"{base}/models/{MODEL}/ready")[0] == 200
     for closed in ("/repository/index", "/systemsharedmemory/status", "/models/token2wav_dit/ready", "/logging"):
         assert get(base + closed)[0] == 404, closed
-    assert get(f"http://127.0.0.1:{door.http}/metrics")[0] == 404
+    assert get(f"http://127.0.0.1:{running_gateway.http}/metrics")[0] == 404
 
     async def run() -> None:
-        async with triton.InferenceServerClient(f"127.0.0.1:{door.grpc}") as connection:
+        async with triton.InferenceServerClient(f"127.0.0.1:{running_gateway.grpc}") as connection:
             assert await connection.is_model_ready(MODEL)
             with pytest.raises(Exception, match="not offered here"):
                 await connection.get_model_repository_index()
@@ -158,23 +158,23 @@ def test_the_door_offers_speech_and_no_management(door: Gateway) -> None:
     asyncio.run(run())
 
 
-def test_a_rolling_restart_under_load_loses_no_stream(door: Gateway, fleet: Fleet) -> None:
+def test_a_rolling_restart_under_load_loses_no_stream(running_gateway: Gateway, fleet: Fleet) -> None:
     outcomes: list[StreamResult] = []
 
     async def listen(connection: triton.InferenceServerClient, ended: asyncio.Event) -> None:
         while not ended.is_set():
             outcomes.append(await synthesize(connection, SHORT, StreamResult()))
-            await asyncio.sleep(1.5)  # a small machine needs time to start the next server in
+            await asyncio.sleep(1.5)  # leaves a small machine time to start the next server
 
     async def run() -> None:
         ended = asyncio.Event()
-        async with triton.InferenceServerClient(f"127.0.0.1:{door.grpc}") as connection:
+        async with triton.InferenceServerClient(f"127.0.0.1:{running_gateway.grpc}") as connection:
             listeners = [asyncio.create_task(listen(connection, ended)) for _ in range(2)]
             for index in range(2):
                 await asyncio.to_thread(fleet.stop, index)
-                assert door.servers() == 1
+                assert running_gateway.servers() == 1
                 await asyncio.to_thread(fleet.start, index)
-                await asyncio.to_thread(wait_for, lambda: door.servers() == 2)
+                await asyncio.to_thread(wait_for, lambda: running_gateway.servers() == 2)
             ended.set()
             await asyncio.gather(*listeners)
 
@@ -183,29 +183,31 @@ def test_a_rolling_restart_under_load_loses_no_stream(door: Gateway, fleet: Flee
     assert len(outcomes) > 6
 
 
-def test_a_server_that_dies_takes_only_its_own_streams_along(door: Gateway, fleet: Fleet) -> None:
-    """Last: one server is gone then."""
+def test_if_a_server_dies_only_its_own_streams_fail(running_gateway: Gateway, fleet: Fleet) -> None:
+    """The last test, because one server is gone after it."""
     dying, staying = fleet.servers[0], fleet.servers[1]
     ended_before = sum_of(staying.page(), ENDED.name)
 
     async def run() -> tuple[list[StreamResult], list[StreamResult], int]:
-        async with triton.InferenceServerClient(f"127.0.0.1:{door.grpc}") as connection:
+        async with triton.InferenceServerClient(f"127.0.0.1:{running_gateway.grpc}") as connection:
             outcomes = [StreamResult() for _ in range(STREAMS)]
             speaking = [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes]
             await asyncio.gather(*(outcome.begun.wait() for outcome in outcomes))
             live = int(sum_of(dying.page(), LIVE.name))
             dying.kill_tritonserver()
-            # Until it has looked again the gateway may still ask the dead one, and answers "ask again".
-            await asyncio.to_thread(wait_for, lambda: door.servers() == 1)
+            # Until its next check the gateway may still choose the dead server and answer "try again".
+            await asyncio.to_thread(wait_for, lambda: running_gateway.servers() == 1)
             late = [await synthesize(connection, SHORT, StreamResult()) for _ in range(4)]
             await asyncio.gather(*speaking)
         return outcomes, late, live
 
     outcomes, late, live = asyncio.run(run())
     failed = [outcome for outcome in outcomes if outcome.error]
-    assert len(failed) > STREAMS // 5 and live - 3 <= len(failed) <= live  # the page is a quarter of a second old
+    assert (
+        len(failed) > STREAMS // 5 and live - 3 <= len(failed) <= live
+    )  # the metrics are up to a quarter of a second old
     assert [outcome.error for outcome in late] == [None] * 4
     time.sleep(1)
     page = staying.page()
     assert sum_of(page, ENDED.name) - ended_before == STREAMS - len(failed) + len(late)
-    assert dying.process.wait(20) == 1  # so that whatever supervises it starts it again
+    assert dying.process.wait(20) == 1  # non-zero, so that a supervisor starts it again

@@ -1,4 +1,4 @@
-"""Both staged scripts with LOCAL=1: every stage, over the demo checkpoint, against servers that they start and end."""
+"""Both staged scripts with LOCAL=1: every stage, with the demo checkpoint and the servers that the stages start."""
 
 import json
 import os
@@ -30,17 +30,17 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first stages put the demo checkpoint; nothing is there before."""
+    """The directory where the first stages put the demo checkpoint; empty before."""
     return tmp_path_factory.mktemp("models") / "demo"
 
 
 def run(
     script: str, *arguments: str, models: Path, manifest: Path, work: Path, limit: float = 500, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """A script with its settings moved to free ports and to `work`; nothing that it started may be left."""
+    """Run a script with free ports and its files in `work`; check that it left no server running."""
     data = f"--manifest-path {manifest}"
     environment = os.environ | {"LOCAL": "1", "MODELS": str(models), "OFFLINE_DATA": data}
-    environment |= {"DATA": f"{data} --num-requests 2"}  # by themselves they ask twenty and more
+    environment |= {"DATA": f"{data} --num-requests 2"}  # the default is twenty and more
     environment |= {"REPOSITORY": str(work / "repository"), "OUT": str(work / "out"), "LOGS": str(work / "logs")}
     environment |= {name: str(free_port()) for name in PORTS}
     environment |= dict(zip(TOKEN2WAV, map(str, two_free_ports(len(TOKEN2WAV))), strict=True)) | settings
@@ -55,7 +55,7 @@ def run(
 
 
 def two_free_ports(count: int) -> Sequence[int]:
-    """Ports of which the next one is free, too."""
+    """Free ports whose next higher port is free as well."""
     found: list[int] = []
     while len(found) < count:
         port = free_port()
@@ -106,7 +106,7 @@ def test_every_stage_of_the_dit_stack_disaggregated_serving_included(
         assert (tmp_path / "logs" / f"{server}.log").stat().st_size > 0
 
 
-def test_a_server_that_does_not_start_is_named_with_its_log(models: Path, manifest: Path, tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_log(models: Path, manifest: Path, tmp_path: Path) -> None:
     (tmp_path / "repository/broken/1").mkdir(parents=True)
     (tmp_path / "repository/broken/config.pbtxt").write_text('name: "broken" backend: "python"')
     (tmp_path / "repository/broken/1/model.py").write_text("raise ValueError('flow.pt is missing')")
@@ -118,7 +118,7 @@ def test_a_server_that_does_not_start_is_named_with_its_log(models: Path, manife
 
 
 @pytest.mark.parametrize("script", [UNET, DIT])
-def test_the_scripts_explain_themselves_and_name_what_is_no_stage(script: str) -> None:
+def test_the_scripts_have_a_help_text_and_refuse_invalid_stages(script: str) -> None:
     shown = subprocess.run(["bash", script, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0 and "LOCAL=1 bash" in shown.stdout and "Settings" in shown.stdout
     for arguments in (["3", "2"], ["0", "9"], ["x", "1"], []):
@@ -126,7 +126,7 @@ def test_the_scripts_explain_themselves_and_name_what_is_no_stage(script: str) -
         assert refused.returncode == 2 and "START and STOP are stages" in refused.stderr
 
 
-def test_http_is_passed_over_where_it_could_not_answer(models: Path, manifest: Path, tmp_path: Path) -> None:
+def test_http_is_skipped_when_the_stack_streams(models: Path, manifest: Path, tmp_path: Path) -> None:
     done = run(UNET, "4", "4", "streaming", models=models, manifest=manifest, work=tmp_path)
     assert done.returncode == 0 and "skipped" in done.stdout
     refused = run(UNET, "4", "4", "both", models=models, manifest=manifest, work=tmp_path)

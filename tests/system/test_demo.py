@@ -1,4 +1,4 @@
-"""The demo as `make demo` runs it, on free ports: its sentence is understood."""
+"""The demo as `make demo` runs it, on free ports: a recogniser understands its sentence."""
 
 import socket
 from pathlib import Path
@@ -14,8 +14,8 @@ from tools.voice_evaluation.recognition import Recognizer, word_errors
 pytestmark = pytest.mark.server
 
 PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
-# "Cosy" is no word of the recogniser's; it hears "cause she voice, which runs on your own computer".
-UNDERSTOOD = 0.3
+# "Cosy" is not in the recogniser's vocabulary; it returns "cause she voice, which runs on your own computer".
+MAX_WORD_ERRORS = 0.3
 
 
 @pytest.mark.parametrize("stack", ["dit", "unet"])
@@ -28,7 +28,7 @@ def test_the_demos_sentence_is_recognised(stack: str, tmp_path: Path, capsys: py
     for promised in ("first chunk", "total time", "audio length", TEXT):
         assert promised in printed
     heard = Recognizer().hear(soundfile.read(output, dtype="float32")[0], SAMPLE_RATE)
-    assert word_errors(TEXT, heard).rate <= UNDERSTOOD, heard
+    assert word_errors(TEXT, heard).rate <= MAX_WORD_ERRORS, heard
 
 
 def test_a_busy_port_ends_the_demo_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

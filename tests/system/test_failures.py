@@ -1,15 +1,19 @@
-"""What a client hears of an LLM that fails, through the real tritonserver."""
+"""What a client of the real tritonserver sees when the LLM or the process of a model fails."""
 
+import asyncio
 import os
 import signal
 import time
 from typing import Any, get_args
 
+import grpc
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
+from common.client import grpc_client
 from common.client.requests import ClientError, Utterance, read_reference
-from common.server.tritonserver import free_port
+from common.server.tritonserver import ServerError, free_port
 from tests.support import failing_llm
 from tests.support.server_requests import MODELS, TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, process_of, stream
 
@@ -53,8 +57,30 @@ def test_an_llm_server_that_is_down_is_an_error_within_five_seconds(serve: Serve
 def test_an_llm_model_whose_process_has_died_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
     server = serve(stack="dit", settings={"model_timeout": "3"})
     os.kill(process_of(server, "tensorrt_llm"), signal.SIGKILL)
-    for _ in range(2):  # found dead in the request, known to be dead before it
+    for _ in range(2):  # the first request finds it dead, the second one starts after that
         begun = time.monotonic()
         with pytest.raises(ClientError, match="tensorrt_llm|LLM"):
             stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
         assert time.monotonic() - begun < 5
+
+
+def test_the_death_of_a_models_process_ends_live_streams_and_is_reported(serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack="dit", settings={"model_timeout": "2"})
+    begun = 0.0
+
+    async def kill_after_the_first_chunk() -> None:
+        nonlocal begun
+        utterance = Utterance("word " * 100, voice, VOICE_TEXT)
+        async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
+            async for _ in grpc_client.chunks(connection, MODELS["dit"], utterance, 60.0):
+                if not begun:
+                    begun = time.monotonic()
+                    os.kill(process_of(server, "token2wav_dit"), signal.SIGKILL)
+
+    with pytest.raises((InferenceServerException, grpc.aio.AioRpcError)):
+        asyncio.run(kill_after_the_first_chunk())
+    assert time.monotonic() - begun < 5
+    try:
+        assert server.wait() != 0  # tritonserver aborts if the process died while holding the lock they share
+    except ServerError as error:
+        assert "the process of model token2wav_dit has died" in str(error)
