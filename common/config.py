@@ -22,6 +22,7 @@ FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"] 
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _PLACEHOLDER = re.compile(r"\$\{\w*\}?")
 
 
@@ -41,7 +42,7 @@ def parse_setting(key: str, value: str, kind: Any) -> Any:
     try:
         return _BOOLEANS[value.strip().lower()] if kind is bool else kind(value)
     except (KeyError, ValueError):
-        raise ValueError(f"parameter {key!r} must be a {kind.__name__}, not {value!r}") from None
+        raise ValueError(f"parameter {key!r} must be {_KINDS[kind]}, not {value!r}") from None
 
 
 def format_setting(value: object) -> str:

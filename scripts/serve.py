@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common.constants import HEALTH_PORT
 from common.server import serving
-from common.server.tritonserver import Ports, ServerError, TritonServer
+from common.server.tritonserver import CACHE_MIB, Ports, ServerError, TritonServer
 from common.speech_service.sidecar import speech_sidecar
 
 
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--grpc-port", type=int, default=Ports.grpc)
     parser.add_argument("--metrics-port", type=int, default=Ports.metrics)
     parser.add_argument("--health-port", type=int, default=HEALTH_PORT)
-    parser.add_argument("--cache-mib", type=int, default=64, help="in-memory response cache of the prompt models")
+    parser.add_argument("--cache-mib", type=int, default=CACHE_MIB, help="memory of the prompt models' response cache")
     parser.add_argument(
         "--redis",
         default="",

@@ -1,4 +1,4 @@
-"""Settings from Triton's args."""
+"""Settings parsed from Triton's arguments, and their defaults."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_parameters_take_the_types_of_their_fields():
     assert config == Token2WavConfig(model_dir="/m", n_timesteps=5, idle_seconds=1.5, device="cuda:1")
 
 
-def test_a_model_on_the_cpu_gets_the_cpu():
+def test_an_instance_on_the_cpu_uses_the_cpu():
     assert AudioTokenizerConfig.from_triton(triton_args({"model_dir": "/m"})).device == "cpu"
 
 
@@ -53,35 +53,35 @@ def test_urls_are_separated_by_commas_or_spaces(text):
         ({"model_dir": ""}, "'model_dir' is missing or empty"),
         ({"model_dir": "${model_dir}"}, "'model_dir' was never filled in: '\\${model_dir}'"),
         ({"model_dir": "/m", "colour": "red"}, "unknown parameter 'colour' \\(value 'red'\\)"),
-        ({"model_dir": "/m", "top_k": "many"}, "'top_k' must be a int, not 'many'"),
+        ({"model_dir": "/m", "top_k": "many"}, "'top_k' must be an integer, not 'many'"),
         ({"model_dir": "/m", "top_k": "0"}, "'top_k' must be above 0, not 0"),
         ({"model_dir": "/m", "temperature": "-1"}, "'temperature' must not be negative, not -1.0"),
         ({"model_dir": "/m", "llm_transport": "pigeon"}, "must be one of triton, openai, not 'pigeon'"),
         ({"model_dir": "/m", "llm_transport": "openai"}, "'llm_urls' is empty"),
     ],
 )
-def test_a_bad_parameter_is_named_with_its_value(parameters, message):
+def test_a_bad_parameter_is_reported_with_its_value(parameters, message):
     with pytest.raises(ValueError, match=message):
         OrchestratorConfig.from_triton(triton_args(parameters))
 
 
-def test_the_llm_model_passes_over_what_the_c_plus_plus_backend_reads():
+def test_the_llm_model_ignores_parameters_of_the_cpp_backend():
     config = TensorrtLLMConfig.from_triton(triton_args({"gpt_model_path": "/e", "max_beam_width": "1"}))
     assert config.engine_dir == "/e"
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_booleans_survive_their_text(value):
+def test_booleans_are_read_back_from_their_text(value):
     assert parse_setting("flag", format_setting(value), bool) is value
 
 
-def test_a_word_is_no_boolean():
-    with pytest.raises(ValueError, match="'flag' must be a bool, not 'maybe'"):
+def test_other_words_are_not_booleans():
+    with pytest.raises(ValueError, match="'flag' must be true or false, not 'maybe'"):
         parse_setting("flag", "maybe", bool)
 
 
 def test_policy_objects_have_the_defaults_of_the_settings() -> None:
-    """`config` is the only home of a default; what is built from it by hand, in tools and tests, must not differ."""
+    """Defaults are defined in `config` only; objects that tools and tests build without it must not differ."""
     config = OrchestratorConfig(model_dir="/m")
     assert Sampling() == Sampling(
         temperature=config.temperature,

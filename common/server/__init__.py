@@ -1,0 +1,9 @@
+"""Runs one tritonserver: the process that starts it, supervises it and stops it. The models never import this room.
+
+rendering.py      templates of config.pbtxt -> a model repository
+installation.py   finds the tritonserver to run
+tritonserver.py   a tritonserver as a context manager
+supervisor.py     the health page, and draining before a stop
+serving.py        all of it as the main process of a container
+readiness.py      waits for pages to be ready, from outside
+"""

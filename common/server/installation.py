@@ -1,7 +1,7 @@
-"""Which tritonserver there is to run: the one inside the nvidia-pytriton wheel, or that of NVIDIA's image.
+"""Finds the tritonserver to run: the one in the nvidia-pytriton wheel, or that of NVIDIA's image.
 
-The wheel holds the server (2.51), the python backend, a stub for each Python version and the local response cache;
-only their arrangement in one backend directory and the library path are missing. The image has all in place.
+The wheel contains the server (2.51), the python backend, a stub for each Python version and the local response cache,
+but they have to be arranged in one backend directory, and it lacks the library path. The image needs neither.
 """
 
 import ctypes
@@ -18,15 +18,15 @@ IMAGE_ROOT = Path("/opt/tritonserver")  # where NVIDIA's images have it
 
 
 class ServerError(RuntimeError):
-    """The server cannot start here, or ended before it was ready; the message says what to do."""
+    """The server cannot start, or ended unexpectedly. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver and what it needs.
+    """The files of a tritonserver.
 
-    `stub`: the python backend's process, where it has to be put beside the backend first. `libraries`: directories
-    that the loader does not search by itself.
+    stub: the python backend's stub, if it has to be copied next to the backend first. libraries: directories that the
+    loader does not search by default.
     """
 
     binary: Path
@@ -37,8 +37,8 @@ class Installation:
 
     @classmethod
     def find(cls) -> "Installation":
-        """The wheel of the running interpreter, else the image's; ServerError when there is neither."""
-        spec = importlib.util.find_spec("pytriton")  # located, not imported: only its files are needed
+        """That of the running interpreter's wheel, else the image's. ServerError if there is neither."""
+        spec = importlib.util.find_spec("pytriton")  # not imported: only its files are needed
         if spec is not None and spec.submodule_search_locations:
             return cls._of_wheel(Path(spec.submodule_search_locations[0]))
         if (binary := IMAGE_ROOT / "bin" / "tritonserver").exists():
@@ -62,7 +62,7 @@ class Installation:
         )
 
     def backend_directory(self, work: Path) -> Path:
-        """The directory for --backend-directory; made in `work` where the stub is not beside its backend yet."""
+        """The directory for --backend-directory; created in `work` if the stub is not next to its backend."""
         if self.stub is None:
             return self.backends
         directory = work / "backends" / "python"
@@ -70,7 +70,7 @@ class Installation:
         for part in (self.backends / "python").iterdir():
             if part.is_file():
                 (directory / part.name).symlink_to(part)
-        # A copy, because wheels are unpacked without the run bit on some installers.
+        # A copy, because some installers unpack wheels without the executable bit.
         shutil.copy(self.stub, directory / self.stub.name)
         (directory / self.stub.name).chmod(0o755)
         return directory.parent
@@ -81,13 +81,13 @@ def _require_glibc() -> None:
     if name != "glibc" or tuple(int(part) for part in release.split(".")[:2]) < MIN_GLIBC:
         needed = ".".join(map(str, MIN_GLIBC))
         raise ServerError(
-            f"tritonserver needs glibc {needed} or newer, this machine has {name or 'another C library'} {release}; "
+            f"tritonserver needs glibc {needed} or newer; this machine has {name or 'another C library'} {release}; "
             "run: docker run -it --network host -v $PWD:/src -w /src python:3.11-bookworm make demo"
         )
 
 
 def _libpython_directories(version: str) -> tuple[Path, ...]:
-    """Where the shared libpython of this interpreter lies; empty if the loader finds it by itself."""
+    """The directory of this interpreter's shared libpython; empty if the loader finds it without help."""
     library = f"libpython{version}.so.1.0"
     for directory in (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"):
         if directory and (Path(directory) / library).exists():
@@ -96,13 +96,13 @@ def _libpython_directories(version: str) -> tuple[Path, ...]:
         ctypes.CDLL(library)
     except OSError:
         raise ServerError(
-            f"the python backend needs {library}, which this Python does not bring; "
+            f"the python backend needs {library}, which this Python does not include; "
             f"run: sudo apt-get install libpython{version}"
         ) from None
     return ()
 
 
 def require_machine() -> tuple[Path, ...]:
-    """Directories of the shared libpython; ServerError when the machine lacks it or a C library of the wheel's age."""
+    """Directories of the shared libpython. ServerError if there is none, or the C library is too old."""
     _require_glibc()
     return _libpython_directories(f"{sys.version_info.major}.{sys.version_info.minor}")

@@ -11,20 +11,20 @@ ANSWER_SECONDS = 5.0
 
 
 def fault(url: str) -> str | None:
-    """Why a page is not ready; None when it is."""
+    """Why a page is not ready; None if it is."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
             return None if answer.status == 200 else f"HTTP {answer.status}"
     except urllib.error.HTTPError as error:
         with error:
-            words = error.read(200).decode(errors="replace").strip()
-        return f"HTTP {error.code} {words}".strip()
+            reason = error.read(200).decode(errors="replace").strip()
+        return f"HTTP {error.code} {reason}".strip()
     except (OSError, ValueError) as error:
         return str(error)
 
 
 def wait(urls: Sequence[str], seconds: float, process: int | None = None) -> list[str]:
-    """A line for each page that was not ready in time; none when all were."""
+    """Wait at most `seconds`, or until `process` ends; returns one line per page that was not ready in time."""
     deadline = time.monotonic() + seconds
     waiting = list(urls)
     while True:
@@ -41,7 +41,7 @@ def wait(urls: Sequence[str], seconds: float, process: int | None = None) -> lis
 
 
 def is_alive(process: int) -> bool:
-    """Whether it runs; one that has ended and that nobody has asked about does not."""
+    """Whether the process is running; a zombie is not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

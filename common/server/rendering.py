@@ -1,7 +1,7 @@
-"""Templates of config.pbtxt filled in, and whole stacks rendered into a model repository that Triton can serve.
+"""Fill in templates of config.pbtxt, and render the models of a stack into a repository that Triton can serve.
 
-A template is a config.pbtxt with `${key}` placeholders. A key's default is the default of the model's settings in
-`config`, or of `_TEMPLATE_DEFAULTS` where Triton alone reads it; a key without one has to be given.
+A template is a config.pbtxt with `${key}` placeholders. The default of a key is that of the model's settings in
+`config`, or in `_TEMPLATE_DEFAULTS` if only Triton reads it; a key without a default has to be given.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ from common.config import (
 )
 from common.llm.engines.loading import gpu_engine_installed
 
-TEMPLATES = Path(__file__).resolve().parents[2]  # the checkout, which holds the stacks' folders of templates
+TEMPLATES = Path(__file__).resolve().parents[2]  # the checkout, which contains the template folders of the stacks
 Device = Literal["auto", "cpu", "gpu"]
 
-MARKER = ".rendered.json"  # says that a directory is a rendering, and of what; Triton looks at directories only
+MARKER = ".rendered.json"  # marks a directory as a rendering and records its options; Triton ignores files
 
 # The models that all stacks have.
 _SHARED: dict[str, type[ModelConfig]] = {
@@ -44,11 +44,11 @@ _SHARED: dict[str, type[ModelConfig]] = {
     "tensorrt_llm": TensorrtLLMConfig,
 }
 
-# Keys that upstream's commands do not give and that no model reads.
+# Keys that upstream's commands do not give and no model reads.
 _TEMPLATE_DEFAULTS = {
     "instance_kind": "KIND_AUTO",  # the GPU if there is one
     "instance_count": "1",
-    # Of the C++ LLM backend: a stream that has begun is never set back, and one that was given up frees its place soon.
+    # For the C++ LLM backend: running streams are never preempted, and cancelled ones free their slot soon.
     "batch_scheduler_policy": "guaranteed_no_evict",
     "cancellation_check_period_ms": "100",
 }
@@ -62,7 +62,7 @@ def placeholders(template: str) -> list[str]:
 
 
 def model_name(template: str) -> str:
-    """The model that a config.pbtxt is of."""
+    """The model that a config.pbtxt belongs to."""
     if (match := re.search(r'^name: *"(\w+)"', template, re.MULTILINE)) is None:
         raise ValueError('not a template of a model: no line `name: "..."`')
     return match[1]
@@ -76,7 +76,7 @@ def settings_of(model: str) -> type[ModelConfig]:
 
 
 def defaults(model: str) -> dict[str, str]:
-    """The keys of a model's template that need not be given, and their values."""
+    """The template keys of a model that have defaults, with their values."""
     fields = settings_of(model).parameters().values()
     own = {f.name: format_setting(f.default) for f in fields if f.default is not dataclasses.MISSING}
     of_stack = {} if model in _SHARED else stacks.of_model(model).settings
@@ -84,15 +84,15 @@ def defaults(model: str) -> dict[str, str]:
 
 
 def fill(template: str, given: Mapping[str, str]) -> str:
-    """The template with every placeholder replaced; ValueError naming keys that are unknown or were left open."""
+    """The template with every placeholder replaced. ValueError naming keys that are unknown or have no value."""
     wanted = placeholders(template)
     if not wanted:
-        raise ValueError("nothing to fill in: no ${key} is left, so it was filled before")
+        raise ValueError("nothing to fill in: the template has no ${key}, so it was filled before")
     if unknown := [key for key in given if key not in wanted]:
         raise ValueError(f"unknown key {', '.join(map(repr, unknown))}; this template has {', '.join(sorted(wanted))}")
     for key, value in given.items():
         if unsafe := set(value) & set('"\\\n'):
-            raise ValueError(f"the value of {key!r} may not hold {sorted(unsafe)!r}: {value!r}")
+            raise ValueError(f"the value of {key!r} must not contain {sorted(unsafe)!r}: {value!r}")
     values = defaults(model_name(template)) | dict(given)
     if "idle_seconds" in values:
         idle_microseconds = int(float(values["idle_seconds"]) * 1e6)
@@ -103,13 +103,13 @@ def fill(template: str, given: Mapping[str, str]) -> str:
 
 
 def parse(config: str, name: str) -> Any:
-    """The ModelConfig protobuf of a filled template; ValueError saying what in `name` Triton would not understand."""
+    """The ModelConfig protobuf of a filled template of model `name`. ValueError if Triton could not parse it."""
     try:
         message = text_format.Parse(config, model_config_pb2.ModelConfig())
     except text_format.ParseError as error:
         raise ValueError(f"{name}: not a valid config.pbtxt: {error}") from error
     if message.name != name:
-        raise ValueError(f"{name}: the template is of model {message.name!r}")
+        raise ValueError(f"{name}: the template belongs to model {message.name!r}")
     return message
 
 
@@ -117,11 +117,11 @@ def parse(config: str, name: str) -> Any:
 class StackOptions:
     """Everything that a rendering depends on.
 
-    `models_dir`: the directory with all checkpoints. The stack's folders in it are those named by `stacks`: its
-    checkpoint, its LLM, and what the LLM's engine loads where that is another directory; voices/ has the registered
-    voices. `stack`: its name. `decoupled`: streamed answers. `device`: of the prompt models and the vocoder.
-    `llm_urls` and `llm_model`: for `llm_transport` "openai". `llm_backend`, `llm_engine` of the python one, and
-    `llm_engine_dir`: of the model `tensorrt_llm`. `settings`: further template keys, for every model that has them.
+    models_dir: the directory with all checkpoints; `stacks` names the folders in it: the stack's checkpoint, its LLM,
+        and what the LLM's engine loads if that is another folder. voices/ contains the registered voices.
+    stack: its name. decoupled: streamed responses. device: for the prompt models and token2wav.
+    llm_urls, llm_model: for `llm_transport` "openai". llm_backend, llm_engine (of the python backend), llm_engine_dir:
+        for the model `tensorrt_llm`. settings: further template keys, for every model that has them.
     """
 
     models_dir: Path
@@ -151,7 +151,7 @@ class StackOptions:
 
     @property
     def models(self) -> dict[str, Path]:
-        """The models of the stack and the directories of their templates."""
+        """The models of the stack, with the directories of their templates."""
         shared = [name for name in _SHARED if name != "tensorrt_llm" or self.llm_transport == "triton"]
         own = TEMPLATES / stacks.named(self.stack).templates  # an absolute path stays as it is
         folders = {name: own if (own / name).is_dir() else TEMPLATES / stacks.SHARED_TEMPLATES for name in shared}
@@ -160,12 +160,12 @@ class StackOptions:
 
     @property
     def orchestrator(self) -> str:
-        """The model that clients ask."""
+        """The model that clients call."""
         return stacks.named(self.stack).orchestrator
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Flow, vocoder and prompt models of the stack."""
+        """The folder with the flow, the vocoder and the prompt models."""
         return self.models_dir.resolve() / stacks.named(self.stack).checkpoint
 
     @property
@@ -189,7 +189,7 @@ class StackOptions:
         return self.models_dir.resolve() / stacks.named(self.stack).llm.genai
 
     def missing_files(self) -> list[Path]:
-        """What the stack would load and is not there."""
+        """The files that the stack would load and that do not exist."""
         needed = [self.checkpoint_dir / name for name in stacks.named(self.stack).files]
         needed.append(self.tokenizer_dir / "tokenizer_config.json")
         if self.llm_transport == "triton":
@@ -197,7 +197,7 @@ class StackOptions:
         return [path for path in needed if not path.exists()]
 
     def values(self) -> dict[str, str]:
-        """The value of every template key that follows from the options; a template takes those it has."""
+        """The values of all template keys that follow from the options; a template uses those it has."""
         return {
             "model_dir": str(self.checkpoint_dir),
             "llm_tokenizer_dir": str(self.tokenizer_dir),
@@ -214,8 +214,8 @@ class StackOptions:
             "bls_instance_num": str(self.orchestrator_instances),
             "triton_max_batch_size": str(self.max_batch_size),
             "max_queue_delay_microseconds": str(self.max_queue_delay_microseconds),
-            # Read by the C++ backend; the key/value pool takes its share of the memory instead of a count of tokens,
-            # which would bound the streams.
+            # For the C++ backend. Its key/value pool gets a fraction of the memory instead of a number of tokens, which
+            # would limit the streams.
             "triton_backend": self.llm_backend,
             "batching_strategy": "inflight_fused_batching",
             "max_beam_width": "1",
@@ -230,9 +230,9 @@ class StackOptions:
 
 
 def render(options: StackOptions, destination: Path) -> None:
-    """Write the stack's model repository to `destination`, which appears complete or not at all.
+    """Write the stack's model repository to `destination`, atomically.
 
-    An earlier rendering is replaced; any other directory that is not empty is a ValueError.
+    Replaces an earlier rendering. ValueError for any other directory that is not empty.
     """
     if destination.exists() and any(destination.iterdir()) and not (destination / MARKER).exists():
         raise ValueError(f"{destination} is not empty and not an earlier rendering; choose another or remove it")
@@ -254,7 +254,7 @@ def render(options: StackOptions, destination: Path) -> None:
 
 
 def _filled_configs(options: StackOptions) -> dict[str, str]:
-    """Each model's config.pbtxt, parsed once to see that it is valid."""
+    """The config.pbtxt of each model, checked by parsing it."""
     templates = {name: (source / "config.pbtxt").read_text() for name, source in options.models.items()}
     known = {key for template in templates.values() for key in placeholders(template)}
     if unknown := sorted(options.settings.keys() - known):
@@ -264,7 +264,7 @@ def _filled_configs(options: StackOptions) -> dict[str, str]:
     for name, template in templates.items():
         given = {key: values[key] for key in placeholders(template) if key in values}
         if name == "tensorrt_llm":
-            given["decoupled_mode"] = "true"  # its tokens are streamed also to an orchestrator that answers once
+            given["decoupled_mode"] = "true"  # tokens are streamed even if the orchestrator sends one response
         configs[name] = fill(template, given)
         parse(configs[name], name)
     return configs

@@ -1,4 +1,4 @@
-"""Run one tritonserver until it ends, SIGTERM or Ctrl-C: what the first process of a container does."""
+"""Run one tritonserver until it ends or SIGTERM or Ctrl-C arrives: the main process of a container."""
 
 import contextlib
 import signal
@@ -27,7 +27,7 @@ class Companion:
 
 
 class Terminated(BaseException):
-    """SIGTERM came."""
+    """SIGTERM was received."""
 
 
 def raise_on_sigterm() -> None:
@@ -58,19 +58,19 @@ def serve(
     *,
     health_port: int,
     announce: Callable[[str], None],
+    notice_seconds: float,
+    drain_seconds: float,
     companion: Companion | None = None,
-    notice_seconds: float = 0.0,
-    drain_seconds: float = 60.0,
 ) -> None:
-    """Start `server` and its health page; return when SIGTERM came and live requests have ended.
+    """Start `server` and its health page; return after SIGTERM, when the running requests have ended.
 
-    ServerError if the health page's port is taken, or tritonserver or the companion ended by itself. announce: is given
-    the addresses when all are ready. notice_seconds, drain_seconds: see `supervisor.drain`.
+    announce: called with the addresses when everything is ready. notice_seconds, drain_seconds: see `supervisor.drain`.
+    ServerError if the health page's port is in use, or tritonserver or the companion ended by itself.
     """
     if health_port:
         require_free(health_port, server.host)
-    beside = contextlib.nullcontext(threading.Event()) if companion is None else companion.start(server)
-    with HealthPage(server, server.host, health_port) as health, server, beside as companion_ended:
+    service = contextlib.nullcontext(threading.Event()) if companion is None else companion.start(server)
+    with HealthPage(server, server.host, health_port) as health, server, service as companion_ended:
         health.state = "ready"
         announce("\n".join(_addresses(server, health, companion)))
         try:

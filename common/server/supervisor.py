@@ -1,10 +1,10 @@
-"""What stands over one tritonserver: a health page that tells the truth, and an end that loses no stream.
+"""A reliable health page for one tritonserver, and draining, so that stopping it loses no stream.
 
-Triton answers `ready` when a model's process has died and while it is being stopped. The health page does not:
+Triton reports itself as ready even if a model's process has died, and while it is stopping. The health page does not:
 
     GET /live     200 while this process runs
-    GET /ready    200 while new requests are taken; 503 with the reason, one word, otherwise
-    GET /metrics  what our models count, see `metrics`; Triton's own page has its `nv_...`
+    GET /ready    200 while new requests are accepted; otherwise 503 with a one-word reason
+    GET /metrics  our models' metrics, see common/process/metrics.py; Triton's own page has the `nv_...`
 """
 
 import logging
@@ -28,7 +28,7 @@ REPORT_SECONDS = 5.0
 
 
 class HealthPage:
-    """`with HealthPage(server, host, port) as health:`; `health.state` is what it tells. Port 0: any free one."""
+    """`with HealthPage(server, host, port) as health:`; it reports `health.state`. Port 0: any free one."""
 
     def __init__(self, server: TritonServer, host: str, port: int) -> None:
         self.state: State = "loading"
@@ -64,11 +64,11 @@ class HealthPage:
         page = self
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 5  # of a caller that sends nothing
+            timeout = 5  # seconds, for callers that send nothing
 
             def do_GET(self) -> None:
                 if self.path not in page.pages:
-                    status, text = 404, f"no page {self.path[:80]!r}; there are {' '.join(page.pages)}"
+                    status, text = 404, f"no page {self.path[:80]!r}; pages: {' '.join(page.pages)}"
                 else:
                     status, text = page.pages[self.path]()
                 body = f"{text.rstrip()}\n".encode()
@@ -79,19 +79,19 @@ class HealthPage:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Nothing: a probe each second is no news."""
+                """Logs nothing: there is a probe every second."""
 
         return Handler
 
 
 def drain(server: TritonServer, health: HealthPage, notice: float, limit: float) -> int:
-    """Let live requests end; how many had not within `limit` seconds.
+    """Wait for running requests to end, at most `limit` seconds; returns how many did not.
 
-    `notice`: seconds in which new requests are still taken although the page says 503, so that balancers send theirs
-    elsewhere before any is refused.
+    notice: seconds in which new requests are still accepted although the page answers 503, so that load balancers stop
+    sending before any request is refused.
     """
     health.state = "stopping"
-    logger.warning("stopping: new requests are refused in %g s, live ones have %g s to end", notice, limit)
+    logger.warning("stopping: new requests are refused in %g s, running ones have %g s to end", notice, limit)
     time.sleep(notice)
     server.refuse_new()
     begun = reported = time.monotonic()
@@ -100,16 +100,16 @@ def drain(server: TritonServer, health: HealthPage, notice: float, limit: float)
         try:
             live = server.live_requests()
         except ServerError:
-            logger.warning("tritonserver ended before its requests did")
+            logger.warning("tritonserver ended before its requests")
             return live
         empty = empty + 1 if live == 0 else 0
-        if empty == 2:  # the first may be older than the last request that was taken
-            logger.warning("no request lives after %.1f s", time.monotonic() - begun)
+        if empty == 2:  # the first count may be older than the last accepted request
+            logger.warning("all requests ended after %.1f s", time.monotonic() - begun)
             return 0
         if time.monotonic() - reported > REPORT_SECONDS:
             reported = time.monotonic()
-            logger.warning("%d requests live, %.0f s left", live, limit - (reported - begun))
+            logger.warning("%d requests running, %.0f s left", live, limit - (reported - begun))
         time.sleep(DRAIN_POLL_SECONDS)
     if live:
-        logger.warning("%d requests live after %g s; they end with UNAVAILABLE", live, limit)
+        logger.warning("%d requests still running after %g s; they end with UNAVAILABLE", live, limit)
     return live

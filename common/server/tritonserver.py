@@ -1,6 +1,6 @@
-"""A tritonserver as a context manager: start, wait until ready, let live requests end, stop.
+"""A tritonserver as a context manager: start it, wait until it is ready, drain it, stop it.
 
-What the machine lacks is a `ServerError` of one line that ends with the command that mends it.
+If something is missing, a `ServerError` names it in one line with the command that installs it.
 """
 
 import logging
@@ -26,15 +26,15 @@ from common.server.installation import Installation, ServerError
 logger = logging.getLogger(__name__)
 
 READY_POLL_SECONDS = 0.1
-WATCH_SECONDS = 0.5  # between two looks at the models' processes
+WATCH_SECONDS = 0.5  # interval of checking the models' processes
 INHERITED = Path("-")
-LOCAL_CACHE = "local,size=67108864"  # 64 MiB in the memory of this server
-STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the group is killed
+CACHE_MIB = 64  # default size of the local response cache
+STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the process group is killed
 
-# Ends what is left of a server and removes its shared memory, also when the process that started both was killed, so
-# that no server holds the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix of the
-# regions, seconds of grace. A line on stdin: the server has had its time; end of file: the parent is dead.
-# (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's handlers in a forked child abort it now and then.)
+# Kills what is left of a server and removes its shared memory, even if the process that started both was killed. Then
+# no server keeps the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix of the
+# shared memory regions, seconds of grace. A line on stdin: the server was stopped; end of file: the parent is dead.
+# (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's fork handlers occasionally abort the child.)
 _SWEEP = """
 if ! read -r _; then
     kill -s TERM "$1"
@@ -47,7 +47,7 @@ rm -f /dev/shm/"$2"*
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the server listens; 0 = a free port, chosen at start."""
+    """The server's ports. 0: any free port, chosen at construction of the server."""
 
     http: int = HTTP_PORT
     grpc: int = GRPC_PORT
@@ -55,21 +55,21 @@ class Ports:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """A TCP port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def require_free(port: int, host: str) -> None:
-    """ServerError when somebody listens on `port` already."""
+    """ServerError if `port` is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ServerError(
-                f"port {port} is busy ({error.strerror}); stop what listens there (see: ss -ltnp 'sport = :{port}') "
+                f"port {port} is in use ({error.strerror}); stop the process on it (ss -ltnp 'sport = :{port}') "
                 "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 "
                 "HEALTH_PORT=8103 SPEECH_PORT=8186"
             ) from None
@@ -78,9 +78,9 @@ def require_free(port: int, host: str) -> None:
 class TritonServer:
     """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
 
-    `cache`: Triton's --cache-config, the response cache of the prompt models. `log_file`: where the server writes; by
-    default inside a temporary directory that `stop` removes; INHERITED: where this process does. The server and its
-    stubs form one process group, which ends with this process.
+    cache: Triton's --cache-config, for the response cache of the prompt models. log_file: the server's output; by
+    default in a temporary directory that `stop` removes; INHERITED: this process's output. The server and its stubs are
+    one process group, which ends with this process.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TritonServer:
         *,
         ports: Ports = Ports(),
         host: str = "127.0.0.1",
-        cache: str = LOCAL_CACHE,
+        cache: str = f"local,size={CACHE_MIB << 20}",
         log_file: Path | None = None,
     ) -> None:
         self.repository = repository
@@ -99,14 +99,14 @@ class TritonServer:
         self._cache = cache
         self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
         self.log_file = log_file or self._work / "server.log"
-        self.metrics_directory = self._work / "metrics"  # of our models, see `metrics`
+        self.metrics_directory = self._work / "metrics"  # of our models, see common/process/metrics.py
         self._environment = ModelEnvironment(
             metrics_directory=self.metrics_directory, drain_file=self._work / "draining", grpc_address=self.grpc_url
         )
         self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._sweeper: subprocess.Popen[bytes] | None = None
-        self._models: dict[int, str] = {}  # the processes that there were when it became ready
+        self._models: dict[int, str] = {}  # those that were running when the server became ready
 
     @property
     def http_url(self) -> str:
@@ -135,7 +135,7 @@ class TritonServer:
         self.stop()
 
     def start(self) -> None:
-        """Start the process; ServerError when a port is busy or the machine lacks something."""
+        """Start the process. ServerError if a port is in use or something is missing on this machine."""
         installation = Installation.find()
         for port in (self.ports.http, self.ports.grpc, self.ports.metrics):
             require_free(port, self.host)
@@ -161,7 +161,7 @@ class TritonServer:
         )
 
     def wait_ready(self, timeout: float = 300.0) -> None:
-        """Return when every model is ready; ServerError with the log's own words when the server ends before that."""
+        """Return when every model is ready. ServerError with the log's error lines if the server ends before that."""
         assert self._process is not None, "start() comes first"
         deadline = time.monotonic() + timeout
         while not self.answers_ready():
@@ -173,8 +173,8 @@ class TritonServer:
         self._models = self.model_processes()
 
     def answers_ready(self) -> bool:
-        """Every model is loaded and the metrics can be read."""
-        # gRPC listens before HTTP, the metrics only after it.
+        """Whether every model is loaded and the metrics can be read."""
+        # gRPC starts listening before HTTP, the metrics page after it.
         pages = f"http://{self.http_url}/v2/health/ready", f"http://{self.metrics_url}/metrics"
         try:
             for page in pages:
@@ -186,19 +186,19 @@ class TritonServer:
         return True
 
     def refuse_new(self) -> None:
-        """From now on the orchestrators answer new requests with UNAVAILABLE; those that live go on."""
+        """From now on the orchestrators answer new requests with UNAVAILABLE; running ones continue."""
         DrainFile(self._environment.drain_file).create()
 
     def live_requests(self) -> int:
-        """Requests to the orchestrators that have not ended, half a second old; ServerError when the server has."""
+        """Requests in progress at the orchestrators, as of half a second ago. ServerError if the server has ended."""
         if self._process is None or self._process.poll() is not None:
             raise ServerError("tritonserver has ended")
         return int(metrics.sum_of(metrics.page(self.metrics_directory), metrics.LIVE.name))
 
     def wait(self) -> int:
-        """Block until the server ends by itself; its exit code. ServerError when the process of a model has died.
+        """Block until the server ends by itself and return its exit code. ServerError if a model's process has died.
 
-        Triton 2.51 neither starts such a process again nor calls itself unready, so the server has to be started anew.
+        Triton 2.51 neither restarts such a process nor reports itself as not ready, so the server has to be restarted.
         """
         assert self._process is not None, "start() comes first"
         while True:
@@ -208,24 +208,24 @@ class TritonServer:
                 dead = self._models.keys() - self.model_processes().keys()
             if dead and self.answers_ready():  # otherwise the server is unloading them
                 names = ", ".join(sorted({self._models[process] for process in dead}))
-                raise ServerError(f"the process of model {names} has died; tritonserver has to be started again")
+                raise ServerError(f"the process of model {names} has died; tritonserver has to be restarted")
 
     def model_processes(self) -> dict[int, str]:
-        """The living processes of the models, one for each instance: process id -> name of the model."""
+        """The running model processes, one per instance: process id -> name of the model."""
         assert self._process is not None, "start() comes first"
         found = {}
         for directory in Path("/proc").glob("[0-9]*"):
             try:
                 parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
                 command = (directory / "cmdline").read_bytes().split(b"\0")
-            except OSError:  # it has ended meanwhile
+            except OSError:  # it has ended in the meantime
                 continue
             if parent == self._process.pid and len(command) > 1:  # stub .../MODEL/1/model.py ...
                 found[int(directory.name)] = Path(command[1].decode()).parent.parent.name
         return found
 
     def stop(self) -> None:
-        """End the server and everything it started; safe to call twice."""
+        """Stop the server and everything it started. Safe to call twice."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -249,16 +249,16 @@ class TritonServer:
             f"--grpc-address={self.host}",
             f"--grpc-port={self.ports.grpc}",
             f"--metrics-port={self.ports.metrics}",
-            # Our configurations are complete; completing them would start every stub once more.
+            # Our configurations are complete; auto-completion would start every stub a second time.
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             f"--backend-config=python,thread-pool-size={CALL_THREADS}",
-            "--backend-config=python,stub-timeout-seconds=300",  # loading a checkpoint takes longer than the 30 s
+            "--backend-config=python,stub-timeout-seconds=300",  # the default 30 s are too short for a checkpoint
             f"--exit-timeout-secs={int(STOP_SECONDS) - 4}",
         ]
 
     def _failure(self) -> str:
-        """The log's error lines, or its end when there are none."""
+        """The error lines of the log, or its last lines if there are none."""
         if self.log_file == INHERITED:
             return "see above"
         lines = self.log_file.read_text(errors="replace").splitlines()

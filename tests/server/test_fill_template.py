@@ -1,4 +1,4 @@
-"""scripts/fill_template.py: upstream's commands, and what it says to mistakes."""
+"""scripts/fill_template.py: upstream's commands, and its error messages."""
 
 import shutil
 from pathlib import Path
@@ -43,14 +43,14 @@ def test_upstreams_commands_work_unchanged(directory, tmp_path):
     assert parse(file.read_text(), name).max_batch_size == 16
 
 
-def test_without_i_the_result_is_printed_and_the_file_kept(template, capsys):
+def test_without_in_place_the_result_is_printed_and_the_file_kept(template, capsys):
     before = template.read_text()
     assert main([str(template), ORCHESTRATOR]) == 0
     assert parse(capsys.readouterr().out, "cosyvoice2").instance_group[0].count == 4
     assert template.read_text() == before
 
 
-def test_a_value_may_hold_colons_and_escaped_commas():
+def test_a_value_may_contain_colons_and_escaped_commas():
     assert parse_substitutions(r"llm_urls:http://a:8000/v1\,http://b:1,model_dir:C\:/m") == {
         "llm_urls": "http://a:8000/v1,http://b:1",
         "model_dir": "C:/m",
@@ -70,22 +70,22 @@ def test_urls_reach_the_parameter(template):
         ("model_dir:/m", "no value for 'triton_max_batch_size'"),
         (ORCHESTRATOR + ",llm_urls:http://a,b", r"'b' is not key:value; a comma within a value is written as \,"),
         (ORCHESTRATOR + ",model_dir:/n", "key 'model_dir' is given twice"),
-        (ORCHESTRATOR + ',llm_model:a"b', "the value of 'llm_model' may not hold"),
+        (ORCHESTRATOR + ',llm_model:a"b', "the value of 'llm_model' must not contain"),
     ],
 )
-def test_a_mistake_is_named_and_the_file_kept(template, capsys, substitutions, message):
+def test_a_mistake_is_reported_and_the_file_kept(template, capsys, substitutions, message):
     before = template.read_text()
     assert main(["-i", str(template), substitutions]) == 1
     assert message in capsys.readouterr().err
     assert template.read_text() == before
 
 
-def test_a_filled_file_is_not_filled_again(template, capsys):
+def test_a_filled_file_is_not_filled_twice(template, capsys):
     assert main(["-i", str(template), ORCHESTRATOR]) == 0
     assert main(["-i", str(template), ORCHESTRATOR]) == 1
     assert "it was filled before" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path, capsys):
+def test_a_missing_file_is_an_error(tmp_path, capsys):
     assert main([str(tmp_path / "none"), "a:b"]) == 1
     assert "No such file" in capsys.readouterr().err

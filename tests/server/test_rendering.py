@@ -1,4 +1,4 @@
-"""Templates and rendered stacks, parsed as Triton parses them."""
+"""Templates and rendered stacks, parsed like Triton parses them."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,7 @@ from common.server.rendering import (
 CONFIGS = sorted(TEMPLATES.glob("model_repo*/*/config.pbtxt"))
 STACKS = [(stack, transport) for stack in stacks.names() for transport in ("triton", "openai")]
 
-# Declared, because TensorRT-LLM's clients may send them, and not read by our own engine.
+# Declared because TensorRT-LLM's clients may send them, but not read by our model.
 UNREAD = {
     "tensorrt_llm": {
         *("encoder_input_features", "encoder_output_lengths", "stop_words_list", "bad_words_list", "embedding_bias"),
@@ -55,7 +55,7 @@ def test_a_rendered_stack_parses_and_leaves_no_placeholder(tmp_path, stack, tran
 
 
 def as_args(config) -> dict[str, str]:
-    """What Triton's python backend would hand to `initialize`."""
+    """What Triton's python backend would pass to `initialize`."""
     from google.protobuf import json_format
 
     text = json_format.MessageToJson(config, preserving_proto_field_name=True)
@@ -75,7 +75,7 @@ def test_a_template_declares_every_setting_of_its_model(path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
-def test_a_model_names_the_tensors_that_its_template_declares(path, tmp_path):
+def test_the_source_of_a_model_names_all_tensors_that_its_template_declares(path, tmp_path):
     name = path.parent.name
     stack = next(stack for stack in stacks.BUILT_IN if path.parents[1].name == stack.templates)
     wanted = options(tmp_path, stack=stack.name)
@@ -86,7 +86,7 @@ def test_a_model_names_the_tensors_that_its_template_declares(path, tmp_path):
 
 
 def strings_of(name: str, model: Path) -> set[str]:
-    """The string constants of a model.py, of the adapter, and of what the orchestrators and the LLM read by."""
+    """The string constants of a model.py, of `triton_io`, and of the room that reads the model's tensors."""
     common = TEMPLATES / "common"
     rooms = {"tensorrt_llm": "llm"} | dict.fromkeys(stacks.orchestrators(), "orchestrator")
     sources = [model, *(common / "triton_io").glob("*.py"), *(common / rooms.get(name, "token2wav")).glob("*.py")]
@@ -99,25 +99,25 @@ def strings_of(name: str, model: Path) -> set[str]:
     }
 
 
-def test_sequences_and_streams_are_bounded_by_the_same_settings(tmp_path):
+def test_sequences_and_streams_are_limited_by_the_same_settings(tmp_path):
     wanted = options(tmp_path, stack="dit", settings={"max_streams": "3", "idle_seconds": "2.5"})
     config = parse(rendering._filled_configs(wanted)["token2wav_dit"], "token2wav_dit")
     assert config.sequence_batching.oldest.max_candidate_sequences == 3
     assert config.sequence_batching.max_sequence_idle_microseconds == 2_500_000
 
 
-def test_the_llms_requests_are_bounded_apart_from_the_vocoders_streams(tmp_path):
+def test_the_llms_requests_and_token2wavs_streams_have_separate_limits(tmp_path):
     configs = rendering._filled_configs(options(tmp_path, stack="dit", settings={"max_requests": "5"}))
     llm, vocoder = (parse(configs[name], name).parameters for name in ("tensorrt_llm", "token2wav_dit"))
     assert (llm["max_requests"].string_value, vocoder["max_streams"].string_value) == ("5", "64")
 
 
-def test_the_llm_takes_as_many_requests_as_the_vocoder_has_streams():
+def test_the_llm_accepts_as_many_requests_as_token2wav_has_streams():
     assert defaults("tensorrt_llm")["max_requests"] == defaults("token2wav")["max_streams"]
 
 
 @pytest.mark.parametrize("stack", stacks.names())
-def test_the_llm_renders_for_the_c_plus_plus_backend(tmp_path, stack):
+def test_the_llm_renders_for_the_cpp_backend(tmp_path, stack):
     wanted = options(tmp_path, stack=stack, llm_backend="tensorrtllm")
     config = parse(rendering._filled_configs(wanted)["tensorrt_llm"], "tensorrt_llm")
     parameters = {key: value.string_value for key, value in config.parameters.items()}
@@ -143,12 +143,12 @@ def test_the_llm_renders_for_the_c_plus_plus_backend(tmp_path, stack):
         ("onnxruntime_genai", "gpu", True, "cosyvoice2_llm_genai"),
     ],
 )
-def test_the_engine_gets_the_directory_that_it_reads(tmp_path, monkeypatch, engine, device, installed, directory):
+def test_each_engine_gets_the_directory_that_it_loads(tmp_path, monkeypatch, engine, device, installed, directory):
     monkeypatch.setattr(rendering, "gpu_engine_installed", lambda: installed)
     assert options(tmp_path, llm_engine=engine, device=device).engine_dir.name == directory
 
 
-def test_both_prompt_models_are_cached(tmp_path):
+def test_both_prompt_models_use_the_response_cache(tmp_path):
     configs = rendering._filled_configs(options(tmp_path))
     assert all(parse(configs[name], name).response_cache.enable for name in ("audio_tokenizer", "speaker_embedding"))
 
@@ -166,7 +166,7 @@ def test_an_earlier_rendering_is_replaced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_directory_of_somebody_else_is_refused(tmp_path):
+def test_a_directory_with_other_content_is_not_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="not empty and not an earlier rendering"):
@@ -182,7 +182,7 @@ def test_a_failed_rendering_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_openai_needs_urls(tmp_path):
+def test_the_openai_transport_needs_urls(tmp_path):
     with pytest.raises(ValueError, match="needs llm_urls"):
         options(tmp_path, llm_transport="openai")
 
@@ -196,7 +196,7 @@ def test_every_missing_file_of_a_checkpoint_is_listed(tmp_path):
 
 
 @pytest.mark.parametrize("name", [path.parent.name for path in CONFIGS])
-def test_defaults_are_those_of_the_models_settings(name):
+def test_template_defaults_are_those_of_the_models_settings(name):
     config = settings_of(name)
     for key, field in config.parameters().items():
         if field.name in defaults(name):

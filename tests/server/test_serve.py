@@ -1,4 +1,4 @@
-"""serve.py as the first process of a container: its health page, its metrics, and an end that loses no stream."""
+"""serve.py as the main process of a container: health page, metrics, and a stop that loses no stream."""
 
 import asyncio
 import time
@@ -44,17 +44,17 @@ async def synthesize_while_it_stops(server: ServeProcess, streams: int) -> tuple
     return outcomes, late
 
 
-def test_sigterm_refuses_new_streams_and_lets_live_ones_end(server: ServeProcess) -> None:
+def test_sigterm_refuses_new_streams_and_lets_running_ones_end(server: ServeProcess) -> None:
     assert server.readiness() == (200, "ready")
     outcomes, late = asyncio.run(synthesize_while_it_stops(server, 3))
     assert late.error is not None and "is shutting down" in late.error and late.samples == 0
     assert [outcome.error for outcome in outcomes] == [None] * 3
     assert server.process.wait(20) == 0
-    assert "no request lives" in (server.process.stderr.read() if server.process.stderr else "")
+    assert "all requests ended" in (server.process.stderr.read() if server.process.stderr else "")
 
 
 @pytest.mark.parametrize("server", [("--drain-seconds", "1")], indirect=True)
-def test_streams_that_live_beyond_the_limit_end_with_an_error(server: ServeProcess) -> None:
+def test_streams_that_exceed_the_drain_limit_end_with_an_error(server: ServeProcess) -> None:
     begun = time.monotonic()
     outcomes, _ = asyncio.run(synthesize_while_it_stops(server, 3))
     assert all(outcome.error is not None for outcome in outcomes)
@@ -63,7 +63,7 @@ def test_streams_that_live_beyond_the_limit_end_with_an_error(server: ServeProce
 
 
 @pytest.mark.parametrize("server", [("--notice-seconds", "2")], indirect=True)
-def test_balancers_hear_of_the_end_before_any_request_is_refused(server: ServeProcess) -> None:
+def test_the_health_page_reports_the_stop_before_any_request_is_refused(server: ServeProcess) -> None:
     async def run() -> StreamResult:
         async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
             server.terminate()
@@ -75,7 +75,7 @@ def test_balancers_hear_of_the_end_before_any_request_is_refused(server: ServePr
     assert server.process.wait(20) == 0
 
 
-def test_the_page_of_metrics_tells_what_was_spoken(server: ServeProcess) -> None:
+def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> None:
     async def run() -> None:
         async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
             assert (await synthesize(connection, SHORT, StreamResult())).error is None

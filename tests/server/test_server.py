@@ -1,4 +1,4 @@
-"""Starting and stopping the real tritonserver, and what it says when it cannot."""
+"""Starting and stopping the real tritonserver, and the messages if that fails."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ CONFIG = """
 name: "idle" backend: "python" max_batch_size: 1 instance_group [ { kind: KIND_CPU count: 1 } ]
 input [ { name: "x" data_type: TYPE_FP32 dims: [1] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [1] } ]
 """
-# `caller` asks `slow`, which takes a second, for a hundred answers at once and says how long that took.
+# `caller` calls `slow`, which takes a second, a hundred times at once and returns how long that took.
 SLOW = """
 import threading
 import numpy as np
@@ -74,7 +74,7 @@ def add_model(repository: Path, name: str, source: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path) -> Path:
-    """A model that loads and does nothing."""
+    """A repository with a model that loads and does nothing."""
     add_model(tmp_path / "repository", "idle", MODEL)
     return tmp_path / "repository"
 
@@ -84,7 +84,7 @@ def stubs_of(server: TritonServer) -> list[str]:
 
 
 @pytest.mark.server
-def test_a_server_answers_while_it_lives_and_leaves_nothing_behind(repository):
+def test_a_server_answers_while_it_runs_and_leaves_nothing_behind(repository):
     with TritonServer(repository, ports=FREE) as server:
         assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
         assert urllib.request.urlopen(f"http://{server.metrics_url}/metrics").status == 200
@@ -97,7 +97,7 @@ def test_a_server_answers_while_it_lives_and_leaves_nothing_behind(repository):
 @pytest.mark.server
 @pytest.mark.serial
 def test_calls_between_models_do_not_wait_for_each_other(tmp_path):
-    """Hundreds of streams wait for their chunks at once; Triton's own pool of threads lets through a handful."""
+    """Hundreds of streams wait for their chunks at once; Triton's default thread pool allows only a few calls."""
     add_model(tmp_path / "repository", "slow", SLOW)
     add_model(tmp_path / "repository", "caller", CALLER)
     body = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [0.0]}]}
@@ -108,27 +108,27 @@ def test_calls_between_models_do_not_wait_for_each_other(tmp_path):
 
 
 @pytest.mark.server
-def test_a_model_that_does_not_load_is_told_in_its_own_words(repository):
+def test_a_model_that_does_not_load_is_reported_with_its_own_error(repository):
     (repository / "idle" / "1" / "model.py").write_text("raise ValueError('flow.pt is missing')")
     with pytest.raises(ServerError, match="flow.pt is missing"), TritonServer(repository, ports=FREE):
         pass
 
 
 @pytest.mark.server
-def test_a_busy_port_is_named(repository):
+def test_a_port_in_use_is_named(repository):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with (
-            pytest.raises(ServerError, match=f"port {port} is busy"),
+            pytest.raises(ServerError, match=f"port {port} is in use"),
             TritonServer(repository, ports=Ports(port, 0, 0)),
         ):
             pass
 
 
 @pytest.mark.server
-def test_a_model_whose_process_died_ends_serve_which_names_it(repository, tmp_path):
+def test_serve_ends_and_names_the_model_if_a_models_process_dies(repository, tmp_path):
     command = [sys.executable, "-m", "scripts.serve", str(repository), "--log-file", str(tmp_path / "log")]
     command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--health-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
@@ -141,11 +141,11 @@ def test_a_model_whose_process_died_ends_serve_which_names_it(repository, tmp_pa
         os.kill(int(stub), signal.SIGKILL)
         _, errors = serving.communicate(timeout=20)
     assert serving.returncode == 1
-    assert errors == "the process of model idle has died; tritonserver has to be started again\n"
+    assert errors == "the process of model idle has died; tritonserver has to be restarted\n"
 
 
 @pytest.mark.server
-def test_a_server_that_is_told_to_end_is_no_model_that_died(repository):
+def test_stopping_the_server_is_not_mistaken_for_a_dead_model(repository):
     with TritonServer(repository, ports=FREE) as server:
         assert server._process is not None
         threading.Timer(0.2, server._process.terminate).start()
@@ -154,7 +154,7 @@ def test_a_server_that_is_told_to_end_is_no_model_that_died(repository):
 
 @pytest.mark.server
 @pytest.mark.parametrize("victims", ["parent", "parent and tritonserver"])
-def test_nothing_outlives_a_parent_that_was_killed(victims, repository):
+def test_no_process_outlives_a_killed_parent(victims, repository):
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom common.server.tritonserver import Ports, TritonServer\n"
         "server = TritonServer(Path(sys.argv[1]), ports=Ports(0, 0, 0)).__enter__()\n"
@@ -175,7 +175,7 @@ def test_nothing_outlives_a_parent_that_was_killed(victims, repository):
 
 
 @pytest.mark.server
-def test_where_the_wheel_is_not_installed_the_images_tritonserver_runs(repository, tmp_path, monkeypatch):
+def test_without_the_wheel_the_images_tritonserver_runs(repository, tmp_path, monkeypatch):
     wheel = installation.Installation.find()
     root = tmp_path / "opt"
     shutil.copytree(wheel.backend_directory(tmp_path), root / "backends")

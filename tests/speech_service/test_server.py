@@ -84,7 +84,7 @@ def test_the_sidecar_starts_and_stops_with_the_block_and_signals_its_unexpected_
         with stub_triton(TritonStub()) as address:
             with speech_service(address, tmp_path, "127.0.0.1", port):
                 until(lambda: answers(url), 60)
-                with pytest.raises(ServerError, match=f"port {port} is busy"):
+                with pytest.raises(ServerError, match=f"port {port} is in use"):
                     with speech_service(address, tmp_path, "127.0.0.1", port):
                         pass
             assert not answers(url) and not signalled.is_set()

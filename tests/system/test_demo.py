@@ -36,4 +36,4 @@ def test_a_busy_port_ends_the_demo_with_one_line(tmp_path: Path, capsys: pytest.
         port = str(taken.getsockname()[1])
         assert demo.main(["--output", str(tmp_path / "demo.wav"), *PORTS, "--grpc-port", port]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and f"port {port} is busy" in error
+    assert error.startswith("error: ") and f"port {port} is in use" in error
