@@ -147,7 +147,7 @@ class TensorRTNetwork(Network):
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 raise RuntimeError(f"{self.name}: TensorRT refuses {name} {tuple(tensor.shape)}: {self._log.reason()}")
         if unknown := context.infer_shapes():
-            raise RuntimeError(f"{self.name}: TensorRT cannot tell the shape of {', '.join(unknown)}")
+            raise RuntimeError(f"{self.name}: TensorRT cannot infer the shape of {', '.join(unknown)}")
         outputs = {
             name: torch.empty(tuple(context.get_tensor_shape(name)), dtype=self._types[name], device=self._device)
             for name in self._outputs
@@ -162,7 +162,7 @@ class TensorRTNetwork(Network):
         with current_on(self._device):
             context = self._engine.create_execution_context()
         if context is None:
-            raise UnavailableError(f"{self.name}: no room for another TensorRT context: {self._log.reason()}")
+            raise UnavailableError(f"{self.name}: no memory for another TensorRT context: {self._log.reason()}")
         # Set explicitly: by default only the first context of an engine has a profile.
         if not context.set_optimization_profile_async(PROFILE, stream.handle):
             raise RuntimeError(f"{self.name}: TensorRT refuses its profile: {self._log.reason()}")

@@ -29,11 +29,11 @@ def fuse_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if key.endswith(_MAGNITUDE):
             partner = key.removesuffix(_MAGNITUDE) + _DIRECTION
             if partner not in state:
-                raise ValueError(f"{key} is there without {partner}")
+                raise ValueError(f"{key} has no {partner}")
         elif key.endswith(_DIRECTION):
             name = key.removesuffix(_DIRECTION)
             if name + _MAGNITUDE not in state:
-                raise ValueError(f"{key} is there without {name + _MAGNITUDE}")
+                raise ValueError(f"{key} has no {name + _MAGNITUDE}")
             fused[f"{name}.weight"] = value * (state[name + _MAGNITUDE] / _norm(value))
         else:
             fused[key] = value

@@ -1,4 +1,4 @@
-"""The pool of execution contexts: nothing that a user does loses one."""
+"""The pool of execution contexts: no error of a user loses a context."""
 
 import random
 import threading
@@ -17,7 +17,7 @@ FITS = {"x": (3,)}
 
 
 class Context:
-    """Knows whether somebody uses it."""
+    """Fails when two users have it at once."""
 
     def __init__(self) -> None:
         self._users = threading.Lock()
@@ -39,10 +39,10 @@ def make_pool(size: int, make: Callable[..., object] | None = None) -> ContextPo
     return ContextPool(make or (lambda stream: Context()), [HostStream() for _ in range(size)], LIMITS)
 
 
-def test_eight_threads_that_raise_at_random_lose_no_context_of_two() -> None:
+def test_no_context_is_lost_when_eight_threads_raise_at_random() -> None:
     pool = make_pool(2)
     outcomes: list[str] = []
-    broken: list[BaseException] = []
+    unexpected: list[BaseException] = []
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
@@ -56,7 +56,7 @@ def test_eight_threads_that_raise_at_random_lose_no_context_of_two() -> None:
             except (RuntimeError, ValueError, KeyboardInterrupt, SystemExit) as error:
                 outcomes.append("raised" if str(error) == "body" else "refused")
             except BaseException as error:
-                broken.append(error)
+                unexpected.append(error)
                 raise
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
@@ -64,7 +64,7 @@ def test_eight_threads_that_raise_at_random_lose_no_context_of_two() -> None:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads) and broken == []
+    assert not any(thread.is_alive() for thread in threads) and unexpected == []
     counts = {kind: outcomes.count(kind) for kind in ("served", "raised", "refused")}
     assert sum(counts.values()) == 10_000 and min(counts.values()) > 1000
 
@@ -76,29 +76,29 @@ def test_eight_threads_that_raise_at_random_lose_no_context_of_two() -> None:
         assert one.context is not other.context and one.stream is not other.stream
 
 
-def test_shapes_are_checked_before_a_context_is_taken() -> None:
+def test_shapes_are_checked_before_a_context_is_acquired() -> None:
     pool = make_pool(1)
     with pool.context(FITS, timeout=1):  # none is free
         with pytest.raises(ValueError, match=r"input 'x' has shape \(5,\): the network takes \(1,\) to \(4,\)"):
             with pool.context({"x": (5,)}, timeout=60):
-                pytest.fail("it was lent")
+                pytest.fail("a context was acquired")
     assert pool.statistics().lent == 1
 
 
-def test_waiting_ends_with_the_size_and_the_time() -> None:
+def test_a_wait_that_times_out_names_the_pool_size_and_the_timeout() -> None:
     pool = make_pool(2)
     with pool.context(FITS, timeout=1), pool.context(FITS, timeout=1):
         began = time.monotonic()
         with pytest.raises(UnavailableError, match=r"within 0.2 s; there are 2, all in use"):
             with pool.context(FITS, timeout=0.2):
-                pytest.fail("it was lent")
+                pytest.fail("a context was acquired")
         assert 0.2 <= time.monotonic() - began < 5
     found = pool.statistics()
     assert (found.timeouts, found.lent, found.free) == (1, 2, 2)
     assert 0.2 <= found.longest_wait_seconds <= found.waited_seconds < 5
 
 
-def test_who_waits_gets_what_comes_back() -> None:
+def test_a_waiting_user_gets_the_released_context() -> None:
     pool = make_pool(1)
     taken = threading.Event()
     served: list[float] = []
@@ -119,7 +119,7 @@ def test_who_waits_gets_what_comes_back() -> None:
     assert pool.statistics().longest_wait_seconds > 0.05
 
 
-def test_after_an_error_the_context_is_replaced_once_its_work_is_done() -> None:
+def test_after_an_error_the_context_is_replaced_when_its_work_is_done() -> None:
     stream = Drained()
     pool = ContextPool(lambda stream: Context(), [stream], LIMITS)
     with pool.context(FITS, timeout=1) as slot:
@@ -133,25 +133,25 @@ def test_after_an_error_the_context_is_replaced_once_its_work_is_done() -> None:
     assert pool.statistics().replaced == 1
 
 
-def test_a_context_that_cannot_be_made_again_is_tried_again_by_the_next() -> None:
-    room = [True, False, True]  # for the first, the second and the third that is made
+def test_a_context_that_cannot_be_recreated_is_tried_again_for_the_next_user() -> None:
+    succeeds = [True, False, True]  # creation of the first, second and third context
 
     def make(stream: object) -> Context:
-        if not room.pop(0):
-            raise UnavailableError("no room for another TensorRT context")
+        if not succeeds.pop(0):
+            raise UnavailableError("no memory for another TensorRT context")
         return Context()
 
     pool = make_pool(1, make)
     with pytest.raises(ZeroDivisionError), pool.context(FITS, timeout=1):
         raise ZeroDivisionError
-    with pytest.raises(UnavailableError, match="no room"), pool.context(FITS, timeout=1):
-        pytest.fail("it was lent")
+    with pytest.raises(UnavailableError, match="no memory"), pool.context(FITS, timeout=1):
+        pytest.fail("a context was acquired")
     with pool.context(FITS, timeout=1) as slot:
         assert slot.context is not None
     assert pool.statistics().free == 1
 
 
-def test_a_stream_that_fails_while_it_drains_loses_nothing() -> None:
+def test_a_stream_that_fails_to_drain_loses_no_slot() -> None:
     class Failing(HostStream):
         def drain(self) -> None:
             raise RuntimeError("CUDA error")
@@ -163,6 +163,6 @@ def test_a_stream_that_fails_while_it_drains_loses_nothing() -> None:
         pass
 
 
-def test_a_pool_of_nothing_is_refused() -> None:
+def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         make_pool(0)

@@ -1,4 +1,4 @@
-"""The stand-in of TensorRT fails where the real one fails: else no test that passes on it says anything."""
+"""The fake TensorRT fails where the real one fails; otherwise tests that pass with it would prove nothing."""
 
 import threading
 from pathlib import Path
@@ -50,7 +50,7 @@ def context(log: Log, model: bytes) -> Any:
     return engine.create_execution_context()
 
 
-def test_a_context_runs_only_with_profile_shapes_and_addresses_of_all_tensors(context: Any, log: Log) -> None:
+def test_a_context_needs_a_profile_and_shapes_and_addresses_of_all_tensors(context: Any, log: Log) -> None:
     x, y = np.random.default_rng(0).random((1, 5, 80), np.float32), np.zeros((1, 192), np.float32)
     assert not context.set_input_shape("input", (1, 5, 80))  # no profile yet
     assert context.set_optimization_profile_async(0, 0) and not context.set_optimization_profile_async(1, 0)
@@ -69,7 +69,7 @@ def test_a_context_runs_only_with_profile_shapes_and_addresses_of_all_tensors(co
     assert np.abs(y).max() > 0.01
 
 
-def test_a_context_in_two_threads_at_once_is_caught(context: Any) -> None:
+def test_use_of_a_context_by_two_threads_at_once_is_an_error(context: Any) -> None:
     context.set_optimization_profile_async(0, 0)
     caught: list[BaseException] = []
 
@@ -86,7 +86,7 @@ def test_a_context_in_two_threads_at_once_is_caught(context: Any) -> None:
     assert "two threads" in str(caught[0])
 
 
-def test_the_builder_returns_nothing_for_what_it_cannot_build(log: Log, model: bytes) -> None:
+def test_the_builder_returns_none_for_networks_it_cannot_build(log: Log, model: bytes) -> None:
     assert build(log, model) is not None
     assert build(log, model, flags=0) is None
     assert build(log, model, least=(1, 4, 79)) is None and "static size 80" in log.errors[-1]
@@ -100,7 +100,7 @@ def test_the_builder_returns_nothing_for_what_it_cannot_build(log: Log, model: b
         builder.create_optimization_profile().set_shape("input", (2,), (1,), (3,))
 
 
-def test_a_plan_of_another_version_or_machine_is_nothing(
+def test_a_plan_of_another_version_or_machine_is_refused(
     log: Log, model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = build(log, model)
@@ -111,7 +111,7 @@ def test_a_plan_of_another_version_or_machine_is_nothing(
     assert trt.Runtime(log).deserialize_cuda_engine(b"\0\1") is None
 
 
-def test_classes_to_derive_from_have_to_be_constructed() -> None:
+def test_base_classes_have_to_be_initialised() -> None:
     class Forgetful(trt.ILogger):
         def __init__(self) -> None:
             pass
@@ -122,7 +122,7 @@ def test_classes_to_derive_from_have_to_be_constructed() -> None:
         trt.Runtime(print)  # type: ignore[arg-type]
 
 
-def test_a_parser_names_what_it_cannot_read(log: Log, model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parser_names_what_it_cannot_read(log: Log, model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     trt.install(monkeypatch).unsupported = {"MatMul"}
     parser = trt.OnnxParser(trt.Builder(log).create_network(2), log)
     assert not parser.parse(model)

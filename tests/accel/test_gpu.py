@@ -1,5 +1,4 @@
-"""Streams beside their caller's, on a GPU. The stand-in of TensorRT computes on the CPU, so this is all that a GPU runs
-of it."""
+"""Stream synchronisation on a real GPU. The fake TensorRT computes on the CPU, so nothing else of it runs on a GPU."""
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine"),
 ]
 LIMITS = ShapeLimits(least={"x": (1,)}, usual={"x": (1,)}, most={"x": (1 << 20,)})
-CYCLES = 50_000_000  # some 30 ms
+CYCLES = 50_000_000  # about 30 ms
 
 
 def work(stream: DeviceStream, x: torch.Tensor, y: torch.Tensor) -> None:
-    """What TensorRT does: kernels on the stream of that handle, reading and writing memory that it was given."""
+    """Like TensorRT: kernels on the stream of that handle that read and write memory of the caller."""
     with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle)):
         torch.cuda._sleep(CYCLES)
         torch.mul(x, 2, out=y)
@@ -36,7 +35,7 @@ def pool() -> ContextPool:
     return ContextPool(lambda stream: object(), [DeviceStream(torch.device("cuda:0"))], LIMITS)
 
 
-def test_work_waits_for_its_caller_and_the_caller_for_it(pool: ContextPool) -> None:
+def test_work_waits_for_its_caller_and_later_work_for_it(pool: ContextPool) -> None:
     caller = torch.cuda.Stream()
     with torch.cuda.stream(caller):
         x = torch.zeros(1 << 20, device="cuda")
@@ -52,7 +51,7 @@ def test_work_waits_for_its_caller_and_the_caller_for_it(pool: ContextPool) -> N
     assert bool((sum_ == 7).all())
 
 
-def test_memory_that_the_caller_drops_is_not_given_away_before_the_work_is_done(pool: ContextPool) -> None:
+def test_memory_that_the_caller_frees_is_not_reused_before_the_work_is_done(pool: ContextPool) -> None:
     for _ in range(20):
         x = torch.ones(1 << 20, device="cuda")
         y = run(pool, x)
@@ -62,7 +61,7 @@ def test_memory_that_the_caller_drops_is_not_given_away_before_the_work_is_done(
         del junk, y
 
 
-def test_after_an_error_the_caller_still_waits_and_the_stream_is_drained(pool: ContextPool) -> None:
+def test_after_an_error_the_caller_waits_and_the_stream_is_drained(pool: ContextPool) -> None:
     x = torch.ones(1 << 20, device="cuda")
     y = torch.empty_like(x)
     with pytest.raises(RuntimeError, match="body"):

@@ -1,4 +1,4 @@
-"""ONNX files of the estimators: against torch, in the engine, and as upstream writes them."""
+"""ONNX files of the estimators: compared with torch, in the engine, and in upstream's form."""
 
 import dataclasses
 import shutil
@@ -42,7 +42,7 @@ HOPS = (15, 25, 40)
 
 @pytest.fixture(scope="module")
 def exported(demo_models, tmp_path_factory) -> dict[str, Path]:
-    """The demo checkpoint's vocoder directories with their networks exported by the script, which checks them."""
+    """Model directories of the demo checkpoint with exported networks, which the exporter checks."""
     directories = {}
     for stack, name in DIRECTORIES.items():
         directories[stack] = tmp_path_factory.mktemp(stack) / "checkpoint"
@@ -94,7 +94,7 @@ def test_files_have_upstreams_names_inputs_and_outputs(exported, stack):
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_streams_sound_alike_on_either_runtime(exported, stack):
+def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack):
     on_torch, on_onnx = (engine(stack, exported[stack], runtime) for runtime in ("torch", "onnxruntime"))
     for ours, theirs in zip(speak_together(stack, on_torch), speak_together(stack, on_onnx), strict=True):
         assert np.abs(ours).max() > 0.01
@@ -113,7 +113,7 @@ def plans(exported, stack, monkeypatch):
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_streams_sound_alike_on_tensorrts_fake(exported, stack, plans):
+def test_streams_are_equal_on_torch_and_the_fake_tensorrt(exported, stack, plans):
     """The fake computes the plans' networks; what a real TensorRT does is not known here, see docs/tensorrt.md."""
     on_torch, on_plans = (engine(stack, exported[stack], runtime) for runtime in ("torch", "tensorrt"))
     assert on_torch.contexts == (0, 0.0) and on_plans.contexts[0] == {"unet": 2, "dit": 3}[stack]
@@ -148,7 +148,7 @@ class OfTwoRows(Network):
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_batches_larger_than_a_profile_go_through_it_in_pieces(exported, stack, monkeypatch):
+def test_batches_larger_than_a_profile_run_in_pieces(exported, stack, monkeypatch):
     whole = speak_together(stack, engine(stack, exported[stack], "onnxruntime"))
     monkeypatch.setattr(onnx, "OnnxNetwork", lambda path, device, original=OnnxNetwork: OfTwoRows(original(path)))
     in_pieces = speak_together(stack, engine(stack, exported[stack], "onnxruntime"))
@@ -157,7 +157,7 @@ def test_batches_larger_than_a_profile_go_through_it_in_pieces(exported, stack, 
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_whole_utterances_sound_alike_on_either_runtime(exported, stack):
+def test_whole_utterances_are_equal_on_torch_and_onnxruntime(exported, stack):
     tokens = np.random.default_rng(1).integers(0, 6561, 60)
     ours, theirs = (
         engine(stack, exported[stack], runtime).whole(voice(3, 30), tokens) for runtime in ("torch", "onnxruntime")
@@ -166,7 +166,7 @@ def test_whole_utterances_sound_alike_on_either_runtime(exported, stack):
 
 
 class NewestFirst(Network):
-    """A chunk-wise network as upstream's file is: the frames that it adds stand before the known ones."""
+    """A chunk-wise network in upstream's form: new frames come before the cached ones."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -180,7 +180,7 @@ class NewestFirst(Network):
 
 
 class Forgetful(NewestFirst):
-    """One that loses the frames it was given."""
+    """A network that drops its cached frames."""
 
     def run(self, inputs, stream=None):
         outputs = self._network.run(inputs)
@@ -209,12 +209,12 @@ def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported)
         torch.testing.assert_close(theirs, ours)
 
 
-def test_a_file_that_loses_its_cache_is_refused(exported):
+def test_a_network_that_drops_its_cache_is_refused(exported):
     with pytest.raises(ValueError, match="new_att_cache does not hold the frames of its att_cache"):
         dit_on(exported["dit"], Forgetful)
 
 
-def test_a_file_that_is_there_is_checked_and_kept(exported, tmp_path, capsys):
+def test_an_existing_file_is_checked_and_kept(exported, tmp_path, capsys):
     directory = shutil.copytree(exported["unet"], tmp_path / "unet")
     before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
     assert export_onnx.main(["--model-dir", str(directory)]) == 0
@@ -222,7 +222,7 @@ def test_a_file_that_is_there_is_checked_and_kept(exported, tmp_path, capsys):
     assert capsys.readouterr().out.count("there already, checking it") == 2
 
 
-def test_a_file_of_other_weights_fails_the_check_and_stays(exported, tmp_path, capsys):
+def test_a_file_with_other_weights_fails_the_check_and_is_kept(exported, tmp_path, capsys):
     directory = shutil.copytree(exported["unet"], tmp_path / "unet")
     state = torch.load(directory / "flow.pt", weights_only=True)
     state["decoder.estimator.final_proj.weight"] *= 1.01
@@ -232,7 +232,7 @@ def test_a_file_of_other_weights_fails_the_check_and_stays(exported, tmp_path, c
     assert (directory / UNET.file).exists() and (directory / UNET_STREAMING.file).exists()
 
 
-def test_an_export_that_fails_its_check_is_put_aside(exported, tmp_path, monkeypatch, capsys):
+def test_an_export_that_fails_its_check_is_renamed(exported, tmp_path, monkeypatch, capsys):
     directory = shutil.copytree(exported["unet"], tmp_path / "unet")
     (directory / UNET.file).unlink()
     monkeypatch.setattr(export_onnx, "TOLERANCE", 0.0)
@@ -252,7 +252,7 @@ class CAMPPlus(torch.nn.Module):
         return self.linear(x).mean(dim=1)
 
 
-def test_campplus_is_exported_where_only_its_torch_checkpoint_is(exported, tmp_path, monkeypatch, capsys):
+def test_campplus_is_exported_if_only_its_torch_checkpoint_exists(exported, tmp_path, monkeypatch, capsys):
     directory = shutil.copytree(exported["unet"], tmp_path / "unet")
     (directory / SPEAKER.file).unlink()
     torch.save(CAMPPlus(MEL_BINS, SPEAKER_DIM).state_dict(), directory / "campplus_cn_common.bin")
@@ -269,18 +269,18 @@ def test_campplus_is_exported_where_only_its_torch_checkpoint_is(exported, tmp_p
     assert tuple(network.inputs) == SPEAKER.inputs and tuple(network.outputs) == SPEAKER.outputs
 
 
-def test_a_missing_file_is_named_with_the_command_that_makes_it(demo_models):
+def test_a_missing_file_is_named_with_the_page_that_says_how_to_make_it(demo_models):
     with pytest.raises(ValueError, match=r"flow\.decoder.*is missing; export it as docs/accelerators.md describes"):
         engine("unet", demo_models / DIRECTORIES["unet"], "onnxruntime")
 
 
 @pytest.mark.parametrize("setting", ["cuda_graph", "tensorrt"])
-def test_a_runtime_of_gpus_is_refused_on_a_cpu(setting):
+def test_gpu_runtimes_are_refused_on_a_cpu(setting):
     with pytest.raises(ValueError, match=f"flow_runtime '{setting}' needs a GPU; this instance is on cpu"):
         flow_runtime(setting, "cpu")
 
 
-def test_what_is_no_onnx_file_is_named(tmp_path):
+def test_a_file_that_is_no_onnx_network_is_named(tmp_path):
     (tmp_path / "x.onnx").write_bytes(b"not a network")
     with pytest.raises(ValueError, match=r"x\.onnx: onnxruntime cannot load it"):
         OnnxNetwork(tmp_path / "x.onnx")

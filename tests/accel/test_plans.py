@@ -1,4 +1,4 @@
-"""Plans on disk: named by all that they depend on, found where they fit, never loaded where they do not."""
+"""Plans on disk: names, which plan is found, and that a plan that does not fit is never loaded."""
 
 import dataclasses
 import os
@@ -29,7 +29,7 @@ def write(model_dir: Path, use: str = "chunk", machine: Machine = H200, **settin
     return plans.write(model_dir, Key.of(workload_of(use, **settings), model_dir, machine), DATA, 12.34)
 
 
-def test_a_plan_is_named_by_everything_that_it_depends_on(model_dir: Path) -> None:
+def test_the_file_name_has_everything_that_a_plan_depends_on(model_dir: Path) -> None:
     plan = write(model_dir)
     sha = plans.sha256_of(model_dir / workload_of("chunk").onnx)
     assert plan.path == model_dir / "tensorrt" / (
@@ -50,7 +50,7 @@ def test_a_plan_is_named_by_everything_that_it_depends_on(model_dir: Path) -> No
     assert len(names) == 7
 
 
-def test_what_was_written_is_found_and_read_back(model_dir: Path) -> None:
+def test_a_written_plan_is_found_and_read_back(model_dir: Path) -> None:
     plan = write(model_dir)
     found = plans.find(workload_of("chunk"), model_dir, H200)
     assert found == plan and found.read() == DATA and found.built_seconds == 12.3
@@ -58,7 +58,7 @@ def test_what_was_written_is_found_and_read_back(model_dir: Path) -> None:
     assert sorted(path.name for path in plan.path.parent.iterdir()) == [plan.path.name, plan.path.name + ".json"]
 
 
-def test_a_plan_for_more_than_serving_needs_fits_and_the_tightest_is_chosen(model_dir: Path) -> None:
+def test_a_plan_for_larger_shapes_fits_and_the_smallest_is_chosen(model_dir: Path) -> None:
     write(model_dir, max_hop_tokens=200)
     assert plans.find(workload_of("chunk", max_streams=2), model_dir, H200).key.profile["frames"].most == 406
     tight = write(model_dir)
@@ -74,7 +74,7 @@ def test_a_plan_for_more_than_serving_needs_fits_and_the_tightest_is_chosen(mode
         ({"gpu": "none", "tensorrt": "none"}, "here none; TensorRT: built for 10.11.0.33, here none"),
     ],
 )
-def test_another_machine_is_named_with_the_command_that_builds_its_plan(
+def test_a_plan_of_another_machine_is_named_with_the_difference(
     model_dir: Path, change: dict[str, str], message: str
 ) -> None:
     write(model_dir)
@@ -83,7 +83,7 @@ def test_another_machine_is_named_with_the_command_that_builds_its_plan(
     assert str(caught.value).endswith("; build it as docs/tensorrt.md describes")
 
 
-def test_other_limits_precision_or_networks_are_named_too(model_dir: Path) -> None:
+def test_other_limits_precisions_and_networks_are_named_too(model_dir: Path) -> None:
     plan = write(model_dir)
     with pytest.raises(
         PlanError,
@@ -122,7 +122,7 @@ def test_a_plan_without_a_sidecar_is_never_found(model_dir: Path, sidecar: str |
         plans.find(workload_of("chunk"), model_dir, H200)
 
 
-def test_a_write_that_fails_leaves_what_was_there(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_existing_plan(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model_dir / "file"
     plans.write_atomically(path, b"before")
 
@@ -154,13 +154,13 @@ def test_a_plan_whose_sidecar_cannot_be_written_is_removed(model_dir: Path, monk
     assert list((model_dir / plans.FOLDER).iterdir()) == []
 
 
-def test_this_machine_has_what_it_has() -> None:
+def test_this_machine_is_described() -> None:
     machine = Machine.here("cpu")
     assert (machine.gpu, machine.capability) == ("none", "none")
     assert "GPU none" in str(machine)
 
 
-def test_limits_of_serving_are_checked_and_become_options() -> None:
+def test_settings_are_checked_and_become_command_line_options() -> None:
     assert workload_of("chunk").options == ""
     assert workload_of("chunk", precision="bfloat16", max_streams=8).options == "--precision bfloat16 --max-streams 8"
     assert workload_of("speaker", precision="bfloat16").precision == "float32"
@@ -171,7 +171,7 @@ def test_limits_of_serving_are_checked_and_become_options() -> None:
         Serving(precision="int8")
 
 
-def test_the_onnx_file_has_to_have_the_inputs_and_free_sizes_that_serving_needs() -> None:
+def test_an_onnx_file_with_other_inputs_or_fixed_sizes_is_refused() -> None:
     speaker = workload_of("speaker")
     assert speaker.limits({"input": (-1, -1, 80)}).most == {"input": (1, 3000, 80)}
     assert speaker.limits({"input": (1, -1, 80)}).least == {"input": (1, 48, 80)}

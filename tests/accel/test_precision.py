@@ -1,4 +1,4 @@
-"""ONNX networks in half precision: everything but the time, and no infinities where masks were."""
+"""ONNX networks in half precision: everything except the flow time, and no infinities from masks."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ from onnx.reference import ReferenceEvaluator
 from tests.support import tiny_onnx
 from tools.export import precision
 
-STEP = 1e-4  # of the flow time: float16 does not tell 0.9 from 0.9 + STEP
+STEP = 1e-4  # in float16, flow times 0.9 and 0.9 + STEP are equal
 
 
 def feeds(frames: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(frames)
     x, mu, cond = rng.standard_normal((3, 2, 80, frames))
     mask = np.ones((2, 1, frames))
-    mask[1] = 0  # a row of padding only
+    mask[1] = 0  # a row that is all padding
     values = {
         "x": x,
         "mask": mask,
@@ -33,7 +33,7 @@ def feeds(frames: int) -> dict[str, np.ndarray]:
 
 
 def error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Of the first row, as a part of its root mean square; the row of padding has to be finite."""
+    """Relative RMS error of the first row; the row of padding has to be finite."""
     found = found.astype(np.float32)
     assert np.isfinite(found).all()
     return float(np.sqrt(np.mean((found - expected)[0] ** 2) / np.mean(expected[0] ** 2)))
@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "estimator.onnx"
 
 
-def test_float16_computes_the_same_to_its_own_rounding(path: Path) -> None:
+def test_float16_equals_float32_up_to_rounding(path: Path) -> None:
     values = feeds(30)
     (expected,) = onnxruntime.InferenceSession(str(path)).run(None, values)
     session = onnxruntime.InferenceSession(precision.read(path, "float16"))
@@ -58,7 +58,7 @@ def test_float16_computes_the_same_to_its_own_rounding(path: Path) -> None:
     assert error(found, expected) < 1e-3
 
 
-def test_bfloat16_computes_the_same_to_its_own_rounding(path: Path) -> None:
+def test_bfloat16_equals_float32_up_to_rounding(path: Path) -> None:
     values = feeds(30)
     (expected,) = onnxruntime.InferenceSession(str(path)).run(None, values)
     model = onnx.load_from_string(precision.read(path, "bfloat16"))
@@ -68,7 +68,7 @@ def test_bfloat16_computes_the_same_to_its_own_rounding(path: Path) -> None:
     assert error(found, expected) < 1e-2
 
 
-def test_neighbouring_times_stay_apart(path: Path) -> None:
+def test_neighbouring_flow_times_stay_distinct(path: Path) -> None:
     session = onnxruntime.InferenceSession(precision.read(path, "float16"))
     assert {entry.name: entry.type for entry in session.get_inputs()}[precision.TIME] == "tensor(float)"
     values = cast({name: np.zeros_like(value) for name, value in feeds(2).items()}, np.float16)
@@ -80,9 +80,9 @@ def test_neighbouring_times_stay_apart(path: Path) -> None:
     assert np.abs((at[1] - at[0]) - (true[1] - true[0])).max() < 0.1 * np.abs(true[1] - true[0]).max()
 
 
-def test_numbers_that_the_time_shares_keep_both_forms(path: Path) -> None:
+def test_constants_shared_with_the_flow_time_exist_in_both_types(path: Path) -> None:
     model = onnx.load(str(path))
-    model.graph.node[1].input[1] = "two"  # the angle: the time times what mu is multiplied by
+    model.graph.node[1].input[1] = "two"  # the angle: flow time times the constant that mu is multiplied by
     model.graph.node[9].input[1] = "two"
     matrix = next(tensor for tensor in model.graph.initializer if tensor.name == "projection")
     matrix.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(matrix)[:2], "projection"))
@@ -93,7 +93,7 @@ def test_numbers_that_the_time_shares_keep_both_forms(path: Path) -> None:
     onnxruntime.InferenceSession(half.SerializeToString()).run(None, cast(feeds(4), np.float16))
 
 
-def test_zeros_of_a_shape_are_of_the_new_type(tmp_path: Path, path: Path) -> None:
+def test_constant_of_shape_nodes_have_the_new_type(tmp_path: Path, path: Path) -> None:
     model = onnx.load(str(path))
     nodes = [
         onnx.helper.make_node("Shape", ["x"], ["shape"], "shape"),
@@ -108,7 +108,7 @@ def test_zeros_of_a_shape_are_of_the_new_type(tmp_path: Path, path: Path) -> Non
     assert np.isfinite(session.run(None, cast(feeds(4), np.float16))[0]).all()
 
 
-def test_float32_is_the_file_itself_and_what_is_no_onnx_file_is_named(path: Path, tmp_path: Path) -> None:
+def test_float32_is_the_file_itself_and_other_files_are_refused_by_name(path: Path, tmp_path: Path) -> None:
     assert onnx.load_from_string(precision.read(path, "float32")) == onnx.load(str(path))
     (tmp_path / "not.onnx").write_bytes(b"\xff")
     for name in ("not.onnx", "missing.onnx"):

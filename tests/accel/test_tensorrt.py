@@ -1,4 +1,4 @@
-"""TensorRTNetwork over plans of the stand-in, which computes them."""
+"""TensorRTNetwork with plans of the fake TensorRT, which computes their ONNX networks."""
 
 import queue
 import sys
@@ -34,7 +34,7 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> fake_tensorrt.State:
 
 @pytest.fixture
 def engine(trt: fake_tensorrt.State, tmp_path: Path) -> Callable[..., bytes]:
-    """The bytes of a plan of the dit stack, by its use."""
+    """Builds a plan of the dit stack by its use; returns its bytes."""
     model_dir = tiny_onnx.write_stack(tmp_path, stacks.DIT)
 
     def make(use: str = "whole", precision: str = "float32") -> bytes:
@@ -79,7 +79,7 @@ def by_onnxruntime(path: Path, inputs: Inputs) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision, tolerance", [("float32", 1e-6), ("float16", 1e-2), ("bfloat16", 5e-2)])
-def test_it_computes_what_the_onnx_file_computes(
+def test_outputs_equal_those_of_the_onnx_file(
     engine: Callable[..., bytes], tmp_path: Path, precision: str, tolerance: float
 ) -> None:
     network = TensorRTNetwork(engine("whole", precision), "whole", "cpu")
@@ -112,9 +112,7 @@ def test_limits_are_the_profile(engine: Callable[..., bytes]) -> None:
     assert limits.most["x"] == (32, 80, 206)
 
 
-def test_one_request_over_the_profile_is_refused_and_the_others_are_served(
-    engine: Callable[..., bytes], tmp_path: Path
-) -> None:
+def test_only_the_request_outside_the_profile_is_refused(engine: Callable[..., bytes], tmp_path: Path) -> None:
     network = TensorRTNetwork(engine(), "whole", "cpu", contexts=2, timeout=30)
     served, refused, failed = [], [], []
 
@@ -141,7 +139,7 @@ def test_one_request_over_the_profile_is_refused_and_the_others_are_served(
     assert (found.size, found.free, found.lent, found.replaced) == (2, 2, 15, 0)
 
 
-def test_a_run_that_fails_costs_itself_and_nobody_else(engine: Callable[..., bytes], trt: fake_tensorrt.State) -> None:
+def test_a_failed_run_does_not_affect_later_ones(engine: Callable[..., bytes], trt: fake_tensorrt.State) -> None:
     network = TensorRTNetwork(engine(), "whole", "cpu")
     trt.runs_fail = 1
     with pytest.raises(RuntimeError, match="did not run: .*an illegal memory access"):
@@ -160,7 +158,7 @@ def test_a_run_that_fails_costs_itself_and_nobody_else(engine: Callable[..., byt
         ("execute_async_v3", "TensorRT did not run"),
     ],
 )
-def test_no_answer_of_tensorrt_goes_unread(
+def test_every_failure_that_tensorrt_returns_is_an_error(
     engine: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch, call: str, message: str
 ) -> None:
     network = TensorRTNetwork(engine(), "whole", "cpu")
@@ -170,16 +168,20 @@ def test_no_answer_of_tensorrt_goes_unread(
     network.run(estimator_inputs(4))
 
 
-def test_a_context_has_to_take_the_profile(engine: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_that_refuses_its_profile_is_an_error(
+    engine: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fake_tensorrt.IExecutionContext, "set_optimization_profile_async", lambda *_: False)
     with pytest.raises(RuntimeError, match="refuses its profile"):
         TensorRTNetwork(engine(), "whole", "cpu")
 
 
-def test_a_shape_that_stays_unknown_is_an_error(engine: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_that_cannot_be_inferred_is_an_error(
+    engine: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = TensorRTNetwork(engine(), "whole", "cpu")
     monkeypatch.setattr(fake_tensorrt.IExecutionContext, "infer_shapes", lambda self: ["x"])
-    with pytest.raises(RuntimeError, match="cannot tell the shape of x"):
+    with pytest.raises(RuntimeError, match="cannot infer the shape of x"):
         network.run(estimator_inputs(4))
 
 
@@ -192,11 +194,11 @@ def test_inputs_that_are_missing_or_unknown_are_refused(engine: Callable[..., by
         network.run(inputs | {"cache": inputs["x"]})
 
 
-def test_there_is_room_for_as_many_contexts_as_there_is_room_for(
+def test_contexts_that_do_not_fit_into_memory_are_an_error(
     engine: Callable[..., bytes], trt: fake_tensorrt.State
 ) -> None:
     trt.context_memory = 2
-    with pytest.raises(UnavailableError, match="no room for another TensorRT context: .*GPU memory could not"):
+    with pytest.raises(UnavailableError, match="no memory for another TensorRT context: .*GPU memory could not"):
         TensorRTNetwork(engine(), "whole", "cpu", contexts=3)
     assert trt.contexts == 0
 
@@ -236,8 +238,8 @@ def test_without_tensorrt_or_with_an_old_one_the_error_says_what_to_do(monkeypat
         tensorrt.import_tensorrt()
 
 
-class Beside(HostStream):
-    """Work that is done later, in a thread of its own: as on a GPU, where nothing is done when a call returns."""
+class ThreadStream(HostStream):
+    """A stream that works asynchronously, in a thread, like a GPU."""
 
     def __init__(self, state: fake_tensorrt.State) -> None:
         self.handle = id(self)
@@ -253,7 +255,7 @@ class Beside(HostStream):
             job()
 
     def enqueue(self, addresses: set[int], job: Callable[[], None]) -> None:
-        assert addresses - self._held == set(), "memory that may go before the work is done"
+        assert addresses - self._held == set(), "memory that may be freed before the work is done"
         self.journal.append("work")
         self._work.put(job)
 
@@ -279,10 +281,10 @@ class Beside(HostStream):
         self._thread.join(timeout=30)
 
 
-def test_work_follows_its_caller_and_the_caller_waits_for_it_also_after_an_error(
+def test_work_runs_after_its_callers_work_and_before_later_work_also_after_an_error(
     engine: Callable[..., bytes], trt: fake_tensorrt.State, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    stream = Beside(trt)
+    stream = ThreadStream(trt)
     monkeypatch.setattr(tensorrt, "stream_on", lambda device: stream)
     try:
         network = TensorRTNetwork(engine(), "whole", "cpu")

@@ -1,4 +1,4 @@
-"""Every name of TensorRT's that we use is one of the real bindings', which this machine cannot import."""
+"""Every name of TensorRT that we use exists in the real bindings, which this machine cannot import."""
 
 import ast
 from pathlib import Path
@@ -14,12 +14,12 @@ NAMES = {
     if line and not line.startswith("#")
 }
 SOURCES = [ROOT / "common/accel/tensorrt.py", ROOT / "tools/export/builder.py"]
-# What holds TensorRT's objects in those files.
+# Variables that hold TensorRT's objects in those files.
 HOLDERS = {"trt", "builder", "network", "parser", "config", "profile", "cache", "context", "_engine", "_runtime"}
 
 
 def used_in(path: Path) -> set[str]:
-    """Attributes of TensorRT's package and objects, by the names that hold them."""
+    """Names of TensorRT's package and objects that a file uses."""
     used = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
@@ -33,7 +33,7 @@ def used_in(path: Path) -> set[str]:
 
 
 def in_fake() -> set[str]:
-    """The stand-in's classes and their public attributes."""
+    """The fake's classes and their public attributes."""
     names = set()
     for name, kind in fake_tensorrt.classes().items():
         names |= {name} | {attribute for attribute in vars(kind) if not attribute.startswith("_")}
@@ -41,11 +41,11 @@ def in_fake() -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_every_name_in_our_sources_is_one_of_the_bindings(path: Path) -> None:
+def test_every_name_in_our_sources_exists_in_the_bindings(path: Path) -> None:
     used = used_in(path)
     assert len(used) > 10
     assert used - NAMES == set()
 
 
-def test_the_stand_in_offers_nothing_that_the_bindings_have_not() -> None:
+def test_the_fake_has_no_name_that_the_bindings_lack() -> None:
     assert in_fake() - NAMES == set()

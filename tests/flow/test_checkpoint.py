@@ -34,7 +34,7 @@ FLOWS = pytest.mark.parametrize(
 
 
 def saved(flow: torch.nn.Module, folder: Path, **changes: torch.Tensor | None) -> Path:
-    """The flow's checkpoint; a change replaces or adds a tensor, None takes it away."""
+    """Path of the flow's checkpoint; `changes` replace or add tensors, None removes one."""
     state = flow.state_dict() | changes
     path = folder / "flow.pt"
     torch.save({key: tensor for key, tensor in state.items() if tensor is not None}, path)
@@ -42,7 +42,7 @@ def saved(flow: torch.nn.Module, folder: Path, **changes: torch.Tensor | None) -
 
 
 @FLOWS
-def test_sizes_come_from_the_checkpoint_and_weights_arrive_unchanged(network, config, load, tmp_path):
+def test_sizes_are_read_from_the_checkpoint_and_weights_are_unchanged(network, config, load, tmp_path):
     flow = network(config)
     loaded = load(saved(flow, tmp_path))
     assert loaded.config == config
@@ -82,7 +82,7 @@ def test_the_checkpoint_of_the_other_flow_is_refused_by_name(tmp_path):
         load_unet_flow(saved(DiTFlow(DIT), tmp_path))
 
 
-def test_whose_flow_it_is_is_read_from_its_names(tmp_path):
+def test_the_stack_of_a_flow_is_read_from_its_tensor_names(tmp_path):
     assert stacks.of_flow(read_state(saved(UNetFlow(UNET), tmp_path)), "flow.pt") is stacks.UNET
     assert stacks.of_flow(read_state(saved(DiTFlow(DIT), tmp_path)), "flow.pt") is stacks.DIT
     torch.save({"spk_embed_affine_layer.weight": torch.zeros(1)}, tmp_path / "other.pt")

@@ -45,7 +45,7 @@ def row(tensors: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]
 def stream(
     flow, cache: DiTFlowCache, token: torch.Tensor, noise: torch.Tensor, hops: list[int], tail: int | None = None
 ) -> tuple[torch.Tensor, DiTFlowCache]:
-    """All mel of a stream whose chunks have these sizes; with `tail`, the cache is trimmed after each of them."""
+    """The whole mel of a stream with chunks of these sizes; with `tail`, the cache is trimmed after each chunk."""
     mels, start = [], 0
     for index, hop in enumerate(hops):
         final = index == len(hops) - 1
@@ -67,7 +67,7 @@ def test_a_stream_is_the_same_alone_and_in_a_batch(flow, voice, token, noise):
         torch.testing.assert_close(alone, batch[index : index + 1], atol=2e-5, rtol=0)
 
 
-def test_streams_of_one_voice_start_from_one_cache_and_leave_it_as_it_was(flow, voice, token, noise):
+def test_streams_of_one_voice_share_a_prompt_cache_and_leave_it_unchanged(flow, voice, token, noise):
     prompt = prefill(flow, **voice, noise=noise)
     first, _ = stream(flow, prompt, token, noise, [15, 35])
     stream(flow, prompt, token.flip(1), noise, [10, 20, 20])
@@ -90,7 +90,7 @@ def test_cache_counts_frames(flow, voice, token, noise):
 def test_a_later_chunk_does_not_change_the_frames_before_it(flow, voice, token, noise):
     prompt = prefill(flow, **voice, noise=noise)
     other = token.clone()
-    other[:, 18:] = (other[:, 18:] + 1) % flow.config.vocab  # beyond the first chunk and its look-ahead
+    other[:, 18:] = (other[:, 18:] + 1) % flow.config.vocab  # after the first chunk and its look-ahead
     mel, _ = stream(flow, prompt, token, noise, [15, 35])
     changed, _ = stream(flow, prompt, other, noise, [15, 35])
     assert torch.equal(mel[:, :, :30], changed[:, :, :30])
@@ -130,10 +130,10 @@ def test_a_trimmed_stream_stays_close_to_the_untrimmed_one(flow, voice, token, n
     untrimmed, _ = stream(flow, prompt, token, noise, [15, 15, 20])
     trimmed, cache = stream(flow, prompt, token, noise, [15, 15, 20], tail=40)
     assert cache.estimator.attention.frames == 2 * PROMPT + 40
-    # the first two chunks see every frame; only the third misses the 20 that were cut
+    # The first two chunks attend to every frame; only the third lacks the 20 that were trimmed.
     assert torch.equal(trimmed[:, :, :60], untrimmed[:, :, :60])
     difference = (trimmed - untrimmed)[:, :, 60:].abs().max()
-    # noise taken at the wrong frame, or a lost prompt, would move the mel by its own magnitude
+    # Noise from the wrong frame, or a lost prompt, would change the mel by its own magnitude.
     assert 1e-4 < difference < 0.25 * untrimmed.abs().max()
 
 
@@ -164,7 +164,7 @@ def test_estimator_in_one_chunk_equals_the_whole(flow):
 
 
 @pytest.mark.parametrize("boundaries", [[0, 5, 14], [0, 1, 2, 14], [0, 12, 13, 14]])
-def test_first_layer_keys_do_not_depend_on_how_a_stream_was_cut(flow, boundaries):
+def test_first_layer_keys_do_not_depend_on_how_a_stream_is_divided(flow, boundaries):
     estimator, inputs = flow.decoder.estimator, estimator_inputs()
     whole = estimator.empty_cache(steps=1, rows=2)[0].with_room(14)
     estimator.forward_chunk(**inputs, cache=whole)

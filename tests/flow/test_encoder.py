@@ -66,11 +66,11 @@ def test_encoder_over_a_window_equals_the_reference_over_the_sequence(encoder, c
     torch.testing.assert_close(features, expected, atol=2e-5, rtol=0)
 
 
-def test_encoder_padding_does_not_reach_valid_frames_beyond_the_look_ahead(encoder):
+def test_encoder_padding_affects_valid_frames_through_the_look_ahead_only(encoder):
     xs = torch.randn(1, 12, encoder.config.width, generator=torch.Generator().manual_seed(4))
     padded = torch.cat([xs, torch.full((1, 6, xs.shape[2]), 9.0)], dim=1)
     other = torch.cat([xs, torch.full((1, 6, xs.shape[2]), 9.0)], dim=1)
-    other[:, 15:] = -9.0  # beyond what the look-ahead of the last valid frame sees
+    other[:, 15:] = -9.0  # after the look-ahead of the last valid frame
     first, valid = encode_whole(encoder, padded, torch.tensor([12]))
     second, _ = encode_whole(encoder, other, torch.tensor([12]))
     assert valid[0, 0].tolist() == [True] * 24 + [False] * 12

@@ -47,7 +47,7 @@ def test_unconditional_rows_come_last_with_the_same_state_and_one_time_value_eac
         assert t.tolist() == pytest.approx([expected] * 2 * B)
 
 
-def test_state_keeps_the_precision_of_the_noise_when_the_estimator_is_half():
+def test_the_state_keeps_the_precision_of_the_noise_with_a_half_precision_estimator():
     mu = torch.zeros(1, 2, 3, dtype=torch.float16)
     dtypes = []
 

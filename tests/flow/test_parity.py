@@ -1,4 +1,4 @@
-"""The flow networks against reference values and checkpoint listings; the data are described in the JSON beside it."""
+"""The flow networks compared with upstream's values and listings of official checkpoints (tests/assets/golden)."""
 
 import json
 from pathlib import Path

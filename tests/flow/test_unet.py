@@ -29,7 +29,7 @@ def inputs(flow):
     }
 
 
-@pytest.mark.parametrize("rendered", [2, 12, 22])  # with the prompt's 8 tokens: ends of chunks of 5
+@pytest.mark.parametrize("rendered", [2, 12, 22])  # with the 8 tokens of the prompt: ends of 5-token chunks
 def test_a_prefix_that_ends_on_a_chunk_equals_the_finished_stream(flow, inputs, rendered):
     whole = inference(flow, **inputs, streaming=True, final=True)
     part = inputs | {"token": inputs["token"][:, : rendered + 3]}
@@ -40,7 +40,7 @@ def test_a_prefix_that_ends_on_a_chunk_equals_the_finished_stream(flow, inputs, 
 
 def test_a_prefix_that_ends_within_a_chunk_differs_only_in_that_chunk(flow, inputs):
     whole = inference(flow, **inputs, streaming=True, final=True)
-    part = inputs | {"token": inputs["token"][:, :17]}  # 8 + 17 - 3 tokens: two beyond the last chunk
+    part = inputs | {"token": inputs["token"][:, :17]}  # 8 + 17 - 3 tokens: two after the last whole chunk
     mel = inference(flow, **part, streaming=True, final=False)
     difference = (mel - whole[:, :, :28]).abs().amax(dim=(0, 1))
     assert difference[:24].max() < 1e-5

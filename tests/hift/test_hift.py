@@ -1,4 +1,4 @@
-"""HiFT: parity with upstream's values, batches equal singles, checkpoints load strictly in the official form."""
+"""HiFT: parity with upstream's values, batches, and strict loading of checkpoints in the official form."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_official_sizes_have_the_official_keys_and_shapes():
     assert {key: list(value.shape) for key, value in state.items()} == listed
 
 
-def test_a_batch_gives_what_its_rows_give_alone(hift, fixture):
+def test_rows_of_a_batch_equal_the_same_rows_alone(hift, fixture):
     torch.manual_seed(1)
     mel = torch.cat([fixture["in/mel"], torch.randn(2, *fixture["in/mel"].shape[1:])])
     noise = torch.randn(3, mel.shape[2] * hift.config.hop, hift.config.harmonics + 1)
@@ -58,7 +58,7 @@ def test_a_batch_gives_what_its_rows_give_alone(hift, fixture):
         torch.testing.assert_close(source[one], alone_source, atol=1e-4, rtol=0)
 
 
-def test_cached_source_replaces_the_head_and_nothing_else(hift, fixture):
+def test_a_cached_source_replaces_the_first_samples_only(hift, fixture):
     mel, noise = fixture["in/mel"], fixture["in/draw1_randn"]
     cached = torch.full((1, 1, 700), 0.25)
     _, fresh = hift(mel, noise)
@@ -82,7 +82,7 @@ def test_one_frame_is_rendered(hift):
 
 
 def test_a_long_steady_tone_stays_in_phase(hift):
-    """After a minute the fundamental is still a sine of exactly f0: whole cycles are dropped, not rounded away."""
+    """After a minute the fundamental is still a sine of exactly f0: dropping whole cycles loses no precision."""
     T, f0, rate, hop = 3000, 123.456, hift.config.sample_rate, hift.config.hop
     noise = torch.zeros(1, T * hop, hift.config.harmonics + 1)
     wave = hift.m_source.sines(torch.full((1, T), f0), noise)[0, :, 0].double()
@@ -94,7 +94,7 @@ def test_a_long_steady_tone_stays_in_phase(hift):
     torch.testing.assert_close(wave[last], expected, atol=1e-5, rtol=0)
 
 
-def test_unvoiced_frames_are_noise_alone(hift):
+def test_unvoiced_frames_are_only_noise(hift):
     noise = torch.randn(1, 2 * hift.config.hop, hift.config.harmonics + 1)
     waves = hift.m_source.sines(torch.tensor([[hift.config.voiced_threshold, 0.0]]), noise)
     torch.testing.assert_close(waves, noise * hift.config.sine_amplitude / 3)
@@ -156,11 +156,11 @@ def test_a_missing_half_of_a_weight_norm_pair_is_named(checkpoint):
     path, state = checkpoint
     del state["ups.1.parametrizations.weight.original0"]
     torch.save(state, path)
-    with pytest.raises(ValueError, match=r"ups\.1\..*original1 is there without ups\.1\..*original0"):
+    with pytest.raises(ValueError, match=r"ups\.1\..*original1 has no ups\.1\..*original0"):
         load_hift(path)
 
 
-def test_another_networks_checkpoint_is_refused_by_the_key_it_lacks(tmp_path):
+def test_the_checkpoint_of_another_network_is_refused_with_the_missing_key(tmp_path):
     torch.save({"encoder.weight": torch.zeros(2, 2)}, tmp_path / "hift.pt")
     with pytest.raises(ValueError, match=r"'conv_pre\.weight' gives a size"):
         load_hift(tmp_path / "hift.pt")

@@ -1,4 +1,4 @@
-"""The trained checkpoint that is committed: whole, small, nothing in it that runs; and how the demo gets it."""
+"""The committed trained checkpoint: complete, small, without executable content; and how the demo installs it."""
 
 import json
 import pickletools
@@ -33,7 +33,7 @@ OFFICIAL = {
     DIT_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "speech_tokenizer_v2_25hz.onnx"},
     VOICES_DIR: {f"{name}.{kind}" for name in VOICES for kind in ("txt", "wav")},
 }
-# What torch.save writes for a dict of tensors: how they are put together again, and of what.
+# The names that torch.save writes for a dict of tensors.
 HARMLESS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch FloatStorage", "torch HalfStorage"}
 
 
@@ -41,7 +41,7 @@ def test_the_layout_is_the_official_one() -> None:
     assert set(checkpoint.files_of(TRAINED)) == {f"{room}/{name}" for room in OFFICIAL for name in OFFICIAL[room]}
 
 
-def test_every_file_is_what_its_sum_says_by_our_check_and_by_sha256sum() -> None:
+def test_every_checksum_holds_for_our_check_and_for_sha256sum() -> None:
     assert set(checkpoint.read_sums(TRAINED)) == set(checkpoint.files_of(TRAINED))
     checkpoint.check(TRAINED)
     done = subprocess.run(["sha256sum", "-c", "--quiet", checkpoint.SUMS], cwd=TRAINED, capture_output=True, text=True)
@@ -53,7 +53,7 @@ def test_it_is_small_enough_for_every_clone() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(TRAINED.rglob("*.pt")), ids=lambda path: path.parent.name + "-" + path.stem)
-def test_no_pickle_in_it_names_anything_that_runs(path: Path) -> None:
+def test_no_pickle_names_anything_executable(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         (pickled,) = (name for name in archive.namelist() if name.endswith(".pkl"))
         operations = list(pickletools.genops(archive.read(pickled)))
@@ -62,7 +62,7 @@ def test_no_pickle_in_it_names_anything_that_runs(path: Path) -> None:
     assert not {operation.name for operation, _, _ in operations} & {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ"}
 
 
-def test_the_other_formats_hold_numbers_alone() -> None:
+def test_the_other_formats_hold_only_data() -> None:
     for path in TRAINED.rglob("*.onnx"):
         model = onnx.load(path, load_external_data=False)
         assert {opset.domain for opset in model.opset_import} <= {"", "ai.onnx"}, path
@@ -83,7 +83,7 @@ def test_our_loaders_read_it_and_the_tokenizer_has_every_speech_token() -> None:
 
 
 @pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR])
-def test_the_two_voices_can_be_references_and_are_told_apart(directory: str) -> None:
+def test_the_two_voices_are_valid_references_and_distinguishable(directory: str) -> None:
     recordings = [load_audio(TRAINED / VOICES_DIR / f"{name}.wav", PROMPT_SAMPLE_RATE) for name in VOICES]
     for recording in recordings:
         validate_reference(recording[None])
@@ -94,7 +94,7 @@ def test_the_two_voices_can_be_references_and_are_told_apart(directory: str) -> 
     assert min(alike[0, 1], alike[2, 3]) > alike[:2, 2:].max()
 
 
-def test_both_are_offered_by_their_names_with_what_they_say() -> None:
+def test_both_voices_are_registered_with_their_transcripts() -> None:
     book = VoiceBook(TRAINED / VOICES_DIR, TRAINED, str)
     assert book.names() == list(VOICES)
     for name in VOICES:
@@ -102,13 +102,13 @@ def test_both_are_offered_by_their_names_with_what_they_say() -> None:
         assert isinstance(voice, Recording) and len(voice.text.split()) > 5
 
 
-def test_the_card_says_what_it_is() -> None:
+def test_the_model_card_names_source_quality_and_licence() -> None:
     card = " ".join((TRAINED / checkpoint.CARD).read_text(encoding="utf-8").split())
-    for said in ("synthetic", "flite", "not CosyVoice2's quality", "Carnegie Mellon University"):
+    for said in ("synthetic", "flite", "quality is far below CosyVoice2's", "Carnegie Mellon University"):
         assert said in card
 
 
-# --- getting it ready --------------------------------------------------------------------------------------------
+# --- installing it -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def ready(tmp_path: Path) -> Path:
     return tmp_path / "demo"
 
 
-def test_it_is_the_default_and_kept_once_it_is_there(ready: Path) -> None:
+def test_it_is_the_default_and_an_existing_one_is_kept(ready: Path) -> None:
     checkpoint.check(ready)
     assert weights_of(ready) == weights_of(ready / DIT_DIR) == "trained"
     before = (ready / MANIFEST).stat().st_mtime_ns
@@ -125,13 +125,13 @@ def test_it_is_the_default_and_kept_once_it_is_there(ready: Path) -> None:
     assert (ready / MANIFEST).stat().st_mtime_ns == before
 
 
-def test_random_weights_replace_it_where_they_are_asked_for_and_back(ready: Path) -> None:
+def test_random_weights_replace_it_on_request_and_back(ready: Path) -> None:
     assert make_demo_model(ready, "random") and weights_of(ready) == "random"
     assert make_demo_model(ready) and weights_of(ready) == "trained"
     checkpoint.check(ready)
 
 
-def test_a_voice_that_was_taken_away_comes_back_and_voices_of_others_stay(ready: Path) -> None:
+def test_a_deleted_voice_is_restored_and_registered_voices_stay(ready: Path) -> None:
     voices = ready / VOICES_DIR
     (voices / "anna.safetensors").write_bytes(b"computed")
     (voices / "anna.wav").write_bytes(b"recorded")
@@ -139,7 +139,7 @@ def test_a_voice_that_was_taken_away_comes_back_and_voices_of_others_stay(ready:
     assert make_demo_model(ready)
     assert (voices / "slt.wav").is_file()
     assert (voices / "anna.wav").read_bytes() == b"recorded" and (voices / "anna.safetensors").is_file()
-    assert make_demo_model(ready, "random")  # what other networks computed is of no use to these
+    assert make_demo_model(ready, "random")  # features of other networks are dropped
     assert (voices / "anna.wav").is_file() and not (voices / "anna.safetensors").exists()
 
 
@@ -157,11 +157,11 @@ def test_damage_to_the_committed_files_is_named_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["trained"]
 
 
-def test_sums_are_written_as_they_are_read(tmp_path: Path) -> None:
+def test_written_checksums_equal_the_committed_ones(tmp_path: Path) -> None:
     shutil.copytree(TRAINED, tmp_path / "trained")
     checkpoint.write_sums(tmp_path / "trained")
     assert (tmp_path / "trained" / checkpoint.SUMS).read_bytes() == (TRAINED / checkpoint.SUMS).read_bytes()
 
 
-def test_the_demo_names_the_project_and_speaks_in_one_of_its_voices() -> None:
+def test_the_demo_names_the_project_and_uses_one_of_its_voices() -> None:
     assert "Cosy Voice" in demo.TEXT and demo.SPEAKER in VOICES

@@ -32,7 +32,7 @@ def llm(demo_models: Path):
 
 
 def utterances(llm, demo_models: Path, text: str, prompt_tokens: list[int], count: int, **sampling) -> list[list[int]]:
-    """Speech ids of `count` answers, up to the end token that every answer must have."""
+    """Speech ids of `count` answers, up to the end token, which every answer must have."""
     tokenizer = LLMTokenizer.from_dir(demo_models / LLM_DIR)
     ids = torch.tensor([tokenizer.encode_prompt("", text, prompt_tokens)])
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def utterances(llm, demo_models: Path, text: str, prompt_tokens: list[int], coun
     return spoken
 
 
-def test_layout_is_the_official_one_and_says_that_its_weights_are_random(demo_models: Path) -> None:
+def test_layout_is_the_official_one_and_files_are_marked_as_random(demo_models: Path) -> None:
     for name in (
         "cosyvoice2_llm/config.json",
         "cosyvoice2_llm/generation_config.json",
@@ -68,13 +68,13 @@ def test_layout_is_the_official_one_and_says_that_its_weights_are_random(demo_mo
     assert json.loads((demo_models / "demo_model.json").read_text(encoding="utf-8"))["weights"] == "random"
 
 
-def test_complete_checkpoint_is_kept(demo_models: Path) -> None:
+def test_a_complete_checkpoint_is_kept(demo_models: Path) -> None:
     before = (demo_models / "demo_model.json").stat().st_mtime_ns
     assert not make_demo_model(demo_models, "random")
     assert (demo_models / "demo_model.json").stat().st_mtime_ns == before
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_does_not(demo_models: Path, tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(demo_models: Path, tmp_path: Path) -> None:
     make_demo_model(tmp_path / "again", "random")
     make_demo_model(tmp_path / "other", "random", seed=7)
     again = tmp_path / "again"
@@ -87,7 +87,7 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_does_not(demo_models: P
         assert (tmp_path / "other" / path).read_bytes() != (demo_models / path).read_bytes(), path
 
 
-def test_damaged_checkpoint_is_written_anew(demo_models: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_replaced(demo_models: Path, tmp_path: Path) -> None:
     dest = tmp_path / "damaged"
     shutil.copytree(demo_models, dest)
     (dest / UNET_DIR / "flow.pt").write_bytes(b"cut off")
@@ -96,7 +96,7 @@ def test_damaged_checkpoint_is_written_anew(demo_models: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
-def test_directory_of_something_else_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_of_something_else_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dest = tmp_path / "mine"
     dest.mkdir()
     (dest / "thesis.txt").write_text("years of work")
@@ -105,7 +105,7 @@ def test_directory_of_something_else_is_left_alone(tmp_path: Path, caplog: pytes
     assert [path.name for path in dest.iterdir()] == ["thesis.txt"]
 
 
-def test_full_disk_is_said_before_anything_is_written(
+def test_a_full_disk_is_an_error_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5 * 2**20)
@@ -116,7 +116,7 @@ def test_full_disk_is_said_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupted_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: Path, seed: int, sizes: object) -> None:
         raise KeyboardInterrupt
 
@@ -127,7 +127,7 @@ def test_interrupted_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.0}, {"top_k": 25, "top_p": 0.8, "temperature": 1.0}])
-def test_llm_speaks_about_three_seconds_and_ends(llm, demo_models: Path, sampling: dict) -> None:
+def test_the_llm_generates_about_three_seconds_and_ends(llm, demo_models: Path, sampling: dict) -> None:
     lengths = [
         len(tokens) for tokens in utterances(llm, demo_models, "Good morning.", list(range(100)), 16, **sampling)
     ]
@@ -135,7 +135,7 @@ def test_llm_speaks_about_three_seconds_and_ends(llm, demo_models: Path, samplin
     assert 55 <= np.mean(lengths) <= 105
 
 
-def test_llm_of_another_size_speaks_as_long(tmp_path: Path) -> None:
+def test_an_llm_of_another_size_generates_as_much(tmp_path: Path) -> None:
     """The official one is too large for a test: wider, deeper, more text tokens."""
     from transformers import AutoModelForCausalLM
 
@@ -165,12 +165,12 @@ def test_chat_template_is_the_prompt_of_the_orchestrator(demo_models: Path) -> N
     assert rendered == ours.prompt_string("", "Hi, 你好", [5, 6560])
     ids = ours.encode_prompt("", "Hi, 你好", [5, 6560])
     assert tokenizer(rendered, add_special_tokens=False).input_ids == ids
-    # Servers drop special tokens when they decode; the speech tokens must survive that.
+    # Servers drop special tokens in decoding; speech tokens must not be among them.
     assert tokenizer.decode(ids[-2:], skip_special_tokens=True) == "<|s_5|><|s_6560|>"
 
 
 @pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR])
-def test_prompt_tokens_are_apart_from_those_that_the_llm_utters(demo_models: Path, directory: str) -> None:
+def test_prompt_tokens_and_tokens_of_the_llm_do_not_overlap(demo_models: Path, directory: str) -> None:
     wave = load_audio(ASSETS / "reference_en.wav", PROMPT_SAMPLE_RATE)
     (tokens,) = AudioTokenizer(demo_models / directory)([wave])
     assert tokens.max() < FIRST_UTTERED

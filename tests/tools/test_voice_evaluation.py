@@ -1,4 +1,4 @@
-"""scripts/voice_evaluation: words that are heard, joints, voices, the report."""
+"""tools/voice_evaluation: word errors, joints, speaker similarity, the report."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tools.voice_evaluation.takes import Series, Take, ask, copy_synthesis, read
 
 
 def recording(name: str) -> Take:
-    """Of a voice that the trained checkpoint brings along."""
+    """The recording of a voice in the trained checkpoint."""
     path = TRAINED / VOICES_DIR / f"{name}.wav"
     return Take(path.with_suffix(".txt").read_text(), load_audio(path, PROMPT_SAMPLE_RATE), PROMPT_SAMPLE_RATE)
 
@@ -29,12 +29,12 @@ def recording(name: str) -> Take:
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def test_words_are_compared_without_marks_and_case() -> None:
+def test_words_are_compared_without_punctuation_and_case() -> None:
     assert words("It's four o'clock, Anna!") == ["its", "four", "oclock", "anna"]
 
 
 @pytest.mark.parametrize(
-    ("said", "heard", "errors"),
+    ("said", "recognised", "errors"),
     [
         ("one two three", "one two three", 0),
         ("one two three", "one three", 1),
@@ -44,27 +44,27 @@ def test_words_are_compared_without_marks_and_case() -> None:
         ("one two three", "", 3),
     ],
 )
-def test_wrong_words_are_counted(said: str, heard: str, errors: int) -> None:
-    assert word_errors(said, heard) == WordErrors(errors, 3)
+def test_wrong_words_are_counted(said: str, recognised: str, errors: int) -> None:
+    assert word_errors(said, recognised) == WordErrors(errors, 3)
 
 
 @pytest.mark.slow
-def test_the_recogniser_understands_the_teacher_and_forgets_what_it_heard_before() -> None:
+def test_the_recogniser_works_on_the_teacher_and_does_not_depend_on_earlier_takes() -> None:
     recognizer, takes = Recognizer(), [recording("slt"), recording("rms")]
     first = [recognizer.transcribe(take.waveform, take.rate) for take in takes]
     assert [recognizer.transcribe(take.waveform, take.rate) for take in reversed(takes)] == first[::-1]
-    errors = [word_errors(take.text, heard) for take, heard in zip(takes, first, strict=True)]
+    errors = [word_errors(take.text, recognised) for take, recognised in zip(takes, first, strict=True)]
     assert (errors[0] + errors[1]).rate < 0.4, first
 
 
-def test_silence_has_no_words() -> None:
+def test_no_words_are_recognised_in_silence() -> None:
     assert words(Recognizer().transcribe(np.zeros(SAMPLE_RATE, np.float32), SAMPLE_RATE)) in ([], ["the"], ["a"])
 
 
 # --- joints, voices, parts -----------------------------------------------------------------------------------------
 
 
-def test_a_click_at_a_joint_is_found_and_a_smooth_joint_is_none() -> None:
+def test_a_click_at_a_joint_is_found_and_a_smooth_joint_is_not_one() -> None:
     wave = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
     clicked = wave.copy()
     clicked[9000:] += 0.5
@@ -74,7 +74,7 @@ def test_a_click_at_a_joint_is_found_and_a_smooth_joint_is_none() -> None:
     assert measures.joint_steps(Take("", wave)) == []
 
 
-def test_a_joint_within_a_pulse_that_is_as_steep_is_no_click() -> None:
+def test_a_joint_within_an_equally_steep_pulse_is_no_click() -> None:
     wave = 0.01 * np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
     wave[8990:9010:4] += 0.3
     (joint,) = measures.joint_steps(Take("", wave, joints=(8994,)))
@@ -98,7 +98,7 @@ def test_copy_synthesis_is_as_long_as_the_teacher() -> None:
     assert 0.01 < np.abs(take.waveform).max() <= 1
 
 
-def test_the_teachers_recordings_are_found_by_the_sentences_numbers(tmp_path: Path) -> None:
+def test_the_teachers_recordings_are_found_by_sentence_number(tmp_path: Path) -> None:
     (tmp_path / "slt").mkdir()
     for number in range(2):
         save_audio(tmp_path / "slt" / f"{number:02d}.wav", np.full(1600 * (number + 1), 0.1), PROMPT_SAMPLE_RATE)
@@ -108,7 +108,7 @@ def test_the_teachers_recordings_are_found_by_the_sentences_numbers(tmp_path: Pa
         read_teacher(tmp_path, "slt", ["One.", "Two.", "Three."])
 
 
-def test_takes_of_a_stream_know_their_joints_and_times() -> None:
+def test_takes_of_a_stream_have_joints_and_times() -> None:
     with stub_triton(TritonStub(chunks=3, pause=0.05)) as address:
         (take,) = ask(address, "cosyvoice2_dit", "streaming", [Utterance("Hello.")])
         (whole,) = ask(address, "cosyvoice2_dit", "offline", [Utterance("Hello.")])
@@ -127,7 +127,7 @@ def rows(teacher: Series | None) -> list[dict]:
     return [measures.figures(Series(system, "dit", "slt", [take]), [words], teacher) for system, words in heard.items()]
 
 
-def test_the_report_says_what_was_reached_and_what_was_not() -> None:
+def test_the_report_says_which_targets_were_reached() -> None:
     teacher = Series("teacher", "", "slt", [Take("", np.zeros(SAMPLE_RATE, np.float32))])
     text = report.markdown(rows(teacher), {"dit": (30, 40)}, "one sentence")
     assert "| text to audio, streamed | dit | slt | 20.0% | 1.00 (1.00–1.00) | 0 of 1, largest" in text
@@ -145,7 +145,7 @@ def test_without_a_teacher_the_report_says_so() -> None:
     assert "| lengths 0.6–1.6× the teacher's | not given |  |" in report.markdown(rows(None), {}, "one sentence")
 
 
-def test_a_teacher_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_teacher_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--models", str(TRAINED), "--teacher", str(tmp_path), "--output", str(tmp_path / "out")]
     assert evaluate_voice.main(arguments) == 1
     (line,) = capsys.readouterr().err.splitlines()

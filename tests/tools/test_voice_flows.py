@@ -1,4 +1,4 @@
-"""The views that the flows are trained under are what a stream computes when it is served."""
+"""The masks of training equal the attention of streams in serving."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def random_weights(network: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def as_trained(network: DiTFlow | UNetFlow, view: flow.View, batch: flow.Batch, streaming: bool) -> torch.Tensor:
-    """The mel behind the prompt, (80, T)."""
+    """The mel after the prompt, (80, T), with the masks of training."""
     ahead, visible, keywords = view(batch, streaming)
     mu = network.encode_window(ahead, visible).transpose(1, 2)
     both = {key: value.repeat(2, 1, 1) if isinstance(value, torch.Tensor) else value for key, value in keywords.items()}
@@ -72,7 +72,7 @@ def as_streamed(streaming: StreamingFlow, batch: flow.Batch, rules: HopRules) ->
     return torch.cat(mels, dim=1)
 
 
-def test_dit_is_trained_with_what_its_streams_hear(batch: flow.Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dit_training_has_the_attention_of_its_streams(batch: flow.Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     estimator = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
     network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
     random_weights(network)
@@ -82,7 +82,7 @@ def test_dit_is_trained_with_what_its_streams_hear(batch: flow.Batch, monkeypatc
     torch.testing.assert_close(as_trained(network, flow_dit.view, batch, streaming=True), streamed, atol=2e-4, rtol=0)
 
 
-def test_unet_is_trained_with_what_its_streams_hear(batch: flow.Batch) -> None:
+def test_unet_training_has_the_attention_of_its_streams(batch: flow.Batch) -> None:
     estimator = UNetConfig(channels=16, heads=1, blocks=1, mid_stages=1)
     network = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
     random_weights(network)
@@ -93,7 +93,7 @@ def test_unet_is_trained_with_what_its_streams_hear(batch: flow.Batch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_whole_utterances_hear_everything(batch: flow.Batch, kind: str) -> None:
+def test_whole_utterances_have_full_attention(batch: flow.Batch, kind: str) -> None:
     network: DiTFlow | UNetFlow
     if kind == "dit":
         estimator = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)

@@ -1,4 +1,4 @@
-"""Training of the sound networks, for moments, on speech that is none; and their files, as they are served."""
+"""Training of flows and vocoder for a moment, on noise, and loading of the results as in serving."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +22,7 @@ UTTERANCES, TOKENS = 8, 40
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A working folder of noise."""
+    """A working folder with noise as speech."""
     rng, count = np.random.default_rng(0), UTTERANCES * TOKENS
     voices = np.arange(UTTERANCES) * 2 // UTTERANCES
     np.save(tmp_path / "audio.npy", rng.normal(0, 2000, count * TOKEN_SAMPLES).astype(np.int16))
@@ -35,7 +35,7 @@ def work(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("frequency", [80.0, 123.4, 200.0, 300.0])
-def test_pitch_of_a_voice_is_found(frequency: float) -> None:
+def test_the_pitch_of_a_harmonic_tone_is_found(frequency: float) -> None:
     time = torch.arange(SAMPLE_RATE) / SAMPLE_RATE
     wave = 0.1 * sum(torch.sin(2 * torch.pi * frequency * k * time) / k for k in range(1, 12))
     f0 = fundamental(wave[None])
@@ -50,11 +50,11 @@ def test_noise_and_silence_have_no_pitch() -> None:
 
 
 @pytest.mark.parametrize("stage", [flow_dit, flow_unet])
-def test_a_flow_is_trained_goes_on_and_is_served(work: Path, stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flow_is_trained_resumes_and_can_be_served(work: Path, stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "BATCH_TOKENS", 60)
     stage.train(work, 0.5, "cpu")
     before = torch.load(work / stage.FILE, weights_only=True)
-    stage.train(work, before["spent"] + 0.5, "cpu")  # goes on, for the half second that is left
+    stage.train(work, before["spent"] + 0.5, "cpu")  # resumes, for the remaining half second
     state = torch.load(work / stage.FILE, weights_only=True)
     assert state["steps"] > before["steps"] > 0 and state["spent"] > before["spent"]
     stage.export(work, work / "flow.pt")
@@ -65,7 +65,7 @@ def test_a_flow_is_trained_goes_on_and_is_served(work: Path, stage, monkeypatch:
     assert len(state["optimizers"][0]["state"]) == len(served)  # all weights are trained
 
 
-def test_the_vocoder_is_trained_and_served(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocoder_is_trained_and_can_be_served(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocoder, "BATCH", 1)
     vocoder.train(work, 1.0, "cpu")
     vocoder.export(work, work / "out.pt")
@@ -83,7 +83,7 @@ def test_the_vocoder_is_trained_and_served(work: Path, monkeypatch: pytest.Monke
     torch.testing.assert_close(served.f0(mel), network.f0(mel).detach(), atol=1.0, rtol=5e-3)
 
 
-def test_the_trained_qwen2_is_that_of_transformers() -> None:
+def test_the_qwen2_for_training_equals_that_of_transformers() -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = LLMSizes(hidden=48, layers=2, heads=6, kv_heads=2, mlp=32, tied=True, rope_theta=10_000.0)
@@ -107,7 +107,7 @@ def test_the_trained_qwen2_is_that_of_transformers() -> None:
         torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_steps_without_a_finite_gradient_are_left_out() -> None:
+def test_steps_with_an_infinite_gradient_are_skipped() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = adamw([weight], 0.1)
     descend((weight * torch.nan).sum(), optimizer, clip=1.0)
@@ -117,7 +117,7 @@ def test_steps_without_a_finite_gradient_are_left_out() -> None:
     torch.testing.assert_close(weight.detach(), torch.full((3,), 0.5), atol=0.01, rtol=0)
 
 
-def test_a_step_is_recorded_once_for_each_of_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_captured_once_per_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
     replayed: list[object] = []
 
