@@ -1,15 +1,14 @@
-"""Register a voice under a name, so that requests need no recording: `speaker` instead of `reference_wav`.
+"""Register a voice under a name, so that requests send `speaker` instead of a recording (`reference_wav`).
 
     python -m scripts.add_voice models/official anna --reference-audio anna.wav \\
         --reference-text "Exactly what she says in the recording."
 
-The recording is encoded once, here, and written to MODELS/voices/NAME.safetensors, where a running server finds it
-with the next request that names it; nothing has to be restarted. The best recordings hold 5 to 10 seconds of one person
-speaking, without music, noise or echo. Without --reference-text the voice speaks as a stranger to the LLM: the timbre
-stays, the manner of speaking does not.
+The recording is encoded once, now, and written to MODELS/voices/NAME.safetensors. A running server reads the file when
+a request names the voice; no restart is needed. The best recordings are 5 to 10 seconds of one speaker without music,
+noise or echo. Without --reference-text the LLM gets no prompt: the timbre is kept, the manner of speaking is not.
 
-Instead of running this, NAME.wav and its text in NAME.txt can be copied to the same folder: then the server encodes
-the recording itself, and each stack by its own networks. To take a voice away, remove its file.
+Alternatively, copy NAME.wav and its transcript as NAME.txt to the same folder: the server then encodes the recording
+itself, each stack with its own networks. To remove a voice, delete its file.
 """
 
 import argparse
@@ -24,12 +23,18 @@ from tools.prepare.voice import add_voice
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models_dir", type=Path, help="the directory that the stack is rendered from")
-    parser.add_argument("name", help="what requests call the voice: letters of any script, digits, blanks, -_.")
-    parser.add_argument("--reference-audio", type=Path, required=True, help="any rate and channel count, 0.5 to 30 s")
-    parser.add_argument("--reference-text", default="", help="what it says, word for word")
-    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help="whose networks encode it")
-    parser.add_argument("--replace", action="store_true", help="overwrite a voice of this name")
+    parser.add_argument(
+        "models_dir", type=Path, help="directory with the checkpoints, from which the stack was rendered"
+    )
+    parser.add_argument("name", help="name of the voice in requests: letters of any script, digits, spaces, -_.")
+    parser.add_argument(
+        "--reference-audio", type=Path, required=True, help="any sample rate and channel count, 0.5 to 30 s"
+    )
+    parser.add_argument("--reference-text", default="", help="transcript of the recording, word for word")
+    parser.add_argument(
+        "--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help="stack whose networks encode it"
+    )
+    parser.add_argument("--replace", action="store_true", help="overwrite an existing voice")
     args = parser.parse_args(argv)
     try:
         options = StackOptions(models_dir=args.models_dir, stack=args.stack)

@@ -1,8 +1,9 @@
-"""Says what this machine lacks before anything is installed: one line each, with the command that mends it.
+"""Check, before anything is installed, that this machine can run the server.
 
     python3 -m scripts.check_machine [--disk GB]
 
-Runs from the root of the repository with any Python from 3.6 on and nothing installed.
+If something is missing, one line names it and the command that installs it. Run it in the root of the repository, with
+any Python from 3.6 on; it needs no packages.
 """
 
 import argparse
@@ -16,24 +17,24 @@ SUPPORTED = ((3, 10), (3, 12))  # what pyproject.toml allows
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main(argv: "list[str] | None" = None) -> int:  # quoted: an old Python must come as far as the message
+def main(argv: "list[str] | None" = None) -> int:  # quoted: older Pythons must reach the message
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--disk", type=float, default=6.0, help="GB that must be free here (6)")
+    parser.add_argument("--disk", type=float, default=6.0, help="GB of disk that must be free (6)")
     args = parser.parse_args(argv)
-    missing = lacking(args.disk)
+    missing = missing_requirements(args.disk)
     for line in missing:
         print(f"error: {line}", file=sys.stderr)
     return 1 if missing else 0
 
 
-def lacking(disk_gigabytes: float) -> "list[str]":
-    """One line for each thing that is not there."""
+def missing_requirements(disk_gigabytes: float) -> "list[str]":
+    """One line for each requirement that is not met."""
     if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
         return [
             f"Python 3.10, 3.11 or 3.12 is needed, {sys.executable} is {platform.python_version()}; "
             "name another interpreter: make demo PYTHON=python3.11"
         ]
-    from common.server import installation  # only now: an old Python cannot import it
+    from common.server import installation  # here, because older Pythons cannot import it
 
     missing = []
     if platform.system() != "Linux" or platform.machine() != "x86_64":

@@ -4,15 +4,15 @@ One request writes one wav file:
 
     python -m scripts.client_grpc --target-text "Hello." --reference-audio voice.wav --reference-text "What it says."
 
-With a manifest, a data set, --num-tasks, --num-requests, --request-rate or --log-dir it measures: audio files,
-rtf-<split>.txt, stats_summary-<split>.txt, summary.json and summary.png in --log-dir (default ./tmp). Exit code 1 if
-any request failed.
+With a manifest, a data set, --num-tasks, --num-requests, --request-rate or --log-dir it measures and writes audio
+files, rtf-<split>.txt, stats_summary-<split>.txt, summary.json and summary.png to --log-dir (default ./tmp). The exit
+code is 1 if any request failed.
 
     python -m scripts.client_grpc --manifest-path tests/assets/manifest.jsonl --num-tasks 4 --num-requests 40
     python -m scripts.client_grpc --huggingface-dataset yuekai/seed_tts --split-name test_zh --num-tasks 8
 
-`--mode streaming` needs a model served for streaming (`make serve`), `--mode offline` one that is served for offline
-requests (`make serve MODE=offline`).
+`--mode streaming` needs a model served for streaming (`make serve`), `--mode offline` one served for offline requests
+(`make serve MODE=offline`).
 """
 
 import argparse
@@ -43,11 +43,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_request_arguments(parser)
     add_job_arguments(parser)
     load = add_load_arguments(parser)
-    load.add_argument("--num-tasks", type=positive_int, default=1, help="requests under way at once (default: 1)")
+    load.add_argument("--num-tasks", type=positive_int, default=1, help="concurrent requests (default: 1)")
     load.add_argument(
-        "--request-rate", type=positive_number, help="requests per second at random (Poisson), instead of tasks"
+        "--request-rate", type=positive_number, help="random requests per second (Poisson), instead of tasks"
     )
-    load.add_argument("--log-dir", type=Path, help="where audio, figures and pictures go (default: tmp)")
+    load.add_argument("--log-dir", type=Path, help="directory for audio, figures and plots (default: tmp)")
     return parser.parse_args(argv)
 
 

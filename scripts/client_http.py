@@ -2,7 +2,7 @@
 
     python -m scripts.client_http --target-text "Hello." --reference-audio voice.wav --reference-text "What it says."
 
-The model must be served for offline requests (`make serve MODE=offline`): HTTP carries one answer per request.
+The model must be served for offline requests (`make serve MODE=offline`), since HTTP carries one response per request.
 """
 
 import argparse

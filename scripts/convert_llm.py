@@ -3,10 +3,10 @@
     python -m scripts.convert_llm --llm-pt CosyVoice2-0.5B/llm.pt --blank-dir CosyVoice2-0.5B/CosyVoice-BlankEN \\
         --output-dir models/official/cosyvoice2_llm
 
-The official checkpoint keeps speech apart: an embedding and an output head of its own beside Qwen2's, and an embedding
-of two marks. Here they become tokens behind Qwen2's vocabulary, so that any server of Qwen2 can run the LLM: <|s_0|> to
-<|s_6560|>, <|eos1|> to <|eos3|>, <|sos|>, <|task_id|>. The head's bias is kept as `lm_head.bias`, for which Qwen2 has
-no place: scripts/convert_genai.py and the engines of the model `tensorrt_llm` read it, other servers pass over it.
+The official checkpoint has an embedding and an output head for speech next to Qwen2's own, and an embedding of two
+special tokens. Here they become tokens appended to Qwen2's vocabulary, so that any server of Qwen2 can run the LLM:
+<|s_0|> to <|s_6560|>, <|eos1|> to <|eos3|>, <|sos|>, <|task_id|>. The head's bias is stored as `lm_head.bias`, which
+Qwen2 does not have: scripts.convert_genai and the engines of the model `tensorrt_llm` read it, other servers ignore it.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llm-pt", type=Path, required=True, help="the official llm.pt")
     parser.add_argument("--blank-dir", type=Path, required=True, help="the official CosyVoice-BlankEN directory")
-    parser.add_argument("--output-dir", type=Path, required=True, help="directory to make")
+    parser.add_argument("--output-dir", type=Path, required=True, help="directory to write")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     args = parser.parse_args(argv)
     try:

@@ -1,8 +1,8 @@
-"""The whole system once: demo checkpoint, rendered repository, real tritonserver, one streaming request, one wav file.
+"""Run the whole system once: demo checkpoint, rendered repository, tritonserver, one streaming request, one wav file.
 
     python -m scripts.demo [--stack NAME] [--text TEXT] [--speaker NAME] [--output out/demo.wav]
 
-The checkpoint is a small trained voice, see docs/demo_voice.md; everything else is what serves the official weights.
+The checkpoint is a small trained voice, see docs/demo_voice.md; everything else also serves the official weights.
 """
 
 import argparse
@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     print(speech.summary())
     print(f"written to         {args.output}")
-    print("A small synthetic voice for demos (docs/demo_voice.md). README.md tells how to serve the official weights.")
+    print(
+        "A small synthetic voice for demos (docs/demo_voice.md). README.md describes how to serve the official weights."
+    )
     return 0
 
 

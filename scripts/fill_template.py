@@ -2,8 +2,8 @@
 
     python3 -m scripts.fill_template -i model_repo/token2wav/config.pbtxt model_dir:DIR,triton_max_batch_size:16
 
-Without -i the result is printed. The first colon of a part ends its key, so a URL may stand as a value; a comma within
-a value is written as \\, and a colon within a key as \\:. Keys that are left out take their default, if they have one.
+Without -i the result is printed. The first colon ends the key, so a value may be a URL; a comma in a value is written
+as \\, and a colon in a key as \\:. Keys that are not given take their default, if they have one.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from common.server.rendering import fill
 
 
 def parse_substitutions(argument: str) -> dict[str, str]:
-    """`key:value,key:value` as a dict; ValueError naming a part that is no pair, or a key given twice."""
+    """`key:value,key:value` as a dict; ValueError naming a part that is not a pair, or a repeated key."""
     pairs: dict[str, str] = {}
     for part in re.split(r"(?<!\\),", argument):
         if not part:

@@ -1,12 +1,12 @@
-"""Make everything that serving reads, once: what is there and whole is kept, what was interrupted is completed.
+"""Make everything that serving reads. Complete parts are kept, interrupted ones are completed.
 
     python -m scripts.prepare demo models/demo                     a small trained checkpoint, for a CPU
     python -m scripts.prepare download models/official             the official checkpoints, and the LLM's directory
     python -m scripts.prepare engine models/official               the LLM for TensorRT-LLM, in NVIDIA's image
     python -m scripts.prepare engine models/official --kind onnxruntime_genai        the LLM for a CPU
 
-Several at a time wait for one another. HF_ENDPOINT names a mirror of the hub, HF_TOKEN who you are, and
-CHECKPOINT_REVISIONS="REPOSITORY=COMMIT ..." what to fetch instead of the newest.
+Concurrent runs wait for one another. HF_ENDPOINT is a mirror of the hub, HF_TOKEN your access token, and
+CHECKPOINT_REVISIONS="REPOSITORY=COMMIT ..." selects other revisions than the newest.
 """
 
 import argparse
@@ -24,9 +24,9 @@ def build_parser() -> argparse.ArgumentParser:
     demo = subparsers.add_parser("demo", help="the demo checkpoint")
     download = subparsers.add_parser("download", help="the official checkpoints")
     download.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
-    built = subparsers.add_parser("engine", help="what the LLM's engine reads")
+    built = subparsers.add_parser("engine", help="the files that the LLM's engine loads")
     built.add_argument("--kind", choices=("tensorrt_llm", "onnxruntime_genai"), default="tensorrt_llm")
-    built.add_argument("--max-batch-size", type=int, default=64, help="streams at a time (64)")
+    built.add_argument("--max-batch-size", type=int, default=64, help="concurrent streams (64)")
     built.add_argument("--tp-size", type=int, default=1, help="GPUs of tensor parallelism")
     built.add_argument("--pp-size", type=int, default=1, help="GPUs of pipeline parallelism")
     for step in (demo, download, built):
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"prepare {args.step}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"prepare {args.step}: interrupted; run again to go on", file=sys.stderr)
+        print(f"prepare {args.step}: interrupted; run again to continue", file=sys.stderr)
         return 130
     return 0
 

@@ -1,11 +1,11 @@
-"""Render a stack: the Triton model repository of one choice of stack, checkpoint and LLM.
+"""Render a stack: write the Triton model repository for one choice of stack, checkpoint and LLM.
 
     python -m scripts.render models/demo build/dit                            everything in one tritonserver
     python -m scripts.render models/demo build/unet --stack unet --offline    one answer per request, HTTP too
     python -m scripts.render models/official build/dit --device gpu \\
         --llm-transport openai --llm-urls http://localhost:8000/v1 --llm-model cosyvoice2_llm
 
-The destination is replaced as a whole. `--set key=value` reaches every other key of the models' templates.
+The destination is replaced as a whole. `--set KEY=VALUE` sets any other key of the model templates.
 """
 
 import argparse
@@ -36,10 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--llm-transport", choices=get_args(LLMTransport), default=StackOptions.llm_transport)
     parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")
-    parser.add_argument("--llm-model", default=StackOptions.llm_model, help="the LLM's name at its server")
+    parser.add_argument("--llm-model", default=StackOptions.llm_model, help="name of the LLM at its server")
     parser.add_argument("--llm-backend", choices=get_args(LLMBackend), default=StackOptions.llm_backend)
     parser.add_argument("--llm-engine", choices=get_args(LLMEngine), default=StackOptions.llm_engine)
-    parser.add_argument("--llm-engine-dir", type=Path, help="default: what the engine reads among the models")
+    parser.add_argument("--llm-engine-dir", type=Path, help="default: the directory for the engine in models_dir")
     parser.add_argument("--max-batch-size", type=int, default=StackOptions.max_batch_size)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     return parser

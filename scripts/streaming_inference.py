@@ -1,21 +1,23 @@
-"""The vocoder chunk by chunk on tokens that are all there: its cost, and how its audio differs from speech at once.
+"""Stream given speech tokens through token2wav: its cost, and how the audio differs from offline rendering.
 
     python -m scripts.streaming_inference --strategy equal
     python -m scripts.streaming_inference --strategy exponential --model-dir models/demo/CosyVoice2-0.5B \\
         --batch-size 4 --manifest-path tests/assets/manifest.jsonl --tokens-path out/offline/samples.jsonl
 
-`equal` cuts after every 25 tokens (a second), `exponential` after 25, 50, 100, 100, ..., as the server's hops double
-from its first one on. The UNet flow's chunks end on 25-token boundaries counted from the prompt's start.
+`equal` uses hops of 25 tokens (one second), `exponential` hops of 25, 50, 100, 100, ..., doubling like the server's.
+The UNet flow's chunks end on 25-token boundaries counted from the start of the prompt.
 
-The speech tokens are a data set's column target_audio_cosy2_tokens, or of the same name in the file of --tokens-path,
-which scripts/offline_inference.py writes as samples.jsonl. A sample without any says its own recording again.
+The speech tokens come from the data set's column target_audio_cosy2_tokens, or from the same field in the file
+--tokens-path, which scripts.offline_inference writes as samples.jsonl. A sample without tokens resynthesizes its own
+recording.
 
-The folder gets <id>.wav (streamed), offline/<id>.wav (at once), streaming-<strategy>.json, and streaming-<strategy>.png
-of the sample whose two mels differ most. The two are not equal by design: a chunk does not hear what comes after it.
+The folder gets <id>.wav (streamed), offline/<id>.wav (rendered at once), streaming-<strategy>.json, and
+streaming-<strategy>.png for the sample whose mels differ most. They differ by design: a chunk has no right context
+beyond the look-ahead.
 
-The figures: one pass with voices that nobody has spoken in yet (recording to prompt, and the flow's caches of it), one
-with the same voices again. A forward call renders one chunk of each stream of a batch. First chunk: from the prompts of
-a batch to its first audio; where voices are new, that includes the flow's caches of them and not the prompts' making.
+Figures: the first pass uses new voices (it encodes the recordings and fills the flow's prompt caches), the second pass
+the same voices again. A forward call renders one chunk of each stream of a batch. First chunk: from the prompts of a
+batch to its first audio; for new voices it includes filling the prompt caches, but not encoding the recordings.
 """
 
 import argparse
@@ -39,7 +41,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_token2wav_arguments(parser)
     parser.add_argument("--strategy", choices=("equal", "exponential"), default="equal", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=positive_int, default=1, help="streams at once")
+    parser.add_argument("--batch-size", type=positive_int, default=1, help="concurrent streams")
     return parser.parse_args(argv)
 
 

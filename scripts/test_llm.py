@@ -1,10 +1,10 @@
-"""One prompt through any engine of the LLM: prints tokens, speed and why it ended. pytest does not collect this file.
+"""Run one prompt through any engine of the LLM: prints tokens, speed and finish reason. Not collected by pytest.
 
     python -m scripts.test_llm --tokenizer_dir models/demo/cosyvoice2_llm --engine_dir models/demo/cosyvoice2_llm_genai
     python -m scripts.test_llm --tokenizer_dir models/demo/cosyvoice2_llm --urls http://localhost:8000/v1
     python -m scripts.test_llm ... --prompt_ids 180 --max_tokens 220 --exact_length --streams 1 4     figures only
 
-The tokens are ids of speech, 0..6560. A stream's speed counts from its first token, the total from the first request.
+Tokens are speech ids, 0..6560. A stream's speed is measured from its first token, the total from the first request.
 """
 
 import argparse
@@ -25,21 +25,21 @@ from tools.bench.llm import SAMPLING_OPTIONS, run
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input_text", default="Hello. This sentence is here to be spoken.", help="what to say")
+    parser.add_argument("--input_text", default="Hello. This sentence is here to be spoken.", help="text to synthesize")
     parser.add_argument("--tokenizer_dir", type=Path, required=True, help="HuggingFace directory of the LLM")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--engine_dir", type=Path, help="what the engine loads")
-    where.add_argument("--urls", nargs="+", help="OpenAI-compatible servers instead of an engine of this process")
+    where.add_argument("--engine_dir", type=Path, help="directory that the engine loads")
+    where.add_argument("--urls", nargs="+", help="OpenAI-compatible servers instead of an engine in this process")
     parser.add_argument("--engine", choices=get_args(LLMEngine), default="auto")
-    parser.add_argument("--llm_model", default=stacks.DEFAULT.llm.directory, help="the LLM's name at its server")
+    parser.add_argument("--llm_model", default=stacks.DEFAULT.llm.directory, help="name of the LLM at its server")
     parser.add_argument("--llm_dialect", choices=("auto", *DIALECTS), default="auto")
     for name in SAMPLING_OPTIONS:
         default = getattr(Sampling, name)
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--prompt_ids", type=int, default=0, help="fill the prompt up to so many with speech tokens")
-    parser.add_argument("--exact_length", action="store_true", help="no end token before max_tokens")
-    parser.add_argument("--streams", type=int, nargs="*", help="measure so many requests at once, one run for each")
+    parser.add_argument("--prompt_ids", type=int, default=0, help="pad the prompt with speech tokens to this many ids")
+    parser.add_argument("--exact_length", action="store_true", help="generate exactly max_tokens tokens")
+    parser.add_argument("--streams", type=int, nargs="*", help="numbers of concurrent requests, one run each")
     return parser
 
 

@@ -1,10 +1,10 @@
-"""Wait until every page answers 200; exit code 1, with the last word of those that do not, when time is up.
+"""Wait until every URL answers 200. On timeout the exit code is 1 and the last error of each other URL is printed.
 
     python -m scripts.wait_ready http://localhost:8003/ready                      up to five minutes
     python -m scripts.wait_ready --seconds 0 http://localhost:8003/ready          once: a container's health check
     python -m scripts.wait_ready --process 4711 http://localhost:18000/v2/health/ready
 
-With --process it ends at once when that process has ended, since nobody is left to become ready.
+With --process it stops as soon as that process has ended.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from common.server.readiness import wait
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("urls", nargs="+", metavar="URL")
-    parser.add_argument("--seconds", type=float, default=300, help="how long to wait (300); 0: ask once")
+    parser.add_argument("--seconds", type=float, default=300, help="how long to wait (300); 0: try once")
     parser.add_argument("--process", type=int, metavar="PID", help="stop waiting when it ends")
     args = parser.parse_args(argv)
     try:

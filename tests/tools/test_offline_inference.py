@@ -184,7 +184,7 @@ def test_an_interrupted_run_keeps_what_is_finished(speak, tmp_path, monkeypatch,
 
     monkeypatch.setattr(OutputFolder, "save", interrupted)
     assert speak() == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "finished samples are kept, the same command continues" in capsys.readouterr().err
     assert log_of(tmp_path / "out")["samples_finished"] == 1
     monkeypatch.undo()
     assert speak() == 0
