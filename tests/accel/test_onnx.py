@@ -219,7 +219,7 @@ def test_an_existing_file_is_checked_and_kept(exported, tmp_path, capsys):
     before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
     assert export_onnx.main(["--model-dir", str(directory)]) == 0
     assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
-    assert capsys.readouterr().out.count("there already, checking it") == 2
+    assert capsys.readouterr().out.count("exists already, checking it") == 2
 
 
 def test_a_file_with_other_weights_fails_the_check_and_is_kept(exported, tmp_path, capsys):

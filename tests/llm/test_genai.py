@@ -187,7 +187,7 @@ def test_the_bias_of_the_output_head_is_kept(llm_dir, tmp_path):  # noqa: F811
 def test_converting_an_empty_directory_is_one_clear_error_and_leaves_nothing(tmp_path, capfd):
     (tmp_path / "empty").mkdir()
     assert main(["--model-dir", str(tmp_path / "empty"), "--output-dir", str(tmp_path / "out")]) == 1
-    assert "is no HuggingFace model directory" in capfd.readouterr().err
+    assert "is not a HuggingFace model directory" in capfd.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 

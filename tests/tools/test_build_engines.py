@@ -55,7 +55,7 @@ def test_every_plan_of_a_stack_is_built_and_then_kept(
     assert (code, err) == (0, "")
     for number, use in enumerate(uses.split(), 1):
         assert f"[{number}/{count}] {use}: " in out
-    assert out.count(" built in ") == count and f"{count} of {count} plans are there" in out
+    assert out.count(" built in ") == count and f"{count} of {count} plans exist" in out
     assert all(plan is not None for _, plan in plans.survey(model_dir)) and len(plans.survey(model_dir)) == count
 
     code, out, _ = run(model_dir, "--precision", precision)
@@ -83,7 +83,7 @@ def test_the_timings_of_one_build_serve_the_next(run: Run, trt: fake_tensorrt.St
 def test_a_build_that_fails_leaves_nothing_and_stops_no_other(run: Run, trt: fake_tensorrt.State, dit: Path) -> None:
     trt.unsupported = {"Softmax"}
     code, out, err = run(dit)
-    assert code == 1 and "3 of 4 plans are there" in out
+    assert code == 1 and "3 of 4 plans exist" in out
     assert "no importer for operator Softmax" in err
     assert not any("estimator.fp32.dynamic_batch" in name for name in built(dit))
 
@@ -145,7 +145,7 @@ def test_a_file_with_fixed_rows_serves_one_stream_and_the_message_says_so(run: R
     for name in ("fp32", "streaming.fp32"):
         tiny_onnx.write_estimator(unet / f"flow.decoder.estimator.{name}.onnx", rows=2)
     code, out, err = run(unet)
-    assert code == 1 and "2 of 3 plans are there" in out
+    assert code == 1 and "2 of 3 plans exist" in out
     assert "axis 0 of input 'x' is fixed at 2, serving needs rows 2-32; remove it and export it" in err
 
 
@@ -155,7 +155,7 @@ def test_what_is_missing_or_broken_is_named(run: Run, tmp_path: Path, dit: Path)
     (dit / "campplus.onnx").unlink()
     (dit / "flow.decoder.estimator.fp32.dynamic_batch.onnx").write_bytes(b"\xff not ONNX")
     code, out, err = run(dit)
-    assert code == 1 and "2 of 4 plans are there" in out
+    assert code == 1 and "2 of 4 plans exist" in out
     assert "campplus.onnx is missing" in err and "dynamic_batch.onnx is not an ONNX file" in err
     assert run(dit, "--max-streams", 0)[0] == 1
 

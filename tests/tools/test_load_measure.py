@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.constants import SAMPLE_RATE
-from tools.load.measure import PLAYER_BUFFER, Outcome, Player, Run, distribution
+from tools.load.measure import PLAYER_BUFFER, Player, RequestOutcome, Run, distribution
 
 
 def outcome(
@@ -13,10 +13,10 @@ def outcome(
     error: str = "",
     timeline: tuple[tuple[str, float], ...] = (),
     total: float | None = None,
-) -> Outcome:
+) -> RequestOutcome:
     samples = tuple(int(length * SAMPLE_RATE) for length in seconds)
     total = total if total is not None else arrivals[-1] if arrivals else 0.0
-    return Outcome("a", "s:1", 0.0, arrivals, samples, total, error, timeline)
+    return RequestOutcome("a", "s:1", 0.0, arrivals, samples, total, error, timeline)
 
 
 def test_a_player_that_always_has_audio_hears_no_gap() -> None:
@@ -37,7 +37,7 @@ def test_two_gaps_do_not_add_up_because_the_player_waits() -> None:
 
 def test_a_player_that_has_one_chunk_waits_for_nothing() -> None:
     player = Player()
-    player.hear(3.0, 0.5)
+    player.add(3.0, 0.5)
     assert player.worst_gap == 0 and player.least_slack == np.inf
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from common.server.tritonserver import free_port
-from tools.load.measure import Outcome, Run
+from tools.load.measure import RequestOutcome, Run
 from tools.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
-from tools.load.statistics import ModelTimes, between, vocoder_counters, vocoder_figures
+from tools.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
 
 TIMELINE = (("voice", 0.01), ("llm", 0.02), ("vocoder", 0.03), ("tokens", 0.04), ("audio", 0.09))
 
 
 def figures(mode: str = "streaming", label: int = 4, **changes: Any) -> dict[str, Any]:
     outcomes = [
-        Outcome(f"row-{n}", "s:1", 0.0, (0.1 + n / 1000, 0.3, 0.5), (12_000,) * 3, 0.6, timeline=TIMELINE)
+        RequestOutcome(f"row-{n}", "s:1", 0.0, (0.1 + n / 1000, 0.3, 0.5), (12_000,) * 3, 0.6, timeline=TIMELINE)
         for n in range(100)
     ]
     return {"mode": mode, "label": label, **Run(outcomes, elapsed=30.0).figures(), **changes}
@@ -113,12 +113,12 @@ def test_the_vocoder_s_wait_and_batch_are_means_over_its_instances() -> None:
         tts_vocoder_waited_seconds_total{model="token2wav_dit",instance="0"} 0.4
     """
     with metrics_page("\n".join(line.strip() for line in page.splitlines())) as address:
-        counters = asyncio.run(vocoder_counters([address]))
+        counters = asyncio.run(token2wav_counters([address]))
     assert counters == {"chunks": 40, "batches": 10, "waited_seconds": 0.4}
     before = {"chunks": 20.0, "batches": 6.0, "waited_seconds": 0.2}
-    assert vocoder_figures(before, counters) == pytest.approx({"mean_wait_ms": 10.0, "mean_batch": 5.0})
+    assert token2wav_figures(before, counters) == pytest.approx({"mean_wait_ms": 10.0, "mean_batch": 5.0})
 
 
 def test_a_metrics_page_that_is_away_leaves_the_report_without_it() -> None:
-    assert asyncio.run(vocoder_counters([f"127.0.0.1:{free_port()}"])) == {}
-    assert vocoder_figures({}, {}) is None
+    assert asyncio.run(token2wav_counters([f"127.0.0.1:{free_port()}"])) == {}
+    assert token2wav_figures({}, {}) is None

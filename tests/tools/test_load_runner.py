@@ -138,7 +138,7 @@ def test_requests_at_a_rate_leave_at_random_whether_others_are_answered_or_not(
 def test_listeners_hear_their_answer_before_they_ask_anew(
     stub: StubProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "LISTENERS_COME", 0.0)
+    monkeypatch.setattr(runner, "LISTENERS_SPREAD", 0.0)
     rows = manifest(tmp_path, ["Hello."])
     more = ["--manifest-path", rows, "--num-requests", "2", "--warmup-requests", "0", "--output", str(tmp_path / "out")]
     assert benchmark.main(["--servers", stub.address, "--listeners", "1", *more]) == 0
@@ -209,7 +209,7 @@ def test_a_place_that_cannot_be_written_to_is_told_before_the_first_request(
         (("--manifest-path", "away.jsonl"), "cannot read the manifest away.jsonl"),
         (("--client", "sync", "--request-rate", 2, "--target-text", "a"), "use --client asyncio with a request rate"),
         ((), "no text to speak: add --target-text"),
-        (("--manifest-path", MANIFEST, "--target-text", "a"), "--target-text beside manifest: each row brings its own"),
+        (("--manifest-path", MANIFEST, "--target-text", "a"), "--target-text with manifest: each row has its own"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(

@@ -14,8 +14,8 @@ from tests.support.failing_llm import TOKENS, failing_llm
 from tests.support.llm_fixtures import install  # noqa: F401
 from tests.support.offline_fixtures import GPU_ENGINES, ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
 from tools.offline.pipeline import GIVE_UP_BATCHES
+from tools.offline.rendering import OfflineToken2Wav
 from tools.offline.results import JOURNAL, LOG, OutputFolder
-from tools.offline.vocoder import OfflineVocoder
 
 UPSTREAMS_KEYS = {
     "args",
@@ -62,7 +62,9 @@ def test_every_sample_becomes_a_file_and_the_figures_are_written(speak, tmp_path
         assert len(audio) == TOKEN_SAMPLES * len(record["target_audio_cosy2_tokens"]) and audio.std() > 1e-4
     assert log.keys() >= UPSTREAMS_KEYS
     assert (
-        log["samples_finished"] == 3 and log["failures"] == [] and log["vocoder"] == f"{stack} vocoder, RANDOM weights"
+        log["samples_finished"] == 3
+        and log["failures"] == []
+        and log["vocoder"] == f"{stack} token2wav, RANDOM weights"
     )
     assert log["total_audio_duration_seconds"] == pytest.approx(sum(record["seconds"] for record in made.values()))
     stages = sum(log[f"{stage}_time_seconds"] for stage in ("voice", "text", "llm", "token2wav", "audio_save"))
@@ -104,7 +106,7 @@ def test_other_settings_and_texts_are_made_anew(speak, tmp_path, capsys):
     before = records(tmp_path / "out")
     assert speak(rows=[ROWS[0], {**ROWS[1], "target_text": "Four."}]) == 0
     printed = capsys.readouterr().out
-    assert "1 of 2 samples are finished" in printed and "1 samples in" in printed and "made anew" in printed
+    assert "1 of 2 samples are finished" in printed and "1 samples in" in printed and "made again" in printed
     assert records(tmp_path / "out")["first"] == before["first"]
     assert speak(rows=[{**ROWS[1], "target_text": "?!"}]) == 1
     assert not (tmp_path / "out" / "second.wav").exists(), "what it said before is not what it should say now"
@@ -171,7 +173,7 @@ def test_a_server_of_the_llm_and_its_end(speak, tmp_path):
     errors = [failure["error"] for failure in log_of(tmp_path / "out")["failures"]]
     assert len(errors) == len(many)
     assert all("HTTP 500" in error for error in errors[:GIVE_UP_BATCHES])
-    assert all("not tried: the LLM was down" in error for error in errors[GIVE_UP_BATCHES:])
+    assert all("not tried: the LLM was unavailable" in error for error in errors[GIVE_UP_BATCHES:])
 
 
 def test_an_interrupted_run_keeps_what_is_finished(speak, tmp_path, monkeypatch, capsys):
@@ -194,7 +196,7 @@ def test_an_interrupted_run_keeps_what_is_finished(speak, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt-text", "Who says it?"], "is what --prompt-speech-path says"),
+        (["--prompt-text", "Who says it?"], "is the transcript of --prompt-speech-path"),
         (["--split-name", "test_zh"], "a manifest or a data set, not both"),
         (["--engine-dir", "/nowhere"], "/nowhere is not a directory"),
         (["--token2wav-path", "/nowhere"], "/nowhere is not a directory"),
@@ -214,7 +216,7 @@ def test_only_the_culprit_of_a_batch_fails():
                 raise MemoryError("too much")
             return [np.zeros(len(tokens)) for _, tokens in batch]
 
-    results = OfflineVocoder(Engine(), stacks.DIT, random_weights=True).whole(
+    results = OfflineToken2Wav(Engine(), stacks.DIT, random_weights=True).whole(
         [(None, np.array([token])) for token in (1, 13, 2)]
     )
     assert isinstance(results[1], MemoryError)

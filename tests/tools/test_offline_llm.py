@@ -156,7 +156,7 @@ def test_an_interrupted_batch_leaves_nothing_running():
         async def aclose(self):
             ended.append("connections")
 
-    llm = StreamedLM(Endless(), at_once=3)
+    llm = StreamedLM(Endless(), concurrency=3)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, Sampling())
     llm.close()

@@ -92,7 +92,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(SampleError, match="cannot write to .*; name another folder"):
+    with pytest.raises(SampleError, match="cannot write to .*; choose another folder"):
         OutputFolder(tmp_path / "file", SETTINGS).__enter__()
 
 

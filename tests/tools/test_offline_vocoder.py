@@ -19,7 +19,7 @@ from common.voice.prompt import Prompt
 from scripts import streaming_inference, token2wav
 from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
 from tools.offline.compare import compare, joints
-from tools.offline.vocoder import OfflineVocoder, Streamed
+from tools.offline.rendering import OfflineToken2Wav, Streamed
 
 LENGTHS = {"first": 60, "second": 140, "third": 4}
 WITH_TOKENS = [
@@ -59,13 +59,13 @@ def test_token2wav_renders_every_sample(run, tmp_path, stack, mode):
     assert figures["token2wav_rtf"] == pytest.approx(
         figures["token2wav_time_seconds"] / figures["total_audio_duration_seconds"]
     )
-    assert f"{stack} vocoder, RANDOM weights, {'streamed (exponential)' if mode else 'whole'}, batches of 2" in out
-    assert "Measurement epoch time taken: " in out and "say their recordings again" not in out
+    assert f"{stack} token2wav, RANDOM weights, {'streamed (exponential)' if mode else 'whole'}, batches of 2" in out
+    assert "Measurement epoch time taken: " in out and "resynthesize their recordings" not in out
 
 
 def test_a_sample_without_tokens_says_its_recording_again(run, tmp_path):
     code, out, _ = run(token2wav, rows=[*ROWS[:1], WITH_TOKENS[2]])
-    assert code == 0 and "1 of 2 samples have no tokens and say their recordings again" in out
+    assert code == 0 and "1 of 2 samples have no tokens and resynthesize their recordings" in out
     assert samples_of(tmp_path / "out" / "first.wav") == SAMPLE_RATE  # which lasts a second
 
 
@@ -77,9 +77,9 @@ def test_tokens_come_from_a_file_by_id(run, tmp_path):
     assert [samples_of(tmp_path / "out" / f"{name}.wav") for name in LENGTHS] == [9 * TOKEN_SAMPLES] * 3
     path.write_text(lines[0])
     code, _, error = run(token2wav, "--tokens-path", str(path), rows=ROWS)
-    assert code == 1 and "has no tokens of 2 sample(s), the first of which is 'second'" in error
+    assert code == 1 and "has no tokens for 2 sample(s), the first is 'second'" in error
     path.write_text("[]")
-    assert "offline_inference.py writes such a file" in run(token2wav, "--tokens-path", str(path), rows=ROWS)[2]
+    assert "scripts.offline_inference writes such a file" in run(token2wav, "--tokens-path", str(path), rows=ROWS)[2]
 
 
 @pytest.mark.parametrize("tool", [token2wav, streaming_inference])
@@ -123,7 +123,7 @@ def test_streaming_is_counted_timed_and_compared(run, tmp_path, stack, strategy,
 
 @pytest.mark.parametrize("stack", sorted(STACKS))
 def test_a_stream_sounds_the_same_in_any_batch(demo_models, stack):
-    vocoder = OfflineVocoder.load(demo_models / STACKS[stack], "cpu", streams=3)
+    vocoder = OfflineToken2Wav.load(demo_models / STACKS[stack], "cpu", streams=3)
     rng = np.random.default_rng(0)
 
     def utterance(count):
@@ -154,5 +154,5 @@ def test_the_difference_is_in_decibels_and_finds_the_joint():
     swollen[cut : cut + OVERLAP_SAMPLES] *= 1.5
     joint = compare("joint", offline, [swollen[:cut], swollen[cut:]])
     assert joint.joint_db > 5 * joint.mel_db and joints([swollen[:cut], swollen[cut:]]) == [cut]
-    with pytest.raises(ValueError, match="streamed audio has 47999 samples, the same speech at once 48000"):
+    with pytest.raises(ValueError, match="streamed audio has 47999 samples, the offline audio 48000"):
         compare("short", offline, [offline[:-1]])

@@ -50,7 +50,7 @@ def test_an_interrupted_file_is_completed_and_not_begun_anew(remote: FakeHub, tm
     try:
         hub.fetch(SOURCE, tmp_path)
     except hub.DownloadError as error:
-        assert "what has arrived is kept: run again" in str(error)
+        assert "complete parts are kept: run again" in str(error)
         hub.fetch(SOURCE, tmp_path)
     assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
     assert any(int(asked.removeprefix("bytes=").split("-")[0]) > 0 for asked in remote.ranges)
@@ -58,7 +58,7 @@ def test_an_interrupted_file_is_completed_and_not_begun_anew(remote: FakeHub, tm
 
 def test_a_damaged_file_is_removed_and_fetched_by_the_next_run(remote: FakeHub, tmp_path: Path) -> None:
     remote.damage.add("flow.pt")
-    with pytest.raises(hub.DownloadError, match=r"flow.pt arrived damaged .* run again"):
+    with pytest.raises(hub.DownloadError, match=r"flow.pt is damaged .* run again"):
         hub.fetch(SOURCE, tmp_path)
     assert not (tmp_path / "CosyVoice2-0.5B/flow.pt").exists() and not (tmp_path / hub.RECORD).exists()
     remote.damage.clear()
@@ -84,7 +84,7 @@ def test_a_missing_file_and_a_hub_that_is_down_are_told_in_one_line(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert prepare.main(["download", str(tmp_path)]) == 1
     error = capsys.readouterr().err.strip()
-    assert "could not be fetched" in error and "HF_ENDPOINT" in error and len(error.splitlines()) == 1
+    assert "could not be downloaded" in error and "HF_ENDPOINT" in error and len(error.splitlines()) == 1
 
 
 def test_a_revision_for_an_unknown_repository_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_one_preparation_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
-    assert "another process prepares" in capsys.readouterr().out
+    assert "another process is preparing" in capsys.readouterr().out
 
 
 TOOL = """#!/bin/sh

@@ -1,1 +1,1 @@
-"""Parts of bench_token2wav: the load that it puts on the service, and its picture."""
+"""Benchmarks of single parts: token2wav, networks on a CPU, LLM engines and clients, the speech service."""

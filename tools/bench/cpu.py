@@ -1,10 +1,10 @@
-"""Time what can compute the DiT stack's networks on this CPU, at full size with random weights: a Markdown table.
+"""Time the DiT stack's networks in each runtime on this CPU, at full size with random weights. Prints a table.
 
     python -m tools.bench.cpu
 
-One utterance at once, in the voice of a recording: the flow's encoder and Euler steps over recording and utterance,
-then HiFT over the utterance. Candidates take turns, once to warm up, then --repeat times; of each the best time counts,
-because other processes only ever add to it. onnxruntime's files are exported first, which takes a minute or two.
+One whole utterance: the flow's encoder and Euler steps over prompt and utterance, then HiFT over the utterance. The
+candidates run in turn, once as warm-up and then --repeat times; the best time of each counts, because other processes
+only add to it. onnxruntime's files are exported first, which takes a minute or two.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     best = fastest(candidates(args.prompt_seconds, args.seconds), args.repeat)
-    print(f"{args.seconds} s of audio, {args.prompt_seconds} s of recording, {args.threads} threads\n")
-    print("| network | computed by | s | s per second of audio |\n|---|---|---|---|")
+    print(f"{args.seconds} s of audio, {args.prompt_seconds} s of prompt, {args.threads} threads\n")
+    print("| network | runtime | s | s per second of audio |\n|---|---|---|---|")
     for (network, runtime), seconds in best.items():
         print(f"| {network} | {runtime} | {seconds:.2f} | {seconds / args.seconds:.2f} |")
     auto = Precision.named("auto", "auto", "cpu")
@@ -49,11 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-Name = tuple[str, str]  # network, what computes it
+Candidate = tuple[str, str]  # network, runtime
 
 
-def candidates(prompt_seconds: float, seconds: float) -> dict[Name, Callable[[], object]]:
-    """What runs each of them once."""
+def candidates(prompt_seconds: float, seconds: float) -> dict[Candidate, Callable[[], object]]:
+    """For each candidate a function that runs it once."""
     flow, hift = DiTFlow(DiTFlowConfig()).eval(), HiFTGenerator().eval()
     for network in (flow, hift):
         randomise(network)
@@ -99,11 +99,11 @@ def on_onnx(flow: DiTFlow) -> DiTFlow:
 
 
 @torch.inference_mode()
-def fastest(runs: Mapping[Name, Callable[[], object]], repeat: int) -> dict[Name, float]:
-    """Seconds of the fastest of `repeat` runs of each, after one. They take turns, so that what else the machine does
-    meets all of them.
+def fastest(runs: Mapping[Candidate, Callable[[], object]], repeat: int) -> dict[Candidate, float]:
+    """Seconds of the fastest of `repeat` runs after a warm-up. The candidates run in turn, so that other work on the
+    machine affects all of them.
     """
-    times: dict[Name, list[float]] = {name: [] for name in runs}
+    times: dict[Candidate, list[float]] = {name: [] for name in runs}
     for name, run in tqdm([*runs.items()] * (1 + repeat), desc="timing"):
         begin = time.perf_counter()
         run()
@@ -115,8 +115,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--seconds", type=float, default=8.5, help="of speech")
-    parser.add_argument("--prompt-seconds", type=float, default=5.0, help="of the recording whose voice it is")
+    parser.add_argument("--seconds", type=float, default=8.5, help="length of the utterance")
+    parser.add_argument("--prompt-seconds", type=float, default=5.0, help="length of the voice prompt")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     return parser.parse_args(argv)

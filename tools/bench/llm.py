@@ -16,14 +16,14 @@ from common.llm.interface import FinishReason, LengthRatios, LLMPrompt, Sampling
 from common.llm.openai_client import OpenAILM
 from common.llm.speech_tokens import LLMTokenizer, speech_token_text
 
-FIRST_AUDIO = OrchestratorConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # tokens that the first chunk of audio waits for
+FIRST_AUDIO = OrchestratorConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # tokens needed for the first chunk of audio
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "ras_window", "ras_tau")
 NO_RATIOS = LengthRatios(min=0, max=1e6)
 
 
 @dataclass
-class Answer:
-    """Speech ids with the seconds after the request at which they arrived."""
+class TimedTokens:
+    """Speech ids, and their arrival times in seconds after the request."""
 
     tokens: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
@@ -35,8 +35,8 @@ class Answer:
         return (len(self.tokens) - 1) / seconds if seconds else float("inf")
 
 
-async def ask(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> Answer:
-    answer, begun = Answer(), time.perf_counter()
+async def ask(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> TimedTokens:
+    answer, begun = TimedTokens(), time.perf_counter()
     stream = llm.generate(prompt, sampling)
     try:
         async for tokens in stream:
@@ -48,20 +48,20 @@ async def ask(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> Answer:
     return answer
 
 
-async def ask_all(llm: SpeechLM, prompt: LLMPrompt, samplings: Sequence[Sampling]) -> list[Answer]:
-    """The answers to so many requests at once, and a line of their figures."""
+async def ask_all(llm: SpeechLM, prompt: LLMPrompt, samplings: Sequence[Sampling]) -> list[TimedTokens]:
+    """The answers to concurrent requests, one per sampling; prints a line of figures."""
     begun = time.perf_counter()
     answers = await asyncio.gather(*(ask(llm, prompt, sampling) for sampling in samplings))
     seconds = time.perf_counter() - begun
-    spoken = [answer for answer in answers if answer.tokens]
-    if not spoken:
+    answered = [answer for answer in answers if answer.tokens]
+    if not answered:
         raise UnavailableError("the LLM returned no speech token")
-    firsts = statistics.median(answer.arrivals[0] for answer in spoken)
-    chunks = statistics.median(answer.arrivals[min(FIRST_AUDIO, len(answer.tokens)) - 1] for answer in spoken)
+    firsts = statistics.median(answer.arrivals[0] for answer in answered)
+    chunks = statistics.median(answer.arrivals[min(FIRST_AUDIO, len(answer.tokens)) - 1] for answer in answered)
     print(
         f"{len(answers)} stream(s): first token {firsts * 1e3:.0f} ms, token {FIRST_AUDIO} {chunks * 1e3:.0f} ms, "
-        f"{statistics.median(map(Answer.rate, spoken)):.1f} tokens/s each, "
-        f"{sum(len(answer.tokens) for answer in spoken) / seconds:.1f} in total",
+        f"{statistics.median(map(TimedTokens.rate, answered)):.1f} tokens/s each, "
+        f"{sum(len(answer.tokens) for answer in answered) / seconds:.1f} in total",
         flush=True,
     )
     return answers
@@ -85,7 +85,7 @@ async def ask_and_print(args: argparse.Namespace, tokenizer: LLMTokenizer, llm: 
 
 
 def speech_lm(args: argparse.Namespace, tokenizer: LLMTokenizer) -> SpeechLM:
-    """The server or the engine that the command line names. Raises ValueError."""
+    """The server or engine that the options select. Raises ValueError."""
     if args.urls:
         return OpenAILM(args.urls, args.llm_model, tokenizer, Timeouts(first_token=60), NO_RATIOS, args.llm_dialect)
     engine = load_engine(args.engine, args.engine_dir, tokenizer, max(args.streams or [1]))

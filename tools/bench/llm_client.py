@@ -1,10 +1,10 @@
-"""CPU time that the OpenAI-compatible client takes for each token, against a local server of another process.
+"""CPU time per token of the OpenAI-compatible client, against a local server in another process.
 
-    python -m tools.bench.llm_client                        tokens come as fast as the server can send them
+    python -m tools.bench.llm_client                        tokens arrive as fast as the server can send them
     python -m tools.bench.llm_client --tokens-per-second 25 each stream gets one token at a time, as from an LLM
 
-The server sends events like those of `vllm serve` with token ids, one write for each token. Counted is the CPU time of
-this process from the first request to the last token: HTTP, events, and handing the tokens on.
+The server sends events like those of `vllm serve` with token ids, one write per token. The measured CPU time is that of
+this process from the first request to the last token: HTTP, event parsing, and passing the tokens on.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def _event(first_speech_id: int, token: int, finish_reason: str | None) -> bytes
 
 
 def _serve(first_speech_id: int, tokens: int, rate: float, port: Connection) -> None:
-    """The server's process; sends its port, then answers until it is terminated."""
+    """The server process: sends its port, then answers until it is terminated."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -78,16 +78,16 @@ def _serve(first_speech_id: int, tokens: int, rate: float, port: Connection) -> 
 
 
 async def _measure(url: str, tokenizer: LLMTokenizer, streams: int, tokens: int) -> tuple[float, float]:
-    """(seconds, CPU seconds of this process) for `streams` at once of `tokens` each."""
+    """(seconds, CPU seconds of this process) for `streams` concurrent streams of `tokens` each."""
     llm = OpenAILM([url], "model", tokenizer, Timeouts(first_token=60, token=60), LengthRatios(min=0, max=1e6), "vllm")
 
-    async def speak() -> int:
+    async def generate() -> int:
         stream = llm.generate(LLMPrompt("Hello.", "A reference.", range(100)), Sampling(max_tokens=tokens))
         return sum([len(group) async for group in stream])
 
-    await asyncio.gather(*(speak() for _ in range(2)))  # imports and caches
+    await asyncio.gather(*(generate() for _ in range(2)))  # warm-up: imports and caches
     begun, cpu = time.perf_counter(), time.process_time()
-    counts = await asyncio.gather(*(speak() for _ in range(streams)))
+    counts = await asyncio.gather(*(generate() for _ in range(streams)))
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     if set(counts) != {tokens}:
         raise RuntimeError(f"streams of {tokens} tokens arrived as {sorted(set(counts))}")
@@ -98,8 +98,8 @@ async def _measure(url: str, tokenizer: LLMTokenizer, streams: int, tokens: int)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=750, help="of each stream")
-    parser.add_argument("--tokens-per-second", type=float, default=0.0, help="of each stream; 0: as fast as possible")
+    parser.add_argument("--tokens", type=int, default=750, help="per stream")
+    parser.add_argument("--tokens-per-second", type=float, default=0.0, help="per stream; 0: as fast as possible")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         build_tokenizer().save(str(Path(directory) / "tokenizer.json"))
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     total = args.streams * args.tokens
     microseconds = cpu / total * 1e6
     print(f"{args.streams} streams of {args.tokens} tokens: {total / seconds:,.0f} tokens/s")
-    print(f"client: {microseconds:.1f} microseconds of CPU per token (bound: {TARGET_MICROSECONDS})")
+    print(f"client: {microseconds:.1f} microseconds of CPU per token (limit: {TARGET_MICROSECONDS})")
     return 0 if microseconds <= TARGET_MICROSECONDS else 1
 
 

@@ -1,4 +1,4 @@
-"""How fast token2wav is: its engine and scheduler alone, without Triton, LLM or network."""
+"""Speed of token2wav's engine and scheduler, without Triton, LLM or network."""
 
 import argparse
 import copy
@@ -44,18 +44,17 @@ Time token2wav's engine and scheduler.
   python -m tools.bench.token2wav --stack dit --models models/demo  a checkpoint on the CPU: what `make bench` runs
 
 Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens. Each run also times the plain form of the same networks
-in the same process: eager, in float32, one stream at a time. In the load tests utterances begin at random within a
-window, their tokens come at twice real time, and a chunk is asked for when its tokens and the answer to the one before
-are there. Latency is from that moment to audio on the host; a gap is what a player hears that starts 250 ms after the
-first audio. "Listeners" are streams in real time: as many utterances are being heard at any moment. Voices are warm:
-their prompt caches are there already.
+in the same process: eager, in float32, one stream at a time. In the load tests utterances start at random times within
+a window, their tokens arrive at twice real time, and a chunk is requested when its tokens and the previous chunk have
+arrived. Latency is from that moment to audio on the host; a gap is an underrun of a player that starts 250 ms after the
+first audio. "Listeners" are concurrent streams in real time. Voices are warm: their prompt caches exist already.
 """
 PROMPT_TOKENS, UTTERANCE_TOKENS = 125, 212
 HOPS = (15, 25, 50, 100)
 VOICES = 32
 UTTERANCE_SECONDS = UTTERANCE_TOKENS / TOKEN_RATE
-BURSTS = (1, 4, 16, 32)  # utterances that begin within one second
-ROUNDS = 1.5  # how long they come and go, in lengths of an utterance
+BURSTS = (1, 4, 16, 32)  # utterances that start within one second
+ROUNDS = 1.5  # duration of the load, in lengths of an utterance
 BATCHES = (1, 4, 16, 32, 64)
 CPU_STREAMS = 8
 
@@ -95,7 +94,7 @@ def utterance(seed: int, cumulative: bool) -> list[Piece]:
 
 
 def randomise(network: torch.nn.Module) -> None:
-    """Random weights that keep signals in range; how long a network takes does not depend on them."""
+    """Random weights that keep signals in range; timing does not depend on them."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in network.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -109,7 +108,7 @@ def randomise(network: torch.nn.Module) -> None:
 
 @dataclass
 class Subject:
-    """What is timed."""
+    """The networks and the engine that are timed."""
 
     flow: DiTFlow | UNetFlow
     hift: HiFTGenerator
@@ -152,7 +151,7 @@ class Subject:
         engine.step([engine.chunk(stream, piece.tokens, final=piece.final) for stream, piece in batch])
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Wall time of `work`, the GPU's included."""
+        """Wall time of `work`, including the GPU's."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -164,7 +163,7 @@ class Subject:
 
 @torch.inference_mode()
 def plain_first_chunk(subject: Subject) -> float:
-    """Median seconds of a first chunk through the networks as they are: flow, then vocoder, nothing prepared."""
+    """Median seconds of a first chunk through the plain networks: flow, then vocoder, without caches or graphs."""
     prompt, chunk, device = voice(0), utterance(0, subject.cumulative)[0], subject.device
     tokens, prompt_tokens, mel, embedding = (
         torch.from_numpy(x)[None].to(device) for x in (chunk.tokens, prompt.tokens, prompt.mel, prompt.embedding)
@@ -199,7 +198,7 @@ def first_chunk(subject: Subject) -> float:
 
 
 def batches(subject: Subject) -> list[dict[str, float]]:
-    """Seconds of a batch of equal chunks, by its size and hop; the faster of two."""
+    """Seconds per batch of equal chunks, by batch size and hop; the faster of two runs."""
     rows = []
     for size, index in itertools.product(BATCHES, range(len(HOPS))):
         best = float("inf")
@@ -218,7 +217,7 @@ def batches(subject: Subject) -> list[dict[str, float]]:
 
 
 def cpu_ratio(subject: Subject) -> float:
-    """CPU time of 8 streams rendered together over that of the same 8 rendered one by one."""
+    """CPU time of 8 streams rendered together, relative to the same 8 rendered one by one."""
 
     def cpu_seconds(groups: list[list[int]]) -> float:
         begun = time.process_time()
@@ -231,7 +230,7 @@ def cpu_ratio(subject: Subject) -> float:
         return time.process_time() - begun
 
     everyone = list(range(CPU_STREAMS))
-    cpu_seconds([everyone])  # voices and caches are there from now on
+    cpu_seconds([everyone])  # fills the prompt caches
     single = min(cpu_seconds([[i] for i in everyone]) for _ in range(3))
     together = min(cpu_seconds([everyone]) for _ in range(3))
     return together / single
@@ -267,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     loads: list[LoadResult] = []
     if subject.device.type == "cpu":
         result["cpu_time_batch8_over_8_single"] = cpu_ratio(subject)
-        print(f"CPU time of 8 streams together over one by one: {result['cpu_time_batch8_over_8_single']:.2f}")
+        print(f"CPU time of 8 streams together relative to one by one: {result['cpu_time_batch8_over_8_single']:.2f}")
     else:
         result["batches"] = batches(subject)
         steady = [(int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS) for listeners in CASES[stack].listeners]

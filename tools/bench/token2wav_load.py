@@ -1,4 +1,4 @@
-"""Streams that begin at random and are fed at twice real time, through the real service."""
+"""Streams that start at random times and are fed at twice real time, through the real service."""
 
 import heapq
 import itertools
@@ -30,13 +30,13 @@ class Piece(NamedTuple):
 
 @dataclass
 class Listener:
-    """One stream, its tokens and what its listener hears. Times are seconds of one clock."""
+    """One stream, its tokens and its playback. Times are seconds of one clock."""
 
     begins: float
     chunks: list[Piece]
-    ready: list[float]  # when the tokens of each chunk are there
-    asked: float = 0.0
-    next: int = -1  # the chunk asked for; -1 is the stream's start
+    ready: list[float]  # when the tokens of each chunk have arrived
+    requested_at: float = 0.0
+    next: int = -1  # the requested chunk; -1 is the start of the stream
     latencies: list[float] = field(default_factory=list)
     player: Player = field(default_factory=Player)
     error: str = ""
@@ -45,13 +45,13 @@ class Listener:
     def done(self) -> bool:
         return bool(self.error) or self.next == len(self.chunks)
 
-    def hear(self, now: float, answer: Any) -> None:
+    def receive(self, now: float, answer: Any) -> None:
         if isinstance(answer, BaseException):
             self.error = repr(answer)
             return
         if self.next >= 0:
-            self.latencies.append(now - self.asked)
-            self.player.hear(now, len(answer) / SAMPLE_RATE)
+            self.latencies.append(now - self.requested_at)
+            self.player.add(now, len(answer) / SAMPLE_RATE)
         self.next += 1
 
 
@@ -104,8 +104,8 @@ def run_load(
     tokens: int,
     window: float,
 ) -> LoadResult:
-    """Speak every utterance, of `tokens` tokens cut by `hops`, in its voice; they begin within `window` seconds."""
-    for prompt in voices:  # prompt caches are there before the clock runs
+    """Render every utterance of `tokens` tokens in `hops` with its voice; they start within `window` seconds."""
+    for prompt in voices:  # fill the prompt caches before timing
         engine.close(engine.open(prompt))
     service = Token2WavService(engine, idle_seconds=600)
     rng, begun = random.Random(0), time.perf_counter() + 0.2
@@ -123,7 +123,7 @@ def run_load(
         try:
             now, index, answer = answers.get(timeout=wait)
             listener = listeners[index]
-            listener.hear(now, answer)
+            listener.receive(now, answer)
             if listener.done:
                 live -= 1
             else:
@@ -151,5 +151,5 @@ def _ask(
     else:
         chunk = listener.chunks[listener.next]
         request = Token2WavRequest(index + 1, start=False, end=chunk.final, tokens=chunk.tokens, final=chunk.final)
-    listener.asked = time.perf_counter()
+    listener.requested_at = time.perf_counter()
     service.submit(request, lambda answer: answers.put((time.perf_counter(), index, answer)))

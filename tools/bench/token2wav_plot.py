@@ -1,4 +1,4 @@
-"""The picture of a benchmark: latencies under load, and audio made per second by size of batch."""
+"""Plot of the benchmark: latencies under load, and throughput by batch size."""
 
 from pathlib import Path
 from typing import Any
@@ -40,5 +40,5 @@ def _first_chunks(axes: Any, result: dict[str, Any], loads: list[LoadResult]) ->
         whis=(5, 95),
     )
     axes.axhline(result["plain_first_chunk_ms"], linestyle="--", label="plain form, one stream")
-    axes.set(xlabel="utterances begun per second", ylim=(0, None))
+    axes.set(xlabel="utterances started per second", ylim=(0, None))
     axes.legend()

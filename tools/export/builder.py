@@ -1,4 +1,4 @@
-"""One plan: an ONNX network through TensorRT's builder, checked against onnxruntime before anybody keeps it."""
+"""Build one TensorRT plan from an ONNX network, and check it against onnxruntime."""
 
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,23 @@ from common.accel.tensorrt import TensorRTNetwork, import_tensorrt, new_log
 from common.accel.workloads import Workload
 from tools.export import precision
 
-CHECKED_SIZE = 64  # of each dimension, at most: onnxruntime computes the same on the CPU
-WORST_ERROR = 0.05  # of the outputs' root mean square
+CHECKED_SIZE = 64  # maximum of each dimension, because onnxruntime runs on the CPU
+WORST_ERROR = 0.05  # relative to the outputs' root mean square
 
 
 class BuildError(RuntimeError):
-    """TensorRT built no plan, or one that computes something else."""
+    """TensorRT built no plan, or one with wrong outputs."""
 
 
 def build(onnx: Path, workload: Workload, timings: Path) -> bytes:
-    """The plan of `workload`. `timings`: TensorRT's measurements of kernels, read if there are any, and written.
+    """The plan of `workload`. timings: TensorRT's timing cache, read if it exists, and written.
 
-    BuildError with TensorRT's own reason, ValueError where the ONNX file is not what serving needs.
+    BuildError with TensorRT's reason, ValueError if the ONNX file does not fit serving.
     """
     trt = import_tensorrt()
     log = new_log(trt)
     builder = trt.Builder(log)
-    # From version 11 on every network is, and the flag means nothing.
+    # From version 11 on all networks are strongly typed, and the flag has no effect.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
     if not parser.parse(precision.read(onnx, workload.precision)):
@@ -51,9 +51,9 @@ def build(onnx: Path, workload: Workload, timings: Path) -> bytes:
 
 
 def check(engine: bytes, onnx: Path, workload: Workload, device: torch.device | str) -> float:
-    """How far the plan is from the ONNX file in float32, as a part of the outputs' root mean square, on random inputs.
+    """The error of the plan against the float32 ONNX file on random inputs, relative to the outputs' root mean square.
 
-    BuildError if that is more than rounding.
+    BuildError if it exceeds WORST_ERROR.
     """
     import onnxruntime
 
@@ -68,7 +68,7 @@ def check(engine: bytes, onnx: Path, workload: Workload, device: torch.device | 
     expected = session.run(names, {name: tensor.numpy() for name, tensor in inputs.items()})
     found = loaded.run({name: tensor.to(device) for name, tensor in inputs.items()})
     worst = max(_error(found[name].float().cpu().numpy(), want) for name, want in zip(names, expected, strict=True))
-    if not worst <= WORST_ERROR:  # NaN is not
+    if not worst <= WORST_ERROR:  # also true for NaN
         raise BuildError(
             f"the {workload.precision} plan of {onnx.name} is wrong: {100 * worst:.1f} % away from the ONNX file, "
             f"{100 * WORST_ERROR:g} % is the limit; try another --precision"
@@ -87,14 +87,14 @@ def _add_profile(builder: Any, config: Any, limits: ShapeLimits, onnx: Path) -> 
 def _read_timings(config: Any, path: Path) -> Any:
     cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-        cache = config.create_timing_cache(b"")  # of another driver, or damaged: measured anew
+        cache = config.create_timing_cache(b"")  # made by another driver, or damaged: start over
         config.set_timing_cache(cache, ignore_mismatch=False)
     return cache
 
 
 def _monitor(trt: Any) -> Any:
-    """A bar for the outermost phases of a build, which takes minutes and can be interrupted: exceptions do not get
-    through TensorRT, so that Ctrl-C is remembered."""
+    """Progress bars for the outermost phases of a build, which takes minutes. Exceptions do not pass through TensorRT,
+    so Ctrl-C is recorded."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
@@ -122,7 +122,7 @@ def _monitor(trt: Any) -> Any:
 
 
 def _checked_shapes(limits: ShapeLimits) -> dict[str, tuple[int, ...]]:
-    """The usual shapes, or smaller ones where they would keep the CPU busy."""
+    """The usual shapes, reduced where they would take long on the CPU."""
     return {
         name: tuple(
             size if limits.most[name][axis] == size else max(limits.least[name][axis], min(size, CHECKED_SIZE))

@@ -1,16 +1,15 @@
-"""Build the TensorRT plans of a stack ahead of serving, or list those that are there.
+"""Build the TensorRT plans of a stack ahead of serving, or list the existing ones.
 
     python -m tools.export.engines --model-dir models/official/Step-Audio-2-mini/token2wav
     python -m tools.export.engines --model-dir models/official/CosyVoice2-0.5B --precision bfloat16
     python -m tools.export.engines --model-dir models/official/CosyVoice2-0.5B --list
 
-The model directory holds the stack's ONNX files (python -m tools.export.onnx writes them); the plans go to its folder
-tensorrt. Run it on the GPU, with the TensorRT, that will serve: a plan is of no use to any other. A plan that is there
-already is kept, so that a build which was interrupted goes on where it stopped. Each takes minutes, and the GPU to
-itself.
+The model directory holds the stack's ONNX files (python -m tools.export.onnx writes them); plans go to its folder
+tensorrt. Run it with the GPU and the TensorRT version that will serve: plans work with no other. Existing plans are
+kept, so an interrupted build continues where it stopped. Each plan takes minutes and needs the GPU to itself.
 
-Shapes follow from the limits of serving: give the options that differ from the defaults of the rendered stack.
-Exit code: 0 if every plan of the stack is there, 1 if one is not, 130 if interrupted.
+Shapes follow from the limits of serving: give the options in which the rendered stack differs from the defaults.
+Exit code: 0 if all plans of the stack exist, 1 if one is missing, 130 if interrupted.
 """
 
 import argparse
@@ -33,8 +32,8 @@ FAILURES = (RuntimeError, ValueError, OSError)
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", type=Path, required=True, help="the vocoder's: flow.pt, campplus.onnx, ...")
-    parser.add_argument("--list", action="store_true", help="build nothing; say which plans fit this machine")
+    parser.add_argument("--model-dir", type=Path, required=True, help="directory with flow.pt, campplus.onnx, ...")
+    parser.add_argument("--list", action="store_true", help="build nothing; list which plans fit this machine")
     parser.add_argument("--precision", choices=get_args(PlanPrecision), default=Serving.precision, help="of the flow")
     parser.add_argument("--max-streams", type=int, default=Serving.max_streams, help="as the stack was rendered")
     parser.add_argument("--max-hop-tokens", type=int, default=Serving.max_hop_tokens, help="as the stack was rendered")
@@ -43,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def stack_of(model_dir: Path) -> Stack:
-    """Which stack's ONNX files a directory holds."""
+    """The stack whose ONNX files are in a directory."""
     for stack in stacks.registered():
         if any((model_dir / file).exists() for file in stack.networks.values()):
             return stack
@@ -60,7 +59,7 @@ def describe(workload: Workload) -> str:
 
 
 def build_all(model_dir: Path, workloads: Sequence[Workload], machine: Machine, device: str) -> int:
-    """Build the plans that are not there; how many could not be."""
+    """Build the missing plans; returns how many failed."""
     failed = 0
     for number, workload in enumerate(workloads, 1):
         print(f"[{number}/{len(workloads)}] {describe(workload)}", flush=True)
@@ -73,7 +72,7 @@ def build_all(model_dir: Path, workloads: Sequence[Workload], machine: Machine, 
 
 
 def build_one(model_dir: Path, workload: Workload, machine: Machine, device: str) -> str:
-    """Build one plan if it is not there; what to say of it."""
+    """Build one plan if it is missing; returns a line about it."""
     try:
         return f"is there already: {plans.find(workload, model_dir, machine).path.name}"
     except PlanError:
@@ -91,7 +90,7 @@ def build_one(model_dir: Path, workload: Workload, machine: Machine, device: str
 
 
 def list_plans(model_dir: Path, workloads: Sequence[Workload], machine: Machine) -> int:
-    """Say what every plan is good for here, and how many uses have none."""
+    """Print whether each plan fits this machine; returns how many uses have none."""
     wanted = {workload.use: Key.of(workload, model_dir, machine) for workload in workloads}
     for path, plan in plans.survey(model_dir):
         print(f"{path.name}  {path.stat().st_size / 1e6:.1f} MB\n      {_verdict(plan, wanted)}")
@@ -108,7 +107,7 @@ def list_plans(model_dir: Path, workloads: Sequence[Workload], machine: Machine)
 
 def _verdict(plan: Plan | None, wanted: dict[str, Key]) -> str:
     if plan is None:
-        return "never loaded: its sidecar is missing or damaged; remove it and build it anew"
+        return "never loaded: its sidecar is missing or damaged; remove it and build it again"
     if (key := wanted.get(plan.key.use)) is None:
         return f"not of this stack: {plan.key.use}"
     if differences := key.differences(plan.key):
@@ -133,9 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the plans that were finished are kept", file=sys.stderr)
+        print("interrupted; finished plans are kept", file=sys.stderr)
         return 130
-    print(f"{len(workloads) - failed} of {len(workloads)} plans are there")
+    print(f"{len(workloads) - failed} of {len(workloads)} plans exist")
     return min(1, failed)
 
 

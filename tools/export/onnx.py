@@ -1,14 +1,15 @@
-"""Write a checkpoint's networks as ONNX files beside it, for onnxruntime and TensorRT, each checked against torch.
+"""Export a checkpoint's networks to ONNX files for onnxruntime and TensorRT, and check each against torch.
 
     python -m tools.export.onnx --model-dir models/official/CosyVoice2-0.5B
     python -m tools.export.onnx --model-dir models/official/Step-Audio-2-mini/token2wav
 
-File names, inputs and outputs are upstream's, so that its files load here and these in its tools; a file that is there
-already, upstream's own too, is checked and kept. Every file is run in onnxruntime on the CPU over shapes and batch
-sizes and compared with torch; the exit code is 1 if one differs. A new file that differs stays as FILE.failed.
+File names, inputs and outputs are upstream's, so upstream's files load here and these files in upstream's tools.
+Existing files, including upstream's, are checked and kept. Every file is run in onnxruntime on the CPU with several
+shapes and batch sizes and compared with torch; the exit code is 1 if one differs. A new file that differs is kept as
+FILE.failed.
 
-CAM++ comes as ONNX with the official checkpoints. Where only its torch checkpoint is there (campplus*.bin or *.pt), its
-network is taken from the package modelscope: pip install modelscope==1.40.2 addict==2.4.0
+The official checkpoints have CAM++ as ONNX. If only its torch checkpoint exists (campplus*.bin or *.pt), its network is
+taken from the package modelscope: pip install modelscope==1.40.2 addict==2.4.0
 """
 
 import argparse
@@ -43,14 +44,14 @@ from common.stacks import Stack
 from common.voice.torchaudio_stub import torchaudio_or_stub
 
 TOLERANCE = 1e-4  # largest difference over the largest value, float32
-MAX_ROWS, MAX_FRAMES = 128, 20_000  # what the exporter is told; the files' own dimensions are free
+MAX_ROWS, MAX_FRAMES = 128, 20_000  # for the exporter; the dimensions in the files are dynamic
 
 Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Export:
-    """One network: its module, how to make inputs of a size, and the sizes to check."""
+    """One network: its module, a function that makes inputs of a size, and the sizes to check."""
 
     signature: Signature
     module: nn.Module
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def exports_of(model_dir: Path) -> Iterator[Export]:
-    """What can be exported of a checkpoint directory. ValueError where there is no flow.pt."""
+    """The networks of a checkpoint directory that can be exported. ValueError if there is no flow.pt."""
     path = model_dir / Stack.flow
     stack = stacks.of_flow(read_state(path, "meta"), path)
     if stack not in FLOWS:
@@ -87,7 +88,7 @@ WHOLE_SIZES = ((2, 4), (2, 57), (4, 200), (16, 32))
 
 
 def whole_inputs(R: int, T: int) -> Inputs:
-    """Rows of different lengths, the first as long as all."""
+    """Rows of different lengths; the first has all frames."""
     lengths = torch.tensor([max(1, T - 3 * row) for row in range(R)])
     return {
         "x": torch.randn(R, MEL_BINS, T),
@@ -128,7 +129,7 @@ def speaker_inputs(B: int, T: int) -> Inputs:
     return {"input": torch.randn(B, T, MEL_BINS)}
 
 
-class SpeakerNetwork(nn.Module):
+class ExportedSpeakerNetwork(nn.Module):
     """CAM++ with its input named as in the file."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -150,9 +151,9 @@ FLOWS: dict[Stack, tuple[Callable[[Path], Any], Callable[[Stack, Any], Iterator[
 def load_campplus(path: Path) -> nn.Module:
     """CAM++ from its torch checkpoint."""
     try:
-        import modelscope.models  # noqa: F401  # first: it asks what is installed
+        import modelscope.models  # noqa: F401  # first, because it checks which packages are installed
 
-        with torchaudio_or_stub():  # which makes features; here the network is given them
+        with torchaudio_or_stub():  # needed only for features, which are inputs here
             from modelscope.models.audio.sv.DTDNN import CAMPPlus
     except ImportError as error:
         raise ValueError(
@@ -160,14 +161,14 @@ def load_campplus(path: Path) -> nn.Module:
         ) from None
     network = CAMPPlus(feat_dim=MEL_BINS, embedding_size=SPEAKER_DIM)
     network.load_state_dict(read_state(path), strict=True)
-    return SpeakerNetwork(network).eval()
+    return ExportedSpeakerNetwork(network).eval()
 
 
 def write_and_check(export: Export, directory: Path) -> bool:
-    """Write the file unless it is there; whether it computes what torch does."""
+    """Write the file unless it exists; returns whether its outputs equal torch's."""
     path = directory / export.signature.file
     if path.exists():
-        print(f"{path}: there already, checking it")
+        print(f"{path}: exists already, checking it")
         return check(export, path)
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".export.") as scratch:
@@ -180,7 +181,7 @@ def write_and_check(export: Export, directory: Path) -> bool:
 
 
 def write(export: Export, path: Path) -> None:
-    """Export with all free dimensions free."""
+    """Export with all varying dimensions dynamic."""
     dims = {
         "rows": torch.export.Dim("rows", min=1, max=MAX_ROWS),
         "batch": torch.export.Dim("batch", min=1, max=MAX_ROWS),
@@ -189,7 +190,7 @@ def write(export: Export, path: Path) -> None:
     }
     axes = export.signature.axes
     shapes = {name: {axis: dims[dim] for axis, dim in varying.items()} for name, varying in axes.items()}
-    # Sizes that no other dimension has, so that the exporter takes none of them for a constant.
+    # Sizes that occur in no other dimension, so that the exporter treats none of them as a constant.
     example = export.inputs(*(6, 37, 29)[: len(export.sizes[0])])
     with _quiet():
         torch.onnx.export(
@@ -208,7 +209,7 @@ def write(export: Export, path: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of packages and names that mean nothing here."""
+    """Silence the exporter's warnings about packages and names that do not matter here."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -221,7 +222,7 @@ def _quiet() -> Iterator[None]:
 
 
 def check(export: Export, path: Path) -> bool:
-    """Compare onnxruntime with torch over the sizes, a line each."""
+    """Compare onnxruntime with torch for each size, and print a line."""
     network = OnnxNetwork(path)
     expected = set(export.signature.inputs), set(export.signature.outputs)
     found = set(network.inputs), set(network.outputs)
@@ -242,7 +243,7 @@ def check(export: Export, path: Path) -> bool:
 
 @torch.inference_mode()
 def difference(export: Export, network: OnnxNetwork, size: tuple[int, ...]) -> float:
-    """The largest difference of any output, over its largest value. A cache may have its newest frames first."""
+    """The largest difference of any output, relative to its largest value. Newest frames of a cache may come first."""
     inputs = export.inputs(*size)
     results = export.module(**inputs)
     outputs = network.run(inputs)
@@ -270,8 +271,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model-dir", type=Path, required=True, help="directory with flow.pt of either stack")
-    parser.add_argument("--output-dir", type=Path, help="where the files go (default: the model directory)")
+    parser.add_argument("--model-dir", type=Path, required=True, help="directory with the flow.pt of a stack")
+    parser.add_argument("--output-dir", type=Path, help="directory for the files (default: the model directory)")
     return parser.parse_args(argv)
 
 

@@ -1,10 +1,10 @@
-"""An ONNX network in float32 as one in half precision: TensorRT computes in the types that the network has.
+"""Convert a float32 ONNX network to half precision: TensorRT computes in the types of the network.
 
-The flow time, and what is computed from it up to the first matrix product, stays in float32: half precision could not
-tell neighbouring Euler steps apart. TensorRT itself keeps the sums of products, norms and softmax in float32.
+The flow time and everything computed from it before the first matrix product stay in float32: half precision cannot
+distinguish neighbouring Euler steps. TensorRT itself accumulates products, norms and softmax in float32.
 
-onnxruntime's own converter cannot leave out two nodes that share an input, as the time's sine and cosine do, and knows
-no bfloat16; NVIDIA's, in nvidia-modelopt, needs an older onnx than the rest of this project.
+onnxruntime's converter cannot exclude two nodes that share an input, as the time's sine and cosine do, and does not
+support bfloat16; NVIDIA's, in nvidia-modelopt, needs an older onnx than the rest of this project.
 """
 
 from collections.abc import Iterable
@@ -18,18 +18,18 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, versi
 from common.accel.workloads import PlanPrecision
 
 TIME = "t"
-_BEHIND_TIME = {"MatMul", "Gemm", "Conv", "Shape", "Size"}  # what these make of the time is not a time any more
+_BEHIND_TIME = {"MatMul", "Gemm", "Conv", "Shape", "Size"}  # their outputs no longer count as time
 _TYPES = {"float16": (TensorProto.FLOAT16, np.float16), "bfloat16": (TensorProto.BFLOAT16, ml_dtypes.bfloat16)}
-BFLOAT16_OPSET = 22  # the first in which convolutions and Mish take it
-# Masks add -1e10, of which float16 would make an infinity, and of a row that is masked as a whole no number at all.
+BFLOAT16_OPSET = 22  # the first in which convolutions and Mish support it
+# Masks add -1e10, which is an infinity in float16; a fully masked row would then be NaN.
 LARGEST = 1e4
 
 
 def read(path: Path, precision: PlanPrecision) -> bytes:
-    """The ONNX file, with whatever lies beside it, as one message in `precision`; ValueError if it cannot be read."""
+    """The ONNX file, including external data, as one message in `precision`; ValueError if it cannot be read."""
     try:
         model = onnx.load(str(path))
-    except Exception as error:  # protobuf's and onnx's errors share no base class
+    except Exception as error:  # the errors of protobuf and onnx have no common base class
         raise ValueError(f"{path} is not an ONNX file: {error}") from None
     if precision == "bfloat16" and _opset(model) < BFLOAT16_OPSET:
         model = version_converter.convert_version(model, BFLOAT16_OPSET)
@@ -43,7 +43,7 @@ def _opset(model: ModelProto) -> int:
 
 
 class _Retyping:
-    """Every float32 of a network becomes another type, but for the time."""
+    """Changes all float32 values of a network to another type, except those of the time."""
 
     def __init__(self, model: ModelProto, kind: int, dtype: type) -> None:
         self._graph = model.graph
@@ -55,7 +55,7 @@ class _Retyping:
         time_nodes = self._time_nodes()
         self._separate(time_nodes)
         kept = {name for node in time_nodes for name in node.input}
-        del graph.value_info[:]  # they say float32
+        del graph.value_info[:]  # they are declared float32
         for value in (*graph.input, *graph.output):
             if value.name not in kept and value.type.tensor_type.elem_type == TensorProto.FLOAT:
                 value.type.tensor_type.elem_type = self._kind
@@ -68,10 +68,10 @@ class _Retyping:
                 self._retype_attributes(node)
 
     def _time_nodes(self) -> list[NodeProto]:
-        """Those between the time and the first matrix product, constants that only they use included."""
+        """The nodes between the time and the first matrix product, including constants that only they use."""
         reached = {TIME} & {value.name for value in self._graph.input}
         nodes = []
-        for node in self._graph.node:  # in order of computation
+        for node in self._graph.node:  # in topological order
             if node.op_type not in _BEHIND_TIME and reached.intersection(node.input):
                 reached.update(node.output)
                 nodes.append(node)
@@ -80,7 +80,7 @@ class _Retyping:
         return constants + nodes
 
     def _separate(self, time_nodes: list[NodeProto]) -> None:
-        """Give the time's nodes numbers of their own, and cast what they hand on."""
+        """Give the time's nodes their own copies of shared constants, and cast their outputs."""
         graph, inside = self._graph, {id(node) for node in time_nodes}
         outside = [node for node in graph.node if id(node) not in inside]
         used = {name for node in outside for name in node.input}
@@ -97,7 +97,7 @@ class _Retyping:
                 graph.node.insert(list(graph.node).index(node) + 1, cast)
 
     def _retype_attributes(self, node: NodeProto) -> None:
-        if node.op_type == "ConstantOfShape" and not node.attribute:  # float32 zeros, though nothing says so
+        if node.op_type == "ConstantOfShape" and not node.attribute:  # float32 zeros by default
             node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(np.zeros(1, np.float32))))
         for attribute in node.attribute:
             if attribute.HasField("t"):

@@ -1,4 +1,4 @@
-"""A sweep measured step after step: what scripts/benchmark.py runs."""
+"""The steps of a sweep, measured one after another; scripts.benchmark launches it."""
 
 import argparse
 import platform
@@ -12,8 +12,8 @@ from tools.load.progress import measured
 from tools.load.sweep import Sweep, write_comparison
 
 MANIFEST = Path(__file__).resolve().parents[2] / "tests" / "assets" / "manifest.jsonl"
-REQUESTS_PER_TASK = 4  # with fewer, the beginning and the end of a run are all of it
-MIN_REQUESTS = 40  # with fewer, a 95th percentile is the worst but one
+REQUESTS_PER_TASK = 4  # with fewer, start-up and tail dominate the run
+MIN_REQUESTS = 40  # with fewer, the 95th percentile is the second worst value
 
 
 def run(args: argparse.Namespace, command: list[str]) -> int:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, command: list[str]) -> int:
 
 
 def run_sweep(args: argparse.Namespace, command: list[str]) -> int:
-    """Measure step after step, until one is broken off; 0 when every request of every step was answered."""
+    """Measure until a step is aborted; 0 if every request of every step was answered."""
     if not (args.manifest_path or args.huggingface_dataset or args.target_text):
         args.manifest_path = MANIFEST
     jobs = Jobs.from_arguments(args)
@@ -47,7 +47,7 @@ def run_sweep(args: argparse.Namespace, command: list[str]) -> int:
         load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None, listening=bool(args.listeners))
         run = measured(load, load.shape(), args.log_interval)
         sweep.add(load, run)
-        sweep.write(args.output)  # after each step: what is measured is safe
+        sweep.write(args.output)  # after each step, so that nothing measured is lost
         code = code or (0 if run.complete else 1)
         if run.interrupted or len(run.lost) == len(args.servers):
             code = 130 if run.interrupted else 1

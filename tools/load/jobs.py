@@ -1,4 +1,4 @@
-"""The requests of a run: rows of a manifest or of a data set, or one request of the command line, repeated."""
+"""The requests of a run: rows of a manifest or data set, or the request of the command line, repeated."""
 
 import argparse
 import dataclasses
@@ -17,8 +17,8 @@ ONE_REQUEST = "test"  # its id and its split, as upstream names them
 
 
 @dataclass(frozen=True)
-class Job:
-    """One request; `id` names its audio file. new_voice: the recording is sent as one that no server has met."""
+class LoadJob:
+    """One request; `id` names its audio file. new_voice: change the recording so that no server has it cached."""
 
     id: str
     base: Utterance
@@ -28,39 +28,37 @@ class Job:
         if not self.new_voice or self.base.reference is None:
             return self.base
         reference = self.base.reference.copy()
-        # Inaudible, and another recording to any cache; of no seed, since a server remembers earlier runs.
+        # Inaudible, but a different recording for any cache. Unseeded, because a server has earlier runs cached.
         reference[-8:] = np.random.default_rng().uniform(-1e-3, 1e-3, 8)
         return dataclasses.replace(self.base, reference=reference)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    data = parser.add_argument_group(
-        "many requests", "instead of one --target-text; columns: see tools/load/samples.py"
-    )
+    data = parser.add_argument_group("many requests", "instead of one --target-text; columns: see docs/benchmark.md")
     data.add_argument(
         "--manifest-path", type=Path, help="JSON lines (tests/assets/manifest.jsonl is one), or a .lst file"
     )
     data.add_argument("--huggingface-dataset", help="a data set by name, such as yuekai/seed_tts; needs a network")
     data.add_argument("--split-name", default="wenetspeech4tts", help="of the data set (default: wenetspeech4tts)")
-    data.add_argument("--num-requests", type=positive_int, help="rows are repeated or left out to make so many")
+    data.add_argument("--num-requests", type=positive_int, help="rows are repeated or dropped to make this many")
     data.add_argument(
         "--use-spk2info-cache",
         type=boolean,
         nargs="?",
         const=True,
         default=False,
-        help="send the text alone: the server speaks in its default voice (default_speaker)",
+        help="send only the text: the server uses its default voice (default_speaker)",
     )
     data.add_argument(
         "--new-voices",
         action="store_true",
-        help="change each request's recording inaudibly, so that the server knows no voice from before",
+        help="change each request's recording inaudibly, so that the server has no voice cached",
     )
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """`split`: what the report's files are named by."""
+    """All requests of a run. split: part of the names of the report's files."""
 
     split: str
     requests: Sequence[Utterance]
@@ -69,7 +67,7 @@ class Jobs:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Jobs":
-        """What the command line names; SampleError or ClientError where it cannot be read."""
+        """The requests that the options select; SampleError or ClientError if they cannot be read."""
         if args.manifest_path is not None:
             split, samples = args.manifest_path.stem, read_manifest(args.manifest_path, limit=args.num_requests)
         elif args.huggingface_dataset is not None:
@@ -82,24 +80,24 @@ class Jobs:
             return cls(ONE_REQUEST, [base], [ONE_REQUEST], args.new_voices)
         for option in ("target_text", "reference_audio", "reference_text"):
             if getattr(args, option) is not None:
-                raise ClientError(f"--{option.replace('_', '-')} beside {split}: each row brings its own")
+                raise ClientError(f"--{option.replace('_', '-')} with {split}: each row has its own")
         requests = [_utterance(sample, args) for sample in samples]
         return cls(split, requests, [sample.id for sample in samples], args.new_voices)
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def take(self, count: int) -> list[Job]:
-        """So many jobs, the rows in turn."""
+    def take(self, count: int) -> list[LoadJob]:
+        """`count` jobs, the rows in turn."""
         jobs = []
         for index, (base, name) in enumerate(islice(cycle(zip(self.requests, self.ids, strict=True)), count)):
             turn = index // len(self) + 1
-            jobs.append(Job(f"{name}@{turn}" if turn > 1 else name, base, self.new_voices))
+            jobs.append(LoadJob(f"{name}@{turn}" if turn > 1 else name, base, self.new_voices))
         return jobs
 
 
 def _utterance(sample: Sample, args: argparse.Namespace) -> Utterance:
-    """A row in its own voice, or in that of --speaker, or in the server's."""
+    """A row with its own voice, that of --speaker, or the server's default."""
     text_only = Utterance(
         sample.target_text,
         parameters=request_parameters(args) | {TIMELINE: True},

@@ -1,4 +1,4 @@
-"""What one request gave, and what many gave together. Times are seconds of one clock until `figures` makes them ms."""
+"""Results of one request and of a run. Times are seconds of one clock; `figures` converts them to ms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,21 +9,21 @@ import numpy as np
 from common.constants import SAMPLE_RATE
 from tools.load.statistics import ModelTimes
 
-PLAYER_BUFFER = 0.25  # seconds that a player waits after the first audio before it starts
+PLAYER_BUFFER = 0.25  # seconds between the first audio and the start of playback
 PERCENTILES = (50, 90, 95, 99)
-TRANSPORT = "transport"  # the client's share of the first chunk: both ways of the network, the server's front, queues
+TRANSPORT = "transport"  # the rest of the first chunk's latency: network, server front end, queues, client
 
 
 @dataclass
 class Player:
-    """What a listener hears who starts `PLAYER_BUFFER` after the first audio."""
+    """Playback that starts `PLAYER_BUFFER` after the first audio."""
 
     played_until: float | None = None  # None before the first audio
-    worst_gap: float = 0.0  # the longest silence
-    least_slack: float = float("inf")  # audio that was left when more came, at the least; negative in a gap
+    worst_gap: float = 0.0  # the longest underrun
+    least_slack: float = float("inf")  # least audio left when more arrived; negative in a gap
 
-    def hear(self, now: float, seconds: float) -> None:
-        """`seconds` of audio have come."""
+    def add(self, now: float, seconds: float) -> None:
+        """`seconds` of audio have arrived."""
         if self.played_until is None:
             self.played_until = now + PLAYER_BUFFER
         else:
@@ -33,12 +33,12 @@ class Player:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """How one request ended.
 
-    begun: when it was sent, or should have been at a given rate, since the beginning of the run. arrivals: of each
-    chunk since `begun`, samples: its length. total: until the answer's end. error: "" or why it failed; the chunks
-    before the failure are there. timeline: the stages that the server told, see `common.client.requests.timeline_of`.
+    begun: when it was sent, or was due at a given rate, from the start of the run. arrivals: of each chunk, since
+    `begun`; samples: its length. total: time to the end of the answer. error: "" or why it failed; chunks before the
+    failure are included. timeline: stages reported by the server, see `common.client.requests.timeline_of`.
     """
 
     id: str
@@ -52,20 +52,20 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Of audio."""
+        """Length of the audio."""
         return sum(self.samples) / SAMPLE_RATE
 
     def played(self) -> Player:
-        """What its listener heard."""
+        """How playback of this answer went."""
         player = Player()
         for arrival, samples in zip(self.arrivals, self.samples, strict=True):
-            player.hear(arrival, samples / SAMPLE_RATE)
+            player.add(arrival, samples / SAMPLE_RATE)
         return player
 
     def stages(self) -> dict[str, float]:
-        """Where the time until the first chunk went: each stage's own share, in the order they were reached.
+        """The first chunk's latency by stage, in the order they were reached.
 
-        What the stages up to the first audio leave of the latency is `TRANSPORT`. Empty where the server told none.
+        `TRANSPORT` is the latency that is left after the stages. Empty if the server reported none.
         """
         shares: dict[str, float] = {}
         reached = 0.0
@@ -96,14 +96,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run without its warm-up.
+    """A whole run, without its warm-up.
 
-    elapsed: from the first request's beginning to the last one's end. unsent: requests that were not made because no
-    server was left or the run was interrupted. lost: servers that stopped answering, and how. client_lag: how late
-    this process noticed what came, 95th percentile. models, vocoder: what the servers counted, see `statistics`.
+    elapsed: from the start of the first request to the end of the last. unsent: requests not made because no server was
+    left or the run was interrupted. lost: servers that stopped answering, and how. client_lag: scheduling delay of this
+    process, 95th percentile. models, vocoder: counters of the servers, see `statistics`; `vocoder` is token2wav's.
     """
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[RequestOutcome]
     elapsed: float
     unsent: int = 0
     lost: dict[str, str] = field(default_factory=dict)
@@ -113,11 +113,11 @@ class Run:
     vocoder: dict[str, float] | None = None
 
     @property
-    def good(self) -> list[Outcome]:
+    def good(self) -> list[RequestOutcome]:
         return [outcome for outcome in self.outcomes if not outcome.error]
 
     @property
-    def failed(self) -> list[Outcome]:
+    def failed(self) -> list[RequestOutcome]:
         return [outcome for outcome in self.outcomes if outcome.error]
 
     @property
@@ -125,7 +125,7 @@ class Run:
         return not self.failed and not self.unsent
 
     def figures(self) -> dict[str, Any]:
-        """Of the requests that were answered in full; JSON-ready."""
+        """Figures of the requests that were answered completely; JSON-ready."""
         good = self.good
         audio = sum(outcome.seconds for outcome in good)
         gaps = [outcome.played().worst_gap for outcome in good]
@@ -155,7 +155,7 @@ class Run:
 
 
 def distribution(values: Any, unit: float = 1000.0) -> dict[str, float] | None:
-    """Mean, variance, percentiles and maximum of an iterable of seconds, in milliseconds; None where it is empty."""
+    """Mean, variance, percentiles and maximum of seconds, in milliseconds; None if `values` is empty."""
     scaled = np.fromiter(values, np.float64) * unit
     if not scaled.size:
         return None

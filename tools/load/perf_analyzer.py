@@ -1,12 +1,11 @@
-"""Requests of a manifest, a data set or the command line as an input file of Triton's perf_analyzer.
+"""Write requests of a manifest, a data set or the command line as an input file for Triton's perf_analyzer.
 
-    python tools/load/perf_analyzer.py --manifest-path tests/assets/manifest.jsonl --output out/perf_analyzer.json
+    python -m tools.load.perf_analyzer --manifest-path tests/assets/manifest.jsonl --output out/perf_analyzer.json
     perf_analyzer -m cosyvoice2_dit -i grpc --streaming --async -u localhost:8001 \\
         --input-data out/perf_analyzer.json --concurrency-range 1:4 --measurement-mode count_windows \\
         --measurement-request-count 20 --stability-percentage 50 --profile-export-file out/perf_analyzer_profile.json
 
-The first response of each request in the profile is the first chunk. docs/benchmark.md says where perf_analyzer comes
-from.
+The first response of each request in the profile is the first chunk. docs/benchmark.md says how to get perf_analyzer.
 """
 
 import argparse
@@ -27,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         if args.seed is not None or args.parameter or args.cross_lingual:
-            raise ClientError("request parameters are perf_analyzer's to send: give it --request-parameter seed:7:int")
+            raise ClientError("perf_analyzer sends request parameters itself: give it --request-parameter seed:7:int")
         jobs = Jobs.from_arguments(args)
         requests = [_request(job.utterance()) for job in jobs.take(args.num_requests or len(jobs))]
         args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _request(utterance: Utterance) -> dict[str, Any]:
-    """The tensors of one request, without the batch dimension, which perf_analyzer adds."""
+    """The tensors of one request, without the batch dimension; perf_analyzer adds it."""
     return {name: _tensor(datatype, array[0]) for name, (datatype, array) in utterance.arrays().items()}
 
 

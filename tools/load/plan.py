@@ -1,4 +1,4 @@
-"""What a run asks of whom, and the options that say so."""
+"""What a run sends to which servers, and its options."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,26 +8,26 @@ from typing import Any, Literal
 
 from common.client.requests import ClientError
 from tools.arguments import natural_int, positive_int
-from tools.load.jobs import Job, Jobs
+from tools.load.jobs import Jobs, LoadJob
 
-MIN_WARMUP = 8  # so that the voices of a small manifest are known to the server, unless --new-voices
+MIN_WARMUP = 8  # so that the server has cached the voices of a small manifest, unless --new-voices
 
 
 @dataclass(frozen=True)
 class Load:
-    """What to ask of whom.
+    """What to send to which servers.
 
-    servers: host:port each; tasks and requests are dealt out to them in turn. tasks: of the closed loop, in all.
-    rate: requests per second of the open loop, None for the closed one. listening: a task of the closed loop asks anew
-    when it has heard its answer to the end, instead of when it has it. warmup: jobs that are done first and not
-    counted. audio_dir: where the audio goes, None to drop it. metrics: host:port of the servers' metrics pages.
+    servers: host:port each; tasks and requests are distributed over them in turn. tasks: of the closed loop, over all
+    servers. rate: requests per second of the open loop, None for the closed loop. listening: a task of the closed loop
+    waits until its audio has been played before the next request. warmup: jobs that run first and are not counted.
+    audio_dir: where the audio is written, None to drop it. metrics: host:port of the servers' metrics pages.
     """
 
     servers: Sequence[str]
     model: str
     mode: Literal["streaming", "offline"]
-    jobs: Sequence[Job]
-    warmup: Sequence[Job] = ()
+    jobs: Sequence[LoadJob]
+    warmup: Sequence[LoadJob] = ()
     tasks: int = 1
     rate: float | None = None
     listening: bool = False
@@ -38,7 +38,9 @@ class Load:
 
     def __post_init__(self) -> None:
         if self.rate is not None and self.client == "sync":
-            raise ClientError("the thread client has one request per thread: use --client asyncio with a request rate")
+            raise ClientError(
+                "the thread client sends one request per thread: use --client asyncio with a request rate"
+            )
 
     @classmethod
     def from_arguments(
@@ -52,7 +54,7 @@ class Load:
         audio_dir: Path | None,
         listening: bool = False,
     ) -> "Load":
-        """`count` of the jobs after the warm-up; the other settings as `add_load_arguments` parsed them."""
+        """`count` jobs after the warm-up; the other settings are those of `add_load_arguments`."""
         warmup = args.warmup_requests
         if warmup is None:
             warmup = max(tasks, min(len(jobs), MIN_WARMUP))
@@ -72,7 +74,7 @@ class Load:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What was asked of whom, JSON-ready."""
+        """The settings, JSON-ready."""
         return {
             "servers": list(self.servers),
             "model": self.model,
@@ -86,29 +88,29 @@ class Load:
         }
 
     def shape(self) -> str:
-        """The load in words."""
+        """The load as text."""
         if self.rate is not None:
             return f"{self.rate:g} requests per second"
         return f"{self.tasks} listeners" if self.listening else f"{self.tasks} at once"
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
-    """How many requests are asked; the caller adds how many at once."""
+    """Options of a measurement; the caller adds the concurrency or rate."""
     group = parser.add_argument_group("measuring")
     group.add_argument(
         "--warmup-requests",
         type=natural_int,
-        help=f"made first and not counted (default: one per task, {MIN_WARMUP} of different rows at least)",
+        help=f"sent first and not counted (default: one per task, at least {MIN_WARMUP} of different rows)",
     )
     group.add_argument(
-        "--log-interval", type=positive_int, default=5, help="requests between two looks at the percentiles"
+        "--log-interval", type=positive_int, default=5, help="requests between two updates of the percentiles"
     )
     group.add_argument(
         "--metrics",
         nargs="+",
         default=[],
         metavar="HOST:PORT",
-        help="our models' metrics pages, such as localhost:8003: adds the vocoder's mean wait and batch",
+        help="metrics pages of our models, such as localhost:8003: adds token2wav's mean wait and batch size",
     )
     group.add_argument(
         "--client", choices=("asyncio", "sync"), default="asyncio", help="tritonclient's asyncio or thread client"

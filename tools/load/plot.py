@@ -1,4 +1,4 @@
-"""Pictures of runs: what one would rather look at than read."""
+"""Plots of runs and sweeps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,17 +7,15 @@ from typing import Any
 import numpy as np
 
 from common.constants import SAMPLE_RATE
-from tools.load.report import STAGES, stage_names
+from tools.load.report import STAGES, Figures, stage_names
 
-Figures = Mapping[str, Any]
-
-TIMELINE_STREAMS = 64  # drawn at the most
+TIMELINE_STREAMS = 64  # drawn at most
 SHARES = ("p50", "p95", "p99")
 
 
 def figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
     """A matplotlib figure and its axes, (rows, columns), for a file."""
-    import matplotlib  # here: nothing else needs it, and it takes its time
+    import matplotlib  # here, because importing it takes long
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -37,7 +35,7 @@ def save(picture: Any, path: Path) -> None:
 
 
 def plot_run(summary: Figures, title: str, path: Path) -> None:
-    """Latencies, the chunks of each stream over time, and gaps. summary: what `report.write_run` returns."""
+    """Latencies, the chunks of each stream over time, and gaps. summary: the result of `report.write_run`."""
     streams = [stream for stream in summary["streams"] if not stream["error"]]
     picture, axes = figure(1, 3, 17, 5)
     picture.suptitle(title)
@@ -54,7 +52,7 @@ def _latencies(axes: Any, streams: Sequence[Figures]) -> None:
     for name, values in (
         ("first chunk", [at[0] for at in arrivals]),
         ("second chunk, after the first", [step[0] for step in steps if step]),
-        ("later chunks, each after the one before", [value for step in steps for value in step[1:]]),
+        ("later chunks, each after the previous one", [value for step in steps for value in step[1:]]),
         ("whole answer", [stream["total_ms"] for stream in streams]),
     ):
         if values:
@@ -76,8 +74,8 @@ def _chunks(axes: Any, streams: Sequence[Figures]) -> None:
         axes.scatter(at, [line] * len(at), s=sizes, color=color, alpha=0.7, linewidths=0, zorder=3)
     more = f", the first {len(shown)} of {len(streams)}" if len(shown) < len(streams) else ""
     axes.set(
-        title=f"chunks as they come{more}",
-        xlabel="seconds since the run began\n| sent, ● chunk by length, red: a stream with a gap",
+        title=f"chunk arrivals{more}",
+        xlabel="seconds since the run started\n| sent, ● chunk by length, red: a stream with a gap",
         ylabel="stream",
         ylim=(len(shown), -1),
     )
@@ -87,16 +85,16 @@ def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
     gaps = sum(stream["worst_gap_ms"] > 0 for stream in streams)
     axes.set(
         title=f"playback: {len(streams) - gaps} of {len(streams)} streams without a gap",
-        xlabel="least audio left when a chunk comes, ms (negative: a gap)\n"
+        xlabel="least audio left when a chunk arrives, ms (negative: a gap)\n"
         f"the player starts {summary['player_buffer_ms']:.0f} ms after the first chunk",
         ylabel="streams",
     )
     slack = [stream["least_slack_ms"] for stream in streams if stream["least_slack_ms"] is not None]
     if not slack:
-        axes.text(0.5, 0.5, "every answer came in one chunk", transform=axes.transAxes, ha="center")
+        axes.text(0.5, 0.5, "every answer was a single chunk", transform=axes.transAxes, ha="center")
         return
     width = max((max(slack) - min(slack)) / 20, 1.0)
-    edges = width * np.arange(np.floor(min(slack) / width), np.floor(max(slack) / width) + 2)  # zero is one of them
+    edges = width * np.arange(np.floor(min(slack) / width), np.floor(max(slack) / width) + 2)  # zero is an edge
     _, _, bars = axes.hist(slack, bins=edges)
     for edge, bar in zip(edges, bars, strict=False):
         bar.set_color("tab:red" if edge < 0 else "tab:green")
@@ -109,7 +107,7 @@ def _slack(axes: Any, streams: Sequence[Figures], summary: Figures) -> None:
 def plot_sweep(sweeps: Mapping[str, Sequence[Figures]], label: str, title: str, path: Path) -> None:
     """First chunk, whole answer, throughput with gaps, and stages of one sweep or of several side by side.
 
-    sweeps: their names and rows, each with `label`, what was swept, as a number. label: of the x axis.
+    sweeps: rows by name; `label` of a row is the swept number. label: of the x axis.
     """
     picture, axes = figure(2, 2, 13, 9)
     picture.suptitle(title)
@@ -117,14 +115,14 @@ def plot_sweep(sweeps: Mapping[str, Sequence[Figures]], label: str, title: str, 
     for index, (name, rows) in enumerate(sweeps.items()):
         style, prefix = styles[index % len(styles)], f"{name}: " if len(sweeps) > 1 else ""
         xs = [float(row["label"]) for row in rows]
-        for place, key, what in (
+        for panel, key, what in (
             (axes[0][0], "first_chunk_ms", "first chunk"),
             (axes[0][1], "total_ms", "whole answer"),
         ):
             for share, color in zip(SHARES, ("tab:blue", "tab:orange", "tab:red"), strict=True):
                 points = [(x, row[key][share]) for x, row in zip(xs, rows, strict=True) if row[key]]
-                place.plot(*_columns(points), style, marker="o", color=color, label=f"{prefix}{share}")
-            place.set(title=what, ylabel="ms")
+                panel.plot(*_columns(points), style, marker="o", color=color, label=f"{prefix}{share}")
+            panel.set(title=what, ylabel="ms")
         points = [(x, 1 / row["rtf"]) for x, row in zip(xs, rows, strict=True) if row["rtf"]]
         axes[1][0].plot(
             *_columns(points), style, marker="o", color="tab:green", label=f"{prefix}audio seconds per second"
@@ -133,14 +131,14 @@ def plot_sweep(sweeps: Mapping[str, Sequence[Figures]], label: str, title: str, 
     axes[1][0].set(title="throughput, and the share of streams without a gap", ylabel="audio seconds per second")
     _stage_bars(axes[1][1], sweeps)
     swept = sorted({float(row["label"]) for rows in sweeps.values() for row in rows})
-    for place in (axes[0][0], axes[0][1], axes[1][0]):
-        place.set_xscale("log")  # sweeps double, or go in tens
-        place.set_xticks(swept, [f"{x:g}" for x in swept])
-        place.set_xticks([], minor=True)
-        place.margins(x=0.1)
-        place.set(xlabel=label, ylim=(0, 1.08 * place.get_ylim()[1]))
-        place.grid(alpha=0.3)
-        place.legend(fontsize=8)
+    for panel in (axes[0][0], axes[0][1], axes[1][0]):
+        panel.set_xscale("log")  # sweeps usually double
+        panel.set_xticks(swept, [f"{x:g}" for x in swept])
+        panel.set_xticks([], minor=True)
+        panel.margins(x=0.1)
+        panel.set(xlabel=label, ylim=(0, 1.08 * panel.get_ylim()[1]))
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
     save(picture, path)
 
 
@@ -158,7 +156,7 @@ def _playback_notes(
 
 
 def _stage_bars(axes: Any, sweeps: Mapping[str, Sequence[Figures]]) -> None:
-    """One bar a row, its parts the mean share of each stage."""
+    """One bar per row, stacked from the mean share of each stage."""
     bars = [
         (f"{name} {row['label']}" if len(sweeps) > 1 else f"{row['label']}", row)
         for name, rows in sweeps.items()
@@ -169,9 +167,9 @@ def _stage_bars(axes: Any, sweeps: Mapping[str, Sequence[Figures]]) -> None:
         shares = [row["stages_ms"][name]["mean"] if name in row["stages_ms"] else 0.0 for _, row in bars]
         axes.barh([text for text, _ in bars], shares, left=left, label=STAGES[name].short)
         left = [begin + share for begin, share in zip(left, shares, strict=True)]
-    axes.set(title="where the first chunk's time goes, mean", xlabel="ms")
+    axes.set(title="first chunk by stage, mean", xlabel="ms")
     axes.invert_yaxis()
     if names:
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     else:
-        axes.text(0.5, 0.5, "the server told no stages", transform=axes.transAxes, ha="center")
+        axes.text(0.5, 0.5, "the server reported no stages", transform=axes.transAxes, ha="center")

@@ -1,4 +1,4 @@
-"""A run with a bar: how far it is, first-chunk percentiles so far, errors as they come."""
+"""A run with a progress bar, which shows first-chunk percentiles and errors."""
 
 import asyncio
 import sys
@@ -7,16 +7,16 @@ from collections import deque
 import numpy as np
 from tqdm import tqdm
 
-from tools.load.measure import Outcome, Run
+from tools.load.measure import RequestOutcome, Run
 from tools.load.plan import Load
 from tools.load.runner import run
 
-RECENT = 1000  # requests that the percentiles on the screen are of
-SHOWN_ERRORS = 5  # the others are in the report
+RECENT = 1000  # latest requests, over which the shown percentiles are computed
+SHOWN_ERRORS = 5  # the rest are in the report
 
 
 def measured(load: Load, title: str, interval: int) -> Run:
-    """Do `load`. interval: the percentiles are computed anew after so many requests. ClientError as `runner.run`."""
+    """Run `load`. interval: requests between two updates of the percentiles. ClientError as in `runner.run`."""
     progress = _Progress(len(load.jobs), title, interval)
     try:
         return asyncio.run(run(load, progress))
@@ -39,8 +39,8 @@ class _Progress:
         self.close()
         self._bar = tqdm(total=self._total, desc=f"{self._title}, {phase}", unit="request", leave=phase == "measuring")
 
-    def ended(self, outcome: Outcome, live: int) -> None:
-        assert self._bar is not None, "begins() comes first"
+    def ended(self, outcome: RequestOutcome, live: int) -> None:
+        assert self._bar is not None, "call begins() first"
         if outcome.error:
             self._errors += 1
             if self._errors <= SHOWN_ERRORS:
@@ -52,7 +52,7 @@ class _Progress:
             if self._answered == 1 or self._answered % self._interval == 0:
                 p50, p95 = np.percentile(self._first_chunks, (50, 95))
                 self._percentiles = f"first chunk p50 {p50:.0f} p95 {p95:.0f} ms, "
-        self._bar.set_postfix_str(f"{self._percentiles}{live} under way, {self._errors} failed", refresh=False)
+        self._bar.set_postfix_str(f"{self._percentiles}{live} in flight, {self._errors} failed", refresh=False)
         self._bar.update()
 
     def close(self) -> None:

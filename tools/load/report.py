@@ -1,4 +1,4 @@
-"""A run in words: upstream's two text files, a summary for programs, and lines and tables for people."""
+"""Reports of a run: upstream's two text files, summary.json, and lines and tables for people."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,16 +12,16 @@ Figures = Mapping[str, Any]
 
 
 class Stage(NamedTuple):
-    """A stage in a picture and in a table."""
+    """Titles of a stage in plots and in tables."""
 
     short: str
     long: str
 
 
-STAGES = {  # in the order of the bars; see `common.orchestrator.synthesis.OnStage` and `measure.Outcome.stages`
+STAGES = {  # in plotting order; see `common.orchestrator.synthesis.OnStage` and `measure.RequestOutcome.stages`
     "voice": Stage("prompt", "Prompt: Tokens, Mel, Text of the Voice"),
     "llm": Stage("LLM, first token", "LLM, until its First Token"),
-    "vocoder": Stage("voice's caches in token2wav", "token2wav, Caches of the Voice"),
+    "vocoder": Stage("prompt cache in token2wav", "token2wav, Prompt Cache"),
     "tokens": Stage("LLM, the chunk's tokens", "LLM, until the Chunk's Last Token"),
     "audio": Stage("token2wav: queue, flow, vocoder", "token2wav: Queue, Flow, Vocoder"),
     TRANSPORT: Stage("request's queue, network", "Request's Queue, Network, Client"),
@@ -29,9 +29,9 @@ STAGES = {  # in the order of the bars; see `common.orchestrator.synthesis.OnSta
 
 
 def write_run(run: Run, settings: Mapping[str, Any], split: str, directory: Path) -> dict[str, Any]:
-    """Write `rtf-<split>.txt`, `stats_summary-<split>.txt` and `summary.json`; returns what the last one holds.
+    """Write `rtf-<split>.txt`, `stats_summary-<split>.txt` and `summary.json`; returns the content of the last.
 
-    settings: what was asked of whom, JSON-ready; `mode` among it.
+    settings: those of the load, JSON-ready; includes `mode`.
     """
     summary = {**settings, **run.figures(), "models": [vars(model) for model in run.models]}
     summary["failures"] = {outcome.id: outcome.error for outcome in run.failed}
@@ -44,7 +44,7 @@ def write_run(run: Run, settings: Mapping[str, Any], split: str, directory: Path
 
 
 def rtf_text(figures: Figures) -> str:
-    """Upstream's keys. Its variances are of milliseconds here; upstream scales that of seconds by 1000."""
+    """Upstream's keys. Variances are of milliseconds here; upstream multiplies the variance in s^2 by 1000."""
     audio, elapsed = figures["audio_seconds"], figures["processing_seconds"]
     lines = [
         f"Mode: {figures['mode']}",
@@ -76,8 +76,8 @@ def _upstream_lines(values: Mapping[str, float] | None, name: str) -> list[str]:
 
 
 def statistics_text(models: Sequence[ModelTimes]) -> str:
-    """What Triton counted during the run, in upstream's words."""
-    lines = ["What Triton's statistics counted during the run, without the warm-up.", ""]
+    """Triton's statistics during the run, in upstream's format."""
+    lines = ["Triton's statistics during the run, without the warm-up.", ""]
     for model in models:
         each = 1000 / max(model.requests + model.failures, 1)
         lines += [
@@ -88,12 +88,12 @@ def statistics_text(models: Sequence[ModelTimes]) -> str:
             f"answered from the cache {model.cache_hits}, mean queue time {model.queue * each:.2f} ms",
         ]
     if not models:
-        lines.append("The server told no statistics.")
+        lines.append("The server reported no statistics.")
     return "\n".join(lines) + "\n"
 
 
 def closing_lines(figures: Figures) -> list[str]:
-    """What a person reads at the end of a run."""
+    """Lines printed at the end of a run."""
     requests, errors, unsent = figures["requests"], figures["errors"], figures["unsent"]
     lines = [f"{requests - errors} requests answered, {errors} failed, {unsent} not sent"]
     lines += [f"lost a server: {reason}" for reason in figures["lost_servers"].values()]
@@ -108,14 +108,14 @@ def closing_lines(figures: Figures) -> list[str]:
         )
     if figures["mode"] == "streaming" and figures["share_without_gap"] is not None:
         lines.append(
-            f"without a gap {100 * figures['share_without_gap']:.1f} % of the streams, worst gap "
+            f"{100 * figures['share_without_gap']:.1f} % of the streams without a gap, worst gap "
             f"{figures['worst_gap_ms']:.0f} ms (a player that starts {figures['player_buffer_ms']:.0f} ms after the "
             "first chunk)"
         )
     if figures["client_lag_p95_ms"] > 5:
         lines.append(
-            f"this client was late by {figures['client_lag_p95_ms']:.0f} ms at its 95th percentile, and so are the "
-            "figures: run fewer streams from this machine, or stop what else runs on it"
+            f"this client was {figures['client_lag_p95_ms']:.0f} ms late (95th percentile), which the figures include: "
+            "run fewer streams from this machine, or stop other work on it"
         )
     return lines
 
@@ -124,7 +124,7 @@ def closing_lines(figures: Figures) -> list[str]:
 
 
 def markdown_tables(rows: Sequence[Figures], label: str) -> str:
-    """The tables of upstream's DiT document, and those of playback and of the stages. label: the first column's."""
+    """The tables of upstream's DiT page, and those of playback and stages. label: title of the first column."""
     percentiles = [f"{share}th Percentile (ms)" for share in PERCENTILES]
     keys = ["mean", *(f"p{share}" for share in PERCENTILES)]
     parts = [
@@ -175,7 +175,7 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
 
 
 def disaggregated_table(rows: Sequence[Figures], gpus: int) -> str:
-    """The table of upstream's disaggregated server."""
+    """The table of upstream's page on disaggregated serving."""
     keys = ["mean", "p50", "p90", "p99"]
     return table(
         ["token2wav_num_gpu", "concurrent_task_per_instance", "concurrent_tasks_per_gpu"]
@@ -189,8 +189,8 @@ def disaggregated_table(rows: Sequence[Figures], gpus: int) -> str:
 
 
 def stage_names(rows: Sequence[Figures]) -> list[str]:
-    told = {name for row in rows for name in row["stages_ms"]}
-    return [name for name in STAGES if name in told]
+    reported = {name for row in rows for name in row["stages_ms"]}
+    return [name for name in STAGES if name in reported]
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

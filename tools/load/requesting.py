@@ -1,4 +1,4 @@
-"""What scripts/client_grpc.py does: one request, or many with their latencies measured."""
+"""One request, or many with their latencies measured; scripts.client_grpc launches it."""
 
 import argparse
 import asyncio
@@ -37,7 +37,7 @@ def is_measured(args: argparse.Namespace) -> bool:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Many requests, and what they gave, to the screen and into the log directory."""
+    """Many requests; prints the results and writes them to the log directory."""
     jobs = Jobs.from_arguments(args)
     count = args.num_requests or max(len(jobs), args.num_tasks)
     directory = args.log_dir or LOG_DIR

@@ -1,9 +1,9 @@
-"""Asks for many utterances at once and notes how each request ended.
+"""Sends many requests concurrently and records how each of them ended.
 
-Closed loop: `tasks` tasks, each of which sends its next request when the one before is answered, or, where they listen,
-has been heard to its end. Open loop: requests leave at `rate`, at random (Poisson), whether those before are answered
-or not; their times count from when they should have left. No request waits for another's failure, and a server that
-stops answering is given up in seconds.
+Closed loop: each of `tasks` tasks sends its next request when the previous one is answered, or with `listening` when
+its audio has been played. Open loop: requests are sent at random times (Poisson) at `rate`, whether earlier ones are
+answered or not; latencies are measured from the time a request was due. A failing request does not delay others, and a
+server that stops answering is given up within seconds.
 """
 
 import asyncio
@@ -21,36 +21,36 @@ from common.client.grpc_client import AsyncConnection, Connection, ThreadConnect
 from common.client.requests import ClientError, Recorder
 from common.constants import SAMPLE_RATE
 from tools.load.audio import AudioWriter
-from tools.load.jobs import Job
-from tools.load.measure import Outcome, Run
+from tools.load.jobs import LoadJob
+from tools.load.measure import RequestOutcome, Run
 from tools.load.plan import Load
-from tools.load.statistics import ModelTimes, between, model_times, vocoder_counters, vocoder_figures
+from tools.load.statistics import ModelTimes, between, model_times, token2wav_counters, token2wav_figures
 from tools.load.watch import ServerWatch, interruptible, lags
 
 logger = logging.getLogger(__name__)
 
-LISTENERS_COME = 8.0  # seconds within which they begin: about the length of an utterance
-START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not come in one instant
+LISTENERS_SPREAD = 8.0  # seconds within which listeners start: about the length of an utterance
+START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not arrive at the same instant
 MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
-MAX_IN_FLIGHT = 1024  # at a given rate: beyond this the server is overrun, and memory is finite
+MAX_IN_FLIGHT = 1024  # at a given rate: with more the server is overloaded, and memory is limited
 
 
 class Observer(Protocol):
-    """Is told how the run goes."""
+    """Receives the progress of a run."""
 
     def begins(self, phase: str) -> None:
-        """The servers are there; the warm-up begins, or the run."""
+        """The warm-up or the measurement starts."""
         ...
 
-    def ended(self, outcome: Outcome, live: int) -> None:
-        """A counted request has ended; `live` others are under way."""
+    def ended(self, outcome: RequestOutcome, live: int) -> None:
+        """A counted request has ended; `live` others are in flight."""
         ...
 
 
 async def run(load: Load, observer: Observer) -> Run:
-    """Do it all. ClientError where a server is not there to begin with or an audio file cannot be written.
+    """The whole run. ClientError if a server is not ready at the start or an audio file cannot be written.
 
-    Ctrl-C and SIGTERM end the run early; what was measured until then is returned.
+    Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
     """
     async with AsyncExitStack() as stack:
         probes, connections = {}, {}
@@ -88,22 +88,22 @@ class _Runner:
         self._writer = writer
         self._observer = observer
         self._watch = ServerWatch(probes, self._give_up)
-        self._tasks: dict[asyncio.Task[object], str] = {}  # what asks, and which server
+        self._tasks: dict[asyncio.Task[object], str] = {}  # by task: its server
         self._live = 0
-        self._outcomes: list[Outcome] = []
-        self._counts = False  # whether outcomes are of the run, not of its warm-up
+        self._outcomes: list[RequestOutcome] = []
+        self._counts = False  # whether outcomes count, as they do after the warm-up
         self._begun = 0.0
 
     async def run(self) -> Run:
         load, interrupted = self._load, False
         before: list[ModelTimes] = []
-        vocoder_before: dict[str, float] = {}
+        token2wav_before: dict[str, float] = {}
         async with self._watch.running(), lags() as late:
             try:
                 with interruptible():
                     self._observer.begins("warming up")
                     await self._closed(load.warmup)
-                    before, vocoder_before = await self._model_times(), await vocoder_counters(load.metrics)
+                    before, token2wav_before = await self._model_times(), await token2wav_counters(load.metrics)
                     late.clear()
                     self._observer.begins("measuring")
                     self._counts, self._begun = True, time.perf_counter()
@@ -119,37 +119,37 @@ class _Runner:
             interrupted=interrupted,
             client_lag=float(np.percentile(late, 95)) if late else 0.0,
             models=between(before, await self._model_times()) if self._counts else [],
-            vocoder=vocoder_figures(vocoder_before, await vocoder_counters(load.metrics)),
+            vocoder=token2wav_figures(token2wav_before, await token2wav_counters(load.metrics)),
         )
 
-    # --- who asks when -------------------------------------------------------------------------------------------
+    # --- when requests are sent -----------------------------------------------------------------------------------
 
-    async def _closed(self, jobs: Sequence[Job]) -> None:
+    async def _closed(self, jobs: Sequence[LoadJob]) -> None:
         left, spread = deque(jobs), np.random.default_rng(0)
         for index in range(min(self._load.tasks, len(jobs))):
-            server, connection = self._way(self._load.servers, index)
-            delay = spread.uniform(0, LISTENERS_COME) if self._load.listening else index * START_SPACING
+            server, connection = self._connection(self._load.servers, index)
+            delay = spread.uniform(0, LISTENERS_SPREAD) if self._load.listening else index * START_SPACING
             self._start(self._work(left, server, connection, delay), server)
         await self._finish()
 
-    async def _work(self, jobs: deque[Job], server: str, connection: Connection, delay: float) -> None:
+    async def _work(self, jobs: deque[LoadJob], server: str, connection: Connection, delay: float) -> None:
         await asyncio.sleep(delay)
         while jobs and server not in self._watch.lost:
-            heard = await self._request(jobs.popleft(), server, connection, time.perf_counter())
+            played = await self._request(jobs.popleft(), server, connection, time.perf_counter())
             if self._load.listening and jobs:
-                await asyncio.sleep(heard - time.perf_counter())
+                await asyncio.sleep(played - time.perf_counter())
 
-    async def _open(self, jobs: Sequence[Job], rate: float) -> None:
+    async def _open(self, jobs: Sequence[LoadJob], rate: float) -> None:
         due = self._begun + np.cumsum(np.random.default_rng(0).exponential(1 / rate, len(jobs)))
         try:
             for index, (job, at) in enumerate(zip(jobs, due.tolist(), strict=True)):
                 await asyncio.sleep(at - time.perf_counter())
                 if not (servers := [server for server in self._load.servers if server not in self._watch.lost]):
                     break
-                server, connection = self._way(servers, index)
+                server, connection = self._connection(servers, index)
                 if self._live >= MAX_IN_FLIGHT:
-                    refusal = f"not sent: {MAX_IN_FLIGHT} requests are unanswered; the rate is beyond the server"
-                    self._note(Outcome(job.id, server, at - self._begun, (), (), 0.0, refusal))
+                    refusal = f"not sent: {MAX_IN_FLIGHT} requests are unanswered; the rate is too high for the server"
+                    self._note(RequestOutcome(job.id, server, at - self._begun, (), (), 0.0, refusal))
                 else:
                     self._start(self._request(job, server, connection, at), server)
         except asyncio.CancelledError:
@@ -159,8 +159,8 @@ class _Runner:
         finally:
             await self._finish()
 
-    def _way(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
-        """Servers in turn, and each one's connections in turn."""
+    def _connection(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
+        """The servers in turn, and the connections of each in turn."""
         server = servers[index % len(servers)]
         connections = self._connections[server]
         return server, connections[index // len(servers) % len(connections)]
@@ -171,7 +171,7 @@ class _Runner:
         task.add_done_callback(self._tasks.pop)
 
     async def _finish(self) -> None:
-        """Wait for what was started; cancelled, take it along."""
+        """Wait for all tasks; if cancelled, they are cancelled too."""
         tasks = list(self._tasks)
         try:
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -183,15 +183,15 @@ class _Runner:
                 raise result
 
     def _give_up(self, server: str) -> None:
-        """The server is lost, and with it what waits for its answers."""
-        for task, asked in self._tasks.items():
-            if asked == server and task is not asyncio.current_task():
+        """The server is lost: cancel the tasks that wait for it."""
+        for task, used in self._tasks.items():
+            if used == server and task is not asyncio.current_task():
                 task.cancel()
 
     # --- one request ---------------------------------------------------------------------------------------------
 
-    async def _request(self, job: Job, server: str, connection: Connection, start: float) -> float:
-        """Returns when it has been heard to its end, if it is played from its first chunk on."""
+    async def _request(self, job: LoadJob, server: str, connection: Connection, start: float) -> float:
+        """Returns the time at which its audio ends if playback starts with the first chunk."""
         load, recorder, error = self._load, Recorder(start=start), ""
         self._live += 1
         try:
@@ -206,7 +206,7 @@ class _Runner:
         finally:
             self._live -= 1
         self._note(
-            Outcome(
+            RequestOutcome(
                 id=job.id,
                 server=server,
                 begun=start - self._begun,
@@ -223,7 +223,7 @@ class _Runner:
             await self._writer.write(job.id, speech)
         return start + (recorder.arrivals[0] if recorder.arrivals else 0.0) + sum(recorder.samples) / SAMPLE_RATE
 
-    def _note(self, outcome: Outcome) -> None:
+    def _note(self, outcome: RequestOutcome) -> None:
         if self._counts:
             self._outcomes.append(outcome)
             self._observer.ended(outcome, self._live)

@@ -1,16 +1,16 @@
-"""What to speak: rows of a JSONL manifest, of a seed-tts `.lst` file or of a HuggingFace data set, checked and decoded.
+"""Samples to synthesize: rows of a JSONL manifest, a seed-tts `.lst` file or a HuggingFace data set, validated.
 
-All have the columns of upstream's data sets `yuekai/seed_tts` and `yuekai/seed_tts_cosy2`:
+The columns are those of upstream's data sets `yuekai/seed_tts` and `yuekai/seed_tts_cosy2`:
 
     id                           names the audio file; unique
-    target_text                  what to say
+    target_text                  text to synthesize
     prompt_audio                 a recording of the voice; in a manifest a path, relative to the manifest
-    prompt_text                  what it says; "" clones the voice across languages
-    speaker                      a voice that the server knows, instead of the two above
-    prompt_audio_cosy2_tokens    optional: the recording's speech tokens, computed ahead
-    target_audio_cosy2_tokens    optional: the speech tokens of the answer, computed ahead
+    prompt_text                  its transcript; "" for cross-lingual cloning
+    speaker                      a registered voice, instead of the two above
+    prompt_audio_cosy2_tokens    optional: precomputed speech tokens of the recording
+    target_audio_cosy2_tokens    optional: precomputed speech tokens of the answer
 
-Everything is read before the first request is sent, so that a bad row is told at once and no file slows a measurement.
+All rows are read before the first request, so that bad rows are reported at once and file access slows no measurement.
 """
 
 import io
@@ -31,15 +31,15 @@ LST_COLUMNS = ("id", "prompt_text", "prompt_audio", "target_text")
 
 
 class SampleError(ValueError):
-    """The data cannot be used; one line that names the row and the column, or says what to do next."""
+    """The data cannot be used. The message is one line that names the row and column, or the remedy."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One thing to speak.
+    """One text to synthesize, and its voice.
 
-    prompt_audio: float32 (T,) at 16 kHz, mono; None where a `speaker` is named. The tokens: int64 (n,), ids of the
-    speech tokenizer (0 to 6560), None where the row has none.
+    prompt_audio: float32 (T,) at 16 kHz, mono; None if `speaker` is given. Tokens: int64 (n,), ids of the speech
+    tokenizer (0 to 6560), None if the row has none.
     """
 
     id: str
@@ -54,7 +54,7 @@ class Sample:
 def read_manifest(path: Path, *, limit: int | None = None, require: Collection[str] = ()) -> list[Sample]:
     """The samples of a manifest: JSON lines, or lines of `id|prompt_text|prompt_audio|target_text` in a `.lst` file.
 
-    limit: the first so many rows. require: columns that every row must have besides the usual ones.
+    limit: number of rows to read. require: columns that every row must have besides the usual ones.
     SampleError names the line and the column.
     """
     try:
@@ -64,12 +64,12 @@ def read_manifest(path: Path, *, limit: int | None = None, require: Collection[s
     parse = _lst_row if path.suffix == ".lst" else _json_row
     numbered = [(f"{path} line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     rows = ((where, parse(where, line)) for where, line in numbered[:limit])
-    opened: dict[Path, np.ndarray] = {}  # rows often share a voice
+    opened: dict[Path, np.ndarray] = {}  # rows often share a recording
 
     def recording(where: str, value: Any) -> np.ndarray:
         if not isinstance(value, str) or not value:
             raise SampleError(f"{where}: prompt_audio is {value!r}, not the path of a recording")
-        file = path.parent / value  # an absolute path stays what it is
+        file = path.parent / value  # keeps an absolute path
         if file not in opened:
             opened[file] = _decoded(where, file, str(file))
         return opened[file]
@@ -80,10 +80,10 @@ def read_manifest(path: Path, *, limit: int | None = None, require: Collection[s
 def read_dataset(name: str, split: str, *, limit: int | None = None, require: Collection[str] = ()) -> list[Sample]:
     """The samples of a HuggingFace data set, or of a directory that `datasets` can load; parameters as above.
 
-    SampleError where `datasets` is not installed, the data set cannot be had or its columns are others.
+    SampleError if `datasets` is not installed, the data set cannot be loaded or has other columns.
     """
     try:
-        import datasets  # an extra: hundreds of megabytes, and only this function needs it
+        import datasets  # an optional dependency of hundreds of megabytes
     except ImportError as error:
         raise SampleError(
             f"the data set {name} needs the package datasets ({error}): run `pip install -e '.[datasets]'`, "
@@ -91,14 +91,14 @@ def read_dataset(name: str, split: str, *, limit: int | None = None, require: Co
         ) from None
     try:
         table = datasets.load_dataset(name, split=split)
-    except Exception as error:  # the library raises whatever its loaders and its HTTP client do
+    except Exception as error:  # the library passes on the errors of its loaders and its HTTP client
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise SampleError(
             f"cannot load the split {split} of the data set {name} ({reason}): check both names and the network, "
             "or give a manifest with --manifest-path"
         ) from None
     if isinstance(table.features.get("prompt_audio"), datasets.Audio):
-        # Decoding in the library would need torchcodec and ffmpeg; soundfile reads what speech data sets hold.
+        # Decoding in the library would need torchcodec and ffmpeg; soundfile reads the formats of speech data sets.
         table = table.cast_column("prompt_audio", datasets.Audio(decode=False))
     count = len(table) if limit is None else min(limit, len(table))
     rows = ((f"{name} {split} row {index}", table[index]) for index in range(count))
@@ -116,7 +116,7 @@ def _samples(
     for where, row in tqdm(rows, total=count, desc="reading samples", unit="row", leave=False, delay=1.0):
         sample = _checked(where, row, recording, require)
         if sample.id in samples:
-            raise SampleError(f"{where}: the id {sample.id!r} is there twice; audio files are named by it")
+            raise SampleError(f"{where}: the id {sample.id!r} appears twice; audio files are named by it")
         samples[sample.id] = sample
     if not samples:
         raise SampleError(f"{source} has no rows")
@@ -129,13 +129,13 @@ def _checked(
     speaker = _text(where, row, "speaker") if row.get("speaker") else ""
     needed = ["id", "target_text", *([] if speaker else ["prompt_audio", "prompt_text"]), *require]
     if missing := [column for column in needed if row.get(column) is None]:
-        there = ", ".join(sorted(column for column, value in row.items() if value is not None))
-        raise SampleError(f"{where} has no {' and no '.join(missing)}; it has {there or 'nothing'}")
+        present = ", ".join(sorted(column for column, value in row.items() if value is not None))
+        raise SampleError(f"{where} has no {' and no '.join(missing)}; it has {present or 'nothing'}")
     name, target_text = str(row["id"]), _text(where, row, "target_text")
     if not name.strip() or {"/", "\\", "\0"} & set(name) or name in (".", ".."):
-        raise SampleError(f"{where}: id is {name!r}; it has to be the name of a file")
+        raise SampleError(f"{where}: id is {name!r}; it must be a file name")
     if not target_text.strip():
-        raise SampleError(f"{where}: target_text is {target_text!r}, without a word to say")
+        raise SampleError(f"{where}: target_text is {target_text!r}, it has no words")
     return Sample(
         id=name,
         target_text=target_text,
@@ -153,7 +153,7 @@ def _text(where: str, row: Mapping[str, Any], column: str) -> str:
 
 
 def _tokens(where: str, row: Mapping[str, Any], column: str) -> np.ndarray | None:
-    """Speech token ids (n,); None where the row has none."""
+    """Speech token ids (n,); None if the row has none."""
     if (value := row.get(column)) is None:
         return None
     try:
@@ -169,9 +169,9 @@ def _tokens(where: str, row: Mapping[str, Any], column: str) -> np.ndarray | Non
 
 
 def _embedded_recording(where: str, value: Any) -> np.ndarray:
-    """A cell of an audio column that has not been decoded: {"bytes": ..., "path": ...}."""
+    """An undecoded cell of an audio column: {"bytes": ..., "path": ...}."""
     if not isinstance(value, Mapping) or not (value.get("bytes") or value.get("path")):
-        raise SampleError(f"{where}: prompt_audio is {type(value).__name__}, not a column of the type Audio")
+        raise SampleError(f"{where}: prompt_audio is {type(value).__name__}, not a column of type Audio")
     source = io.BytesIO(value["bytes"]) if value.get("bytes") else Path(value["path"])
     return _decoded(where, source, str(value.get("path") or "embedded audio"))
 
@@ -188,9 +188,9 @@ def _json_row(where: str, line: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise SampleError(f"{where} is not JSON ({error}): a manifest has one JSON object a line") from None
+        raise SampleError(f"{where} is not JSON ({error}): a manifest has one JSON object per line") from None
     if not isinstance(row, dict):
-        raise SampleError(f"{where} is a JSON {type(row).__name__}: a manifest has one JSON object a line")
+        raise SampleError(f"{where} is a JSON {type(row).__name__}: a manifest has one JSON object per line")
     return row
 
 

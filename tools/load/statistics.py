@@ -1,9 +1,8 @@
-"""What the servers themselves counted while a run lasted.
+"""Counters of the servers during a run.
 
-Triton's statistics tell of each model how long its requests waited and were computed. The models whose work goes on
-after their `execute` has returned (the orchestrators, `tensorrt_llm`, `token2wav*`) have compute times near zero there;
-the stages of a request (`Outcome.stages`) tell of those, and of the vocoder's queue and batches its own counters on
-Triton's metrics page.
+Triton's statistics have the queue and compute times of each model. The models that go on after `execute` has returned
+(the orchestrators, `tensorrt_llm`, `token2wav*`) have compute times near zero there; see the stages of a request
+(`RequestOutcome.stages`) instead. token2wav's queue and batches are counted on the metrics page of our models.
 """
 
 import asyncio
@@ -17,12 +16,12 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 STATISTICS_SECONDS = 10.0
-VOCODER_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_vocoder_..._total
+TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_vocoder_..._total
 
 
 @dataclass(frozen=True)
 class ModelTimes:
-    """Sums over the requests of one model, times in seconds. `executions`: batches; the cache answers without any."""
+    """Sums over the requests of one model, times in seconds. executions: batches; answers from the cache need none."""
 
     server: str
     name: str
@@ -45,7 +44,7 @@ class ModelTimes:
 
 
 async def model_times(client: triton.InferenceServerClient, server: str) -> list[ModelTimes]:
-    """The counters of every model; none where the server does not tell."""
+    """The counters of every model; empty if the server does not report any."""
     try:
         answer = await client.get_inference_statistics("", client_timeout=STATISTICS_SECONDS)
     except InferenceServerException:
@@ -70,21 +69,21 @@ def _of(server: str, model: Any) -> ModelTimes:
 
 
 def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[ModelTimes]:
-    """What was counted between two looks, of the models that were asked at all."""
+    """The differences of two readings, for models that had requests."""
     known = {model.key: model for model in before}
     added = [model.since(known.get(model.key, ModelTimes(*model.key))) for model in after]
     return [model for model in added if model.requests or model.failures]
 
 
-async def vocoder_counters(pages: Sequence[str]) -> dict[str, float]:
-    """The sums of the vocoders' counters on the metrics pages host:port; empty where a page cannot be had."""
+async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
+    """Sums of token2wav's counters over the metrics pages host:port; empty if a page cannot be read."""
     try:
         texts = [await asyncio.to_thread(_page, page) for page in pages]
-    except (OSError, ValueError):  # urllib's own errors are OSErrors; ValueError: what answers does not speak HTTP
+    except (OSError, ValueError):  # urllib's own errors are OSErrors; ValueError: the answer is not HTTP
         return {}
     return {
         name: sum(float(value) for text in texts for value in re.findall(_line_of(name), text, re.MULTILINE))
-        for name in VOCODER_COUNTERS
+        for name in TOKEN2WAV_COUNTERS
     }
 
 
@@ -97,9 +96,9 @@ def _line_of(name: str) -> str:
     return rf"^tts_vocoder_{name}_total(?:\{{[^}}]*\}})? (\S+)"
 
 
-def vocoder_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:
-    """Mean wait of a chunk for its batch, ms, and mean size of a batch; None without counters or chunks."""
-    added = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in VOCODER_COUNTERS}
+def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:
+    """Mean wait of a chunk for its batch, ms, and mean batch size; None without counters or chunks."""
+    added = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in TOKEN2WAV_COUNTERS}
     if not before or added["chunks"] <= 0 or added["batches"] <= 0:
         return None
     return {

@@ -1,4 +1,4 @@
-"""Several runs that differ in one number, kept as JSON, told as tables, drawn as a picture."""
+"""Several runs that differ in one number, as JSON, tables and a plot."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tools.load.report import disaggregated_table, markdown_tables, table
 
 @dataclass
 class Sweep:
-    """What was measured and how; `rows` are the runs' figures with a `label`, the number that was swept."""
+    """What was measured and how. rows: the figures of each run, with the swept number as `label`."""
 
     title: str
     command: str
@@ -36,20 +36,22 @@ class Sweep:
 
     @classmethod
     def read(cls, path: Path) -> "Sweep":
-        """What `write` wrote; ClientError where it is something else."""
+        """Read the JSON of `write`; ClientError if it is something else."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise ClientError(
-                f"{path} is no benchmark: {error}; give the .json that scripts/benchmark.py wrote"
+                f"{path} is not a benchmark: {error}; give the .json that scripts.benchmark wrote"
             ) from None
 
     def write(self, output: Path) -> None:
         """OUTPUT.md, .json and .png."""
         output.parent.mkdir(parents=True, exist_ok=True)
-        beside(output, ".json").write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8")
-        beside(output, ".md").write_text(self.markdown(), encoding="utf-8")
-        plot_sweep({self.title: self.rows}, self.label.lower(), self.title, beside(output, ".png"))
+        with_suffix(output, ".json").write_text(
+            json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
+        )
+        with_suffix(output, ".md").write_text(self.markdown(), encoding="utf-8")
+        plot_sweep({self.title: self.rows}, self.label.lower(), self.title, with_suffix(output, ".png"))
 
     def markdown(self) -> str:
         settings = self.rows[0]
@@ -57,8 +59,8 @@ class Sweep:
             f"{self.title or 'Benchmark'}: {settings['model']}, {settings['mode']}, {len(settings['servers'])} "
             f"server(s). Made {self.made}, the client on {self.client_machine}.",
             f"\n`{self.command}`\n",
-            f"The warm-up ({settings['warmup_requests']} requests for the first row) is not counted. A gap is what a "
-            f"player hears that starts {settings['player_buffer_ms']:.0f} ms after the first chunk.\n",
+            f"The warm-up ({settings['warmup_requests']} requests for the first row) is not counted. A gap is an "
+            f"underrun of a player that starts {settings['player_buffer_ms']:.0f} ms after the first chunk.\n",
         ]
         parts = [*head, markdown_tables(self.rows, self.label)]
         if "concurrent_tasks_per_gpu" in settings and (self.llm_gpus or len(settings["servers"]) > 1):
@@ -73,8 +75,10 @@ class Sweep:
 
 
 def write_comparison(sweeps: Sequence[Sweep], output: Path) -> str:
-    """Two sweeps in one table and one picture, OUTPUT.md and .png; returns the table. ClientError if they differ in
-    what was swept."""
+    """Write two sweeps as one table and one plot, OUTPUT.md and .png; returns the table.
+
+    ClientError if they do not sweep the same quantity.
+    """
     first, second = sweeps
     if first.label != second.label:
         raise ClientError(f"one sweep is over {first.label.lower()}, the other over {second.label.lower()}")
@@ -95,15 +99,15 @@ def write_comparison(sweeps: Sequence[Sweep], output: Path) -> str:
         ]
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    beside(output, ".md").write_text(text, encoding="utf-8")
+    with_suffix(output, ".md").write_text(text, encoding="utf-8")
     title = "\n".join(f"{name}: {sweep.title or sweep.command}" for name, sweep in zip(names, sweeps, strict=True))
     rows = {name: sweep.rows for name, sweep in zip(names, sweeps, strict=True)}
-    plot_sweep(rows, first.label.lower(), title, beside(output, ".png"))
+    plot_sweep(rows, first.label.lower(), title, with_suffix(output, ".png"))
     return text
 
 
-def beside(output: Path, suffix: str) -> Path:
-    """`output` and a suffix; a name such as run-0.5 keeps its point."""
+def with_suffix(output: Path, suffix: str) -> Path:
+    """`output` with a suffix appended; a name such as run-0.5 keeps its dot."""
     return output.with_name(output.name + suffix)
 
 

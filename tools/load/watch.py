@@ -1,4 +1,4 @@
-"""Are the servers there, is this process in time, has somebody pressed Ctrl-C: what a run has to know beside it."""
+"""Monitors of a run: whether the servers are live, how late this process is, and interruptions."""
 
 import asyncio
 import logging
@@ -17,13 +17,13 @@ from common.client.requests import one_line
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 1.0  # between two looks at a server
-PROBE_SECONDS = 2.0  # for its answer; two looks without one, and it is lost
-LAG_SECONDS = 0.02  # between two looks at this process's own lateness
+WATCH_SECONDS = 1.0  # between two probes of a server
+PROBE_SECONDS = 2.0  # for its answer; after two probes without one it is lost
+LAG_SECONDS = 0.02  # between two measurements of this process's own delay
 
 
 class ServerWatch:
-    """Asks servers whether they live. `lost`: those that do not, and why; `on_loss` is told each."""
+    """Probes servers. lost: those that do not answer, and why; `on_loss` is called for each."""
 
     def __init__(self, probes: Mapping[str, triton.InferenceServerClient], on_loss: Callable[[str], None]) -> None:
         self.lost: dict[str, str] = {}
@@ -32,12 +32,12 @@ class ServerWatch:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Looks at every server now and then."""
+        """Probe every server regularly."""
         async with _in_background(*(self._watch(server) for server in self._probes)):
             yield
 
     async def check(self, server: str) -> None:
-        """After a failure: a server that is gone must not fail every request that is left, one by one."""
+        """Probe at once after a failure, so that a dead server does not fail all remaining requests one by one."""
         if server not in self.lost and (reason := await self._silence(server)):
             self._lose(server, reason)
 
@@ -51,14 +51,14 @@ class ServerWatch:
                 self._lose(server, reason)
 
     async def _silence(self, server: str) -> str:
-        """Why a server does not answer; "" when it does."""
+        """Why a server does not answer; "" if it does."""
         try:
             if await self._probes[server].is_server_live(client_timeout=PROBE_SECONDS):
                 return ""
-            return "it says that it is not live"
+            return "it reports that it is not live"
         except InferenceServerException as error:
             if error.status() == str(grpc.StatusCode.DEADLINE_EXCEEDED):
-                return f"nothing came within {PROBE_SECONDS:g} s"
+                return f"no answer within {PROBE_SECONDS:g} s"
             return one_line(error.message())
 
     def _lose(self, server: str, reason: str) -> None:
@@ -69,7 +69,7 @@ class ServerWatch:
 
 @asynccontextmanager
 async def lags() -> AsyncIterator[list[float]]:
-    """A list that fills with how late this process notices that a time has come, in seconds."""
+    """A list that fills with the delays of this process's timers, in seconds."""
     measured: list[float] = []
 
     async def measure() -> None:
@@ -92,7 +92,7 @@ async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
-                logger.error("a watch of the run has failed: %r", result)
+                logger.error("a monitor of the run has failed: %r", result)
 
 
 @contextmanager

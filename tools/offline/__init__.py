@@ -1,4 +1,11 @@
-"""What the offline tools share: samples and voices (`inputs`), the LLM's backends (`llm`, `transformers_lm`), the
-vocoder (`vocoder`), the stages one after another (`pipeline`) and their times (`stages`), the folder that the audio
-goes to (`results`), streamed against whole (`compare`), and how a tool ends (`tool`).
+"""Parts of the offline tools.
+
+inputs                    options, samples and voice prompts
+batch_lm, llm, transformers_lm    LLM backends
+rendering                 speech tokens to audio, whole or streamed
+pipeline, stages          samples through all stages, and their times
+results                   the output folder
+compare                   streamed against whole audio
+tool                      exit codes and failures
+inference, token2wav, streaming   the programs that scripts/ launches
 """

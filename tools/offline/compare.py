@@ -1,4 +1,4 @@
-"""How far streamed audio is from the same speech rendered at once, in numbers and as a picture."""
+"""How far streamed audio is from the same utterance rendered at once, as figures and as a plot."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,14 @@ import torch
 from common.constants import HOP_SAMPLES, MEL_RATE, OVERLAP_SAMPLES, SAMPLE_RATE
 from common.voice.audio import mel_spectrogram
 
-DECIBELS = 20 / math.log(10)  # of a difference of log magnitudes
+DECIBELS = 20 / math.log(10)  # per unit of natural log magnitude
 
 
 @dataclass(frozen=True)
 class Difference:
-    """mel_db: mean distance of the log mels; joint_db: the same where two chunks are cross-faded, None where none are;
-    snr_db: energy of the audio at once over that of the difference of both, None where there is no difference.
-
-    A joint that can be heard makes joint_db larger than mel_db.
+    """mel_db: mean distance of the log mels. joint_db: the same within the cross-fades of chunks, None without any;
+    an audible joint makes it larger than mel_db. snr_db: energy of the offline audio over that of the difference, None
+    if they are equal.
     """
 
     id: str
@@ -30,14 +29,14 @@ class Difference:
 
 
 def compare(name: str, offline: np.ndarray, waveforms: Sequence[np.ndarray]) -> Difference:
-    """offline (N,) and the chunks of the streamed one, N samples together. Raises ValueError where they are not."""
+    """offline: (N,); waveforms: the chunks of the streamed audio. ValueError if they do not have N samples together."""
     streamed = np.concatenate(waveforms)
     if len(streamed) != len(offline):
-        raise ValueError(f"streamed audio has {len(streamed)} samples, the same speech at once {len(offline)}")
+        raise ValueError(f"streamed audio has {len(streamed)} samples, the offline audio {len(offline)}")
     distance = np.abs(_mel(streamed) - _mel(offline)).mean(axis=0) * DECIBELS  # (T,)
     frames = np.arange(len(distance)) * HOP_SAMPLES
     faded = np.zeros(len(distance), bool)
-    for joint in joints(waveforms):  # what the chunk before withheld is faded into what comes behind
+    for joint in joints(waveforms):  # the withheld end of a chunk is cross-faded into the next one
         faded |= (frames >= joint) & (frames < joint + OVERLAP_SAMPLES)
     noise = float(np.square(streamed - offline).sum())
     energy = float(np.square(offline).sum())
@@ -50,12 +49,12 @@ def compare(name: str, offline: np.ndarray, waveforms: Sequence[np.ndarray]) -> 
 
 
 def joints(waveforms: Sequence[np.ndarray]) -> list[int]:
-    """Where one chunk ends and the next begins, in samples."""
+    """Sample positions at which a chunk begins, without the first."""
     return list(accumulate(len(waveform) for waveform in waveforms))[:-1]
 
 
 def plot(difference: Difference, offline: np.ndarray, waveforms: Sequence[np.ndarray], title: str, path: Path) -> None:
-    """Both mels and their distance over time, with the joints."""
+    """Plot both mels and their distance over time, with the joints."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -66,7 +65,7 @@ def plot(difference: Difference, offline: np.ndarray, waveforms: Sequence[np.nda
     FigureCanvasAgg(figure)
     axes = figure.subplots(3, 1, sharex=True)
     low, high = min(mel.min() for mel in mels), max(mel.max() for mel in mels)
-    for axis, mel, name in zip(axes, mels, ("at once", "streamed"), strict=False):
+    for axis, mel, name in zip(axes, mels, ("offline", "streamed"), strict=False):
         image = axis.imshow(
             mel, origin="lower", aspect="auto", extent=(0, seconds, 0, len(mel)), vmin=low, vmax=high, cmap="magma"
         )

@@ -16,20 +16,20 @@ from common.text import TextFrontend
 from common.voice.audio import load_audio
 from tools.load.samples import Sample
 from tools.offline.batch_lm import BatchLM
-from tools.offline.inputs import Voices, read_samples
+from tools.offline.inputs import VoicePrompts, read_samples
 from tools.offline.llm import connect, engine_dir, load_llm
 from tools.offline.pipeline import Pipeline
+from tools.offline.rendering import OfflineToken2Wav
 from tools.offline.results import OutputFolder, identity
 from tools.offline.stages import table
 from tools.offline.tool import show_failures
-from tools.offline.vocoder import OfflineVocoder
 
 WARM_UP = LLMPrompt("Hello.")
 CUT_SHORT_SHOWN = 10
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ValueError, RuntimeError or OSError where it cannot begin."""
+    """The exit code. Raises ValueError, RuntimeError or OSError if it cannot start."""
     begun = time.perf_counter()
     samples = in_one_voice(args, read_samples(args))
     read = time.perf_counter() - begun
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         with loaded_pipeline(args, sampling) as pipeline:
             loaded = time.perf_counter() - begun
             try:
-                with tqdm(total=len(wanted), desc="speaking", unit="sample") as progress:
+                with tqdm(total=len(wanted), desc="synthesizing", unit="sample") as progress:
                     pipeline.run(wanted, folder, progress)
             finally:
                 figures = figures_of(args, pipeline, kept=len(samples) - len(wanted), read=read, loaded=loaded)
@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pipeline]:
-    """Everything loaded and used once, so that the first sample finds it as the last one does."""
+    """Everything loaded and warmed up."""
     tokenizer = LLMTokenizer.from_dir(args.llm_model_name_or_path)
-    vocoder = OfflineVocoder.load(args.token2wav_path, args.device, streams=0)
-    voices = Voices(args.token2wav_path, args.device)
+    token2wav = OfflineToken2Wav.load(args.token2wav_path, args.device, streams=0)
+    voices = VoicePrompts(args.token2wav_path, args.device)
     voices.warm_up()
     llm = backend_of(args, tokenizer)
     try:
@@ -68,7 +68,7 @@ def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pi
             voices=voices,
             texts=TextFrontend(tokenizer.text_length),
             llm=llm,
-            vocoder=vocoder,
+            token2wav=token2wav,
             batch_size=args.batch_size,
             token2wav_batch_size=args.token2wav_batch_size,
             sampling=sampling,
@@ -78,17 +78,19 @@ def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pi
 
 
 def in_one_voice(args: argparse.Namespace, samples: list[Sample]) -> list[Sample]:
-    """The samples in the voice of --prompt-speech-path, if there is one."""
+    """The samples with the voice of --prompt-speech-path, if given."""
     if args.prompt_speech_path is None:
         if args.prompt_text:
-            raise ValueError(f"--prompt-text {args.prompt_text!r} is what --prompt-speech-path says: name that too")
+            raise ValueError(
+                f"--prompt-text {args.prompt_text!r} is the transcript of --prompt-speech-path: give that too"
+            )
         return samples
     wav = load_audio(args.prompt_speech_path, PROMPT_SAMPLE_RATE)
     return [replace(sample, prompt_audio=wav, prompt_text=args.prompt_text or "") for sample in samples]
 
 
 def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
-    """What the audio of a sample depends on beside its text and voice."""
+    """Everything besides text and voice that the audio of a sample depends on."""
     settings: dict[str, Any] = {"backend": args.backend, "sampling": asdict(sampling), "device": args.device}
     directories = [args.llm_model_name_or_path, args.token2wav_path]
     if args.backend == "trtllm-serve":
@@ -98,8 +100,8 @@ def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
     for directory in directories:
         if not directory.is_dir():
             raise ValueError(
-                f"{directory} is not a directory: name a checkpoint, or make the demo's with `make demo`; "
-                "scripts/convert_genai.py makes what onnxruntime_genai loads"
+                f"{directory} is not a directory: give a checkpoint, or make the demo checkpoint with `make demo`; "
+                "scripts.convert_genai writes what onnxruntime_genai loads"
             )
     return settings | {"checkpoints": [[str(path.resolve()), identity(path)] for path in dict.fromkeys(directories)]}
 
@@ -115,17 +117,17 @@ def report_kept(folder: OutputFolder, samples: Sequence[Sample], wanted: Sequenc
     if kept := len(samples) - len(wanted):
         print(f"{kept} of {len(samples)} samples are finished in {folder.path} and are kept")
     if replaced := sum(folder.replaces(sample) for sample in wanted):
-        print(f"{replaced} samples in {folder.path} were made from another text or with other settings: made anew")
+        print(f"{replaced} samples in {folder.path} have other text, recording or settings and are made again")
 
 
 def figures_of(
     args: argparse.Namespace, pipeline: Pipeline, *, kept: int, read: float, loaded: float
 ) -> dict[str, Any]:
-    """The run in numbers, under upstream's names where it has them."""
+    """The figures of the run, with upstream's names where it has them."""
     outcome = pipeline.outcome
     return {
         "args": vars(args),
-        "vocoder": pipeline.vocoder.name,
+        "vocoder": pipeline.token2wav.name,
         "data_load_time_seconds": read,
         "model_load_time_seconds": loaded,
         **pipeline.stages.figures(outcome.audio_seconds, pipeline.stages.total()),
@@ -140,9 +142,9 @@ def figures_of(
 
 
 def show(args: argparse.Namespace, pipeline: Pipeline, figures: dict[str, Any]) -> None:
-    """The tables, and what was cut short."""
+    """Print the tables and the samples that were cut short."""
     outcome = pipeline.outcome
-    print(f"{outcome.finished} samples, {outcome.audio_seconds:.1f} s of audio, {pipeline.vocoder.name}")
+    print(f"{outcome.finished} samples, {outcome.audio_seconds:.1f} s of audio, {pipeline.token2wav.name}")
     stages = [*pipeline.stages.seconds, "pipeline"]
     print(table(("stage", "seconds", "RTF"), [(s, figures[f"{s}_time_seconds"], figures[f"{s}_rtf"]) for s in stages]))
     print()
@@ -151,4 +153,4 @@ def show(args: argparse.Namespace, pipeline: Pipeline, figures: dict[str, Any]) 
     print(table(header, [(*row, figures["pipeline_rtf"])]))
     if outcome.cut_short:
         shown = ", ".join(outcome.cut_short[:CUT_SHORT_SHOWN])
-        print(f"{len(outcome.cut_short)} samples were cut short by the limit of tokens (log.txt: cut_short): {shown}")
+        print(f"{len(outcome.cut_short)} samples were cut short by the token limit (log.txt: cut_short): {shown}")

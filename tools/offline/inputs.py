@@ -1,4 +1,4 @@
-"""What the offline tools are given: samples, their voices, and tokens that were computed ahead."""
+"""Inputs of the offline tools: samples, their voice prompts, and precomputed speech tokens."""
 
 import argparse
 import json
@@ -21,11 +21,11 @@ from tools.load.samples import Sample, SampleError, read_dataset, read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "tests" / "assets" / "manifest.jsonl"
-VOICES_KEPT = 64  # some 3 MB each at most
+CACHED_VOICES = 64  # up to 3 MB each
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
-    """The options that name the samples. split: the tool's name of a data set's split, as upstream has it."""
+    """Options that select the samples. split: upstream's name for this tool's option of a data set's split."""
     parser.add_argument("--manifest-path", type=Path, help=f"JSON lines or seed-tts .lst; default: {_shown(SHIPPED)}")
     parser.add_argument(split, dest="split_name", help="split of a HuggingFace data set, such as wenetspeech4tts")
     parser.add_argument(
@@ -35,7 +35,7 @@ def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
 
 
 def read_samples(args: argparse.Namespace) -> list[Sample]:
-    """The samples that the command line names; SampleError in one line where it cannot be."""
+    """The samples that the options select; SampleError if they cannot be read."""
     if args.manifest_path and (args.split_name or args.dataset_name):
         raise SampleError("give a manifest or a data set, not both")
     if args.dataset_name and not args.split_name:
@@ -46,17 +46,17 @@ def read_samples(args: argparse.Namespace) -> list[Sample]:
     else:
         samples = read_manifest(args.manifest_path or SHIPPED)
     if nameless := [sample.id for sample in samples if sample.prompt_audio is None]:
-        raise SampleError(f"sample {nameless[0]!r} names a speaker; offline tools know no voice but prompt_audio")
+        raise SampleError(f"sample {nameless[0]!r} names a speaker; offline tools need prompt_audio")
     return samples
 
 
 def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the tools that render tokens which are there already."""
+    """Options of the tools that render existing speech tokens."""
     parser.add_argument(
         "--model-dir",
         type=Path,
         default=Path("models/demo", stacks.DEFAULT.checkpoint),
-        help="checkpoint of either vocoder (default: %(default)s)",
+        help="token2wav checkpoint of either stack (default: %(default)s)",
     )
     add_data_arguments(parser, "--huggingface-dataset-split")
     parser.add_argument("--tokens-path", type=Path, help="JSON lines of id and target_audio_cosy2_tokens")
@@ -74,39 +74,39 @@ def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SampleError(
             f"cannot read the tokens in {path}: {type(error).__name__} {error}; "
-            "scripts/offline_inference.py writes such a file, samples.jsonl"
+            "scripts.offline_inference writes such a file, samples.jsonl"
         ) from None
     if missing := [sample.id for sample in samples if sample.id not in tokens]:
-        raise SampleError(f"{path} has no tokens of {len(missing)} sample(s), the first of which is {missing[0]!r}")
+        raise SampleError(f"{path} has no tokens for {len(missing)} sample(s), the first is {missing[0]!r}")
     return [replace(sample, target_audio_cosy2_tokens=tokens[sample.id]) for sample in samples]
 
 
-class Voices:
-    """The prompt of a recording, as the networks see it. Voices come back, so the latest are kept."""
+class VoicePrompts:
+    """Encodes recordings to prompts. Samples often share a voice, so the most recent prompts are cached."""
 
     def __init__(self, model_dir: Path, device: str) -> None:
         self._encode = ReferenceEncoder(model_dir, device)
-        self._known = lru_cache(VOICES_KEPT)(lambda wav: self._encode(np.frombuffer(wav, np.float32).copy()))
+        self._cached = lru_cache(CACHED_VOICES)(lambda wav: self._encode(np.frombuffer(wav, np.float32).copy()))
 
     def __call__(self, sample: Sample) -> Prompt:
-        """Raises ValueError where the recording or its transcript cannot be used."""
-        assert sample.prompt_audio is not None  # `read_samples` has looked
+        """ValueError if the recording or its transcript cannot be used."""
+        assert sample.prompt_audio is not None  # checked by `read_samples`
         wav = validate_reference(sample.prompt_audio)
         text = clean_line(sample.prompt_text, name="prompt_text", max_chars=OrchestratorConfig.max_text_chars)
-        return replace(self._known(wav.tobytes()), text=text)
+        return replace(self._cached(wav.tobytes()), text=text)
 
     def utterance(self, sample: Sample) -> tuple[Prompt, np.ndarray]:
-        """The prompt, and the sample's speech tokens (n,); those of the recording itself where it has none."""
+        """The prompt and the sample's speech tokens (n,), or those of the recording if the sample has none."""
         prompt = self(sample)
         tokens = sample.target_audio_cosy2_tokens
         return prompt, prompt.tokens if tokens is None else tokens
 
-    def forget(self) -> None:
-        """Make every voice anew from now on."""
-        self._known.cache_clear()
+    def clear(self) -> None:
+        """Empty the cache."""
+        self._cached.cache_clear()
 
     def warm_up(self) -> None:
-        """Read the networks, so that the first voice does not wait for them."""
+        """Load the networks, so that the first voice does not include it."""
         self._encode(np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32))
 
 

@@ -1,12 +1,12 @@
-"""The LLM's backends of the offline tool: prompts in batches, speech tokens out.
+"""LLM backends of the offline tools: batches of prompts in, speech tokens out.
 
     hf                   transformers' generate over a HuggingFace directory: any device, slow
     trtllm               TensorRT-LLM in this process, over built engines or a HuggingFace directory
     vllm                 vLLM in this process, over a HuggingFace directory
-    trtllm-serve         a server with OpenAI's interface: trtllm-serve, vllm serve, transformers serve
-    onnxruntime_genai    this project's CPU engine, over a directory from scripts/convert_genai.py
+    trtllm-serve         a server with OpenAI's API: trtllm-serve, vllm serve, transformers serve
+    onnxruntime_genai    this project's CPU engine, over a directory that scripts.convert_genai wrote
 
-All but `hf` batch by themselves: so many prompts as a batch has are under way at any moment.
+All but `hf` batch by themselves; they are kept busy with one batch of concurrent prompts.
 """
 
 import asyncio
@@ -27,24 +27,23 @@ from tools.offline.batch_lm import BatchLM, GeneratedTokens
 
 ENGINES: dict[str, LLMEngine] = {"trtllm": "tensorrt_llm", "vllm": "vllm", "onnxruntime_genai": "onnxruntime_genai"}
 BACKENDS = ("hf", "trtllm", "vllm", "trtllm-serve", "onnxruntime_genai")
-SILENT_SECONDS = (
-    60.0  # nobody listens, so an LLM may take longer than in serving; one that hangs must still be an error
-)
+# Between tokens. No listener waits, so the LLM may take longer than in serving; one that hangs must still be an error.
+SILENT_SECONDS = 60.0
 
 
 class StreamedLM:
-    """A way to the LLM that batches by itself, kept busy with `at_once` requests. For the main thread: it has an event
-    loop of its own, which takes interruptions.
+    """An LLM that batches by itself, kept busy with `concurrency` requests. It runs its own event loop, which handles
+    interruptions, so it must be used in the main thread.
     """
 
-    def __init__(self, llm: SpeechLM, at_once: int) -> None:
+    def __init__(self, llm: SpeechLM, concurrency: int) -> None:
         self._llm = llm
-        self._at_once = at_once
+        self._concurrency = concurrency
         self._loop = asyncio.new_event_loop()
 
     def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[GeneratedTokens | Exception]:
         batch = self._loop.create_task(self._generate(prompts, sampling))
-        # An interruption ends the requests first; raised among them it would leave them running.
+        # An interruption must end the requests first; a KeyboardInterrupt inside the loop would leave them running.
         self._loop.add_signal_handler(signal.SIGINT, batch.cancel)
         try:
             return self._loop.run_until_complete(batch)
@@ -59,10 +58,10 @@ class StreamedLM:
             self._loop.close()
 
     async def _generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[GeneratedTokens | Exception]:
-        places = asyncio.Semaphore(self._at_once)
+        semaphore = asyncio.Semaphore(self._concurrency)
 
         async def ask(prompt: LLMPrompt) -> GeneratedTokens | Exception:
-            async with places:
+            async with semaphore:
                 try:
                     return await self._ask(prompt, sampling)
                 except Exception as error:

@@ -1,6 +1,6 @@
-"""From samples to audio files, batch by batch: voices and texts, LLM, vocoder, files.
+"""From samples to audio files, batch by batch: voices and texts, LLM, token2wav, files.
 
-Stages take turns, so that each one's time is its own. What fails fails for its sample alone, and is kept by name.
+The stages run one after another, so their times do not overlap. An error fails only its own sample and is recorded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,103 +18,105 @@ from common.text import TextFrontend, clean_text
 from common.voice.prompt import Prompt
 from tools.load.samples import Sample
 from tools.offline.batch_lm import BatchLM, GeneratedTokens
-from tools.offline.inputs import Voices
+from tools.offline.inputs import VoicePrompts
+from tools.offline.rendering import OfflineToken2Wav
 from tools.offline.results import OutputFolder
 from tools.offline.stages import Stages
 from tools.offline.tool import Failure
-from tools.offline.vocoder import OfflineVocoder
 
 STAGES = ("voice", "text", "llm", "token2wav", "audio_save")
 MAX_TEXT_CHARS = 4096
-GIVE_UP_BATCHES = 3  # in a row to which the LLM gave no answer because it is down
+GIVE_UP_BATCHES = 3  # consecutive ones for which the LLM was unavailable
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Job:
-    """A sample on its way. Its text is spoken in segments, each an utterance of its own."""
+class SampleJob:
+    """A sample in progress. Its text is synthesized in segments, each as an utterance of its own."""
 
     sample: Sample
     voice: Prompt
     segments: list[LLMPrompt]
     answers: list[GeneratedTokens] = field(default_factory=list)
-    waveforms: dict[int, np.ndarray] = field(default_factory=dict)  # by the segment's index
+    waveforms: dict[int, np.ndarray] = field(default_factory=dict)  # by segment index
 
 
 @dataclass
-class Outcome:
-    """What a run has made so far."""
+class PipelineOutcome:
+    """Results of a run so far."""
 
     finished: int = 0
     audio_seconds: float = 0.0
     tokens: int = 0
-    cut_short: list[str] = field(default_factory=list)  # ids whose speech ends where the LLM had to stop
+    cut_short: list[str] = field(default_factory=list)  # ids of samples that the token limit cut short
     failures: list[Failure] = field(default_factory=list)
 
 
 @dataclass
 class Pipeline:
-    """`batch_size` samples at once up to the LLM, `token2wav_batch_size` utterances at once in the vocoder."""
+    """batch_size: samples per batch up to the LLM; token2wav_batch_size: utterances per batch in token2wav."""
 
-    voices: Voices
+    voices: VoicePrompts
     texts: TextFrontend
     llm: BatchLM
-    vocoder: OfflineVocoder
+    token2wav: OfflineToken2Wav
     batch_size: int
     token2wav_batch_size: int
     sampling: Sampling
     stages: Stages = field(default_factory=lambda: Stages(STAGES))
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: PipelineOutcome = field(default_factory=PipelineOutcome)
 
     def run(self, samples: Sequence[Sample], folder: OutputFolder, progress: "tqdm[Any]") -> None:
-        """Make every sample's file. `outcome` and `stages` hold what was done, also after an interruption."""
+        """Write the file of every sample. `outcome` and `stages` are valid after an interruption too."""
         unanswered = 0
         for batch in batches(samples, self.batch_size):
             if unanswered < GIVE_UP_BATCHES:
                 unanswered = 0 if self._make(batch, folder) else unanswered + 1
             else:
                 for sample in batch:
-                    self._fail(sample, "llm", UnavailableError("not tried: the LLM was down for those before"))
+                    self._fail(
+                        sample, "llm", UnavailableError("not tried: the LLM was unavailable for the samples before")
+                    )
             progress.update(len(batch))
             progress.set_postfix(failed=len(self.outcome.failures))
 
     def _make(self, samples: Sequence[Sample], folder: OutputFolder) -> bool:
-        """Whether the LLM is there, as far as these samples tell."""
+        """Whether the LLM was available."""
         for sample in samples:
             folder.discard(sample)
         jobs = [job for sample in samples if (job := self._prepare(sample))]
-        errors = self._speak(jobs)
-        spoken = [job for job in jobs if job not in errors]
-        self._render(spoken, folder)
-        return bool(spoken) or not any(isinstance(error, UnavailableError) for error in errors.values())
+        errors = self._generate(jobs)
+        answered = [job for job in jobs if job not in errors]
+        self._render(answered, folder)
+        return bool(answered) or not any(isinstance(error, UnavailableError) for error in errors.values())
 
-    def _prepare(self, sample: Sample) -> Job | None:
-        """The voice and the text, as the server prepares them; None where they cannot be used."""
+    def _prepare(self, sample: Sample) -> SampleJob | None:
+        """Voice and text, prepared as by the server; None if they cannot be used."""
         stage = "voice"
         try:
             with self.stages.time(stage):
                 voice = self.voices(sample)
             stage = "text"
             with self.stages.time(stage):
-                return Job(sample, voice, self._prompts(sample, voice))
+                return SampleJob(sample, voice, self._prompts(sample, voice))
         except Exception as error:
             self._fail(sample, stage, error)
             return None
 
     def _prompts(self, sample: Sample, voice: Prompt) -> list[LLMPrompt]:
-        """One for each segment. The LLM continues the recording where it is known what that says."""
+        """One per segment. With a transcript the LLM continues the recording."""
         text = clean_text(sample.target_text, name="target_text", max_chars=MAX_TEXT_CHARS)
-        spoken = (self.texts.transcript(voice.text), voice.tokens.tolist()) if voice.text else ("", [])
-        return [LLMPrompt(segment, *spoken) for segment in self.texts.segments(text)]
+        prompt = (self.texts.transcript(voice.text), voice.tokens.tolist()) if voice.text else ("", [])
+        return [LLMPrompt(segment, *prompt) for segment in self.texts.segments(text)]
 
-    def _speak(self, jobs: Sequence[Job]) -> dict[Job, Exception]:
-        """Fill in the answers; what has none is a failure, and returned."""
-        asked = [(job, segment) for job in jobs for segment in job.segments]
+    def _generate(self, jobs: Sequence[SampleJob]) -> dict[SampleJob, Exception]:
+        """Fill in `answers`; returns the errors."""
+        requested = [(job, segment) for job in jobs for segment in job.segments]
         with self.stages.time("llm"):
-            answers = self.llm.generate([segment for _, segment in asked], self.sampling)
-        errors: dict[Job, Exception] = {}
-        for (job, _), answer in zip(asked, answers, strict=True):
+            answers = self.llm.generate([segment for _, segment in requested], self.sampling)
+        errors: dict[SampleJob, Exception] = {}
+        for (job, _), answer in zip(requested, answers, strict=True):
             if isinstance(answer, GeneratedTokens):
                 job.answers.append(answer)
             else:
@@ -123,14 +125,14 @@ class Pipeline:
             self._fail(job.sample, "llm", error)
         return errors
 
-    def _render(self, jobs: Sequence[Job], folder: OutputFolder) -> None:
-        """Utterances of similar length together: a batch costs what its longest one costs in every row."""
-        spoken = [(job, index) for job in jobs for index in range(len(job.answers))]
-        spoken.sort(key=lambda place: len(place[0].answers[place[1]].tokens))
-        errors: dict[Job, Exception] = {}
-        for batch in batches(spoken, self.token2wav_batch_size):
+    def _render(self, jobs: Sequence[SampleJob], folder: OutputFolder) -> None:
+        """Batches utterances of similar length, because every row of a batch costs as much as its longest one."""
+        utterances = [(job, index) for job in jobs for index in range(len(job.answers))]
+        utterances.sort(key=lambda entry: len(entry[0].answers[entry[1]].tokens))
+        errors: dict[SampleJob, Exception] = {}
+        for batch in batches(utterances, self.token2wav_batch_size):
             with self.stages.time("token2wav"):
-                rendered = self.vocoder.whole([(job.voice, job.answers[index].tokens) for job, index in batch])
+                rendered = self.token2wav.whole([(job.voice, job.answers[index].tokens) for job, index in batch])
             for (job, index), audio in zip(batch, rendered, strict=True):
                 if isinstance(audio, Exception):
                     errors.setdefault(job, audio)
@@ -141,7 +143,7 @@ class Pipeline:
         for job, error in errors.items():
             self._fail(job.sample, "token2wav", error)
 
-    def _save(self, job: Job, folder: OutputFolder) -> None:
+    def _save(self, job: SampleJob, folder: OutputFolder) -> None:
         audio = np.concatenate([job.waveforms[index] for index in range(len(job.segments))])
         tokens = np.concatenate([answer.tokens for answer in job.answers])
         cut_short = any(answer.finish_reason == "length" for answer in job.answers)

@@ -1,11 +1,11 @@
-"""The folder that a run writes its audio to, which a second run continues.
+"""The output folder of a run, which a second run can continue.
 
-    <id>.wav         24 kHz; written beside and renamed, so that it is complete or not there
-    samples.jsonl    a line for each finished sample: what it was made from, its seconds and its speech tokens
+    <id>.wav         24 kHz; written to a temporary file and renamed, so that it is complete or absent
+    samples.jsonl    one line per finished sample: hash of its inputs, seconds and speech tokens
     log.txt          the figures of the last run, as JSON
 
-A sample counts as finished if its line says that it was made from the same text, recording and settings, and its audio
-has the size that the line says.
+A sample is finished if its line has the hash of the same text, recording and settings, and its audio has the recorded
+size.
 """
 
 import fcntl
@@ -29,9 +29,9 @@ PARTIAL = ".partial"
 
 
 class OutputFolder:
-    """A folder for as long as it is entered; SampleError where it cannot be used or another run is using it.
+    """A context manager that locks the folder; SampleError if it cannot be used or another run is using it.
 
-    settings: what the audio depends on beside the samples themselves.
+    settings: everything besides the samples that the audio depends on.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -47,15 +47,15 @@ class OutputFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._unlock()
-            raise SampleError(f"another run is writing to {self.path}: wait for it, or name another folder") from None
+            raise SampleError(f"another run is writing to {self.path}: wait for it, or choose another folder") from None
         except OSError as error:
             self._unlock()
-            raise SampleError(f"cannot write to {self.path}: {error}; name another folder") from None
+            raise SampleError(f"cannot write to {self.path}: {error}; choose another folder") from None
         for left in self.path.glob(f".*{PARTIAL}"):
             left.unlink()
         self._records = _read_journal(self.path / JOURNAL)
         lines = "".join(_line(record) for record in self._records.values())
-        write_text(self.path / JOURNAL, lines)  # without what a killed run left of a line
+        write_text(self.path / JOURNAL, lines)  # without an incomplete line of a killed run
         return self
 
     def __exit__(
@@ -69,7 +69,7 @@ class OutputFolder:
             self._lock = None
 
     def holds(self, sample: Sample) -> bool:
-        """Whether the sample is finished, made as it would be made now."""
+        """Whether the sample is finished, with the same inputs and settings."""
         record = self._records.get(sample.id)
         if record is None or record.get("made_from") != self._made_from(sample):
             return False
@@ -79,15 +79,15 @@ class OutputFolder:
             return False
 
     def replaces(self, sample: Sample) -> bool:
-        """Whether there is something of that name that was made otherwise."""
+        """Whether a sample of this id was made from other inputs or settings."""
         return sample.id in self._records and not self.holds(sample)
 
     def discard(self, sample: Sample) -> None:
-        """Take away audio of that name that was made otherwise: should the sample fail now, it must not look made."""
+        """Remove older audio of this id, so that a sample that fails now does not look finished."""
         self._audio(sample).unlink(missing_ok=True)
 
     def save(self, sample: Sample, audio: np.ndarray, tokens: np.ndarray, cut_short: bool) -> None:
-        """Audio (N,) float32 and the speech tokens (n,) that it was rendered from."""
+        """audio: (N,) float32, rendered from the speech tokens (n,)."""
         save_wav(self._audio(sample), audio)
         record = {
             "id": sample.id,
@@ -120,21 +120,21 @@ class OutputFolder:
 
 
 def save_wav(path: Path, audio: np.ndarray) -> None:
-    """A file that is complete or not there."""
+    """Written atomically."""
     partial = _partial(path)
     save_audio(partial, audio, SAMPLE_RATE)
     os.replace(partial, path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """A file that is complete or what it was before."""
+    """Written atomically."""
     partial = _partial(path)
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
 def identity(directory: Path) -> list[tuple[str, int, int]]:
-    """What tells a checkpoint from another one in its place: names, sizes and times of its files."""
+    """Names, sizes and modification times of a checkpoint's files."""
     stats = ((path.name, path.stat()) for path in sorted(directory.iterdir()) if path.is_file())
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
@@ -148,7 +148,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
-    """The last whole line of each sample. One that a killed run left unfinished is passed over: it is made again."""
+    """The last complete line of each sample. Incomplete lines of a killed run are skipped: the sample is made again."""
     if not path.exists():
         return {}
     records = {}

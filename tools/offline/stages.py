@@ -1,14 +1,14 @@
-"""Where the time of a run goes: seconds of each stage, and what they are for a second of audio."""
+"""Times of a run: seconds per stage, and per second of audio."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-AFTER_STAGE = "_time_seconds"  # upstream's names of these figures
+AFTER_STAGE = "_time_seconds"  # as in upstream's figures
 
 
 class Stages:
-    """A stopwatch per stage. Stages take turns, so that the time of one holds nothing of another's."""
+    """A stopwatch per stage. Stages run one after another, so their times do not overlap."""
 
     def __init__(self, names: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -24,11 +24,11 @@ class Stages:
             self.seconds[stage] += self._clock() - begun
 
     def total(self) -> float:
-        """Seconds since this was made."""
+        """Seconds since construction."""
         return self._clock() - self._begun
 
     def figures(self, audio_seconds: float, total: float) -> dict[str, float | None]:
-        """`<stage>_time_seconds` and `<stage>_rtf` of each stage and of the whole; no audio has no RTF."""
+        """`<stage>_time_seconds` and `<stage>_rtf` per stage and for the pipeline; the RTF is None without audio."""
         figures: dict[str, float | None] = {}
         for stage, seconds in {**self.seconds, "pipeline": total}.items():
             figures[stage + AFTER_STAGE] = seconds
@@ -37,7 +37,7 @@ class Stages:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table whose columns line up in a terminal too."""
+    """A Markdown table with aligned columns."""
     cells = [[_shown(value) for value in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = [

@@ -1,4 +1,4 @@
-"""Speech tokens rendered chunk by chunk: what it costs, and how the audio differs from the utterance at once."""
+"""Speech tokens rendered in chunks: the cost, and how the audio differs from offline rendering."""
 
 import argparse
 import json
@@ -16,16 +16,16 @@ from common.config import ChunkStrategy
 from common.constants import SAMPLE_RATE
 from tools.load.samples import Sample
 from tools.offline.compare import Difference, compare, plot
-from tools.offline.inputs import Voices, read_samples, with_tokens
+from tools.offline.inputs import VoicePrompts, read_samples, with_tokens
 from tools.offline.pipeline import batches
+from tools.offline.rendering import OfflineToken2Wav, PromptedTokens, Streamed
 from tools.offline.results import save_wav, write_text
 from tools.offline.stages import table
 from tools.offline.tool import Failure, show_failures, show_resynthesis
-from tools.offline.vocoder import OfflineVocoder, Streamed, Utterance
 
 
 class Pass(NamedTuple):
-    """All samples streamed once. `seconds` of making voices and audio alone; `first_chunks` in seconds, sorted."""
+    """All samples streamed once. seconds: voices and audio only; first_chunks: seconds, sorted."""
 
     seconds: float
     audio_seconds: float
@@ -45,11 +45,11 @@ class Pass(NamedTuple):
 
 @dataclass
 class Study:
-    """The samples streamed by one vocoder, and what they differ by from speech at once."""
+    """The samples streamed through token2wav and compared with offline rendering."""
 
     samples: Sequence[Sample]
-    voices: Voices
-    vocoder: OfflineVocoder
+    voices: VoicePrompts
+    token2wav: OfflineToken2Wav
     strategy: ChunkStrategy
     batch_size: int
     output_dir: Path
@@ -58,16 +58,16 @@ class Study:
     worst: tuple[Difference, np.ndarray, list[np.ndarray]] | None = None
 
     def stream(self, progress: "tqdm[Any]", compared: bool) -> Pass:
-        """One pass. `compared`: write the audio, and compare it with what is rendered at once."""
+        """One pass. compared: write the audio and compare it with offline rendering."""
         seconds, calls, first_chunks, chunks, samples = 0.0, 0, [], 0, 0
-        rules = self.vocoder.rules(self.strategy)
+        rules = self.token2wav.rules(self.strategy)
         for batch in batches(self.samples, self.batch_size):
-            begun, called = time.perf_counter(), self.vocoder.calls
-            spoken = self._utterances(batch)
-            results = self.vocoder.streamed([utterance for _, utterance in spoken], rules)
+            begun, called = time.perf_counter(), self.token2wav.calls
+            utterances = self._utterances(batch)
+            results = self.token2wav.streamed([utterance for _, utterance in utterances], rules)
             seconds += time.perf_counter() - begun
-            calls += self.vocoder.calls - called
-            for (sample, utterance), result in zip(spoken, results, strict=True):
+            calls += self.token2wav.calls - called
+            for (sample, utterance), result in zip(utterances, results, strict=True):
                 if isinstance(result, Exception):
                     self._fail(sample, "streaming", result)
                     continue
@@ -79,17 +79,17 @@ class Study:
             progress.update(len(batch))
         return Pass(seconds, samples / SAMPLE_RATE, calls, chunks, sorted(first_chunks))
 
-    def _utterances(self, samples: Sequence[Sample]) -> list[tuple[Sample, Utterance]]:
-        spoken = []
+    def _utterances(self, samples: Sequence[Sample]) -> list[tuple[Sample, PromptedTokens]]:
+        utterances = []
         for sample in samples:
             try:
-                spoken.append((sample, self.voices.utterance(sample)))
+                utterances.append((sample, self.voices.utterance(sample)))
             except Exception as error:
                 self._fail(sample, "voice", error)
-        return spoken
+        return utterances
 
-    def _compare(self, sample: Sample, utterance: Utterance, streamed: Streamed) -> None:
-        (offline,) = self.vocoder.whole([utterance])
+    def _compare(self, sample: Sample, utterance: PromptedTokens, streamed: Streamed) -> None:
+        (offline,) = self.token2wav.whole([utterance])
         try:
             if isinstance(offline, Exception):
                 raise offline
@@ -108,12 +108,12 @@ class Study:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ValueError, RuntimeError or OSError where it cannot begin."""
+    """The exit code. Raises ValueError, RuntimeError or OSError if it cannot start."""
     samples = with_tokens(read_samples(args), args.tokens_path)
     (args.output_dir / "offline").mkdir(parents=True, exist_ok=True)
-    vocoder = OfflineVocoder.load(args.model_dir, args.device, args.batch_size)
-    voices = Voices(args.model_dir, args.device)
-    study = Study(samples, voices, vocoder, args.strategy, args.batch_size, args.output_dir)
+    token2wav = OfflineToken2Wav.load(args.model_dir, args.device, args.batch_size)
+    voices = VoicePrompts(args.model_dir, args.device)
+    study = Study(samples, voices, token2wav, args.strategy, args.batch_size, args.output_dir)
     voices.warm_up()
     with tqdm(total=2 * len(samples), desc=f"streaming, {args.strategy}", unit="sample") as progress:
         new = study.stream(progress, compared=False)
@@ -123,13 +123,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace, study: Study, new: Pass, known: Pass) -> None:
-    """The figures on the screen, as JSON and as a picture."""
+    """Print the figures, write them as JSON and plot the sample that differs most."""
     name = args.output_dir / f"streaming-{args.strategy}"
     size = f"batches of {args.batch_size}"
-    print(f"{study.vocoder.name}, {args.strategy}, {size}: {known.audio_seconds:.1f} s of audio")
+    print(f"{study.token2wav.name}, {args.strategy}, {size}: {known.audio_seconds:.1f} s of audio")
     figures = {
         "args": vars(args),
-        "vocoder": study.vocoder.name,
+        "vocoder": study.token2wav.name,
         "samples": len(study.samples),
         "samples_that_say_their_recording": show_resynthesis(study.samples),
         "total_audio_duration_seconds": known.audio_seconds,
@@ -144,10 +144,10 @@ def report(args: argparse.Namespace, study: Study, new: Pass, known: Pass) -> No
     print(f"Total flow matching forward calls: {known.forward_calls}")
     if study.differences and study.worst is not None:
         mels = [difference.mel_db for difference in study.differences]
-        beside = [difference.joint_db for difference in study.differences if difference.joint_db is not None]
-        joints = f", in cross-fades {statistics.mean(beside):.2f} dB" if beside else ""
-        print(f"streamed against at once: mean distance of the mels {statistics.mean(mels):.2f} dB{joints}")
-        title = f"{study.vocoder.name}, {args.strategy}"
+        joint_dbs = [difference.joint_db for difference in study.differences if difference.joint_db is not None]
+        joints = f", in cross-fades {statistics.mean(joint_dbs):.2f} dB" if joint_dbs else ""
+        print(f"streamed against offline: mean distance of the mels {statistics.mean(mels):.2f} dB{joints}")
+        title = f"{study.token2wav.name}, {args.strategy}"
         plot(*study.worst, title, name.with_suffix(".png"))
         print(f"largest: {study.worst[0].mel_db:.2f} dB in {study.worst[0].id}, see {name.with_suffix('.png')}")
     show_failures(list(study.failures.values()), name.with_suffix(".json").name)

@@ -12,40 +12,42 @@ from tqdm import tqdm
 from common.constants import SAMPLE_RATE
 from common.orchestrator.chunking import HopRules
 from tools.load.samples import Sample
-from tools.offline.inputs import Voices, read_samples, with_tokens
+from tools.offline.inputs import VoicePrompts, read_samples, with_tokens
 from tools.offline.pipeline import batches
+from tools.offline.rendering import OfflineToken2Wav, PromptedTokens
 from tools.offline.results import save_wav, write_text
 from tools.offline.stages import Stages, table
 from tools.offline.tool import Failure, show_failures, show_resynthesis
-from tools.offline.vocoder import OfflineVocoder, Utterance
 
 STAGES = ("voice", "token2wav")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ValueError, RuntimeError or OSError where it cannot begin."""
+    """The exit code. Raises ValueError, RuntimeError or OSError if it cannot start."""
     samples = with_tokens(read_samples(args), args.tokens_path)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    vocoder = OfflineVocoder.load(args.model_dir, args.device, args.batch_size if args.streaming else 0)
-    voices = Voices(args.model_dir, args.device)
+    token2wav = OfflineToken2Wav.load(args.model_dir, args.device, args.batch_size if args.streaming else 0)
+    voices = VoicePrompts(args.model_dir, args.device)
     voices.warm_up()
     with tqdm(total=args.warmup * len(samples), desc="token2wav", unit="sample") as progress:
         for _ in range(args.warmup):
-            voices.forget()
-            epoch = Epoch(voices, vocoder, vocoder.rules(args.strategy) if args.streaming else None, args.output_dir)
+            voices.clear()
+            epoch = Epoch(
+                voices, token2wav, token2wav.rules(args.strategy) if args.streaming else None, args.output_dir
+            )
             for batch in batches(samples, args.batch_size):
                 epoch.render(batch)
                 progress.update(len(batch))
-    report(args, samples, vocoder, epoch)
+    report(args, samples, token2wav, epoch)
     return 1 if epoch.failures else 0
 
 
 @dataclass
 class Epoch:
-    """One pass over the samples. `rules`: how streams are cut; None renders whole utterances."""
+    """One pass over the samples. rules: the hops of streams; None renders whole utterances."""
 
-    voices: Voices
-    vocoder: OfflineVocoder
+    voices: VoicePrompts
+    token2wav: OfflineToken2Wav
     rules: HopRules | None
     output_dir: Path
     stages: Stages = field(default_factory=lambda: Stages(STAGES))
@@ -53,17 +55,17 @@ class Epoch:
     failures: list[Failure] = field(default_factory=list)
 
     def render(self, samples: Sequence[Sample]) -> None:
-        """A batch, to its files."""
-        spoken: list[tuple[Sample, Utterance]] = []
+        """Render a batch and write its files."""
+        utterances: list[tuple[Sample, PromptedTokens]] = []
         for sample in samples:
             try:
                 with self.stages.time("voice"):
-                    spoken.append((sample, self.voices.utterance(sample)))
+                    utterances.append((sample, self.voices.utterance(sample)))
             except Exception as error:
                 self.failures.append(Failure.of(sample, "voice", error))
         with self.stages.time("token2wav"):
-            rendered = self._rendered([utterance for _, utterance in spoken])
-        for (sample, _), audio in zip(spoken, rendered, strict=True):
+            rendered = self._rendered([utterance for _, utterance in utterances])
+        for (sample, _), audio in zip(utterances, rendered, strict=True):
             try:
                 if isinstance(audio, Exception):
                     raise audio
@@ -72,21 +74,21 @@ class Epoch:
             except Exception as error:
                 self.failures.append(Failure.of(sample, "token2wav", error))
 
-    def _rendered(self, utterances: Sequence[Utterance]) -> list[np.ndarray | Exception]:
+    def _rendered(self, utterances: Sequence[PromptedTokens]) -> list[np.ndarray | Exception]:
         if self.rules is None:
-            return self.vocoder.whole(utterances) if utterances else []
-        streamed = self.vocoder.streamed(utterances, self.rules)
+            return self.token2wav.whole(utterances) if utterances else []
+        streamed = self.token2wav.streamed(utterances, self.rules)
         return [each if isinstance(each, Exception) else np.concatenate(each.waveforms) for each in streamed]
 
 
-def report(args: argparse.Namespace, samples: Sequence[Sample], vocoder: OfflineVocoder, epoch: Epoch) -> None:
-    """The figures on the screen and as JSON."""
+def report(args: argparse.Namespace, samples: Sequence[Sample], token2wav: OfflineToken2Wav, epoch: Epoch) -> None:
+    """Print the figures and write them as JSON."""
     total = sum(epoch.stages.seconds.values())
     how = f"streamed ({args.strategy})" if args.streaming else "whole"
-    print(f"{vocoder.name}, {how}, batches of {args.batch_size}: {epoch.audio_seconds:.1f} s of audio")
+    print(f"{token2wav.name}, {how}, batches of {args.batch_size}: {epoch.audio_seconds:.1f} s of audio")
     figures = {
         "args": vars(args),
-        "vocoder": vocoder.name,
+        "vocoder": token2wav.name,
         "samples": len(samples),
         "samples_that_say_their_recording": show_resynthesis(samples),
         "total_audio_duration_seconds": epoch.audio_seconds,

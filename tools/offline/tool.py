@@ -1,4 +1,4 @@
-"""How the offline tools end: an exit code, one line for what stopped them, and the names of what failed."""
+"""How the offline tools end: exit codes and the samples that failed."""
 
 import logging
 import sys
@@ -22,12 +22,12 @@ class Failure(NamedTuple):
     def of(cls, sample: Sample, stage: str, error: Exception) -> "Failure":
         reason = " ".join(str(error).split())
         if not isinstance(error, (ValueError, UnavailableError, OSError)):
-            reason = f"{type(error).__name__}: {reason}"  # memory that ran out, or a bug
+            reason = f"{type(error).__name__}: {reason}"  # out of memory, or a bug
         return cls(sample.id, stage, reason)
 
 
 def exit_code(tool: str, run: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """That of `run`, 1 with one line on standard error where it cannot begin, 130 where it is interrupted."""
+    """What `run` returns; 1 with one line on standard error if it cannot start, 130 if it is interrupted."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         return run()
@@ -40,7 +40,7 @@ def exit_code(tool: str, run: Callable[[], int], interrupted: str = "interrupted
 
 
 def show_failures(failures: Sequence[Failure], file: str) -> None:
-    """The first ones, on standard error; all are in `file`."""
+    """Print the first ones to standard error; all are in `file`."""
     for failure in failures[:FAILURES_SHOWN]:
         print(f"failed: {failure.id} ({failure.stage}): {failure.error}", file=sys.stderr)
     if hidden := failures[FAILURES_SHOWN:]:
@@ -48,8 +48,8 @@ def show_failures(failures: Sequence[Failure], file: str) -> None:
 
 
 def show_resynthesis(samples: Sequence[Sample]) -> int:
-    """Say how many samples have no tokens of their own, and return that."""
+    """Print and return the number of samples without tokens."""
     count = sum(sample.target_audio_cosy2_tokens is None for sample in samples)
     if count:
-        print(f"{count} of {len(samples)} samples have no tokens and say their recordings again")
+        print(f"{count} of {len(samples)} samples have no tokens and resynthesize their recordings")
     return count

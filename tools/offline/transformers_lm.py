@@ -19,9 +19,9 @@ RATIOS = LengthRatios()
 
 
 class TransformersLM:
-    """A causal LM that utters nothing but speech. A batch is as slow as its longest answer.
+    """A causal LM restricted to speech tokens. A batch takes as long as its longest answer.
 
-    The draws of a batch come from one seed, so what is said depends on who else is in the batch.
+    All rows of a batch share one random seed, so the result of a prompt depends on the others in its batch.
     """
 
     def __init__(self, model: Any, tokenizer: LLMTokenizer, limits: tuple[int, int], batch_size: int) -> None:
@@ -32,22 +32,22 @@ class TransformersLM:
 
     @classmethod
     def load(cls, model_dir: Path, tokenizer: LLMTokenizer, batch_size: int, device: str) -> "TransformersLM":
-        """Raises ValueError where `model_dir` is not that of a CosyVoice2 LLM."""
+        """ValueError if `model_dir` does not hold a CosyVoice2 LLM."""
         limits = read_limits(model_dir)
         require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
         dtype = torch.float32 if device == "cpu" else "auto"
         model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
         model = model.to(device).eval()
-        # Minus infinity for what is no speech, before any penalty; the official head's own bias has no other place.
+        # Minus infinity for all but speech tokens, before any penalty; also holds the bias of the official head.
         bias = torch.from_numpy(speech_bias(model_dir, tokenizer, limits.vocab_size))
         model.lm_head.bias = torch.nn.Parameter(bias.to(device, model.lm_head.weight.dtype))
         return cls(model, tokenizer, limits, batch_size)
 
     def close(self) -> None:
-        """Nothing runs between batches."""
+        """Nothing to do: nothing runs between batches."""
 
     def generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[GeneratedTokens | Exception]:
-        results: list[GeneratedTokens | Exception] = [ValueError("never asked")] * len(prompts)
+        results: list[GeneratedTokens | Exception] = [ValueError("not generated")] * len(prompts)
         requests: dict[int, GenerationRequest] = {}
         for index, prompt in enumerate(prompts):
             try:
@@ -57,11 +57,11 @@ class TransformersLM:
         waiting = iter(requests)
         while members := list(islice(waiting, self._batch_size)):
             try:
-                spoken = self._generate([requests[index] for index in members])
-            except Exception as error:  # such as a GPU that is full
+                generated = self._generate([requests[index] for index in members])
+            except Exception as error:  # such as running out of GPU memory
                 results = [error if index in members else result for index, result in enumerate(results)]
                 continue
-            for index, ids in zip(members, spoken, strict=True):
+            for index, ids in zip(members, generated, strict=True):
                 results[index] = self._answer(prompts[index], ids)
         return results
 
@@ -76,11 +76,13 @@ class TransformersLM:
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
-        """The ids that each request is answered with, its end token last where there is one."""
+        """The generated ids of each request, including its end token if there is one."""
         device, longest = self._model.device, max(len(request.input_ids) for request in requests)
-        ids = torch.full((len(requests), longest), self._tokenizer.sos_id, device=device)  # in every prompt: no penalty
+        ids = torch.full(
+            (len(requests), longest), self._tokenizer.sos_id, device=device
+        )  # is in every prompt, so padding adds no repetition penalty
         mask = torch.zeros_like(ids)
-        for row, request in enumerate(requests):  # padded at the left: answers begin side by side
+        for row, request in enumerate(requests):  # left padding, so that all answers begin at the same position
             ids[row, longest - len(request.input_ids) :] = torch.tensor(request.input_ids)
             mask[row, longest - len(request.input_ids) :] = 1
         sampling, end_ids = requests[0].sampling, list(self._tokenizer.end_ids)
@@ -88,10 +90,10 @@ class TransformersLM:
             torch.tensor([getattr(request.sampling, name) for request in requests], device=device)
             for name in ("min_tokens", "max_tokens")
         )
-        drawn: dict[str, Any] = {"do_sample": False}
+        sampled: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
-            drawn = {"do_sample": True, "temperature": sampling.temperature}
-            drawn |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+            sampled = {"do_sample": True, "temperature": sampling.temperature}
+            sampled |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if sampling.seed is not None:
                 torch.manual_seed(sampling.seed)
@@ -102,24 +104,24 @@ class TransformersLM:
                 repetition_penalty=sampling.repetition_penalty,
                 eos_token_id=end_ids,
                 pad_token_id=end_ids[0],
-                logits_processor=[_Least(longest, least, end_ids)],
-                stopping_criteria=[_Most(longest, most)],
-                **drawn,
+                logits_processor=[_MinTokens(longest, least, end_ids)],
+                stopping_criteria=[_MaxTokens(longest, most)],
+                **sampled,
             )
         answers = output[:, longest:].tolist()
         return [ids[: request.sampling.max_tokens] for ids, request in zip(answers, requests, strict=True)]
 
     def _answer(self, prompt: LLMPrompt, ids: list[int]) -> GeneratedTokens | Exception:
         ends = [position for position, token in enumerate(ids) if token in self._tokenizer.end_ids]
-        spoken = ids[: ends[0]] if ends else ids
+        speech = ids[: ends[0]] if ends else ids
         try:
-            return GeneratedTokens.of(prompt, self._tokenizer.to_speech_ids(spoken), "stop" if ends else "length")
+            return GeneratedTokens.of(prompt, self._tokenizer.to_speech_ids(speech), "stop" if ends else "length")
         except RuntimeError as error:
             return error
 
 
-class _Least(LogitsProcessor):
-    """No end before each row's fewest tokens."""
+class _MinTokens(LogitsProcessor):
+    """No end token before the row's min_tokens."""
 
     def __init__(self, prompt: int, least: Tensor, end_ids: list[int]) -> None:
         self._prompt, self._least, self._end_ids = prompt, least, end_ids
@@ -130,8 +132,8 @@ class _Least(LogitsProcessor):
         return torch.where(early[:, None], blocked, scores)
 
 
-class _Most(StoppingCriteria):
-    """Each row ends after its most tokens."""
+class _MaxTokens(StoppingCriteria):
+    """Stops each row after its max_tokens."""
 
     def __init__(self, prompt: int, most: Tensor) -> None:
         self._prompt, self._most = prompt, most

@@ -1,1 +1,1 @@
-"""Parts of scripts/prepare.py: checkpoints fetched and verified, the LLM's engine built."""
+"""Preparation of what serving reads: downloads, conversions of the LLM, its engine, registered voices."""

@@ -1,4 +1,4 @@
-"""The LLM's TensorRT-LLM engine, built once for a checkpoint, a GPU and a version of TensorRT-LLM."""
+"""The LLM's TensorRT-LLM engine, built once per checkpoint, GPU and version of TensorRT-LLM."""
 
 import json
 import os
@@ -18,12 +18,12 @@ MAX_TOKENS = 32768  # in one step, upstream's
 
 
 class EngineError(RuntimeError):
-    """The engine could not be built; what the tools said is above."""
+    """The engine could not be built; the output of the tools is above."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is built for: streams at a time, and GPUs of tensor and pipeline parallelism."""
+    """Concurrent streams, and GPUs of tensor and pipeline parallelism."""
 
     max_batch_size: int = 64
     tp_size: int = 1
@@ -56,7 +56,7 @@ def build_engine(models: Path, options: EngineOptions) -> bool:
 
 
 def _python() -> str:
-    """The interpreter that has TensorRT-LLM: in the image another one than ours."""
+    """The interpreter that has TensorRT-LLM; in the image it is a different one."""
     return os.environ.get("TRTLLM_PYTHON") or sys.executable
 
 
@@ -73,25 +73,27 @@ def _run(command: list[str]) -> None:
 
 
 def _fingerprint(source: Path) -> dict[str, list[int]]:
-    """Size and time of what the engine is made from."""
+    """Sizes and modification times of the files that the engine is built from."""
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
     if len(files) < 2 or not files[0].is_file():
-        raise EngineError(f"{source} is no HuggingFace directory of the LLM; run: python -m scripts.prepare download")
+        raise EngineError(
+            f"{source} is not a HuggingFace directory of the LLM; run: python -m scripts.prepare download"
+        )
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
 def _machine() -> list[str]:
-    """The GPU and the version of TensorRT-LLM; a tool that is not there is named when it is needed."""
+    """The GPU and the version of TensorRT-LLM; "" for a missing tool, which is reported when it is needed."""
     gpu = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
     version = [_python(), "-c", "import importlib.metadata as m; print(m.version('tensorrt_llm'))"]
     answers = []
     for command in (gpu, version):
         try:
-            told = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+            finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
         except (FileNotFoundError, subprocess.TimeoutExpired):
             answers.append("")
         else:
-            answers.append(told.stdout.strip() if told.returncode == 0 else "")
+            answers.append(finished.stdout.strip() if finished.returncode == 0 else "")
     return answers
 
 

@@ -15,21 +15,21 @@ from common.llm.speech_tokens import LLMTokenizer
 
 
 def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
-    """Write `output_dir`, whole or not at all; False if it is there already.
+    """Write `output_dir` atomically; False if it exists already.
 
-    Raises ValueError where `model_dir` is no CosyVoice2 LLM or `output_dir` is something else, RuntimeError on failure.
+    ValueError if `model_dir` is not a CosyVoice2 LLM or `output_dir` is something else, RuntimeError on failure.
     """
     if (output_dir / "genai_config.json").is_file():
         return False
     if not (model_dir / "config.json").is_file():
-        raise ValueError(f"{model_dir} is no HuggingFace model directory: it has no config.json")
+        raise ValueError(f"{model_dir} is not a HuggingFace model directory: it has no config.json")
     utterable = candidate_ids(LLMTokenizer.from_dir(model_dir))
     if utterable[-1] - utterable[0] >= len(utterable):
         raise ValueError(f"{model_dir}: its end tokens do not follow its speech tokens")
     if output_dir.exists():
-        raise ValueError(f"{output_dir} exists and is no conversion; remove it or name another directory")
+        raise ValueError(f"{output_dir} exists and is not a conversion; remove it or choose another directory")
     output_dir.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the result, so that the rename stays within one file system.
+    # Next to the result, so that the rename stays within one file system.
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         built = Path(scratch) / "model"
         _build(model_dir, built, Path(scratch) / "cache", precision)
@@ -41,10 +41,10 @@ def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
 def _build(model_dir: Path, built: Path, cache: Path, precision: str) -> None:
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
     command += ["-i", str(model_dir), "-o", str(built), "-p", precision, "-e", "cpu", "-c", str(cache)]
-    # Serving reads the last position's logits only; at the official vocabulary a long prompt's take 100 MB.
+    # Serving reads only the logits of the last position; those of a long prompt take 100 MB at the official vocabulary.
     command += ["--extra_options", "prune_lm_head=true"]
     offline = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    # Its standard output is a line per layer and quantised matrix; its progress bars are on standard error.
+    # Its standard output has a line per layer and quantised matrix; progress bars go to standard error.
     finished = subprocess.run(command, env=offline, check=False, stdout=subprocess.PIPE, text=True, errors="replace")
     if finished.returncode:
         print(finished.stdout, file=sys.stderr)
@@ -52,7 +52,7 @@ def _build(model_dir: Path, built: Path, cache: Path, precision: str) -> None:
 
 
 def _keep_speech_logits(built: Path, ids: slice, bias: np.ndarray | None) -> None:
-    """Cut the output head of the model in `built` down to these ids, and add their bias."""
+    """Reduce the output head of the model in `built` to these ids, and add their bias."""
     import onnx
     from onnx import helper, numpy_helper
 
@@ -68,7 +68,7 @@ def _keep_speech_logits(built: Path, ids: slice, bias: np.ndarray | None) -> Non
         if name in weights:
             matrix = numpy_helper.to_array(weights[name])  # quantised: (V, blocks, ...), else (hidden, V)
             kept = matrix[ids] if quantised else matrix[:, ids]
-            # Under a name of its own: a tied embedding reads the same matrix, and all of it.
+            # Under a new name: a tied embedding reads the whole matrix.
             head.input[index] = f"{name}.speech"
             graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(kept), head.input[index]))
             if not any(name in node.input for node in graph.node):
@@ -82,11 +82,11 @@ def _keep_speech_logits(built: Path, ids: slice, bias: np.ndarray | None) -> Non
         graph.node.append(helper.make_node("Add", ["logits_without_bias", "lm_head.bias"], ["logits"]))
     (output,) = (value for value in graph.output if value.name == "logits")
     output.type.tensor_type.shape.dim[-1].dim_value = width
-    del graph.value_info[:]  # the shapes in between, of which the head's are no longer true
+    del graph.value_info[:]  # the inferred shapes; those of the head are no longer valid
     path.unlink()
     path.with_name("model.onnx.data").unlink()
     onnx.save(model, path, save_as_external_data=True, location="model.onnx.data")
-    path.with_name("model.onnx.data").chmod(0o644)  # as the others: onnx makes it readable to its owner only
+    path.with_name("model.onnx.data").chmod(0o644)  # like the other files; onnx makes it readable by the owner only
     config = json.loads(config_path.read_text())
     config["model"]["first_logit_id"] = ids.start
     config_path.write_text(json.dumps(config, indent=4) + "\n")

@@ -1,7 +1,7 @@
-"""Checkpoints from the HuggingFace hub: whole or not at all, each file compared with the hub's own checksum.
+"""Checkpoints from the HuggingFace hub; every file is compared with the hub's checksum.
 
-The commit that was fetched first is kept: a fetch that was interrupted goes on with it, and later starts ask nobody.
-What was verified is written down in `.downloads.json` beside the checkpoints.
+The commit fetched first is kept: an interrupted download continues with it, and later starts need no network. Verified
+files are recorded in `.downloads.json` next to the checkpoints.
 """
 
 import fnmatch
@@ -18,11 +18,11 @@ from common.stacks import Stack
 
 RECORD = ".downloads.json"
 HASH_BYTES = 8 << 20
-SPARE_BYTES = 1 << 30  # for what is made from the files
+SPARE_BYTES = 1 << 30  # for files that are made from the downloads
 
 
 class DownloadError(RuntimeError):
-    """The checkpoints could not be fetched; the message says what to do. What has arrived is kept."""
+    """The checkpoints could not be downloaded; the message says what to do. Complete parts are kept."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,27 @@ def sources(stack: Stack) -> tuple[Source, ...]:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a commit. `digest`: sha256 of large files; of others git's own, "git:SHA1"."""
+    """A file of a commit. `digest`: sha256 of large files; for others git's blob hash, "git:SHA1"."""
 
     name: str
     size: int
     digest: str
 
     def is_at(self, path: Path) -> bool:
-        """Whether a file of the right size is there; `verify` reads it."""
+        """Whether a file of this size exists; `verify` checks its content."""
         return path.is_file() and path.stat().st_size == self.size
 
     def verify(self, path: Path) -> None:
-        """DownloadError, and the file removed, unless it is what the hub says."""
+        """DownloadError if the checksum differs from the hub's; the file is then removed."""
         if (found := digest_of(path, git=self.digest.startswith("git:"))) != self.digest:
             path.unlink()
             raise DownloadError(
-                f"{path} arrived damaged (its checksum is {found}, the hub's {self.digest}) and was removed; run again"
+                f"{path} is damaged (its checksum is {found}, the hub's {self.digest}) and was removed; run again"
             )
 
 
 def digest_of(path: Path, *, git: bool) -> str:
-    """sha256 of a file, or the name that git gives it."""
+    """sha256 of a file, or its git blob hash."""
     digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode()) if git else hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(HASH_BYTES):
@@ -74,9 +74,9 @@ def digest_of(path: Path, *, git: bool) -> str:
 
 
 def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
-    """Complete a source below `models`; False if everything was there. `revision`: commit, branch or tag to move to.
+    """Complete a source below `models`; False if it was complete. revision: commit, branch or tag to switch to.
 
-    DownloadError when the hub cannot be reached, has no such file, the disk is too full or a file arrives damaged.
+    DownloadError if the hub cannot be reached, a file is missing there, the disk is too full or a file is damaged.
     """
     record = read_record(models)
     known = record.get(source.repository)
@@ -101,7 +101,7 @@ def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
 
 
 def read_record(models: Path) -> dict[str, Any]:
-    """What was fetched and verified, by repository."""
+    """Downloaded and verified files by repository."""
     try:
         return dict(json.loads((models / RECORD).read_text()))
     except (OSError, ValueError):
@@ -109,17 +109,17 @@ def read_record(models: Path) -> dict[str, Any]:
 
 
 def require_space(models: Path, size: int) -> None:
-    """DownloadError unless `size` bytes and some more fit."""
+    """DownloadError unless `size` bytes and a reserve are free."""
     free = shutil.disk_usage(models).free
     if size and free < size + SPARE_BYTES:
         needed = (size + SPARE_BYTES) / 1e9
         raise DownloadError(
-            f"{needed:.1f} GB are needed at {models}, {free / 1e9:.1f} GB are free; make room, run again"
+            f"{needed:.1f} GB are needed at {models}, {free / 1e9:.1f} GB are free; free some disk and run again"
         )
 
 
 def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
-    """The recorded files of a source; one that stands for each pattern without any, and is nowhere."""
+    """The recorded files of a source; for a pattern without any, a placeholder that does not exist."""
     files = [RemoteFile(**entry) for entry in known["files"]]
     found = []
     for pattern in source.patterns:
@@ -128,12 +128,12 @@ def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
 
 
 def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
-    """The commit of a revision and its files that match."""
+    """The commit of a revision and its matching files."""
     from huggingface_hub import HfApi
 
     try:
         info = HfApi(endpoint=_endpoint()).model_info(source.repository, revision=revision, files_metadata=True)
-    except Exception as error:  # also those of its HTTP library, which another version replaces
+    except Exception as error:  # includes the errors of its HTTP library, which differs between versions
         raise DownloadError(_unreachable(source, error)) from error
     found: list[RemoteFile] = []
     for pattern in source.patterns:
@@ -147,7 +147,7 @@ def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile
 
 
 def _download(source: Source, file: RemoteFile, commit: str, models: Path) -> None:
-    """Fetch one file with a progress bar; what an interrupted try has left is completed."""
+    """Download one file with a progress bar; an interrupted download is continued."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -163,15 +163,15 @@ def _download(source: Source, file: RemoteFile, commit: str, models: Path) -> No
 
 
 def _endpoint() -> str | None:
-    """A mirror, if the environment names one. Empty counts as none: compose files pass it on that way."""
+    """A mirror from the environment. Compose files pass an empty value for none."""
     return os.environ.get("HF_ENDPOINT") or None
 
 
 def _unreachable(source: Source, error: Exception) -> str:
     words = str(error).strip().splitlines() or [type(error).__name__]
     return (
-        f"{source.repository} could not be fetched: {words[0]}; what has arrived is kept: run again "
-        "(HF_ENDPOINT names a mirror, HF_TOKEN who you are)"
+        f"{source.repository} could not be downloaded: {words[0]}; complete parts are kept: run again "
+        "(HF_ENDPOINT is a mirror, HF_TOKEN your access token)"
     )
 
 

@@ -1,4 +1,4 @@
-"""The official LLM files, llm.pt and CosyVoice-BlankEN, as one HuggingFace directory."""
+"""The official LLM files, llm.pt and CosyVoice-BlankEN, converted to one HuggingFace directory."""
 
 import json
 import tempfile
@@ -12,7 +12,7 @@ from common.constants import SPEECH_VOCAB
 from common.llm.checkpoint import HEAD_BIAS
 from common.llm.speech_tokens import CHAT_TEMPLATE, END_TOKENS, LLMTokenizer, added_tokens
 
-# What CosyVoice2's own tokenizer adds to CosyVoice-BlankEN's, in its order.
+# Tokens that CosyVoice2's tokenizer adds to CosyVoice-BlankEN's, in this order.
 TEXT_SPECIALS = (
     *("<|im_start|>", "<|im_end|>", "<|endofprompt|>", "[breath]", "<strong>", "</strong>", "[noise]", "[laughter]"),
     *("[cough]", "[clucking]", "[accent]", "[quick_breath]", "<laughter>", "</laughter>", "[hissing]", "[sigh]"),
@@ -20,20 +20,20 @@ TEXT_SPECIALS = (
 )
 END_OF_TEXT = "<|endoftext|>"
 UTTERABLE = SPEECH_VOCAB + len(END_TOKENS)  # rows of the official speech embedding and head
-VOCAB_MULTIPLE = 128  # upstream's padding; sharded engines want a vocabulary that divides well
+VOCAB_MULTIPLE = 128  # upstream's padding; sharded engines need a divisible vocabulary
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def convert(llm_pt: Path, blank_dir: Path, output_dir: Path, dtype: torch.dtype) -> None:
-    """Write `output_dir`, whole or not at all. ValueError where an input is not what it should be."""
+    """Write `output_dir` atomically. ValueError if an input is not the official one."""
     if output_dir.exists():
-        raise ValueError(f"{output_dir} exists; remove it or name another directory")
+        raise ValueError(f"{output_dir} exists; remove it or choose another directory")
     if not (blank_dir / "config.json").is_file():
         raise ValueError(f"{blank_dir} is not CosyVoice-BlankEN: it has no config.json")
     state = read_state(llm_pt)
     _check(state, blank_dir, llm_pt)
     output_dir.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the result, so that the rename stays within one file system.
+    # Next to the result, so that the rename stays within one file system.
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         built = Path(scratch) / "model"
         tokenizer = _write_tokenizer(blank_dir, built)
@@ -42,11 +42,11 @@ def convert(llm_pt: Path, blank_dir: Path, output_dir: Path, dtype: torch.dtype)
 
 
 def _check(state: dict[str, torch.Tensor], blank_dir: Path, llm_pt: Path) -> None:
-    """ValueError listing how the keys and shapes of llm.pt differ from those of a CosyVoice2 LLM over BlankEN."""
+    """ValueError listing the keys and shapes in which llm.pt differs from a CosyVoice2 LLM based on BlankEN."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(blank_dir)
-    config.tie_word_embeddings = False  # llm.pt holds both, though the head of text is never used
+    config.tie_word_embeddings = False  # llm.pt has both, although the text head is never used
     with torch.device("meta"):
         qwen2 = AutoModelForCausalLM.from_config(config)
     hidden = config.hidden_size
@@ -57,7 +57,7 @@ def _check(state: dict[str, torch.Tensor], blank_dir: Path, llm_pt: Path) -> Non
         "llm_decoder.bias": torch.Size((UTTERABLE,)),
     }
     if differences := shape_differences(expected, shapes_of(state)):
-        raise ValueError(f"{llm_pt} is not the LLM of CosyVoice2 over {blank_dir}:\n  " + "\n  ".join(differences))
+        raise ValueError(f"{llm_pt} is not the LLM of CosyVoice2 based on {blank_dir}:\n  " + "\n  ".join(differences))
 
 
 def _write_tokenizer(blank_dir: Path, built: Path) -> LLMTokenizer:
@@ -67,7 +67,7 @@ def _write_tokenizer(blank_dir: Path, built: Path) -> LLMTokenizer:
     tokenizer.add_special_tokens({"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT})
     known = tokenizer.get_vocab()
     tokenizer.add_tokens([token for token in TEXT_SPECIALS if token not in known], special_tokens=True)
-    # Not special: servers that skip special tokens when they decode would otherwise answer with empty text.
+    # Not special: servers that skip special tokens when decoding would return empty text.
     tokenizer.add_tokens(added_tokens())
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(built)
@@ -80,7 +80,7 @@ def _write_model(
     from safetensors.torch import save_file
 
     text = state.pop("llm.model.model.embed_tokens.weight")
-    del state["llm.model.lm_head.weight"]  # of text, which is never uttered
+    del state["llm.model.lm_head.weight"]  # the text head is never used
     first, end = tokenizer.first_speech_id, tokenizer.first_speech_id + UTTERABLE
     if first > len(text):
         raise ValueError(f"{blank_dir} has {first} tokens of text, more than the {len(text)} rows of the embedding")
@@ -97,13 +97,13 @@ def _write_model(
     path = built / "model.safetensors"
     contiguous = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
     save_file(contiguous, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # as the others: safetensors makes it readable to its owner only
+    path.chmod(0o644)  # like the other files; safetensors makes it readable by the owner only
     for name, content in _configs(blank_dir, vocab, list(tokenizer.end_ids), dtype).items():
         (built / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _configs(blank_dir: Path, vocab: int, end_ids: list[int], dtype: torch.dtype) -> dict[str, dict]:
-    """The JSON files beside the weights. Sampling defaults are those of a request to the orchestrator."""
+    """The JSON files next to the weights. Sampling defaults are those of the orchestrator."""
     config = json.loads((blank_dir / "config.json").read_text())
     config.pop("torch_dtype", None)
     sampling = {name: getattr(OrchestratorConfig, name) for name in ("temperature", "top_p", "top_k")}

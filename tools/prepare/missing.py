@@ -1,4 +1,4 @@
-"""Options of scripts/render.py, and what makes a missing part of the checkpoint."""
+"""Settings of scripts.render, and the command that makes a missing part of the checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from common.server.rendering import StackOptions
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """`key=value` items as a dict; ValueError naming one that is no pair."""
+    """`key=value` items as a dict; ValueError naming one that is not a pair."""
     for pair in pairs:
         if "=" not in pair:
             raise ValueError(f"--set {pair!r} is not KEY=VALUE")
@@ -17,7 +17,7 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
 def remedy(options: StackOptions, missing: Path) -> str:
     """The command that makes a missing part of the checkpoint."""
     if missing == options.engine_dir and options.llm_backend == "tensorrtllm":
-        return "convert the LLM with scripts/convert_checkpoint.py and build it with trtllm-build, see docs/llm.md"
+        return "convert the LLM with scripts.convert_checkpoint and build it with trtllm-build, see docs/llm.md"
     if missing == options.engine_dir and options.tokenizer_dir.exists():
         return f"run: python -m scripts.convert_genai --model-dir {options.tokenizer_dir} --output-dir {missing}"
     return f"for the demo checkpoint run: python -m tools.demo_model.make {options.models_dir}"

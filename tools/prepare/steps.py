@@ -1,4 +1,4 @@
-"""The steps of scripts/prepare.py: each makes what is missing and keeps what is complete."""
+"""The steps of scripts.prepare: each makes what is missing and keeps what is complete."""
 
 import argparse
 import fcntl
@@ -15,19 +15,19 @@ LOCK = ".prepare.lock"
 
 @contextmanager
 def only_one(models: Path) -> Iterator[None]:
-    """Wait until no other process prepares the same directory."""
+    """Lock the directory; waits while another process prepares it."""
     models.mkdir(parents=True, exist_ok=True)
     with (models / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"another process prepares {models}; waiting for it", flush=True)
+            print(f"another process is preparing {models}; waiting for it", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def revisions() -> dict[str, str]:
-    """CHECKPOINT_REVISIONS as a dict; ValueError naming an item that is none of REPOSITORY=COMMIT."""
+    """CHECKPOINT_REVISIONS as a dict; ValueError naming an item that is not REPOSITORY=COMMIT."""
     pairs = os.environ.get("CHECKPOINT_REVISIONS", "").split()
     fetched = {source.repository for stack in stacks.registered() for source in hub.sources(stack)}
     for pair in pairs:
@@ -75,4 +75,4 @@ def build(models: Path, args: argparse.Namespace) -> None:
 
 
 def report(path: Path, made: bool, what: str) -> None:
-    print(f"{path}: {'made' if made else 'there already'}, {what}", flush=True)
+    print(f"{path}: {'made' if made else 'exists already'}, {what}", flush=True)

@@ -1,4 +1,4 @@
-"""A HuggingFace LLM directory as a TensorRT-LLM checkpoint. Needs TensorRT-LLM."""
+"""Convert a HuggingFace LLM directory to a TensorRT-LLM checkpoint. Needs TensorRT-LLM."""
 
 import argparse
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ from common.llm.engines.interface import require_speech_tokens
 from common.llm.speech_tokens import LLMTokenizer
 
 WEIGHT_ONLY = {"int8": "W8A16", "int4": "W4A16", "int4_gptq": "W4A16_GPTQ"}
-# By whether the weights' scales are per channel and the activations' per token.
+# By (weight scales per channel, activation scales per token).
 SMOOTHQUANT = {
     (False, False): "W8A8_SQ_PER_TENSOR_PLUGIN",
     (False, True): "W8A8_SQ_PER_TENSOR_PER_TOKEN_PLUGIN",
@@ -19,7 +19,7 @@ SMOOTHQUANT = {
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Write the checkpoint of every rank. ValueError where `model_dir` is no CosyVoice2 LLM."""
+    """Write the checkpoint of every rank. ValueError if `model_dir` is not a CosyVoice2 LLM."""
     require_speech_tokens(LLMTokenizer.from_dir(args.model_dir), read_limits(args.model_dir).vocab_size, args.model_dir)
     from tensorrt_llm.mapping import Mapping
     from tensorrt_llm.models import QWenForCausalLM
@@ -32,9 +32,9 @@ def convert(args: argparse.Namespace) -> None:
         "embedding_sharding_dim": args.embedding_sharding_dim,
         "disable_weight_only_quant_plugin": args.disable_weight_only_quant_plugin,
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)  # TensorRT-LLM writes a file for each rank into it
+    args.output_dir.mkdir(parents=True, exist_ok=True)  # TensorRT-LLM writes one file per rank into it
     model_dir, output_dir = str(args.model_dir), str(args.output_dir)
-    if args.smoothquant is not None or args.int8_kv_cache:  # what needs calibration is done for all ranks at once
+    if args.smoothquant is not None or args.int8_kv_cache:  # calibration handles all ranks at once
         QWenForCausalLM.quantize(
             model_dir,
             output_dir,
@@ -51,7 +51,7 @@ def convert(args: argparse.Namespace) -> None:
         model = QWenForCausalLM.from_hugging_face(
             model_dir, args.dtype, mapping=mapping, quant_config=quantisation, **options
         )
-        # Ranks of context parallelism share their weights, so it enters the configuration alone.
+        # Ranks of context parallelism share their weights, so only the configuration changes.
         model.config.mapping.cp_size = args.cp_size
         model.config.mapping.attn_tp_size = model.config.mapping.attn_cp_size = -1
         model.config.mapping.world_size *= args.cp_size
@@ -62,7 +62,7 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def quant_config(args: argparse.Namespace) -> Any:
-    """TensorRT-LLM's QuantConfig of the options."""
+    """TensorRT-LLM's QuantConfig for the options."""
     from tensorrt_llm.models.modeling_utils import QuantConfig
     from tensorrt_llm.quantization import QuantAlgo
 

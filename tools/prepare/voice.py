@@ -1,4 +1,4 @@
-"""A recording encoded once and written as a registered voice."""
+"""Encode a recording once and write it as a registered voice."""
 
 import dataclasses
 import time
@@ -13,12 +13,12 @@ from common.voice.files import is_voice_name, save_voice
 
 
 def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace: bool = False) -> Path:
-    """Encode the recording `audio`, which says `text`, and write the voice; returns its file.
+    """Encode the recording `audio` with the transcript `text` and write the voice; returns its file.
 
-    ValueError naming what is wrong with the name, the recording or the text, in the server's own words.
+    ValueError if the name, the recording or the text is invalid, with the server's messages.
     """
     if not is_voice_name(name):
-        raise ValueError(f"{name!r} cannot be a voice's name: it is that of a file, so no slashes and no leading dot")
+        raise ValueError(f"{name!r} cannot be a voice's name: it is a file name, so no slashes and no leading dot")
     destination = options.voices_dir / f"{name}.safetensors"
     if destination.exists() and not replace:
         raise ValueError(f"{destination} exists; choose another name, or give --replace")
@@ -31,5 +31,5 @@ def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace:
     prompt = ReferenceEncoder(options.checkpoint_dir)(wav)
     print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)
     save_voice(destination, dataclasses.replace(prompt, text=text))
-    print(f"[2/2] written to {destination}; ask for it as speaker '{name}'")
+    print(f"[2/2] written to {destination}; use it as speaker '{name}'")
     return destination

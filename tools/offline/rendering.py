@@ -1,4 +1,4 @@
-"""Speech tokens to audio for many utterances at once: whole, or in the chunks that a listener would get."""
+"""Speech tokens to audio for batches of utterances: whole, or in chunks as a streaming client gets them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,34 +19,34 @@ from common.token2wav.stream import Chunk, Stream
 from common.voice.prompt import Prompt
 from tools.demo_model.make import weights_of
 
-Utterance = tuple[Prompt, np.ndarray]  # a voice, and what it says: (n,) int64, speech tokens
+PromptedTokens = tuple[Prompt, np.ndarray]  # voice; speech tokens (n,) int64
 
 
 @dataclass
 class Streamed:
-    """One utterance as a listener gets it: `waveforms` (N,) float32 at 24 kHz, one a chunk."""
+    """One streamed utterance. waveforms: (N,) float32 at 24 kHz, one per chunk."""
 
     waveforms: list[np.ndarray] = field(default_factory=list)
     first_chunk: float = 0.0  # seconds from the batch's start to the first audio
 
 
-class OfflineVocoder:
-    """The flow and vocoder of whichever stack the checkpoint is of. `calls`: of the flow, so far."""
+class OfflineToken2Wav:
+    """token2wav of the stack that the checkpoint belongs to. calls: forward calls of the flow so far."""
 
     def __init__(self, engine: Token2Wav, stack: Stack, random_weights: bool) -> None:
         self.stack = stack
-        self.name = f"{stack.name} vocoder{', RANDOM weights' if random_weights else ''}"
+        self.name = f"{stack.name} token2wav{', RANDOM weights' if random_weights else ''}"
         self.calls = 0
         self._engine = engine
 
     @classmethod
-    def load(cls, model_dir: Path, device: str, streams: int) -> "OfflineVocoder":
-        """From a checkpoint's flow.pt and hift.pt, for so many streams at once; 0: whole utterances only, which takes
-        far less memory on a GPU. Raises ValueError.
+    def load(cls, model_dir: Path, device: str, streams: int) -> "OfflineToken2Wav":
+        """From a checkpoint's flow.pt and hift.pt. streams: concurrent streams; 0 for whole utterances only, which
+        needs far less memory on a GPU. Raises ValueError.
         """
         path = model_dir / Stack.flow
         stack = stacks.of_flow(read_state(path, "meta"), path)
-        runtime: FlowRuntime = "auto" if streams else "torch"  # which captures nothing
+        runtime: FlowRuntime = "auto" if streams else "torch"  # without CUDA graphs
         limits = BatchLimits(
             max_streams=max(1, streams), first_hop_tokens=FLOW_CHUNK_TOKENS, chunk_boundary=stack.chunk_boundary
         )
@@ -56,7 +56,7 @@ class OfflineVocoder:
         return cls(engine, stack, weights_of(model_dir) == "random")
 
     def rules(self, strategy: ChunkStrategy) -> HopRules:
-        """Upstream's streaming test cuts after 25 tokens; doubling ends where the server's does."""
+        """Hops of 25 tokens at first, as in upstream's streaming test, and the server's longest hop."""
         return HopRules(
             strategy=strategy,
             first_hop=FLOW_CHUNK_TOKENS,
@@ -64,9 +64,9 @@ class OfflineVocoder:
             boundary=self.stack.chunk_boundary,
         )
 
-    def whole(self, batch: Sequence[Utterance]) -> list[np.ndarray | Exception]:
-        """Utterances at once, (N,) float32 at 24 kHz each. A batch that fails is rendered one by one, so that nothing
-        but the culprit fails.
+    def whole(self, batch: Sequence[PromptedTokens]) -> list[np.ndarray | Exception]:
+        """Whole utterances, (N,) float32 at 24 kHz each. A batch that fails is rendered one by one, so that only the
+        utterance that causes the error fails.
         """
         self.calls += 1
         try:
@@ -77,9 +77,9 @@ class OfflineVocoder:
         return [self.whole([utterance])[0] for utterance in batch]
 
     def streamed(
-        self, batch: Sequence[Utterance], rules: HopRules, clock: Callable[[], float] = time.perf_counter
+        self, batch: Sequence[PromptedTokens], rules: HopRules, clock: Callable[[], float] = time.perf_counter
     ) -> list[Streamed | Exception]:
-        """The same chunk by chunk, all utterances in step."""
+        """The same in chunks; each step renders one chunk of every utterance."""
         begun = clock()
         streams: list[_Stream | Exception] = []
         try:
@@ -89,16 +89,16 @@ class OfflineVocoder:
             while live := [stream for stream in opened if stream.live]:
                 self._advance(live)
                 for stream in live:
-                    stream.spoken.first_chunk = stream.spoken.first_chunk or clock() - begun
+                    stream.result.first_chunk = stream.result.first_chunk or clock() - begun
         finally:
             for each in streams:
                 if isinstance(each, _Stream):
                     self._engine.close(each.stream)
-        return [each if isinstance(each, Exception) else each.error or each.spoken for each in streams]
+        return [each if isinstance(each, Exception) else each.error or each.result for each in streams]
 
     def _open(self, prompt: Prompt, tokens: np.ndarray, rules: HopRules) -> "_Stream | Exception":
         if len(tokens) == 0:
-            return ValueError("there are no speech tokens to speak")
+            return ValueError("there are no speech tokens")
         try:
             return _Stream(self._engine.open(prompt), tokens, rules.schedule(len(prompt.tokens)))
         except Exception as error:
@@ -122,7 +122,7 @@ class OfflineVocoder:
             if isinstance(part, Exception):
                 each.error = part
             else:
-                each.spoken.waveforms.append(part)
+                each.result.waveforms.append(part)
             each.ended = chunk.final
 
     def _next_chunk(self, stream: "_Stream") -> Chunk:
@@ -135,12 +135,12 @@ class OfflineVocoder:
 
 @dataclass
 class _Stream:
-    """An utterance on its way."""
+    """An utterance in progress."""
 
     stream: Stream
     tokens: np.ndarray
     schedule: HopSchedule
-    spoken: Streamed = field(default_factory=Streamed)
+    result: Streamed = field(default_factory=Streamed)
     error: Exception | None = None
     ended: bool = False
 
