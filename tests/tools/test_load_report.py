@@ -71,7 +71,7 @@ def test_the_disaggregated_table_has_the_documented_columns() -> None:
 
 
 def test_a_late_client_says_so() -> None:
-    assert any("this client was late by 12 ms" in line for line in closing_lines(figures(client_lag_p95_ms=12.0)))
+    assert any("this client was 12 ms late" in line for line in closing_lines(figures(client_lag_p95_ms=12.0)))
     assert not any("late" in line for line in closing_lines(figures(client_lag_p95_ms=2.0)))
 
 

@@ -17,7 +17,7 @@ from common.hift import load_hift
 from common.voice import audio
 from common.voice.encoders import AudioTokenizer, reference_mel
 from common.voice.prompt import Prompt
-from tools.offline.vocoder import OfflineVocoder
+from tools.offline.rendering import OfflineToken2Wav
 
 TIMEOUT = 120.0
 
@@ -79,10 +79,10 @@ def copy_synthesis(model_dir: Path, teacher: Series, stack: str) -> Series:
 
 def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: str) -> Series:
     """The teacher's speech tokens through flow and vocoder: everything except the LLM."""
-    tokenizer, vocoder = AudioTokenizer(model_dir), OfflineVocoder.load(model_dir, "cpu", streams=0)
+    tokenizer, token2wav = AudioTokenizer(model_dir), OfflineToken2Wav.load(model_dir, "cpu", streams=0)
     takes = []
     for take in teacher.takes:
-        (spoken,) = vocoder.whole([(prompt, tokenizer([take.waveform])[0])])
+        (spoken,) = token2wav.whole([(prompt, tokenizer([take.waveform])[0])])
         if isinstance(spoken, Exception):
             raise spoken
         takes.append(Take(take.text, spoken))

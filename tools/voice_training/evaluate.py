@@ -25,7 +25,7 @@ from common.stacks import Stack
 from common.voice.audio import save_audio
 from common.voice.encoders import AudioTokenizer, ReferenceEncoder
 from common.voice.prompt import Prompt
-from tools.offline.vocoder import OfflineVocoder
+from tools.offline.rendering import OfflineToken2Wav
 from tools.voice_evaluation import HELD_OUT
 from tools.voice_evaluation.measures import figures, recognise
 from tools.voice_evaluation.report import joints_cell
@@ -73,7 +73,7 @@ def taught(flite: Flite, voice: int, sentences: Sequence[str]) -> Series:
 
 def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: Stack) -> list[Series]:
     """The teacher's speech tokens through flow and HiFT, whole and in chunks."""
-    tokenizer, vocoder = AudioTokenizer(model_dir), OfflineVocoder.load(model_dir, "cpu", streams=1)
+    tokenizer, token2wav = AudioTokenizer(model_dir), OfflineToken2Wav.load(model_dir, "cpu", streams=1)
     rules = HopRules(
         first_hop=OrchestratorConfig.first_hop_tokens,
         max_hop=OrchestratorConfig.max_hop_tokens,
@@ -82,7 +82,7 @@ def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: Stack) 
     whole, streamed = [], []
     for take in tqdm(teacher.takes, desc=f"{stack.name}, {teacher.voice}", unit="sentence"):
         utterance = (prompt, tokenizer([take.waveform])[0])
-        (at_once,), (in_chunks,) = vocoder.whole([utterance]), vocoder.streamed([utterance], rules)
+        (at_once,), (in_chunks,) = token2wav.whole([utterance]), token2wav.streamed([utterance], rules)
         if isinstance(at_once, Exception):
             raise at_once
         if isinstance(in_chunks, Exception):
