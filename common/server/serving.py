@@ -65,7 +65,7 @@ def serve(
     """Start `server` and its health page; return after SIGTERM, when the running requests have ended.
 
     announce: called with the addresses when everything is ready. notice_seconds, drain_seconds: see `supervisor.drain`.
-    ServerError if the health page's port is in use, or tritonserver or the companion ended by itself.
+    ServerError if the health page's port is in use, or tritonserver or the companion ended unexpectedly.
     """
     if health_port:
         require_free(health_port, server.host)
@@ -78,11 +78,11 @@ def serve(
         except Terminated:
             drain(server, health, notice_seconds, drain_seconds)
             if companion is not None and companion_ended.is_set():
-                raise ServerError(f"the {companion.title} service ended by itself") from None
+                raise ServerError(f"the {companion.title} service ended unexpectedly") from None
             return
         finally:
             health.state = "stopping"
-        raise ServerError(f"tritonserver ended by itself with code {code}; see {server.log_file}")
+        raise ServerError(f"tritonserver ended unexpectedly with code {code}; see {server.log_file}")
 
 
 def _addresses(server: TritonServer, health: HealthPage, companion: Companion | None) -> Iterator[str]:

@@ -1,3 +1,5 @@
+"""scripts/add_voice.py: the voice that it writes, and its error messages."""
+
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +24,16 @@ def test_a_voice_is_encoded_with_its_text_and_found_by_its_name(
     stack: str, demo_models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = ["--reference-text", " What she<|s_1|>\n says. ", "--stack", stack]
-    assert add_voice.main(arguments(demo_models, f"told {stack}", VOICE, *text)) == 0
-    voice = VoiceBook(demo_models / "voices", demo_models, str).get(f"told {stack}")
+    assert add_voice.main(arguments(demo_models, f"saved {stack}", VOICE, *text)) == 0
+    voice = VoiceBook(demo_models / "voices", demo_models, str).get(f"saved {stack}")
     assert isinstance(voice, Prompt)
     assert voice.text == "What she says."
     assert len(voice.tokens) == len(voice.mel) // 2 > 100
     out = capsys.readouterr().out
-    assert "[1/2]" in out and "5.4 s" in out and f"speaker 'told {stack}'" in out
+    assert "[1/2]" in out and "5.4 s" in out and f"speaker 'saved {stack}'" in out
 
 
-def test_a_voice_is_not_replaced_unasked(demo_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_voice_is_only_replaced_with_the_option(demo_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert add_voice.main(arguments(demo_models, "twice")) == 0
     assert add_voice.main(arguments(demo_models, "twice")) == 1
     assert "twice.safetensors exists; choose another name, or give --replace" in capsys.readouterr().err
@@ -43,7 +45,9 @@ def recorded(path: Path, wav: np.ndarray) -> Path:
     return path
 
 
-def test_a_bad_recording_is_refused_in_the_servers_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_recording_is_rejected_with_the_servers_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     silence = np.zeros(PROMPT_SAMPLE_RATE, np.float32)
     for wav, message in ((silence, "reference_wav is silent"), (silence[:500], "lasts 0.03125 s at 16000 Hz")):
         assert add_voice.main(arguments(tmp_path, "anna", recorded(tmp_path / "voice.wav", wav))) == 1
@@ -61,7 +65,7 @@ def test_a_bad_recording_is_refused_in_the_servers_words(tmp_path: Path, capsys:
         ("anna", VOICE, ("--reference-text", "<|s_1|>"), "reference_text has nothing to speak"),
     ],
 )
-def test_what_cannot_become_a_voice_is_said_in_one_line(
+def test_every_error_is_reported_in_one_line(
     name: str, audio: Path, more: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert add_voice.main(arguments(tmp_path, name, audio, *more)) == 1

@@ -1,4 +1,4 @@
-"""Recordings are judged by what counts of them; features and rates are the trained ones; files come back as written."""
+"""Validation of recordings, resampling and features equal to the training libraries, and sound files."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def with_sample(value: float, index: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_values_are_upstreams(name):
+def test_features_equal_upstreams(name):
     results = run_fixture(Fixture(GOLDEN / f"{name}.json"), CHECKS[name])
     assert results
     assert [result for result in results if result.verdict != "PASS"] == []
@@ -54,31 +54,31 @@ def test_values_are_upstreams(name):
         (np.float32(1), None, r"reference_wav is float32 of shape \[\]"),
     ],
 )
-def test_a_bad_reference_is_refused_by_name_and_value(wav, length, message):
+def test_a_bad_reference_is_rejected_with_its_name_and_value(wav, length, message):
     with pytest.raises(ValueError, match=message):
         validate_reference(np.asarray(wav), length)
 
 
 @pytest.mark.parametrize("padding", [0.0, np.nan, np.inf])
-def test_samples_beyond_the_length_are_neither_judged_nor_used(padding):
+def test_samples_beyond_the_length_are_neither_checked_nor_used(padding):
     wav = tone(SECOND)
     padded = np.concatenate([wav, np.full(40 * SECOND, padding, np.float32)])
     np.testing.assert_array_equal(validate_reference(padded, SECOND), wav)
 
 
-def test_a_recording_followed_by_sound_is_silent_if_it_is_itself():
+def test_silence_is_not_hidden_by_sound_in_the_padding():
     padded = np.concatenate([np.zeros(SECOND, np.float32), tone(SECOND)])
     with pytest.raises(ValueError, match="silent"):
         validate_reference(padded, SECOND)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 30.0])
-def test_the_limits_themselves_are_allowed(seconds):
+def test_recordings_of_exactly_the_limits_are_allowed(seconds):
     samples = int(seconds * SECOND)
     assert validate_reference(tone(samples)).shape == (samples,)
 
 
-def test_a_batch_dimension_of_one_is_taken_off():
+def test_a_batch_dimension_of_one_is_removed():
     wav = validate_reference(tone(SECOND)[None].astype(np.float64), SECOND // 2)
     assert wav.shape == (SECOND // 2,)
     assert wav.dtype == np.float32
@@ -104,7 +104,7 @@ def test_resampling_to_the_same_rate_changes_nothing():
     assert torch.equal(resample(wav, 16000, 16000), wav)
 
 
-def test_resampling_a_batch_gives_what_its_rows_give_alone():
+def test_resampling_a_batch_equals_resampling_its_rows():
     wavs = torch.from_numpy(np.stack([tone(900), tone(900, 440)]))
     both = resample(wavs, 16000, 24000)
     for row, wav in zip(both, wavs, strict=True):
@@ -115,19 +115,19 @@ def test_mel_has_one_frame_per_hop():
     assert mel_spectrogram(torch.from_numpy(tone(5 * HOP_SAMPLES + 7))[None]).shape == (1, MEL_BINS, 5)
 
 
-def test_features_of_other_sizes_follow_their_configuration():
+def test_features_of_other_sizes_follow_the_configuration():
     wav = torch.from_numpy(tone(4000))
     config = MelConfig(sample_rate=16_000, n_fft=1024, window=800, hop=200, bins=40, min_hz=50, max_hz=7600)
     assert mel_spectrogram(wav[None], config).shape == (1, 40, 20)
     assert fbank(wav, bins=23, rate=8000).shape == (48, 23)
 
 
-def test_a_wave_too_short_for_a_mel_is_named():
+def test_a_wave_too_short_for_a_mel_is_rejected():
     with pytest.raises(ValueError, match="a wave of 720 samples has no mel spectrogram"):
         mel_spectrogram(torch.zeros(1, 720))
 
 
-def test_a_wave_too_short_for_a_filter_bank_is_named():
+def test_a_wave_too_short_for_a_filter_bank_is_rejected():
     with pytest.raises(ValueError, match="a wave of 399 samples is shorter"):
         fbank(torch.zeros(399))
 
@@ -143,7 +143,7 @@ def test_filters_first_used_in_inference_mode_serve_training_too() -> None:
     assert wave.grad is not None and wave.grad.abs().sum() > 0
 
 
-def test_a_saved_wave_comes_back_within_half_a_step(tmp_path):
+def test_a_saved_wave_is_read_back_within_one_16_bit_step(tmp_path):
     wav = tone(1000, rate=SAMPLE_RATE)
     save_audio(tmp_path / "a.wav", wav, SAMPLE_RATE)
     info = sf.info(tmp_path / "a.wav")
@@ -151,7 +151,7 @@ def test_a_saved_wave_comes_back_within_half_a_step(tmp_path):
     np.testing.assert_allclose(load_audio(tmp_path / "a.wav", SAMPLE_RATE), wav, atol=1 / 32767)
 
 
-def test_samples_beyond_full_scale_are_clipped_and_do_not_wrap(tmp_path):
+def test_samples_beyond_full_scale_are_clipped(tmp_path):
     save_audio(tmp_path / "a.wav", np.array([2.0, -2.0, 0.5], np.float32), SAMPLE_RATE)
     loaded = load_audio(tmp_path / "a.wav", SAMPLE_RATE)
     np.testing.assert_allclose(loaded, [1.0, -1.0, 0.5], atol=1e-4)
@@ -173,7 +173,22 @@ def test_channels_are_averaged(tmp_path):
     np.testing.assert_allclose(load_audio(tmp_path / "a.wav", PROMPT_SAMPLE_RATE), np.zeros(800), atol=1e-7)
 
 
-def test_a_file_that_is_no_audio_is_an_error_naming_it(tmp_path):
+def test_a_file_that_is_not_audio_is_an_error_naming_it(tmp_path):
     (tmp_path / "words.wav").write_text("no audio at all")
     with pytest.raises(RuntimeError, match=r"words\.wav"):
         load_audio(tmp_path / "words.wav", PROMPT_SAMPLE_RATE)
+
+
+@pytest.mark.parametrize(
+    ("rate", "seconds", "message"),
+    [(16_000, 2.1, "the recording is longer than 2 s"), (16_001, 1.0, "sample rate is 16001"), (3_000, 1.0, "is 3000")],
+)
+def test_files_of_clients_have_limits(tmp_path, rate, seconds, message):
+    sf.write(tmp_path / "a.wav", tone(int(rate * seconds), rate=rate), rate)
+    with pytest.raises(ValueError, match=message):
+        load_audio(tmp_path / "a.wav", PROMPT_SAMPLE_RATE, max_seconds=2.0)
+
+
+def test_a_client_may_send_a_file_of_exactly_the_limit(tmp_path):
+    sf.write(tmp_path / "a.wav", tone(2 * SECOND), SECOND)
+    assert load_audio(tmp_path / "a.wav", PROMPT_SAMPLE_RATE, max_seconds=2.0).shape == (2 * SECOND,)

@@ -1,3 +1,5 @@
+"""The model audio_tokenizer: its tensors, batches and errors."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def test_tokens_carry_ids_of_the_llm(model: Any, demo_models: Path, recording: n
     np.testing.assert_array_equal(official - OFFICIAL_FIRST_SPEECH_ID, tokens - first_speech_id)
 
 
-def test_batch_of_recordings_answers_each_as_if_alone_and_in_order(model: Any, recording: np.ndarray) -> None:
+def test_a_batch_equals_its_recordings_alone_in_order(model: Any, recording: np.ndarray) -> None:
     requests = [request(recording[:, start:], recording.shape[1] - start) for start in (0, 30_000, 8_000)]
     together = [response.arrays()["prompt_speech_tokens"] for response in model.execute(requests)]
     assert [tokens.shape for tokens in together] == [(1, 134), (1, 87), (1, 122)]
@@ -59,14 +61,14 @@ def test_batch_of_recordings_answers_each_as_if_alone_and_in_order(model: Any, r
         np.testing.assert_array_equal(alone.arrays()["prompt_speech_tokens"], tokens)
 
 
-def test_padding_behind_the_recording_does_not_count(model: Any, recording: np.ndarray) -> None:
+def test_padding_after_the_recording_is_ignored(model: Any, recording: np.ndarray) -> None:
     length = recording.shape[1]
     padded = np.concatenate([recording, np.full((1, 50_000), np.nan, np.float32)], axis=1)
     bare, with_padding = model.execute([request(recording, length), request(padded, length)])
     np.testing.assert_array_equal(with_padding.arrays()["prompt_speech_tokens"], bare.arrays()["prompt_speech_tokens"])
 
 
-def test_bad_recording_answers_its_own_error_and_leaves_its_neighbours_alone(model: Any, recording: np.ndarray) -> None:
+def test_a_bad_recording_gets_its_own_error_and_the_others_are_answered(model: Any, recording: np.ndarray) -> None:
     length = recording.shape[1]
     first, silent, too_long, last = model.execute(
         [

@@ -56,7 +56,7 @@ def test_batched_tokens_equal_those_of_each_recording_alone(tokenizer: AudioToke
         np.testing.assert_array_equal(tokens, tokenizer([wave])[0])
 
 
-def test_tokens_equal_those_of_the_onnx_file_run_as_it_is(tokenizer: AudioTokenizer, model_dir: Path) -> None:
+def test_tokens_equal_those_of_the_onnx_file(tokenizer: AudioTokenizer, model_dir: Path) -> None:
     import s3tokenizer
 
     session = ort.InferenceSession(str(model_dir / "speech_tokenizer_v2_25hz.onnx"))
@@ -76,7 +76,7 @@ def test_tokenizer_directory_needs_exactly_one_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchaudio") is not None, reason="torchaudio is installed")
-def test_the_stand_in_for_torchaudio_is_gone_after_loading(tokenizer: AudioTokenizer) -> None:
+def test_the_torchaudio_stub_is_removed_after_loading(tokenizer: AudioTokenizer) -> None:
     assert "torchaudio" not in sys.modules
 
 

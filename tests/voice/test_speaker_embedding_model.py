@@ -1,3 +1,5 @@
+"""The model speaker_embedding: its tensors, batches and errors."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ def test_each_voice_of_a_batch_gets_its_own_vector(model: Any, recordings: list[
         np.testing.assert_allclose(vectors(model.execute([one]))[0], vector, atol=1e-3)
 
 
-def test_length_is_optional_and_padding_does_not_count(model: Any, recordings: list[np.ndarray]) -> None:
+def test_the_length_is_optional_and_padding_is_ignored(model: Any, recordings: list[np.ndarray]) -> None:
     english = recordings[0]
     padded = np.concatenate([english, np.zeros((1, 40_000), np.float32)], axis=1)
     bare, cut, whole = vectors(model.execute([request(english), request(padded, english.shape[1]), request(padded)]))
@@ -57,7 +59,7 @@ def test_length_is_optional_and_padding_does_not_count(model: Any, recordings: l
     assert np.abs(whole - bare).max() > 0.1  # without the length the zeros are part of the recording
 
 
-def test_bad_recording_answers_its_own_error_and_leaves_its_neighbours_alone(
+def test_a_bad_recording_gets_its_own_error_and_the_others_are_answered(
     model: Any, recordings: list[np.ndarray]
 ) -> None:
     short, good = model.execute([request(recordings[0][:, :1_000]), request(recordings[1])])

@@ -1,4 +1,4 @@
-"""Registered voices: what can be read, what is said about what cannot, and how changes are found."""
+"""Registered voices: the file formats, error messages for damaged files, and changes while the server runs."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ def decode(ids: object) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The voices' folder, not made yet; its parent stands for the checkpoint's directory."""
+    """The voices' folder, not created yet; its parent plays the checkpoint's directory."""
     return tmp_path / "voices"
 
 
@@ -45,7 +45,7 @@ def assert_same(voice: Recording | Prompt, expected: Prompt) -> None:
 
 
 def triton_speaker(value: int = 5) -> dict[str, object]:
-    """A speaker as upstream's Triton runtime wants it."""
+    """A speaker as upstream's Triton runtime reads it."""
     prompt = fake_prompt(value)
     return {
         "prompt_text": "它说什么",
@@ -69,11 +69,11 @@ def cosyvoice_speaker(value: int = 6) -> dict[str, object]:
     }
 
 
-# --- what is read ------------------------------------------------------------------------------------------------
+# --- valid voices ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["anna", "中文女", "Anna B. 2_x-y"])
-def test_a_saved_voice_comes_back_as_it_was(name: str, folder: Path, book: VoiceBook) -> None:
+def test_a_saved_voice_is_read_back_unchanged(name: str, folder: Path, book: VoiceBook) -> None:
     prompt = fake_prompt(3, "What she says: 什么。")
     save_voice(folder / f"{name}.safetensors", prompt)
     assert_same(book.get(name), prompt)
@@ -105,7 +105,9 @@ def test_both_forms_of_spk2info_are_read(place: str, folder: Path, tmp_path: Pat
     assert_same(book.get("中文女"), fake_prompt(6, "decoded [4, 2]"))
 
 
-def test_a_computed_voice_goes_before_a_recording_and_both_before_spk2info(folder: Path, book: VoiceBook) -> None:
+def test_an_encoded_voice_takes_precedence_over_a_recording_and_both_over_spk2info(
+    folder: Path, book: VoiceBook
+) -> None:
     save_voice(folder / "anna.safetensors", fake_prompt(1))
     save_audio(folder / "anna.wav", TONE, PROMPT_SAMPLE_RATE)
     torch.save({"anna": triton_speaker()}, folder / "spk2info.pt")
@@ -116,7 +118,7 @@ def test_a_computed_voice_goes_before_a_recording_and_both_before_spk2info(folde
     assert_same(book.get("anna"), fake_prompt(5, "它说什么"))
 
 
-def test_voices_are_found_changed_and_forgotten_while_the_server_runs(folder: Path, book: VoiceBook) -> None:
+def test_voices_can_be_added_changed_and_removed_while_the_server_runs(folder: Path, book: VoiceBook) -> None:
     with pytest.raises(ValueError, match="unknown speaker 'anna'"):
         book.get("anna")
     save_voice(folder / "anna.safetensors", fake_prompt(1))
@@ -135,7 +137,7 @@ def test_voices_are_found_changed_and_forgotten_while_the_server_runs(folder: Pa
         book.get("anna")
 
 
-def test_a_file_is_read_once_and_a_bounded_number_is_kept(
+def test_a_file_is_read_once_and_a_limited_number_is_cached(
     folder: Path, book: VoiceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(voices, "CACHED_FILES", 3)
@@ -149,10 +151,10 @@ def test_a_file_is_read_once_and_a_bounded_number_is_kept(
     assert book.get("0") is not first
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_speaker_is_told_the_known_ones(folder: Path, tmp_path: Path, book: VoiceBook) -> None:
+def test_the_error_for_an_unknown_speaker_lists_the_known_ones(folder: Path, tmp_path: Path, book: VoiceBook) -> None:
     with pytest.raises(ValueError, match="unknown speaker 'bert'; known speakers: none$"):
         book.get("bert")
     save_voice(folder / "anna.safetensors", fake_prompt(1))
@@ -171,7 +173,7 @@ ESCAPES = ["../secret", "..", ".", "", "/etc/passwd", "a/b", "..\\secret", "a\x0
 
 
 @pytest.mark.parametrize("name", [*ESCAPES, "\ud800"])
-def test_a_name_is_no_way_out_of_the_folder(name: str, folder: Path, tmp_path: Path, book: VoiceBook) -> None:
+def test_a_name_cannot_leave_the_folder(name: str, folder: Path, tmp_path: Path, book: VoiceBook) -> None:
     folder.mkdir()
     for place in (tmp_path / "secret.wav", folder / ".hidden.wav"):
         save_audio(place, TONE, PROMPT_SAMPLE_RATE)
@@ -206,7 +208,7 @@ def write_voice(folder: Path, **changes: np.ndarray | None) -> None:
         ({"reference_text": np.frombuffer(b"<|s_1|>", np.uint8)}, "its transcript has nothing to speak"),
     ],
 )
-def test_a_damaged_voice_is_unavailable_and_says_why(
+def test_a_damaged_voice_is_unavailable_with_the_reason(
     changes: dict[str, np.ndarray | None], message: str, folder: Path, book: VoiceBook
 ) -> None:
     folder.mkdir()
@@ -226,7 +228,7 @@ def test_a_damaged_voice_is_unavailable_and_says_why(
         ("spk2info.pt", b"no archive", ""),
     ],
 )
-def test_a_file_of_something_else_is_unavailable(
+def test_a_file_with_other_content_is_unavailable(
     file: str, content: bytes, message: str, folder: Path, book: VoiceBook
 ) -> None:
     folder.mkdir()
@@ -238,7 +240,7 @@ def test_a_file_of_something_else_is_unavailable(
 @pytest.mark.parametrize(
     ("wav", "message"), [(TONE[:100], "100 samples"), (0 * TONE, "silent"), (np.tile(TONE, 31), "31 s")]
 )
-def test_a_bad_recording_is_judged_as_that_of_a_request(
+def test_a_bad_recording_is_validated_like_that_of_a_request(
     wav: np.ndarray, message: str, folder: Path, book: VoiceBook
 ) -> None:
     folder.mkdir()
@@ -255,7 +257,7 @@ def test_a_file_that_is_too_large_is_not_read(folder: Path, book: VoiceBook, mon
 
 
 class Payload:
-    """Pickled, it makes a folder when it is read by a careless reader."""
+    """An object whose unpickling creates a folder."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -264,7 +266,7 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_in_a_spk2info_can_run(tmp_path: Path, book: VoiceBook) -> None:
+def test_code_in_a_spk2info_is_not_run(tmp_path: Path, book: VoiceBook) -> None:
     torch.save({"anna": Payload(tmp_path / "owned")}, tmp_path / "spk2info.pt")
     with pytest.raises(UnavailableError, match="speaker 'anna' cannot be used"):
         book.get("anna")
@@ -279,7 +281,7 @@ def test_nothing_in_a_spk2info_can_run(tmp_path: Path, book: VoiceBook) -> None:
         (triton_speaker() | {"speech_feat": torch.zeros(1, 200, 80)}, "200 mel frames for 30 speech tokens"),
     ],
 )
-def test_a_speaker_of_another_model_is_unavailable_and_its_neighbours_are_not(
+def test_a_speaker_of_another_model_is_unavailable_and_the_others_are_not(
     entry: object, message: str, tmp_path: Path, book: VoiceBook
 ) -> None:
     torch.save({"anna": entry, "bert": triton_speaker()}, tmp_path / "spk2info.pt")
@@ -288,7 +290,7 @@ def test_a_speaker_of_another_model_is_unavailable_and_its_neighbours_are_not(
     assert isinstance(book.get("bert"), Prompt)
 
 
-def test_a_voice_that_cannot_be_written_leaves_nothing(folder: Path) -> None:
+def test_a_voice_that_cannot_be_written_leaves_no_file(folder: Path) -> None:
     (folder / "anna.safetensors").mkdir(parents=True)
     with pytest.raises(OSError, match="anna.safetensors"):
         save_voice(folder / "anna.safetensors", fake_prompt(2))
