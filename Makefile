@@ -28,7 +28,7 @@ PIP := $(IN_VENV) -m pip --disable-pip-version-check --quiet
 # A "+cpu" build there wins over the same version elsewhere.
 EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := $(IN_VENV) -m pytest --durations=10
-# Two files of tests at a time; each file's tests stay together, so that its server or checkpoint is made once.
+# Two workers, each with its own tritonserver. A file runs in one worker, so that its fixtures are set up once.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 OFFLINE := $(if $(filter offline,$(MODE)),--offline)
 SETUP_GB := 6
@@ -86,16 +86,16 @@ ifeq ($(MODELS),models/demo)
 		--model-dir $(MODELS)/cosyvoice2_llm --output-dir $(MODELS)/cosyvoice2_llm_genai
 endif
 
-test: $(VENV)/.dev ## run every test, two at a time, then those that measure time or load, one at a time
+test: $(VENV)/.dev ## run all tests: first two at a time, then those that measure time or load, one at a time
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
-	@# With PYTEST_ARGS a part may have nothing to run, which pytest calls 5.
+	@# Exit code 5 is "no tests ran", which PYTEST_ARGS may cause in one part.
 	@failed=; part() { echo "test: $$1"; shift; "$$@" $(if $(PYTEST_ARGS),|| [[ $$? == 5 ]]) || failed=1; }; \
 		part 'part 1 of 2, two tests at a time' $(PYTEST) $(PARALLEL) -m 'not serial' $(PYTEST_ARGS); \
 		part 'part 2 of 2, one test at a time' $(PYTEST) -m serial $(PYTEST_ARGS); \
 		[[ -z $$failed ]]
 
-# Of all rooms without those marked slow, of one room with them.
-test-fast: $(VENV)/.dev ## run the tests that start no tritonserver and measure no time; ROOM=llm: those of one folder in tests/
+# Slow tests (a marker, see pyproject.toml) run only when a room is given.
+test-fast: $(VENV)/.dev ## run the quick tests, without tritonserver; with ROOM=llm those of tests/llm
 	@$(PYTEST) $(PARALLEL) $(if $(ROOM),-m 'not server and not serial' tests/$(ROOM) tests/system/test_architecture.py,-m \
 		'not server and not serial and not slow') $(PYTEST_ARGS)
 
