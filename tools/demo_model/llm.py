@@ -159,7 +159,7 @@ def random_weights(sizes: LLMSizes, vocab: int, offset: int, end_id: int, seed: 
 
 
 def _configs(sizes: LLMSizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str) -> dict[str, dict]:
-    """The JSON files beside the weights. Sampling defaults are those of a request to the orchestrator."""
+    """The JSON files next to the weights. Sampling defaults are those of a request to the orchestrator."""
     sampling = {name: getattr(OrchestratorConfig, name) for name in ("temperature", "top_p", "top_k")}
     return {
         "config.json": {

@@ -27,7 +27,7 @@ Results = Iterator[tuple[str, Tensor]]
 
 
 def build(fixture: Fixture, file: str | None = None) -> DiTFlow:
-    """The flow in a weights file of the fixture; guidance is from the JSON beside it."""
+    """The flow in a weights file of the fixture; guidance is from the JSON next to it."""
     state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
     sizes = replace(DiTFlowConfig.from_shapes(shapes_of(state)), guidance=config["cfm"]["inference_cfg_rate"])
     return load_strict(DiTFlow(sizes), state, "cpu", torch.float32)

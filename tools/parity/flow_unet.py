@@ -22,7 +22,7 @@ Results = Iterator[tuple[str, Tensor]]
 
 
 def build(fixture: Fixture, file: str | None = None) -> UNetFlow:
-    """The flow in a weights file of the fixture; heads, chunks and guidance are from the JSON beside it."""
+    """The flow in a weights file of the fixture; heads, chunks and guidance are from the JSON next to it."""
     state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
     sizes = UNetFlowConfig.from_shapes(shapes_of(state))
     sizes = replace(

@@ -101,10 +101,10 @@ class Evaluation:
             (output / "wav" / each.name).mkdir(parents=True, exist_ok=True)
             for number, take in enumerate(each.takes):
                 save_audio(output / "wav" / each.name / f"{number:02d}.wav", take.waveform, take.rate)
-        heard = measures.recognise(self.series)
+        recognised = measures.recognise(self.series)
         rows = [
             measures.figures(each, words, self._teachers.get(each.voice))
-            for each, words in zip(self.series, heard, strict=True)
+            for each, words in zip(self.series, recognised, strict=True)
         ]
         text = report.markdown(rows, self.nearness, about)
         (output / "report.md").write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_erro
 from tools.voice_evaluation.takes import Series, Take
 
 ELSEWHERE = 99.9  # percentile of the sample-to-sample steps outside of joints, which a joint is compared with
-BESIDE = SAMPLE_RATE // 200  # 5 ms: duration of a glottal pulse
+NEARBY = SAMPLE_RATE // 200  # 5 ms: duration of a glottal pulse
 CLICK = 1.5  # times the largest step near the joint
 
 
@@ -36,13 +36,13 @@ def recognise(series: Sequence[Series]) -> list[list[str]]:
     """The words recognised in every take, on all cores."""
     takes = [take for each in series for take in each.takes]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        heard = iter(list(pool.map(_transcribe, takes, chunksize=8)))
-    return [[next(heard) for _ in each.takes] for each in series]
+        recognised = iter(list(pool.map(_transcribe, takes, chunksize=8)))
+    return [[next(recognised) for _ in each.takes] for each in series]
 
 
-def figures(series: Series, heard: Sequence[str], teacher: Series | None) -> dict[str, Any]:
+def figures(series: Series, recognised: Sequence[str], teacher: Series | None) -> dict[str, Any]:
     """Figures of one series; unknown ones are omitted. Times in seconds."""
-    errors = [word_errors(take.text, words) for take, words in zip(series.takes, heard, strict=True)]
+    errors = [word_errors(take.text, words) for take, words in zip(series.takes, recognised, strict=True)]
     total = reduce(add, errors, WordErrors())
     found: dict[str, Any] = {
         "system": series.system,
@@ -52,7 +52,7 @@ def figures(series: Series, heard: Sequence[str], teacher: Series | None) -> dic
         "words": total.words,
         "heard": [
             {"text": take.text, "heard": words, "errors": each.errors, "seconds": round(take.seconds, 3)}
-            for take, words, each in zip(series.takes, heard, errors, strict=True)
+            for take, words, each in zip(series.takes, recognised, errors, strict=True)
         ],
     }
     if teacher is not None and teacher is not series:
@@ -76,16 +76,16 @@ def figures(series: Series, heard: Sequence[str], teacher: Series | None) -> dic
 class Joint(NamedTuple):
     """The step between the two samples at a joint, relative to other steps of the same take.
 
-    usual: relative to the 99.9th percentile of the steps elsewhere. beside: relative to the largest step within 5 ms.
+    usual: relative to the 99.9th percentile of the steps elsewhere. nearby: relative to the largest step within 5 ms.
     """
 
     usual: float
-    beside: float
+    nearby: float
 
     @property
     def clicks(self) -> bool:
         """Whether it is audible as a click. A large step among others as large is a glottal pulse."""
-        return self.usual > 1 and self.beside > CLICK
+        return self.usual > 1 and self.nearby > CLICK
 
 
 def joint_steps(take: Take) -> list[Joint]:
@@ -97,8 +97,8 @@ def joint_steps(take: Take) -> list[Joint]:
     usual = np.percentile(np.delete(steps, joints), ELSEWHERE)
     found = []
     for at in joints:
-        beside = np.concatenate([steps[max(0, at - BESIDE) : at], steps[at + 1 : at + 1 + BESIDE]]).max()
-        found.append(Joint(float(steps[at] / usual), float(steps[at] / max(beside, 1e-9))))
+        nearby = np.concatenate([steps[max(0, at - NEARBY) : at], steps[at + 1 : at + 1 + NEARBY]]).max()
+        found.append(Joint(float(steps[at] / usual), float(steps[at] / max(nearby, 1e-9))))
     return found
 
 

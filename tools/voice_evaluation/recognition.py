@@ -46,8 +46,8 @@ class Recognizer:
         self._decoder.start_utt()
         self._decoder.process_raw(samples.tobytes(), full_utt=True)
         self._decoder.end_utt()
-        heard = self._decoder.hyp()
-        return heard.hypstr if heard else ""
+        recognised = self._decoder.hyp()
+        return recognised.hypstr if recognised else ""
 
 
 def words(text: str) -> list[str]:
@@ -55,17 +55,17 @@ def words(text: str) -> list[str]:
     return re.sub(r"[^a-z]+", " ", text.lower().replace("'", "")).split()
 
 
-def word_errors(text: str, heard: str) -> WordErrors:
+def word_errors(text: str, recognised: str) -> WordErrors:
     said = words(text)
-    return WordErrors(_distance(said, words(heard)), len(said))
+    return WordErrors(_distance(said, words(recognised)), len(said))
 
 
-def _distance(said: Sequence[str], heard: Sequence[str]) -> int:
+def _distance(said: Sequence[str], recognised: Sequence[str]) -> int:
     """Levenshtein distance of word sequences."""
-    row = list(range(len(heard) + 1))  # distances of the empty text to each prefix of what was recognised
+    row = list(range(len(recognised) + 1))  # distances of the empty text to each prefix of what was recognised
     for count, word in enumerate(said, 1):
         above = row
         row = [count]
-        for column, other in enumerate(heard):
+        for column, other in enumerate(recognised):
             row.append(min(row[column] + 1, above[column + 1] + 1, above[column] + (word != other)))
     return row[-1]

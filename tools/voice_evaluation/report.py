@@ -89,8 +89,8 @@ def _verdicts(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]]) 
         found.append((wanted, NOT_GIVEN, None))
     joints = [row["joints"] for row in streamed if "joints" in row]
     clicks, above, count = (sum(each[name] for each in joints) for name in ("clicks", "above", "count"))
-    heard = f"{clicks} of {count} ({above} are above it within a pulse of the voice that is as steep beside the joint)"
-    found.append(("no click: a step at a joint above the 99.9th percentile that stands out", heard, clicks == 0))
+    counted = f"{clicks} of {count} ({above} are above it within a pulse of the voice that is as steep near the joint)"
+    found.append(("no click: a step at a joint above the 99.9th percentile that stands out", counted, clicks == 0))
     for stack, (near, of) in nearness.items():
         found.append((f"nearest to the voice of its reference, {stack}", f"{near} of {of}", near >= NEAR_SHARE * of))
     timed = [row for row in streamed if row["stack"] == TIMED_STACK]

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     sentences = args.sentences.read_text(encoding="utf-8").splitlines()[: args.count]
     flite = Flite(args.flite)
-    teachers = [taught(flite, voice, sentences) for voice in range(SPEAKERS)]
+    teachers = [by_flite(flite, voice, sentences) for voice in range(SPEAKERS)]
     series = [
         *teachers,
         *(copy_synthesis(args.checkpoint / stacks.UNET.checkpoint, teacher, "") for teacher in teachers),
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory = args.checkpoint / stack.checkpoint
         encode = ReferenceEncoder(directory)
         for voice, teacher in enumerate(teachers):
-            prompt = encode(said(flite, PROMPT_TEXT, voice))
+            prompt = encode(synthesized(flite, PROMPT_TEXT, voice))
             series += from_tokens(directory, teacher, prompt, stack)
     for each in series:
         save(each, args.output / each.name)
@@ -60,14 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def said(flite: Flite, text: str, voice: int) -> np.ndarray:
+def synthesized(flite: Flite, text: str, voice: int) -> np.ndarray:
     """flite's 16 kHz wave (N,) float32."""
-    samples, _ = flite.speak(text.lower(), voice)
+    samples, _ = flite.synthesize(text.lower(), voice)
     return (samples * INT16_SCALE).astype(np.float32)
 
 
-def taught(flite: Flite, voice: int, sentences: Sequence[str]) -> Series:
-    takes = [Take(text, said(flite, text, voice), PROMPT_SAMPLE_RATE) for text in sentences]
+def by_flite(flite: Flite, voice: int, sentences: Sequence[str]) -> Series:
+    """The sentences in one of flite's voices."""
+    takes = [Take(text, synthesized(flite, text, voice), PROMPT_SAMPLE_RATE) for text in sentences]
     return Series("teacher", "", VOICES[voice], takes)
 
 
@@ -100,8 +101,8 @@ def report(series: Sequence[Series], teachers: Sequence[Series]) -> str:
     """The figures as a Markdown table."""
     of_voice = {teacher.voice: teacher for teacher in teachers}
     lines = ["| audio | stack | voice | WER | joints above the usual step |", "|---|---|---|---|---|"]
-    for each, heard in zip(series, recognise(series), strict=True):
-        found = figures(each, heard, of_voice[each.voice])
+    for each, recognised in zip(series, recognise(series), strict=True):
+        found = figures(each, recognised, of_voice[each.voice])
         clicks = joints_cell(found.get("joints"))
         lines.append(f"| {each.system} | {each.stack} | {each.voice} | {found['wer']:.1%} | {clicks} |")
     return "\n".join(lines) + "\n"

@@ -67,14 +67,14 @@ class Flite:
             register.restype, register.argtypes = c_void_p, (c_void_p,)
             self._voices.append(register(None))
 
-    def speak(self, text: str, voice: int) -> tuple[np.ndarray, np.ndarray]:
+    def synthesize(self, text: str, voice: int) -> tuple[np.ndarray, np.ndarray]:
         """16 kHz wave (T * 640,) int16, padded to whole tokens, and phones (T * 4,) uint8, indices of PHONES."""
         lib = self._lib
         utterance = lib.flite_synth_text(text.encode("ascii"), self._voices[voice])
         try:
             wave = lib.utt_wave(utterance).contents
             if wave.sample_rate != PROMPT_SAMPLE_RATE:
-                raise ValueError(f"voice {VOICES[voice]} speaks at {wave.sample_rate} Hz, not {PROMPT_SAMPLE_RATE}")
+                raise ValueError(f"voice {VOICES[voice]} is at {wave.sample_rate} Hz, not {PROMPT_SAMPLE_RATE}")
             tokens = -(-wave.samples // TOKEN_SAMPLES)
             samples = np.zeros(tokens * TOKEN_SAMPLES, np.int16)
             samples[: wave.samples] = np.ctypeslib.as_array(wave.data, (wave.samples,))

@@ -98,14 +98,14 @@ class Utterances:
 def encoded(tokenizer: Tokenizer, sentences: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
     """Ids of sentences, without and with a leading blank."""
     rng = random.Random(1)
-    plain, behind = (
+    plain, joined = (
         [
             np.array(encoding.ids, np.int32)
             for encoding in tokenizer.encode_batch([blank + cased(sentence, rng) for sentence in sentences])
         ]
         for blank in ("", " ")
     )
-    return plain, behind
+    return plain, joined
 
 
 class Sequences(IterableDataset):

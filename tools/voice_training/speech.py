@@ -82,7 +82,7 @@ def _speak_lines(work: Path, flite: Path, shard: Path, lines: range, turns: tupl
             if time.monotonic() > deadline:
                 break
             voice = turns[line % len(turns)]
-            samples, phones = voices.speak(sentences[line], voice)
+            samples, phones = voices.synthesize(sentences[line], voice)
             audio.write(samples.tobytes())
             labels.write(phones.tobytes())
             spoken.append((line, voice, len(samples) // TOKEN_SAMPLES))
