@@ -15,6 +15,24 @@ SHARED_TEMPLATES = "model_repo"  # templates of the models that all stacks have;
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenizerRules:
+    """The control tokens that an LLM adds to its text vocabulary, by name; their ids are read from its tokenizer.
+
+    sos, task: before the text of a prompt, and between the text and the speech tokens. ends: end an utterance; training
+    uses the first. end_of_prompt: separates an instruction from the text to be spoken.
+    """
+
+    sos: str = "<|sos|>"
+    task: str = "<|task_id|>"
+    ends: tuple[str, ...] = ("<|eos1|>", "<|eos2|>", "<|eos3|>")
+    end_of_prompt: str = "<|endofprompt|>"
+
+    def instruction(self, text: str) -> str:
+        """`text` as the prompt text of instruct mode: it describes how to speak, and is not spoken."""
+        return text + self.end_of_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeechLLM:
     """The LLM of one or more stacks. All paths are below the directory with all checkpoints.
 
@@ -22,6 +40,7 @@ class SpeechLLM:
     weights, base: the official state dict, and the folder of the text model that it extends.
     directory: the same as a HuggingFace model directory, with the tokenizer, from which the ids of its tokens are read.
     genai, engine: what onnxruntime-genai and TensorRT-LLM load, both made from `directory`.
+    tokenizer: its control tokens.
     """
 
     repository: str
@@ -31,6 +50,7 @@ class SpeechLLM:
     directory: str
     genai: str
     engine: str
+    tokenizer: TokenizerRules = TokenizerRules()
 
 
 @dataclass(frozen=True, kw_only=True)

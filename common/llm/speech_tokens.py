@@ -1,4 +1,4 @@
-"""Speech tokens in the LLM's vocabulary, `<|s_N|>`, as ids and as text, and CosyVoice2's prompt template."""
+"""Speech tokens in the LLM's vocabulary, `<|s_N|>`, as ids and as text, and the prompt template."""
 
 import re
 from collections.abc import Sequence
@@ -8,27 +8,21 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
+from common.stacks import COSYVOICE2_LLM, TokenizerRules
 from common.text.cleaning import strip_control_tokens
 
-SOS = "<|sos|>"
-TASK_ID = "<|task_id|>"
-END_OF_PROMPT = "<|endofprompt|>"
-END_TOKENS = ("<|eos1|>", "<|eos2|>", "<|eos3|>")
+COSYVOICE2 = COSYVOICE2_LLM.tokenizer
 
-# CosyVoice2's prompt as a chat, for servers that accept messages.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}"
-    f"{{{{ '{SOS}' + message['content'] + '{TASK_ID}' }}}}"
-    "{% elif message['role'] == 'assistant' %}{{ message['content'] }}{% endif %}{% endfor %}"
-)
-
-_STREAMED_TOKEN = re.compile(r"<\|(?:s_(\d{1,4})|eos[123])\|>")
 _LONGEST_TOKEN = len(f"<|s_{SPEECH_VOCAB}|>")
 
 
-def instruction(text: str) -> str:
-    """`text` as the prompt text of CosyVoice2's instruct mode: it describes how to speak, and is not spoken."""
-    return text + END_OF_PROMPT
+def chat_template(rules: TokenizerRules = COSYVOICE2) -> str:
+    """The prompt template as a chat, for servers that accept messages."""
+    return (
+        "{% for message in messages %}{% if message['role'] == 'user' %}"
+        f"{{{{ '{rules.sos}' + message['content'] + '{rules.task}' }}}}"
+        "{% elif message['role'] == 'assistant' %}{{ message['content'] }}{% endif %}{% endfor %}"
+    )
 
 
 def speech_token_text(tokens: Sequence[int]) -> str:
@@ -36,9 +30,9 @@ def speech_token_text(tokens: Sequence[int]) -> str:
     return "".join(f"<|s_{token}|>" for token in tokens)
 
 
-def added_tokens() -> list[str]:
-    """The tokens that CosyVoice2 adds to Qwen2's vocabulary, in the order of their ids."""
-    return [*(f"<|s_{token}|>" for token in range(SPEECH_VOCAB)), *END_TOKENS, SOS, TASK_ID]
+def added_tokens(rules: TokenizerRules = COSYVOICE2) -> list[str]:
+    """The tokens that the LLM adds to Qwen2's vocabulary, in the order of their ids."""
+    return [*(f"<|s_{token}|>" for token in range(SPEECH_VOCAB)), *rules.ends, rules.sos, rules.task]
 
 
 @dataclass(frozen=True)
@@ -54,9 +48,10 @@ class LLMTokenizer:
     end_ids: tuple[int, ...]
     sos_id: int
     task_id: int
+    rules: TokenizerRules = COSYVOICE2
 
     @classmethod
-    def from_dir(cls, tokenizer_dir: str | Path) -> "LLMTokenizer":
+    def from_dir(cls, tokenizer_dir: str | Path, rules: TokenizerRules = COSYVOICE2) -> "LLMTokenizer":
         """Read `tokenizer.json`. Raises ValueError if it is missing or not the tokenizer of a CosyVoice2 LLM."""
         path = Path(tokenizer_dir) / "tokenizer.json"
         if not path.is_file():
@@ -73,10 +68,11 @@ class LLMTokenizer:
         if token_id(f"<|s_{last}|>") != first + last:
             raise ValueError(f"{path}: ids of <|s_0|>..<|s_{last}|> are not consecutive from {first}")
         # The official vocabulary has all three end tokens, of which only the first is used in training.
-        others = (tokenizer.token_to_id(token) for token in END_TOKENS[1:])
-        end_ids = (token_id(END_TOKENS[0]), *(found for found in others if found is not None))
-        token_id(END_OF_PROMPT)  # its id is not used, but its text must be one token
-        return cls(tokenizer, first, end_ids, sos_id=token_id(SOS), task_id=token_id(TASK_ID))
+        others = (tokenizer.token_to_id(token) for token in rules.ends[1:])
+        end_ids = (token_id(rules.ends[0]), *(found for found in others if found is not None))
+        token_id(rules.end_of_prompt)  # its id is not used, but its text must be one token
+        sos_id, task_id = token_id(rules.sos), token_id(rules.task)
+        return cls(tokenizer, first, end_ids, sos_id, task_id, rules)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
@@ -85,9 +81,9 @@ class LLMTokenizer:
     def encode_prompt(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> list[int]:
         """Token ids of the template `<|sos|>{prompt_text}{target_text}<|task_id|>{prompt speech tokens}`.
 
-        prompt_text: the transcript of the prompt's speech, or an `instruction`.
+        prompt_text: the transcript of the prompt's speech, or an instruction (`TokenizerRules.instruction`).
         """
-        text = template_text(prompt_text, target_text)
+        text = template_text(prompt_text, target_text, self.rules)
         text_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [self.sos_id, *text_ids, self.task_id, *self.to_llm_ids(prompt_tokens)]
 
@@ -97,7 +93,8 @@ class LLMTokenizer:
 
     def prompt_string(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> str:
         """The same template as text, for servers that tokenize themselves."""
-        return f"{SOS}{template_text(prompt_text, target_text)}{TASK_ID}{speech_token_text(prompt_tokens)}"
+        text = template_text(prompt_text, target_text, self.rules)
+        return f"{self.rules.sos}{text}{self.rules.task}{speech_token_text(prompt_tokens)}"
 
     def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:
         """Speech ids 0..6560 -> ids of the LLM. Raises ValueError on any other id."""
@@ -120,7 +117,9 @@ def read_first_speech_id(tokenizer_dir: str) -> int:
 class SpeechTokenParser:
     """Reads speech ids from streamed text whose pieces may end anywhere inside a token. Other text is skipped."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: TokenizerRules = COSYVOICE2) -> None:
+        ends = "|".join(re.escape(token) for token in rules.ends)
+        self._token = re.compile(rf"<\|s_(\d{{1,4}})\|>|{ends}")
         self.ended = False  # an end token was seen; text after it is ignored
         self._pending = ""
 
@@ -129,7 +128,7 @@ class SpeechTokenParser:
         text = self._pending + text
         tokens: list[int] = []
         consumed = 0
-        for match in _STREAMED_TOKEN.finditer(text):
+        for match in self._token.finditer(text):
             self.ended = self.ended or match[1] is None
             if self.ended:
                 break
@@ -146,10 +145,10 @@ def _unfinished_token(text: str) -> str:
     return text[start:] if start >= 0 and len(text) - start < _LONGEST_TOKEN else ""
 
 
-def template_text(prompt_text: str, target_text: str) -> str:
-    """The template's text: both texts, with no control token except the one that ends an `instruction`."""
-    if prompt_text.endswith(END_OF_PROMPT):
-        prompt_text = instruction(strip_control_tokens(prompt_text.removesuffix(END_OF_PROMPT)))
+def template_text(prompt_text: str, target_text: str, rules: TokenizerRules = COSYVOICE2) -> str:
+    """The template's text: both texts, with no control token except the one that ends an instruction."""
+    if prompt_text.endswith(rules.end_of_prompt):
+        prompt_text = rules.instruction(strip_control_tokens(prompt_text.removesuffix(rules.end_of_prompt)))
         return prompt_text + strip_control_tokens(target_text)
     # Both at once: the texts may join two halves of a control token.
     return strip_control_tokens(prompt_text + target_text)

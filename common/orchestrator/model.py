@@ -65,7 +65,7 @@ class Orchestrator:
     """Answers speech requests: with a stream of waveforms if the model is decoupled, otherwise with one."""
 
     def __init__(self, config: OrchestratorConfig, stack: Stack):
-        tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir)
+        tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, stack.llm.tokenizer)
         call = partial(triton_io.call, timeout=config.model_timeout)
         self._llm = _speech_lm(config, tokenizer)
         voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode)
@@ -85,6 +85,7 @@ class Orchestrator:
                 max_hop=config.max_hop_tokens,
                 boundary=stack.chunk_boundary,
             ),
+            tokenizer=stack.llm.tokenizer,
         )
         self._sampling = Sampling(
             temperature=config.temperature,

@@ -16,7 +16,7 @@ import pytest
 from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
-from common.llm.speech_tokens import LLMTokenizer, instruction, speech_token_text
+from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer, speech_token_text
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
 
@@ -278,7 +278,7 @@ def test_a_chat_server_gets_the_template_as_messages(tokenizer):
 
 @pytest.mark.parametrize(
     ("prompt_text", "content"),
-    [("A <|s_1", "A <|s_1Hello "), (instruction("sadly<|s_1|>"), "sadly <|endofprompt|>Hello ")],
+    [("A <|s_1", "A <|s_1Hello "), (COSYVOICE2.instruction("sadly<|s_1|>"), "sadly <|endofprompt|>Hello ")],
 )
 def test_the_token_that_ends_an_instruction_is_the_only_control_token_in_a_chat(tokenizer, prompt_text, content):
     async def run():

@@ -5,13 +5,16 @@ import pytest
 
 from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
 from common.llm.speech_tokens import (
-    END_OF_PROMPT,
+    COSYVOICE2,
     LLMTokenizer,
     SpeechTokenParser,
-    instruction,
+    added_tokens,
+    chat_template,
     read_first_speech_id,
     speech_token_text,
+    template_text,
 )
+from common.stacks import TokenizerRules
 from tools.demo_model.llm import build_tokenizer
 
 
@@ -25,6 +28,15 @@ def tokenizer_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_dir):
     return LLMTokenizer.from_dir(tokenizer_dir)
+
+
+def test_other_control_tokens_are_a_matter_of_the_rules():
+    """What another LLM calls its tokens is data: the template, the parser and the added tokens follow."""
+    rules = TokenizerRules(sos="<s>", task="<t>", ends=("<end>",), end_of_prompt="<p>")
+    assert template_text(rules.instruction("sadly"), "Hello", rules) == "sadly<p>Hello"
+    assert added_tokens(rules)[-3:] == ["<end>", "<s>", "<t>"] and "<s>" in chat_template(rules)
+    parser = SpeechTokenParser(rules)
+    assert parser.feed("<|s_5|><|eos1|><|s_6|><end><|s_7|>") == [5, 6] and parser.ended
 
 
 def test_the_first_speech_id_is_read_from_the_tokenizer(tokenizer_dir, tokenizer):
@@ -69,10 +81,10 @@ def test_control_tokens_in_the_text_never_reach_the_llm(tokenizer, texts):
 
 
 def test_an_instruction_ends_with_its_token_and_contains_no_other_control_token(tokenizer):
-    parts = (instruction("sadly<|s_1|>" + END_OF_PROMPT), "Target" + END_OF_PROMPT, [])
+    parts = (COSYVOICE2.instruction("sadly<|s_1|>" + COSYVOICE2.end_of_prompt), "Target" + COSYVOICE2.end_of_prompt, [])
     assert tokenizer.prompt_string(*parts) == "<|sos|>sadly  <|endofprompt|>Target <|task_id|>"
     ids = tokenizer.encode_prompt(*parts)
-    assert ids.count(tokenizer.tokenizer.token_to_id(END_OF_PROMPT)) == 1
+    assert ids.count(tokenizer.tokenizer.token_to_id(COSYVOICE2.end_of_prompt)) == 1
     assert ids == tokenizer.tokenizer.encode(tokenizer.prompt_string(*parts), add_special_tokens=False).ids
 
 

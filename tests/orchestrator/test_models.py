@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 
 from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from common.errors import UnavailableError
-from common.llm.speech_tokens import END_OF_PROMPT, LLMTokenizer
+from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer
 from common.orchestrator.model import Orchestrator
 from common.voice.files import save_voice
 from tests.conftest import ROOT, load_model
@@ -45,7 +45,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "<|sos|>",
         "<|task_id|>",
         "<|eos1|>",
-        END_OF_PROMPT,
+        COSYVOICE2.end_of_prompt,
         *(f"word{i}" for i in range(5, FIRST_SPEECH_ID)),
     ]
     vocabulary = {word: index for index, word in enumerate([*words, *(f"<|s_{i}|>" for i in range(SPEECH_VOCAB))])}

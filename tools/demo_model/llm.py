@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from common.config import OrchestratorConfig
 from common.constants import SPEECH_VOCAB
-from common.llm.speech_tokens import CHAT_TEMPLATE, END_TOKENS, LLMTokenizer, added_tokens
+from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer, added_tokens, chat_template
 
 TEXT_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|endofprompt|>")
 # Qwen2's split of text into words before byte-pair encoding.
@@ -67,7 +67,7 @@ def make_llm(directory: Path, seed: int = 0, sizes: LLMSizes = SMALL, dtype: tor
     """Write the LLM with random weights to `directory`."""
     tokenizer = build_tokenizer(text_vocab=sizes.text_vocab)
     ids = tokenizer.get_vocab()
-    weights = random_weights(sizes, len(ids), ids[added_tokens()[0]], ids[END_TOKENS[0]], seed)
+    weights = random_weights(sizes, len(ids), ids[added_tokens()[0]], ids[COSYVOICE2.ends[0]], seed)
     save_llm(directory, tokenizer, sizes, {key: weight.to(dtype) for key, weight in weights.items()})
 
 
@@ -196,6 +196,6 @@ def _configs(sizes: LLMSizes, tokenizer: Tokenizer, end_ids: list[int], dtype: s
             "pad_token": TEXT_SPECIALS[0],
             "model_max_length": 4096,
             "add_prefix_space": False,
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": chat_template(),
         },
     }

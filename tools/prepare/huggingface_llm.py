@@ -10,7 +10,7 @@ from common.checkpoint import read_state, shape_differences, shapes_of
 from common.config import OrchestratorConfig
 from common.constants import SPEECH_VOCAB
 from common.llm.checkpoint import HEAD_BIAS
-from common.llm.speech_tokens import CHAT_TEMPLATE, END_TOKENS, LLMTokenizer, added_tokens
+from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer, added_tokens, chat_template
 
 # Tokens that CosyVoice2's tokenizer adds to CosyVoice-BlankEN's, in this order.
 TEXT_SPECIALS = (
@@ -19,7 +19,7 @@ TEXT_SPECIALS = (
     *("[vocalized-noise]", "[lipsmack]", "[mn]"),
 )
 END_OF_TEXT = "<|endoftext|>"
-UTTERABLE = SPEECH_VOCAB + len(END_TOKENS)  # rows of the official speech embedding and head
+UTTERABLE = SPEECH_VOCAB + len(COSYVOICE2.ends)  # rows of the official speech embedding and head
 VOCAB_MULTIPLE = 128  # upstream's padding; sharded engines need a divisible vocabulary
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -69,7 +69,7 @@ def _write_tokenizer(blank_dir: Path, built: Path) -> LLMTokenizer:
     tokenizer.add_tokens([token for token in TEXT_SPECIALS if token not in known], special_tokens=True)
     # Not special: servers that skip special tokens when decoding would return empty text.
     tokenizer.add_tokens(added_tokens())
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template()
     tokenizer.save_pretrained(built)
     return LLMTokenizer.from_dir(built)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from common.constants import SPEECH_VOCAB
-from common.llm.speech_tokens import END_TOKENS, SOS, TASK_ID
+from common.llm.speech_tokens import COSYVOICE2
 from tools.demo_model.llm import build_tokenizer
 
 # With this many merges, a text token is about 2.5 letters and 4 speech tokens, which is within the bounds of serving
@@ -123,7 +123,9 @@ class Sequences(IterableDataset):
         self._seed = seed
         ids = tokenizer.get_vocab()
         self.first_speech_id = ids["<|s_0|>"]
-        self._sos, self._task, self._end = (np.array([ids[token]], np.int32) for token in (SOS, TASK_ID, END_TOKENS[0]))
+        self._sos, self._task, self._end = (
+            np.array([ids[token]], np.int32) for token in (COSYVOICE2.sos, COSYVOICE2.task, COSYVOICE2.ends[0])
+        )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = torch.utils.data.get_worker_info()
