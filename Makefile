@@ -104,7 +104,7 @@ check: $(VENV)/.dev ## formatting, lint and types
 	@$(IN_VENV) -m ruff check .
 	@$(IN_VENV) -m mypy
 
-bench: $(VENV)/.dev demo-checkpoint ## time the vocoder's batching on this CPU, write out/bench.json
+bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's batching on this CPU, write out/bench.json
 	@$(IN_VENV) -m tools.bench.token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
 
 parity: $(VENV)/.server ## compare the networks with the recorded outputs in FOLDER (tests/assets/golden)
