@@ -1,5 +1,6 @@
 """Fixtures: the fake of Triton's Python API, models loaded by their path, and the real server over the demo weights."""
 
+import filecmp
 import importlib.util
 import os
 import shutil
@@ -73,12 +74,14 @@ def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Its utterances last about three seconds by construction, whatever the text; tests that listen for words use the
     trained checkpoint.
     """
+    from tests.support.llm_fixtures import shared_genai, shared_llm
     from tools.demo_model import make as make_demo_model
-    from tools.prepare.genai import convert
 
     def make(directory: Path) -> None:
         assert make_demo_model.main([str(directory), "--weights", "random"]) == 0
-        convert(directory / "cosyvoice2_llm", directory / "cosyvoice2_llm_genai", "fp32")
+        weights = Path("cosyvoice2_llm", "model.safetensors")
+        assert filecmp.cmp(directory / weights, shared_llm(tmp_path_factory).parent / weights, shallow=False)
+        shutil.copytree(shared_genai(tmp_path_factory), directory / "cosyvoice2_llm_genai")
 
     made = made_once(tmp_path_factory, "demo_models", make)
     return shutil.copytree(made, tmp_path_factory.mktemp("demo") / "models")  # tests register voices in it

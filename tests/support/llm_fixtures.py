@@ -22,14 +22,22 @@ ENGINE_MODULES = (
 )  # they import the fakes
 
 
+def shared_llm(factory: pytest.TempPathFactory) -> Path:
+    return made_once(factory, "cosyvoice2_llm", make_llm)
+
+
+def shared_genai(factory: pytest.TempPathFactory) -> Path:
+    return made_once(factory, "cosyvoice2_llm_genai", lambda directory: convert(shared_llm(factory), directory, "fp32"))
+
+
 @pytest.fixture(scope="session")
 def llm_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "cosyvoice2_llm", make_llm)
+    return shared_llm(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def genai_dir(llm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "cosyvoice2_llm_genai", lambda directory: convert(llm_dir, directory, "fp32"))
+def genai_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_genai(tmp_path_factory)
 
 
 @pytest.fixture
