@@ -87,9 +87,9 @@ class StreamedLM:
 
 
 def engine_dir(backend: str, model_dir: Path, given: Path | None) -> Path:
-    """What a backend's engine loads, where none is given: the LLM's own directory, or the converted one beside it."""
-    beside = model_dir.with_name(model_dir.name + "_genai")
-    return given or (beside if backend == "onnxruntime_genai" else model_dir)
+    """The directory that a backend's engine loads; by default the LLM's own, or the converted one next to it."""
+    converted = model_dir.with_name(model_dir.name + "_genai")
+    return given or (converted if backend == "onnxruntime_genai" else model_dir)
 
 
 def load_llm(

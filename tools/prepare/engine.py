@@ -33,7 +33,7 @@ class EngineOptions:
 def build_engine(models: Path, options: EngineOptions) -> bool:
     """Build MODELS/trt_engines_bfloat16 from MODELS/cosyvoice2_llm; False if the same is there already.
 
-    Another checkpoint, GPU, version or option builds it anew; it appears complete or not at all.
+    It is built again for another checkpoint, GPU, version or option, and is written atomically.
     """
     source, destination = models / LLM.directory, models / ENGINE
     wanted = {"options": asdict(options), "checkpoint": _fingerprint(source), "machine": _machine()}
