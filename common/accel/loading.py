@@ -10,8 +10,8 @@ from common.accel.estimators import DiTOnRuntime, UNetOnRuntime
 from common.accel.network import Network
 from common.accel.workloads import PlanPrecision, Serving
 from common.config import FlowRuntime, Token2WavConfig
-from common.flow.dit_flow import DiTFlow
-from common.flow.unet_flow import UNetFlow
+from common.flow.dit import DiTFlow
+from common.flow.unet import UNetFlow
 from common.stacks import Stack
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ solves, CUDA graphs) is in `common.token2wav`.
 from common.flow.cache import EstimatorCache, KeyValues
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
 from common.flow.config import DiTConfig, DiTFlowConfig, EncoderConfig, UNetConfig, UNetFlowConfig
-from common.flow.dit_flow import DiTFlow
-from common.flow.unet_flow import UNetFlow
+from common.flow.dit import DiTFlow
+from common.flow.unet import UNetFlow
 
 __all__ = [
     "DiTConfig",

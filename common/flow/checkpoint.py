@@ -6,8 +6,8 @@ import torch
 
 from common.checkpoint import load_strict, read_state, shapes_of
 from common.flow.config import DiTFlowConfig, UNetFlowConfig
-from common.flow.dit_flow import DiTFlow
-from common.flow.unet_flow import UNetFlow
+from common.flow.dit import DiTFlow
+from common.flow.unet import UNetFlow
 
 
 def load_unet_flow(

@@ -1,4 +1,4 @@
-"""Causal diffusion transformer estimator of Step-Audio2. Attribute names are the checkpoint's keys.
+"""Step-Audio2's flow: the causal diffusion transformer estimator. Attribute names are the checkpoint's keys.
 
 `forward` computes whole utterances under a mask; `forward_chunk` continues streams from an `EstimatorCache` and needs
 no mask: a frame attends to its own chunk and to everything in the cache. Attention has no positional term, so the order
@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.flow.base import MelFlow
 from common.flow.cache import CONV_HISTORY, EstimatorCache, KeyValues
-from common.flow.config import DiTConfig
+from common.flow.config import DiTConfig, DiTFlowConfig
 from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads
 
 TIME_SCALE = 1000  # flow time 0..1 is embedded as diffusion steps 0..1000
@@ -184,3 +185,11 @@ class DiTEstimator(nn.Module):
 
 def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
+
+
+class DiTFlow(MelFlow[DiTEstimator]):
+    """Encoder and DiT estimator; `common.token2wav.dit` streams it with caches."""
+
+    def __init__(self, config: DiTFlowConfig) -> None:
+        super().__init__(config, DiTEstimator(config.estimator))
+        self.config = config

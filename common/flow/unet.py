@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.flow.config import UNetConfig
+from common.flow.base import MelFlow
+from common.flow.config import UNetConfig, UNetFlowConfig
 from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads
 
 TIME_SCALE = 1000  # flow time 0..1 is embedded as diffusion steps 0..1000
@@ -191,3 +192,11 @@ class UNetEstimator(nn.Module):
             x = stage(x, time, mask, attention)
         _, x = self.up_blocks[0](torch.cat([x, skip], dim=1), time, mask, attention)
         return self.final_proj(self.final_block(x, mask) * mask) * mask
+
+
+class UNetFlow(MelFlow[UNetEstimator]):
+    """Encoder and UNet estimator; `common.token2wav.unet` streams it, computing each chunk's window again."""
+
+    def __init__(self, config: UNetFlowConfig) -> None:
+        super().__init__(config, UNetEstimator(config.estimator))
+        self.config = config

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 from common.accel.estimators import OnRuntime
 from common.config import FlowRuntime
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
-from common.flow.dit_flow import DiTFlow
+from common.flow.dit import DiTFlow
 from common.flow.layers import valid_frames
-from common.flow.unet_flow import UNetFlow
+from common.flow.unet import UNetFlow
 from common.stacks import Stack
 from common.token2wav.encoder_window import Window, WindowEncoder, with_ahead
 from common.token2wav.limits import BatchLimits

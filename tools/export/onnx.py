@@ -38,8 +38,8 @@ from common.accel.signatures import (
 from common.checkpoint import read_state
 from common.constants import MEL_BINS, SPEAKER_DIM
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
-from common.flow.dit_flow import DiTFlow
-from common.flow.unet_flow import UNetFlow
+from common.flow.dit import DiTFlow
+from common.flow.unet import UNetFlow
 from common.stacks import Stack
 from common.voice.torchaudio_stub import torchaudio_or_stub
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from common.checkpoint import load_strict, shapes_of
 from common.flow.cache import EstimatorCache, KeyValues
 from common.flow.config import DiTConfig, DiTFlowConfig, EncoderConfig
-from common.flow.dit import DiTEstimator
-from common.flow.dit_flow import DiTFlow
+from common.flow.dit import DiTEstimator, DiTFlow
 from common.flow.encoder import UpsampleConformerEncoder
 from tools.parity.fixture import Check, Fixture, prefixed
 from tools.parity.reference import dit_flow as reference

@@ -11,8 +11,7 @@ from common.checkpoint import load_strict, shapes_of
 from common.flow.config import EncoderConfig, UNetConfig, UNetFlowConfig
 from common.flow.encoder import UpsampleConformerEncoder
 from common.flow.matching import FlowMatching, time_schedule
-from common.flow.unet import UNetEstimator
-from common.flow.unet_flow import UNetFlow
+from common.flow.unet import UNetEstimator, UNetFlow
 from tools.parity.fixture import Check, Fixture, prefixed
 from tools.parity.reference import unet_flow as reference
 from tools.parity.reference.encoder import encode_whole

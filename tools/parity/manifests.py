@@ -9,8 +9,8 @@ from torch import nn
 
 from common.checkpoint import Shapes, shape_differences, shapes_of
 from common.flow.config import DiTFlowConfig, UNetFlowConfig
-from common.flow.dit_flow import DiTFlow
-from common.flow.unet_flow import UNetFlow
+from common.flow.dit import DiTFlow
+from common.flow.unet import UNetFlow
 from common.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, split_weight_norm
 from tools.parity.runner import ParityResult, one_line
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from common.flow.cache import KeyValues
 from common.flow.config import FlowConfig
-from common.flow.dit_flow import DiTFlow
-from common.flow.unet_flow import UNetFlow
+from common.flow.dit import DiTFlow
+from common.flow.unet import UNetFlow
 from common.token2wav.dit.memory import DiTStream, PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from common import kernels
 from common.flow.cache import KeyValues
-from common.flow.dit import NORM_EPS
-from common.flow.dit_flow import DiTFlow
+from common.flow.dit import NORM_EPS, DiTFlow
 from common.token2wav.dit.memory import DiTChunk, TailPool, first_frame
 from common.token2wav.dit.solver import Context, DiTSolver, Scratch
 from common.token2wav.graphs import Graphs

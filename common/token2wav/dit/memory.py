@@ -17,7 +17,7 @@ from common.constants import DIT_TAIL_FRAMES, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.flow.cache import CONV_HISTORY, EstimatorCache, KeyValues
 from common.flow.config import DiTConfig
-from common.flow.dit_flow import DiTFlow
+from common.flow.dit import DiTFlow
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.noise import NoiseTape
 from common.token2wav.stream import Chunk, Stream

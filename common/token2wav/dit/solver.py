@@ -16,8 +16,7 @@ from torch import Tensor
 
 from common.constants import EULER_STEPS
 from common.flow.cache import CONV_HISTORY
-from common.flow.dit import NORM_EPS, DiTBlock, DiTEstimator
-from common.flow.dit_flow import DiTFlow
+from common.flow.dit import NORM_EPS, DiTBlock, DiTEstimator, DiTFlow
 from common.flow.matching import time_schedule
 
 

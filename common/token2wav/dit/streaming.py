@@ -11,8 +11,7 @@ from common.accel.loading import use_runtime
 from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.flow.checkpoint import load_dit_flow
-from common.flow.dit import DiTEstimator
-from common.flow.dit_flow import DiTFlow
+from common.flow.dit import DiTEstimator, DiTFlow
 from common.token2wav.dit.memory import (
     ChunkwiseSolve,
     DiTChunk,

@@ -8,8 +8,7 @@ from torch import Tensor
 from common import kernels
 from common.constants import TOKEN_MEL_RATIO
 from common.flow.matching import time_schedule
-from common.flow.unet import CausalBlock, ResnetBlock, TransformerBlock, UNetEstimator
-from common.flow.unet_flow import UNetFlow
+from common.flow.unet import CausalBlock, ResnetBlock, TransformerBlock, UNetEstimator, UNetFlow
 from common.token2wav.graphs import Graphs
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape

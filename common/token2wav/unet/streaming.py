@@ -16,8 +16,7 @@ from common.accel.loading import use_runtime
 from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.checkpoint import load_unet_flow
 from common.flow.layers import valid_frames
-from common.flow.unet import UNetEstimator
-from common.flow.unet_flow import UNetFlow
+from common.flow.unet import UNetEstimator, UNetFlow
 from common.token2wav.encoder_window import Window, with_ahead
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape, flow_noise

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common.constants import EULER_STEPS
 from common.flow.cache import EstimatorCache, KeyValues
-from common.flow.dit_flow import DiTFlow
+from common.flow.dit import DiTFlow
 from common.flow.layers import valid_frames
 from tools.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from common.constants import EULER_STEPS
 from common.flow.layers import valid_frames
-from common.flow.unet_flow import UNetFlow
+from common.flow.unet import UNetFlow
 from tools.parity.reference.encoder import encode_whole
 
 
