@@ -57,6 +57,7 @@ def test_transformers_say_greedily_what_the_cpu_engine_says(backend):
     )
 
 
+@pytest.mark.slow
 def test_transformers_keep_to_speech_and_to_each_texts_own_length(backend, tokenizer):
     sampling = Sampling(seed=3, temperature=2.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
     answers = backend("hf", 3).generate(PROMPTS, sampling)

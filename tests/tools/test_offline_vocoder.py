@@ -96,6 +96,7 @@ def test_samples_that_fail_are_named_and_the_others_go_on(run, tmp_path, tool):
 
 # Chunks of streams of 60, 140 and 4 tokens in batches of two. The UNet flow's first ones are stretched to a boundary:
 # its prompts have 25, 25 and 30 tokens.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stack", "strategy", "chunks", "calls"),
     [
