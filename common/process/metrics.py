@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25
 
-RequestOutcome = Literal["ok", "invalid", "unavailable", "cancelled", "error"]
-OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)
+RequestStatus = Literal["ok", "invalid", "unavailable", "cancelled", "error"]
+OUTCOMES: tuple[RequestStatus, ...] = get_args(RequestStatus)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class RequestStats:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live = 0
-        self._ended: dict[RequestOutcome, int] = dict.fromkeys(OUTCOMES, 0)
+        self._ended: dict[RequestStatus, int] = dict.fromkeys(OUTCOMES, 0)
         self._audio_seconds = 0.0
         self._first_chunks = [0] * (len(FIRST_CHUNK_BOUNDS) + 1)  # counts per bucket, the last one above all bounds
         self._first_chunk_seconds = 0.0
@@ -107,7 +107,7 @@ class RequestStats:
         with self._lock:
             self._live += 1
         live = LiveRequest(time.monotonic())
-        outcome: RequestOutcome = "error"
+        outcome: RequestStatus = "error"
         try:
             yield live
             outcome = "ok"
@@ -136,7 +136,7 @@ class RequestStats:
             return values
 
 
-def outcome_of(error: BaseException) -> RequestOutcome:
+def outcome_of(error: BaseException) -> RequestStatus:
     """The outcome of a request that raised `error`; see `common.errors`."""
     if isinstance(error, ValueError):
         return "invalid"

@@ -160,3 +160,12 @@ def test_rates_and_offsets_live_in_one_file(path):
         if token.type == tokenize.NUMBER and token.string.replace("_", "").removesuffix(".0") in NUMBERS
     ]
     assert found == []
+
+
+def test_no_class_name_means_two_things():
+    names: dict[str, list[str]] = {}
+    for path in [*LIBRARY, *SCRIPTS, *TOOLS]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                names.setdefault(node.name, []).append(name_of(path))
+    assert {name: files for name, files in names.items() if len(files) > 1} == {}
