@@ -19,6 +19,9 @@ from tests.support.shared import made_once
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_FILE = ROOT / "tests" / "deployment" / "test_stages.py"
 
+# A shell that starts the tests in the background may have set SIGINT to be ignored, and the servers would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Before any test module imports the library; inside tritonserver the real module is already loaded.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton.as_module())
 

@@ -27,8 +27,8 @@ def test_the_demos_sentence_is_recognised(stack: str, tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     for promised in ("first chunk", "total time", "audio length", TEXT):
         assert promised in printed
-    heard = Recognizer().hear(soundfile.read(output, dtype="float32")[0], SAMPLE_RATE)
-    assert word_errors(TEXT, heard).rate <= MAX_WORD_ERRORS, heard
+    recognised = Recognizer().transcribe(soundfile.read(output, dtype="float32")[0], SAMPLE_RATE)
+    assert word_errors(TEXT, recognised).rate <= MAX_WORD_ERRORS, recognised
 
 
 def test_a_busy_port_ends_the_demo_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
