@@ -24,7 +24,7 @@ NO_TOKENS = np.zeros(0, np.int64)
 
 @dataclass
 class FakeStream:
-    rendered: list[list[int]] = field(default_factory=list)
+    rendered: int = 0
 
 
 @dataclass
@@ -61,13 +61,16 @@ class FakeEngine:
             raise ValueError("bad chunk")
         if 15 in tokens:
             raise RuntimeError("the scheduler's own mistake")
-        return Chunk(stream, tokens, final, 0, len(tokens), len(tokens))
+        return Chunk(stream, tokens, final, stream.rendered, len(tokens), len(tokens))
 
     def step(self, chunks):
         self.entered.set()
         self.gate.wait(10)
         if any(13 in chunk.tokens for chunk in chunks):
             raise RuntimeError("broken chunk")
+        for chunk in chunks:  # as the engine does: a chunk continues the stream as it was when the chunk was made
+            assert chunk.offset == chunk.stream.rendered
+            chunk.stream.rendered += chunk.new
         self.batches.append([int(chunk.tokens[0]) for chunk in chunks])
         return [np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32) for c in chunks]
 
@@ -254,6 +257,14 @@ def test_chunks_that_wait_together_are_rendered_together(service, client, engine
     assert engine.batches == [[40], [1, 2, 3]]
     stats = service.stats()
     assert (stats.batches, stats.chunks, stats.queued, stats.cache_bytes) == (2, 4, 0, 4096)
+
+
+def test_a_chunk_is_made_when_those_before_it_in_its_stream_have_been_rendered(client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1]})
+    waiting += [client.post(1, [2], final=False), client.post(1, [3], final=True, end=True)]
+    engine.gate.set()
+    assert [float(replies.get(timeout=10)[0]) for replies in waiting] == [40, 1, 2, 3]
+    assert engine.batches == [[40], [1], [2], [3]]
 
 
 def test_the_wait_of_chunks_is_counted_by_the_services_clock(service, client, engine, clock):
