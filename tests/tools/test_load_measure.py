@@ -1,4 +1,4 @@
-"""Figures of runs whose outcomes are written down here, so that each figure is known."""
+"""Figures of runs with fixed outcomes, so that every expected figure is known."""
 
 import numpy as np
 import pytest
@@ -19,29 +19,29 @@ def outcome(
     return RequestOutcome("a", "s:1", 0.0, arrivals, samples, total, error, timeline)
 
 
-def test_a_player_that_always_has_audio_hears_no_gap() -> None:
+def test_a_player_that_always_has_audio_has_no_gap() -> None:
     player = outcome((0.1, 0.6, 1.2), (0.5, 0.5, 0.5)).played()
     assert player.worst_gap == 0
     assert player.least_slack == pytest.approx(PLAYER_BUFFER - 0.1)
 
 
-def test_a_late_chunk_is_a_gap_of_what_it_was_late() -> None:
+def test_a_late_chunk_makes_a_gap_as_long_as_its_delay() -> None:
     player = outcome((0.1, 1.0, 1.2), (0.5, 0.5, 0.5)).played()
     assert player.worst_gap == pytest.approx(0.9 - 0.5 - PLAYER_BUFFER)
     assert player.least_slack == pytest.approx(-player.worst_gap)
 
 
-def test_two_gaps_do_not_add_up_because_the_player_waits() -> None:
+def test_gaps_do_not_add_up_because_playback_is_delayed_by_each() -> None:
     assert outcome((0.0, 1.0, 1.75), (0.5, 0.5, 0.5)).played().worst_gap == pytest.approx(0.25)
 
 
-def test_a_player_that_has_one_chunk_waits_for_nothing() -> None:
+def test_a_single_chunk_has_no_gap() -> None:
     player = Player()
     player.add(3.0, 0.5)
     assert player.worst_gap == 0 and player.least_slack == np.inf
 
 
-def test_stages_share_the_first_chunk_s_latency_among_them() -> None:
+def test_the_stages_sum_to_the_latency_of_the_first_chunk() -> None:
     timeline = (("voice", 0.02), ("vocoder", 0.05), ("llm", 0.04), ("tokens", 0.1), ("audio", 0.14), ("audio", 0.5))
     shares = outcome((0.15, 0.6), (0.5, 0.5), timeline=timeline).stages()
     assert list(shares) == ["voice", "llm", "vocoder", "tokens", "audio", "transport"]
@@ -49,11 +49,11 @@ def test_stages_share_the_first_chunk_s_latency_among_them() -> None:
     assert shares["llm"] == pytest.approx(0.02) and shares["transport"] == pytest.approx(0.01)
 
 
-def test_a_server_that_tells_no_stages_has_none() -> None:
+def test_without_a_timeline_there_are_no_stages() -> None:
     assert outcome((0.1,), (0.5,)).stages() == {}
 
 
-def test_figures_are_of_the_answered_requests_and_count_the_others() -> None:
+def test_figures_cover_answered_requests_and_count_the_others() -> None:
     good = [outcome((0.1, 0.3, 0.4), (1, 1, 1)), outcome((0.2, 0.6), (1, 1))]
     bad = outcome((9.0,), (1,), error="the server answered with an error: no")
     run = Run(outcomes=[*good, bad], elapsed=2.0, unsent=3)
@@ -67,14 +67,14 @@ def test_figures_are_of_the_answered_requests_and_count_the_others() -> None:
     assert figures["share_without_gap"] == 1.0
 
 
-def test_a_run_without_an_answer_has_no_figures_but_its_counts() -> None:
+def test_a_run_without_answers_has_no_latencies() -> None:
     figures = Run(outcomes=[], elapsed=0.0, unsent=4).figures()
     assert figures["rtf"] is None and figures["first_chunk_ms"] is None and figures["share_without_gap"] is None
 
 
-def test_percentiles_and_variance_are_numpy_s_in_milliseconds() -> None:
+def test_percentiles_and_variance_equal_those_of_numpy_in_milliseconds() -> None:
     values = np.random.default_rng(0).exponential(0.1, 1000)
-    told = distribution(iter(values.tolist()))
-    assert told is not None
-    assert told["p95"] == pytest.approx(1000 * np.percentile(values, 95))
-    assert told["variance"] == pytest.approx(1e6 * values.var())
+    result = distribution(iter(values.tolist()))
+    assert result is not None
+    assert result["p95"] == pytest.approx(1000 * np.percentile(values, 95))
+    assert result["variance"] == pytest.approx(1e6 * values.var())

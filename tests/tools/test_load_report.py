@@ -29,30 +29,30 @@ def values_of(text: str) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
 
 
-def test_the_text_file_of_a_streaming_run_has_upstream_s_keys_and_units() -> None:
-    told = values_of(rtf_text(figures()))
-    assert told["Mode"] == "streaming" and told["RTF"] == "0.2000" and told["total_duration"] == "150.000 seconds"
-    assert told["processing time"] == "30.000 seconds (0.01 hours)"
-    assert told["average_first_chunk_latency_ms"] == "149.50"
+def test_the_text_file_of_a_streaming_run_has_the_keys_and_units_of_upstream() -> None:
+    values = values_of(rtf_text(figures()))
+    assert values["Mode"] == "streaming" and values["RTF"] == "0.2000" and values["total_duration"] == "150.000 seconds"
+    assert values["processing time"] == "30.000 seconds (0.01 hours)"
+    assert values["average_first_chunk_latency_ms"] == "149.50"
     for name in ("total_request_latency", "first_chunk_latency", "second_chunk_latency"):
-        assert {f"{name}_{share}_percentile_ms" for share in (50, 90, 95, 99)} <= told.keys()
-        assert f"{name}_variance" in told
+        assert {f"{name}_{share}_percentile_ms" for share in (50, 90, 95, 99)} <= values.keys()
+        assert f"{name}_variance" in values
 
 
-def test_the_text_file_of_an_offline_run_has_upstream_s_keys() -> None:
-    told = values_of(rtf_text(figures("offline")))
-    assert told["average_latency_ms"] == "600.00" and told["latency_99_percentile_ms"] == "600.00"
-    assert not any("chunk" in key for key in told)
+def test_the_text_file_of_an_offline_run_has_the_keys_of_upstream() -> None:
+    values = values_of(rtf_text(figures("offline")))
+    assert values["average_latency_ms"] == "600.00" and values["latency_99_percentile_ms"] == "600.00"
+    assert not any("chunk" in key for key in values)
 
 
-def test_a_run_without_answers_is_told_without_figures() -> None:
+def test_the_report_of_a_run_without_answers_has_no_figures() -> None:
     nothing = {"mode": "streaming", "label": 1, **Run([], elapsed=0.0, unsent=3).figures()}
     assert "No first chunk latency data collected." in rtf_text(nothing)
     assert closing_lines(nothing) == ["0 requests answered, 0 failed, 3 not sent"]
     assert "| 1 | 0 | 0 | 3 |" in markdown_tables([nothing], "Concurrent Tasks")
 
 
-def test_the_tables_are_those_of_upstream_s_document() -> None:
+def test_the_tables_equal_those_of_the_upstream_document() -> None:
     text = markdown_tables([figures(label=1), figures(label=8)], "Concurrent Tasks")
     percentiles = (
         "| Average (ms) | 50th Percentile (ms) | 90th Percentile (ms) | 95th Percentile (ms) | 99th Percentile"
@@ -70,12 +70,12 @@ def test_the_disaggregated_table_has_the_documented_columns() -> None:
     assert line.startswith("| 3 | 3 | 4.50 | 149.50 |")
 
 
-def test_a_late_client_says_so() -> None:
+def test_a_late_client_is_reported() -> None:
     assert any("this client was 12 ms late" in line for line in closing_lines(figures(client_lag_p95_ms=12.0)))
     assert not any("late" in line for line in closing_lines(figures(client_lag_p95_ms=2.0)))
 
 
-def test_what_a_model_did_before_the_run_is_not_counted() -> None:
+def test_requests_before_the_run_are_not_counted() -> None:
     before = [ModelTimes("s:1", "token2wav", requests=10, queue=1.0), ModelTimes("s:1", "idle", requests=2)]
     after = [ModelTimes("s:1", "token2wav", requests=14, queue=1.2), ModelTimes("s:1", "idle", requests=2)]
     (model,) = between(before, after)
@@ -92,7 +92,7 @@ def metrics_page(page: str) -> Iterator[str]:
             self.wfile.write(page.encode())
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing on the screen."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -104,7 +104,7 @@ def metrics_page(page: str) -> Iterator[str]:
             thread.join()
 
 
-def test_the_vocoder_s_wait_and_batch_are_means_over_its_instances() -> None:
+def test_the_wait_and_batch_size_of_token2wav_are_means_over_its_instances() -> None:
     page = """
         # TYPE tts_vocoder_chunks_total counter
         tts_vocoder_chunks_total{model="token2wav_dit",instance="0"} 30
@@ -119,6 +119,6 @@ def test_the_vocoder_s_wait_and_batch_are_means_over_its_instances() -> None:
     assert token2wav_figures(before, counters) == pytest.approx({"mean_wait_ms": 10.0, "mean_batch": 5.0})
 
 
-def test_a_metrics_page_that_is_away_leaves_the_report_without_it() -> None:
+def test_an_unreachable_metrics_page_gives_no_counters() -> None:
     assert asyncio.run(token2wav_counters([f"127.0.0.1:{free_port()}"])) == {}
     assert token2wav_figures({}, {}) is None

@@ -1,4 +1,4 @@
-"""The measuring client against a stub whose chunks leave on a schedule: what it reports is known in advance."""
+"""The load generator against a stub that sends chunks on a schedule, so that the expected latencies are known."""
 
 import json
 import os
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.serial
 
 VOICE = str(ROOT / "tests" / "assets" / "reference_zh.wav")
 FIRST, PAUSE, CHUNKS = 0.3, 0.4, 5
-SCHEDULE = [FIRST + index * PAUSE for index in range(CHUNKS)]  # seconds after a request at which chunks leave
-CHUNK_SECONDS = 0.5  # longer than the pause, so that no gap is due
+SCHEDULE = [FIRST + index * PAUSE for index in range(CHUNKS)]  # seconds from the request to each chunk
+CHUNK_SECONDS = 0.5  # longer than the pause, so that there is no gap
 MANIFEST = str(ROOT / "tests" / "assets" / "manifest.jsonl")
 
 
@@ -60,22 +60,22 @@ def summary(log_dir: Path) -> dict[str, Any]:
     return json.loads((log_dir / "summary.json").read_text())
 
 
-def lateness(told: dict[str, Any]) -> np.ndarray:
-    """How far each reported arrival is from the schedule, ms."""
-    return np.array([np.array(stream["arrivals_ms"]) - 1000 * np.array(SCHEDULE) for stream in told["streams"]])
+def lateness(result: dict[str, Any]) -> np.ndarray:
+    """Difference of each reported arrival from the schedule, ms."""
+    return np.array([np.array(stream["arrivals_ms"]) - 1000 * np.array(SCHEDULE) for stream in result["streams"]])
 
 
 @pytest.mark.parametrize("client", ["asyncio", "sync"])
-def test_chunks_are_reported_when_they_came_and_audio_is_written_whole(
+def test_arrival_times_are_reported_and_complete_audio_is_written(
     client: str, stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = manifest(tmp_path, ["Hello."] * 3)
     more = ("--manifest-path", rows, "--num-tasks", 2, "--client", client, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 0
-    told = summary(tmp_path / "log")
-    assert (told["requests"], told["errors"], told["warmup_requests"]) == (3, 0, 0)
-    assert (lateness(told) > -1).all(), "nothing can come before it left"
-    assert told["share_without_gap"] == 1.0 and told["later_chunk_ms"] is not None
+    result = summary(tmp_path / "log")
+    assert (result["requests"], result["errors"], result["warmup_requests"]) == (3, 0, 0)
+    assert (lateness(result) > -1).all(), "a chunk arrived before it was sent"
+    assert result["share_without_gap"] == 1.0 and result["later_chunk_ms"] is not None
     for index in range(3):
         assert (
             soundfile.info(tmp_path / "log" / f"row-{index}.wav").frames == len(SCHEDULE) * CHUNK_SECONDS * SAMPLE_RATE
@@ -90,7 +90,7 @@ def test_chunks_are_reported_when_they_came_and_audio_is_written_whole(
 
 
 def test_latencies_at_200_streams_are_within_5_ms_of_the_schedule(stub: StubProcess, tmp_path: Path) -> None:
-    """The best of six, since what else runs on the machine is late too."""
+    """One of six attempts must pass, because other processes on the machine delay the client."""
     rows = manifest(tmp_path, ["Hello."])
     more = ("--manifest-path", rows, "--num-tasks", 200, "--num-requests", 400, "--warmup-requests", 50)
     late = []
@@ -99,82 +99,80 @@ def test_latencies_at_200_streams_are_within_5_ms_of_the_schedule(stub: StubProc
         late.append(float(np.percentile(np.abs(lateness(summary(tmp_path / str(attempt)))), 95)))
         if late[-1] <= 5:
             return
-    told = f"95th percentiles of the lateness: {late} ms"
+    percentiles = f"95th percentiles of the lateness: {late} ms"
     if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
-        pytest.skip(f"{told}, but the machine is busy with other work: its load is {os.getloadavg()[0]:.0f}")
-    pytest.fail(told)
+        pytest.skip(f"{percentiles}, but other processes use the machine: its load is {os.getloadavg()[0]:.0f}")
+    pytest.fail(percentiles)
 
 
-def test_a_failing_request_neither_stops_nor_delays_the_others(
+def test_a_failing_request_does_not_stop_or_delay_the_others(
     stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = manifest(tmp_path, ["Hello.", "fail", "Hello.", "fail", "Hello."])
     more = ("--manifest-path", rows, "--num-tasks", 5, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
-    told = summary(tmp_path / "log")
-    assert told["failures"] == dict.fromkeys(
+    result = summary(tmp_path / "log")
+    assert result["failures"] == dict.fromkeys(
         ("row-1", "row-3"), "the server answered with an error: this request fails"
     )
-    assert (told["requests"], told["errors"], told["unsent"]) == (5, 2, 0)
-    assert told["total_ms"]["max"] < 1000 * (SCHEDULE[-1] + 1.0)
+    assert (result["requests"], result["errors"], result["unsent"]) == (5, 2, 0)
+    assert result["total_ms"]["max"] < 1000 * (SCHEDULE[-1] + 1.0)
     captured = capsys.readouterr()
     assert "3 requests answered, 2 failed" in captured.out and "failed: row-1: " in captured.err
 
 
-def test_requests_at_a_rate_leave_at_random_whether_others_are_answered_or_not(
-    stub: StubProcess, tmp_path: Path
-) -> None:
+def test_requests_at_a_rate_are_a_poisson_process_independent_of_answers(stub: StubProcess, tmp_path: Path) -> None:
     rows = manifest(tmp_path, ["Hello."])
     more = ("--manifest-path", rows, "--request-rate", 40, "--num-requests", 80, "--warmup-requests", 0)
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 0
-    told = summary(tmp_path / "log")
-    begun = np.sort([stream["begun_s"] for stream in told["streams"]])
+    result = summary(tmp_path / "log")
+    begun = np.sort([stream["begun_s"] for stream in result["streams"]])
     steps = np.diff(begun)
     assert begun[-1] == pytest.approx(2.0, rel=0.4), "80 requests at 40 a second"
-    assert steps.std() == pytest.approx(steps.mean(), rel=0.4), "as a Poisson process has it"
-    assert told["request_rate"] == 40 and told["num_tasks"] is None
+    assert steps.std() == pytest.approx(steps.mean(), rel=0.4), "the intervals of a Poisson process"
+    assert result["request_rate"] == 40 and result["num_tasks"] is None
 
 
-def test_listeners_hear_their_answer_before_they_ask_anew(
+def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(
     stub: StubProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "LISTENERS_SPREAD", 0.0)
     rows = manifest(tmp_path, ["Hello."])
     more = ["--manifest-path", rows, "--num-requests", "2", "--warmup-requests", "0", "--output", str(tmp_path / "out")]
     assert benchmark.main(["--servers", stub.address, "--listeners", "1", *more]) == 0
-    told = json.loads((tmp_path / "out.json").read_text())
-    heard = SCHEDULE[0] + len(SCHEDULE) * CHUNK_SECONDS
-    assert told["rows"][0]["processing_seconds"] == pytest.approx(heard + SCHEDULE[-1], abs=0.1)
-    assert told["label"] == "Listeners"
+    result = json.loads((tmp_path / "out.json").read_text())
+    played = SCHEDULE[0] + len(SCHEDULE) * CHUNK_SECONDS
+    assert result["rows"][0]["processing_seconds"] == pytest.approx(played + SCHEDULE[-1], abs=0.1)
+    assert result["label"] == "Listeners"
 
 
 @pytest.mark.parametrize(
-    ("client", "blow"), [("asyncio", signal.SIGKILL), ("sync", signal.SIGKILL), ("asyncio", signal.SIGSTOP)]
+    ("client", "sent_signal"), [("asyncio", signal.SIGKILL), ("sync", signal.SIGKILL), ("asyncio", signal.SIGSTOP)]
 )
-def test_a_server_that_dies_or_hangs_ends_the_run_within_10_s_with_what_finished(
-    client: str, blow: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_server_that_dies_or_hangs_ends_the_run_within_10_s_with_a_report(
+    client: str, sent_signal: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with stub_server() as stub:
         rows = manifest(tmp_path, ["Hello."])
         more = ("--manifest-path", rows, "--num-tasks", 4, "--num-requests", 500, "--warmup-requests", 0)
         killed = []
 
-        def strike() -> None:
+        def send() -> None:
             killed.append(time.monotonic())
-            stub.process.send_signal(blow)
+            stub.process.send_signal(sent_signal)
 
-        timer = threading.Timer(3.0, strike)
+        timer = threading.Timer(3.0, send)
         timer.start()
         assert client_grpc.main(command(stub, tmp_path / "log", "--client", client, *more)) == 1
         assert time.monotonic() - killed[0] < 10
         timer.join()
-    told = summary(tmp_path / "log")
-    assert told["requests"] - told["errors"] == 4, "the first round was finished"
-    assert told["unsent"] >= 490 and "stopped answering" in told["lost_servers"][stub.address]
+    result = summary(tmp_path / "log")
+    assert result["requests"] - result["errors"] == 4, "the first round was finished"
+    assert result["unsent"] >= 490 and "stopped answering" in result["lost_servers"][stub.address]
     assert "4 requests answered" in capsys.readouterr().out
 
 
-def test_ctrl_c_tells_what_was_measured(stub: StubProcess, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_run_with_a_report(stub: StubProcess, tmp_path: Path) -> None:
     more = ("--manifest-path", manifest(tmp_path, ["Hello."]), "--num-tasks", 2, "--num-requests", 500)
     arguments = command(stub, tmp_path / "log", "--warmup-requests", 0, *more)
     with subprocess.Popen(
@@ -194,37 +192,37 @@ def test_ctrl_c_tells_what_was_measured(stub: StubProcess, tmp_path: Path) -> No
     assert summary(tmp_path / "log")["requests"] >= 1
 
 
-def test_a_place_that_cannot_be_written_to_is_told_before_the_first_request(
+def test_an_unwritable_log_directory_is_reported_before_the_first_request(
     stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log").touch()
     assert client_grpc.main(command(stub, tmp_path / "log", "--target-text", "Hello.")) == 1
-    complaint = capsys.readouterr().err
-    assert complaint.startswith("error: cannot write to ") and complaint.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: cannot write to ") and message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--manifest-path", "away.jsonl"), "cannot read the manifest away.jsonl"),
+        (("--manifest-path", "missing.jsonl"), "cannot read the manifest missing.jsonl"),
         (("--client", "sync", "--request-rate", 2, "--target-text", "a"), "use --client asyncio with a request rate"),
         ((), "no text to speak: add --target-text"),
         (("--manifest-path", MANIFEST, "--target-text", "a"), "--target-text with manifest: each row has its own"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line(
+def test_an_invalid_command_line_is_reported_in_one_line(
     more: tuple[object, ...], words: str, stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert client_grpc.main(command(stub, tmp_path / "log", *more)) == 1
-    complaint = capsys.readouterr().err
-    assert words in complaint and complaint.startswith("error: ") and complaint.count("\n") == 1
+    message = capsys.readouterr().err
+    assert words in message and message.startswith("error: ") and message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     "option",
     [("--num-tasks", "0"), ("--request-rate", "-1"), ("--parameter", "seed"), ("--warmup-requests", "-1")],
 )
-def test_a_value_that_cannot_be_is_refused_by_name(
+def test_an_invalid_option_value_is_refused_with_the_name_of_the_option(
     option: tuple[str, str], stub: StubProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

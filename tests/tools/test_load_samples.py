@@ -1,4 +1,4 @@
-"""Manifests and data sets: what is read, and how each mistake in them is told."""
+"""Manifests and data sets: what is read, and the error message for each mistake in them."""
 
 import json
 import sys
@@ -27,27 +27,27 @@ def manifest(tmp_path: Path, *rows: dict[str, Any] | str) -> Path:
     return path
 
 
-def test_the_shipped_manifest_is_real_speech_that_a_server_accepts() -> None:
+def test_the_shipped_manifest_has_recordings_that_a_server_accepts() -> None:
     samples = read_manifest(ASSETS / "manifest.jsonl")
     assert len(samples) >= 10 and len({sample.id for sample in samples}) == len(samples)
     for sample in samples:
         assert sample.prompt_audio is not None and sample.prompt_audio.dtype == np.float32
         assert MIN_REFERENCE_SECONDS < sample.prompt_audio.size / PROMPT_SAMPLE_RATE < MAX_REFERENCE_SECONDS
         assert sample.prompt_text and sample.target_text
-    assert samples[0].prompt_audio is samples[2].prompt_audio, "a voice of several rows is kept once"
+    assert samples[0].prompt_audio is samples[2].prompt_audio, "a recording of several rows is loaded once"
 
 
-def test_the_first_rows_can_be_taken_alone(tmp_path: Path) -> None:
+def test_a_limit_reads_only_the_first_rows(tmp_path: Path) -> None:
     path = manifest(tmp_path, row(id="a"), row(id="b"), "not read")
     assert [sample.id for sample in read_manifest(path, limit=2)] == ["a", "b"]
 
 
-def test_a_registered_speaker_takes_the_place_of_a_recording(tmp_path: Path) -> None:
+def test_a_row_may_have_a_registered_speaker_instead_of_a_recording(tmp_path: Path) -> None:
     (sample,) = read_manifest(manifest(tmp_path, {"id": 7, "target_text": "Hello.", "speaker": "anna"}))
     assert (sample.id, sample.speaker, sample.prompt_audio, sample.prompt_text) == ("7", "anna", None, "")
 
 
-def test_tokens_computed_ahead_are_read_and_can_be_required(tmp_path: Path) -> None:
+def test_precomputed_tokens_are_read_and_can_be_required(tmp_path: Path) -> None:
     path = manifest(tmp_path, row(target_audio_cosy2_tokens=[0, 6560, 5]))
     (sample,) = read_manifest(path, require=["target_audio_cosy2_tokens"])
     np.testing.assert_array_equal(sample.target_audio_cosy2_tokens, [0, 6560, 5])
@@ -56,7 +56,7 @@ def test_tokens_computed_ahead_are_read_and_can_be_required(tmp_path: Path) -> N
         read_manifest(path, require=["prompt_audio_cosy2_tokens"])
 
 
-def test_a_list_of_seed_tts_is_read(tmp_path: Path) -> None:
+def test_a_seed_tts_list_is_read(tmp_path: Path) -> None:
     path = tmp_path / "meta.lst"
     path.write_text(f"utt-1.wav|你好|{VOICE}|再见\nutt-2|你好|{VOICE}\n", encoding="utf-8")
     with pytest.raises(SampleError, match=r"line 2 has 3 cells; expected id\|prompt_text\|prompt_audio\|target_text"):
@@ -86,22 +86,22 @@ def test_a_list_of_seed_tts_is_read(tmp_path: Path) -> None:
         (row(id="b", target_audio_cosy2_tokens=[]), "target_audio_cosy2_tokens is not a list of integers"),
     ],
 )
-def test_a_bad_row_is_named_with_its_column(bad: dict[str, Any] | str, words: str, tmp_path: Path) -> None:
+def test_an_error_in_a_row_names_the_line_and_the_column(bad: dict[str, Any] | str, words: str, tmp_path: Path) -> None:
     with pytest.raises(SampleError, match=words) as raised:
         read_manifest(manifest(tmp_path, row(), bad))
     assert "\n" not in str(raised.value)
 
 
-def test_a_manifest_that_is_empty_or_away_is_told(tmp_path: Path) -> None:
+def test_an_empty_or_missing_manifest_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SampleError, match="has no rows"):
         read_manifest(manifest(tmp_path))
     with pytest.raises(SampleError, match="cannot read the manifest"):
-        read_manifest(tmp_path / "away.jsonl")
+        read_manifest(tmp_path / "missing.jsonl")
 
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No network, no waiting for one, and nothing left in the user's cache."""
+    """No network access, no retries, and a cache of the test's own."""
     import datasets.config
     import huggingface_hub.constants
 
@@ -111,7 +111,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
 
 def saved_dataset(directory: Path, rows: list[dict[str, Any]]) -> str:
-    """The rows as upstream's data sets lie on the hub: a parquet file whose recordings are an audio column."""
+    """The rows in the format of upstream's data sets on the hub: a parquet file with an audio column."""
     import datasets
 
     table = datasets.Dataset.from_list(rows).cast_column("prompt_audio", datasets.Audio())
@@ -120,7 +120,7 @@ def saved_dataset(directory: Path, rows: list[dict[str, Any]]) -> str:
     return str(directory)
 
 
-def test_a_dataset_of_upstream_is_read(tmp_path: Path, offline: None) -> None:
+def test_a_dataset_in_the_format_of_upstream_is_read(tmp_path: Path, offline: None) -> None:
     tokens = {"prompt_audio_cosy2_tokens": [1, 2], "target_audio_cosy2_tokens": [3]}
     embedded = {"bytes": VOICE.read_bytes(), "path": None}
     name = saved_dataset(
@@ -139,13 +139,15 @@ def test_a_dataset_with_other_columns_is_refused(tmp_path: Path, offline: None) 
         read_dataset(saved_dataset(tmp_path, rows), "test_zh")
 
 
-def test_a_dataset_out_of_reach_is_one_line_that_names_the_manifest(offline: None) -> None:
+def test_an_unreachable_dataset_is_reported_in_one_line_that_suggests_a_manifest(offline: None) -> None:
     with pytest.raises(SampleError, match="cannot load the split test_zh .* --manifest-path") as raised:
         read_dataset("yuekai/seed_tts", "test_zh")
     assert "\n" not in str(raised.value)
 
 
-def test_without_the_package_a_dataset_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_datasets_the_error_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SampleError, match=r"pip install -e '\.\[datasets\]'"):
         read_dataset("yuekai/seed_tts", "test_zh")

@@ -1,4 +1,4 @@
-"""The measuring tools against the real tritonserver over the demo checkpoint."""
+"""The load generator against the real tritonserver with the demo checkpoint."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.server
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MANIFEST = ASSETS / "manifest.jsonl"
-SHORT = ("--parameter", "max_tokens=60")  # speech of a second or two a segment, so that the tests take seconds
+SHORT = ("--parameter", "max_tokens=60")  # one or two seconds of speech per segment, to keep the tests short
 
 Serve = Callable[..., Any]
 
@@ -39,43 +39,45 @@ def summary(log_dir: Path) -> dict[str, Any]:
     return json.loads((log_dir / "summary.json").read_text())
 
 
-def test_16_concurrent_streams_are_all_answered_and_their_stages_told(serve: Serve, tmp_path: Path) -> None:
+def test_16_concurrent_streams_are_all_answered_with_their_stages(serve: Serve, tmp_path: Path) -> None:
     more = ("--manifest-path", MANIFEST, "--num-tasks", 16, "--num-requests", 20, "--warmup-requests", 2)
     assert measure(serve(stack="dit").grpc_url, tmp_path, *more) == 0
-    told = summary(tmp_path)
-    assert (told["requests"], told["errors"], told["unsent"], told["warmup_requests"]) == (20, 0, 0, 2)
+    result = summary(tmp_path)
+    assert (result["requests"], result["errors"], result["unsent"], result["warmup_requests"]) == (20, 0, 0, 2)
     assert len(list(tmp_path.glob("*.wav"))) == 20
-    assert told["audio_seconds"] == pytest.approx(sum(soundfile.info(path).duration for path in tmp_path.glob("*.wav")))
-    assert told["rtf"] == pytest.approx(told["processing_seconds"] / told["audio_seconds"])
-    for stream in told["streams"]:
+    assert result["audio_seconds"] == pytest.approx(
+        sum(soundfile.info(path).duration for path in tmp_path.glob("*.wav"))
+    )
+    assert result["rtf"] == pytest.approx(result["processing_seconds"] / result["audio_seconds"])
+    for stream in result["streams"]:
         assert set(stream["stages_ms"]) == {"voice", "llm", "vocoder", "tokens", "audio", "transport"}
         assert sum(stream["stages_ms"].values()) == pytest.approx(stream["arrivals_ms"][0], abs=0.1)
         assert min(stream["stages_ms"].values()) >= 0
-    asked = {model["name"]: model["requests"] for model in told["models"]}
-    assert asked["cosyvoice2_dit"] == 20 and asked["token2wav_dit"] > 40
+    requests = {model["name"]: model["requests"] for model in result["models"]}
+    assert requests["cosyvoice2_dit"] == 20 and requests["token2wav_dit"] > 40
     assert "model name is cosyvoice2_dit" in (tmp_path / "stats_summary-manifest.txt").read_text()
 
 
-def test_an_error_among_good_requests_is_one_of_them(serve: Serve, tmp_path: Path) -> None:
+def test_one_invalid_request_is_the_only_error(serve: Serve, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in MANIFEST.read_text(encoding="utf-8").splitlines()[:4]]
     rows[1]["target_text"] = "<|s_1|>"
     rows = [row | {"prompt_audio": str(ASSETS / row["prompt_audio"])} for row in rows]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     assert measure(serve(stack="dit").grpc_url, tmp_path, "--manifest-path", path, "--num-tasks", 4) == 1
-    told = summary(tmp_path)
-    assert (told["requests"], told["errors"], told["unsent"]) == (4, 1, 0)
-    assert list(told["failures"]) == ["zh-01"] and "<|s_1|>" in told["failures"]["zh-01"]
+    result = summary(tmp_path)
+    assert (result["requests"], result["errors"], result["unsent"]) == (4, 1, 0)
+    assert list(result["failures"]) == ["zh-01"] and "<|s_1|>" in result["failures"]["zh-01"]
 
 
-def test_new_voices_are_in_no_cache_of_the_server(serve: Serve, tmp_path: Path) -> None:
+def test_new_voices_are_not_in_the_caches_of_the_server(serve: Serve, tmp_path: Path) -> None:
     address, more = serve(stack="dit").grpc_url, ("--manifest-path", MANIFEST, "--num-requests", 2)
-    asked = []
+    counts = []
     for directory, new in (("known", ()), ("new", ("--new-voices",))):
         assert measure(address, tmp_path / directory, *more, *new, "--warmup-requests", 2) == 0
         models = summary(tmp_path / directory)["models"]
-        asked.append([(m["requests"], m["cache_hits"]) for m in models if m["name"] == "audio_tokenizer"])
-    assert asked == [[], [(2, 0)]]  # of a voice that it knows the orchestrator asks nothing
+        counts.append([(m["requests"], m["cache_hits"]) for m in models if m["name"] == "audio_tokenizer"])
+    assert counts == [[], [(2, 0)]]  # the orchestrator caches the tokens of known voices
 
 
 def test_a_sweep_over_two_addresses_writes_tables_and_two_sweeps_are_compared(
@@ -88,7 +90,7 @@ def test_a_sweep_over_two_addresses_writes_tables_and_two_sweeps_are_compared(
     tables = (tmp_path / "a.md").read_text()
     for title in ("Total Request Latency", "First Chunk Latency", "Playback", "Disaggregated Server"):
         assert f"#### {title}" in tables
-    assert "| 2 | 2 | 1.33 |" in tables, "2 tasks each on 2 servers of 2 GPUs beside 1 of the LLM"
+    assert "| 2 | 2 | 1.33 |" in tables, "2 tasks on each of 2 servers with 2 GPUs, and 1 GPU for the LLM"
     sweep = json.loads((tmp_path / "a.json").read_text())
     assert [row["label"] for row in sweep["rows"]] == [2, 4] and all(row["errors"] == 0 for row in sweep["rows"])
     for row in sweep["rows"]:
@@ -97,12 +99,12 @@ def test_a_sweep_over_two_addresses_writes_tables_and_two_sweeps_are_compared(
     capsys.readouterr()
     both = [str(tmp_path / "a.json"), str(tmp_path / "slower.json")]
     assert benchmark.main(["--compare", *both, "--output", str(tmp_path / "both")]) == 0
-    told = capsys.readouterr().out
-    assert "first chunk p50 A → B (ms)" in told and "(+100 %)" in told and "B: a slower run" in told
+    printed = capsys.readouterr().out
+    assert "first chunk p50 A → B (ms)" in printed and "(+100 %)" in printed and "B: a slower run" in printed
     assert all((tmp_path / name).stat().st_size > 20_000 for name in ("a.png", "both.png"))
 
 
-def test_a_sweep_over_rates_is_told_by_its_rates(serve: Serve, tmp_path: Path) -> None:
+def test_the_table_of_a_sweep_over_rates_is_labelled_with_the_rates(serve: Serve, tmp_path: Path) -> None:
     more = ["--request-rates", "2", "4", "--num-requests", "4", "--output", str(tmp_path / "rates"), *SHORT]
     assert benchmark.main(["--servers", serve(stack="dit").grpc_url, *more]) == 0
     assert "| Requests per Second | RTF |" in (tmp_path / "rates.md").read_text()
@@ -118,7 +120,7 @@ def own_server(demo_models: Path, tmp_path: Path) -> Iterator[TritonServer]:
         yield server
 
 
-def test_a_server_killed_in_mid_benchmark_ends_it_within_10_s_with_what_finished(
+def test_a_killed_server_ends_the_benchmark_within_10_s_with_a_report(
     own_server: TritonServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = []
@@ -137,10 +139,10 @@ def test_a_server_killed_in_mid_benchmark_ends_it_within_10_s_with_what_finished
     assert measure(own_server.grpc_url, tmp_path / "log", *more) == 1
     assert time.monotonic() - killed[0] < 10
     killer.join()
-    told = summary(tmp_path / "log")
-    finished = told["requests"] - told["errors"]
-    assert finished >= 3 and 0 < told["errors"] <= 6 and told["unsent"] == 400 - told["requests"]
-    assert told["first_chunk_ms"]["p50"] > 0 and own_server.grpc_url in told["lost_servers"]
+    result = summary(tmp_path / "log")
+    finished = result["requests"] - result["errors"]
+    assert finished >= 3 and 0 < result["errors"] <= 6 and result["unsent"] == 400 - result["requests"]
+    assert result["first_chunk_ms"]["p50"] > 0 and own_server.grpc_url in result["lost_servers"]
     assert f"{finished} requests answered" in capsys.readouterr().out
 
 
@@ -159,12 +161,12 @@ def test_perf_analyzer_reads_the_input_file(serve: Serve, tmp_path: Path) -> Non
     assert done.returncode == 0 and "Throughput" in done.stdout, done.stdout + done.stderr
 
 
-# Last: it takes another server.
+# The last test, because it needs a different server.
 @pytest.mark.parametrize("client", ["asyncio", "sync"])
-def test_whole_utterances_are_measured_too(client: str, serve: Serve, tmp_path: Path) -> None:
+def test_offline_requests_are_measured(client: str, serve: Serve, tmp_path: Path) -> None:
     server = serve(stack="dit", decoupled=False)
     more = ("--manifest-path", MANIFEST, "--num-requests", 4, "--num-tasks", 2, "--mode", "offline", "--client", client)
     assert measure(server.grpc_url, tmp_path, *more) == 0
-    told = summary(tmp_path)
-    assert (told["requests"], told["errors"]) == (4, 0) and told["stages_ms"] == {}
+    result = summary(tmp_path)
+    assert (result["requests"], result["errors"]) == (4, 0) and result["stages_ms"] == {}
     assert "latency_99_percentile_ms: " in (tmp_path / "rtf-manifest.txt").read_text()
