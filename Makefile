@@ -15,7 +15,7 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 HEALTH_PORT ?= 8003
 SPEECH_PORT ?= 10086
-# An index with CPU builds of torch, where pip's own index offers only the much larger CUDA builds.
+# A package index with CPU builds of torch, if pip's own index offers only the much larger CUDA builds.
 TORCH_INDEX ?=
 FOLDER ?= tests/assets/golden
 PYTEST_ARGS ?=
