@@ -1,4 +1,4 @@
-"""A HuggingFace hub of one repository on this machine, that can break off, damage what it sends, and be counted."""
+"""A fake HuggingFace hub with one repository, which can break connections and damage files, and records requests."""
 
 import hashlib
 import json
@@ -14,13 +14,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """`files`: large ones, by name. `cut`: bytes of a file after which the connection breaks, once. `damage`: flip."""
+    """`files`: content by name, served as LFS files. `cut`: number of bytes of a file after which the connection breaks,
+    once. `damage`: names of files to send with a changed byte. `requested`: paths. `ranges`: Range headers.
+    """
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     damage: set[str] = field(default_factory=set)
-    asked: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)
 
     def listing(self) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, with_body: bool) -> None:
         path = self.path.partition("?")[0]
         name = path.partition(f"/resolve/{COMMIT}/")[2]
-        self.hub.asked.append(path)
+        self.hub.requested.append(path)
         if path.startswith("/api/models/"):
             self.send(json.dumps(self.hub.listing()).encode(), {"Content-Type": "application/json"}, with_body)
         elif name in self.hub.files:

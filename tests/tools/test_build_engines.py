@@ -1,4 +1,4 @@
-"""tools.export.engines over small ONNX networks and the stand-in of TensorRT, which computes them."""
+"""tools.export.engines with small ONNX networks and the fake TensorRT, which computes them."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> fake_tensorrt.State:
 
 @pytest.fixture
 def run(trt: fake_tensorrt.State, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Exit code, standard output and error of the script on the CPU."""
+    """Runs the tool on the CPU; returns its exit code, standard output and standard error."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         code = build_engines.main(["--model-dir", *map(str, arguments), "--device", "cpu"])
@@ -46,7 +46,7 @@ def built(model_dir: Path) -> set[str]:
 
 @pytest.mark.parametrize("stack, uses", [("dit", "whole prompt chunk speaker"), ("unet", "whole streaming speaker")])
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
-def test_every_plan_of_a_stack_is_built_and_then_kept(
+def test_every_plan_of_a_stack_is_built_once(
     run: Run, trt: fake_tensorrt.State, tmp_path: Path, stack: str, uses: str, precision: str
 ) -> None:
     model_dir = tiny_onnx.write_stack(tmp_path, stacks.named(stack))
@@ -62,7 +62,7 @@ def test_every_plan_of_a_stack_is_built_and_then_kept(
     assert code == 0 and out.count("is there already") == count and len(trt.built) == count
 
 
-def test_profiles_follow_the_limits_of_serving(run: Run, trt: fake_tensorrt.State, dit: Path) -> None:
+def test_profiles_have_the_limits_of_serving(run: Run, trt: fake_tensorrt.State, dit: Path) -> None:
     code, _, _ = run(dit, "--max-streams", 3, "--max-hop-tokens", 50)
     assert code == 0
     chunk = trt.built[2]["profile"]
@@ -71,7 +71,7 @@ def test_profiles_follow_the_limits_of_serving(run: Run, trt: fake_tensorrt.Stat
     assert chunk["t"] == [(2,), (6,), (6,)]
 
 
-def test_the_timings_of_one_build_serve_the_next(run: Run, trt: fake_tensorrt.State, dit: Path) -> None:
+def test_the_timing_cache_of_one_build_is_used_by_the_next(run: Run, trt: fake_tensorrt.State, dit: Path) -> None:
     assert run(dit)[0] == 0
     assert [plan["cache"] for plan in trt.built] == [b""] + [b"timings of NVIDIA Test 9.0"] * 3
     (timings,) = (dit / plans.FOLDER).glob("*.timings")
@@ -80,7 +80,9 @@ def test_the_timings_of_one_build_serve_the_next(run: Run, trt: fake_tensorrt.St
     assert trt.built[4]["cache"] == b""
 
 
-def test_a_build_that_fails_leaves_nothing_and_stops_no_other(run: Run, trt: fake_tensorrt.State, dit: Path) -> None:
+def test_a_failed_build_leaves_no_file_and_does_not_stop_the_others(
+    run: Run, trt: fake_tensorrt.State, dit: Path
+) -> None:
     trt.unsupported = {"Softmax"}
     code, out, err = run(dit)
     assert code == 1 and "3 of 4 plans exist" in out
@@ -88,7 +90,7 @@ def test_a_build_that_fails_leaves_nothing_and_stops_no_other(run: Run, trt: fak
     assert not any("estimator.fp32.dynamic_batch" in name for name in built(dit))
 
 
-def test_a_builder_that_returns_nothing_is_an_error_with_its_reason(
+def test_a_builder_that_returns_none_is_an_error_with_the_logged_reason(
     run: Run, trt: fake_tensorrt.State, dit: Path
 ) -> None:
     trt.build_fails = "could not find any implementation for node softmax"
@@ -98,16 +100,14 @@ def test_a_builder_that_returns_nothing_is_an_error_with_its_reason(
 
 
 @pytest.mark.parametrize("wrong_by", [10.0, float("nan")])
-def test_a_plan_that_computes_something_else_is_not_kept(
-    run: Run, trt: fake_tensorrt.State, dit: Path, wrong_by: float
-) -> None:
+def test_a_plan_with_wrong_outputs_is_not_kept(run: Run, trt: fake_tensorrt.State, dit: Path, wrong_by: float) -> None:
     trt.wrong_by = wrong_by
     code, _, err = run(dit)
     assert code == 1 and err.count("is wrong") == 4 and "try another --precision" in err
     assert not any(name.endswith((".plan", ".json")) for name in built(dit))
 
 
-def test_an_interrupted_build_keeps_what_was_finished(run: Run, monkeypatch: pytest.MonkeyPatch, dit: Path) -> None:
+def test_an_interrupted_build_keeps_the_finished_plans(run: Run, monkeypatch: pytest.MonkeyPatch, dit: Path) -> None:
     finished = build_engines.build
     calls: list[Path] = []
 
@@ -123,7 +123,7 @@ def test_an_interrupted_build_keeps_what_was_finished(run: Run, monkeypatch: pyt
     assert run(dit)[0] == 0
 
 
-def test_an_interrupt_within_tensorrt_ends_the_build(run: Run, monkeypatch: pytest.MonkeyPatch, dit: Path) -> None:
+def test_an_interrupt_inside_tensorrt_ends_the_build(run: Run, monkeypatch: pytest.MonkeyPatch, dit: Path) -> None:
     class Interrupted(tqdm):
         def update(self, n: float | None = 1) -> None:
             raise KeyboardInterrupt
@@ -140,7 +140,7 @@ def test_without_a_gpu_nothing_is_built(run: Run, monkeypatch: pytest.MonkeyPatc
     assert code == 1 and "there is no GPU" in err
 
 
-def test_a_file_with_fixed_rows_serves_one_stream_and_the_message_says_so(run: Run, tmp_path: Path) -> None:
+def test_a_file_with_a_fixed_batch_size_is_refused_with_a_remedy(run: Run, tmp_path: Path) -> None:
     unet = tiny_onnx.write_stack(tmp_path, stacks.UNET)
     for name in ("fp32", "streaming.fp32"):
         tiny_onnx.write_estimator(unet / f"flow.decoder.estimator.{name}.onnx", rows=2)
@@ -149,7 +149,7 @@ def test_a_file_with_fixed_rows_serves_one_stream_and_the_message_says_so(run: R
     assert "axis 0 of input 'x' is fixed at 2, serving needs rows 2-32; remove it and export it" in err
 
 
-def test_what_is_missing_or_broken_is_named(run: Run, tmp_path: Path, dit: Path) -> None:
+def test_missing_and_invalid_files_are_named(run: Run, tmp_path: Path, dit: Path) -> None:
     code, _, err = run(tmp_path / "nowhere")
     assert code == 1 and "holds no ONNX file of a flow" in err and "tools.export.onnx" in err
     (dit / "campplus.onnx").unlink()
@@ -160,13 +160,13 @@ def test_what_is_missing_or_broken_is_named(run: Run, tmp_path: Path, dit: Path)
     assert run(dit, "--max-streams", 0)[0] == 1
 
 
-def test_without_tensorrt_it_says_what_to_do(dit: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_tensorrt_the_error_names_the_missing_package(dit: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert build_engines.main(["--model-dir", str(dit)]) == 1
     assert "TensorRT is not installed" in capsys.readouterr().err
     assert not (dit / plans.FOLDER).exists()
 
 
-def test_the_list_says_what_fits_and_why_the_rest_does_not(
+def test_the_list_shows_which_plans_fit_and_why_others_do_not(
     run: Run, monkeypatch: pytest.MonkeyPatch, dit: Path
 ) -> None:
     code, _, err = run(dit, "--list")

@@ -1,4 +1,4 @@
-"""The conversion for TensorRT-LLM over a strict stand-in for its API, and what is said where it is not installed."""
+"""The conversion for TensorRT-LLM with a strict fake of its API, and the error message if it is not installed."""
 
 import sys
 import types
@@ -35,7 +35,7 @@ class QuantConfig:
 
 @dataclass
 class QWenForCausalLM:
-    """Records what it was asked to convert; options that the real one lacks fail."""
+    """Records conversions; options that the real class does not have are errors."""
 
     model_dir: str
     dtype: str
@@ -114,7 +114,7 @@ def run(llm_dir, tmp_path, *options):  # noqa: F811
     return main(["--model_dir", str(llm_dir), "--output_dir", str(tmp_path / "weights"), *options])
 
 
-def test_every_rank_is_converted_and_one_writes_the_configuration(tensorrt_llm, llm_dir, tmp_path):  # noqa: F811
+def test_every_rank_is_converted_and_one_rank_writes_the_configuration(tensorrt_llm, llm_dir, tmp_path):  # noqa: F811
     options = ["--tp_size", "2", "--pp_size", "2", "--cp_size", "3", "--workers", "2", "--dtype", "bfloat16"]
     assert run(llm_dir, tmp_path, *options) == 0
     mappings = sorted((mapping for mapping, *_ in tensorrt_llm.converted), key=lambda mapping: mapping.rank)
@@ -127,7 +127,7 @@ def test_every_rank_is_converted_and_one_writes_the_configuration(tensorrt_llm, 
 @pytest.mark.parametrize(
     ("precision", "algorithm"), [("int8", "W8A16"), ("int4", "W4A16"), ("int4_gptq", "W4A16_GPTQ")]
 )
-def test_weights_alone_are_quantised(tensorrt_llm, llm_dir, tmp_path, precision, algorithm):  # noqa: F811
+def test_weight_only_quantisation_needs_no_calibration(tensorrt_llm, llm_dir, tmp_path, precision, algorithm):  # noqa: F811
     assert run(llm_dir, tmp_path, "--use_weight_only", "--weight_only_precision", precision) == 0
     ((_, _, quantisation, _),) = tensorrt_llm.converted
     assert quantisation.quant_algo == algorithm
@@ -145,25 +145,25 @@ def test_weights_alone_are_quantised(tensorrt_llm, llm_dir, tmp_path, precision,
 def test_smoothquant_is_calibrated(tensorrt_llm, llm_dir, tmp_path, options, algorithm):  # noqa: F811
     arguments = ["--smoothquant", "0.5", "--int8_kv_cache", "--calib_dataset", "texts", *options]
     assert run(llm_dir, tmp_path, *arguments) == 0
-    (asked,) = tensorrt_llm.quantised
-    quantisation = asked["quant_config"]
+    (call,) = tensorrt_llm.quantised
+    quantisation = call["quant_config"]
     assert (quantisation.quant_algo, quantisation.kv_cache_quant_algo) == (algorithm, "INT8")
-    assert asked["calib_dataset"] == "texts" and tensorrt_llm.converted == []
+    assert call["calib_dataset"] == "texts" and tensorrt_llm.converted == []
 
 
-def test_two_ways_to_quantise_exclude_each_other(tensorrt_llm, llm_dir, tmp_path, capsys):  # noqa: F811
+def test_two_quantisation_options_exclude_each_other(tensorrt_llm, llm_dir, tmp_path, capsys):  # noqa: F811
     assert run(llm_dir, tmp_path, "--use_weight_only", "--smoothquant", "0.5") == 1
     assert "exclude each other" in capsys.readouterr().err
 
 
-def test_without_tensorrt_llm_it_says_where_to_run(llm_dir, tmp_path, capsys):  # noqa: F811
+def test_without_tensorrt_llm_the_error_names_the_image_that_has_it(llm_dir, tmp_path, capsys):  # noqa: F811
     assert run(llm_dir, tmp_path) == 1
     error = capsys.readouterr().err
     assert "No module named 'tensorrt_llm'" in error and "trtllm-python-py3" in error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_of_another_model_is_refused(tmp_path, capsys):
+def test_a_directory_without_an_llm_is_refused(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     assert run(tmp_path / "model", tmp_path) == 1
     assert "no file" in capsys.readouterr().err

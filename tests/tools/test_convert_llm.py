@@ -1,4 +1,4 @@
-"""The official layout of the LLM and the HuggingFace directory made from it: the same logits, small and random."""
+"""The official layout of the LLM and the HuggingFace directory converted from it: equal logits with random weights."""
 
 import json
 
@@ -17,12 +17,12 @@ from scripts.convert_llm import main
 from tools.prepare import genai
 from tools.prepare.huggingface_llm import TEXT_SPECIALS
 
-HIDDEN, TEXT_ROWS, UTTERABLE = 64, 384, SPEECH_VOCAB + 3
+HIDDEN, TEXT_ROWS, SPEECH_LOGITS = 64, 384, SPEECH_VOCAB + 3
 
 
 @pytest.fixture(scope="module")
 def blank_dir(tmp_path_factory):
-    """As CosyVoice-BlankEN: a Qwen2 tokenizer without what CosyVoice2 adds, and a configuration."""
+    """Like CosyVoice-BlankEN: a Qwen2 tokenizer without the tokens of CosyVoice2, and a configuration."""
     directory = tmp_path_factory.mktemp("official") / "CosyVoice-BlankEN"
     directory.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -57,9 +57,9 @@ def official_state(blank_dir):
     }
     return state | {
         "llm_embedding.weight": torch.randn(2, HIDDEN),
-        "speech_embedding.weight": torch.randn(UTTERABLE, HIDDEN),
-        "llm_decoder.weight": torch.randn(UTTERABLE, HIDDEN),
-        "llm_decoder.bias": torch.randn(UTTERABLE),
+        "speech_embedding.weight": torch.randn(SPEECH_LOGITS, HIDDEN),
+        "llm_decoder.weight": torch.randn(SPEECH_LOGITS, HIDDEN),
+        "llm_decoder.bias": torch.randn(SPEECH_LOGITS),
     }
 
 
@@ -73,7 +73,7 @@ def converted(blank_dir, official_state):
 
 
 def official_logits(state, blank_dir, text_ids, speech):
-    """Logits (UTTERABLE,) as CosyVoice2 computes them: marks, text and speech embedded apart, a head with a bias."""
+    """Logits (SPEECH_LOGITS,) as CosyVoice2 computes them: separate embeddings for control tokens, text and speech, and a head with a bias."""
     prefix = "llm.model.model."
     model = Qwen2Model(Qwen2Config.from_pretrained(blank_dir)).eval()
     model.load_state_dict({name.removeprefix(prefix): w for name, w in state.items() if name.startswith(prefix)})
@@ -85,12 +85,12 @@ def official_logits(state, blank_dir, text_ids, speech):
 
 
 @pytest.mark.slow
-def test_both_layouts_give_the_same_logits(converted, official_state, blank_dir, tmp_path):
+def test_both_layouts_give_equal_logits(converted, official_state, blank_dir, tmp_path):
     tokenizer = LLMTokenizer.from_dir(converted)
     speech = [5, 6560, 17]
     ids = tokenizer.encode_prompt("a voice", "Hello", speech)
     expected = official_logits(official_state, blank_dir, ids[1 : ids.index(tokenizer.task_id)], speech)
-    utterable = slice(tokenizer.first_speech_id, tokenizer.first_speech_id + UTTERABLE)
+    utterable = slice(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_LOGITS)
     with torch.no_grad():
         logits = Qwen2ForCausalLM.from_pretrained(converted, dtype=torch.float32)(torch.tensor([ids])).logits[0, -1]
     found = logits[utterable].numpy() + read_head_bias(converted)[utterable]
@@ -100,24 +100,24 @@ def test_both_layouts_give_the_same_logits(converted, official_state, blank_dir,
     np.testing.assert_allclose(model.prefill(0, np.array(ids)), expected.numpy(), atol=2e-4)
 
 
-def test_the_tokenizer_has_the_official_ids_behind_the_text(converted):
+def test_the_tokenizer_has_the_official_ids_after_those_of_the_text(converted):
     tokenizer = LLMTokenizer.from_dir(converted)
     ids = tokenizer.tokenizer.token_to_id
     assert tokenizer.first_speech_id == 256 + 1 + len(TEXT_SPECIALS)
     assert [ids(token) for token in TEXT_SPECIALS] == list(range(257, tokenizer.first_speech_id))
     assert tokenizer.end_ids == tuple(
-        range(tokenizer.first_speech_id + SPEECH_VOCAB, tokenizer.first_speech_id + UTTERABLE)
+        range(tokenizer.first_speech_id + SPEECH_VOCAB, tokenizer.first_speech_id + SPEECH_LOGITS)
     )
     assert (tokenizer.sos_id, tokenizer.task_id) == (
-        tokenizer.first_speech_id + UTTERABLE,
-        tokenizer.first_speech_id + UTTERABLE + 1,
+        tokenizer.first_speech_id + SPEECH_LOGITS,
+        tokenizer.first_speech_id + SPEECH_LOGITS + 1,
     )
     config = json.loads((converted / "config.json").read_text())
     assert config["vocab_size"] % 128 == 0 and config["vocab_size"] > tokenizer.task_id
     assert (config["eos_token_id"], config["tie_word_embeddings"]) == (list(tokenizer.end_ids), False)
 
 
-def test_the_chat_template_writes_the_prompt(converted):
+def test_the_chat_template_renders_the_prompt(converted):
     from transformers import AutoTokenizer
 
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<|s_1|>"}]
@@ -133,7 +133,7 @@ def test_the_chat_template_writes_the_prompt(converted):
         ({"speech_embedding.weight": torch.zeros(4096, HIDDEN)}, "mismatched: speech_embedding.weight is [4096, 64]"),
     ],
 )
-def test_another_checkpoint_is_refused_by_its_keys(official_state, blank_dir, tmp_path, capsys, change, message):
+def test_a_checkpoint_with_other_keys_is_refused(official_state, blank_dir, tmp_path, capsys, change, message):
     state = {name: tensor for name, tensor in (official_state | change).items() if tensor is not None}
     torch.save(state, tmp_path / "llm.pt")
     arguments = ["--llm-pt", str(tmp_path / "llm.pt"), "--blank-dir", str(blank_dir)]
@@ -142,7 +142,7 @@ def test_another_checkpoint_is_refused_by_its_keys(official_state, blank_dir, tm
     assert [path.name for path in tmp_path.iterdir()] == ["llm.pt"]
 
 
-def test_code_in_a_checkpoint_is_not_run(blank_dir, tmp_path, capsys):
+def test_code_in_a_checkpoint_is_not_executed(blank_dir, tmp_path, capsys):
     torch.save({"llm_decoder.bias": print}, tmp_path / "llm.pt")
     arguments = ["--llm-pt", str(tmp_path / "llm.pt"), "--blank-dir", str(blank_dir)]
     assert main([*arguments, "--output-dir", str(tmp_path / "hf")]) == 1

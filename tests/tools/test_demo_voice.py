@@ -1,4 +1,4 @@
-"""The committed trained checkpoint: complete, small, without executable content; and how the demo installs it."""
+"""The committed trained checkpoint is complete, small and without executable content, and the demo installs it."""
 
 import json
 import pickletools
@@ -33,27 +33,27 @@ OFFICIAL = {
     DIT_DIR: {"campplus.onnx", "flow.pt", "hift.pt", "speech_tokenizer_v2_25hz.onnx"},
     VOICES_DIR: {f"{name}.{kind}" for name in VOICES for kind in ("txt", "wav")},
 }
-# The names that torch.save writes for a dict of tensors.
+# The globals in a pickle that torch.save writes for a dict of tensors.
 HARMLESS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch FloatStorage", "torch HalfStorage"}
 
 
-def test_the_layout_is_the_official_one() -> None:
+def test_the_checkpoint_has_the_official_layout() -> None:
     assert set(checkpoint.files_of(TRAINED)) == {f"{room}/{name}" for room in OFFICIAL for name in OFFICIAL[room]}
 
 
-def test_every_checksum_holds_for_our_check_and_for_sha256sum() -> None:
+def test_the_checksums_are_verified_by_our_check_and_by_sha256sum() -> None:
     assert set(checkpoint.read_sums(TRAINED)) == set(checkpoint.files_of(TRAINED))
     checkpoint.check(TRAINED)
     done = subprocess.run(["sha256sum", "-c", "--quiet", checkpoint.SUMS], cwd=TRAINED, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_it_is_small_enough_for_every_clone() -> None:
+def test_the_checkpoint_is_small_enough_for_the_repository() -> None:
     assert sum(path.stat().st_size for path in TRAINED.rglob("*") if path.is_file()) <= checkpoint.MAX_BYTES
 
 
 @pytest.mark.parametrize("path", sorted(TRAINED.rglob("*.pt")), ids=lambda path: path.parent.name + "-" + path.stem)
-def test_no_pickle_names_anything_executable(path: Path) -> None:
+def test_no_pickle_refers_to_executable_code(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         (pickled,) = (name for name in archive.namelist() if name.endswith(".pkl"))
         operations = list(pickletools.genops(archive.read(pickled)))
@@ -62,7 +62,7 @@ def test_no_pickle_names_anything_executable(path: Path) -> None:
     assert not {operation.name for operation, _, _ in operations} & {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ"}
 
 
-def test_the_other_formats_hold_only_data() -> None:
+def test_the_other_formats_contain_only_data() -> None:
     for path in TRAINED.rglob("*.onnx"):
         model = onnx.load(path, load_external_data=False)
         assert {opset.domain for opset in model.opset_import} <= {"", "ai.onnx"}, path
@@ -74,7 +74,7 @@ def test_the_other_formats_hold_only_data() -> None:
         json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_our_loaders_read_it_and_the_tokenizer_has_every_speech_token() -> None:
+def test_the_checkpoint_loads_and_the_tokenizer_has_every_speech_token() -> None:
     load_unet_flow(TRAINED / UNET_DIR / "flow.pt")
     load_dit_flow(TRAINED / DIT_DIR / "flow.pt")
     for room in (UNET_DIR, DIT_DIR):
@@ -104,11 +104,11 @@ def test_both_voices_are_registered_with_their_transcripts() -> None:
 
 def test_the_model_card_names_source_quality_and_licence() -> None:
     card = " ".join((TRAINED / checkpoint.CARD).read_text(encoding="utf-8").split())
-    for said in ("synthetic", "flite", "quality is far below CosyVoice2's", "Carnegie Mellon University"):
-        assert said in card
+    for statement in ("synthetic", "flite", "quality is far below CosyVoice2's", "Carnegie Mellon University"):
+        assert statement in card
 
 
-# --- installing it -----------------------------------------------------------------------------------------------
+# --- installation ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def ready(tmp_path: Path) -> Path:
     return tmp_path / "demo"
 
 
-def test_it_is_the_default_and_an_existing_one_is_kept(ready: Path) -> None:
+def test_the_trained_checkpoint_is_the_default_and_an_installed_one_is_kept(ready: Path) -> None:
     checkpoint.check(ready)
     assert weights_of(ready) == weights_of(ready / DIT_DIR) == "trained"
     before = (ready / MANIFEST).stat().st_mtime_ns
@@ -125,7 +125,7 @@ def test_it_is_the_default_and_an_existing_one_is_kept(ready: Path) -> None:
     assert (ready / MANIFEST).stat().st_mtime_ns == before
 
 
-def test_random_weights_replace_it_on_request_and_back(ready: Path) -> None:
+def test_random_weights_replace_the_trained_checkpoint_and_back(ready: Path) -> None:
     assert make_demo_model(ready, "random") and weights_of(ready) == "random"
     assert make_demo_model(ready) and weights_of(ready) == "trained"
     checkpoint.check(ready)
@@ -139,11 +139,11 @@ def test_a_deleted_voice_is_restored_and_registered_voices_stay(ready: Path) -> 
     assert make_demo_model(ready)
     assert (voices / "slt.wav").is_file()
     assert (voices / "anna.wav").read_bytes() == b"recorded" and (voices / "anna.safetensors").is_file()
-    assert make_demo_model(ready, "random")  # features of other networks are dropped
+    assert make_demo_model(ready, "random")  # features of other networks are discarded
     assert (voices / "anna.wav").is_file() and not (voices / "anna.safetensors").exists()
 
 
-def test_damage_to_the_committed_files_is_named_and_nothing_is_written(
+def test_a_damaged_committed_file_is_named_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = tmp_path / "trained"
@@ -163,5 +163,5 @@ def test_written_checksums_equal_the_committed_ones(tmp_path: Path) -> None:
     assert (tmp_path / "trained" / checkpoint.SUMS).read_bytes() == (TRAINED / checkpoint.SUMS).read_bytes()
 
 
-def test_the_demo_names_the_project_and_uses_one_of_its_voices() -> None:
+def test_the_text_of_the_demo_names_the_project_and_its_speaker_is_registered() -> None:
     assert "Cosy Voice" in demo.TEXT and demo.SPEAKER in VOICES

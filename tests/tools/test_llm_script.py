@@ -1,4 +1,4 @@
-"""scripts/test_llm.py, which pytest does not collect, over a real engine and a real socket."""
+"""scripts/test_llm.py, which pytest does not collect, with a real engine and with a server on a real socket."""
 
 from scripts.test_llm import main
 from tests.support.failing_llm import TOKENS, failing_llm
@@ -21,13 +21,13 @@ def test_many_streams_are_measured_without_printing_their_tokens(llm_dir, genai_
     assert [line.split()[0] for line in figures] == ["1", "4"]
 
 
-def test_one_prompt_through_a_server(llm_dir, capsys):  # noqa: F811
+def test_one_prompt_is_answered_by_a_server(llm_dir, capsys):  # noqa: F811
     with failing_llm() as server:
         assert main(["--tokenizer_dir", str(llm_dir), "--urls", server.url]) == 0
     assert f"{TOKENS} tokens, finish reason stop" in capsys.readouterr().out
 
 
-def test_what_cannot_be_served_is_one_line(llm_dir, tmp_path, capsys):  # noqa: F811
+def test_an_unusable_engine_or_server_is_reported_in_one_line(llm_dir, tmp_path, capsys):  # noqa: F811
     assert main(["--tokenizer_dir", str(llm_dir), "--engine_dir", str(tmp_path)]) == 1
     assert "test_llm: " in capsys.readouterr().err
     assert main(["--tokenizer_dir", str(llm_dir), "--urls", "http://127.0.0.1:9"]) == 1

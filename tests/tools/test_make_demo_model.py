@@ -31,7 +31,7 @@ def llm(demo_models: Path):
     return model
 
 
-def utterances(llm, demo_models: Path, text: str, prompt_tokens: list[int], count: int, **sampling) -> list[list[int]]:
+def generated(llm, demo_models: Path, text: str, prompt_tokens: list[int], count: int, **sampling) -> list[list[int]]:
     """Speech ids of `count` answers, up to the end token, which every answer must have."""
     tokenizer = LLMTokenizer.from_dir(demo_models / LLM_DIR)
     ids = torch.tensor([tokenizer.encode_prompt("", text, prompt_tokens)])
@@ -39,15 +39,15 @@ def utterances(llm, demo_models: Path, text: str, prompt_tokens: list[int], coun
     answers = llm.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, num_return_sequences=count, **sampling
     )
-    spoken = []
+    speech_ids = []
     for answer in answers[:, ids.shape[1] :].tolist():
         ended = answer[: answer.index(tokenizer.end_ids[0])]
-        spoken.append(tokenizer.to_speech_ids(ended))
-        assert len(spoken[-1]) == len(ended)  # nothing but speech tokens
-    return spoken
+        speech_ids.append(tokenizer.to_speech_ids(ended))
+        assert len(speech_ids[-1]) == len(ended)  # only speech tokens
+    return speech_ids
 
 
-def test_layout_is_the_official_one_and_files_are_marked_as_random(demo_models: Path) -> None:
+def test_the_layout_is_the_official_one_and_files_are_marked_as_random(demo_models: Path) -> None:
     for name in (
         "cosyvoice2_llm/config.json",
         "cosyvoice2_llm/generation_config.json",
@@ -74,7 +74,7 @@ def test_a_complete_checkpoint_is_kept(demo_models: Path) -> None:
     assert (demo_models / "demo_model.json").stat().st_mtime_ns == before
 
 
-def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(demo_models: Path, tmp_path: Path) -> None:
+def test_only_equal_seeds_give_equal_bytes(demo_models: Path, tmp_path: Path) -> None:
     make_demo_model(tmp_path / "again", "random")
     make_demo_model(tmp_path / "other", "random", seed=7)
     again = tmp_path / "again"
@@ -90,13 +90,13 @@ def test_equal_seeds_give_equal_bytes_and_other_seeds_do_not(demo_models: Path, 
 def test_a_damaged_checkpoint_is_replaced(demo_models: Path, tmp_path: Path) -> None:
     dest = tmp_path / "damaged"
     shutil.copytree(demo_models, dest)
-    (dest / UNET_DIR / "flow.pt").write_bytes(b"cut off")
+    (dest / UNET_DIR / "flow.pt").write_bytes(b"truncated")
     assert make_demo_model(dest, "random")
     assert (dest / UNET_DIR / "flow.pt").read_bytes() == (demo_models / UNET_DIR / "flow.pt").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
-def test_a_directory_of_something_else_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_with_other_files_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dest = tmp_path / "mine"
     dest.mkdir()
     (dest / "thesis.txt").write_text("years of work")
@@ -127,35 +127,33 @@ def test_an_interrupted_write_leaves_no_files(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.0}, {"top_k": 25, "top_p": 0.8, "temperature": 1.0}])
-def test_the_llm_generates_about_three_seconds_and_ends(llm, demo_models: Path, sampling: dict) -> None:
-    lengths = [
-        len(tokens) for tokens in utterances(llm, demo_models, "Good morning.", list(range(100)), 16, **sampling)
-    ]
+def test_the_llm_generates_about_three_seconds_of_speech(llm, demo_models: Path, sampling: dict) -> None:
+    lengths = [len(tokens) for tokens in generated(llm, demo_models, "Good morning.", list(range(100)), 16, **sampling)]
     assert 30 <= min(lengths) and max(lengths) <= 160
     assert 55 <= np.mean(lengths) <= 105
 
 
-def test_an_llm_of_another_size_generates_as_much(tmp_path: Path) -> None:
-    """The official one is too large for a test: wider, deeper, more text tokens."""
+def test_an_llm_of_another_size_generates_equally_long_speech(tmp_path: Path) -> None:
+    """Wider and deeper, with more text tokens; the official size is too large for a test."""
     from transformers import AutoModelForCausalLM
 
     sizes = LLMSizes(hidden=384, layers=6, heads=6, kv_heads=2, mlp=768, text_vocab=3000)
     make_llm(tmp_path / LLM_DIR, sizes=sizes, dtype=torch.bfloat16)
     wider = AutoModelForCausalLM.from_pretrained(tmp_path / LLM_DIR)
     assert wider.dtype == torch.bfloat16 and wider.config.vocab_size > 3000 + SPEECH_VOCAB
-    lengths = [len(tokens) for tokens in utterances(wider, tmp_path, "Good morning.", list(range(100)), 8)]
+    lengths = [len(tokens) for tokens in generated(wider, tmp_path, "Good morning.", list(range(100)), 8)]
     assert 30 <= min(lengths) and max(lengths) <= 160
 
 
-def test_llm_answers_depend_on_text_and_prompt(llm, demo_models: Path) -> None:
+def test_answers_of_the_llm_depend_on_text_and_prompt(llm, demo_models: Path) -> None:
     text, prompt = "Good morning.", list(range(50))
-    (answer,) = utterances(llm, demo_models, text, prompt, 1)
-    assert utterances(llm, demo_models, text, prompt, 1) == [answer]
-    assert utterances(llm, demo_models, "Good evening.", prompt, 1) != [answer]
-    assert utterances(llm, demo_models, text, [], 1) != [answer]
+    (answer,) = generated(llm, demo_models, text, prompt, 1)
+    assert generated(llm, demo_models, text, prompt, 1) == [answer]
+    assert generated(llm, demo_models, "Good evening.", prompt, 1) != [answer]
+    assert generated(llm, demo_models, text, [], 1) != [answer]
 
 
-def test_chat_template_is_the_prompt_of_the_orchestrator(demo_models: Path) -> None:
+def test_the_chat_template_renders_the_prompt_of_the_orchestrator(demo_models: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo_models / LLM_DIR)
@@ -165,12 +163,12 @@ def test_chat_template_is_the_prompt_of_the_orchestrator(demo_models: Path) -> N
     assert rendered == ours.prompt_string("", "Hi, 你好", [5, 6560])
     ids = ours.encode_prompt("", "Hi, 你好", [5, 6560])
     assert tokenizer(rendered, add_special_tokens=False).input_ids == ids
-    # Servers drop special tokens in decoding; speech tokens must not be among them.
+    # LLM servers skip special tokens when decoding, so speech tokens must not be special.
     assert tokenizer.decode(ids[-2:], skip_special_tokens=True) == "<|s_5|><|s_6560|>"
 
 
 @pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR])
-def test_prompt_tokens_and_tokens_of_the_llm_do_not_overlap(demo_models: Path, directory: str) -> None:
+def test_prompt_tokens_are_disjoint_from_the_tokens_of_the_llm(demo_models: Path, directory: str) -> None:
     wave = load_audio(ASSETS / "reference_en.wav", PROMPT_SAMPLE_RATE)
     (tokens,) = AudioTokenizer(demo_models / directory)([wave])
     assert tokens.max() < FIRST_UTTERED

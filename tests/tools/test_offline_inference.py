@@ -1,4 +1,4 @@
-"""scripts/offline_inference.py over the demo checkpoint, whose weights are random."""
+"""scripts/offline_inference.py with the demo checkpoint, whose weights are random."""
 
 import json
 
@@ -29,8 +29,8 @@ UPSTREAMS_KEYS = {
 
 
 @pytest.fixture
-def speak(demo_models, tmp_path, manifest):  # noqa: F811
-    """`speak("--batch-size", "2", rows=..., stack="unet")` -> exit code; the folder is tmp_path / "out"."""
+def synthesize(demo_models, tmp_path, manifest):  # noqa: F811
+    """`synthesize("--batch-size", "2", rows=..., stack="unet")` -> exit code; the folder is tmp_path / "out"."""
 
     def run(*options, rows=ROWS, stack="dit", backend="onnxruntime_genai"):
         return offline_inference.main(
@@ -53,8 +53,8 @@ def log_of(folder):
 
 
 @pytest.mark.parametrize("stack", sorted(STACKS))
-def test_every_sample_becomes_a_file_and_the_figures_are_written(speak, tmp_path, capsys, stack):
-    assert speak("--batch-size", "2", "--token2wav-batch-size", "3", stack=stack) == 0
+def test_an_audio_file_per_sample_and_the_figures_are_written(synthesize, tmp_path, capsys, stack):
+    assert synthesize("--batch-size", "2", "--token2wav-batch-size", "3", stack=stack) == 0
     log, made = log_of(tmp_path / "out"), records(tmp_path / "out")
     assert sorted(made) == ["first", "second", "third"]
     for name, record in made.items():
@@ -75,93 +75,93 @@ def test_every_sample_becomes_a_file_and_the_figures_are_written(speak, tmp_path
     assert "| onnxruntime_genai | 2          |" in printed
 
 
-def test_batches_change_no_sample(speak, tmp_path):
-    assert speak() == 0
+def test_the_batch_size_does_not_change_the_samples(synthesize, tmp_path):
+    assert synthesize() == 0
     alone = (
         records(tmp_path / "out"),
         {name: load_audio(tmp_path / "out" / f"{name}.wav", SAMPLE_RATE) for name in ("first", "third")},
     )
     for wav in (tmp_path / "out").glob("*.wav"):
         wav.unlink()
-    assert speak("--batch-size", "3", "--token2wav-batch-size", "4") == 0
+    assert synthesize("--batch-size", "3", "--token2wav-batch-size", "4") == 0
     for name, audio in alone[1].items():
         assert records(tmp_path / "out")[name] == alone[0][name]
         np.testing.assert_allclose(load_audio(tmp_path / "out" / f"{name}.wav", SAMPLE_RATE), audio, atol=1e-3)
 
 
-def test_a_second_run_makes_what_is_missing_and_nothing_else(speak, tmp_path, capsys):
-    assert speak(rows=ROWS[:2]) == 0
+def test_a_second_run_synthesizes_only_missing_samples(synthesize, tmp_path, capsys):
+    assert synthesize(rows=ROWS[:2]) == 0
     written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.wav")}
     capsys.readouterr()
-    assert speak() == 0
+    assert synthesize() == 0
     assert "2 of 3 samples are finished" in capsys.readouterr().out
     assert log_of(tmp_path / "out")["samples_finished"] == 1 and log_of(tmp_path / "out")["samples_kept"] == 2
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in written} == written
-    assert speak("--batch-size", "3") == 0  # which no audio depends on
+    assert synthesize("--batch-size", "3") == 0  # the audio does not depend on it
     assert "3 of 3 samples are finished" in capsys.readouterr().out
 
 
-def test_other_settings_and_texts_are_made_anew(speak, tmp_path, capsys):
-    assert speak(rows=ROWS[:2]) == 0
+def test_samples_with_other_settings_or_texts_are_synthesized_again(synthesize, tmp_path, capsys):
+    assert synthesize(rows=ROWS[:2]) == 0
     before = records(tmp_path / "out")
-    assert speak(rows=[ROWS[0], {**ROWS[1], "target_text": "Four."}]) == 0
+    assert synthesize(rows=[ROWS[0], {**ROWS[1], "target_text": "Four."}]) == 0
     printed = capsys.readouterr().out
     assert "1 of 2 samples are finished" in printed and "1 samples in" in printed and "made again" in printed
     assert records(tmp_path / "out")["first"] == before["first"]
-    assert speak(rows=[{**ROWS[1], "target_text": "?!"}]) == 1
-    assert not (tmp_path / "out" / "second.wav").exists(), "what it said before is not what it should say now"
-    assert speak("--seed", "1", rows=ROWS[:1]) == 0
+    assert synthesize(rows=[{**ROWS[1], "target_text": "?!"}]) == 1
+    assert not (tmp_path / "out" / "second.wav").exists(), "audio of the previous text was kept"
+    assert synthesize("--seed", "1", rows=ROWS[:1]) == 0
     assert "1 samples in" in capsys.readouterr().out
     assert (
         records(tmp_path / "out")["first"]["target_audio_cosy2_tokens"] != before["first"]["target_audio_cosy2_tokens"]
     )
 
 
-def test_samples_that_fail_are_named_and_the_others_go_on(speak, tmp_path, capsys):
+def test_failed_samples_are_named_and_the_others_are_synthesized(synthesize, tmp_path, capsys):
     silent = {**ROWS[0], "id": "silent", "prompt_audio": "silence.wav"}
-    wordless = {**ROWS[0], "id": "wordless", "target_text": "?!"}
-    assert speak("--batch-size", "4", rows=[silent, ROWS[0], wordless]) == 1
+    empty = {**ROWS[0], "id": "empty", "target_text": "?!"}
+    assert synthesize("--batch-size", "4", rows=[silent, ROWS[0], empty]) == 1
     failures = {failure["id"]: failure for failure in log_of(tmp_path / "out")["failures"]}
     assert failures["silent"]["stage"] == "voice" and "is silent" in failures["silent"]["error"]
-    assert failures["wordless"]["stage"] == "text" and "nothing to speak" in failures["wordless"]["error"]
+    assert failures["empty"]["stage"] == "text" and "nothing to synthesize" in failures["empty"]["error"]
     assert sorted(records(tmp_path / "out")) == ["first"] and (tmp_path / "out" / "first.wav").exists()
     assert "failed: silent (voice): " in capsys.readouterr().err
-    assert speak("--batch-size", "4", rows=[silent, ROWS[0], {**wordless, "target_text": "Yes."}]) == 1
-    assert log_of(tmp_path / "out")["samples_kept"] == 1 and sorted(records(tmp_path / "out")) == ["first", "wordless"]
+    assert synthesize("--batch-size", "4", rows=[silent, ROWS[0], {**empty, "target_text": "Yes."}]) == 1
+    assert log_of(tmp_path / "out")["samples_kept"] == 1 and sorted(records(tmp_path / "out")) == ["first", "empty"]
 
 
-def test_one_voice_for_all(speak, tmp_path, capsys):
+def test_one_recording_can_replace_the_voices_of_all_samples(synthesize, tmp_path, capsys):
     options = ("--prompt-speech-path", str(tmp_path / "other.wav"), "--prompt-text", "Your call.")
-    assert speak(*options, rows=ROWS[:1]) == 0
-    assert speak(rows=[{**ROWS[0], "prompt_audio": "other.wav"}]) == 0
+    assert synthesize(*options, rows=ROWS[:1]) == 0
+    assert synthesize(rows=[{**ROWS[0], "prompt_audio": "other.wav"}]) == 0
     assert "1 of 1 samples are finished" in capsys.readouterr().out
 
 
-def test_transformers_need_no_conversion(speak, tmp_path):
-    assert speak(rows=ROWS[:1], backend="hf") == 0
+def test_the_transformers_backend_needs_no_conversion(synthesize, tmp_path):
+    assert synthesize(rows=ROWS[:1], backend="hf") == 0
     assert sorted(records(tmp_path / "out")) == ["first"]
 
 
 @pytest.mark.parametrize("backend", sorted(GPU_ENGINES))
-def test_gpu_engines_load_the_directory_as_it_is(speak, tmp_path, demo_models, install, monkeypatch, backend):  # noqa: F811
-    """Stand-ins of the libraries: neither runs on this machine."""
+def test_gpu_engines_load_the_unconverted_directory(synthesize, tmp_path, demo_models, install, monkeypatch, backend):  # noqa: F811
+    """With fakes of the libraries, which need a GPU."""
     first = LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").first_speech_id
     monkeypatch.setattr(install(GPU_ENGINES[backend]), "FIRST_ID", first)
-    assert speak("--batch-size", "2", backend=backend) == 0
+    assert synthesize("--batch-size", "2", backend=backend) == 0
     assert sorted(records(tmp_path / "out")) == ["first", "second", "third"]
     assert sorted(log_of(tmp_path / "out")["cut_short"]) == [
         "first",
         "second",
         "third",
-    ]  # they never stop by themselves
+    ]  # the fakes generate until the token limit
 
 
-def test_a_server_of_the_llm_and_its_end(speak, tmp_path):
-    """A long text is spoken in segments, each with an answer of its own."""
+def test_an_llm_server_is_used_and_given_up_after_repeated_failures(synthesize, tmp_path):
+    """A long text is synthesized in segments, with one answer of the LLM per segment."""
     long = {**ROWS[1], "target_text": "The train to the coast leaves from platform four in twelve minutes. " * 6}
     with failing_llm() as server:
         options = ("--openai-api-base", f"{server.url}/v1/chat/completions", "--batch-size", "2")
-        assert speak(*options, "--token2wav-batch-size", "2", rows=[ROWS[0], long], backend="trtllm-serve") == 0
+        assert synthesize(*options, "--token2wav-batch-size", "2", rows=[ROWS[0], long], backend="trtllm-serve") == 0
         tokens = {name: record["target_audio_cosy2_tokens"] for name, record in records(tmp_path / "out").items()}
         assert len(tokens["first"]) == TOKENS
         assert tokens["second"] == tokens["first"] * (len(tokens["second"]) // TOKENS) != tokens["first"]
@@ -169,14 +169,14 @@ def test_a_server_of_the_llm_and_its_end(speak, tmp_path):
         assert len(audio) == TOKEN_SAMPLES * len(tokens["second"])
         server.mode = "error 500"
         many = [{**ROWS[0], "id": str(index)} for index in range(GIVE_UP_BATCHES + 2)]
-        assert speak("--openai-api-base", server.url, rows=[ROWS[0], *many], backend="trtllm-serve") == 1
+        assert synthesize("--openai-api-base", server.url, rows=[ROWS[0], *many], backend="trtllm-serve") == 1
     errors = [failure["error"] for failure in log_of(tmp_path / "out")["failures"]]
     assert len(errors) == len(many)
     assert all("HTTP 500" in error for error in errors[:GIVE_UP_BATCHES])
     assert all("not tried: the LLM was unavailable" in error for error in errors[GIVE_UP_BATCHES:])
 
 
-def test_an_interrupted_run_keeps_what_is_finished(speak, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_keeps_the_finished_samples(synthesize, tmp_path, monkeypatch, capsys):
     save = OutputFolder.save
 
     def interrupted(folder, sample, *rest):
@@ -185,11 +185,11 @@ def test_an_interrupted_run_keeps_what_is_finished(speak, tmp_path, monkeypatch,
         save(folder, sample, *rest)
 
     monkeypatch.setattr(OutputFolder, "save", interrupted)
-    assert speak() == 130
+    assert synthesize() == 130
     assert "finished samples are kept, the same command continues" in capsys.readouterr().err
     assert log_of(tmp_path / "out")["samples_finished"] == 1
     monkeypatch.undo()
-    assert speak() == 0
+    assert synthesize() == 0
     assert "1 of 3 samples are finished" in capsys.readouterr().out
 
 
@@ -203,13 +203,13 @@ def test_an_interrupted_run_keeps_what_is_finished(speak, tmp_path, monkeypatch,
         (["--temperature", "-1"], "temperature -1.0 is out of range"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(speak, capsys, options, message):
-    assert speak(*options) == 1
+def test_an_invalid_command_line_is_reported_in_one_line(synthesize, capsys, options, message):
+    assert synthesize(*options) == 1
     error = capsys.readouterr().err
     assert message in error and error.startswith("offline_inference: ") and error.count("\n") == 1
 
 
-def test_only_the_culprit_of_a_batch_fails():
+def test_only_the_invalid_utterance_of_a_batch_fails():
     class Engine:
         def whole_batch(self, batch):
             if any(tokens[0] == 13 for _, tokens in batch):

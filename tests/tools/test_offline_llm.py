@@ -1,4 +1,4 @@
-"""The offline tool's ways to the LLM: transformers, this project's engines, servers. The GPU engines are stand-ins."""
+"""The LLM backends of the offline tools: transformers, this project's engines, servers. The GPU engines are fakes."""
 
 import asyncio
 import signal
@@ -19,7 +19,7 @@ from tools.offline.llm import StreamedLM, connect, engine_dir, load_llm
 
 PROMPTS = [
     LLMPrompt("Hello."),
-    LLMPrompt("A longer sentence, to be padded by nobody.", "What was said.", [5, 17, 300, 5000]),
+    LLMPrompt("A longer sentence, which needs no padding.", "What was said.", [5, 17, 300, 5000]),
     LLMPrompt("你好，请问你叫什么？"),
 ]
 GREEDY = Sampling(temperature=0, max_tokens=24)
@@ -32,7 +32,7 @@ def tokenizer(llm_dir):  # noqa: F811
 
 @pytest.fixture
 def backend(llm_dir, genai_dir, tokenizer):  # noqa: F811
-    """`backend("hf", 2)`: a backend of this process with that batch size."""
+    """`backend("hf", 2)`: a backend in this process with that batch size."""
     opened = []
 
     def load(name: str, batch_size: int):
@@ -43,22 +43,22 @@ def backend(llm_dir, genai_dir, tokenizer):  # noqa: F811
     yield load
     for llm in opened:
         llm.close()
-        llm.close()  # harmless
+        llm.close()  # has no effect
 
 
-def spoken(answers):
+def speech_ids(answers):
     assert all(isinstance(answer, GeneratedTokens) for answer in answers), answers
     return [answer.tokens.tolist() for answer in answers]
 
 
-def test_transformers_say_greedily_what_the_cpu_engine_says(backend):
-    assert spoken(backend("hf", 2).generate(PROMPTS, GREEDY)) == spoken(
+def test_greedy_decoding_gives_equal_tokens_in_transformers_and_the_cpu_engine(backend):
+    assert speech_ids(backend("hf", 2).generate(PROMPTS, GREEDY)) == speech_ids(
         backend("onnxruntime_genai", 2).generate(PROMPTS, GREEDY)
     )
 
 
 @pytest.mark.slow
-def test_transformers_keep_to_speech_and_to_each_texts_own_length(backend, tokenizer):
+def test_transformers_generates_only_speech_tokens_within_the_length_limits_of_each_text(backend, tokenizer):
     sampling = Sampling(seed=3, temperature=2.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
     answers = backend("hf", 3).generate(PROMPTS, sampling)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -69,54 +69,54 @@ def test_transformers_keep_to_speech_and_to_each_texts_own_length(backend, token
     assert len({len(answer.tokens) for answer in answers}) > 1
 
 
-def test_a_seed_gives_the_same_speech_again_and_leaves_torchs_own_alone(backend):
+def test_a_seed_makes_speech_reproducible_without_changing_the_global_seed(backend):
     llm, sampling = backend("hf", 3), Sampling(seed=3, max_tokens=20)
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    assert spoken(llm.generate(PROMPTS, sampling)) == spoken(llm.generate(PROMPTS, sampling))
+    assert speech_ids(llm.generate(PROMPTS, sampling)) == speech_ids(llm.generate(PROMPTS, sampling))
     assert torch.rand(1) == expected
 
 
 @pytest.mark.parametrize("name", ["hf", "onnxruntime_genai"])
-def test_a_prompt_that_does_not_fit_fails_alone(backend, name):
+def test_only_a_prompt_longer_than_the_context_fails(backend, name):
     endless = LLMPrompt("Hello.", "", [1] * 5000)
     first, second, third = backend(name, 2).generate([PROMPTS[0], endless, PROMPTS[2]], GREEDY)
     assert isinstance(second, ValueError) and "exceed the LLM's context" in str(second)
-    assert spoken([first, third]) == spoken(backend(name, 2).generate([PROMPTS[0], PROMPTS[2]], GREEDY))
+    assert speech_ids([first, third]) == speech_ids(backend(name, 2).generate([PROMPTS[0], PROMPTS[2]], GREEDY))
 
 
-def test_transformers_refuse_what_they_cannot_sample(backend):
+def test_transformers_refuses_unsupported_sampling(backend):
     (answer,) = backend("hf", 1).generate(PROMPTS[:1], Sampling(ras_window=10))
     assert "ras_window 10" in str(answer)
 
 
 @pytest.mark.parametrize("name", sorted(GPU_ENGINES))
-def test_gpu_engines_are_asked_for_a_batch_at_a_time(name, backend, tokenizer, install, monkeypatch):  # noqa: F811
-    stand_in = install(GPU_ENGINES[name])
-    monkeypatch.setattr(stand_in, "FIRST_ID", tokenizer.first_speech_id)
+def test_gpu_engines_generate_one_batch_at_a_time(name, backend, tokenizer, install, monkeypatch):  # noqa: F811
+    fake = install(GPU_ENGINES[name])
+    monkeypatch.setattr(fake, "FIRST_ID", tokenizer.first_speech_id)
     llm = backend(name, 2)
     answers = llm.generate(PROMPTS, Sampling(max_tokens=9))  # one more than fit at once
-    assert spoken(answers) == [list(range(9))] * 3
+    assert speech_ids(answers) == [list(range(9))] * 3
     assert {answer.finish_reason for answer in answers} == {"length"}
-    monkeypatch.setattr(stand_in, "FIRST_ID", 0)
+    monkeypatch.setattr(fake, "FIRST_ID", 0)
     for answer in llm.generate(PROMPTS, Sampling(max_tokens=9)):
         assert isinstance(answer, UnavailableError) and "returned no speech token for the text" in str(answer)
 
 
 @pytest.mark.parametrize("path", ["", "/v1", "/v1/chat/completions"])
-def test_a_server_is_asked_whatever_path_its_address_has(path, tokenizer):
+def test_the_address_of_a_server_may_have_a_path(path, tokenizer):
     with failing_llm() as server:
         llm = connect(server.url + path, "cosyvoice2", tokenizer, batch_size=2)
         answers = llm.generate(PROMPTS, Sampling())
         llm.close()
-    assert spoken(answers) == [np.arange(0, 7 * TOKENS, 7).tolist()] * 3
+    assert speech_ids(answers) == [np.arange(0, 7 * TOKENS, 7).tolist()] * 3
 
 
 @pytest.mark.parametrize(
     ("mode", "message"), [("error 500", "HTTP 500"), ("ends in the middle", "ended in the middle of an answer")]
 )
-def test_what_a_server_fails_at_is_said_for_each_prompt(mode, message, tokenizer):
+def test_an_error_of_the_server_is_returned_for_each_prompt(mode, message, tokenizer):
     with failing_llm() as server:
         llm = connect(server.url, "cosyvoice2", tokenizer, batch_size=2)
         server.mode = mode
@@ -125,10 +125,10 @@ def test_what_a_server_fails_at_is_said_for_each_prompt(mode, message, tokenizer
         good = llm.generate(PROMPTS, Sampling())
         llm.close()
     assert [message in str(answer) and isinstance(answer, UnavailableError) for answer in failed] == [True] * 3
-    assert len(spoken(good)) == 3
+    assert len(speech_ids(good)) == 3
 
 
-def test_a_silent_server_is_an_error_in_time(tokenizer, monkeypatch):
+def test_a_server_that_stalls_is_an_error_after_a_timeout(tokenizer, monkeypatch):
     monkeypatch.setattr("tools.offline.llm.SILENT_SECONDS", 0.5)
     with failing_llm() as server:
         server.mode = "goes silent"

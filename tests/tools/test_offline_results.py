@@ -1,4 +1,4 @@
-"""The folder that an offline run writes to, and what a second run finds in it."""
+"""The output folder of an offline run, and which samples a second run keeps."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tools.offline.results import JOURNAL, OutputFolder, identity
 from tools.offline.stages import Stages, table
 
 SETTINGS = {"backend": "hf", "seed": 0}
-SAMPLE = Sample("a", "Hello.", np.full(100, 0.5, np.float32), "What is said.")
+SAMPLE = Sample("a", "Hello.", np.full(100, 0.5, np.float32), "The transcript.")
 AUDIO = np.linspace(-0.5, 0.5, SAMPLE_RATE, dtype=np.float32)
 TOKENS = np.array([5, 6560])
 
@@ -29,7 +29,7 @@ def holds(path, sample, settings=SETTINGS):
         return folder.holds(sample)
 
 
-def test_a_finished_sample_is_there_with_its_tokens(tmp_path):
+def test_a_finished_sample_is_saved_with_its_tokens(tmp_path):
     save(tmp_path / "new" / "folder", SAMPLE)
     audio = load_audio(tmp_path / "new" / "folder" / "a.wav", SAMPLE_RATE)
     np.testing.assert_allclose(audio, AUDIO, atol=1e-4)
@@ -43,17 +43,17 @@ def test_a_finished_sample_is_there_with_its_tokens(tmp_path):
     "changed",
     [
         {"target_text": "Bye."},
-        {"prompt_text": "Something else is said."},
+        {"prompt_text": "Another transcript."},
         {"prompt_audio": np.full(100, 0.4, np.float32)},
         {"id": "b"},
     ],
 )
-def test_another_text_or_voice_is_another_sample(tmp_path, changed):
+def test_a_sample_with_another_text_or_voice_is_not_finished(tmp_path, changed):
     save(tmp_path, SAMPLE)
     assert not holds(tmp_path, replace(SAMPLE, **changed))
 
 
-def test_other_settings_are_made_anew_and_replace_what_was_there(tmp_path):
+def test_samples_with_other_settings_replace_the_earlier_ones(tmp_path):
     save(tmp_path, SAMPLE)
     other = SETTINGS | {"seed": 1}
     with OutputFolder(tmp_path, other) as folder:
@@ -64,18 +64,18 @@ def test_other_settings_are_made_anew_and_replace_what_was_there(tmp_path):
     assert len((tmp_path / JOURNAL).read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut"])
-def test_audio_that_is_not_as_it_was_written_is_made_anew(tmp_path, damage):
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_sample_with_missing_or_truncated_audio_is_not_finished(tmp_path, damage):
     save(tmp_path, SAMPLE)
     wav = tmp_path / "a.wav"
-    wav.unlink() if damage == "gone" else wav.write_bytes(wav.read_bytes()[:1000])
+    wav.unlink() if damage == "missing" else wav.write_bytes(wav.read_bytes()[:1000])
     assert not holds(tmp_path, SAMPLE)
 
 
-def test_what_a_killed_run_left_unfinished_is_cleared_away(tmp_path):
+def test_incomplete_files_of_a_killed_run_are_removed(tmp_path):
     save(tmp_path, SAMPLE, replace(SAMPLE, id="b"))
     journal = tmp_path / JOURNAL
-    journal.write_text(journal.read_text()[:-30])  # the last line was being written
+    journal.write_text(journal.read_text()[:-30])  # as if killed while writing the last line
     (tmp_path / ".c.wav.partial").write_bytes(b"RIFF")
     with OutputFolder(tmp_path, SETTINGS) as folder:
         assert folder.holds(SAMPLE) and not folder.holds(replace(SAMPLE, id="b"))
@@ -87,16 +87,16 @@ def test_what_a_killed_run_left_unfinished_is_cleared_away(tmp_path):
 def test_two_runs_do_not_share_a_folder(tmp_path):
     with OutputFolder(tmp_path, SETTINGS), pytest.raises(SampleError, match="another run is writing"):
         OutputFolder(tmp_path, SETTINGS).__enter__()
-    assert not holds(tmp_path, SAMPLE)  # free again
+    assert not holds(tmp_path, SAMPLE)  # the lock was released
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+def test_an_unwritable_folder_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SampleError, match="cannot write to .*; choose another folder"):
         OutputFolder(tmp_path / "file", SETTINGS).__enter__()
 
 
-def test_a_checkpoint_that_is_replaced_is_another_one(tmp_path):
+def test_a_replaced_checkpoint_has_another_identity(tmp_path):
     (tmp_path / "flow.pt").write_bytes(b"1")
     before = identity(tmp_path)
     assert before == identity(tmp_path)
@@ -104,13 +104,13 @@ def test_a_checkpoint_that_is_replaced_is_another_one(tmp_path):
     assert before != identity(tmp_path)
 
 
-def test_stages_take_their_own_time_and_are_given_per_second_of_audio():
+def test_the_time_of_each_stage_is_reported_also_per_second_of_audio():
     clock = iter([0.0, 1.0, 3.0, 3.0, 7.0, 10.0])
     stages = Stages(("llm", "token2wav", "idle"), lambda: next(clock))
     with stages.time("llm"):
         pass
     with pytest.raises(ValueError), stages.time("token2wav"):
-        raise ValueError("its time counts all the same")
+        raise ValueError("the time of a failed stage counts")
     figures = stages.figures(audio_seconds=20.0, total=stages.total())
     assert figures == {
         "llm_time_seconds": 2.0,
@@ -125,7 +125,7 @@ def test_stages_take_their_own_time_and_are_given_per_second_of_audio():
     assert stages.figures(0.0, 1.0)["llm_rtf"] is None
 
 
-def test_a_table_lines_up():
+def test_the_columns_of_a_table_are_aligned():
     assert table(("stage", "RTF"), [("llm", 0.5), ("longer", None)]).splitlines() == [
         "| stage  | RTF    |",
         "|--------|--------|",

@@ -1,4 +1,4 @@
-"""scripts/token2wav.py and scripts/streaming_inference.py over the demo checkpoint, whose weights are random."""
+"""scripts/token2wav.py and scripts/streaming_inference.py with the demo checkpoint, whose weights are random."""
 
 import json
 
@@ -63,13 +63,13 @@ def test_token2wav_renders_every_sample(run, tmp_path, stack, mode):
     assert "Measurement epoch time taken: " in out and "resynthesize their recordings" not in out
 
 
-def test_a_sample_without_tokens_says_its_recording_again(run, tmp_path):
+def test_a_sample_without_tokens_resynthesizes_its_recording(run, tmp_path):
     code, out, _ = run(token2wav, rows=[*ROWS[:1], WITH_TOKENS[2]])
     assert code == 0 and "1 of 2 samples have no tokens and resynthesize their recordings" in out
-    assert samples_of(tmp_path / "out" / "first.wav") == SAMPLE_RATE  # which lasts a second
+    assert samples_of(tmp_path / "out" / "first.wav") == SAMPLE_RATE  # the recording lasts one second
 
 
-def test_tokens_come_from_a_file_by_id(run, tmp_path):
+def test_tokens_are_read_from_a_file_by_id(run, tmp_path):
     path = tmp_path / "samples.jsonl"
     lines = [json.dumps({"id": name, "target_audio_cosy2_tokens": list(range(9))}) for name in LENGTHS]
     path.write_text("\n".join(lines))
@@ -83,19 +83,19 @@ def test_tokens_come_from_a_file_by_id(run, tmp_path):
 
 
 @pytest.mark.parametrize("tool", [token2wav, streaming_inference])
-def test_samples_that_fail_are_named_and_the_others_go_on(run, tmp_path, tool):
+def test_failed_samples_are_named_and_the_others_are_rendered(run, tmp_path, tool):
     silent = {**WITH_TOKENS[2], "id": "silent", "prompt_audio": "silence.wav"}
-    endless = {**WITH_TOKENS[2], "id": "endless", "target_audio_cosy2_tokens": [1] * 3001}
+    too_long = {**WITH_TOKENS[2], "id": "too_long", "target_audio_cosy2_tokens": [1] * 3001}
     options = ["--streaming"] if tool is token2wav else ["--strategy", "exponential"]
     code, _, error = run(tool, "--batch-size", "3", *options, rows=[silent, WITH_TOKENS[2]])
     assert code == 1 and "failed: silent (voice): " in error
     assert samples_of(tmp_path / "out" / "third.wav") == 4 * TOKEN_SAMPLES
-    code, _, error = run(token2wav, rows=[endless, WITH_TOKENS[2]])
-    assert code == 1 and "failed: endless (token2wav): the stream has 3001 speech tokens; the limit is 3000" in error
+    code, _, error = run(token2wav, rows=[too_long, WITH_TOKENS[2]])
+    assert code == 1 and "failed: too_long (token2wav): the stream has 3001 speech tokens; the limit is 3000" in error
 
 
-# Chunks of streams of 60, 140 and 4 tokens in batches of two. The UNet flow's first ones are stretched to a boundary:
-# its prompts have 25, 25 and 30 tokens.
+# Chunks of streams of 60, 140 and 4 tokens in batches of two. With the UNet flow the first
+# chunk ends at a chunk boundary; its prompts have 25, 25 and 30 tokens.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stack", "strategy", "chunks", "calls"),
@@ -106,7 +106,7 @@ def test_samples_that_fail_are_named_and_the_others_go_on(run, tmp_path, tool):
         ("unet", "exponential", 3 + 4 + 1, 4 + 1),  # 25 25 10, 25 25 50 40, 4
     ],
 )
-def test_streaming_is_counted_timed_and_compared(run, tmp_path, stack, strategy, chunks, calls):
+def test_streaming_reports_calls_times_and_differences(run, tmp_path, stack, strategy, chunks, calls):
     code, out, _ = run(streaming_inference, "--strategy", strategy, "--batch-size", "2", stack=stack)
     assert code == 0 and f"Total flow matching forward calls: {calls}\n" in out
     figures = json.loads((tmp_path / "out" / f"streaming-{strategy}.json").read_text())
@@ -123,7 +123,7 @@ def test_streaming_is_counted_timed_and_compared(run, tmp_path, stack, strategy,
 
 
 @pytest.mark.parametrize("stack", sorted(STACKS))
-def test_a_stream_sounds_the_same_in_any_batch(demo_models, stack):
+def test_the_audio_of_a_stream_does_not_depend_on_its_batch(demo_models, stack):
     vocoder = OfflineToken2Wav.load(demo_models / STACKS[stack], "cpu", streams=3)
     rng = np.random.default_rng(0)
 
@@ -142,7 +142,7 @@ def test_a_stream_sounds_the_same_in_any_batch(demo_models, stack):
             np.testing.assert_allclose(first, second, atol=1e-3)
 
 
-def test_the_difference_is_in_decibels_and_finds_the_joint():
+def test_the_difference_is_in_decibels_and_larger_at_a_joint():
     rng = np.random.default_rng(0)
     offline = rng.normal(0, 0.1, 2 * SAMPLE_RATE).astype(np.float32)
     cut = SAMPLE_RATE

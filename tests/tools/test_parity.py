@@ -1,4 +1,4 @@
-"""python -m tools.parity: what it runs, what it calls a miss, and its exit status."""
+"""python -m tools.parity: which checks it runs, what counts as a miss, and its exit code."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_every_committed_fixture_has_a_check():
     assert names <= all_checks().keys()
 
 
-def test_a_good_folder_passes_with_one_line_per_output(folder, capsys):
+def test_a_valid_folder_passes_with_one_line_per_output(folder, capsys):
     assert main([str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("PASS  item8a_fade_in_out out/faded  abs 0.0e+00 rel 0.0e+00")
@@ -94,19 +94,19 @@ def test_a_check_that_raises_is_a_miss_with_its_message(folder, capsys):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])
-def test_half_a_fixture_is_a_miss(folder, capsys, suffix):
+def test_a_fixture_with_a_missing_file_is_a_miss(folder, capsys, suffix):
     (folder / f"item8a_fade_in_out{suffix}").unlink()
     assert main([str(folder)]) == 1
     assert f"MISS  item8a_fade_in_out  item8a_fade_in_out{suffix} is missing" in capsys.readouterr().out
 
 
-def test_a_broken_description_is_a_miss(folder, capsys):
+def test_an_unreadable_description_is_a_miss(folder, capsys):
     (folder / "item8a_fade_in_out.json").write_text("{")
     assert main([str(folder)]) == 1
     assert "MISS  item8a_fade_in_out  unreadable" in capsys.readouterr().out
 
 
-def test_the_fixtures_own_tolerance_decides(folder):
+def test_the_tolerance_of_the_fixture_is_used(folder):
     faded = load_file(folder / "item8a_fade_in_out.safetensors")["out/faded"]
     edit_tensors(folder, out__faded=faded + 1e-3)
     edit_json(folder, tolerance={"atol": 2e-3})
@@ -139,7 +139,7 @@ def test_a_folder_without_fixtures_or_no_folder_is_unusable(tmp_path, capsys):
     assert "nowhere is not a folder" in capsys.readouterr().err
 
 
-def test_it_runs_from_any_directory(folder):
+def test_the_tool_runs_from_any_directory(folder):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     run = subprocess.run([sys.executable, "-m", "tools.parity", "."], cwd=folder, env=environment, capture_output=True)
     assert run.returncode == 0, run.stderr.decode()
@@ -164,7 +164,7 @@ def test_generated_weights_that_differ_from_the_check_are_refused():
 
 
 # --- a fixture of other sizes ------------------------------------------------------------------------------------
-# An odd number of samples per frame, no power of two anywhere, calls with other tags than the committed ones.
+# An odd number of samples per frame, no powers of two, and calls with other tags than in the committed fixtures.
 SMALL = HiFTConfig(
     channels=8,
     f0_channels=5,
@@ -202,7 +202,7 @@ SMALL_JSON = {
 
 
 def upstream_source(hift: HiFTGenerator, f0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """The harmonic source as upstream computes it: phase at the samples' rate, brought to the frames' and back."""
+    """The harmonic source as upstream computes it: phase at the sample rate, resampled to the frame rate and back."""
     hop = hift.config.hop
     f0 = f0.repeat_interleave(hop, dim=1)[..., None]  # (B, T*hop, 1)
     cycles = (f0.double() * torch.arange(1, hift.config.harmonics + 2) / 24_000 % 1).transpose(1, 2)
@@ -215,7 +215,7 @@ def upstream_source(hift: HiFTGenerator, f0: torch.Tensor, noise: torch.Tensor) 
 
 @pytest.fixture
 def other_sizes(tmp_path):
-    """A folder whose one fixture is a HiFT of other sizes, batch, length and calls than the committed one."""
+    """A folder with one fixture, a HiFT with other sizes, batch, length and calls than the committed one."""
     torch.manual_seed(5)
     hift = HiFTGenerator(SMALL).eval()
     hift.f0_predictor.classifier.bias.data.fill_(120)
@@ -252,12 +252,12 @@ def other_sizes(tmp_path):
     return tmp_path
 
 
-def test_other_sizes_batches_lengths_and_calls_are_read_from_the_folder(other_sizes, capsys):
+def test_sizes_batches_lengths_and_calls_are_read_from_the_folder(other_sizes, capsys):
     assert main([str(other_sizes)]) == 0
     assert "4 passed, 0 missed" in capsys.readouterr().out
 
 
-def test_one_changed_sample_of_other_sizes_is_a_miss(other_sizes, capsys):
+def test_one_changed_sample_is_a_miss_for_other_sizes(other_sizes, capsys):
     path = other_sizes / "item5_hift.safetensors"
     tensors = load_file(path)
     tensors["out/louder/speech"][1, -1] += 1e-2

@@ -1,4 +1,4 @@
-"""Checkpoints fetched from a hub of our own, and the LLM's engine built by stand-ins of TensorRT-LLM's tools."""
+"""Checkpoints downloaded from a fake hub, and the LLM's engine built by fakes of TensorRT-LLM's tools."""
 
 import os
 import shutil
@@ -19,8 +19,8 @@ from tools.prepare import engine, hub, steps
 
 COSYVOICE2, STEP_AUDIO2 = stacks.UNET.repository, stacks.DIT.repository
 SOURCE = hub.Source(COSYVOICE2, "CosyVoice2-0.5B", ("flow.pt", "CosyVoice-BlankEN/*"))
-BIG = os.urandom(24 << 20)  # the hub's client writes 10 MiB at a time
-FILES = {"flow.pt": BIG, "CosyVoice-BlankEN/config.json": b"{}", "README.md": b"not asked for"}
+BIG = os.urandom(24 << 20)  # the client of the hub writes 10 MiB at a time
+FILES = {"flow.pt": BIG, "CosyVoice-BlankEN/config.json": b"{}", "README.md": b"not needed"}
 
 
 @pytest.fixture
@@ -31,21 +31,21 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield running
 
 
-def test_what_is_there_is_not_asked_for_again(remote: FakeHub, tmp_path: Path) -> None:
+def test_existing_files_are_not_requested_again(remote: FakeHub, tmp_path: Path) -> None:
     assert hub.fetch(SOURCE, tmp_path)
     assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
     assert not (tmp_path / "CosyVoice2-0.5B/README.md").exists()
     assert hub.read_record(tmp_path)[COSYVOICE2]["commit"] == COMMIT
-    remote.asked.clear()
+    remote.requested.clear()
     assert not hub.fetch(SOURCE, tmp_path)
     assert not hub.fetch(SOURCE, tmp_path, COMMIT)
-    assert remote.asked == []
+    assert remote.requested == []
     (tmp_path / "CosyVoice2-0.5B/CosyVoice-BlankEN/config.json").unlink()
     assert hub.fetch(SOURCE, tmp_path)
-    assert not any(path.endswith("flow.pt") for path in remote.asked)
+    assert not any(path.endswith("flow.pt") for path in remote.requested)
 
 
-def test_an_interrupted_file_is_completed_and_not_begun_anew(remote: FakeHub, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed(remote: FakeHub, tmp_path: Path) -> None:
     remote.cut["flow.pt"] = 15 << 20
     try:
         hub.fetch(SOURCE, tmp_path)
@@ -53,10 +53,10 @@ def test_an_interrupted_file_is_completed_and_not_begun_anew(remote: FakeHub, tm
         assert "complete parts are kept: run again" in str(error)
         hub.fetch(SOURCE, tmp_path)
     assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
-    assert any(int(asked.removeprefix("bytes=").split("-")[0]) > 0 for asked in remote.ranges)
+    assert any(int(header.removeprefix("bytes=").split("-")[0]) > 0 for header in remote.ranges)
 
 
-def test_a_damaged_file_is_removed_and_fetched_by_the_next_run(remote: FakeHub, tmp_path: Path) -> None:
+def test_a_damaged_file_is_removed_and_downloaded_by_the_next_run(remote: FakeHub, tmp_path: Path) -> None:
     remote.damage.add("flow.pt")
     with pytest.raises(hub.DownloadError, match=r"flow.pt is damaged .* run again"):
         hub.fetch(SOURCE, tmp_path)
@@ -65,17 +65,17 @@ def test_a_damaged_file_is_removed_and_fetched_by_the_next_run(remote: FakeHub, 
     assert hub.fetch(SOURCE, tmp_path)
 
 
-def test_a_disk_that_is_too_full_is_told_before_anything_is_fetched(
+def test_a_full_disk_is_reported_before_any_download(
     remote: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(hub.DownloadError, match="1.1 GB are needed .* 0.0 GB are free"):
         hub.fetch(SOURCE, tmp_path)
-    assert not any("resolve" in path for path in remote.asked)
+    assert not any("resolve" in path for path in remote.requested)
 
 
-def test_a_missing_file_and_a_hub_that_is_down_are_told_in_one_line(
+def test_a_missing_file_and_an_unreachable_hub_are_reported_in_one_line(
     remote: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del remote.files["flow.pt"]
@@ -95,7 +95,7 @@ def test_a_revision_for_an_unknown_repository_is_named(monkeypatch: pytest.Monke
         steps.revisions()
 
 
-def test_one_preparation_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_preparation_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     order = []
 
     def second() -> None:
@@ -123,7 +123,7 @@ exit "${TOOL_EXIT:-0}"
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand-ins of trtllm-build and of the interpreter that has TensorRT-LLM; the file of their calls."""
+    """Fakes of trtllm-build and of the Python interpreter with TensorRT-LLM; returns the log of their calls."""
     (tmp_path / "bin").mkdir()
     for name in ("trtllm-build", "trtllm-python"):
         (tmp_path / "bin" / name).write_text(TOOL)
@@ -134,7 +134,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calls"
 
 
-def test_an_engine_is_built_once_and_anew_for_other_options(tools: Path, tmp_path: Path) -> None:
+def test_an_engine_is_built_once_and_again_for_other_options(tools: Path, tmp_path: Path) -> None:
     llm = tmp_path / "models" / "cosyvoice2_llm"
     llm.mkdir(parents=True)
     (llm / "config.json").write_text("{}")
@@ -151,10 +151,10 @@ def test_an_engine_is_built_once_and_anew_for_other_options(tools: Path, tmp_pat
     assert "--tp_size=2" in tools.read_text()
 
 
-def test_a_build_that_fails_leaves_the_earlier_engine(
+def test_a_failed_build_keeps_the_earlier_engine(
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    test_an_engine_is_built_once_and_anew_for_other_options(tools, tmp_path)
+    test_an_engine_is_built_once_and_again_for_other_options(tools, tmp_path)
     before = (tmp_path / "models" / engine.ENGINE / engine.STAMP).read_text()
     monkeypatch.setenv("TOOL_EXIT", "3")
     assert prepare.main(["engine", str(tmp_path / "models"), "--max-batch-size", "8"]) == 1
@@ -163,12 +163,14 @@ def test_a_build_that_fails_leaves_the_earlier_engine(
     assert [path.name for path in (tmp_path / "models").iterdir() if path.name.startswith(".trt")] == []
 
 
-def test_without_a_checkpoint_the_engine_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert prepare.main(["engine", str(tmp_path)]) == 1
     assert "run: python -m scripts.prepare download" in capsys.readouterr().err
 
 
-def test_waiting_ends_with_the_process_that_is_waited_for() -> None:
+def test_waiting_ends_when_the_awaited_process_ends() -> None:
     command = [sys.executable, "-m", "scripts.wait_ready", "http://127.0.0.1:9/ready"]
     with subprocess.Popen(["sleep", "1"]) as ending:
         run = subprocess.run(

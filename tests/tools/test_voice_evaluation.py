@@ -34,7 +34,7 @@ def test_words_are_compared_without_punctuation_and_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "recognised", "errors"),
+    ("text", "recognised", "errors"),
     [
         ("one two three", "one two three", 0),
         ("one two three", "one three", 1),
@@ -44,8 +44,8 @@ def test_words_are_compared_without_punctuation_and_case() -> None:
         ("one two three", "", 3),
     ],
 )
-def test_wrong_words_are_counted(said: str, recognised: str, errors: int) -> None:
-    assert word_errors(said, recognised) == WordErrors(errors, 3)
+def test_wrong_words_are_counted(text: str, recognised: str, errors: int) -> None:
+    assert word_errors(text, recognised) == WordErrors(errors, 3)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_copy_synthesis_is_as_long_as_the_teacher() -> None:
     assert 0.01 < np.abs(take.waveform).max() <= 1
 
 
-def test_the_teachers_recordings_are_found_by_sentence_number(tmp_path: Path) -> None:
+def test_recordings_of_the_teacher_are_found_by_sentence_number(tmp_path: Path) -> None:
     (tmp_path / "slt").mkdir()
     for number in range(2):
         save_audio(tmp_path / "slt" / f"{number:02d}.wav", np.full(1600 * (number + 1), 0.1), PROMPT_SAMPLE_RATE)
@@ -108,7 +108,7 @@ def test_the_teachers_recordings_are_found_by_sentence_number(tmp_path: Path) ->
         read_teacher(tmp_path, "slt", ["One.", "Two.", "Three."])
 
 
-def test_takes_of_a_stream_have_joints_and_times() -> None:
+def test_streamed_takes_have_joints_and_times() -> None:
     with stub_triton(TritonStub(chunks=3, pause=0.05)) as address:
         (take,) = ask(address, "cosyvoice2_dit", "streaming", [Utterance("Hello.")])
         (whole,) = ask(address, "cosyvoice2_dit", "offline", [Utterance("Hello.")])
@@ -123,11 +123,14 @@ def test_takes_of_a_stream_have_joints_and_times() -> None:
 def rows(teacher: Series | None) -> list[dict]:
     wave = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
     take = Take("One two three four five.", wave, SAMPLE_RATE, (12000,), first_chunk=0.3, total=0.6)
-    heard = {report.STREAMED: "one two three four", report.OFFLINE: "one two three four five"}
-    return [measures.figures(Series(system, "dit", "slt", [take]), [words], teacher) for system, words in heard.items()]
+    transcripts = {report.STREAMED: "one two three four", report.OFFLINE: "one two three four five"}
+    return [
+        measures.figures(Series(system, "dit", "slt", [take]), [words], teacher)
+        for system, words in transcripts.items()
+    ]
 
 
-def test_the_report_says_which_targets_were_reached() -> None:
+def test_the_report_shows_which_targets_were_reached() -> None:
     teacher = Series("teacher", "", "slt", [Take("", np.zeros(SAMPLE_RATE, np.float32))])
     text = report.markdown(rows(teacher), {"dit": (30, 40)}, "one sentence")
     assert "| text to audio, streamed | dit | slt | 20.0% | 1.00 (1.00–1.00) | 0 of 1, largest" in text
@@ -141,11 +144,13 @@ def test_the_report_says_which_targets_were_reached() -> None:
         assert line in text
 
 
-def test_without_a_teacher_the_report_says_so() -> None:
+def test_without_a_teacher_its_figures_are_marked_as_not_given() -> None:
     assert "| lengths 0.6–1.6× the teacher's | not given |  |" in report.markdown(rows(None), {}, "one sentence")
 
 
-def test_a_missing_teacher_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_recording_of_the_teacher_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--models", str(TRAINED), "--teacher", str(tmp_path), "--output", str(tmp_path / "out")]
     assert evaluate_voice.main(arguments) == 1
     (line,) = capsys.readouterr().err.splitlines()

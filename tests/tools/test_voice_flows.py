@@ -1,4 +1,4 @@
-"""The masks of training equal the attention of streams in serving."""
+"""The attention masks in training equal the attention of streams in serving."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from tools.voice_training import flow, flow_dit, flow_unet
 
 ENCODER = EncoderConfig(width=16, heads=2, feed_forward=16, blocks=1, up_blocks=1)
 LIMITS = BatchLimits(max_streams=1)
-PROMPT, TARGET, STEPS = 20, 150, 2  # tokens; long enough that the DiT forgets
+PROMPT, TARGET, STEPS = 20, 150, 2  # tokens; longer than the DiT's attention window
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def as_streamed(streaming: StreamingFlow, batch: flow.Batch, rules: HopRules) ->
     return torch.cat(mels, dim=1)
 
 
-def test_dit_training_has_the_attention_of_its_streams(batch: flow.Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dit_training_uses_the_attention_of_streams(batch: flow.Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     estimator = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
     network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
     random_weights(network)
@@ -82,7 +82,7 @@ def test_dit_training_has_the_attention_of_its_streams(batch: flow.Batch, monkey
     torch.testing.assert_close(as_trained(network, flow_dit.view, batch, streaming=True), streamed, atol=2e-4, rtol=0)
 
 
-def test_unet_training_has_the_attention_of_its_streams(batch: flow.Batch) -> None:
+def test_unet_training_uses_the_attention_of_streams(batch: flow.Batch) -> None:
     estimator = UNetConfig(channels=16, heads=1, blocks=1, mid_stages=1)
     network = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
     random_weights(network)

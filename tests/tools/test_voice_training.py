@@ -1,4 +1,4 @@
-"""Training of flows and vocoder for a moment, on noise, and loading of the results as in serving."""
+"""Short training of flows and vocoder on noise, and loading of the results as in serving."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +22,7 @@ UTTERANCES, TOKENS = 8, 40
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A working folder with noise as speech."""
+    """A working folder with noise instead of speech."""
     rng, count = np.random.default_rng(0), UTTERANCES * TOKENS
     voices = np.arange(UTTERANCES) * 2 // UTTERANCES
     np.save(tmp_path / "audio.npy", rng.normal(0, 2000, count * TOKEN_SAMPLES).astype(np.int16))
