@@ -1,4 +1,4 @@
-"""The fake TensorRT fails where the real one fails; otherwise tests that pass with it would prove nothing."""
+"""The fake TensorRT fails like the real one, so that tests that pass with it are meaningful."""
 
 import threading
 from pathlib import Path
@@ -112,12 +112,12 @@ def test_a_plan_of_another_version_or_machine_is_refused(
 
 
 def test_base_classes_have_to_be_initialised() -> None:
-    class Forgetful(trt.ILogger):
+    class WithoutInit(trt.ILogger):
         def __init__(self) -> None:
             pass
 
     with pytest.raises(TypeError, match="__init__ was called"):
-        trt.Builder(Forgetful())
+        trt.Builder(WithoutInit())
     with pytest.raises(TypeError):
         trt.Runtime(print)  # type: ignore[arg-type]
 

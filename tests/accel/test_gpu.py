@@ -1,4 +1,4 @@
-"""Stream synchronisation on a real GPU. The fake TensorRT computes on the CPU, so nothing else of it runs on a GPU."""
+"""Stream synchronisation on a real GPU. The fake TensorRT computes on the CPU, so its tests need no GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""ONNX files of the estimators: compared with torch, in the engine, and in upstream's form."""
+"""ONNX files of the estimators: compared with torch, in the engine, and with upstream's frame order."""
 
 import dataclasses
 import shutil
@@ -30,7 +30,7 @@ from tests.support import fake_tensorrt
 from tools.export import engines as build_engines
 from tools.export import onnx as export_onnx
 
-pytestmark = pytest.mark.slow  # nearly all of them need the exported networks
+pytestmark = pytest.mark.slow  # nearly all tests need the exported networks
 
 DIRECTORIES = {stack.name: stack.checkpoint for stack in stacks.BUILT_IN}
 UNET, UNET_STREAMING = (signature_of(stacks.UNET, use) for use in ("whole", "streaming"))
@@ -63,8 +63,8 @@ def voice(seed: int, length: int) -> Prompt:
     return Prompt(rng.integers(0, 6561, length), mel, rng.normal(size=SPEAKER_DIM).astype(np.float32), text="")
 
 
-def speak_together(stack: str, subject: Token2Wav) -> list[np.ndarray]:
-    """Three streams of different voices and lengths in the same batches."""
+def synthesize_together(stack: str, subject: Token2Wav) -> list[np.ndarray]:
+    """Audio of three streams with different voices and lengths, rendered in common batches."""
     streams = [subject.open(voice(seed, 20 + 7 * seed)) for seed in range(3)]
     tokens = [np.random.default_rng(9 + seed).integers(0, 6561, sum(HOPS) + 4 + seed) for seed in range(3)]
     audio: list[list[np.ndarray]] = [[], [], []]
@@ -84,7 +84,7 @@ def speak_together(stack: str, subject: Token2Wav) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_files_have_upstreams_names_inputs_and_outputs(exported, stack):
+def test_files_have_the_names_inputs_and_outputs_of_upstream(exported, stack):
     for signature in SIGNATURES[stack]:
         session = onnxruntime.InferenceSession(exported[stack] / signature.file)
         assert tuple(entry.name for entry in session.get_inputs()) == signature.inputs
@@ -96,7 +96,7 @@ def test_files_have_upstreams_names_inputs_and_outputs(exported, stack):
 @pytest.mark.parametrize("stack", STACKS)
 def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack):
     on_torch, on_onnx = (engine(stack, exported[stack], runtime) for runtime in ("torch", "onnxruntime"))
-    for ours, theirs in zip(speak_together(stack, on_torch), speak_together(stack, on_onnx), strict=True):
+    for ours, theirs in zip(synthesize_together(stack, on_torch), synthesize_together(stack, on_onnx), strict=True):
         assert np.abs(ours).max() > 0.01
         np.testing.assert_allclose(theirs, ours, atol=1e-3)
 
@@ -107,22 +107,22 @@ def plans(exported, stack, monkeypatch):
     fake_tensorrt.install(monkeypatch)
     here = Machine("NVIDIA Test", "9.0", fake_tensorrt.__version__)
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: here))
-    monkeypatch.setattr(engines, "flow_runtime", lambda setting, device: setting)  # which requires a GPU
+    monkeypatch.setattr(engines, "flow_runtime", lambda setting, device: setting)  # the original requires a GPU
     directory = str(exported[stack])
     assert build_engines.main(["--model-dir", directory, "--device", "cpu", "--precision", "float32"]) == 0
 
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_streams_are_equal_on_torch_and_the_fake_tensorrt(exported, stack, plans):
-    """The fake computes the plans' networks; what a real TensorRT does is not known here, see docs/tensorrt.md."""
+    """The fake computes the networks of the plans; a real TensorRT is not tested here, see docs/tensorrt.md."""
     on_torch, on_plans = (engine(stack, exported[stack], runtime) for runtime in ("torch", "tensorrt"))
     assert on_torch.contexts == (0, 0.0) and on_plans.contexts[0] == {"unet": 2, "dit": 3}[stack]
-    for ours, theirs in zip(speak_together(stack, on_torch), speak_together(stack, on_plans), strict=True):
+    for ours, theirs in zip(synthesize_together(stack, on_torch), synthesize_together(stack, on_plans), strict=True):
         np.testing.assert_allclose(theirs, ours, atol=1e-3)
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_the_settings_of_the_model_size_the_context_pools_and_choose_the_plans(exported, stack, plans):
+def test_the_settings_of_the_model_determine_the_context_pools_and_the_plans(exported, stack, plans):
     config = Token2WavConfig(
         model_dir=str(exported[stack]), flow_runtime="tensorrt", flow_precision="float32", flow_contexts=3
     )
@@ -132,8 +132,8 @@ def test_the_settings_of_the_model_size_the_context_pools_and_choose_the_plans(e
         Token2Wav.from_config(stacks.named(stack), dataclasses.replace(config, max_hop_tokens=200))
 
 
-class OfTwoRows(Network):
-    """A network whose profile holds one stream."""
+class TwoRowNetwork(Network):
+    """A network whose profile allows two rows, which is one stream."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -149,9 +149,9 @@ class OfTwoRows(Network):
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_batches_larger_than_a_profile_run_in_pieces(exported, stack, monkeypatch):
-    whole = speak_together(stack, engine(stack, exported[stack], "onnxruntime"))
-    monkeypatch.setattr(onnx, "OnnxNetwork", lambda path, device, original=OnnxNetwork: OfTwoRows(original(path)))
-    in_pieces = speak_together(stack, engine(stack, exported[stack], "onnxruntime"))
+    whole = synthesize_together(stack, engine(stack, exported[stack], "onnxruntime"))
+    monkeypatch.setattr(onnx, "OnnxNetwork", lambda path, device, original=OnnxNetwork: TwoRowNetwork(original(path)))
+    in_pieces = synthesize_together(stack, engine(stack, exported[stack], "onnxruntime"))
     for pieces, together in zip(in_pieces, whole, strict=True):
         np.testing.assert_allclose(pieces, together, atol=1e-3)
 
@@ -166,7 +166,7 @@ def test_whole_utterances_are_equal_on_torch_and_onnxruntime(exported, stack):
 
 
 class NewestFirst(Network):
-    """A chunk-wise network in upstream's form: new frames come before the cached ones."""
+    """A chunk-wise network with upstream's order of frames: new ones before the cached ones."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -179,7 +179,7 @@ class NewestFirst(Network):
         return outputs | {"new_att_cache": torch.cat([cache[..., known:, :], cache[..., :known, :]], dim=3)}
 
 
-class Forgetful(NewestFirst):
+class CacheDroppingNetwork(NewestFirst):
     """A network that drops its cached frames."""
 
     def run(self, inputs, stream=None):
@@ -211,7 +211,7 @@ def test_a_file_that_puts_the_newest_frames_first_gives_the_same_cache(exported)
 
 def test_a_network_that_drops_its_cache_is_refused(exported):
     with pytest.raises(ValueError, match="new_att_cache does not hold the frames of its att_cache"):
-        dit_on(exported["dit"], Forgetful)
+        dit_on(exported["dit"], CacheDroppingNetwork)
 
 
 def test_an_existing_file_is_checked_and_kept(exported, tmp_path, capsys):

@@ -116,7 +116,7 @@ def test_only_the_request_outside_the_profile_is_refused(engine: Callable[..., b
     network = TensorRTNetwork(engine(), "whole", "cpu", contexts=2, timeout=30)
     served, refused, failed = [], [], []
 
-    def ask(number: int) -> None:
+    def run(number: int) -> None:
         try:
             frames = 8000 if number == 5 else 10 + number
             inputs = estimator_inputs(frames, seed=number)
@@ -128,7 +128,7 @@ def test_only_the_request_outside_the_profile_is_refused(engine: Callable[..., b
         except BaseException as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -203,7 +203,7 @@ def test_contexts_that_do_not_fit_into_memory_are_an_error(
     assert trt.contexts == 0
 
 
-@pytest.mark.parametrize("foreign", [b"garbage", None], ids=["garbage", "another machine's"])
+@pytest.mark.parametrize("foreign", [b"garbage", None], ids=["garbage", "another machine"])
 def test_a_plan_that_tensorrt_refuses_is_an_error_with_its_reason(
     engine: Callable[..., bytes], trt: fake_tensorrt.State, foreign: bytes | None
 ) -> None:
@@ -281,7 +281,7 @@ class ThreadStream(HostStream):
         self._thread.join(timeout=30)
 
 
-def test_work_runs_after_its_callers_work_and_before_later_work_also_after_an_error(
+def test_work_runs_between_earlier_and_later_work_of_its_caller_even_after_an_error(
     engine: Callable[..., bytes], trt: fake_tensorrt.State, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stream = ThreadStream(trt)

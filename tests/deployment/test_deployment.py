@@ -26,7 +26,7 @@ needs_compose = pytest.mark.skipif(
 
 
 def composed(file: str, profiles: str = "", **settings: str) -> dict[str, Any]:
-    """A compose file as docker-compose understands it. It shows every service, whatever the profiles."""
+    """A compose file as resolved by docker-compose, with the services of all profiles."""
     environment = os.environ | {"COMPOSE_PROFILES": profiles} | settings
     run = subprocess.run(
         ["docker-compose", "--file", file, "config"], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -43,7 +43,7 @@ def test_the_dockerfile_passes_hadolint() -> None:
     assert run.returncode == 0, run.stdout
 
 
-def test_dockerignore_lets_through_what_the_dockerfile_copies() -> None:
+def test_dockerignore_includes_every_path_that_the_dockerfile_copies() -> None:
     """.dockerignore lists what the build may read; a COPY of another path fails."""
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for line in re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile.server").read_text(), re.MULTILINE):
@@ -56,7 +56,7 @@ def test_dockerignore_lets_through_what_the_dockerfile_copies() -> None:
     ("image", "extras"), [("cpu", ("client", "http", "server")), ("gpu", ("client", "http", "gpu", "datasets"))]
 )
 def test_the_constraints_hold_the_versions_of_pyproject(image: str, extras: tuple[str, ...]) -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read pyproject.toml by itself")
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML parser to read pyproject.toml")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extra = project["project"]["optional-dependencies"]
     wanted = [*project["project"]["dependencies"], *(one for name in extras for one in extra[name])]
@@ -125,8 +125,8 @@ def test_every_setting_of_the_compose_files_is_documented() -> None:
     sources = [ROOT / file for file in COMPOSE] + [ROOT / "deploy/compose/services.yml"]
     used = {name for path in sources for name in re.findall(r"(?<!\$)\$\{(\w+)", path.read_text())}
     example = (ROOT / ".env.example").read_text()
-    told = set(re.findall(r"^(?:# )?(\w+)=", example, re.MULTILINE))
-    assert used - told == set() and told - used == {"COMPOSE_PROFILES", "CHECKPOINT_REVISIONS"}
+    documented = set(re.findall(r"^(?:# )?(\w+)=", example, re.MULTILINE))
+    assert used - documented == set() and documented - used == {"COMPOSE_PROFILES", "CHECKPOINT_REVISIONS"}
     defaults = dict(re.findall(r"^(\w+)=(.*)$", example, re.MULTILINE))
     for path in sources:
         for name, default in re.findall(r"(?<!\$)\$\{(\w+):-([^}]*)\}", path.read_text()):
@@ -134,7 +134,7 @@ def test_every_setting_of_the_compose_files_is_documented() -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every call of a script of ours in images, compose files and manifests: its name and its arguments."""
+    """Name and arguments of every call of our scripts in images, compose files and manifests."""
     found = []
     paths = [ROOT / "Dockerfile.server", ROOT / "deploy/compose/services.yml", *(ROOT / file for file in COMPOSE)]
     for path in [*paths, *MANIFESTS]:
@@ -169,8 +169,8 @@ def test_dashboard_and_alerts_use_existing_metrics() -> None:
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     alerts = yaml.safe_load((ROOT / "deploy/monitoring/alerts.yml").read_text())
     queries += [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
-    asked = {re.sub(r"_bucket$", "", name) for query in queries for name in re.findall(r"\btts_\w+", query)}
-    assert asked and asked <= ours
+    queried = {re.sub(r"_bucket$", "", name) for query in queries for name in re.findall(r"\btts_\w+", query)}
+    assert queried and queried <= ours
     assert (
         yaml.safe_load((ROOT / "deploy/k8s/tts.yaml").read_text().split("---")[-1])["spec"]["metrics"][0]["pods"][
             "metric"
@@ -226,7 +226,7 @@ def test_all_manifests_are_listed_and_their_references_resolve() -> None:
 
 
 def test_pods_live_longer_than_their_streams() -> None:
-    """The time that Kubernetes and compose give must cover serve.py's notice, its drain and tritonserver's own end."""
+    """The grace period of Kubernetes and compose covers serve.py's notice, its drain and tritonserver's exit."""
     text = (ROOT / "deploy/k8s/tts.yaml").read_text()
     notice, limit = (int(re.findall(rf"--{name}-seconds (\d+)", text)[0]) for name in ("notice", "drain"))
     assert int(re.findall(r"terminationGracePeriodSeconds: (\d+)", text)[0]) > notice + limit + 12

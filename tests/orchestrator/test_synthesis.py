@@ -62,11 +62,11 @@ def test_the_three_parts_of_the_prompt_are_requested_concurrently() -> None:
     pipeline = Pipeline(FakeLM([1]), FakePromptEncoder(gates=dict.fromkeys(("tokens", "mel", "embedding"), gate)))
 
     async def scenario() -> list[np.ndarray]:
-        speaking = asyncio.create_task(pipeline.speak())
+        synthesis = asyncio.create_task(pipeline.synthesize())
         await run_until(lambda: len(pipeline.encoder.started) == 3)
         assert pipeline.encoder.ended == []
         gate.set()
-        return await speaking
+        return await synthesis
 
     assert len(pipeline.run(scenario())) == 1
 
@@ -76,11 +76,11 @@ def test_the_llm_starts_before_the_x_vector_is_ready() -> None:
     pipeline = Pipeline(FakeLM([1]), FakePromptEncoder(gates={"embedding": gate}))
 
     async def scenario() -> list[np.ndarray]:
-        speaking = asyncio.create_task(pipeline.speak())
+        synthesis = asyncio.create_task(pipeline.synthesize())
         await run_until(lambda: len(pipeline.llm.prompts) == 1)
         assert pipeline.token2wav.streams == []
         gate.set()
-        return await speaking
+        return await synthesis
 
     assert len(pipeline.run(scenario())) == 1
 
@@ -90,11 +90,11 @@ def test_token2wav_starts_before_the_first_token() -> None:
     pipeline = Pipeline(FakeLM(first_token, *one_by_one(20)))
 
     async def scenario() -> list[np.ndarray]:
-        speaking = asyncio.create_task(pipeline.speak())
+        synthesis = asyncio.create_task(pipeline.synthesize())
         await run_until(lambda: pipeline.token2wav.live == 1)
         assert pipeline.hops == []
         first_token.set()
-        return await speaking
+        return await synthesis
 
     assert len(pipeline.run(scenario())) == 2
 
@@ -115,7 +115,7 @@ def test_chunks_are_rendered_while_the_llm_still_generates() -> None:
 def test_the_llm_continues_the_reference_with_the_requested_sampling() -> None:
     pipeline = Pipeline(FakeLM([1]))
     request = speech_request(voice=7, text="hello", reference_text="its transcript")
-    pipeline.run(pipeline.speak(request))
+    pipeline.run(pipeline.synthesize(request))
     assert pipeline.llm.prompts == [LLMPrompt("hello", "its transcript", [7] * PROMPT_TOKENS)]
     assert pipeline.llm.samplings == [request.sampling]
     assert len(pipeline.token2wav.streams[0].prompt.tokens) == PROMPT_TOKENS
@@ -123,7 +123,7 @@ def test_the_llm_continues_the_reference_with_the_requested_sampling() -> None:
 
 def test_without_a_transcript_the_llm_gets_only_the_text_and_the_flow_reproduces_the_voice() -> None:
     pipeline = Pipeline(FakeLM([1]))
-    pipeline.run(pipeline.speak(speech_request(voice=7, reference_text="")))
+    pipeline.run(pipeline.synthesize(speech_request(voice=7, reference_text="")))
     assert pipeline.llm.prompts == [LLMPrompt("hello")]
     assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
 
@@ -133,17 +133,17 @@ def test_without_a_transcript_the_llm_does_not_wait_for_the_prompt_models() -> N
     pipeline = Pipeline(FakeLM([1]), FakePromptEncoder(gates=dict.fromkeys(("tokens", "mel", "embedding"), gate)))
 
     async def scenario() -> list[np.ndarray]:
-        speaking = asyncio.create_task(pipeline.speak(speech_request(reference_text="")))
+        synthesis = asyncio.create_task(pipeline.synthesize(speech_request(reference_text="")))
         await run_until(lambda: len(pipeline.llm.prompts) == 1)
         gate.set()
-        return await speaking
+        return await synthesis
 
     assert len(pipeline.run(scenario())) == 1
 
 
 def test_an_instruction_replaces_the_recording_in_the_llm_and_the_flow_reproduces_the_voice() -> None:
     pipeline = Pipeline(FakeLM([1]))
-    pipeline.run(pipeline.speak(dataclasses.replace(speech_request(voice=7), instruct_text="sadly")))
+    pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(voice=7), instruct_text="sadly")))
     assert pipeline.llm.prompts == [LLMPrompt("hello", "sadly<|endofprompt|>")]
     assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
 
@@ -153,9 +153,9 @@ def test_a_registered_voice_gives_the_same_prompts_as_its_recording(registered: 
     pipeline = Pipeline(FakeLM([1]))
     pipeline.voices["anna"] = registered
     request = dataclasses.replace(speech_request(), voice="anna")
-    pipeline.run(pipeline.speak(request))
-    pipeline.run(pipeline.speak(dataclasses.replace(request, cross_lingual=True)))
-    pipeline.run(pipeline.speak(dataclasses.replace(request, instruct_text="sadly")))
+    pipeline.run(pipeline.synthesize(request))
+    pipeline.run(pipeline.synthesize(dataclasses.replace(request, cross_lingual=True)))
+    pipeline.run(pipeline.synthesize(dataclasses.replace(request, instruct_text="sadly")))
     assert pipeline.llm.prompts == [
         LLMPrompt("hello", "its text", [7] * PROMPT_TOKENS),
         LLMPrompt("hello"),
@@ -176,7 +176,7 @@ def test_text_and_transcript_are_spelled_out_if_the_request_says_so() -> None:
     pipeline = Pipeline(FakeLM([1]))
     pipeline.texts = UpperCase()
     for normalize in (True, False):
-        pipeline.run(pipeline.speak(dataclasses.replace(speech_request(), normalize=normalize)))
+        pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(), normalize=normalize)))
     texts = [(prompt.target_text, prompt.prompt_text) for prompt in pipeline.llm.prompts]
     assert texts == [("HELLO", "REFERENCE"), ("hello", "reference")]
 
@@ -184,7 +184,7 @@ def test_text_and_transcript_are_spelled_out_if_the_request_says_so() -> None:
 def test_an_unknown_voice_ends_the_request_before_any_model_is_called() -> None:
     pipeline = Pipeline(FakeLM([1]))
     with pytest.raises(KeyError, match="anna"):
-        pipeline.run(pipeline.speak(dataclasses.replace(speech_request(), voice="anna")))
+        pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(), voice="anna")))
     assert pipeline.llm.prompts == [] and pipeline.token2wav.streams == []
 
 
@@ -209,7 +209,7 @@ def test_speed_is_for_whole_utterances() -> None:
     pipeline.run(scenario())
     assert pipeline.token2wav.offline_calls == [(list(range(40)), 1.5)]
     with pytest.raises(ValueError, match="speed 1.5 is for whole utterances"):
-        pipeline.run(pipeline.speak(fast))
+        pipeline.run(pipeline.synthesize(fast))
 
 
 @pytest.mark.parametrize("tokens_before", [0, 5, 18, 60])
@@ -252,7 +252,7 @@ def test_an_llm_without_speech_tokens_is_an_error_naming_the_text(offline: bool)
     async def scenario() -> list[np.ndarray]:
         if offline:
             return [await pipeline.synthesizer.offline(speech_request(text="quiet"))]
-        return await pipeline.speak(speech_request(text="quiet"))
+        return await pipeline.synthesize(speech_request(text="quiet"))
 
     with pytest.raises(UnavailableError, match="no speech token for the text 'quiet'"):
         pipeline.run(scenario())
@@ -292,12 +292,12 @@ def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
     )
 
     async def scenario() -> list[np.ndarray]:
-        speaking = asyncio.create_task(pipeline.speak())
+        synthesis = asyncio.create_task(pipeline.synthesize())
         await run_until(lambda: STAGES[stage](pipeline))
         for _ in range(5):
             await asyncio.sleep(0)
-        speaking.cancel()
-        return await speaking
+        synthesis.cancel()
+        return await synthesis
 
     with pytest.raises(asyncio.CancelledError):
         pipeline.run(scenario())
@@ -328,7 +328,7 @@ def test_eight_concurrent_streams_do_not_mix() -> None:
 
     async def scenario() -> list[np.ndarray]:
         requests = [speech_request(voice=voice, text=str(100 * voice)) for voice in range(8)]
-        return [np.concatenate(audio) for audio in await asyncio.gather(*map(pipeline.speak, requests))]
+        return [np.concatenate(audio) for audio in await asyncio.gather(*map(pipeline.synthesize, requests))]
 
     for voice, audio in enumerate(pipeline.run(scenario())):
         np.testing.assert_array_equal(audio, 10_000 * voice + np.arange(100 * voice, 101 * voice + 100))

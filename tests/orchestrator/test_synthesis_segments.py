@@ -42,7 +42,7 @@ def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offl
     request = speech_request(voice=3, text="0-40|100-101|200-260")
 
     async def scenario() -> list[np.ndarray]:
-        return [await pipeline.synthesizer.offline(request)] if offline else await pipeline.speak(request)
+        return [await pipeline.synthesizer.offline(request)] if offline else await pipeline.synthesize(request)
 
     audio = np.concatenate(pipeline.run(scenario()))
     np.testing.assert_array_equal(audio, 30_000 + np.concatenate([np.arange(40), [100], np.arange(200, 260)]))
@@ -72,12 +72,12 @@ def test_the_llm_is_one_segment_ahead_of_token2wav_and_no_further() -> None:
     pipeline = Pipeline(CountingLM(), token2wav=FakeToken2Wav(gate=gate))
 
     async def scenario() -> list[np.ndarray]:
-        speaking = asyncio.create_task(pipeline.speak(speech_request(text="0-20|20-40|40-60|60-80")))
+        synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|20-40|40-60|60-80")))
         await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.llm.unclosed == 0)
         await asyncio.sleep(0.1)  # enough time to continue if it did
         assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["0-20", "20-40"]
         gate.set()
-        return await speaking
+        return await synthesis
 
     np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(80))
 
@@ -125,7 +125,7 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
     )
     pipeline.texts = FailingTexts() if failing == "segments" else FakeTextPreparer()
     with pytest.raises((ValueError, UnavailableError, RuntimeError), match=failing):
-        pipeline.run(pipeline.speak(speech_request(text="0-20|20-40|40-60")))
+        pipeline.run(pipeline.synthesize(speech_request(text="0-20|20-40|40-60")))
 
 
 @pytest.mark.parametrize("stage", ["the segment being rendered", "the segment ahead"])
@@ -140,10 +140,10 @@ def test_cancelling_frees_every_segment(stage: str) -> None:
         if not ahead:  # the consumer holds a waveform of the second segment, the third one waits
             async with aclosing(pipeline.synthesizer.stream(speech_request(text="0-20|20-60|60-80|80-99"))) as audio:
                 return [await anext(audio) for _ in range(3)]
-        speaking = asyncio.create_task(pipeline.speak(speech_request(text="0-20|slow|60-80")))
+        synthesis = asyncio.create_task(pipeline.synthesize(speech_request(text="0-20|slow|60-80")))
         await run_until(lambda: len(pipeline.llm.prompts) == 2 and pipeline.token2wav.live == 1)
-        speaking.cancel()
-        return await speaking
+        synthesis.cancel()
+        return await synthesis
 
     if ahead:
         with pytest.raises(asyncio.CancelledError):

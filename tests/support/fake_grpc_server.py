@@ -17,7 +17,7 @@ from tests.support.fake_triton import InferenceRequest, InferenceResponse
 
 @dataclass
 class FakeGrpcServer:
-    """`live`: the number of requests that have begun and not ended. `stop` ends the server at once."""
+    """`live`: number of requests in progress. `stop` ends the server immediately."""
 
     address: str
     server: grpc.Server

@@ -14,8 +14,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """`files`: content by name, served as LFS files. `cut`: number of bytes of a file after which the connection breaks,
-    once. `damage`: names of files to send with a changed byte. `requested`: paths. `ranges`: Range headers.
+    """`files`: content by name, served as LFS files. `cut`: bytes of a file after which the connection breaks, once.
+    `damage`: names of files to send with a changed byte. `requested`: paths. `ranges`: Range headers.
     """
 
     url: str = ""

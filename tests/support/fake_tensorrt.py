@@ -1,10 +1,10 @@
-"""A strict stand-in for the package `tensorrt`: what the library and tools.export.engines use of it, and no more.
+"""A strict fake of the package `tensorrt` with only the parts that the library and tools.export.engines use.
 
-It refuses what the real one refuses, in the same way (False, None, an exception): shapes outside the profile, addresses
-that nobody set, names that do not exist, plans of another machine. It raises where the real one would be undefined: a
-context in two threads at once. A plan holds its ONNX network, which onnxruntime computes, so that results are real.
+It fails like the real one (False, None or an exception) for shapes outside the profile, addresses that were not set,
+unknown names and plans of another machine. It raises where the behaviour of the real one is undefined: use of a context
+by two threads at once. A plan contains its ONNX network, which onnxruntime computes, so that outputs are correct.
 
-It was written from the documentation strings of the real bindings; tests/assets/tensorrt_names.txt says which.
+It was written from the docstrings of the real bindings; tests/assets/tensorrt_names.txt names their version.
 """
 
 import ctypes
@@ -28,16 +28,16 @@ __version__ = "10.11.0.33"
 
 
 class State:
-    """What a test sets: the machine, and how it fails. Fresh for every test (`install`)."""
+    """The simulated machine and its failures, set by tests. `install` creates a new one for every test."""
 
     def __init__(self) -> None:
         self.machine = "NVIDIA Test 9.0"
-        self.context_memory = 100  # contexts that fit
-        self.unsupported: set[str] = set()  # operators
+        self.context_memory = 100  # number of contexts that fit into memory
+        self.unsupported: set[str] = set()  # operators that the parser rejects
         self.build_fails = ""
-        self.runs_fail = 0  # of the next executions
-        self.wrong_by = 0.0  # what is added to every output
-        self.streams: dict[int, Any] = {}  # by handle: where asynchronous work goes; others work at once
+        self.runs_fail = 0  # number of next executions that fail
+        self.wrong_by = 0.0  # added to every output
+        self.streams: dict[int, Any] = {}  # by handle: streams for asynchronous work; other handles run it immediately
         self.built: list[dict[str, Any]] = []
         self.contexts = 0
 
@@ -46,7 +46,7 @@ state = State()
 
 
 class Dims(tuple):
-    """As iterable as the real one."""
+    """Iterable like the real class."""
 
 
 class Severity(enum.IntEnum):
@@ -225,26 +225,26 @@ class Builder:
         return memoryview(pickle.dumps(plan))
 
     def _report(self, monitor: Any) -> bool:
-        """Whether the build may go on. An exception of the monitor's is lost, as in the real one."""
+        """Whether the monitor continues the build. Its exceptions are only logged, as in the real one."""
         if monitor is None:
             return True
         try:
             monitor.phase_start("Building Engine", None, 2)
             monitor.phase_start("Timing", "Building Engine", 1)
-            goes_on = monitor.step_complete("Timing", 0)
+            proceed = monitor.step_complete("Timing", 0)
             monitor.phase_finish("Timing")
-            goes_on = goes_on and monitor.step_complete("Building Engine", 0)
+            proceed = proceed and monitor.step_complete("Building Engine", 0)
             monitor.phase_finish("Building Engine")
         except BaseException as error:
             self._logger.log(Severity.ERROR, f"Exception caught in step_complete(): {error}")
             return True
-        return goes_on
+        return proceed
 
     def _problem(self, network: INetworkDefinition, config: IBuilderConfig) -> str:
         if state.build_fails or network._model is None:
             return state.build_fails or "the network is empty"
         if not network._strongly_typed:
-            return "strongly typed networks only: what the real one makes of weak types is up to the real one"
+            return "the fake supports strongly typed networks only"
         for index in range(network.num_inputs):
             tensor = network.get_input(index)
             bounds = config._profiles[0]._shapes.get(tensor.name) if config._profiles else None
@@ -280,7 +280,7 @@ class ICudaEngine:
         self._logger = logger
         self._inputs = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
         self._outputs = {value.name: value.type.tensor_type.elem_type for value in model.graph.output}
-        if TensorProto.BFLOAT16 in self._inputs.values():  # which onnxruntime does not compute on the CPU
+        if TensorProto.BFLOAT16 in self._inputs.values():  # onnxruntime does not compute it on the CPU
             self._session: Any = onnx.reference.ReferenceEvaluator(model)
         else:
             self._session = onnxruntime.InferenceSession(plan["model"], providers=["CPUExecutionProvider"])
@@ -311,10 +311,10 @@ class ICudaEngine:
 
 
 class IExecutionContext:
-    """Every method may be called by one thread at a time; where the real one is undefined, this one raises."""
+    """Raises if two threads call methods at the same time, which is undefined in the real one."""
 
     def __init__(self, engine: ICudaEngine) -> None:
-        self._state = state  # that of its own test: an exception may keep it alive into the next
+        self._state = state  # of the test that created it: an exception may keep the context alive until the next test
         self._state.contexts += 1
         self._engine = engine
         self._user = threading.Lock()
@@ -409,13 +409,13 @@ def _dims(value: onnx.ValueInfoProto) -> Any:
 
 
 def classes() -> dict[str, type]:
-    """What the package offers, by name."""
+    """The classes of the package, by name."""
     own = {name: value for name, value in globals().items() if isinstance(value, type) and value.__module__ == __name__}
     return {name: value for name, value in own.items() if name[0] != "_" and value is not State}
 
 
 def install(monkeypatch: Any) -> State:
-    """Make `import tensorrt` give this stand-in for the length of a test; what comes back steers it."""
+    """Replace `import tensorrt` by this fake during a test; returns the state that controls it."""
     global state
     state = State()
     module = types.ModuleType("tensorrt")

@@ -1,4 +1,4 @@
-"""A strict stand-in for triton_python_backend_utils: what the real one would refuse or misread fails here at once."""
+"""A strict fake of triton_python_backend_utils: calls that the real one would refuse or misread raise immediately."""
 
 import json
 import time
@@ -14,8 +14,8 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 
 
-class TritonModelException(RuntimeError):  # noqa: N818 - its name in the real module
-    """What the backend raises on misuse."""
+class TritonModelException(RuntimeError):  # noqa: N818 - the name in the real module
+    """Raised by the backend on misuse."""
 
 
 class TritonError:
@@ -77,13 +77,13 @@ class InferenceResponse:
 
 
 class ResponseSender:
-    """Records what a model sends; refuses a response after the final one, and a second of a model not decoupled."""
+    """Records responses; refuses any after the final one, and a second one of a model that is not decoupled."""
 
     def __init__(self, decoupled: bool) -> None:
         self.responses: list[InferenceResponse] = []
         self.final = False
         self.cancelled = False
-        self.asked_too_late = False  # whether it was cancelled, after the final response: a crash of Triton 2.51
+        self.asked_too_late = False  # is_cancelled() was called after the final response, which crashes Triton 2.51
         self._decoupled = decoupled
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
@@ -103,7 +103,7 @@ class ResponseSender:
 
 Callee = Callable[["InferenceRequest"], InferenceResponse | Iterable[InferenceResponse]]
 
-# The models that a call may ask, by name; a test puts its own here.
+# The models that requests can call, by name; set by tests.
 models: dict[str, Callee] = {}
 
 
@@ -182,7 +182,7 @@ class InferenceRequest:
             error = TritonError(f"Failed for execute the inference request. Model '{self._model}' is not ready.")
             raise TritonModelException(error.message())
         answer = models[self._model](self)
-        assert isinstance(answer, InferenceResponse), "a decoupled model is asked over gRPC"
+        assert isinstance(answer, InferenceResponse), "a decoupled model is called over gRPC"
         return answer
 
 
@@ -192,15 +192,15 @@ def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | N
 
 
 def as_module() -> types.ModuleType:
-    """This file under the name by which models import it."""
+    """This file as a module with the name that models import."""
     module = types.ModuleType("triton_python_backend_utils")
     module.__dict__.update({key: value for key, value in globals().items() if not key.startswith("__")})
     return module
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """For what a thread of a model is about to do."""
+    """Wait for an effect of a model's thread; fails after 10 s."""
     deadline = time.monotonic() + 10
     while not condition():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.005)

@@ -33,7 +33,7 @@ def one_thread():
 
 @pytest.fixture
 def manifest(tmp_path):
-    """`manifest(*rows)`: a file of those rows, beside recordings of 1 s, 1.2 s and silence."""
+    """`manifest(*rows)`: a file of those rows, in a folder with recordings of 1 s, 1.2 s and of silence."""
     wav = load_audio(ROOT / "tests" / "assets" / "reference_en.wav", PROMPT_SAMPLE_RATE)
     save_audio(tmp_path / "voice.wav", wav[:PROMPT_SAMPLE_RATE], PROMPT_SAMPLE_RATE)
     save_audio(tmp_path / "other.wav", wav[PROMPT_SAMPLE_RATE : int(2.2 * PROMPT_SAMPLE_RATE)], PROMPT_SAMPLE_RATE)

@@ -22,7 +22,7 @@ from tests.support.fakes import (
 
 
 class Pipeline:
-    """A synthesizer over fakes, and a check that it leaves no task or open stream behind."""
+    """A synthesizer over fakes, and a check that it leaves no running task or open stream."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class Pipeline:
         ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, self.token2wav)
         return Synthesizer(*ports, self.rules, self.clock)
 
-    async def speak(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
+    async def synthesize(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
         async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:
             return [waveform async for waveform in waveforms]
 
     def run(self, scenario: Coroutine[None, None, list[np.ndarray]] | None = None) -> list[np.ndarray]:
         async def main() -> list[np.ndarray]:
             try:
-                return await (scenario or self.speak())
+                return await (scenario or self.synthesize())
             finally:
                 self.assert_nothing_left()
 

@@ -53,7 +53,7 @@ class ServeProcess:
         self.process.send_signal(signal.SIGTERM)
 
     def kill_tritonserver(self) -> None:
-        """As when a machine fails: tritonserver and all its connections end at once."""
+        """Simulate the failure of a machine: tritonserver and all its connections end immediately."""
         command = ["pgrep", "-P", str(self.process.pid), "tritonserver"]
         (victim,) = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         os.kill(int(victim), signal.SIGKILL)
@@ -138,8 +138,8 @@ async def synthesize(connection: triton.InferenceServerClient, text: str, outcom
     """One stream until its end or error. Without the header triton_grpc_error, which crashes tritonserver 2.51."""
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
-        asked = utterance(text)
-        yield {"model_name": MODEL, "inputs": asked.tensors(InferInput), "parameters": asked.parameters}
+        request = utterance(text)
+        yield {"model_name": MODEL, "inputs": request.tensors(InferInput), "parameters": request.parameters}
 
     responses = connection.stream_infer(requests(), stream_timeout=STREAM_SECONDS)
     try:

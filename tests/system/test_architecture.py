@@ -1,4 +1,4 @@
-"""The rules of the design: who imports whom, how long a file may be, where numbers live."""
+"""Rules of the design: allowed imports, file lengths, and constants defined in one file."""
 
 import ast
 import graphlib
@@ -18,10 +18,10 @@ TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 SOURCES = [*LIBRARY, *MODELS, *SCRIPTS, *TOOLS]
 
 TRITON = "triton_python_backend_utils"
-# 151663 and the rates; written so that this file does not hold what it forbids elsewhere.
+# Token id and rates, as strings; only common/constants.py may have them as numbers.
 NUMBERS = {"151663", "24000", "16000", "480", "3840"}
 
-# The rooms of the library from the ground floor up. A room imports itself and rooms of the floors below, nothing else.
+# The rooms of the library by floor, lowest first. A room imports only itself and rooms of lower floors.
 FLOORS = (
     {"constants", "errors", "tasks", "checkpoint", "kernels", "text"},
     {"config", "stacks", "process", "flow", "hift"},
@@ -30,7 +30,7 @@ FLOORS = (
     {"token2wav", "triton_io", "client"},
     {"orchestrator", "speech_service"},
 )
-# Within a room: the pipeline is tested without Triton, so it does not import what asks Triton.
+# Files with further limits: the pipeline is tested without Triton, so it does not import the modules that call it.
 FORBIDDEN = {
     "common/orchestrator/synthesis.py": ("common.triton_io", "common.orchestrator.ports"),
     "common/orchestrator/chunking.py": ("common.triton_io", "common.orchestrator.ports"),
@@ -43,7 +43,7 @@ def name_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Every module that a file imports, at its top or anywhere within."""
+    """Every module that a file imports, at the top level or in functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -58,19 +58,19 @@ def begins_with(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-def test_there_is_something_to_check():
+def test_the_lists_of_source_files_are_not_empty():
     assert len(LIBRARY) > 20 and len(MODELS) >= 7 and len(SCRIPTS) > 5
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_the_library_imports_nothing_that_stands_above_it(path):
+def test_the_library_imports_no_scripts_tools_tests_or_models(path):
     above = ("scripts", "tools", "tests", "model_repo")
     assert {m for m in imports_of(path) if any(begins_with(m, package) for package in above)} == set()
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)
 def test_the_library_names_no_script_or_tool(path):
-    """Also not in strings or comments: it says what is wrong, and whoever called it knows the command that helps."""
+    """Including strings and comments: the library reports errors, and its caller adds the command that fixes them."""
     lines = enumerate(path.read_text().splitlines(), start=1)
     assert [f"line {number}: {line}" for number, line in lines if re.search(r"\b(scripts|tools)[./]", line)] == []
 
@@ -106,8 +106,8 @@ def test_some_files_import_less_than_their_room(file):
 
 
 @pytest.mark.parametrize("package", ["common", "scripts", "tools"])
-def test_no_modules_import_each_other_in_a_circle(package):
-    """Imports within functions count too: a circle is one, whenever it is closed."""
+def test_there_are_no_circular_imports(package):
+    """Imports inside functions count too."""
     files = {module_of(path): path for path in sorted((ROOT / package).rglob("*.py"))}
     imports = {module: set(modules_of(path, files)) - {module} for module, path in files.items()}
     try:
@@ -117,7 +117,7 @@ def test_no_modules_import_each_other_in_a_circle(package):
 
 
 def modules_of(path: Path, modules: Container[str]) -> Iterator[str]:
-    """Which of `modules` a file imports; `from package import name` is the module `package.name` if there is one."""
+    """Those of `modules` that a file imports; `from package import name` is `package.name` if that is a module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
@@ -134,23 +134,23 @@ def module_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_only_models_and_one_adapter_know_triton(path):
+def test_only_models_and_triton_io_import_the_python_backend(path):
     if path not in MODELS and not name_of(path).startswith("common/triton_io/"):
         assert not any(begins_with(module, TRITON) for module in imports_of(path))
 
 
 @pytest.mark.parametrize("path", MODELS, ids=name_of)
-def test_a_model_is_short(path):
+def test_models_have_at_most_150_lines(path):
     assert len(path.read_text().splitlines()) <= 150
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_no_file_is_a_giant(path):
+def test_files_have_at_most_450_lines(path):
     assert len(path.read_text().splitlines()) <= 450
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_rates_and_offsets_live_in_one_file(path):
+def test_rates_and_token_ids_are_defined_in_one_file(path):
     if name_of(path) == "common/constants.py":
         return
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
@@ -162,7 +162,7 @@ def test_rates_and_offsets_live_in_one_file(path):
     assert found == []
 
 
-def test_no_class_name_means_two_things():
+def test_class_names_are_unique():
     names: dict[str, list[str]] = {}
     for path in [*LIBRARY, *SCRIPTS, *TOOLS]:
         for node in ast.parse(path.read_text()).body:

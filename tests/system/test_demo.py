@@ -1,4 +1,4 @@
-"""The demo as `make demo` runs it, on free ports: a recogniser understands its sentence."""
+"""The demo as run by `make demo`, on free ports: speech recognition finds its sentence."""
 
 import socket
 from pathlib import Path
@@ -19,7 +19,7 @@ MAX_WORD_ERRORS = 0.3
 
 
 @pytest.mark.parametrize("stack", ["dit", "unet"])
-def test_the_demos_sentence_is_recognised(stack: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sentence_of_the_demo_is_recognised(stack: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "demo.wav"
     assert demo.main(["--stack", stack, "--output", str(output), *PORTS]) == 0
     info = soundfile.info(output)

@@ -388,10 +388,10 @@ def test_cancelled_streams_free_their_slots(stack: str, serve: Serve, voice: np.
                         break
         return await grpc_client.synthesize(server.grpc_url, MODELS[stack], short, timeout=30)
 
-    async def everybody() -> list[SpeechResult]:
+    async def run_all() -> list[SpeechResult]:
         return await asyncio.gather(*map(cancel_then_finish, (3, 4, 5, 6)))
 
-    for speech in asyncio.run(everybody()):
+    for speech in asyncio.run(run_all()):
         assert_speech(speech)
 
 

@@ -1,4 +1,4 @@
-"""What a client of the real tritonserver sees when the LLM or the process of a model fails."""
+"""Errors that a client of the real tritonserver gets when the LLM or the process of a model fails."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the documents and messages name exists: files, links, make targets, options, models, tensors."""
+"""Everything that documents and messages name exists: files, links, make targets, options, models, tensors."""
 
 import ast
 import os
@@ -23,7 +23,7 @@ SHELL = [path for path in SCRIPTS if path.suffix == ".sh"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
-# A path of this repository as prose names it: with a folder and an ending.
+# A path of this repository in prose: with a folder and a suffix.
 PATH = re.compile(
     r"\b(?:common|deploy|docs|model_repo(?:_dit)?|scripts|tests|tools)/[\w./-]*\.(?:py|md|sh|yml|yaml|conf|dot|proto|json|jsonl|txt|wav)\b"
 )
@@ -51,7 +51,7 @@ def test_every_page_that_code_names_exists() -> None:
     assert named and {(file, page) for file, page in named if not (ROOT / page).exists()} == set()
 
 
-def test_the_table_of_rooms_has_every_room_on_its_floor() -> None:
+def test_the_table_of_rooms_lists_every_room_with_its_floor() -> None:
     rows = re.findall(r"^\| (\d) \| `(\w+)/?` \|", ARCHITECTURE, re.MULTILINE)
     assert sorted(rows) == sorted((str(number), room) for number, floor in enumerate(FLOORS, start=1) for room in floor)
 
@@ -68,7 +68,7 @@ def definitions(path: Path) -> set[str]:
     return found
 
 
-def test_the_path_of_a_chunk_is_that_of_the_code() -> None:
+def test_the_path_of_a_chunk_names_existing_functions() -> None:
     section = ARCHITECTURE.split("## The path of a chunk")[1].split("\n## ")[0]
     steps = re.findall(r"`([\w/]+\.py)`((?:,? `[\w.]+`)+)", " ".join(section.split()))
     assert len(steps) > 20
@@ -89,8 +89,8 @@ def test_every_model_is_named_in_the_readme_and_the_architecture() -> None:
         assert {model for model in models if not re.search(rf"\b{model}\b", text_of(page))} == set(), page
 
 
-def test_the_table_of_models_has_every_tensor_of_ours() -> None:
-    """Of `tensorrt_llm`, whose tensors are those of another backend, it has a selection."""
+def test_the_table_of_models_has_every_tensor() -> None:
+    """Except for `tensorrt_llm`, whose tensors are those of the TensorRT-LLM backend: the table lists some of them."""
     section = ARCHITECTURE.split("## Models and tensors")[1].split("\n## ")[0]
     for path in MODELS:
         model = path.parents[1].name
@@ -104,7 +104,7 @@ def test_the_table_of_models_has_every_tensor_of_ours() -> None:
             assert {name for name in re.findall(r"`(\w+)`", row) if name not in tensors | {model}} == set()
 
 
-def test_the_picture_is_that_of_its_source() -> None:
+def test_the_diagram_is_rendered_from_its_source() -> None:
     picture = text_of(ROOT / "docs" / "architecture.svg")
     labels = re.findall(r"<b>([^<]+)</b>", text_of(ROOT / "docs" / "architecture.dot"))
     assert len(labels) > 10 and [label for label in labels if f">{label}</text>" not in picture] == []
@@ -131,15 +131,15 @@ def test_every_program_runs_as_a_module(program: str) -> None:
     assert "usage:" in help_text and len(help_text) > 200, help_text
 
 
-def test_a_launcher_runs_as_upstreams_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """The real thing once, since the tests above imitate the interpreter."""
+def test_a_launcher_runs_as_a_file_in_a_separate_process(tmp_path: Path) -> None:
+    """One real process, because the tests above only imitate the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, ROOT / "scripts" / "client_grpc.py", "--help"]
     finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0 and "--reference-audio" in finished.stdout, finished.stderr
 
 
-def test_the_check_of_the_machine_needs_no_package() -> None:
+def test_the_check_of_the_machine_needs_no_packages() -> None:
     """-S: without site-packages, as the system's own Python before `make setup`."""
     command = [sys.executable, "-S", "-m", "scripts.check_machine", "--disk", "0"]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -160,6 +160,6 @@ def test_options_of_the_documented_commands_are_in_their_help(page: Path) -> Non
 
 @pytest.mark.parametrize("page", [*PAGES, *SHELL], ids=name_of)
 def test_programs_are_started_as_modules(page: Path) -> None:
-    """One way everywhere; the README's sentence on upstream's way is the exception."""
+    """With one exception: the README's sentence about running a launcher as a file, as upstream does."""
     found = re.findall(r"(?:python3?|PYTHON\}?\"?) (?:scripts|tools)/[\w/]+\.py", text_of(page))
     assert found == (["python3 scripts/client_grpc.py"] if page.name == "README.md" and page.parent == ROOT else [])

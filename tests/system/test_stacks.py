@@ -1,4 +1,4 @@
-"""A stack is data: one that is registered from outside is rendered, listed and found without an edit elsewhere."""
+"""A stack is data: one registered by another package is rendered, listed and found without changes to other code."""
 
 import argparse
 import ast
@@ -33,7 +33,7 @@ from tools.prepare import hub, steps
 
 BUILT_IN = [stack.name for stack in stacks.BUILT_IN]
 
-# What somebody else's package would hold.
+# The module of an external package.
 PACKAGE = """
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """The third stack's checkpoints, as far as rendering looks at them."""
+    """The files of the third stack's checkpoints that rendering checks for."""
     directory = tmp_path / "models"
     for name in ("flow.pt", "hift.pt", "campplus.onnx", "speech_tokenizer_v3.onnx"):
         (directory / "Third").mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def models(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_stack_from_outside_is_rendered_and_valid(third: Stack, models: Path, tmp_path: Path) -> None:
+def test_a_stack_of_another_package_is_rendered_and_valid(third: Stack, models: Path, tmp_path: Path) -> None:
     assert render.main([str(models), str(tmp_path / "out"), "--stack", "third", "--device", "cpu"]) == 0
     configs = {}
     for directory in (path for path in (tmp_path / "out").iterdir() if path.is_dir()):
@@ -125,21 +125,21 @@ def test_a_stack_from_outside_is_rendered_and_valid(third: Stack, models: Path, 
     assert parameters["speech3"]["llm_tokenizer_dir"] == str(models / "third_llm")
     assert parameters["tensorrt_llm"]["gpt_model_path"] == str(models / "third_llm_genai")
     assert json.loads((tmp_path / "out" / MARKER).read_text())["stack"] == "third"
-    # The stack's own defaults, each where there is such a setting.
+    # The stack's own defaults, in the models that have the setting.
     assert (parameters["speech3"]["top_p"], parameters["speech3"]["top_k"]) == ("0.8", "25")
     assert parameters["sound3"]["max_streams"] == "7" and parameters["speech3"]["temperature"] == "0.8"
     assert configs["sound3"].sequence_batching.oldest.max_candidate_sequences == 7
     assert "stack = THIRD" in (tmp_path / "out" / "speech3" / "1" / "model.py").read_text()
 
 
-def test_what_its_checkpoint_lacks_is_named(third: Stack, models: Path, tmp_path: Path) -> None:
+def test_missing_files_of_its_checkpoint_are_named(third: Stack, models: Path, tmp_path: Path) -> None:
     (models / "Third" / "speech_tokenizer_v3.onnx").unlink()
     options = StackOptions(models_dir=models, stack="third", device="cpu")
     assert options.missing_files() == [models / "Third" / "speech_tokenizer_v3.onnx"]
     assert options.orchestrator == "speech3"
 
 
-def test_its_template_of_a_shared_model_replaces_ours(third: Stack, models: Path) -> None:
+def test_its_template_of_a_shared_model_replaces_the_default_one(third: Stack, models: Path) -> None:
     own = Path(third.templates) / "audio_tokenizer"
     shutil.copytree(TEMPLATES / stacks.SHARED_TEMPLATES / "audio_tokenizer", own)
     found = StackOptions(models_dir=models, stack="third").models
@@ -147,7 +147,7 @@ def test_its_template_of_a_shared_model_replaces_ours(third: Stack, models: Path
     assert found["speaker_embedding"] == TEMPLATES / stacks.SHARED_TEMPLATES / "speaker_embedding"
 
 
-def test_upstreams_command_fills_its_templates(third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fill_template_fills_its_templates(third: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     template = Path(third.templates) / "sound3" / "config.pbtxt"
     assert (
         fill_template.main([str(template), "model_dir:/m,triton_max_batch_size:16,max_queue_delay_microseconds:0"]) == 0
@@ -155,7 +155,7 @@ def test_upstreams_command_fills_its_templates(third: Stack, capsys: pytest.Capt
     assert parse(capsys.readouterr().out, "sound3").parameters["max_streams"].string_value == "7"
 
 
-def test_its_orchestrator_is_the_same_code(third: Stack) -> None:
+def test_its_orchestrator_uses_the_shared_code(third: Stack) -> None:
     model = load_model(Path(third.templates) / "speech3" / "1" / "model.py").TritonPythonModel
     assert model.stack is third and model.stack.token2wav == "sound3"
 
@@ -191,7 +191,7 @@ def test_clients_and_the_speech_service_find_its_model(third: Stack) -> None:
     models = [stack.orchestrator for stack in stacks.BUILT_IN]
     assert " or ".join([f"{models[0]} (default)", *models[1:], "speech3"]) in " ".join(parser.format_help().split())
     assert parser.parse_args([]).model_name == "cosyvoice2_dit"
-    assert "`make serve STACK=third`" in str(not_served("localhost:8001", "nobody"))
+    assert "`make serve STACK=third`" in str(not_served("localhost:8001", "unknown"))
 
     async def served(address: str) -> list[str]:
         async with TritonPool((address,)) as pool:
@@ -214,7 +214,7 @@ def test_its_files_are_downloaded(third: Stack, monkeypatch: pytest.MonkeyPatch)
     assert steps.revisions() == {"them/Third": "abc"}
 
 
-def test_its_flow_and_its_networks_are_told_from_others(third: Stack, tmp_path: Path) -> None:
+def test_its_flow_and_its_networks_are_recognised(third: Stack, tmp_path: Path) -> None:
     assert stacks.of_flow(["x", "decoder.estimator.transformer_blocks.0.attn"], "flow.pt") is third
     (tmp_path / "third.onnx").touch()
     assert engines.stack_of(tmp_path) is third
@@ -222,7 +222,7 @@ def test_its_flow_and_its_networks_are_told_from_others(third: Stack, tmp_path: 
     assert files == {"whole": "third.onnx", "streaming": "third.streaming.onnx", "speaker": "campplus.onnx"}
 
 
-def test_what_belongs_to_another_stack_cannot_be_registered(third: Stack) -> None:
+def test_names_of_another_stack_cannot_be_registered(third: Stack) -> None:
     with pytest.raises(ValueError, match="stack 'third': sound3, speech3, third belongs to the stack 'third'"):
         stacks.register(third)
     with pytest.raises(ValueError, match=f"no stack 'fourth'; there are {', '.join(BUILT_IN)}, third"):
@@ -232,7 +232,7 @@ def test_what_belongs_to_another_stack_cannot_be_registered(third: Stack) -> Non
     assert stacks.of_model("sound3") is third
 
 
-# --- no second home ----------------------------------------------------------------------------------------------
+# --- names in one file --------------------------------------------------------------------------------------------
 
 SOURCES = sorted(path for room in ("common", "tools", "scripts") for path in (TEMPLATES / room).rglob("*.py"))
 TOKEN2WAV = "the stage, program or thread of that name, not the model"
@@ -246,7 +246,7 @@ ALLOWED = {
 
 
 def literals_of(source: Path) -> Iterator[str]:
-    """The string constants of a file except for docstrings; an f-string's constant parts count each."""
+    """The string constants of a file without docstrings, including the constant parts of f-strings."""
     tree = ast.parse(source.read_text())
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -255,7 +255,7 @@ def literals_of(source: Path) -> Iterator[str]:
 
 
 def names_of_stacks() -> set[str]:
-    """What only common/stacks.py may spell out."""
+    """The strings that only common/stacks.py may contain."""
     found: set[str] = set()
     for stack in stacks.BUILT_IN:
         found |= {stack.name, *stack.models, stack.templates, stack.repository, stack.download, str(stack.checkpoint)}
@@ -264,7 +264,7 @@ def names_of_stacks() -> set[str]:
     return found
 
 
-def test_only_one_file_names_stacks() -> None:
+def test_only_one_file_contains_the_names_of_stacks() -> None:
     names = names_of_stacks()
     assert names > {"dit", "unet", "cosyvoice2_dit", "model_repo", "Step-Audio-2-mini/token2wav", "cosyvoice2_llm"}
     found = set()

@@ -1,4 +1,4 @@
-"""The engine on the small golden networks: upstream's streaming loops, isolation, limits. Weights are the fixtures'."""
+"""The engine with the small networks of the fixtures: upstream's streaming loops, isolation of streams, limits."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -118,7 +118,7 @@ def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:
     return audio
 
 
-def speak(engine: Token2Wav, voice: Prompt, pieces: list[Piece]) -> np.ndarray:
+def synthesize(engine: Token2Wav, voice: Prompt, pieces: list[Piece]) -> np.ndarray:
     stream = engine.open(voice)
     audio = np.concatenate([step(engine, stream, piece) for piece in pieces])
     engine.close(stream)
@@ -126,7 +126,7 @@ def speak(engine: Token2Wav, voice: Prompt, pieces: list[Piece]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", [DIT, UNET])
-def test_the_loop_matches_upstreams_where_it_is_right(name):
+def test_the_streaming_loop_equals_that_of_upstream(name):
     results = list(run_fixture(Fixture(GOLDEN / f"{name}.json"), streaming.CHECKS[name]))
     assert len(results) >= 4
     assert [result for result in results if result.verdict != "PASS"] == []
@@ -134,11 +134,11 @@ def test_the_loop_matches_upstreams_where_it_is_right(name):
 
 @pytest.mark.parametrize("hops", [[], [5], [15, 20], [1, 1, 2, 3], [3, 40]])
 @pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_every_cut_of_an_utterance_gives_all_of_its_audio(kind, hops, request):
+def test_all_audio_is_returned_for_any_division_into_chunks(kind, hops, request):
     engine = request.getfixturevalue(kind)
     tokens = ids(1, 47)
     chunks = (dit_pieces if kind == "dit" else unet_pieces)(tokens, hops)
-    audio = speak(engine, prompt(1), chunks)
+    audio = synthesize(engine, prompt(1), chunks)
     assert audio.dtype == np.float32
     assert len(audio) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
     assert np.isfinite(audio).all() and audio.std() > 1e-4
@@ -147,9 +147,9 @@ def test_every_cut_of_an_utterance_gives_all_of_its_audio(kind, hops, request):
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_interleaved_streams_equal_the_same_streams_alone(kind, request):
     engine = request.getfixturevalue(kind)
-    cut = dit_pieces if kind == "dit" else unet_pieces
-    plans = {seed: (prompt(seed), cut(ids(seed, 40), [10, 10 + seed])) for seed in range(4)}
-    alone = {seed: speak(engine, *plan) for seed, plan in plans.items()}
+    split = dit_pieces if kind == "dit" else unet_pieces
+    plans = {seed: (prompt(seed), split(ids(seed, 40), [10, 10 + seed])) for seed in range(4)}
+    alone = {seed: synthesize(engine, *plan) for seed, plan in plans.items()}
     streams = {seed: engine.open(voice) for seed, (voice, _) in plans.items()}
     parts: dict[int, list[np.ndarray]] = {seed: [] for seed in plans}
     for turn in range(3):
@@ -178,9 +178,9 @@ def test_unet_chunks_on_training_boundaries_equal_the_utterance_at_once(unet_net
 def test_a_batch_of_streams_equals_each_stream_alone(kind, request):
     """Voices, histories and chunk sizes differ; streams begin and end in different batches."""
     engine = request.getfixturevalue(kind)
-    cut = dit_pieces if kind == "dit" else unet_pieces
-    plans = {seed: (prompt(seed, 9 + seed), cut(ids(seed, 70), [10 + seed, 30, 4 * seed + 1])) for seed in range(5)}
-    alone = {seed: speak(engine, *plan) for seed, plan in plans.items()}
+    split = dit_pieces if kind == "dit" else unet_pieces
+    plans = {seed: (prompt(seed, 9 + seed), split(ids(seed, 70), [10 + seed, 30, 4 * seed + 1])) for seed in range(5)}
+    alone = {seed: synthesize(engine, *plan) for seed, plan in plans.items()}
     streams, parts = {}, {seed: [] for seed in plans}
     for turn in range(9):
         due = [seed for seed in plans if 0 <= turn - seed < 4]
@@ -193,7 +193,7 @@ def test_a_batch_of_streams_equals_each_stream_alone(kind, request):
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_an_invalid_chunk_leaves_its_stream_as_it_was(kind, request):
+def test_an_invalid_chunk_does_not_change_its_stream(kind, request):
     engine = request.getfixturevalue(kind)
     tokens = ids(1, 20)
     expected = step(engine, engine.open(prompt(1)), Piece(tokens, final=True))
@@ -204,7 +204,7 @@ def test_an_invalid_chunk_leaves_its_stream_as_it_was(kind, request):
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_a_chunk_cannot_be_rendered_after_another_one_that_was_made_with_it(kind, request):
+def test_of_two_chunks_made_from_the_same_state_only_one_can_be_rendered(kind, request):
     engine = request.getfixturevalue(kind)
     stream, piece = engine.open(prompt(1)), Piece(ids(1, 20), final=False)
     first, second = piece.of(engine, stream), piece.of(engine, stream)
@@ -213,7 +213,7 @@ def test_a_chunk_cannot_be_rendered_after_another_one_that_was_made_with_it(kind
         engine.step([second])
 
 
-def test_the_dit_renders_like_its_reference_while_nothing_is_forgotten_and_like_the_trimmed_one_after(dit_network):
+def test_the_dit_equals_its_reference_also_after_frames_leave_the_cache(dit_network):
     limits = BatchLimits(max_streams=1)
     flow = DiTStreaming(dit_network, flow_noise(), PromptCaches(VOICES_BYTES), limits=limits, steps=3)
     voice, tokens = prompt(4), ids(4, 160)
@@ -240,7 +240,7 @@ def test_streams_of_one_voice_share_its_prompt_cache(dit, prompts):
     torch.testing.assert_close(second.prompt.attention.keys, before)
 
 
-def test_streams_are_bounded_and_their_slots_come_back(dit):
+def test_streams_are_limited_and_release_their_slots(dit):
     streams = [dit.open(prompt(5)) for _ in range(8)]
     with pytest.raises(UnavailableError, match="all 8 streams"):
         dit.open(prompt(5))
@@ -249,9 +249,7 @@ def test_streams_are_bounded_and_their_slots_come_back(dit):
     dit.close(dit.open(prompt(5)))
 
 
-def test_prompt_caches_are_bounded_in_bytes_and_the_least_recently_used_without_a_stream_is_evicted(
-    dit_network, vocoder
-):
+def test_prompt_caches_are_limited_in_bytes_and_the_least_recently_used_idle_one_is_evicted(dit_network, vocoder):
     limits = BatchLimits(max_streams=9)
     size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes(24)
     prompts = PromptCaches(2 * size)
@@ -270,7 +268,7 @@ def test_prompt_caches_are_bounded_in_bytes_and_the_least_recently_used_without_
     assert len(prompts) == 2
 
 
-def test_a_prompt_cache_is_released_if_its_stream_gets_no_slot(dit_network, vocoder):
+def test_a_stream_that_gets_no_slot_releases_its_prompt_cache(dit_network, vocoder):
     prompts, limits = PromptCaches(VOICES_BYTES), BatchLimits(max_streams=1)
     engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
     free = len(vocoder.pool._free)
@@ -305,15 +303,15 @@ def test_whole_utterances_are_reproducible_and_as_long_as_their_tokens(dit, unet
         np.testing.assert_array_equal(audio, engine.whole(prompt(7), ids(7, 21)))
 
 
-def test_a_whole_utterance_is_what_the_networks_render(dit_network, unet_network, prompts):
+def test_a_whole_utterance_equals_the_output_of_the_networks(dit_network, unet_network, prompts):
     voice, tokens = prompt(3, tokens=8), torch.from_numpy(ids(3, 40))[None]
     prompt_tokens, feat, embedding = tensors(voice)
-    spoken = torch.cat([prompt_tokens, tokens], dim=1)
+    all_tokens = torch.cat([prompt_tokens, tokens], dim=1)
     noise = flow_noise().read(0, TOKEN_MEL_RATIO * 48).T[None]
     lengths = torch.tensor([48]), feat, torch.tensor([feat.shape[1]])
     expected = {
         DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(), steps=4): dit_flow.inference(
-            dit_network, spoken, *lengths, embedding, noise=noise, steps=4
+            dit_network, all_tokens, *lengths, embedding, noise=noise, steps=4
         )[0, :, feat.shape[1] :],
         UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4): unet_flow.inference(
             unet_network, tokens, prompt_tokens, feat, embedding, noise=noise, streaming=False, final=True, steps=4
@@ -324,7 +322,7 @@ def test_a_whole_utterance_is_what_the_networks_render(dit_network, unet_network
 
 
 def test_whole_utterances_of_a_batch_equal_the_same_utterances_alone(dit, unet):
-    """Voices and utterances of different lengths: each is padded, and the longest pads the others' look-ahead."""
+    """Voices and utterances have different lengths, so all but the longest are padded."""
     utterances = [
         (prompt(seed, tokens), ids(seed, length)) for seed, tokens, length in [(7, 12, 21), (8, 5, 40), (9, 20, 3)]
     ]
@@ -333,7 +331,7 @@ def test_whole_utterances_of_a_batch_equal_the_same_utterances_alone(dit, unet):
             np.testing.assert_allclose(together, engine.whole(*utterance), atol=1e-3, rtol=0)
 
 
-def test_a_batch_of_whole_utterances_names_the_one_that_cannot_be_spoken(dit):
+def test_an_invalid_utterance_of_a_batch_is_named(dit):
     good = (prompt(7), ids(7, 21))
     for tokens, message in [
         (ids(7, 0), "is empty"),
@@ -360,7 +358,7 @@ def test_speed_stretches_a_whole_utterance(unet, speed, frames):
         (Piece(np.zeros(201, int), final=True), "201 speech tokens; the limit is 200"),
     ],
 )
-def test_tokens_that_cannot_continue_a_stream_are_named(kind, piece, message, request):
+def test_invalid_tokens_of_a_chunk_are_named(kind, piece, message, request):
     engine = request.getfixturevalue(kind)
     stream = engine.open(prompt(8))
     with pytest.raises(ValueError, match=message):
@@ -379,13 +377,13 @@ def test_a_prompt_without_look_ahead_is_refused(dit):
         dit.open(prompt(9, tokens=2))
 
 
-def test_a_noise_tape_repeats_itself():
+def test_the_noise_is_periodic():
     tape = NoiseTape(torch.arange(5.0)[:, None])
     assert tape.read(3, 9)[:, 0].tolist() == [3, 4, 0, 1, 2, 3, 4, 0, 1]
     assert tape.read(11, 2)[:, 0].tolist() == [1, 2]
 
 
-def test_the_flow_noise_is_upstreams():
+def test_the_flow_noise_equals_that_of_upstream():
     torch.manual_seed(0)
     expected = torch.randn(1, 80, 15000)
     torch.testing.assert_close(flow_noise().read(0, 15000).T[None], expected, atol=0, rtol=0)

@@ -1,4 +1,4 @@
-"""What only a GPU runs: fused kernels and CUDA graphs, against the plain form. Weights are random."""
+"""Fused kernels and CUDA graphs compared with the plain form, on a GPU. Weights are random."""
 
 import copy
 
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 STEPS = 3
 ENCODER = EncoderConfig(blocks=1, up_blocks=1)
-# The root mean square error of a chunk's mel against the plain form in float32, of the mel's own.
+# Limits of the RMS error of a chunk's mel, relative to the RMS of the mel of the plain form in float32.
 BOUNDS = [(torch.float32, 1e-4), (torch.float16, 3e-3), (torch.bfloat16, 3e-2)]
 
 
@@ -68,7 +68,7 @@ def opened(flow: DiTStreaming | UNetStreaming, prompt: Prompt) -> Stream:
 
 
 def worst_error(plain, fused, hops: list[tuple[int, int, int]]) -> float:
-    """Three streams of different voices, histories and chunk lengths, batch by batch through both."""
+    """Largest error over batches of three streams with different voices, histories and chunk lengths."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 6561, (3, 400))
     streams = [[opened(flow, prompt) for prompt in prompts()] for flow in (plain, fused)]
@@ -91,8 +91,8 @@ def worst_error(plain, fused, hops: list[tuple[int, int, int]]) -> float:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
-def test_the_dit_on_a_gpu_stays_near_its_plain_form(dit: DiTFlow, dtype: torch.dtype, bound: float) -> None:
-    """Rings wrap around, batches fall between the graphs' sizes and above them."""
+def test_the_dit_on_a_gpu_equals_its_plain_form_up_to_rounding(dit: DiTFlow, dtype: torch.dtype, bound: float) -> None:
+    """Ring buffers wrap around; batch sizes are between and above those of the graphs."""
     limits = BatchLimits(max_streams=3)
     plain = DiTStreaming(dit, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS, graphs=False)
     plain._solve = GatheredSolve(DiTSolver(dit, STEPS), plain._pool, flow_noise("cuda"))
@@ -103,8 +103,10 @@ def test_the_dit_on_a_gpu_stays_near_its_plain_form(dit: DiTFlow, dtype: torch.d
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
-def test_the_unet_on_a_gpu_stays_near_its_plain_form(unet: UNetFlow, dtype: torch.dtype, bound: float) -> None:
-    """Windows begin to forget on the way."""
+def test_the_unet_on_a_gpu_equals_its_plain_form_up_to_rounding(
+    unet: UNetFlow, dtype: torch.dtype, bound: float
+) -> None:
+    """Streams become longer than the context window."""
     limits = BatchLimits(max_streams=3)
     plain = UNetStreaming(unet, flow_noise("cuda"), limits=limits, steps=STEPS, context_tokens=50, graphs=False)
     plain._solve = PlainUNetSolve(unet, flow_noise("cuda"), STEPS)
@@ -115,7 +117,7 @@ def test_the_unet_on_a_gpu_stays_near_its_plain_form(unet: UNetFlow, dtype: torc
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_whole_utterances_need_no_graphs(kind: str, request: pytest.FixtureRequest) -> None:
+def test_whole_utterances_are_equal_with_and_without_graphs(kind: str, request: pytest.FixtureRequest) -> None:
     network, limits = request.getfixturevalue(kind), BatchLimits(max_streams=4)
 
     def flow(graphs: bool) -> DiTStreaming | UNetStreaming:
@@ -132,12 +134,12 @@ def test_whole_utterances_need_no_graphs(kind: str, request: pytest.FixtureReque
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.float16, 3e-2)])
-def test_the_vocoder_on_a_gpu_stays_near_its_plain_form(dtype: torch.dtype, bound: float) -> None:
-    """Rows of different lengths, first chunks and later ones; pitch and source are float32 in both."""
+def test_the_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.dtype, bound: float) -> None:
+    """Rows of different lengths, first and later chunks; pitch and source are float32 in both forms."""
     from common.token2wav.hift.graphs import GraphedRenderer
 
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
-    hift.conv_post.weight *= 0.1  # random weights are loud: the limit would hide errors
+    hift.conv_post.weight *= 0.1  # with random weights samples would be clamped at the limit, which would hide errors
     noise = source_noise(hift.config.harmonics + 1, "cuda")
     pools = [OverlapPool(3, 80, 8, 3840, torch.device("cuda")) for _ in range(2)]
     limits = BatchLimits(max_streams=4)
@@ -154,8 +156,8 @@ def test_the_vocoder_on_a_gpu_stays_near_its_plain_form(dtype: torch.dtype, boun
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [2, 64])
-def test_a_fused_layer_is_its_parts(rows: int) -> None:
-    """Norm, Mish, causal convolution behind a history, gate and residual: by small tiles and by large ones."""
+def test_a_fused_layer_equals_its_unfused_operations(rows: int) -> None:
+    """Norm, Mish, causal convolution with history, gate and residual, with small and with large tiles."""
     from common import kernels
 
     torch.manual_seed(0)
@@ -178,8 +180,8 @@ def test_a_fused_layer_is_its_parts(rows: int) -> None:
 
 
 @torch.inference_mode()
-def test_windows_too_many_for_one_graph_are_rendered_in_parts(unet: UNetFlow) -> None:
-    """Short windows stand before long ones, so that the parts alone would be of other sizes."""
+def test_more_windows_than_a_graph_holds_are_rendered_in_parts(unet: UNetFlow) -> None:
+    """Short windows come before long ones, so that each part alone would be padded to another length."""
     limits = BatchLimits(max_streams=32)
     flow = UNetStreaming(copy.deepcopy(unet).half(), flow_noise("cuda"), limits=limits, steps=STEPS)
     tokens = np.random.default_rng(0).integers(0, 6561, 400)
@@ -196,7 +198,7 @@ def test_windows_too_many_for_one_graph_are_rendered_in_parts(unet: UNetFlow) ->
 
 
 @torch.inference_mode()
-def test_mels_too_many_for_one_graph_are_vocoded_in_parts() -> None:
+def test_more_mels_than_a_graph_holds_are_rendered_in_parts() -> None:
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
     hift.conv_post.weight *= 0.1
     noise = source_noise(hift.config.harmonics + 1, "cuda")

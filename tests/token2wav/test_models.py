@@ -1,4 +1,4 @@
-"""token2wav and token2wav_dit over the demo checkpoint (random weights), through the fake of Triton's API."""
+"""The models token2wav and token2wav_dit with the demo checkpoint (random weights) and the fake of Triton's API."""
 
 import json
 import time
@@ -91,7 +91,7 @@ def finalize(value: bool) -> dict[str, np.ndarray]:
     return {"finalize": np.array([[value]])}
 
 
-def test_a_sequence_streams_all_of_its_audio(served: Served) -> None:
+def test_a_sequence_of_chunks_returns_all_of_its_audio(served: Served) -> None:
     tokens = list(range(60))
     assert len(served.send(1, start=True, target_speech_tokens=served.ids(), **served.voice(1))) == 0
     begin = 0 if "token_offset" in served.inputs else 25
@@ -101,7 +101,7 @@ def test_a_sequence_streams_all_of_its_audio(served: Served) -> None:
     assert len(head) + len(tail) == 60 * TOKENS_PER_SECOND_OF_AUDIO
 
 
-def test_one_request_without_finalize_speaks_at_once_and_at_any_speed(served: Served) -> None:
+def test_one_request_without_finalize_returns_a_whole_utterance_at_the_given_speed(served: Served) -> None:
     tokens = {"target_speech_tokens": served.ids(*range(20))}
     audio = served.send(2, start=True, end=True, **tokens, **served.voice(2))
     assert len(audio) == 20 * TOKENS_PER_SECOND_OF_AUDIO
@@ -123,7 +123,7 @@ def test_an_error_names_its_value_and_the_next_request_is_served(served: Served)
     assert len(served.send(3, start=True, end=True, target_speech_tokens=served.ids(1, 2), **served.voice(3)))
 
 
-def test_streams_that_were_given_up_free_their_places(served: Served) -> None:
+def test_abandoned_streams_release_their_slots(served: Served) -> None:
     for stream in range(10, 30):
         served.send(stream, start=True, target_speech_tokens=served.ids(), **served.voice(4))
         served.send(stream, end=True, target_speech_tokens=served.ids(), **finalize(False))
@@ -135,7 +135,7 @@ def test_streams_that_were_given_up_free_their_places(served: Served) -> None:
         served.send(stream, end=True, target_speech_tokens=served.ids())
 
 
-def test_the_dit_takes_a_recording_for_its_voice(dit: Served) -> None:
+def test_the_dit_model_accepts_a_recording_as_the_voice(dit: Served) -> None:
     wav = load_audio(ROOT / "tests/assets/reference_en.wav", PROMPT_SAMPLE_RATE)
     padded = np.pad(wav, (0, 3 * PROMPT_SAMPLE_RATE))[None]
     tokens = dit.ids(*range(20))

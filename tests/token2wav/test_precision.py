@@ -1,4 +1,4 @@
-"""What the vocoder's networks compute in; bfloat16, which `auto` takes on some CPUs, changes the mel little."""
+"""Precision of flow and vocoder; bfloat16, which `auto` selects on some CPUs, changes the mel only slightly."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tools.parity.fixture import Fixture
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 FLOAT32, HALF = Precision(torch.float32, torch.float32), Precision(torch.float16, torch.float16)
 BFLOAT16_FLOW = Precision(torch.bfloat16, torch.float32)
-TOLERANCE = 3e-2  # root mean square, relative to the mel's
+TOLERANCE = 3e-2  # RMS error, relative to the RMS of the mel
 
 
 @pytest.fixture(params=["avx512_bf16", "amx_bf16"])
@@ -29,25 +29,25 @@ def with_bfloat16(request, monkeypatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {request.param: True, "avx512_f": True})
 
 
-def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch):
+def test_auto_is_float32_on_a_cpu_without_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False, "avx2": True})
     assert Precision.named("auto", "auto", "cpu") == FLOAT32
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "aarch64"})
     assert Precision.named("auto", "auto", "cpu") == FLOAT32
 
 
-def test_a_cpu_with_bfloat16_takes_it_for_a_flow_in_torch(with_bfloat16):
+def test_auto_is_bfloat16_for_a_flow_in_torch_on_a_cpu_with_bfloat16(with_bfloat16):
     assert Precision.named("auto", "auto", "cpu") == BFLOAT16_FLOW
     assert Precision.named("auto", "auto", "cpu", "torch") == BFLOAT16_FLOW
     assert Precision.named("auto", "auto", "cpu", "onnxruntime") == FLOAT32
 
 
 @pytest.mark.parametrize("runtime", ["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"])
-def test_a_gpu_computes_in_float16_whatever_the_cpu_has(with_bfloat16, runtime):
+def test_auto_is_float16_on_a_gpu_whatever_the_cpu_supports(with_bfloat16, runtime):
     assert Precision.named("auto", "auto", "cuda:0", runtime) == HALF
 
 
-def test_a_precision_by_name_is_taken(with_bfloat16):
+def test_a_named_precision_is_used(with_bfloat16):
     assert Precision.named("float32", "bfloat16", "cpu") == Precision(torch.float32, torch.bfloat16)
 
 
@@ -63,7 +63,7 @@ def flow_of(stack: str, dtype: torch.dtype) -> StreamingFlow:
 
 @torch.inference_mode()
 def mels(flow: StreamingFlow) -> list[torch.Tensor]:
-    """Of a whole utterance, and of its first chunks."""
+    """Mel of a whole utterance, and mels of its first chunks."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 120, 60)
     prompt = Prompt(
@@ -80,7 +80,7 @@ def mels(flow: StreamingFlow) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("stack", ["dit", "unet"])
-def test_bfloat16_changes_the_mel_of_ten_steps_little(stack):
+def test_bfloat16_changes_the_mel_of_ten_steps_only_slightly(stack):
     for exact, rounded in zip(mels(flow_of(stack, torch.float32)), mels(flow_of(stack, torch.bfloat16)), strict=True):
         error = (rounded - exact).norm() / exact.norm()
         assert rounded.dtype == torch.float32 and 0 < error < TOLERANCE

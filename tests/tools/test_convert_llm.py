@@ -73,7 +73,7 @@ def converted(blank_dir, official_state):
 
 
 def official_logits(state, blank_dir, text_ids, speech):
-    """Logits (SPEECH_LOGITS,) as CosyVoice2 computes them: separate embeddings for control tokens, text and speech, and a head with a bias."""
+    """Logits (SPEECH_LOGITS,) as CosyVoice2 computes them, with separate embeddings and a biased output layer."""
     prefix = "llm.model.model."
     model = Qwen2Model(Qwen2Config.from_pretrained(blank_dir)).eval()
     model.load_state_dict({name.removeprefix(prefix): w for name, w in state.items() if name.startswith(prefix)})
@@ -90,10 +90,10 @@ def test_both_layouts_give_equal_logits(converted, official_state, blank_dir, tm
     speech = [5, 6560, 17]
     ids = tokenizer.encode_prompt("a voice", "Hello", speech)
     expected = official_logits(official_state, blank_dir, ids[1 : ids.index(tokenizer.task_id)], speech)
-    utterable = slice(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_LOGITS)
+    speech_rows = slice(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_LOGITS)
     with torch.no_grad():
         logits = Qwen2ForCausalLM.from_pretrained(converted, dtype=torch.float32)(torch.tensor([ids])).logits[0, -1]
-    found = logits[utterable].numpy() + read_head_bias(converted)[utterable]
+    found = logits[speech_rows].numpy() + read_head_bias(converted)[speech_rows]
     np.testing.assert_allclose(found, expected.numpy(), atol=2e-4)
     genai.convert(converted, tmp_path / "genai", "fp32")
     model = GenAIModel(tmp_path / "genai", rows=1, threads=1)

@@ -119,15 +119,15 @@ def test_samples_with_other_settings_or_texts_are_synthesized_again(synthesize, 
 
 def test_failed_samples_are_named_and_the_others_are_synthesized(synthesize, tmp_path, capsys):
     silent = {**ROWS[0], "id": "silent", "prompt_audio": "silence.wav"}
-    empty = {**ROWS[0], "id": "empty", "target_text": "?!"}
-    assert synthesize("--batch-size", "4", rows=[silent, ROWS[0], empty]) == 1
+    no_words = {**ROWS[0], "id": "no_words", "target_text": "?!"}
+    assert synthesize("--batch-size", "4", rows=[silent, ROWS[0], no_words]) == 1
     failures = {failure["id"]: failure for failure in log_of(tmp_path / "out")["failures"]}
     assert failures["silent"]["stage"] == "voice" and "is silent" in failures["silent"]["error"]
-    assert failures["empty"]["stage"] == "text" and "nothing to synthesize" in failures["empty"]["error"]
+    assert failures["no_words"]["stage"] == "text" and "nothing to speak" in failures["no_words"]["error"]
     assert sorted(records(tmp_path / "out")) == ["first"] and (tmp_path / "out" / "first.wav").exists()
     assert "failed: silent (voice): " in capsys.readouterr().err
-    assert synthesize("--batch-size", "4", rows=[silent, ROWS[0], {**empty, "target_text": "Yes."}]) == 1
-    assert log_of(tmp_path / "out")["samples_kept"] == 1 and sorted(records(tmp_path / "out")) == ["first", "empty"]
+    assert synthesize("--batch-size", "4", rows=[silent, ROWS[0], {**no_words, "target_text": "Yes."}]) == 1
+    assert log_of(tmp_path / "out")["samples_kept"] == 1 and sorted(records(tmp_path / "out")) == ["first", "no_words"]
 
 
 def test_one_recording_can_replace_the_voices_of_all_samples(synthesize, tmp_path, capsys):
