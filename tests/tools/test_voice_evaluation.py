@@ -17,7 +17,7 @@ from tools.demo_model.make import VOICES_DIR
 from tools.voice_evaluation import __main__ as evaluate_voice
 from tools.voice_evaluation import measures, report
 from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors, words
-from tools.voice_evaluation.takes import Series, Take, ask, copy_synthesis, read_teacher
+from tools.voice_evaluation.takes import Series, Take, copy_synthesis, read_teacher, request_takes
 
 
 def recording(name: str) -> Take:
@@ -110,8 +110,8 @@ def test_recordings_of_the_teacher_are_found_by_sentence_number(tmp_path: Path) 
 
 def test_streamed_takes_have_joints_and_times() -> None:
     with stub_triton(TritonStub(chunks=3, pause=0.05)) as address:
-        (take,) = ask(address, "cosyvoice2_dit", "streaming", [Utterance("Hello.")])
-        (whole,) = ask(address, "cosyvoice2_dit", "offline", [Utterance("Hello.")])
+        (take,) = request_takes(address, "cosyvoice2_dit", "streaming", [Utterance("Hello.")])
+        (whole,) = request_takes(address, "cosyvoice2_dit", "offline", [Utterance("Hello.")])
     size = SAMPLE_RATE // 5
     assert take.joints == (size, 2 * size) and len(take.waveform) == 3 * size and whole.joints == ()
     assert take.first_chunk is not None and take.total is not None and take.first_chunk < take.total

@@ -15,7 +15,7 @@ from tools.voice_training import flow, flow_dit, flow_unet, vocoder
 from tools.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
 from tools.voice_training.pitch import fundamental
 from tools.voice_training.qwen2 import Qwen2
-from tools.voice_training.training import STEPS_BEFORE_RECORDING, Recorded, adamw, descend, trained
+from tools.voice_training.training import STEPS_BEFORE_CAPTURE, CapturedStep, adamw, descend, trained
 
 UTTERANCES, TOKENS = 8, 40
 
@@ -134,10 +134,10 @@ def test_a_step_is_captured_once_per_argument(monkeypatch: pytest.MonkeyPatch) -
         taken.append(name)
         return {name: torch.zeros(())}
 
-    recorded = Recorded(step, torch.device("cuda"))
-    for _ in range(STEPS_BEFORE_RECORDING + 4):
+    captured = CapturedStep(step, torch.device("cuda"))
+    for _ in range(STEPS_BEFORE_CAPTURE + 4):
         for name in "ab":
-            assert recorded(name).keys() == {name}
-    assert sorted(taken) == sorted("ab" * (STEPS_BEFORE_RECORDING + 1))
+            assert captured(name).keys() == {name}
+    assert sorted(taken) == sorted("ab" * (STEPS_BEFORE_CAPTURE + 1))
     assert len(replayed) == 2 * 4 and len(set(replayed)) == 2
-    assert not Recorded(step, torch.device("cpu"))("c")["c"] and len(replayed) == 8
+    assert not CapturedStep(step, torch.device("cpu"))("c")["c"] and len(replayed) == 8

@@ -1,4 +1,4 @@
-"""One prompt, or many at once, through any engine or server of the LLM: tokens, speed and why generation ended."""
+"""Generate one prompt, or many concurrently, with any engine or server of the LLM: tokens, speed, finish reason."""
 
 import argparse
 import asyncio
@@ -35,7 +35,7 @@ class TimedTokens:
         return (len(self.tokens) - 1) / seconds if seconds else float("inf")
 
 
-async def ask(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> TimedTokens:
+async def generate(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> TimedTokens:
     answer, begun = TimedTokens(), time.perf_counter()
     stream = llm.generate(prompt, sampling)
     try:
@@ -48,10 +48,10 @@ async def ask(llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> TimedToke
     return answer
 
 
-async def ask_all(llm: SpeechLM, prompt: LLMPrompt, samplings: Sequence[Sampling]) -> list[TimedTokens]:
+async def generate_all(llm: SpeechLM, prompt: LLMPrompt, samplings: Sequence[Sampling]) -> list[TimedTokens]:
     """The answers to concurrent requests, one per sampling; prints a line of figures."""
     begun = time.perf_counter()
-    answers = await asyncio.gather(*(ask(llm, prompt, sampling) for sampling in samplings))
+    answers = await asyncio.gather(*(generate(llm, prompt, sampling) for sampling in samplings))
     seconds = time.perf_counter() - begun
     answered = [answer for answer in answers if answer.tokens]
     if not answered:
@@ -67,7 +67,7 @@ async def ask_all(llm: SpeechLM, prompt: LLMPrompt, samplings: Sequence[Sampling
     return answers
 
 
-async def ask_and_print(args: argparse.Namespace, tokenizer: LLMTokenizer, llm: SpeechLM) -> None:
+async def generate_and_print(args: argparse.Namespace, tokenizer: LLMTokenizer, llm: SpeechLM) -> None:
     prompt = LLMPrompt(args.input_text)
     missing = args.prompt_ids - len(tokenizer.encode_prompt("", args.input_text, []))
     if missing > 0:
@@ -78,7 +78,7 @@ async def ask_and_print(args: argparse.Namespace, tokenizer: LLMTokenizer, llm: 
         min_tokens=args.max_tokens if args.exact_length else 0,
     )
     for streams in args.streams or [1]:
-        answers = await ask_all(llm, prompt, [sampling] * streams)
+        answers = await generate_all(llm, prompt, [sampling] * streams)
     if not args.streams:
         print(speech_token_text(answers[0].tokens))
         print(f"{len(answers[0].tokens)} tokens, finish reason {answers[0].reason}")
@@ -95,6 +95,6 @@ def speech_lm(args: argparse.Namespace, tokenizer: LLMTokenizer) -> SpeechLM:
 async def run(args: argparse.Namespace, tokenizer: LLMTokenizer) -> None:
     llm = speech_lm(args, tokenizer)
     try:
-        await ask_and_print(args, tokenizer, llm)
+        await generate_and_print(args, tokenizer, llm)
     finally:
         await llm.aclose()

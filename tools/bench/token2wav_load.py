@@ -131,13 +131,13 @@ def run_load(
         except queue.Empty:
             pass
         while due and due[0][0] <= time.perf_counter():
-            _ask(service, listeners, voices, heapq.heappop(due)[1], answers)
+            _submit_next(service, listeners, voices, heapq.heappop(due)[1], answers)
     stats = service.stats()
     service.close()
     return LoadResult(listeners, window, stats)
 
 
-def _ask(
+def _submit_next(
     service: Token2WavService,
     listeners: list[Listener],
     voices: Sequence[Prompt],

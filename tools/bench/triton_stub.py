@@ -7,7 +7,7 @@ Clients and services in front of Triton are measured and tested against it, so t
 If the text begins with one of these words, the answer is a different one:
     refuse   an error about the request              lost     a model that is not available
     break    one chunk, then an error                silent   no audio at all
-    endless  chunks until the client leaves          stall    nothing until the client leaves
+    endless  chunks until the client disconnects     stall    nothing until the client disconnects
     quick    three chunks at once                    fail     an error; further requests of the stream are answered
 """
 

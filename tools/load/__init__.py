@@ -1,1 +1,3 @@
-"""Load on a speech server: what to ask (`samples`), how (`runner`), what it gave (`measure`, `report`, `plot`)."""
+"""Load generator for speech servers: inputs (`samples`, `jobs`), requests (`runner`), results (`measure`, `report`,
+`plot`).
+"""

@@ -18,7 +18,9 @@ class AudioWriter:
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ClientError(f"cannot write to {directory}: {error}; choose another place with --log-dir") from None
+            raise ClientError(
+                f"cannot write to {directory}: {error}; choose another directory with --log-dir"
+            ) from None
         self._directory = directory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audio")
         self._slots = asyncio.Semaphore(MAX_PENDING)

@@ -16,7 +16,7 @@ def exit_code(run: Callable[[], int], *, output_option: str, interrupted: str) -
     except (ClientError, SampleError) as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"error: cannot write the report: {error}; choose another place with {output_option}", file=sys.stderr)
+        print(f"error: cannot write the report: {error}; choose another path with {output_option}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"error: {interrupted}", file=sys.stderr)
         return 130

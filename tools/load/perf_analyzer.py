@@ -5,7 +5,7 @@
         --input-data out/perf_analyzer.json --concurrency-range 1:4 --measurement-mode count_windows \\
         --measurement-request-count 20 --stability-percentage 50 --profile-export-file out/perf_analyzer_profile.json
 
-The first response of each request in the profile is the first chunk. docs/benchmark.md says how to get perf_analyzer.
+The first response of each request in the profile is the first chunk. docs/benchmark.md explains how to install it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         if args.seed is not None or args.parameter or args.cross_lingual:
-            raise ClientError("perf_analyzer sends request parameters itself: give it --request-parameter seed:7:int")
+            raise ClientError("perf_analyzer has its own option for request parameters: --request-parameter seed:7:int")
         jobs = Jobs.from_arguments(args)
         requests = [_request(job.utterance()) for job in jobs.take(args.num_requests or len(jobs))]
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,10 @@ LOG_DIR = Path("tmp")  # upstream's
 
 def run(args: argparse.Namespace) -> int:
     """One request, or many if the options ask for a measurement; the exit code."""
-    return measure(args) if is_measured(args) else ask_once(args)
+    return measure(args) if is_measured(args) else request_once(args)
 
 
-def ask_once(args: argparse.Namespace) -> int:
+def request_once(args: argparse.Namespace) -> int:
     """One request, one file."""
     request = Utterance.from_arguments(args)
     answer = asyncio.run(synthesize(server_of(args), args.model_name, request, args.mode, args.timeout))

@@ -1,6 +1,6 @@
 """Counters of the servers during a run.
 
-Triton's statistics have the queue and compute times of each model. The models that go on after `execute` has returned
+Triton's statistics have the queue and compute times of each model. Models that continue after `execute` has returned
 (the orchestrators, `tensorrt_llm`, `token2wav*`) have compute times near zero there; see the stages of a request
 (`RequestOutcome.stages`) instead. token2wav's queue and batches are counted on the metrics page of our models.
 """

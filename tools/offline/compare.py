@@ -1,4 +1,4 @@
-"""How far streamed audio is from the same utterance rendered at once, as figures and as a plot."""
+"""Difference between streamed audio and the same utterance rendered as a whole, as figures and as a plot."""
 
 import math
 from collections.abc import Sequence

@@ -6,7 +6,7 @@
     trtllm-serve         a server with OpenAI's API: trtllm-serve, vllm serve, transformers serve
     onnxruntime_genai    this project's CPU engine, over a directory that scripts.convert_genai wrote
 
-All but `hf` batch by themselves; they are kept busy with one batch of concurrent prompts.
+All but `hf` form batches themselves (continuous batching); they are sent one batch of prompts concurrently.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from tools.offline.batch_lm import BatchLM, GeneratedTokens
 
 ENGINES: dict[str, LLMEngine] = {"trtllm": "tensorrt_llm", "vllm": "vllm", "onnxruntime_genai": "onnxruntime_genai"}
 BACKENDS = ("hf", "trtllm", "vllm", "trtllm-serve", "onnxruntime_genai")
-# Between tokens. No listener waits, so the LLM may take longer than in serving; one that hangs must still be an error.
+# Timeout between tokens. Longer than in serving, because no listener waits; an LLM that hangs must still be an error.
 SILENT_SECONDS = 60.0
 
 
 class StreamedLM:
-    """An LLM that batches by itself, kept busy with `concurrency` requests. It runs its own event loop, which handles
-    interruptions, so it must be used in the main thread.
+    """An LLM with continuous batching, sent up to `concurrency` requests at a time. It runs its own event loop, which
+    handles interruptions, so it must be used in the main thread.
     """
 
     def __init__(self, llm: SpeechLM, concurrency: int) -> None:
@@ -60,16 +60,16 @@ class StreamedLM:
     async def _generate(self, prompts: Sequence[LLMPrompt], sampling: Sampling) -> list[GeneratedTokens | Exception]:
         semaphore = asyncio.Semaphore(self._concurrency)
 
-        async def ask(prompt: LLMPrompt) -> GeneratedTokens | Exception:
+        async def generate_limited(prompt: LLMPrompt) -> GeneratedTokens | Exception:
             async with semaphore:
                 try:
-                    return await self._ask(prompt, sampling)
+                    return await self._generate_one(prompt, sampling)
                 except Exception as error:
                     return error
 
-        return await asyncio.gather(*map(ask, prompts))
+        return await asyncio.gather(*map(generate_limited, prompts))
 
-    async def _ask(self, prompt: LLMPrompt, sampling: Sampling) -> GeneratedTokens:
+    async def _generate_one(self, prompt: LLMPrompt, sampling: Sampling) -> GeneratedTokens:
         stream = self._llm.generate(prompt, sampling)
         tokens: list[int] = []
         try:

@@ -26,7 +26,7 @@ from tools.offline.tool import Failure
 
 STAGES = ("voice", "text", "llm", "token2wav", "audio_save")
 MAX_TEXT_CHARS = 4096
-GIVE_UP_BATCHES = 3  # consecutive ones for which the LLM was unavailable
+GIVE_UP_BATCHES = 3  # consecutive batches for which the LLM was unavailable
 
 T = TypeVar("T")
 

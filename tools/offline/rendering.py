@@ -127,7 +127,7 @@ class OfflineToken2Wav:
 
     def _next_chunk(self, stream: "_Stream") -> Chunk:
         hop = stream.schedule.next_hop(len(stream.tokens), ended=True)
-        assert hop is not None  # all tokens are there, and the final hop has not been taken
+        assert hop is not None  # all tokens are available, and the final hop has not been rendered
         begin = 0 if self.stack.cumulative else hop.offset
         tokens = stream.tokens[begin : hop.end_of_context]
         return self._engine.chunk(stream.stream, tokens, final=hop.final, offset=hop.offset)

@@ -27,7 +27,7 @@ from common.voice.audio import load_audio, save_audio
 from common.voice.encoders import ReferenceEncoder, SpeakerEncoder
 from tools.demo_model.make import VOICES_DIR
 from tools.voice_evaluation import HELD_OUT, measures, report
-from tools.voice_evaluation.takes import Series, Take, ask, copy_synthesis, from_tokens, read_teacher, seeded
+from tools.voice_evaluation.takes import Series, Take, copy_synthesis, from_tokens, read_teacher, request_takes, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
 HUMAN = ROOT / "tests" / "assets" / "reference_en.wav"
@@ -69,13 +69,13 @@ class Evaluation:
             said = list(enumerate(self.sentences))
             for voice in self._recordings:
                 requests = [Utterance(text, speaker=voice, parameters=seeded(number)) for number, text in said]
-                takes = ask(server.grpc_url, options.orchestrator, mode, requests)
+                takes = request_takes(server.grpc_url, options.orchestrator, mode, requests)
                 name = report.STREAMED if mode == "streaming" else report.OFFLINE
                 self.series.append(Series(name, stack, voice, takes))
             if mode == "streaming":
                 human = load_audio(HUMAN, PROMPT_SAMPLE_RATE)
                 requests = [Utterance(text, human, HUMAN_TEXT, seeded(number)) for number, text in said]
-                takes = ask(server.grpc_url, options.orchestrator, mode, requests)
+                takes = request_takes(server.grpc_url, options.orchestrator, mode, requests)
                 self.series.append(Series("after a human's recording, streamed", stack, HUMAN.stem, takes))
                 self._prompting(stack, server.grpc_url, options.orchestrator)
 
@@ -90,7 +90,7 @@ class Evaluation:
             reference = voices[voice][(number + 1) % len(voices[voice])]
             wanted.append(voice)
             requests.append(Utterance(text, reference.waveform, reference.text, seeded(number)))
-        takes = ask(address, model, "streaming", requests)
+        takes = request_takes(address, model, "streaming", requests)
         found = measures.nearest(SpeakerEncoder(self.models / stacks.named(stack).checkpoint), takes, voices)
         near = sum(voice == other for voice, other in zip(wanted, found, strict=True))
         self.nearness[stack] = (near, len(wanted))

@@ -82,14 +82,14 @@ def from_tokens(model_dir: Path, teacher: Series, prompt: Prompt, stack: str) ->
     tokenizer, token2wav = AudioTokenizer(model_dir), OfflineToken2Wav.load(model_dir, "cpu", streams=0)
     takes = []
     for take in teacher.takes:
-        (spoken,) = token2wav.whole([(prompt, tokenizer([take.waveform])[0])])
-        if isinstance(spoken, Exception):
-            raise spoken
-        takes.append(Take(take.text, spoken))
+        (rendered,) = token2wav.whole([(prompt, tokenizer([take.waveform])[0])])
+        if isinstance(rendered, Exception):
+            raise rendered
+        takes.append(Take(take.text, rendered))
     return Series("tokens to audio", stack, teacher.voice, takes)
 
 
-async def _ask(server: str, model: str, mode: str, requests: Sequence[Utterance]) -> list[Take]:
+async def _request_takes(server: str, model: str, mode: str, requests: Sequence[Utterance]) -> list[Take]:
     takes = []
     async with AsyncConnection(server) as connection:
         # Warm-up, not timed: the first request of a voice encodes its recording.
@@ -104,9 +104,9 @@ async def _ask(server: str, model: str, mode: str, requests: Sequence[Utterance]
     return takes
 
 
-def ask(server: str, model: str, mode: str, requests: Sequence[Utterance]) -> list[Take]:
+def request_takes(server: str, model: str, mode: str, requests: Sequence[Utterance]) -> list[Take]:
     """Send the requests one after another, each alone on the server. Raises ClientError."""
-    return asyncio.run(_ask(server, model, mode, requests))
+    return asyncio.run(_request_takes(server, model, mode, requests))
 
 
 def seeded(number: int) -> Parameters:

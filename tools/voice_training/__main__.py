@@ -43,7 +43,7 @@ from pathlib import Path
 import torch
 
 from tools.voice_evaluation import HELD_OUT
-from tools.voice_training.training import Recorded
+from tools.voice_training.training import CapturedStep
 
 WHOLE = 19 * 60.0  # seconds in all that the seconds below are for
 SECONDS = {
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))  # several stages share the cores
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     job = TrainingJob(args.work, args.flite, args.texts, args.device)
-    Recorded.enabled = not args.eager
+    CapturedStep.enabled = not args.eager
     try:
         if args.stages:
             for stage in args.stages:

@@ -36,7 +36,7 @@ KNOWN_SHARE = 0.95  # share of a sentence's words that must be in the word list
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+")
 _WORD = re.compile(r"[A-Za-z']+")
 _ACCEPTED = re.compile(r"[A-Za-z0-9 ,.'?!:;\"()-]+")
-_SPOKEN = re.compile(r"[a-z ,.'?!:;\"()-]+")
+_SPELLED_OUT = re.compile(r"[a-z ,.'?!:;\"()-]+")
 _TAG = re.compile(r"<[^>]*>")
 _BLOCK_END = re.compile(r"</(?:p|li|h\d|td|dd|dt|pre|div)>|<br ?/?>", re.IGNORECASE)
 _CODE = re.compile(r"<(script|style|pre)\b.*?</\1>", re.IGNORECASE | re.DOTALL)
@@ -101,14 +101,14 @@ def _with_few_numbers(sentences: list[str]) -> list[str]:
 
 
 def _as_served(sentences: list[str]) -> Iterator[str]:
-    """Each spelled out in lower case; sentences with other characters after that are left out."""
+    """The sentences spelled out, in lower case. Those that still contain other characters are left out."""
     frontend = TextFrontend(len)
     for sentence in tqdm(sentences, desc="corpus", unit="sentence", mininterval=1):
         # The front end is slow and changes numbers, signs and abbreviations only.
         plain = not re.search(r"\d|\b[A-Z][a-z]{1,3}\.", sentence)
-        spoken = (sentence if plain else frontend.transcript(sentence)).lower()
-        if _SPOKEN.fullmatch(spoken):
-            yield spoken
+        spelled_out = (sentence if plain else frontend.transcript(sentence)).lower()
+        if _SPELLED_OUT.fullmatch(spelled_out):
+            yield spelled_out
 
 
 def _random_words(rng: random.Random, common: list[str], rare: list[str]) -> str:

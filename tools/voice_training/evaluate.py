@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     sentences = args.sentences.read_text(encoding="utf-8").splitlines()[: args.count]
     flite = Flite(args.flite)
-    teachers = [by_flite(flite, voice, sentences) for voice in range(SPEAKERS)]
+    teachers = [synthesized_takes(flite, voice, sentences) for voice in range(SPEAKERS)]
     series = [
         *teachers,
         *(copy_synthesis(args.checkpoint / stacks.UNET.checkpoint, teacher, "") for teacher in teachers),
@@ -66,7 +66,7 @@ def synthesized(flite: Flite, text: str, voice: int) -> np.ndarray:
     return (samples * INT16_SCALE).astype(np.float32)
 
 
-def by_flite(flite: Flite, voice: int, sentences: Sequence[str]) -> Series:
+def synthesized_takes(flite: Flite, voice: int, sentences: Sequence[str]) -> Series:
     """The sentences in one of flite's voices."""
     takes = [Take(text, synthesized(flite, text, voice), PROMPT_SAMPLE_RATE) for text in sentences]
     return Series("teacher", "", VOICES[voice], takes)

@@ -23,7 +23,7 @@ from common.flow.dit import DiTEstimator
 from common.voice import audio
 from tools.voice_training.dataset import SpeechDataset
 from tools.voice_training.resampling import upsampled
-from tools.voice_training.training import Recorded, TrainingRun, adamw, autocast, descend, trained
+from tools.voice_training.training import CapturedStep, TrainingRun, adamw, autocast, descend, trained
 
 CROP_TOKENS = (60, 100, 200, 400)  # up to 16 s: as long as a prompt and an utterance together
 BATCH_TOKENS = 12_800
@@ -34,7 +34,7 @@ ENCODER_WEIGHT = 0.5  # weight of the encoder's own loss
 WITHOUT_CONDITIONS = 0.2  # share of rows
 WITH_PROMPT = 0.6  # share of rows
 LONGEST_PROMPT = 0.4  # share of the crop
-ODD_PROMPT = 0.3  # share of prompts that are perturbed, to resemble recordings by other microphones and people
+PERTURBED_PROMPT = 0.3  # share of prompts that are perturbed, to resemble recordings by other microphones and people
 OTHER_UTTERANCE = 0.5  # share of rows whose x-vector is of another utterance, as in serving
 END_OF_UTTERANCE = 0.3  # share of rows without tokens ahead of their last one
 ABSENT = -1
@@ -75,15 +75,15 @@ def fit(flow: DiTFlow | UNetFlow, view: View, path: Path, speech: SpeechDataset,
     optimizer = adamw(flow.parameters(), PEAK_RATE)
     run = TrainingRun(path, seconds, {"network": flow}, [optimizer])
 
-    def learn(tokens: int, streaming: bool) -> dict[str, Tensor]:
-        matching, encoder = losses(flow, view, draw(speech, tokens), streaming)
+    def train_step(tokens: int, streaming: bool) -> dict[str, Tensor]:
+        matching, encoder = losses(flow, view, random_crops(speech, tokens), streaming)
         descend(matching + ENCODER_WEIGHT * encoder, optimizer, clip=1.0)
         return {"matching": matching.detach(), "encoder": encoder.detach()}
 
-    recorded = Recorded(learn, device)
+    captured = CapturedStep(train_step, device)
     lengths = [min(length, len(speech.owner) // 2) for length in CROP_TOKENS]
     for step, _ in enumerate(run):
-        run.losses(**recorded(random.choice(lengths), step % 2 == 1))
+        run.losses(**captured(random.choice(lengths), step % 2 == 1))
 
 
 def export(trained_path: Path, path: Path) -> None:
@@ -125,7 +125,7 @@ def losses(flow: DiTFlow | UNetFlow, view: View, batch: Batch, streaming: bool) 
     return matching, (mu - target).abs().mean() / MEL_DEVIATION
 
 
-def draw(speech: SpeechDataset, T: int) -> Batch:
+def random_crops(speech: SpeechDataset, T: int) -> Batch:
     """Random crops of T tokens."""
     B, device = max(1, BATCH_TOKENS // T), speech.device
 
@@ -138,7 +138,7 @@ def draw(speech: SpeechDataset, T: int) -> Batch:
     mel = mels(speech, starts, T)
     prompt = (torch.rand(B, device=device) * LONGEST_PROMPT * T).long() * chance(WITH_PROMPT)
     inside = torch.arange(TOKEN_MEL_RATIO * T, device=device) < TOKEN_MEL_RATIO * prompt[:, None]  # (B, 2T)
-    condition = torch.where(chance(ODD_PROMPT)[:, None, None], oddly_recorded(mel), mel) * inside[:, None]
+    condition = torch.where(chance(PERTURBED_PROMPT)[:, None, None], perturbed_mel(mel), mel) * inside[:, None]
     return Batch(tokens, mel, condition, embeddings(speech, speech.utterance_of(starts, T)), prompt)
 
 
@@ -153,7 +153,7 @@ def embeddings(speech: SpeechDataset, utterance: Tensor) -> Tensor:
     return vectors + 0.2 * torch.rand(len(voice), 1, device=device) * F.normalize(torch.randn_like(vectors), dim=1)
 
 
-def oddly_recorded(mel: Tensor) -> Tensor:
+def perturbed_mel(mel: Tensor) -> Tensor:
     """Log mel (B, 80, T) with another gain, spectral tilt, background noise and a shift by a few bands.
 
     It makes the flow robust to recordings of humans, which it is not trained on.

@@ -26,7 +26,7 @@ from tools.voice_training.features import FASTEST, SLOWEST, as_recorded, at_spee
 from tools.voice_training.llm_data import Sequences, Utterances, encoded, text_tokenizer
 from tools.voice_training.qwen2 import Qwen2
 from tools.voice_training.training import (
-    Recorded,
+    CapturedStep,
     TrainingRun,
     adamw,
     autocast,
@@ -57,19 +57,19 @@ ALTERED_RECORDINGS = 0.4  # share of the utterances: enough for prompts, and fas
 
 def train(work: Path, seconds: float, device: str | torch.device) -> None:
     begun = time.monotonic()
-    place = prepare(device, seed=5)
+    chosen_device = prepare(device, seed=5)
     sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
     tokenizer = text_tokenizer(sentences)
     tokenizer.save(str(work / TOKENIZER_FILE), pretty=False)
-    utterances = _utterances(work, tokenizer, sentences, place)
+    utterances = _utterances(work, tokenizer, sentences, chosen_device)
     everyone = np.random.default_rng(5).permutation(len(utterances.texts))
     held = min(HELD_OUT, len(everyone) // 4)
     held_out = list(islice(Sequences(utterances, tokenizer, everyone[:held], seed=0), 2))
     data = Sequences(utterances, tokenizer, everyone[held:], seed=1)
-    batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=place.type == "cuda"))
+    batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=chosen_device.type == "cuda"))
     left = max(1.0, seconds - (time.monotonic() - begun))  # tokenizing all the speech took a while
     network = Qwen2(SIZES, tokenizer.get_vocab_size(), DROPOUT)
-    fit(work / FILE, network, data.first_speech_id, batches, held_out, left, place)
+    fit(work / FILE, network, data.first_speech_id, batches, held_out, left, chosen_device)
 
 
 def fit(
@@ -87,13 +87,13 @@ def fit(
     run = TrainingRun(path, seconds, {"network": network}, [optimizer])
     given: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # input buffers of captured steps
 
-    def learn(shape: torch.Size) -> dict[str, Tensor]:
+    def train_step(shape: torch.Size) -> dict[str, Tensor]:
         ids, target = given[shape]
         loss, size = losses(network, _damaged(ids, first_speech_id), ids, target)
         descend(loss + LOGIT_WEIGHT * size, optimizer, clip=1.0)
         return {"target": loss.detach(), "size": size.detach()}
 
-    recorded = Recorded(learn, device)
+    captured = CapturedStep(train_step, device)
     held = torch.zeros(())
     for step, _ in enumerate(run):
         if step % HELD_OUT_STEPS == 0:
@@ -102,9 +102,9 @@ def fit(
         shape = batch[0].shape
         if shape not in given:
             given[shape] = (batch[0].to(device), batch[1].to(device))
-        for place, tensor in zip(given[shape], batch, strict=True):
-            place.copy_(tensor, non_blocking=True)
-        run.losses(**recorded(shape), held_out=held)
+        for buffer, tensor in zip(given[shape], batch, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        run.losses(**captured(shape), held_out=held)
 
 
 def losses(network: Qwen2, read: Tensor, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,20 +140,20 @@ def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: 
         found = np.load(path)
         if len(found):
             sources.append((found, np.memmap(path.with_suffix(".audio"), np.int16, "r")))
-    spoken = np.concatenate([found for found, _ in sources])
-    # Of both together, since utterances of equal length form batches.
+    table = np.concatenate([found for found, _ in sources])
+    # Both sources together, because utterances of equal length form batches.
     rows = torch.cat([torch.from_numpy(np.array(audio)).to(device) for _, audio in sources]).view(-1, TOKEN_SAMPLES)
-    lengths = torch.from_numpy(spoken[:, 2]).to(device)
+    lengths = torch.from_numpy(table[:, 2]).to(device)
     with exact_inference():
         everyone = torch.arange(len(lengths), device=device)
         clean = _tokens(network, rows, lengths, everyone, perturbed=False)
         some = everyone[torch.rand(len(lengths), device=device) < ALTERED_RECORDINGS]
         altered = _tokens(network, rows, lengths, some, perturbed=True)
-    texts, joined = encoded(tokenizer, [sentences[line] for line in spoken[:, 0]])
-    logger.info("llm: %d utterances, %.1f h", len(spoken), spoken[:, 2].sum() / 25 / 3600)
+    texts, joined = encoded(tokenizer, [sentences[line] for line in table[:, 0]])
+    logger.info("llm: %d utterances, %.1f h", len(table), table[:, 2].sum() / 25 / 3600)
     starts, altered_starts = (np.cumsum([0, *map(len, speech)]) for speech in (clean, altered))
     return Utterances(
-        texts, joined, spoken[:, 1], np.concatenate(clean), starts, np.concatenate(altered), altered_starts
+        texts, joined, table[:, 1], np.concatenate(clean), starts, np.concatenate(altered), altered_starts
     )
 
 
@@ -164,8 +164,8 @@ def _tokens(
     starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
     for length in tqdm(lengths[chosen].unique().tolist(), desc="recordings to tokens", unit="length", mininterval=5):
         for members in chosen[lengths[chosen] == length].split(max(1, RECORDINGS_AT_ONCE // length)):
-            places = starts[members, None] + torch.arange(length, device=rows.device)
-            wave = rows[places].flatten(1).float() * INT16_SCALE
+            positions = starts[members, None] + torch.arange(length, device=rows.device)
+            wave = rows[positions].flatten(1).float() * INT16_SCALE
             if perturbed:
                 speed = SLOWEST * (FASTEST / SLOWEST) ** float(torch.rand(()))
                 wave = as_recorded(at_speed(wave, round(length / speed) * TOKEN_SAMPLES))

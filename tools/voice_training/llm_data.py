@@ -132,13 +132,13 @@ class Sequences(IterableDataset):
         rng = np.random.default_rng((self._seed, worker.id if worker else 0))
         waiting: defaultdict[int, list[tuple[Ids, np.ndarray]]] = defaultdict(list)  # by padded length
         while True:
-            sequence = self.draw(rng)
+            sequence = self.random_sequence(rng)
             length = _padded_length(len(sequence[0]))
             waiting[length].append(sequence)
             if len(waiting[length]) == max(1, BATCH_TOKENS // length):
                 yield _padded(waiting.pop(length), length)
 
-    def draw(self, rng: np.random.Generator) -> tuple[Ids, np.ndarray]:
+    def random_sequence(self, rng: np.random.Generator) -> tuple[Ids, np.ndarray]:
         """One sequence: ids (L,), and which of them are targets (L,) bool."""
         of_voice = self._by_voice[rng.choice(len(self._by_voice), p=self._voice_shares)]
         count = rng.choice(UTTERANCES, p=UTTERANCES_SHARE)

@@ -40,9 +40,9 @@ class _QwenBody(nn.Module):
         head = self._sizes.hidden // self._sizes.heads
         frequency = self._sizes.rope_theta ** -(torch.arange(0, head, 2, device=ids.device) / head)
         angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * torch.cat([frequency, frequency])
-        turn = angles.cos(), angles.sin()
+        rotation = angles.cos(), angles.sin()
         for layer in self.layers:
-            x = layer(x, turn)
+            x = layer(x, rotation)
         return self.norm(x)
 
 
@@ -55,8 +55,8 @@ class _QwenLayer(nn.Module):
         self.mlp = _QwenMLP(sizes)
         self._dropout = dropout
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + F.dropout(self.self_attn(self.input_layernorm(x), turn), self._dropout, self.training)
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + F.dropout(self.self_attn(self.input_layernorm(x), rotation), self._dropout, self.training)
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self._dropout, self.training)
 
 
@@ -72,12 +72,12 @@ class _QwenAttention(nn.Module):
         self.v_proj = nn.Linear(sizes.hidden, sizes.kv_heads * self._head)
         self.o_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         query, key, value = (
             project(x).unflatten(-1, (-1, self._head)).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = (_rotated(part, turn) for part in (query, key))
+        query, key = (_rotated(part, rotation) for part in (query, key))
         key, value = (part.repeat_interleave(self._shared, dim=1) for part in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -94,8 +94,8 @@ class _QwenMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding of x (B, H, L, D), halves paired; `turn`: cosines and sines (L, D)."""
-    cosine, sine = turn
+def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding of x (B, H, L, D), halves paired; `rotation`: cosines and sines (L, D)."""
+    cosine, sine = rotation
     low, high = x.chunk(2, dim=-1)
     return (x * cosine + torch.cat([-high, low], dim=-1) * sine).to(x.dtype)

@@ -19,7 +19,7 @@ from tools.voice_training.dataset import TOKEN_SAMPLES, SpeechDataset
 from tools.voice_training.features import as_recorded, at_speed, kaldi_fbank
 from tools.voice_training.flite import VOICES
 from tools.voice_training.training import (
-    Recorded,
+    CapturedStep,
     TrainingRun,
     adamw,
     autocast,
@@ -73,8 +73,8 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     optimizer = adamw([*network.parameters(), *classes.parameters()], PEAK_RATE)
     run = TrainingRun(work / FILE, seconds, {"network": network, "classes": classes}, [optimizer])
 
-    def learn(crop: int) -> dict[str, Tensor]:
-        features, target = _draw(speech, crop)
+    def train_step(crop: int) -> dict[str, Tensor]:
+        features, target = _random_crops(speech, crop)
         with autocast(speech.device):
             embedding = network(features)
         cosine = F.normalize(embedding.float(), dim=1) @ F.normalize(classes.weight, dim=1).T
@@ -85,13 +85,13 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
         descend(loss + 0.1 * length, optimizer, clip=1.0)
         return {"classes": loss.detach(), "hits": (cosine.argmax(1) == target).float().mean()}
 
-    recorded = Recorded(learn, speech.device)
+    captured = CapturedStep(train_step, speech.device)
     for _ in run:
-        run.losses(**recorded(random.choice(CROPS)))
+        run.losses(**captured(random.choice(CROPS)))
     np.save(work / "speakers.npy", embed_utterances(load(work, speech.device), speech))
 
 
-def _draw(speech: SpeechDataset, crop: int) -> tuple[Tensor, Tensor]:
+def _random_crops(speech: SpeechDataset, crop: int) -> tuple[Tensor, Tensor]:
     """Features (B, T, 80) of crops and their classes (B,): all voices equally often, at every speed."""
     rows = len(SPEEDS) * ROWS
     voice = torch.randint(speech.voice_count, (rows,), device=speech.device)

@@ -19,15 +19,15 @@ from tools.voice_training.flite import Flite
 
 logger = logging.getLogger(__name__)
 
-# Index in flite.VOICES of each sentence's voice, repeated.
-TURNS = (0, 1, 0, 1, 2, 0, 1, 0, 1, 3)
-MORE_TURNS = (0, 1)
+# Voices of consecutive sentences, as indices in flite.VOICES, repeated cyclically.
+VOICE_CYCLE = (0, 1, 0, 1, 2, 0, 1, 0, 1, 3)
+MORE_VOICE_CYCLE = (0, 1)
 
 
 def synthesize(work: Path, seconds: float, flite: Path) -> None:
-    """Stage `speech`."""
+    """Stage `speech`: write the files of `dataset.py`."""
     shards = _scratch(work / "speech")
-    _run(work, seconds, flite, shards, 0, os.cpu_count() or 1, TURNS)
+    _run(work, seconds, flite, shards, 0, os.cpu_count() or 1, VOICE_CYCLE)
     _join(shards, work)
     shutil.rmtree(shards)
     utterances = np.load(work / "utterances.npy")
@@ -40,7 +40,7 @@ def synthesize_more(work: Path, seconds: float, flite: Path) -> None:
     shards = _scratch(work / "more")
     first = int(np.load(work / "utterances.npy")[:, 0].max()) + 1
     processes = max(1, (os.cpu_count() or 1) - 5)
-    _run(work, seconds, flite, shards, first, processes, MORE_TURNS)
+    _run(work, seconds, flite, shards, first, processes, MORE_VOICE_CYCLE)
     hours = sum(np.load(path)[:, 2].sum() for path in shards.glob("*.npy")) / 25 / 3600
     logger.info("more speech: %.1f h", hours)
 
@@ -52,13 +52,13 @@ def _scratch(folder: Path) -> Path:
 
 
 def _run(
-    work: Path, seconds: float, flite: Path, shards: Path, first: int, processes: int, turns: tuple[int, ...]
+    work: Path, seconds: float, flite: Path, shards: Path, first: int, processes: int, voice_cycle: tuple[int, ...]
 ) -> None:
     context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(
-            target=_speak_lines,
-            args=(work, flite, shards / str(index), range(first + index, 10**9, processes), turns, seconds),
+            target=_synthesize_lines,
+            args=(work, flite, shards / str(index), range(first + index, 10**9, processes), voice_cycle, seconds),
         )
         for index in range(processes)
     ]
@@ -70,23 +70,25 @@ def _run(
         raise RuntimeError(f"speech: workers ended with {[worker.exitcode for worker in workers]}")
 
 
-def _speak_lines(work: Path, flite: Path, shard: Path, lines: range, turns: tuple[int, ...], seconds: float) -> None:
+def _synthesize_lines(
+    work: Path, flite: Path, shard: Path, lines: range, voice_cycle: tuple[int, ...], seconds: float
+) -> None:
     """One process: synthesise the sentences `lines` until `seconds` have passed, into files next to `shard`."""
     os.nice(5)
     sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
     voices = Flite(flite)
-    spoken = []
+    utterances = []
     deadline = time.monotonic() + seconds
     with shard.with_suffix(".audio").open("wb") as audio, shard.with_suffix(".phones").open("wb") as labels:
         for line in range(lines.start, len(sentences), lines.step):
             if time.monotonic() > deadline:
                 break
-            voice = turns[line % len(turns)]
+            voice = voice_cycle[line % len(voice_cycle)]
             samples, phones = voices.synthesize(sentences[line], voice)
             audio.write(samples.tobytes())
             labels.write(phones.tobytes())
-            spoken.append((line, voice, len(samples) // TOKEN_SAMPLES))
-    np.save(shard.with_suffix(".npy"), np.array(spoken, np.int64).reshape(-1, 3))
+            utterances.append((line, voice, len(samples) // TOKEN_SAMPLES))
+    np.save(shard.with_suffix(".npy"), np.array(utterances, np.int64).reshape(-1, 3))
 
 
 def _join(shards: Path, work: Path) -> None:

@@ -22,7 +22,7 @@ from tools.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES, SpeechData
 from tools.voice_training.features import as_recorded, at_speed, s3_log_mel
 from tools.voice_training.flite import PHONES, VOICES
 from tools.voice_training.training import (
-    Recorded,
+    CapturedStep,
     TrainingRun,
     adamw,
     autocast,
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 FILE = "tokenizer.pt"
 WIDTH, LAYERS = 128, 2
 CROP_TOKENS, BATCH = 64, 64
-# Tokens of the stream that are played within a crop; half of them at normal speed. Few shapes, and numbers with small
-# factors for fast Fourier transforms.
+# Tokens of speech resampled to the length of a crop; half of the crops at normal speed. Few shapes, and numbers with
+# small factors for fast Fourier transforms.
 PLAYED = (54, 56, 60, 64, 64, 64, 64, 70, 72, 75)
 PEAK_RATE = 2e-3
 MEL_MEAN, MEL_DEVIATION = -5.5, 2.5
@@ -173,14 +173,14 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     optimizer = adamw([*tokenizer.parameters(), *heads.parameters()], PEAK_RATE)
     run = TrainingRun(work / FILE, seconds, {"network": tokenizer, "listener": heads}, [optimizer])
 
-    def learn(played: int) -> dict[str, Tensor]:
+    def train_step(played: int) -> dict[str, Tensor]:
         phones, mel, hits = _losses(tokenizer, heads, speech, played)
         descend(phones + MEL_WEIGHT * mel, optimizer, clip=1.0)
         return {"phones": phones.detach(), "mel": mel.detach(), "hits": hits}
 
-    recorded = Recorded(learn, speech.device)
+    captured = CapturedStep(train_step, speech.device)
     for _ in run:
-        run.losses(**recorded(random.choice(PLAYED)))
+        run.losses(**captured(random.choice(PLAYED)))
     tokens = tokenize_utterances(load(work, speech.device), speech)
     np.save(work / "tokens.npy", tokens)
     share = np.bincount(tokens, minlength=3**TRITS) / len(tokens)
@@ -201,8 +201,8 @@ def _losses(
         perturbed = torch.rand(BATCH, 1, device=speech.device) < PERTURBED
         features = s3_log_mel(torch.where(perturbed, as_recorded(clean), clean))
         labels = speech.phones_of(starts, taken)
-        places = (torch.arange(CROP_TOKENS * TOKEN_PHONES, device=speech.device) + 0.5) * (taken / CROP_TOKENS)
-        labels = labels[:, places.long()]
+        positions = (torch.arange(CROP_TOKENS * TOKEN_PHONES, device=speech.device) + 0.5) * (taken / CROP_TOKENS)
+        labels = labels[:, positions.long()]
     voice = speech.voices[speech.utterance_of(starts, taken)]
     with autocast(speech.device):
         codes = tokenizer(features)

@@ -19,11 +19,11 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
-REPORT_STEPS = 50  # reading a loss waits for the device
+REPORT_STEPS = 50  # reading a loss synchronises with the device
 EMA_DECAY = 0.999
 WARM_UP = 0.03  # share of the time
 LAST_RATE = 0.03  # of the peak learning rate
-STEPS_BEFORE_RECORDING = 3  # they tune convolutions, plan FFTs and create constants and optimizer states
+STEPS_BEFORE_CAPTURE = 3  # they tune convolutions, plan FFTs and create constants and optimizer states
 
 
 def prepare(device: str | torch.device, seed: int) -> torch.device:
@@ -36,10 +36,10 @@ def prepare(device: str | torch.device, seed: int) -> torch.device:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    place = torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(place))
-    return place
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(chosen))
+    return chosen
 
 
 def autocast(device: torch.device) -> AbstractContextManager[None]:
@@ -83,8 +83,8 @@ def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip: float) -> None
     optimizer.step()
 
 
-class Recorded:
-    """A training step captured as one CUDA graph per value of its arguments, on which alone its shapes depend.
+class CapturedStep:
+    """A training step captured as one CUDA graph per value of its arguments, which determine all shapes.
 
     step: draws its batch, trains on it, and returns losses by name. It must not wait for the device, and must not draw
     random numbers on the host, which would be the same in every replay. On a CPU nothing is captured.
@@ -94,23 +94,23 @@ class Recorded:
 
     def __init__(self, step: Callable[..., dict[str, Tensor]], device: torch.device) -> None:
         self._step = step
-        self._records = self.enabled and device.type == "cuda"
+        self._captures = self.enabled and device.type == "cuda"
         self._taken: dict[tuple[Hashable, ...], int] = {}
         self._graphs: dict[tuple[Hashable, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]] = {}
         # One memory pool for all graphs: only the losses of the latest step are read outside of them.
-        self._memory = torch.cuda.graph_pool_handle() if self._records else None
+        self._memory = torch.cuda.graph_pool_handle() if self._captures else None
 
     def __call__(self, *key: Hashable) -> dict[str, Tensor]:
         self._taken[key] = taken = self._taken.get(key, 0) + 1
-        if not self._records or taken <= STEPS_BEFORE_RECORDING:
+        if not self._captures or taken <= STEPS_BEFORE_CAPTURE:
             return self._step(*key)
         if key not in self._graphs:
-            self._graphs[key] = self._record(key)
+            self._graphs[key] = self._capture(key)
         graph, losses = self._graphs[key]
         graph.replay()
         return losses
 
-    def _record(self, key: tuple[Hashable, ...]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
+    def _capture(self, key: tuple[Hashable, ...]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
         begun = time.monotonic()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may copy data to the device meanwhile.

@@ -21,7 +21,7 @@ from tools.voice_training.dataset import SpeechDataset
 from tools.voice_training.discriminators import Discriminators
 from tools.voice_training.pitch import fundamental
 from tools.voice_training.resampling import upsampled
-from tools.voice_training.training import Recorded, TrainingRun, adamw, autocast, descend, prepare, trained
+from tools.voice_training.training import CapturedStep, TrainingRun, adamw, autocast, descend, prepare, trained
 
 CONFIG = HiFTConfig(channels=128, f0_channels=64, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
 FILE = "hift.pt"
@@ -84,7 +84,7 @@ def train(work: Path, seconds: float, device: str | torch.device) -> None:
     training = VocoderTraining(speech)
     networks = {"network": training.hift, "judges": training.discriminators}
     run = TrainingRun(work / FILE, seconds, networks, [training.of_body, training.of_discriminators, training.of_pitch])
-    step = Recorded(training.step, speech.device)
+    step = CapturedStep(training.step, speech.device)
     for share in run:
         run.losses(**step(share > PREDICTED_PITCH_FROM, share > ADVERSARIAL_FROM))
 
@@ -105,7 +105,7 @@ class VocoderTraining:
         self.of_pitch = adamw(groups, PITCH_RATE, weight_decay=0.0)
 
     def step(self, predicted_pitch: bool, adversarial: bool) -> dict[str, Tensor]:
-        wave, mel, f0 = draw(self.speech)
+        wave, mel, f0 = random_crops(self.speech)
         predicted = self.hift.f0(mel)
         pitch_error = pitch_loss(predicted, f0)
         descend(pitch_error, self.of_pitch, clip=10.0)
@@ -141,7 +141,7 @@ def export(work: Path, path: Path) -> None:
     torch.save({name: tensor.half() for name, tensor in state.items()}, path)
 
 
-def draw(speech: SpeechDataset) -> tuple[Tensor, Tensor, Tensor]:
+def random_crops(speech: SpeechDataset) -> tuple[Tensor, Tensor, Tensor]:
     """Random crops: waves (B, N) at 24 kHz, their mel (B, 80, T) and f0 (B, T)."""
     length = CROP_TOKENS + 2 * MARGIN_TOKENS
     starts = speech.random_starts(BATCH, length)
