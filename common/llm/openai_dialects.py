@@ -89,9 +89,11 @@ def _transformers(request: CompletionRequest) -> Body:
 
 def _chat(request: CompletionRequest) -> Body:
     _reject_ras(request.sampling)
-    messages = [{"role": "user", "content": template_text(request.prompt.prompt_text, request.prompt.target_text)}]
-    if request.prompt.prompt_tokens:
-        messages.append({"role": "assistant", "content": speech_token_text(request.prompt.prompt_tokens)})
+    prompt = request.prompt
+    text = template_text(prompt.prompt_text, prompt.target_text, request.tokenizer.rules)
+    messages = [{"role": "user", "content": text}]
+    if prompt.prompt_tokens:
+        messages.append({"role": "assistant", "content": speech_token_text(prompt.prompt_tokens)})
     return _extended(request.sampling, request.tokenizer) | {"messages": messages, "skip_special_tokens": False}
 
 
@@ -135,7 +137,7 @@ class EventReader:
         self.ended = False  # an end token or a finish reason was read
         self._tokenizer = tokenizer
         self._url = url
-        self._parser = SpeechTokenParser()
+        self._parser = SpeechTokenParser(tokenizer.rules)
         self._unfinished = b""
 
     def feed(self, data: bytes) -> TokenChunk:

@@ -13,8 +13,6 @@ from common.text.cleaning import strip_control_tokens
 
 COSYVOICE2 = COSYVOICE2_LLM.tokenizer
 
-_LONGEST_TOKEN = len(f"<|s_{SPEECH_VOCAB}|>")
-
 
 def chat_template(rules: TokenizerRules = COSYVOICE2) -> str:
     """The prompt template as a chat, for servers that accept messages."""
@@ -120,6 +118,7 @@ class SpeechTokenParser:
     def __init__(self, rules: TokenizerRules = COSYVOICE2) -> None:
         ends = "|".join(re.escape(token) for token in rules.ends)
         self._token = re.compile(rf"<\|s_(\d{{1,4}})\|>|{ends}")
+        self._longest = max(map(len, (*rules.ends, f"<|s_{SPEECH_VOCAB}|>")))
         self.ended = False  # an end token was seen; text after it is ignored
         self._pending = ""
 
@@ -135,14 +134,13 @@ class SpeechTokenParser:
             if int(match[1]) < SPEECH_VOCAB:
                 tokens.append(int(match[1]))
             consumed = match.end()
-        self._pending = _unfinished_token(text[consumed:])
+        self._pending = self._unfinished_token(text[consumed:])
         return tokens
 
-
-def _unfinished_token(text: str) -> str:
-    """The end of `text` that may be the start of a token; bounded, so that other text does not accumulate."""
-    start = text.rfind("<")
-    return text[start:] if start >= 0 and len(text) - start < _LONGEST_TOKEN else ""
+    def _unfinished_token(self, text: str) -> str:
+        """The end of `text` that may be the start of a token; bounded, so that other text does not accumulate."""
+        start = text.rfind("<")
+        return text[start:] if start >= 0 and len(text) - start < self._longest else ""
 
 
 def template_text(prompt_text: str, target_text: str, rules: TokenizerRules = COSYVOICE2) -> str:

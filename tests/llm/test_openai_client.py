@@ -1,6 +1,7 @@
 """The OpenAI-compatible client against a real `transformers serve`, and against a faulty server."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import socket
@@ -16,7 +17,9 @@ import pytest
 from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
+from common.llm.openai_dialects import DIALECTS, CompletionRequest, EventReader
 from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer, speech_token_text
+from common.stacks import TokenizerRules
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
 
@@ -292,6 +295,16 @@ def test_the_token_that_ends_an_instruction_is_the_only_control_token_in_a_chat(
         return server.bodies[0]["messages"]
 
     assert asyncio.run(run()) == [{"role": "user", "content": content}]
+
+
+def test_the_control_tokens_of_a_chat_are_those_of_the_tokenizers_rules(tokenizer):
+    rules = TokenizerRules(ends=("<|done|>",), end_of_prompt="<|go|>")
+    own = dataclasses.replace(tokenizer, rules=rules)
+    prompt = LLMPrompt("Hello", rules.instruction("sadly"))
+    body = DIALECTS["chat"].request_body("model", CompletionRequest(prompt, Sampling(), own))
+    assert body["messages"] == [{"role": "user", "content": "sadly<|go|>Hello"}]
+    reader = EventReader(own, "http://server")
+    assert reader.feed(event("<|s_5|><|done|><|s_6|>", None)) == ([5], "stop")
 
 
 def test_the_chat_api_is_used_if_a_server_has_no_completions(tokenizer):

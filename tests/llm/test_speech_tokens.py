@@ -39,6 +39,12 @@ def test_other_control_tokens_are_a_matter_of_the_rules():
     assert parser.feed("<|s_5|><|eos1|><|s_6|><end><|s_7|>") == [5, 6] and parser.ended
 
 
+def test_an_end_token_longer_than_any_speech_token_may_arrive_in_pieces():
+    parser = SpeechTokenParser(TokenizerRules(ends=("<|end of the speech|>",)))
+    assert parser.feed("<|s_5|><|end of the spe") == [5] and not parser.ended
+    assert parser.feed("ech|><|s_6|>") == [] and parser.ended
+
+
 def test_the_first_speech_id_is_read_from_the_tokenizer(tokenizer_dir, tokenizer):
     assert read_first_speech_id(str(tokenizer_dir)) == tokenizer.first_speech_id
     assert tokenizer.first_speech_id == build_tokenizer().token_to_id("<|s_0|>")
