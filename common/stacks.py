@@ -65,7 +65,7 @@ class Stack:
     repository: the HuggingFace repository of the other official files, which are in its folder `repository_folder`; it
         is downloaded to `download`, a folder below the directory with all checkpoints.
     flow, hift, speaker_encoder, speech_tokenizer: these files.
-    flow_tensors: prefix of tensor names by which its `flow` is told from other stacks' files.
+    flow_tensors: prefix of tensor names that distinguish its `flow` from other stacks' files.
     networks: what of the flow can run outside torch: the use in serving (see common.accel.workloads) -> ONNX file.
     cumulative: a chunk is sent with all tokens of its stream so far and its `token_offset` (a flow that computes its
         window again); otherwise with its new tokens only (a flow that keeps caches).

@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length"]
 class LLMPrompt:
     """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, `prompt_text` its transcript.
 
-    Cross-lingual mode leaves both empty: the LLM then gets only the text. In instruct mode `prompt_text` is an
+    Cross-lingual mode leaves both empty: the LLM then gets only the text. In instruct mode `prompt_text` is a
     `TokenizerRules.instruction` and there are no prompt tokens.
     """
 

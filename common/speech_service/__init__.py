@@ -1,7 +1,6 @@
 """Speech over HTTP in front of one or several Tritons, for SDKs, curl and browsers.
 
 command.py      options and environment, the HTTP server; `python -m common.speech_service` starts it
-command.py      the options and the server; `python -m common.speech_service`
 sidecar.py      the service as a child process of the process that runs a tritonserver
 settings.py     the settings, validated once
 errors.py       errors in OpenAI's format

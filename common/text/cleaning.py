@@ -49,6 +49,6 @@ def clean_line(text: str, *, name: str, max_chars: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without control characters, which splitting into lines and words would not remove."""
+    """Without control characters, which splitting into lines and words would leave in the text for the tokenizer."""
     lines = "\n".join(text.splitlines())
     return "".join(" " if char != "\n" and unicodedata.category(char) == "Cc" else char for char in lines)

@@ -1,7 +1,8 @@
 """The voice book: registered voices by name, so that a request needs no recording.
 
-A name is looked up as NAME.safetensors, then NAME.wav, then in spk2info.pt (see `files`). Files are checked for changes
-on every request, so voices can be added, changed or removed while the server runs.
+A name is looked up as NAME.safetensors, then NAME.wav, both in the voices' folder, then in the spk2info.pt there and in
+that next to the checkpoint (see `files`). Files are checked for changes on every request, so voices can be added,
+changed or removed while the server runs.
 """
 
 import os

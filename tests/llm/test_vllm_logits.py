@@ -72,11 +72,11 @@ class Batch:
         """Logits of the candidates (C,) or (B, C) -> columns (B,); vLLM discards those of the indices `discarded`."""
         full = torch.zeros(len(self.ids), self.vocab_size, device=self._device)
         full[:, self.candidates] = torch.as_tensor(logits, dtype=torch.float32, device=self._device)
-        drawn = self._processor.apply(full).argmax(1).tolist()
-        for index, token in enumerate(drawn):
+        sampled = self._processor.apply(full).argmax(1).tolist()
+        for index, token in enumerate(sampled):
             if index not in discarded:
                 self.ids[index].append(token)
-        return [int(np.searchsorted(self.candidates, token)) for token in drawn]
+        return [int(np.searchsorted(self.candidates, token)) for token in sampled]
 
 
 def peaked(batch, *columns):
@@ -90,9 +90,9 @@ def test_text_is_never_sampled_and_speech_by_its_weight(batch):
     batch.add(**FREE)
     logits = np.full(len(batch.candidates), -40.0)
     logits[:6] = [0, 1, 2, 3, 4, 5]  # all ids that are not candidates have 0
-    drawn = [batch.step(logits)[0] for _ in range(2000)]
+    sampled = [batch.step(logits)[0] for _ in range(2000)]
     expected = np.exp(np.arange(6)) / np.exp(np.arange(6)).sum()
-    np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 2000, expected, atol=0.04)
+    np.testing.assert_allclose(np.bincount(sampled, minlength=6) / 2000, expected, atol=0.04)
 
 
 def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_path):  # noqa: F811
@@ -116,10 +116,10 @@ def test_top_k_and_top_p_keep_the_same_tokens_as_on_the_cpu(batch, sampling):
     batch.add(**(FREE | sampling))
     sampler = TokenSampler(Sampling(**(FREE | sampling), seed=0), np.arange(len(logits)), prompt_ids=(), end_ids=())
     kept, weights = sampler._nucleus(logits / (FREE | sampling)["temperature"])
-    drawn = [batch.step(logits)[0] for _ in range(600)]
-    assert set(drawn) <= set(kept.tolist())
+    sampled = [batch.step(logits)[0] for _ in range(600)]
+    assert set(sampled) <= set(kept.tolist())
     likely = kept[weights > weights.sum() / 30]
-    assert set(likely.tolist()) <= set(drawn)
+    assert set(likely.tolist()) <= set(sampled)
 
 
 def test_the_penalty_counts_prompt_and_sampled_tokens_of_the_own_request(batch):

@@ -1,7 +1,7 @@
 """`--help` of every launcher and tool: `python -m tests.support.help_texts file|module` prints {name: help text}.
 
 Each program runs as the interpreter runs a file or a module: with the same first entry of sys.path and with our own
-packages imported anew. The libraries that they import are loaded only once, because loading takes most of the time.
+packages imported again. The libraries that they import are loaded only once, because loading takes most of the time.
 Files run in another directory than the repository's, as upstream's users may call them.
 """
 

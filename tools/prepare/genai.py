@@ -23,8 +23,8 @@ def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
         return False
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"{model_dir} is not a HuggingFace model directory: it has no config.json")
-    utterable = candidate_ids(LLMTokenizer.from_dir(model_dir))
-    if utterable[-1] - utterable[0] >= len(utterable):
+    candidates = candidate_ids(LLMTokenizer.from_dir(model_dir))
+    if candidates[-1] - candidates[0] >= len(candidates):
         raise ValueError(f"{model_dir}: its end tokens do not follow its speech tokens")
     if output_dir.exists():
         raise ValueError(f"{output_dir} exists and is not a conversion; remove it or choose another directory")
@@ -33,7 +33,7 @@ def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         built = Path(scratch) / "model"
         _build(model_dir, built, Path(scratch) / "cache", precision)
-        _keep_speech_logits(built, slice(int(utterable[0]), int(utterable[-1]) + 1), read_head_bias(model_dir))
+        _keep_speech_logits(built, slice(int(candidates[0]), int(candidates[-1]) + 1), read_head_bias(model_dir))
         built.rename(output_dir)
     return True
 
