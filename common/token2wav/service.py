@@ -320,7 +320,7 @@ class Token2WavService:
         return self._engine.chunk(stream, request.tokens, final=bool(request.final), offset=request.offset)
 
     def _open(self, request: Token2WavRequest) -> None:
-        self._close(request.stream_id)  # START on a live stream begins it anew
+        self._close(request.stream_id)  # START on a live stream restarts it
         if len(self._streams) >= self._limits.max_streams:
             raise UnavailableError(f"{len(self._streams)} streams are live, which is the limit (max_streams)")
         stream = self._engine.open(_prompt_of(request))

@@ -122,7 +122,7 @@ def test_base_classes_have_to_be_initialised() -> None:
         trt.Runtime(print)  # type: ignore[arg-type]
 
 
-def test_the_parser_names_what_it_cannot_read(log: Log, model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parser_names_unsupported_operators(log: Log, model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     trt.install(monkeypatch).unsupported = {"MatMul"}
     parser = trt.OnnxParser(trt.Builder(log).create_network(2), log)
     assert not parser.parse(model)

@@ -269,7 +269,7 @@ def test_campplus_is_exported_if_only_its_torch_checkpoint_exists(exported, tmp_
     assert tuple(network.inputs) == SPEAKER.inputs and tuple(network.outputs) == SPEAKER.outputs
 
 
-def test_a_missing_file_is_named_with_the_page_that_says_how_to_make_it(demo_models):
+def test_a_missing_file_is_named_with_the_page_that_describes_the_export(demo_models):
     with pytest.raises(ValueError, match=r"flow\.decoder.*is missing; export it as docs/accelerators.md describes"):
         engine("unet", demo_models / DIRECTORIES["unet"], "onnxruntime")
 

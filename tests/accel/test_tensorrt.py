@@ -227,7 +227,7 @@ def test_a_plan_is_loaded_only_where_it_fits(
         TensorRTNetwork.load(workload, tmp_path, "cpu")
 
 
-def test_without_tensorrt_or_with_an_old_one_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorrt_or_with_an_old_version_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(ImportError, match="TensorRT is not installed"):
         tensorrt.import_tensorrt()

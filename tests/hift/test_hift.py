@@ -32,7 +32,7 @@ def checkpoint(fixture, tmp_path):
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_values_are_upstreams(name):
+def test_outputs_equal_those_of_upstream(name):
     results = run_fixture(Fixture(GOLDEN / f"{name}.json"), CHECKS[name])
     assert results
     assert [result for result in results if result.verdict != "PASS"] == []

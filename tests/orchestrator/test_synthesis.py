@@ -165,7 +165,7 @@ def test_a_registered_voice_gives_the_same_prompts_as_its_recording(registered: 
     assert bool(pipeline.encoder.started) == isinstance(registered, Recording)
 
 
-def test_text_and_transcript_are_spelled_out_if_the_request_says_so() -> None:
+def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None:
     class UpperCase(FakeTextPreparer):
         def segments(self, text: str, normalize: bool) -> Iterator[str]:
             yield text.upper() if normalize else text

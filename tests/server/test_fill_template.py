@@ -36,7 +36,7 @@ def template(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("directory", UPSTREAM)
-def test_upstreams_commands_work_unchanged(directory, tmp_path):
+def test_the_commands_of_upstream_work_unchanged(directory, tmp_path):
     file = Path(shutil.copy(TEMPLATES / directory / "config.pbtxt", tmp_path))
     assert main(["-i", str(file), UPSTREAM[directory]]) == 0
     name = Path(directory).name

@@ -41,7 +41,7 @@ def test_prose_between_distant_token_marks_is_kept():
 @pytest.mark.parametrize(
     "text", ["", " \n\t", "<|s_1|>", "<|eos1|> <|s_2|>", "\x00\x1f", "\u200b\ufeff \u2060", "?! ...", "。"]
 )
-def test_text_with_nothing_to_speak_is_rejected_with_its_name_and_value(text):
+def test_text_without_words_is_rejected_with_its_name_and_value(text):
     with pytest.raises(ValueError) as caught:
         clean(text)
     assert str(caught.value) == f"target_text has nothing to speak: {text!r}"

@@ -84,7 +84,7 @@ class Listeners:
 
     HOPS = (15, 30, 60, 100, 7)
     PLAYER_SECONDS = 0.25  # a player's buffer, as in docs/results/token2wav.md
-    WITHHELD = 4  # tokens of the first chunk that are heard with the second
+    WITHHELD = 4  # tokens of the first chunk that are played with the second
 
     def __init__(self, count: int, token_rate: float, slower: float) -> None:
         self.rate, self.slower = token_rate, slower
@@ -93,13 +93,18 @@ class Listeners:
         self.waiting: list[tuple[int, int]] = []  # stream and number of arrival
         self.first: list[float] = []  # latencies
         self.gaps: list[float] = []  # the worst of each utterance
-        self.begun, self.chunk, self.heard, self.asked = [0.0] * count, [0] * count, [0.0] * count, [0.0] * count
+        self.begun, self.chunk, self.played_until, self.requested = (
+            [0.0] * count,
+            [0] * count,
+            [0.0] * count,
+            [0.0] * count,
+        )
         self.worst = [0.0] * count
         spread = random.Random(0)
         for stream in range(count):
             self._at(spread.uniform(0, 8), "begin", stream)
 
-    def listen(self, seconds: float) -> None:
+    def simulate(self, seconds: float) -> None:
         batch: list[int] = []
         while True:
             now, _, event, stream = heapq.heappop(self.events)
@@ -108,12 +113,12 @@ class Listeners:
             if event == "begin":
                 self.begun[stream], self.chunk[stream], self.worst[stream] = now, 0, 0.0
                 self._await_tokens(now, stream)
-            elif event == "ask":
-                self.asked[stream] = now
+            elif event == "request":
+                self.requested[stream] = now
                 self.waiting.append((stream, next(self.order)))
             else:
                 for stream in batch:
-                    self._hear(now, stream)
+                    self._receive(now, stream)
                 batch = []
             if self.waiting and not batch:
                 batch = self._next(now)
@@ -127,31 +132,31 @@ class Listeners:
         self.waiting = [each for each in self.waiting if each[0] not in batch]
         return batch
 
-    def _hear(self, now: float, stream: int) -> None:
+    def _receive(self, now: float, stream: int) -> None:
         seconds = self.HOPS[self.chunk[stream]] / TOKEN_RATE
         if self.chunk[stream] == 0:
-            self.first.append(now - self.asked[stream])
-            self.heard[stream] = now + seconds - self.WITHHELD / TOKEN_RATE
+            self.first.append(now - self.requested[stream])
+            self.played_until[stream] = now + seconds - self.WITHHELD / TOKEN_RATE
         else:
-            self.worst[stream] = max(self.worst[stream], now - self.heard[stream] - self.PLAYER_SECONDS)
-            self.heard[stream] += seconds
+            self.worst[stream] = max(self.worst[stream], now - self.played_until[stream] - self.PLAYER_SECONDS)
+            self.played_until[stream] += seconds
         self.chunk[stream] += 1
         if self.chunk[stream] == len(self.HOPS):
             self.gaps.append(self.worst[stream])
-            self._at(max(now, self.heard[stream]), "begin", stream)
+            self._at(max(now, self.played_until[stream]), "begin", stream)
         else:
             self._await_tokens(now, stream)
 
     def _await_tokens(self, now: float, stream: int) -> None:
         tokens = sum(self.HOPS[: self.chunk[stream]]) + self._tokens(stream)
-        self._at(max(now, self.begun[stream] + tokens / self.rate), "ask", stream)
+        self._at(max(now, self.begun[stream] + tokens / self.rate), "request", stream)
 
     def _tokens(self, stream: int) -> int:
         hop = self.HOPS[self.chunk[stream]]
         return hop if hop == self.HOPS[-1] else hop + LOOKAHEAD_TOKENS
 
     def _left(self, now: float, stream: int) -> float | None:
-        return None if self.chunk[stream] == 0 else self.heard[stream] - now
+        return None if self.chunk[stream] == 0 else self.played_until[stream] - now
 
     def _at(self, time: float, event: str, stream: int) -> None:
         heapq.heappush(self.events, (time, next(self.order), event, stream))
@@ -160,10 +165,10 @@ class Listeners:
 @pytest.mark.parametrize(
     ("count", "token_rate", "slower", "most_ms"), [(256, 300, 1.5, 170), (320, 300, 1.2, 140), (320, 50, 1.0, 110)]
 )
-def test_hundreds_of_listeners_hear_no_gap(count, token_rate, slower, most_ms) -> None:
+def test_hundreds_of_listeners_have_no_gap(count, token_rate, slower, most_ms) -> None:
     """An LLM far ahead of the listeners, whose GPU it shares; one that is hardly ahead. Where batches mix lengths
     whatever it costs, more than half of the first two's utterances have gaps, for all that is computed as padding."""
     listeners = Listeners(count, token_rate, slower)
-    listeners.listen(40.0)
+    listeners.simulate(40.0)
     assert max(listeners.gaps) <= 0
     assert np.percentile(listeners.first, 95) < most_ms / 1e3

@@ -147,7 +147,7 @@ def test_end_without_a_final_chunk_drops_the_stream_and_makes_no_audio(service, 
     assert engine.batches == [[4]]
 
 
-def test_ending_a_stream_that_is_gone_is_no_error(client):
+def test_ending_an_unknown_stream_is_no_error(client):
     assert len(client.send(99, end=True)) == 0
 
 
@@ -204,7 +204,7 @@ def test_a_whole_utterance_is_not_rendered_for_a_client_that_left(client, engine
         client.send(1, [4], is_cancelled=lambda: True, start=True, end=True, prompt=PROMPT)
 
 
-def test_an_idle_stream_is_freed_and_says_so(service, client, clock):
+def test_an_idle_stream_is_freed_and_reported(service, client, clock):
     client.start(1)
     clock.now += 6
     client.start(2)
@@ -224,7 +224,7 @@ def test_streams_beyond_the_limit_are_refused_at_once(client):
 
 @pytest.mark.parametrize("last", [{}, {"tokens": [5], "final": True}])
 def test_a_new_stream_is_not_refused_while_the_end_of_another_is_queued(service, client, engine, last):
-    """Whichever is more urgent: the new stream has heard nothing yet, the one that ends has audio left."""
+    """The new stream is more urgent: none of its audio has been played, and the ending one has audio left."""
     replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
     ends = client.post(0, end=True, **last)
     starts = client.post(4, start=True, prompt=PROMPT)

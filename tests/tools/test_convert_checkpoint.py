@@ -127,7 +127,7 @@ def test_every_rank_is_converted_and_one_rank_writes_the_configuration(tensorrt_
 @pytest.mark.parametrize(
     ("precision", "algorithm"), [("int8", "W8A16"), ("int4", "W4A16"), ("int4_gptq", "W4A16_GPTQ")]
 )
-def test_weight_only_quantisation_needs_no_calibration(tensorrt_llm, llm_dir, tmp_path, precision, algorithm):  # noqa: F811
+def test_each_weight_only_precision_has_its_algorithm(tensorrt_llm, llm_dir, tmp_path, precision, algorithm):  # noqa: F811
     assert run(llm_dir, tmp_path, "--use_weight_only", "--weight_only_precision", precision) == 0
     ((_, _, quantisation, _),) = tensorrt_llm.converted
     assert quantisation.quant_algo == algorithm

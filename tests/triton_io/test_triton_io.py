@@ -203,7 +203,7 @@ def test_requests_do_not_wait_for_each_other(serve, decoupled):
     assert not stuck.final
 
 
-def test_triton_is_not_asked_about_cancellation_after_the_end(serve, decoupled):
+def test_is_cancelled_is_not_called_after_the_final_response(serve, decoupled):
     kept: list[triton_io.Responder] = []
 
     async def keep(sent, responder) -> None:

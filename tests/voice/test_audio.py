@@ -28,7 +28,7 @@ def with_sample(value: float, index: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_features_equal_upstreams(name):
+def test_features_equal_those_of_upstream(name):
     results = run_fixture(Fixture(GOLDEN / f"{name}.json"), CHECKS[name])
     assert results
     assert [result for result in results if result.verdict != "PASS"] == []
@@ -158,7 +158,7 @@ def test_samples_beyond_full_scale_are_clipped(tmp_path):
 
 
 @pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (44100, 2), (48000, 6)])
-def test_a_file_of_any_rate_and_channel_count_becomes_mono_at_the_asked_rate(tmp_path, rate, channels):
+def test_a_file_of_any_rate_and_channel_count_becomes_mono_at_the_requested_rate(tmp_path, rate, channels):
     wav = tone(rate, rate=rate)
     sf.write(tmp_path / "a.flac", np.stack([wav] * channels, axis=1), rate)
     loaded = load_audio(tmp_path / "a.flac", PROMPT_SAMPLE_RATE)
