@@ -108,7 +108,7 @@ def test_constant_of_shape_nodes_have_the_new_type(tmp_path: Path, path: Path) -
     assert np.isfinite(session.run(None, cast(feeds(4), np.float16))[0]).all()
 
 
-def test_float32_is_the_file_itself_and_other_files_are_refused_by_name(path: Path, tmp_path: Path) -> None:
+def test_float32_returns_the_file_unchanged_and_files_of_other_formats_are_refused(path: Path, tmp_path: Path) -> None:
     assert onnx.load_from_string(precision.read(path, "float32")) == onnx.load(str(path))
     (tmp_path / "not.onnx").write_bytes(b"\xff")
     for name in ("not.onnx", "missing.onnx"):

@@ -70,7 +70,7 @@ class StubTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 @contextlib.contextmanager
 def serving(triton: StubTriton) -> Iterator[str]:
-    """host:port of a server in a thread of its own."""
+    """host:port of a server that runs in a thread."""
     address = f"127.0.0.1:{free_port()}"
     loop = asyncio.new_event_loop()
 
@@ -172,7 +172,7 @@ def test_an_offline_answer_is_written(tmp_path: Path) -> None:
         (StubTriton([]), (), "without audio"),
         (StubTriton([audio_response(np.zeros((1, 0)))]), (), "without audio"),
         (StubTriton([audio_response(np.ones((1, 9))), error_response("the LLM is down")]), (), "the LLM is down"),
-        (StubTriton(), ("--model-name", "nobody"), "does not serve the model 'nobody'"),
+        (StubTriton(), ("--model-name", "unknown"), "does not serve the model 'unknown'"),
         (StubTriton(), ("--mode", "offline"), "is served for streaming"),
         (StubTriton(pause=30.0), ("--timeout", "0.3"), "raise --timeout"),
         (StubTriton(), ("--reference-audio", "/no/such.wav"), "cannot read the reference audio /no/such.wav"),

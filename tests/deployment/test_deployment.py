@@ -44,7 +44,7 @@ def test_the_dockerfile_passes_hadolint() -> None:
 
 
 def test_dockerignore_includes_every_path_that_the_dockerfile_copies() -> None:
-    """.dockerignore lists what the build may read; a COPY of another path fails."""
+    """.dockerignore lists the paths of the build context; a COPY of another path fails."""
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for line in re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile.server").read_text(), re.MULTILINE):
         for path in line.split():

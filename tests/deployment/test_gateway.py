@@ -54,7 +54,7 @@ def gateway(directory: Path, servers: list[str]) -> Iterator[Gateway]:
         assert f"listen {number}" in config
         config = config.replace(f"listen {number}", f"listen 127.0.0.1:{port}")
     config = config.replace("/tmp/nginx", str(run)).replace("/etc/nginx/gateway.d", str(directory))
-    if os.geteuid() == 0:  # otherwise workers run as nobody, who may not read pytest's directories
+    if os.geteuid() == 0:  # otherwise workers run as the user "nobody", who cannot read pytest's directories
         config = f"user root;\n{config}"
     (directory / "nginx.conf").write_text(config)
     environment = os.environ | {"TTS_SERVERS": " ".join(servers), "SPEECH_SERVERS": f"127.0.0.1:{free_port()}"}

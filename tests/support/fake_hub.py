@@ -62,9 +62,9 @@ class Handler(BaseHTTPRequestHandler):
         if name in self.hub.damage:
             content = bytes([content[0] ^ 1]) + content[1:]
         begin, status = 0, 200
-        if with_body and (wanted := self.headers.get("Range")):
-            self.hub.ranges.append(wanted)
-            begin, status = int(wanted.removeprefix("bytes=").split("-")[0]), 206
+        if with_body and (requested := self.headers.get("Range")):
+            self.hub.ranges.append(requested)
+            begin, status = int(requested.removeprefix("bytes=").split("-")[0]), 206
             headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
         limit = self.hub.cut.pop(name, None) if with_body else None
         self.send(content[begin:], headers, with_body, status, limit)

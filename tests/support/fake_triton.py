@@ -83,7 +83,9 @@ class ResponseSender:
         self.responses: list[InferenceResponse] = []
         self.final = False
         self.cancelled = False
-        self.asked_too_late = False  # is_cancelled() was called after the final response, which crashes Triton 2.51
+        self.cancellation_checked_after_final = (
+            False  # is_cancelled() was called after the final response, which crashes Triton 2.51
+        )
         self._decoupled = decoupled
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
@@ -97,7 +99,7 @@ class ResponseSender:
         self.final = bool(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def is_cancelled(self) -> bool:
-        self.asked_too_late |= self.final
+        self.cancellation_checked_after_final |= self.final
         return self.cancelled
 
 

@@ -33,7 +33,7 @@ PROGRAMS = [*LAUNCHERS, *_programs("tools"), "common.speech_service"]
 
 @functools.cache
 def explanations(way: str) -> dict[str, str]:
-    """What each program prints; "file": the launchers alone. Errors are texts of another form."""
+    """The output of each program, or its error; "file": only the launchers."""
     command = [sys.executable, "-m", "tests.support.help_texts", way]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     finished = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, timeout=240, check=True)

@@ -104,5 +104,5 @@ def process_of(server: Any, model: str) -> int:
 
 
 def at_rate(wav: np.ndarray, rate: int) -> np.ndarray:
-    """The recording as if it had been made at `rate` Hz: another pitch, so another voice."""
+    """The recording played at another rate, which changes the pitch and so the voice."""
     return resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, rate).numpy()

@@ -9,12 +9,12 @@ import pytest
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """The directory `name` of this test run. The first worker to ask for it runs `make(directory)`; others wait for it.
+    """The directory `name` of this test run. The first worker runs `make(directory)`; the others wait for it.
 
     Nothing may be changed in it: other workers read it.
     """
     root = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a directory of its own in that of the run
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has its own directory in that of the run
         root = root.parent
     directory = root / name
     with (root / f"{name}.lock").open("w") as lock:

@@ -1,5 +1,5 @@
-"""Small ONNX networks with the inputs and outputs of the real ones: they mix what they are given, so that an input that
-is lost or comes twice shows in the outputs."""
+"""Small ONNX networks with the inputs and outputs of the real ones: the outputs depend on all
+inputs, so that a missing or duplicated input changes them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -103,7 +103,7 @@ LONG_TEXT = "The first sentence costs $3.50 and is spoken by nobody. " * 5 + "ไป
 def test_a_long_text_is_one_stream_equal_to_its_segments(
     stack: str, serve: Serve, demo_models: Path, voice: np.ndarray
 ) -> None:
-    """Each segment sent alone gives the audio it has within the long stream: same voice, same seed, nothing lost."""
+    """Each segment sent alone gives the same audio as within the long stream, with the same voice and seed."""
     address, model = serve(stack=stack).grpc_url, MODELS[stack]
     segments = list(TextFrontend(LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").text_length).segments(LONG_TEXT))
     assert len(segments) > 2 and "three point five dollars" in segments[0]
@@ -288,7 +288,7 @@ def test_a_stream_ends_with_exactly_one_final_response(stack: str, serve: Serve,
             finals += result.get_response().parameters["triton_final_response"].bool_param
             waveform = result.as_numpy("waveform")
             sizes.append(0 if waveform is None else waveform.size)
-        connection.stop_stream()  # returns once nothing is outstanding
+        connection.stop_stream()  # returns when no response is outstanding
     assert arrivals.empty()
     assert all(sizes[:-1]) and sizes[-1] == 0
 

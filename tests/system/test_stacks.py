@@ -75,7 +75,7 @@ def load(path, options):
 
 @pytest.fixture
 def third(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
-    """A third stack from a package outside the checkout, with templates of its own, registered for one test."""
+    """A third stack from a package outside the checkout, with its own templates, registered for one test."""
     package = tmp_path / "package"
     for model, new in ((stacks.DIT.orchestrator, "speech3"), (stacks.DIT.token2wav, "sound3")):
         copy = package / "templates" / new

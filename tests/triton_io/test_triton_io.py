@@ -213,7 +213,7 @@ def test_is_cancelled_is_not_called_after_the_final_response(serve, decoupled):
     sender = submit(serve(keep), decoupled)
     wait_until(lambda: sender.final)
     assert not kept[0].is_cancelled()
-    assert not sender.asked_too_late
+    assert not sender.cancellation_checked_after_final
 
 
 def test_a_handler_is_cancelled_when_its_client_disconnects(serve, decoupled):

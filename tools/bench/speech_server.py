@@ -1,9 +1,9 @@
-"""What the speech service adds to a stream, and whether its memory grows, measured against a stub of Triton.
+"""Latency that the speech service adds to a stream, and growth of its memory, measured with a stub of Triton.
 
     python -m tools.bench.speech_server --output out/bench_speech_server      200 concurrent streams, 5,000 requests
 
 Three processes: the stub, the service, and this one, which runs the same load twice: directly against the stub, and
-through the service. The difference of the two is what the service adds to the time to first byte.
+through the service. The difference of the two is the time to first byte that the service adds.
 Writes OUTPUT.json and OUTPUT.png.
 """
 
@@ -63,13 +63,13 @@ class ServiceFigures:
     memory_mib: list[float] = field(default_factory=list)
 
     def added_ms(self, percent: float) -> float:
-        """What the service adds to the first byte, at a percentile."""
+        """Latency of the first byte that the service adds, at a percentile."""
         return float(np.percentile(self.service_ms, percent) - np.percentile(self.direct_ms, percent))
 
 
 @contextlib.contextmanager
 def service(address: str) -> Iterator[tuple[str, int]]:
-    """The URL and the process id of a speech service that is ready, in a process of its own."""
+    """The URL and the process id of a speech service that is ready, in a separate process."""
     port = free_port()
     options = ("--url", address, "--port", str(port), "--max_streams", "1000")
     process = subprocess.Popen([sys.executable, "-m", "common.speech_service", *options], stdout=subprocess.DEVNULL)

@@ -147,7 +147,7 @@ class StubProcess:
 
 @contextmanager
 def stub_process(chunks: int, pause: float, first: float, chunk_seconds: float | None = None) -> Iterator[StubProcess]:
-    """A stub in a process of its own, killed with the block; it also ends if this process is killed."""
+    """A stub in a separate process, killed at the end of the block; it also ends if this process is killed."""
     options = ["--chunks", str(chunks), "--pause", str(pause), "--first", str(first), "--end-with-stdin"]
     if chunk_seconds is not None:
         options += ["--chunk-seconds", str(chunk_seconds)]

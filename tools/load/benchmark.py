@@ -47,7 +47,7 @@ def run_sweep(args: argparse.Namespace, command: list[str]) -> int:
         load = Load.from_arguments(args, args.servers, jobs, count, tasks, rate, None, listening=bool(args.listeners))
         run = measured(load, load.shape(), args.log_interval)
         sweep.add(load, run)
-        sweep.write(args.output)  # after each step, so that nothing measured is lost
+        sweep.write(args.output)  # after each step, so that an aborted sweep keeps its results
         code = code or (0 if run.complete else 1)
         if run.interrupted or len(run.lost) == len(args.servers):
             code = 130 if run.interrupted else 1

@@ -88,7 +88,7 @@ class Jobs:
         return len(self.requests)
 
     def take(self, count: int) -> list[LoadJob]:
-        """`count` jobs, the rows in turn."""
+        """`count` jobs, cycling through the rows."""
         jobs = []
         for index, (base, name) in enumerate(islice(cycle(zip(self.requests, self.ids, strict=True)), count)):
             turn = index // len(self) + 1

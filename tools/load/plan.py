@@ -1,4 +1,4 @@
-"""What a run sends to which servers, and its options."""
+"""The load of a run, and its options."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ MIN_WARMUP = 8  # so that the server has cached the voices of a small manifest, 
 
 @dataclass(frozen=True)
 class Load:
-    """What to send to which servers.
+    """The requests of a run and the servers that receive them.
 
     servers: host:port each; tasks and requests are distributed over them in turn. tasks: of the closed loop, over all
     servers. rate: requests per second of the open loop, None for the closed loop. listening: a task of the closed loop

@@ -160,7 +160,7 @@ class _Runner:
             await self._finish()
 
     def _connection(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
-        """The servers in turn, and the connections of each in turn."""
+        """Round robin over the servers, and over the connections of each server."""
         server = servers[index % len(servers)]
         connections = self._connections[server]
         return server, connections[index // len(servers) % len(connections)]

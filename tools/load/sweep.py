@@ -15,7 +15,7 @@ from tools.load.report import disaggregated_table, markdown_tables, table
 
 @dataclass
 class Sweep:
-    """What was measured and how. rows: the figures of each run, with the swept number as `label`."""
+    """Results and conditions of a sweep. rows: the figures of each run, with the swept number as `label`."""
 
     title: str
     command: str

@@ -1,4 +1,4 @@
-"""What the LLM backends of the offline tools have in common."""
+"""The interface of the offline tools' LLM backends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class SampleJob:
-    """A sample in progress. Its text is synthesized in segments, each as an utterance of its own."""
+    """A sample in progress. Its text is synthesized in segments, each as a separate utterance."""
 
     sample: Sample
     voice: Prompt

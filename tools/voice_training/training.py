@@ -1,4 +1,4 @@
-"""What all stages share: a training run with a time limit, weight averaging and resumption.
+"""Code shared by all stages: a training run with a time limit, weight averaging and resumption.
 
 The networks are small, and a GPU would wait for Python most of the time: steps are captured as CUDA graphs.
 """
