@@ -77,7 +77,7 @@ serve: render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics
 render: demo-checkpoint ## write the model repository of a stack to build/STACK
 	@$(IN_VENV) -m scripts.render $(MODELS) build/$(STACK) --stack $(STACK) $(OFFLINE)
 
-# Only where no other checkpoint is named. What is there already is kept.
+# Only if no other checkpoint is named. Existing files are kept.
 demo-checkpoint: $(VENV)/.server
 ifeq ($(MODELS),models/demo)
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)

@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        if args.step == "demo":  # makes its directory itself, whole or not at all
+        if args.step == "demo":  # writes its directory atomically, so it needs no lock
             steps.demo(args.models)
             return 0
         with steps.only_one(args.models):

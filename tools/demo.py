@@ -47,6 +47,6 @@ def shown(path: Path) -> Path:
 
 
 def prepare_checkpoint(llm: stacks.SpeechLLM) -> None:
-    """The checkpoint and the form of its LLM that onnxruntime-genai reads; what is there is kept."""
+    """The checkpoint and the form of its LLM that onnxruntime-genai reads; existing files are kept."""
     make_demo_model(CHECKPOINT)
     convert(CHECKPOINT / llm.directory, CHECKPOINT / llm.genai, "fp32")

@@ -59,7 +59,7 @@ def test_every_plan_of_a_stack_is_built_once(
     assert all(plan is not None for _, plan in plans.survey(model_dir)) and len(plans.survey(model_dir)) == count
 
     code, out, _ = run(model_dir, "--precision", precision)
-    assert code == 0 and out.count("is there already") == count and len(trt.built) == count
+    assert code == 0 and out.count("exists already") == count and len(trt.built) == count
 
 
 def test_profiles_have_the_limits_of_serving(run: Run, trt: fake_tensorrt.State, dit: Path) -> None:

@@ -29,7 +29,7 @@ def read_sums(directory: Path) -> dict[str, str]:
     lines = path.read_text(encoding="utf-8").splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if not sums or not all(len(digest) == 64 and name for name, digest in sums.items()):
-        raise ValueError(f"{path} is no list of SHA-256 sums")
+        raise ValueError(f"{path} is not a list of SHA-256 sums")
     return sums
 
 

@@ -74,7 +74,7 @@ def build_all(model_dir: Path, workloads: Sequence[Workload], machine: Machine, 
 def build_one(model_dir: Path, workload: Workload, machine: Machine, device: str) -> str:
     """Build one plan if it is missing; returns a line about it."""
     try:
-        return f"is there already: {plans.find(workload, model_dir, machine).path.name}"
+        return f"exists already: {plans.find(workload, model_dir, machine).path.name}"
     except PlanError:
         key = Key.of(workload, model_dir, machine)
     timings = model_dir / plans.FOLDER / f"{key.machine.file_name}.timings"

@@ -15,7 +15,7 @@ All rows are read before the first request, so that bad rows are reported at onc
 
 import io
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,10 +51,10 @@ class Sample:
     target_audio_cosy2_tokens: np.ndarray | None = None
 
 
-def read_manifest(path: Path, *, limit: int | None = None, require: Collection[str] = ()) -> list[Sample]:
+def read_manifest(path: Path, *, limit: int | None = None) -> list[Sample]:
     """The samples of a manifest: JSON lines, or lines of `id|prompt_text|prompt_audio|target_text` in a `.lst` file.
 
-    limit: number of rows to read. require: columns that every row must have besides the usual ones.
+    limit: number of rows to read.
     SampleError names the line and the column.
     """
     try:
@@ -74,10 +74,10 @@ def read_manifest(path: Path, *, limit: int | None = None, require: Collection[s
             opened[file] = _decoded(where, file, str(file))
         return opened[file]
 
-    return _samples(rows, len(numbered[:limit]), recording, require, str(path))
+    return _samples(rows, len(numbered[:limit]), recording, str(path))
 
 
-def read_dataset(name: str, split: str, *, limit: int | None = None, require: Collection[str] = ()) -> list[Sample]:
+def read_dataset(name: str, split: str, *, limit: int | None = None) -> list[Sample]:
     """The samples of a HuggingFace data set, or of a directory that `datasets` can load; parameters as above.
 
     SampleError if `datasets` is not installed, the data set cannot be loaded or has other columns.
@@ -102,19 +102,18 @@ def read_dataset(name: str, split: str, *, limit: int | None = None, require: Co
         table = table.cast_column("prompt_audio", datasets.Audio(decode=False))
     count = len(table) if limit is None else min(limit, len(table))
     rows = ((f"{name} {split} row {index}", table[index]) for index in range(count))
-    return _samples(rows, count, _embedded_recording, require, f"{name} {split}")
+    return _samples(rows, count, _embedded_recording, f"{name} {split}")
 
 
 def _samples(
     rows: Iterable[tuple[str, Mapping[str, Any]]],
     count: int,
     recording: Callable[[str, Any], np.ndarray],
-    require: Collection[str],
     source: str,
 ) -> list[Sample]:
     samples: dict[str, Sample] = {}
     for where, row in tqdm(rows, total=count, desc="reading samples", unit="row", leave=False, delay=1.0):
-        sample = _checked(where, row, recording, require)
+        sample = _checked(where, row, recording)
         if sample.id in samples:
             raise SampleError(f"{where}: the id {sample.id!r} appears twice; audio files are named by it")
         samples[sample.id] = sample
@@ -123,11 +122,9 @@ def _samples(
     return list(samples.values())
 
 
-def _checked(
-    where: str, row: Mapping[str, Any], recording: Callable[[str, Any], np.ndarray], require: Collection[str]
-) -> Sample:
+def _checked(where: str, row: Mapping[str, Any], recording: Callable[[str, Any], np.ndarray]) -> Sample:
     speaker = _text(where, row, "speaker") if row.get("speaker") else ""
-    needed = ["id", "target_text", *([] if speaker else ["prompt_audio", "prompt_text"]), *require]
+    needed = ["id", "target_text", *([] if speaker else ["prompt_audio", "prompt_text"])]
     if missing := [column for column in needed if row.get(column) is None]:
         present = ", ".join(sorted(column for column, value in row.items() if value is not None))
         raise SampleError(f"{where} has no {' and no '.join(missing)}; it has {present or 'nothing'}")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from common.config import OrchestratorConfig
 from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling
@@ -25,7 +26,6 @@ from tools.offline.stages import Stages
 from tools.offline.tool import Failure
 
 STAGES = ("voice", "text", "llm", "token2wav", "audio_save")
-MAX_TEXT_CHARS = 4096
 GIVE_UP_BATCHES = 3  # consecutive batches for which the LLM was unavailable
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class Pipeline:
 
     def _prompts(self, sample: Sample, voice: Prompt) -> list[LLMPrompt]:
         """One per segment. With a transcript the LLM continues the recording."""
-        text = clean_text(sample.target_text, name="target_text", max_chars=MAX_TEXT_CHARS)
+        text = clean_text(sample.target_text, name="target_text", max_chars=OrchestratorConfig.max_text_chars)
         prompt = (self.texts.transcript(voice.text), voice.tokens.tolist()) if voice.text else ("", [])
         return [LLMPrompt(segment, *prompt) for segment in self.texts.segments(text)]
 

@@ -31,7 +31,7 @@ class EngineOptions:
 
 
 def build_engine(models: Path, options: EngineOptions) -> bool:
-    """Build MODELS/trt_engines_bfloat16 from MODELS/cosyvoice2_llm; False if the same is there already.
+    """Build MODELS/trt_engines_bfloat16 from MODELS/cosyvoice2_llm; False if the same one exists.
 
     It is built again for another checkpoint, GPU, version or option, and is written atomically.
     """

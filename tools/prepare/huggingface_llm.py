@@ -19,7 +19,7 @@ TEXT_SPECIALS = (
     *("[vocalized-noise]", "[lipsmack]", "[mn]"),
 )
 END_OF_TEXT = "<|endoftext|>"
-UTTERABLE = SPEECH_VOCAB + len(COSYVOICE2.ends)  # rows of the official speech embedding and head
+SPEECH_ROWS = SPEECH_VOCAB + len(COSYVOICE2.ends)  # rows of the official speech embedding and head
 VOCAB_MULTIPLE = 128  # upstream's padding; sharded engines need a divisible vocabulary
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -52,9 +52,9 @@ def _check(state: dict[str, torch.Tensor], blank_dir: Path, llm_pt: Path) -> Non
     hidden = config.hidden_size
     expected = {f"llm.model.{name}": shape for name, shape in shapes_of(qwen2.state_dict()).items()} | {
         "llm_embedding.weight": torch.Size((2, hidden)),
-        "speech_embedding.weight": torch.Size((UTTERABLE, hidden)),
-        "llm_decoder.weight": torch.Size((UTTERABLE, hidden)),
-        "llm_decoder.bias": torch.Size((UTTERABLE,)),
+        "speech_embedding.weight": torch.Size((SPEECH_ROWS, hidden)),
+        "llm_decoder.weight": torch.Size((SPEECH_ROWS, hidden)),
+        "llm_decoder.bias": torch.Size((SPEECH_ROWS,)),
     }
     if differences := shape_differences(expected, shapes_of(state)):
         raise ValueError(f"{llm_pt} is not the LLM of CosyVoice2 based on {blank_dir}:\n  " + "\n  ".join(differences))
@@ -81,7 +81,7 @@ def _write_model(
 
     text = state.pop("llm.model.model.embed_tokens.weight")
     del state["llm.model.lm_head.weight"]  # the text head is never used
-    first, end = tokenizer.first_speech_id, tokenizer.first_speech_id + UTTERABLE
+    first, end = tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_ROWS
     if first > len(text):
         raise ValueError(f"{blank_dir} has {first} tokens of text, more than the {len(text)} rows of the embedding")
     vocab = -(-(end + 2) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
