@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="one response per request, not a stream",
     )
     parser.add_argument(
-        "--device", choices=get_args(Device), default=StackOptions.device, help="of prompt models and vocoder"
+        "--device", choices=get_args(Device), default=StackOptions.device, help="of the prompt models and token2wav"
     )
     parser.add_argument("--llm-transport", choices=get_args(LLMTransport), default=StackOptions.llm_transport)
     parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")

@@ -75,7 +75,7 @@ else
         --openai-api-base "http://127.0.0.1:$LLM_PORT/v1")
 fi
 OUT=${OUT:-out/dit}
-VOCODER=$MODELS/Step-Audio-2-mini/token2wav
+TOKEN2WAV=$MODELS/Step-Audio-2-mini/token2wav
 read -ra DATA <<<"$DATA"
 read -ra OFFLINE_DATA <<<"$OFFLINE_DATA"
 read -ra VOCODER_DATA <<<"$VOCODER_DATA"
@@ -126,13 +126,13 @@ fi
 
 if stage 5 "offline benchmark, LLM and token2wav in turn"; then
     "$PYTHON" -m scripts.offline_inference "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
-        --token2wav-path "$VOCODER" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" --output-dir "$OUT/offline"
+        --token2wav-path "$TOKEN2WAV" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" --output-dir "$OUT/offline"
 fi
 
 if stage 6 "token2wav alone"; then
-    "$PYTHON" -m scripts.token2wav --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --warmup 3 --output-dir "$OUT/token2wav"
+    "$PYTHON" -m scripts.token2wav --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" --warmup 3 --output-dir "$OUT/token2wav"
     for strategy in equal exponential; do
-        "$PYTHON" -m scripts.streaming_inference --model-dir "$VOCODER" "${VOCODER_DATA[@]}" --strategy "$strategy" \
+        "$PYTHON" -m scripts.streaming_inference --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" --strategy "$strategy" \
             --output-dir "$OUT/streaming_$strategy"
     done
 fi

@@ -69,7 +69,7 @@ def test_events_contain_the_audio_and_then_the_usage(served: StubbedService) -> 
 def test_an_error_during_events_is_an_event(served: StubbedService) -> None:
     first, last = events_of(served.post({**TEXT, "input": "break", "stream_format": "sse"}))
     assert first["type"] == "speech.audio.delta"
-    assert last["type"] == "speech.audio.error" and "the vocoder broke" in last["error"]["message"]
+    assert last["type"] == "speech.audio.error" and "token2wav broke" in last["error"]["message"]
 
 
 @pytest.mark.serial

@@ -107,7 +107,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield self._noise
                 due += pause
             if word == "break":
-                await context.abort(grpc.StatusCode.INTERNAL, "the vocoder broke")
+                await context.abort(grpc.StatusCode.INTERNAL, "token2wav broke")
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
