@@ -59,8 +59,9 @@ class BatchLimits:
     def __post_init__(self) -> None:
         largest = self.chunk_frames[-1]
         if largest > min(self.dit_frames, self.hift_frames):
+            hop = "max_hop_tokens" if self.max_hop_tokens >= self._longest_first_hop else "first_hop_tokens"
             raise ValueError(
-                f"max_hop_tokens {self.max_hop_tokens} makes chunks of {largest} mel frames, but batch_memory_mb "
+                f"{hop} {getattr(self, hop)} makes chunks of {largest} mel frames, but batch_memory_mb "
                 f"{self.batch_memory_mb} holds {min(self.dit_frames, self.hift_frames)}: lower one or raise the other"
             )
 
@@ -72,13 +73,12 @@ class BatchLimits:
     @cached_property
     def chunk_frames(self) -> tuple[int, ...]:
         """Length classes of chunks, mel frames. The final chunk of a stream may be LOOKAHEAD_TOKENS - 1 longer."""
-        return _classes(FRAMES, TOKEN_MEL_RATIO * (self.max_hop_tokens + LOOKAHEAD_TOKENS - 1))
+        return _classes(FRAMES, TOKEN_MEL_RATIO * (self._longest_hop + LOOKAHEAD_TOKENS - 1))
 
     @cached_property
     def first_chunk_frames(self) -> tuple[int, ...]:
-        """The classes of first chunks, which are short: at most `first_hop_tokens` stretched to the next boundary."""
-        longest = self.first_hop_tokens + self.chunk_boundary - 1 + LOOKAHEAD_TOKENS - 1
-        return tuple(_up_to(self.chunk_frames, TOKEN_MEL_RATIO * longest))
+        """The classes of first chunks, which are short."""
+        return tuple(_up_to(self.chunk_frames, TOKEN_MEL_RATIO * (self._longest_first_hop + LOOKAHEAD_TOKENS - 1)))
 
     @cached_property
     def window_tokens(self) -> tuple[int, ...]:
@@ -96,9 +96,18 @@ class BatchLimits:
         return _classes(PROMPT_FRAMES, int(TOKEN_MEL_RATIO * TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2 * TOKEN_MEL_RATIO)
 
     @property
+    def _longest_first_hop(self) -> int:
+        """`first_hop_tokens` extended to the next boundary, which may be more than `max_hop_tokens`."""
+        return self.first_hop_tokens + self.chunk_boundary - 1
+
+    @property
+    def _longest_hop(self) -> int:
+        return max(self.max_hop_tokens, self._longest_first_hop)
+
+    @property
     def _longest_window(self) -> int:
         prompt = int(TOKEN_RATE * MAX_REFERENCE_SECONDS)
-        return prompt + CONTEXT_TOKENS + self.max_hop_tokens + LOOKAHEAD_TOKENS - 1
+        return prompt + CONTEXT_TOKENS + self._longest_hop + LOOKAHEAD_TOKENS - 1
 
     # --- of a whole batch, padding included ---
 

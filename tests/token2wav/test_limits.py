@@ -18,10 +18,10 @@ def limits_of(stack: str, **values: int) -> BatchLimits:
 
 @pytest.mark.parametrize("stack", stacks.names())
 @pytest.mark.parametrize("strategy", ["exponential", "equal", "time_based"])
-@pytest.mark.parametrize(("first_hop", "max_hop"), [(15, 100), (5, 50), (30, 200)])
+@pytest.mark.parametrize(("first_hop", "max_hop"), [(15, 100), (5, 50), (30, 200), (15, 25)])
 def test_every_chunk_of_every_prompt_length_fits_a_graph(stack, strategy, first_hop, max_hop):
-    """The UNet's first hop is stretched to a training chunk's boundary: up to 39 tokens by default, 41 if it is the
-    only chunk. Graphs for 64 frames once left those to eager kernels."""
+    """The UNet's first hop is extended to a training chunk's boundary: up to 39 tokens by default, 41 if it is the only
+    chunk, and more than `max_hop_tokens` if that is 25. Graphs for 64 frames once left those to eager kernels."""
     limits = limits_of(stack, first_hop_tokens=first_hop, max_hop_tokens=max_hop)
     boundary = stacks.named(stack).chunk_boundary
     rules = HopRules(strategy=strategy, first_hop=first_hop, max_hop=max_hop, boundary=boundary)
