@@ -76,7 +76,12 @@ def settings_of(model: str) -> type[ModelConfig]:
 
 
 def defaults(model: str) -> dict[str, str]:
-    """The template keys of a model that have defaults, with their values."""
+    """The template keys of a model that have defaults, with their values.
+
+    Of a model that no stack has, those that only Triton reads.
+    """
+    if model not in _SHARED and not any(model in stack.models for stack in stacks.registered()):
+        return dict(_TEMPLATE_DEFAULTS)
     fields = settings_of(model).parameters().values()
     own = {f.name: format_setting(f.default) for f in fields if f.default is not dataclasses.MISSING}
     of_stack = {} if model in _SHARED else stacks.of_model(model).settings

@@ -80,6 +80,13 @@ def test_a_mistake_is_reported_and_the_file_kept(template, capsys, substitutions
     assert template.read_text() == before
 
 
+def test_a_template_of_a_model_that_no_stack_has_can_be_filled(template):
+    template.write_text('name: "mine"\nmax_batch_size: ${size}\ninstance_group [{ kind: ${instance_kind} }]\n')
+    assert main(["-i", str(template), "size:4"]) == 0
+    config = parse(template.read_text(), "mine")
+    assert (config.max_batch_size, config.instance_group[0].kind) == (4, config.instance_group[0].KIND_AUTO)
+
+
 def test_a_filled_file_is_not_filled_twice(template, capsys):
     assert main(["-i", str(template), ORCHESTRATOR]) == 0
     assert main(["-i", str(template), ORCHESTRATOR]) == 1
