@@ -63,10 +63,13 @@ class WindowEncoder:
             sizes = limits.sizes(limits.window_tokens, limits.encoder_tokens)
             self._graphs = Graphs(network.encode_window, self._inputs, sizes, "the encoder")
 
-    def encode(self, windows: Sequence[Window]) -> Tensor:
-        """(B, 2 T, mel), T at least the longest window. Valid until the next call."""
+    def encode(self, windows: Sequence[Window], *, warn: bool = True) -> Tensor:
+        """(B, 2 T, mel), T at least the longest window. Valid until the next call.
+
+        warn: log a length beyond every graph; whole utterances may be of such lengths.
+        """
         B, longest = len(windows), max(len(window) for window in windows)
-        size = self._graphs.fitting(B, longest) if self._graphs else None
+        size = self._graphs.fitting(B, longest, warn=warn) if self._graphs else None
         if self._graphs is None or size is None:
             return self._network.encode_window(*(x.to(self._device) for x in stacked(windows, longest)))
         values = (x.pin_memory() for x in stacked(windows, longest))

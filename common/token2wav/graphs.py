@@ -54,14 +54,14 @@ class Graphs:
         """The input tensors of that size; the next `run` fills them partly or wholly."""
         return self._graphs[size].inputs
 
-    def fitting(self, *needed: int) -> Size | None:
+    def fitting(self, *needed: int, warn: bool = True) -> Size | None:
         """The smallest size that holds `needed` in every dimension; None if there is none.
 
-        Logs a warning, once, if the length alone is beyond every graph: such a batch cannot even be split.
+        warn: log, once, that the length alone is beyond every graph, so that not even splitting the batch would help.
         """
         holding = [size for size in self._graphs if all(have >= need for have, need in zip(size, needed, strict=True))]
         longest = max((size[-1] for size in self._graphs), default=0)
-        if needed[-1] > longest and not self._warned:
+        if warn and needed[-1] > longest and not self._warned:
             self._warned = True
             logger.warning(
                 "%s: a length of %d is beyond the largest CUDA graph, %d, and is computed by eager kernels, which is "

@@ -157,7 +157,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
         assert all(chunk.offset == chunk.stream.rendered for chunk in chunks)
         adding = [chunk for chunk in chunks if chunk.new]
         mels = iter(self._render(adding) if adding else [])
-        rendered = [next(mels) if chunk.new else torch.zeros(MEL_BINS, 0) for chunk in chunks]
+        rendered = [next(mels) if chunk.new else torch.zeros(MEL_BINS, 0, device=self._device) for chunk in chunks]
         for chunk in chunks:
             chunk.stream.rendered += chunk.new
         return rendered
@@ -168,7 +168,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
             self._check_length(len(tokens))
         ids = [np.concatenate([prompt.tokens, tokens]) for prompt, tokens in utterances]
         windows = [Window(with_ahead(row, len(row)), np.full(len(row), len(row))) for row in ids]
-        mu = self._encoder.encode(windows)[:, : TOKEN_MEL_RATIO * max(map(len, ids))].transpose(1, 2)
+        mu = self._encoder.encode(windows, warn=False)[:, : TOKEN_MEL_RATIO * max(map(len, ids))].transpose(1, 2)
         frames = torch.tensor([TOKEN_MEL_RATIO * len(row) for row in ids], device=mu.device)
         mel = self._network.solve(
             mu,  # (B, T, C) -> (B, C, T)

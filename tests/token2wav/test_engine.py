@@ -9,7 +9,7 @@ import torch
 
 from common.constants import DIT_TAIL_FRAMES, HOP_SAMPLES, LOOKAHEAD_TOKENS, OVERLAP_FRAMES, TOKEN_MEL_RATIO
 from common.errors import UnavailableError
-from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.dit.memory import PromptCaches, TailPool
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.overlap import hamming_window
@@ -277,6 +277,18 @@ def test_a_stream_that_gets_no_slot_releases_its_prompt_cache(dit_network, vocod
         engine.open(prompt(1))
     engine.close(stream)
     assert all(entry.streams == 0 for entry in prompts._entries.values())
+    assert len(vocoder.pool._free) == free
+
+
+def test_a_prompt_cache_is_released_if_its_streams_slot_cannot_be_filled(dit_network, vocoder, monkeypatch):
+    prompts = PromptCaches(VOICES_BYTES)
+    flow = DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(max_streams=1), steps=4)
+    engine, free = Token2Wav(flow, vocoder), len(vocoder.pool._free)
+    with monkeypatch.context() as patch:
+        patch.setattr(TailPool, "acquire", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            engine.open(prompt(0))
+    assert [entry.streams for entry in prompts._entries.values()] == [0]
     assert len(vocoder.pool._free) == free
 
 

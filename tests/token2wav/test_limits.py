@@ -76,6 +76,7 @@ def test_a_length_beyond_every_graph_is_logged_once(monkeypatch, caplog):
     graphs = Graphs(lambda: None, lambda *_: (), [(1, 32), (4, 32), (1, 64)], "the vocoder")
     assert graphs.fitting(3, 30) == (4, 32)
     assert graphs.fitting(2, 40) is None and caplog.records == []  # a batch that can be split
+    assert graphs.fitting(1, 99, warn=False) is None and caplog.records == []  # a whole utterance
     assert graphs.fitting(1, 65) is graphs.fitting(1, 90) is None
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "the vocoder: a length of 65 is beyond the largest CUDA graph"

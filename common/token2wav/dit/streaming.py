@@ -9,7 +9,6 @@ from torch import Tensor
 
 from common.accel.loading import use_runtime
 from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
-from common.errors import UnavailableError
 from common.flow.checkpoint import load_dit_flow
 from common.flow.dit import DiTEstimator, DiTFlow
 from common.token2wav.dit.memory import (
@@ -94,7 +93,7 @@ class DiTStreaming(StreamingFlow[DiTStream]):
         cache = self._prompts.acquire(key, self._pool.prompt_bytes(len(prompt.mel)), lambda: self._prefill(prompt))
         try:
             tail = self._pool.acquire(cache)
-        except UnavailableError:
+        except BaseException:
             self._prompts.release(key)
             raise
         context = np.zeros(0, np.int64)
