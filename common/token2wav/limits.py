@@ -43,7 +43,7 @@ UNET_BATCH_TOKENS = 2500
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """What a token2wav model can be asked for, and the batch and graph sizes that follow from it.
+    """The limits of a token2wav model, and the batch and graph sizes that follow from them.
 
     max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
     chunks end on its multiples (`Stack.chunk_boundary`). batch_memory_mb: MiB for the temporary tensors of one batch.

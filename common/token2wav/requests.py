@@ -53,10 +53,10 @@ class Token2WavRequest:
 
 
 def read_request(tensors: Tensors, first_speech_id: int, prompt: Prompt | None = None) -> Token2WavRequest:
-    """The request that `tensors`, by name and with the batch dimension, make.
+    """The request in `tensors`, which are given by name and with the batch dimension.
 
     target_speech_tokens (1, n), prompt_speech_tokens (1, P), prompt_speech_feat (1, T, 80), prompt_spk_embedding
-    (1, 192), token_offset, finalize and speed (1, 1), and the sequence controls. `prompt`: the voice where the caller
+    (1, 192), token_offset, finalize and speed (1, 1), and the sequence controls. `prompt`: the voice, if the caller
     made it from a recording. Raises ValueError naming what is missing or malformed.
     """
     speed = float(_one(tensors, "speed")) if "speed" in tensors else 1.0

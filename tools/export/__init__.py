@@ -1,1 +1,1 @@
-"""Parts of `tools.export.engines`."""
+"""Networks for other runtimes: export to ONNX (`onnx`), and TensorRT plans from that (`engines`)."""

@@ -18,7 +18,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, versi
 from common.accel.workloads import PlanPrecision
 
 TIME = "t"
-_BEHIND_TIME = {"MatMul", "Gemm", "Conv", "Shape", "Size"}  # their outputs no longer count as time
+_AFTER_TIME = {"MatMul", "Gemm", "Conv", "Shape", "Size"}  # their outputs no longer count as time
 _TYPES = {"float16": (TensorProto.FLOAT16, np.float16), "bfloat16": (TensorProto.BFLOAT16, ml_dtypes.bfloat16)}
 BFLOAT16_OPSET = 22  # the first in which convolutions and Mish support it
 # Masks add -1e10, which is an infinity in float16; a fully masked row would then be NaN.
@@ -72,7 +72,7 @@ class _Retyping:
         reached = {TIME} & {value.name for value in self._graph.input}
         nodes = []
         for node in self._graph.node:  # in topological order
-            if node.op_type not in _BEHIND_TIME and reached.intersection(node.input):
+            if node.op_type not in _AFTER_TIME and reached.intersection(node.input):
                 reached.update(node.output)
                 nodes.append(node)
         needed = {name for node in nodes for name in node.input}

@@ -31,7 +31,7 @@ from common.voice.prompt import Prompt
 
 
 def load(path: Path, options: FlowOptions) -> "DiTStreaming":
-    """The flow of a `flow.pt`, with the runtime's own files beside it. Raises ValueError naming what does not fit."""
+    """Load the flow of a `flow.pt`, and the runtime's files next to it. ValueError names what does not fit."""
     network = load_dit_flow(path, options.device, options.dtype)
     use_runtime(
         network,
@@ -108,7 +108,7 @@ class DiTStreaming(StreamingFlow[DiTStream]):
 
     def _prefill(self, prompt: Prompt) -> PromptCache:
         tokens, count = prompt.tokens, len(prompt.tokens)
-        # As upstream's setup_cache does, the look-ahead behind the prompt's last tokens is its own first ones.
+        # As upstream's setup_cache does, the look-ahead after the prompt's last tokens is its own first ones.
         window = Window(with_ahead(np.concatenate([tokens, tokens]), count), np.full(count, count))
         mu = self._encoder.encode([window])[:, : TOKEN_MEL_RATIO * count]
         speaker = self._project_speaker(prompt)
@@ -136,7 +136,7 @@ class DiTStreaming(StreamingFlow[DiTStream]):
 
 
 def _window(chunk: DiTChunk) -> Window:
-    """A chunk attends to itself and to all before it. The look-ahead behind the prompt is as in `_prefill`."""
+    """A chunk attends to itself and to all before it. The look-ahead after the prompt is as in `_prefill`."""
     stream, prompt = chunk.stream, chunk.stream.prompt.tokens
     tokens = np.concatenate([stream.context, chunk.tokens])
     count = len(stream.context) + chunk.new

@@ -27,7 +27,7 @@ from common.voice.prompt import Prompt
 
 
 def load(path: Path, options: FlowOptions) -> "UNetStreaming":
-    """The flow of a `flow.pt`, with the runtime's own files beside it. Raises ValueError naming what does not fit."""
+    """Load the flow of a `flow.pt`, and the runtime's files next to it. ValueError names what does not fit."""
     network = load_unet_flow(path, options.device, options.dtype)
     use_runtime(
         network,
