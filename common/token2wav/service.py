@@ -73,6 +73,7 @@ class QueuedRequest:
     arrived: int  # its number in the order of arrival
     arrived_at: float
     chunk: Chunk | None = None
+    replied: bool = False
 
 
 class Stats(NamedTuple):
@@ -176,6 +177,7 @@ class Token2WavService:
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)
+        batch: list[QueuedRequest] = []
         try:
             while batch := self._next():
                 if wanted := [queued for queued in batch if not self._cancelled(queued)]:
@@ -184,9 +186,10 @@ class Token2WavService:
             logger.exception("token2wav has failed and refuses all requests")
             self._refusal = f"token2wav has failed: {error}"
         with self._wake:
-            left, self._queue = self._queue, []
+            left, self._queue = [*batch, *self._queue], []
         for queued in left:
-            self._reply(queued, UnavailableError(self._refusal or ""))
+            if not queued.replied:
+                self._reply(queued, UnavailableError(self._refusal or ""))
         self._replies.shutdown()
         for stream_id in list(self._streams):
             self._close(stream_id)
@@ -253,7 +256,7 @@ class Token2WavService:
         can save much work.
         """
         waited = self._clock() - queued.arrived_at
-        if not ((queued.request.whole or waited > CANCEL_CHECK_SECONDS) and queued.is_cancelled()):
+        if not ((queued.request.whole or waited > CANCEL_CHECK_SECONDS) and _client_has_gone(queued)):
             return False
         self._close(queued.request.stream_id)
         self._reply(queued, asyncio.CancelledError())
@@ -297,6 +300,7 @@ class Token2WavService:
             self._reply(queued, result)
 
     def _reply(self, queued: QueuedRequest, result: np.ndarray | BaseException) -> None:
+        queued.replied = True
         self._replies.submit(_send, queued, result)
 
     def _without_rendering(self, request: Token2WavRequest) -> np.ndarray | None:
@@ -336,6 +340,14 @@ class Token2WavService:
     def _close(self, stream_id: int) -> None:
         if live := self._streams.pop(stream_id, None):
             self._engine.close(live.stream)
+
+
+def _client_has_gone(queued: QueuedRequest) -> bool:
+    try:
+        return queued.is_cancelled()
+    except Exception:  # an error with one request must not end the other streams
+        logger.exception("cannot find out whether a client has disconnected")
+        return False
 
 
 def _send(queued: QueuedRequest, result: np.ndarray | BaseException) -> None:

@@ -204,6 +204,15 @@ def test_a_whole_utterance_is_not_rendered_for_a_client_that_left(client, engine
         client.send(1, [4], is_cancelled=lambda: True, start=True, end=True, prompt=PROMPT)
 
 
+def test_a_failed_check_for_cancellation_does_not_end_the_service(client):
+    def broken():
+        raise RuntimeError("no answer from tritonserver")
+
+    arguments = {"start": True, "end": True, "prompt": PROMPT}
+    assert len(client.send(1, [4], is_cancelled=broken, **arguments)) == 2 * HOP_SAMPLES
+    assert len(client.send(2, [4], **arguments)) == 2 * HOP_SAMPLES
+
+
 def test_an_idle_stream_is_freed_and_reported(service, client, clock):
     client.start(1)
     clock.now += 6
@@ -350,6 +359,22 @@ def test_an_engine_that_fails_its_warm_up_is_an_error_at_the_start(engine, clock
     engine.warm_up = broken
     with pytest.raises(ValueError, match="not a checkpoint that speaks"):
         Token2WavService(engine, idle_seconds=5.0, clock=clock)
+
+
+def test_a_service_that_fails_in_a_batch_replies_once_to_each_of_its_chunks(service, client, engine):
+    close = engine.close
+
+    def close_and_fail(stream):
+        engine.close = close
+        close(stream)
+        raise RuntimeError("a double release")
+
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [13], 3: [1]})
+    engine.close = close_and_fail
+    engine.gate.set()
+    replies = [replies.get(timeout=10) for replies in waiting]
+    assert [type(reply) for reply in replies] == [np.ndarray, *[UnavailableError] * 3]
+    assert all(replies.empty() for replies in waiting)
 
 
 def test_a_service_that_fails_replies_to_everybody_and_refuses_new_requests(service, client, engine):
