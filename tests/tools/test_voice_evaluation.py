@@ -154,4 +154,4 @@ def test_a_missing_recording_of_the_teacher_is_reported_in_one_line(
     arguments = ["--models", str(TRAINED), "--teacher", str(tmp_path), "--output", str(tmp_path / "out")]
     assert evaluate_voice.main(arguments) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("evaluate_voice: ") and "00.wav" in line
+    assert line.startswith("voice_evaluation: ") and "00.wav" in line

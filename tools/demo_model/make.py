@@ -50,7 +50,7 @@ Weights = Literal["trained", "random", "random-full"]
 # Disk space for the checkpoint and for an older one that it replaces.
 NEEDED_BYTES: dict[Weights, int] = {"trained": 200 << 20, "random": 200 << 20, "random-full": 6 << 30}
 
-log = logging.getLogger("make_demo_model")
+log = logging.getLogger("demo_model")
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         written = make_demo_model(args.dest, args.weights, args.seed)
     except (ValueError, OSError) as error:
-        log.error("make_demo_model: %s", error)
+        log.error("demo_model: %s", error)
         return 1
     state = f"written in {time.monotonic() - start:.1f} s" if written else "exists already"
     what = "a small trained voice" if args.weights == "trained" else "RANDOM weights, whose speech is noise"

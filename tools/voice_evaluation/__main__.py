@@ -120,7 +120,7 @@ class Evaluation:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, default=Path("models/demo"), help="as make_demo_model.py leaves it")
+    parser.add_argument("--models", type=Path, default=Path("models/demo"), help="as tools.demo_model.make writes it")
     parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one per line")
     parser.add_argument("--teacher", type=Path, metavar="DIR", help="the teacher's recordings of the sentences")
     parser.add_argument("--stacks", nargs="+", choices=stacks.names(), default=stacks.names())
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = f"{len(sentences)} sentences, {os.cpu_count()} CPU cores. Teacher: {args.teacher or report.NOT_GIVEN}."
         print(evaluation.write(args.output, about))
     except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
-        print(f"evaluate_voice: {error}", file=sys.stderr)
+        print(f"voice_evaluation: {error}", file=sys.stderr)
         return 1
     print(f"{time.monotonic() - begun:.0f} s; written to {args.output}")
     return 0

@@ -60,7 +60,7 @@ EXPORT_SECONDS = 30.0  # including process start
 POLL_SECONDS = 0.5
 NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # trained at the same time, on one GPU
 
-log = logging.getLogger("train_demo_voice")
+log = logging.getLogger("voice_training")
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             train_all(job, 60 * args.minutes)
     except (ValueError, RuntimeError, OSError) as error:
-        log.error("train_demo_voice: %s", error)
+        log.error("voice_training: %s", error)
         return 1
     except KeyboardInterrupt:
-        log.error("train_demo_voice: interrupted; run the same command again to resume")
+        log.error("voice_training: interrupted; run the same command again to resume")
         return 130
     return 0
 
