@@ -83,6 +83,7 @@ def test_shell_scripts_pass_shellcheck(script: Path) -> None:
 @needs_compose
 @pytest.mark.parametrize("profiles", PROFILES)
 @pytest.mark.parametrize("file", COMPOSE)
+@pytest.mark.slow
 def test_compose_files_are_valid_and_complete(file: str, profiles: str) -> None:
     config = composed(file, profiles)
     for name, service in config["services"].items():

@@ -18,6 +18,8 @@ from tools.demo_model.llm import FIRST_UTTERED, LLMSizes, make_llm
 from tools.demo_model.make import main, make_demo_model
 from tools.parity.reference import dit_flow, unet_flow
 
+pytestmark = pytest.mark.slow  # each test makes networks
+
 ASSETS = Path(__file__).parents[1] / "assets"
 
 

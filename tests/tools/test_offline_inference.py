@@ -17,6 +17,8 @@ from tools.offline.pipeline import GIVE_UP_BATCHES
 from tools.offline.rendering import OfflineToken2Wav
 from tools.offline.results import JOURNAL, LOG, OutputFolder
 
+pytestmark = pytest.mark.slow  # each test runs the whole offline pipeline
+
 UPSTREAMS_KEYS = {
     "args",
     "data_load_time_seconds",

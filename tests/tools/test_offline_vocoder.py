@@ -21,6 +21,8 @@ from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES, manifest
 from tools.offline.compare import compare, joints
 from tools.offline.rendering import OfflineToken2Wav, Streamed
 
+pytestmark = pytest.mark.slow  # each test renders audio
+
 LENGTHS = {"first": 60, "second": 140, "third": 4}
 WITH_TOKENS = [
     {**row, "target_audio_cosy2_tokens": [7 * i % SPEECH_VOCAB for i in range(LENGTHS[row["id"]])]} for row in ROWS

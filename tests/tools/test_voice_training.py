@@ -17,6 +17,8 @@ from tools.voice_training.pitch import fundamental
 from tools.voice_training.qwen2 import Qwen2
 from tools.voice_training.training import STEPS_BEFORE_CAPTURE, CapturedStep, adamw, descend, trained
 
+pytestmark = pytest.mark.slow  # each test trains a network
+
 UTTERANCES, TOKENS = 8, 40
 
 
