@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from common.accel.estimators import OnRuntime
+from common.accel.loading import use_runtime
 from common.config import FlowRuntime
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.flow.dit import DiTFlow
@@ -45,6 +47,19 @@ class FlowOptions:
     def graphs(self) -> bool:
         """Whether to capture CUDA graphs, on a GPU."""
         return self.runtime != "torch"
+
+    def use_runtime(self, network: DiTFlow | UNetFlow, model_dir: Path) -> None:
+        """Replace the estimator of `network` by the runtime's files in `model_dir`, unless torch runs it."""
+        use_runtime(
+            network,
+            self.stack,
+            self.runtime,
+            model_dir,
+            device=self.device,
+            max_streams=self.limits.max_streams,
+            max_hop_tokens=self.limits.max_hop_tokens,
+            contexts=self.contexts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.accel.loading import use_runtime
 from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.checkpoint import load_dit_flow
 from common.flow.dit import DiTEstimator, DiTFlow
@@ -33,16 +32,7 @@ from common.voice.prompt import Prompt
 def load(path: Path, options: FlowOptions) -> "DiTStreaming":
     """Load the flow of a `flow.pt`, and the runtime's files next to it. ValueError names what does not fit."""
     network = load_dit_flow(path, options.device, options.dtype)
-    use_runtime(
-        network,
-        options.stack,
-        options.runtime,
-        path.parent,
-        device=options.device,
-        max_streams=options.limits.max_streams,
-        max_hop_tokens=options.limits.max_hop_tokens,
-        contexts=options.contexts,
-    )
+    options.use_runtime(network, path.parent)
     return DiTStreaming(
         network,
         flow_noise(options.device),
