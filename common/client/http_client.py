@@ -1,5 +1,6 @@
 """Offline requests to the speech models over HTTP: one complete waveform per request."""
 
+from http.client import HTTPException
 from urllib.parse import urlsplit
 
 import tritonclient.http as triton
@@ -32,7 +33,7 @@ def synthesize(server_url: str, model: str, request: speech.Utterance, timeout: 
         raise speech.refused(error.message()) from None
     except TimeoutError:
         raise speech.timed_out(server_url, timeout) from None
-    except (OSError, ValueError) as error:  # ValueError: the response is not one of Triton's
+    except (OSError, ValueError, HTTPException) as error:  # the two last: the response is not one of Triton's
         raise speech.unreachable(server_url, error) from None
 
 

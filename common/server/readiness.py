@@ -1,5 +1,6 @@
 """Wait until HTTP pages answer 200."""
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -19,8 +20,8 @@ def fault(url: str) -> str | None:
         with error:
             reason = error.read(200).decode(errors="replace").strip()
         return f"HTTP {error.code} {reason}".strip()
-    except (OSError, ValueError) as error:
-        return str(error)
+    except (OSError, ValueError, http.client.HTTPException) as error:  # HTTPException: the answer is not HTTP
+        return str(error).strip() or type(error).__name__
 
 
 def wait(urls: Sequence[str], seconds: float, process: int | None = None) -> list[str]:

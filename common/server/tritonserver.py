@@ -3,16 +3,16 @@
 If something is missing, a `ServerError` names it in one line with the command that installs it.
 """
 
+import itertools
 import logging
+import random
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +22,15 @@ from common.process import metrics
 from common.process.drain import DrainFile
 from common.process.environment import ModelEnvironment, tritonserver_environment
 from common.server.installation import Installation, ServerError
+from common.server.readiness import fault
 
 logger = logging.getLogger(__name__)
 
 READY_POLL_SECONDS = 0.1
 WATCH_SECONDS = 0.5  # interval of checking the models' processes
 INHERITED = Path("-")
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_DEFAULT = 32768, 60999  # Linux's
 CACHE_MIB = 64  # default size of the local response cache
 STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the process group is killed
 
@@ -54,11 +57,32 @@ class Ports:
     metrics: int = METRICS_PORT
 
 
+def usable_ports(ephemeral: Path = EPHEMERAL) -> list[int]:
+    """Ports for servers, in order from a random one: those that the kernel gives to no client.
+
+    A port of the ephemeral range may become the source port of any connection before its server has bound it. Then the
+    bind fails, and a client that asks the port can be given the same port and connects to itself.
+    """
+    try:
+        low, high = map(int, ephemeral.read_text().split())
+    except OSError:
+        low, high = EPHEMERAL_DEFAULT
+    ports = range(20_000, 65_536)  # above the default ports of this project
+    outside = [port for port in ports if not low <= port <= high] or list(ports)
+    first = random.randrange(len(outside))
+    return outside[first:] + outside[:first]
+
+
+_ports = itertools.cycle(usable_ports())
+
+
 def free_port() -> int:
-    """A TCP port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free at this moment; the next higher one at the next call."""
+    for port in _ports:
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise AssertionError("cycle() does not end")
 
 
 def require_free(port: int, host: str) -> None:
@@ -176,14 +200,7 @@ class TritonServer:
         """Whether every model is loaded and the metrics can be read."""
         # gRPC starts listening before HTTP, the metrics page after it.
         pages = f"http://{self.http_url}/v2/health/ready", f"http://{self.metrics_url}/metrics"
-        try:
-            for page in pages:
-                with urllib.request.urlopen(page, timeout=2) as answer:
-                    if answer.status != 200:
-                        return False
-        except (urllib.error.URLError, OSError):
-            return False
-        return True
+        return all(fault(page) is None for page in pages)
 
     def refuse_new(self) -> None:
         """From now on the orchestrators answer new requests with UNAVAILABLE; running ones continue."""

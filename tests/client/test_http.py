@@ -16,6 +16,7 @@ import soundfile as sf
 from common.constants import SAMPLE_RATE
 from common.server.tritonserver import free_port
 from scripts import client_http
+from tests.support.echo_server import echo_server
 
 MODEL = "cosyvoice2_dit"
 
@@ -128,6 +129,15 @@ def test_an_address_without_a_server_is_reported_in_one_line(
     assert client_http.main(command(url, tmp_path / "a.wav")) == 1
     message = capsys.readouterr().err
     assert expected in message and message.count("\n") == 1
+
+
+def test_a_server_of_another_protocol_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with echo_server() as port:
+        assert client_http.main(command(f"http://127.0.0.1:{port}", tmp_path / "a.wav")) == 1
+    message = capsys.readouterr().err
+    assert "no tritonserver answers" in message and message.count("\n") == 1
 
 
 def test_a_file_that_is_not_audio_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

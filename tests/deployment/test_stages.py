@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def run(
     environment |= {"DATA": f"{data} --num-requests 2"}  # the default is twenty and more
     environment |= {"REPOSITORY": str(work / "repository"), "OUT": str(work / "out"), "LOGS": str(work / "logs")}
     environment |= {name: str(free_port()) for name in PORTS}
-    environment |= dict(zip(TOKEN2WAV, map(str, two_free_ports(len(TOKEN2WAV))), strict=True)) | settings
+    environment |= dict(zip(TOKEN2WAV, (str(port_pair()) for _ in TOKEN2WAV), strict=True)) | settings
     command = ["bash", script, *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", timeout=limit
@@ -54,19 +53,12 @@ def run(
     return done
 
 
-def two_free_ports(count: int) -> Sequence[int]:
-    """Free ports whose next higher port is free as well."""
-    found: list[int] = []
-    while len(found) < count:
-        port = free_port()
-        with socket.socket() as next_one:
-            try:
-                next_one.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-        if not any(abs(port - other) < 2 for other in found):
-            found.append(port)
-    return found
+def port_pair() -> int:
+    """A free port whose next higher port is free as well."""
+    port, above = free_port(), free_port()
+    while above != port + 1:
+        port, above = above, free_port()
+    return port
 
 
 def stages_of(printed: str) -> list[int]:

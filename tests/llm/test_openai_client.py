@@ -8,8 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,8 @@ from common.llm.interface import LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.llm.openai_dialects import DIALECTS, CompletionRequest, EventReader
 from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer, speech_token_text
+from common.server.readiness import fault
+from common.server.tritonserver import free_port
 from common.stacks import TokenizerRules
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
@@ -47,9 +47,7 @@ async def speak(llm, **sampling):
 
 @pytest.fixture(scope="module")
 def transformers_url(llm_dir, tmp_path_factory):  # noqa: F811
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     executable = Path(sys.executable).with_name("transformers")
     command = [executable, "serve", llm_dir, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     log = tmp_path_factory.mktemp("transformers") / "log"
@@ -58,20 +56,12 @@ def transformers_url(llm_dir, tmp_path_factory):  # noqa: F811
         try:
             url = f"http://127.0.0.1:{port}"
             deadline = time.monotonic() + 60
-            while not is_healthy(url):
+            while fault(f"{url}/health"):
                 assert server.poll() is None and time.monotonic() < deadline, log.read_text()
                 time.sleep(0.2)
             yield url
         finally:
             server.terminate()
-
-
-def is_healthy(url):
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=1) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def run_against(url, tokenizer, model, scenario):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.server.tritonserver import free_port
+from tests.support.echo_server import echo_server
 from tools.load.measure import RequestOutcome, Run
 from tools.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
 from tools.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
@@ -121,4 +122,6 @@ def test_the_wait_and_batch_size_of_token2wav_are_means_over_its_instances() -> 
 
 def test_an_unreachable_metrics_page_gives_no_counters() -> None:
     assert asyncio.run(token2wav_counters([f"127.0.0.1:{free_port()}"])) == {}
+    with echo_server() as port:
+        assert asyncio.run(token2wav_counters([f"127.0.0.1:{port}"])) == {}
     assert token2wav_figures({}, {}) is None

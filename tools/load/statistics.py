@@ -10,6 +10,7 @@ import re
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from http.client import HTTPException
 from typing import Any
 
 import tritonclient.grpc.aio as triton
@@ -79,7 +80,7 @@ async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
     """Sums of token2wav's counters over the metrics pages host:port; empty if a page cannot be read."""
     try:
         texts = [await asyncio.to_thread(_page, page) for page in pages]
-    except (OSError, ValueError):  # urllib's own errors are OSErrors; ValueError: the answer is not HTTP
+    except (OSError, ValueError, HTTPException):  # urllib's own errors are OSErrors; the others: not HTTP, not UTF-8
         return {}
     return {
         name: sum(float(value) for text in texts for value in re.findall(_line_of(name), text, re.MULTILINE))
