@@ -27,10 +27,6 @@ class TokenizerRules:
     ends: tuple[str, ...] = ("<|eos1|>", "<|eos2|>", "<|eos3|>")
     end_of_prompt: str = "<|endofprompt|>"
 
-    def instruction(self, text: str) -> str:
-        """`text` as the prompt text of instruct mode: it describes how to speak, and is not spoken."""
-        return text + self.end_of_prompt
-
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechLLM:

@@ -19,13 +19,14 @@ FinishReason = Literal["stop", "length"]
 class LLMPrompt:
     """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, `prompt_text` its transcript.
 
-    Cross-lingual mode leaves both empty: the LLM then gets only the text. In instruct mode `prompt_text` is a
-    `TokenizerRules.instruction` and there are no prompt tokens.
+    `instruction`, how to speak, takes the place of both. Cross-lingual mode leaves all three empty: the LLM then gets
+    only the text.
     """
 
     target_text: str
     prompt_text: str = ""
     prompt_tokens: Sequence[int] = field(default=(), repr=False)
+    instruction: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,9 @@ trtllm         /v1/completions, ids in, ids out      `trtllm-serve`
 text           /v1/completions, text in, text out    either of them, with the tokenizer of the server
 transformers   /v1/completions, text in, text out    `transformers serve`
 chat           /v1/chat/completions with CosyVoice2's template in the server's tokenizer
+
+The last three get the prompt's text and the target text as one, with a blank between them where they would share a
+token: the first word then gets the token that it has after a blank.
 """
 
 import json
@@ -14,7 +17,7 @@ from typing import Any, NamedTuple
 
 from common.errors import UnavailableError
 from common.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk
-from common.llm.speech_tokens import LLMTokenizer, SpeechTokenParser, speech_token_text, template_text
+from common.llm.speech_tokens import LLMTokenizer, SpeechTokenParser, speech_token_text
 
 Body = dict[str, Any]
 _ENDED = b"[DONE]"
@@ -29,10 +32,10 @@ class CompletionRequest(NamedTuple):
     tokenizer: LLMTokenizer
 
     def ids(self) -> list[int]:
-        return self.tokenizer.encode_prompt(self.prompt.prompt_text, self.prompt.target_text, self.prompt.prompt_tokens)
+        return self.tokenizer.encode_prompt(self.prompt)
 
     def text(self) -> str:
-        return self.tokenizer.prompt_string(self.prompt.prompt_text, self.prompt.target_text, self.prompt.prompt_tokens)
+        return self.tokenizer.prompt_string(self.prompt)
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,7 @@ def _transformers(request: CompletionRequest) -> Body:
 def _chat(request: CompletionRequest) -> Body:
     _reject_ras(request.sampling)
     prompt = request.prompt
-    text = template_text(prompt.prompt_text, prompt.target_text, request.tokenizer.rules)
-    messages = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": request.tokenizer.joined_text(prompt)}]
     if prompt.prompt_tokens:
         messages.append({"role": "assistant", "content": speech_token_text(prompt.prompt_tokens)})
     return _extended(request.sampling, request.tokenizer) | {"messages": messages, "skip_special_tokens": False}

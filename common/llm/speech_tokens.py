@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
+from common.llm.interface import LLMPrompt
 from common.stacks import COSYVOICE2_LLM, TokenizerRules
 from common.text.cleaning import strip_control_tokens
 
@@ -76,23 +77,43 @@ class LLMTokenizer:
         """The text of `ids`, without special tokens."""
         return str(self.tokenizer.decode(list(ids)))
 
-    def encode_prompt(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> list[int]:
-        """Token ids of the template `<|sos|>{prompt_text}{target_text}<|task_id|>{prompt speech tokens}`.
+    def encode_prompt(self, prompt: LLMPrompt) -> list[int]:
+        """Token ids of the template `<|sos|>{prompt text}{target text}<|task_id|>{prompt speech tokens}`.
 
-        prompt_text: the transcript of the prompt's speech, or an instruction (`TokenizerRules.instruction`).
+        The prompt text is the transcript or the instruction. It is tokenized apart from the target text, as by
+        upstream's `CosyVoiceFrontEnd`: no token spans both.
         """
-        text = template_text(prompt_text, target_text, self.rules)
-        text_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return [self.sos_id, *text_ids, self.task_id, *self.to_llm_ids(prompt_tokens)]
+        before, target = self._texts(prompt)
+        speech = self.to_llm_ids(prompt.prompt_tokens)
+        return [self.sos_id, *self._text_ids(before), *self._text_ids(target), self.task_id, *speech]
 
     def text_length(self, text: str) -> int:
         """Number of LLM tokens in `text`."""
-        return len(self.tokenizer.encode(strip_control_tokens(text), add_special_tokens=False).ids)
+        return len(self._text_ids(strip_control_tokens(text)))
 
-    def prompt_string(self, prompt_text: str, target_text: str, prompt_tokens: Sequence[int]) -> str:
+    def prompt_string(self, prompt: LLMPrompt) -> str:
         """The same template as text, for servers that tokenize themselves."""
-        text = template_text(prompt_text, target_text, self.rules)
-        return f"{self.rules.sos}{text}{self.rules.task}{speech_token_text(prompt_tokens)}"
+        text = self.joined_text(prompt)
+        return f"{self.rules.sos}{text}{self.rules.task}{speech_token_text(prompt.prompt_tokens)}"
+
+    def joined_text(self, prompt: LLMPrompt) -> str:
+        """Prompt and target text as one, which tokenizes to their ids in `encode_prompt` where that is possible.
+
+        Where a token would span both texts, such as `.The` or a control token, a blank separates them.
+        """
+        before, target = self._texts(prompt)
+        apart = self._text_ids(before) + self._text_ids(target)
+        return before + target if self._text_ids(before + target) == apart else f"{before} {target}"
+
+    def _texts(self, prompt: LLMPrompt) -> tuple[str, str]:
+        """Prompt and target text, with no control token except the one that ends an instruction."""
+        before = strip_control_tokens(prompt.instruction or prompt.prompt_text)
+        if prompt.instruction:
+            before += self.rules.end_of_prompt
+        return before, strip_control_tokens(prompt.target_text)
+
+    def _text_ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:
         """Speech ids 0..6560 -> ids of the LLM. Raises ValueError on any other id."""
@@ -141,12 +162,3 @@ class SpeechTokenParser:
         """The end of `text` that may be the start of a token; bounded, so that other text does not accumulate."""
         start = text.rfind("<")
         return text[start:] if start >= 0 and len(text) - start < self._longest else ""
-
-
-def template_text(prompt_text: str, target_text: str, rules: TokenizerRules = COSYVOICE2) -> str:
-    """The template's text: both texts, with no control token except the one that ends an instruction."""
-    if prompt_text.endswith(rules.end_of_prompt):
-        prompt_text = rules.instruction(strip_control_tokens(prompt_text.removesuffix(rules.end_of_prompt)))
-        return prompt_text + strip_control_tokens(target_text)
-    # Both at once: the texts may join two halves of a control token.
-    return strip_control_tokens(prompt_text + target_text)

@@ -57,7 +57,7 @@ class TritonLM:
 
     async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
         sampling = self._ratios.bound(sampling, self._tokenizer.text_length(prompt.target_text))
-        input_ids = self._tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
+        input_ids = self._tokenizer.encode_prompt(prompt)
         inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
         parameters = request_parameters(sampling)
         if self._bias is not None:

@@ -85,7 +85,6 @@ class Orchestrator:
                 max_hop=config.max_hop_tokens,
                 boundary=stack.chunk_boundary,
             ),
-            tokenizer=stack.llm.tokenizer,
         )
         self._sampling = Sampling(
             temperature=config.temperature,

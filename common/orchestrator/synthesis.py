@@ -26,7 +26,6 @@ from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling, SpeechLM, TokenStream
 from common.orchestrator.chunking import Hop, HopRules, HopSchedule
 from common.orchestrator.request import SynthesisRequest
-from common.stacks import TokenizerRules
 from common.tasks import TaskScope
 from common.voice.prompt import Prompt, Recording, RecordingCache
 
@@ -161,7 +160,6 @@ class Synthesizer:
         token2wav: Token2WavPort,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
-        tokenizer: TokenizerRules = TokenizerRules(),  # noqa: B008 frozen
     ):
         self._texts = texts
         self._voices = voices
@@ -170,7 +168,6 @@ class Synthesizer:
         self._token2wav = token2wav
         self._rules = rules
         self._clock = clock
-        self._instruction = tokenizer.instruction
         self._prompts = RecordingCache()
 
     async def stream(
@@ -236,7 +233,7 @@ class Synthesizer:
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.normalize))
         known = voice if isinstance(voice, Prompt) else self._prompts.get(voice)
         tokens, mel, embedding = self._encoded(known or voice, scope)
-        llm_prompt = LLMPrompt("", self._instruction(request.instruct_text) if request.instruct_text else "")
+        llm_prompt = LLMPrompt("", instruction=request.instruct_text)
         if voice.text and not (request.instruct_text or request.cross_lingual):
             # The same tokens that Prompt.aligned will keep.
             kept = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]

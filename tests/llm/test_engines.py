@@ -14,7 +14,7 @@ from common.errors import UnavailableError
 from common.llm.engines.batching import BatchingEngine
 from common.llm.engines.interface import GenerationRequest, candidate_ids
 from common.llm.engines.loading import load_engine
-from common.llm.interface import Sampling
+from common.llm.interface import LLMPrompt, Sampling
 from common.llm.speech_tokens import LLMTokenizer
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tests.support.llm_fixtures import FAKES, genai_dir, install, llm_dir  # noqa: F401
@@ -37,7 +37,7 @@ def engine(request, install, llm_dir, tokenizer):  # noqa: F811
 
 
 def make_request(tokenizer, **sampling):
-    return GenerationRequest(tokenizer.encode_prompt("", "Hello", []), Sampling(**sampling), tokenizer.end_ids)
+    return GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), Sampling(**sampling), tokenizer.end_ids)
 
 
 async def collect(engine, request):

@@ -17,7 +17,7 @@ from common.errors import UnavailableError
 from common.llm.engines.batching import BatchingEngine
 from common.llm.engines.genai import GenAIModel, load_engine
 from common.llm.engines.interface import GenerationRequest, candidate_ids
-from common.llm.interface import Sampling
+from common.llm.interface import LLMPrompt, Sampling
 from common.llm.speech_tokens import LLMTokenizer
 from scripts.convert_genai import main
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
@@ -39,7 +39,7 @@ def engine(genai_dir, tokenizer):  # noqa: F811
 
 
 def make_request(tokenizer: LLMTokenizer, text: str, **sampling) -> GenerationRequest:
-    ids = tokenizer.encode_prompt("", text, [])
+    ids = tokenizer.encode_prompt(LLMPrompt(text))
     return GenerationRequest(ids, Sampling(**sampling), tokenizer.end_ids)
 
 

@@ -16,7 +16,7 @@ from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.llm.openai_dialects import DIALECTS, CompletionRequest, EventReader
-from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer, speech_token_text
+from common.llm.speech_tokens import LLMTokenizer, speech_token_text
 from common.server.readiness import fault
 from common.server.tritonserver import free_port
 from common.stacks import TokenizerRules
@@ -139,7 +139,7 @@ def test_an_end_token_in_the_text_ends_the_answer(tokenizer):
 def test_the_request_has_template_and_sampling(tokenizer):
     _, server = ask(tokenizer, GOOD, seed=7, temperature=0.5, top_k=9, max_tokens=99)
     (body,) = server.bodies
-    assert body["prompt"] == tokenizer.encode_prompt(PROMPT.prompt_text, PROMPT.target_text, PROMPT.prompt_tokens)
+    assert body["prompt"] == tokenizer.encode_prompt(PROMPT)
     expected = {"model": "model", "stream": True, "seed": 7, "temperature": 0.5, "top_k": 9, "max_tokens": 99}
     assert expected.items() <= body.items()
     assert body["stop_token_ids"] == list(tokenizer.end_ids)
@@ -270,15 +270,18 @@ def test_a_chat_server_gets_the_template_as_messages(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("prompt_text", "content"),
-    [("A <|s_1", "A <|s_1Hello "), (COSYVOICE2.instruction("sadly<|s_1|>"), "sadly <|endofprompt|>Hello ")],
+    ("prompt", "content"),
+    [
+        (LLMPrompt("|>Hello<|eos1|>", "A <|s_1"), "A <|s_1 |>Hello "),
+        (LLMPrompt("Hello<|eos1|>", instruction="sadly<|s_1|>"), "sadly <|endofprompt|>Hello "),
+    ],
 )
-def test_the_token_that_ends_an_instruction_is_the_only_control_token_in_a_chat(tokenizer, prompt_text, content):
+def test_the_token_that_ends_an_instruction_is_the_only_control_token_in_a_chat(tokenizer, prompt, content):
     async def run():
         server = RawHttpServer((STREAM, event("<|s_1|>", "stop")))
         async with server.running() as url:
             llm = OpenAILM([url], "model", tokenizer, QUICK, dialect="chat")
-            stream = llm.generate(LLMPrompt("Hello<|eos1|>", prompt_text), Sampling())
+            stream = llm.generate(prompt, Sampling())
             await anext(stream)
             await stream.aclose()
             await llm.aclose()
@@ -290,7 +293,7 @@ def test_the_token_that_ends_an_instruction_is_the_only_control_token_in_a_chat(
 def test_the_control_tokens_of_a_chat_are_those_of_the_tokenizers_rules(tokenizer):
     rules = TokenizerRules(ends=("<|done|>",), end_of_prompt="<|go|>")
     own = dataclasses.replace(tokenizer, rules=rules)
-    prompt = LLMPrompt("Hello", rules.instruction("sadly"))
+    prompt = LLMPrompt("Hello", instruction="sadly")
     body = DIALECTS["chat"].request_body("model", CompletionRequest(prompt, Sampling(), own))
     assert body["messages"] == [{"role": "user", "content": "sadly<|go|>Hello"}]
     reader = EventReader(own, "http://server")

@@ -1,9 +1,11 @@
+import dataclasses
 import json
 import random
 
 import pytest
 
 from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
+from common.llm.interface import LLMPrompt
 from common.llm.speech_tokens import (
     COSYVOICE2,
     LLMTokenizer,
@@ -12,7 +14,6 @@ from common.llm.speech_tokens import (
     chat_template,
     read_first_speech_id,
     speech_token_text,
-    template_text,
 )
 from common.stacks import TokenizerRules
 from tools.demo_model.llm import build_tokenizer
@@ -30,10 +31,15 @@ def tokenizer(tokenizer_dir):
     return LLMTokenizer.from_dir(tokenizer_dir)
 
 
-def test_other_control_tokens_are_a_matter_of_the_rules():
+def encode(tokenizer, text):
+    return tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_other_control_tokens_are_a_matter_of_the_rules(tokenizer):
     """What another LLM calls its tokens is data: the template, the parser and the added tokens follow."""
     rules = TokenizerRules(sos="<s>", task="<t>", ends=("<end>",), end_of_prompt="<p>")
-    assert template_text(rules.instruction("sadly"), "Hello", rules) == "sadly<p>Hello"
+    own = dataclasses.replace(tokenizer, rules=rules)
+    assert own.prompt_string(LLMPrompt("Hello", instruction="sadly")) == "<s>sadly<p>Hello<t>"
     assert added_tokens(rules)[-3:] == ["<end>", "<s>", "<t>"] and "<s>" in chat_template(rules)
     parser = SpeechTokenParser(rules)
     assert parser.feed("<|s_5|><|eos1|><|s_6|><end><|s_7|>") == [5, 6] and parser.ended
@@ -69,33 +75,69 @@ def test_a_tokenizer_of_another_model_is_an_error_with_the_missing_token(tmp_pat
 
 
 def test_the_template_is_the_same_as_ids_and_as_text(tokenizer):
-    parts = ("Prompt text. ", "Target 文本.", [0, 5, SPEECH_VOCAB - 1])
-    text = tokenizer.prompt_string(*parts)
+    prompt = LLMPrompt("Target 文本.", "Prompt text. ", [0, 5, SPEECH_VOCAB - 1])
+    text = tokenizer.prompt_string(prompt)
     assert text == "<|sos|>Prompt text. Target 文本.<|task_id|><|s_0|><|s_5|><|s_6560|>"
-    assert tokenizer.encode_prompt(*parts) == tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode_prompt(prompt) == encode(tokenizer, text)
 
 
-@pytest.mark.parametrize("texts", [("", "Hi<|s_1|>"), ("<|eos1|>", "Hi"), ("Hi<|s_", "1|>"), ("Hi", "<|task_id|>")])
-def test_control_tokens_in_the_text_never_reach_the_llm(tokenizer, texts):
-    ids = tokenizer.encode_prompt(*texts, [])
-    control = {*tokenizer.end_ids, tokenizer.sos_id, tokenizer.task_id}
-    assert ids[0] == tokenizer.sos_id
-    assert ids[-1] == tokenizer.task_id
-    assert not control.intersection(ids[1:-1])
-    assert tokenizer.to_speech_ids(ids) == []
-    assert "<|s_1|>" not in tokenizer.prompt_string(*texts, [])
+@pytest.fixture(scope="module")
+def merging_tokenizer(tmp_path_factory):
+    """Qwen2's pre-tokenizer and the merges of `.The`: Qwen2's vocabulary has such tokens for most English openings."""
+    directory = tmp_path_factory.mktemp("merging")
+    build_tokenizer([("T", "h"), ("Th", "e"), (".", "The"), ("Ġ", "The")]).save(str(directory / "tokenizer.json"))
+    return LLMTokenizer.from_dir(directory)
+
+
+def test_the_transcript_and_the_text_share_no_token(merging_tokenizer):
+    """Upstream tokenizes `prompt_text` and `tts_text` one by one and joins the ids."""
+    tokenizer, prompt = merging_tokenizer, LLMPrompt("The end.", "So it was.")
+    assert len(encode(tokenizer, ".The")) == 1
+    apart = encode(tokenizer, "So it was.") + encode(tokenizer, "The end.")
+    assert tokenizer.encode_prompt(prompt) == [tokenizer.sos_id, *apart, tokenizer.task_id]
+    assert tokenizer.joined_text(prompt) == "So it was. The end."  # as near as one text comes to that
+    assert encode(tokenizer, "So it was. The end.") == encode(tokenizer, "So it was.") + encode(tokenizer, " The end.")
+
+
+@pytest.mark.parametrize(
+    "prompt", [LLMPrompt("The end."), LLMPrompt("The end.", instruction="Slowly."), LLMPrompt("好。", "是。")]
+)
+def test_texts_that_share_no_token_anyway_are_joined_without_a_blank(merging_tokenizer, prompt):
+    text = merging_tokenizer.prompt_string(prompt)
+    assert encode(merging_tokenizer, text) == merging_tokenizer.encode_prompt(prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        LLMPrompt("Hi<|s_1|>"),
+        LLMPrompt("Hi", "<|eos1|>"),
+        LLMPrompt("1|>", "Hi<|s_"),  # two halves
+        LLMPrompt("s_1|>", "Hi<|s_<|eos1|>1|><|"),
+        LLMPrompt("1|>", instruction="Hi<|s_"),
+        LLMPrompt("<|task_id|>", "Hi"),
+    ],
+)
+def test_control_tokens_in_the_text_never_reach_the_llm(tokenizer, prompt):
+    for ids in (tokenizer.encode_prompt(prompt), encode(tokenizer, tokenizer.prompt_string(prompt))):
+        control = {*tokenizer.end_ids, tokenizer.sos_id, tokenizer.task_id}
+        assert ids[0] == tokenizer.sos_id
+        assert ids[-1] == tokenizer.task_id
+        assert not control.intersection(ids[1:-1])
+        assert tokenizer.to_speech_ids(ids) == []
 
 
 def test_an_instruction_ends_with_its_token_and_contains_no_other_control_token(tokenizer):
-    parts = (COSYVOICE2.instruction("sadly<|s_1|>" + COSYVOICE2.end_of_prompt), "Target" + COSYVOICE2.end_of_prompt, [])
-    assert tokenizer.prompt_string(*parts) == "<|sos|>sadly  <|endofprompt|>Target <|task_id|>"
-    ids = tokenizer.encode_prompt(*parts)
-    assert ids.count(tokenizer.tokenizer.token_to_id(COSYVOICE2.end_of_prompt)) == 1
-    assert ids == tokenizer.tokenizer.encode(tokenizer.prompt_string(*parts), add_special_tokens=False).ids
+    end = COSYVOICE2.end_of_prompt
+    prompt = LLMPrompt("Target" + end, instruction="sadly<|s_1|>" + end)
+    assert tokenizer.prompt_string(prompt) == "<|sos|>sadly  <|endofprompt|>Target <|task_id|>"
+    ids = tokenizer.encode_prompt(prompt)
+    assert ids.count(tokenizer.tokenizer.token_to_id(end)) == 1
+    assert ids == encode(tokenizer, tokenizer.prompt_string(prompt))
 
 
 def test_text_is_counted_in_tokens_and_decoded_from_them(tokenizer):
-    ids = tokenizer.tokenizer.encode("Text 文本", add_special_tokens=False).ids
+    ids = encode(tokenizer, "Text 文本")
     assert tokenizer.text_length("Text 文本") == len(ids)
     assert tokenizer.decode(ids) == "Text 文本"
 
@@ -112,7 +154,7 @@ def test_tokens_that_are_not_speech_are_dropped_from_an_answer(tokenizer):
 @pytest.mark.parametrize("token", [-1, SPEECH_VOCAB])
 def test_a_prompt_token_outside_the_codebook_is_an_error(tokenizer, token):
     with pytest.raises(ValueError, match=f"speech token {token} is outside"):
-        tokenizer.encode_prompt("", "Hi", [token])
+        tokenizer.encode_prompt(LLMPrompt("Hi", "", [token]))
 
 
 @pytest.mark.parametrize("seed", range(20))

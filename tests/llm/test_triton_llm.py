@@ -80,7 +80,7 @@ def test_the_request_carries_prompt_and_sampling_in_trt_llms_tensors(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     speak(model, tokenizer, seed=7, top_k=9, max_tokens=30)
     (inputs,) = model.requests
-    prompt = tokenizer.encode_prompt("Ref", "Hi", (1,))
+    prompt = tokenizer.encode_prompt(LLMPrompt("Hi", "Ref", (1,)))
     assert inputs["input_ids"].tolist() == [prompt]
     values = {name: array.item() for name, array in inputs.items() if name != "input_ids"}
     assert values["input_lengths"] == len(prompt)

@@ -144,7 +144,7 @@ def test_without_a_transcript_the_llm_does_not_wait_for_the_prompt_models() -> N
 def test_an_instruction_replaces_the_recording_in_the_llm_and_the_flow_reproduces_the_voice() -> None:
     pipeline = Pipeline(FakeLM([1]))
     pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(voice=7), instruct_text="sadly")))
-    assert pipeline.llm.prompts == [LLMPrompt("hello", "sadly<|endofprompt|>")]
+    assert pipeline.llm.prompts == [LLMPrompt("hello", instruction="sadly")]
     assert set(pipeline.token2wav.streams[0].prompt.tokens) == {7}
 
 
@@ -159,7 +159,7 @@ def test_a_registered_voice_gives_the_same_prompts_as_its_recording(registered: 
     assert pipeline.llm.prompts == [
         LLMPrompt("hello", "its text", [7] * PROMPT_TOKENS),
         LLMPrompt("hello"),
-        LLMPrompt("hello", "sadly<|endofprompt|>"),
+        LLMPrompt("hello", instruction="sadly"),
     ]
     assert {int(stream.prompt.tokens[0]) for stream in pipeline.token2wav.streams} == {7}
     assert bool(pipeline.encoder.started) == isinstance(registered, Recording)

@@ -12,6 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from common.constants import SPEECH_VOCAB
 from common.llm.checkpoint import read_head_bias
 from common.llm.engines.genai import GenAIModel
+from common.llm.interface import LLMPrompt
 from common.llm.speech_tokens import LLMTokenizer
 from scripts.convert_llm import main
 from tools.prepare import genai
@@ -88,7 +89,7 @@ def official_logits(state, blank_dir, text_ids, speech):
 def test_both_layouts_give_equal_logits(converted, official_state, blank_dir, tmp_path):
     tokenizer = LLMTokenizer.from_dir(converted)
     speech = [5, 6560, 17]
-    ids = tokenizer.encode_prompt("a voice", "Hello", speech)
+    ids = tokenizer.encode_prompt(LLMPrompt("Hello", "a voice", speech))
     expected = official_logits(official_state, blank_dir, ids[1 : ids.index(tokenizer.task_id)], speech)
     speech_rows = slice(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_LOGITS)
     with torch.no_grad():
@@ -122,7 +123,7 @@ def test_the_chat_template_renders_the_prompt(converted):
 
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<|s_1|>"}]
     rendered = AutoTokenizer.from_pretrained(converted).apply_chat_template(messages, tokenize=False)
-    assert rendered == LLMTokenizer.from_dir(converted).prompt_string("", "Hello", (1,))
+    assert rendered == LLMTokenizer.from_dir(converted).prompt_string(LLMPrompt("Hello", "", (1,)))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.flow import load_dit_flow, load_unet_flow
 from common.hift import load_hift
+from common.llm.interface import LLMPrompt
 from common.llm.speech_tokens import LLMTokenizer
 from common.voice.audio import load_audio
 from common.voice.encoders import AudioTokenizer, SpeakerEncoder
@@ -36,7 +37,7 @@ def llm(demo_models: Path):
 def generated(llm, demo_models: Path, text: str, prompt_tokens: list[int], count: int, **sampling) -> list[list[int]]:
     """Speech ids of `count` answers, up to the end token, which every answer must have."""
     tokenizer = LLMTokenizer.from_dir(demo_models / LLM_DIR)
-    ids = torch.tensor([tokenizer.encode_prompt("", text, prompt_tokens)])
+    ids = torch.tensor([tokenizer.encode_prompt(LLMPrompt(text, "", prompt_tokens))])
     torch.manual_seed(0)
     answers = llm.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, num_return_sequences=count, **sampling
@@ -162,8 +163,8 @@ def test_the_chat_template_renders_the_prompt_of_the_orchestrator(demo_models: P
     ours = LLMTokenizer.from_dir(demo_models / LLM_DIR)
     messages = [{"role": "user", "content": "Hi, 你好"}, {"role": "assistant", "content": "<|s_5|><|s_6560|>"}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert rendered == ours.prompt_string("", "Hi, 你好", [5, 6560])
-    ids = ours.encode_prompt("", "Hi, 你好", [5, 6560])
+    assert rendered == ours.prompt_string(LLMPrompt("Hi, 你好", "", [5, 6560]))
+    ids = ours.encode_prompt(LLMPrompt("Hi, 你好", "", [5, 6560]))
     assert tokenizer(rendered, add_special_tokens=False).input_ids == ids
     # LLM servers skip special tokens when decoding, so speech tokens must not be special.
     assert tokenizer.decode(ids[-2:], skip_special_tokens=True) == "<|s_5|><|s_6560|>"

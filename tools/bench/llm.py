@@ -69,7 +69,7 @@ async def generate_all(llm: SpeechLM, prompt: LLMPrompt, samplings: Sequence[Sam
 
 async def generate_and_print(args: argparse.Namespace, tokenizer: LLMTokenizer, llm: SpeechLM) -> None:
     prompt = LLMPrompt(args.input_text)
-    missing = args.prompt_ids - len(tokenizer.encode_prompt("", args.input_text, []))
+    missing = args.prompt_ids - len(tokenizer.encode_prompt(prompt))
     if missing > 0:
         prompt = LLMPrompt(args.input_text, "", [token % 100 for token in range(missing)])
     sampling = Sampling(

@@ -68,7 +68,7 @@ class TransformersLM:
     def _request(self, prompt: LLMPrompt, sampling: Sampling) -> GenerationRequest:
         if sampling.ras_window:
             raise ValueError(f"ras_window {sampling.ras_window}: transformers has no repetition-aware sampling")
-        ids = self._tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
+        ids = self._tokenizer.encode_prompt(prompt)
         sampling = RATIOS.bound(sampling, self._tokenizer.text_length(prompt.target_text))
         request = GenerationRequest(ids, sampling, self._tokenizer.end_ids)
         request.check(*self._limits)

@@ -74,7 +74,7 @@ class EngineLM:
 
     async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
         tokenizer = self._tokenizer
-        ids = tokenizer.encode_prompt(prompt.prompt_text, prompt.target_text, prompt.prompt_tokens)
+        ids = tokenizer.encode_prompt(prompt)
         sampling = self._ratios.bound(sampling, tokenizer.text_length(prompt.target_text))
         async with aclosing(self._engine.generate(GenerationRequest(ids, sampling, tokenizer.end_ids))) as chunks:
             async for tokens, reason in chunks:
@@ -85,7 +85,7 @@ async def warm_up(engine: Engine, tokenizer: LLMTokenizer, max_requests: int) ->
     """Run one request alone, then up to `max_requests` together. A GPU engine compiles kernels at its first requests,
     which takes seconds for large batches. Raises what the engine raises."""
     sampling = Sampling(max_tokens=WARM_UP_TOKENS, min_tokens=WARM_UP_TOKENS)
-    request = GenerationRequest(tokenizer.encode_prompt("", "a", [0]), sampling, tokenizer.end_ids)
+    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("a", "", [0])), sampling, tokenizer.end_ids)
 
     async def run() -> None:
         async with aclosing(engine.generate(request)) as chunks:
