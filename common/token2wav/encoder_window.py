@@ -36,7 +36,8 @@ class Window:
 
 def with_ahead(tokens: np.ndarray, length: int) -> np.ndarray:
     """(length, 1 + look-ahead): the first `length` of `tokens`, each with the `LOOKAHEAD_TOKENS` after it."""
-    padded = np.pad(tokens, (0, max(0, length + LOOKAHEAD_TOKENS - len(tokens))), constant_values=ABSENT)
+    needed = max(length, 1) + LOOKAHEAD_TOKENS  # at least one window, also of no tokens
+    padded = np.pad(tokens, (0, max(0, needed - len(tokens))), constant_values=ABSENT)
     return np.lib.stride_tricks.sliding_window_view(padded, 1 + LOOKAHEAD_TOKENS)[:length]
 
 

@@ -215,8 +215,9 @@ class Token2Wav:
 
     def _check(self, prompt: Prompt) -> None:
         self._flow.check_ids(prompt.tokens)
-        if len(prompt.tokens) < LOOKAHEAD_TOKENS:
-            raise ValueError(f"the prompt has {len(prompt.tokens)} speech tokens; it needs {LOOKAHEAD_TOKENS} or more")
+        if 0 < len(prompt.tokens) < LOOKAHEAD_TOKENS:
+            count = len(prompt.tokens)
+            raise ValueError(f"the prompt has {count} speech tokens; it needs {LOOKAHEAD_TOKENS} or more, or none")
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -64,8 +64,8 @@ def voice(seed: int, length: int) -> Prompt:
 
 
 def synthesize_together(stack: str, subject: Token2Wav) -> list[np.ndarray]:
-    """Audio of three streams with different voices and lengths, rendered in common batches."""
-    streams = [subject.open(voice(seed, 20 + 7 * seed)) for seed in range(3)]
+    """Audio of three streams with different voices and lengths, rendered in common batches. One has no prompt."""
+    streams = [subject.open(voice(seed, length)) for seed, length in enumerate((20, 0, 34))]
     tokens = [np.random.default_rng(9 + seed).integers(0, 6561, sum(HOPS) + 4 + seed) for seed in range(3)]
     audio: list[list[np.ndarray]] = [[], [], []]
     at = 0

@@ -91,9 +91,10 @@ def finalize(value: bool) -> dict[str, np.ndarray]:
     return {"finalize": np.array([[value]])}
 
 
-def test_a_sequence_of_chunks_returns_all_of_its_audio(served: Served) -> None:
+@pytest.mark.parametrize("prompt", [25, 0])
+def test_a_sequence_of_chunks_returns_all_of_its_audio(served: Served, prompt: int) -> None:
     tokens = list(range(60))
-    assert len(served.send(1, start=True, target_speech_tokens=served.ids(), **served.voice(1))) == 0
+    assert len(served.send(1, start=True, target_speech_tokens=served.ids(), **served.voice(1, prompt))) == 0
     begin = 0 if "token_offset" in served.inputs else 25
     head = served.send(1, target_speech_tokens=served.ids(*tokens[: 25 + LOOKAHEAD_TOKENS]), **finalize(False))
     tail = served.send(1, end=True, target_speech_tokens=served.ids(*tokens[begin:]), **finalize(True))

@@ -143,6 +143,10 @@ class TailPool:
         keys, history = self.keys[0], self.history[0]
         return 2 * keys.nbytes // self.frames * frames + history.nbytes
 
+    def empty_prompt(self) -> tuple[KeyValues, Tensor]:
+        """What `Solve.prefill` would leave of a prompt without frames."""
+        return KeyValues(self.keys[0, ..., :0, :], self.values[0, ..., :0, :]), torch.zeros_like(self.history[0])
+
     def acquire(self, prompt: PromptCache) -> Tail:
         """A slot for a stream that begins after its prompt. UnavailableError when all are taken."""
         if not self._free:

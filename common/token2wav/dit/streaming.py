@@ -97,11 +97,13 @@ class DiTStreaming(StreamingFlow[DiTStream]):
         return new
 
     def _prefill(self, prompt: Prompt) -> PromptCache:
-        tokens, count = prompt.tokens, len(prompt.tokens)
+        tokens, count, speaker = prompt.tokens, len(prompt.tokens), self._project_speaker(prompt)
+        if count == 0:  # a voice of an x-vector alone: its streams begin with empty caches
+            attention, history = self._pool.empty_prompt()
+            return PromptCache(tokens=tokens, attention=attention, history=history, speaker=speaker)
         # As upstream's setup_cache does, the look-ahead after the prompt's last tokens is its own first ones.
         window = Window(with_ahead(np.concatenate([tokens, tokens]), count), np.full(count, count))
         mu = self._encoder.encode([window])[:, : TOKEN_MEL_RATIO * count]
-        speaker = self._project_speaker(prompt)
         attention, history = self._solve.prefill(mu, speaker, self._mel_of(prompt).to(mu.dtype))
         return PromptCache(tokens=tokens, attention=attention, history=history, speaker=speaker)
 

@@ -56,7 +56,8 @@ def prefill(
     """The prompt cache of a voice (upstream's `setup_cache`), from which any number of its streams may start.
 
     prompt_token (B, P), prompt_feat (B, 2P, mel), embedding (B, speaker_dim), noise (1 or B, mel, >= 2P). The
-    look-ahead after the prompt's last tokens is its own first tokens, as in upstream.
+    look-ahead after the prompt's last tokens is its own first tokens, as in upstream. Without a prompt (P = 0), which
+    upstream's function cannot run, the caches are those of a stream that begins.
     """
     B, frames = prompt_token.shape[0], prompt_feat.shape[1]
     cache = DiTFlowCache(
@@ -66,6 +67,8 @@ def prefill(
         prompt_frames=frames,
         frames=0,
     )
+    if frames == 0:
+        return cache
     token = torch.cat([prompt_token, prompt_token[:, : flow.config.encoder.lookahead]], dim=1)
     condition = flow.prompt_condition(prompt_feat, frames)
     _, cache = _advance(flow, token, cache, condition, final=False, noise=noise[:, :, :frames])
