@@ -68,9 +68,9 @@ class Orchestrator:
         tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, stack.llm.tokenizer)
         call = partial(triton_io.call, timeout=config.model_timeout)
         self._llm = _speech_lm(config, tokenizer)
-        voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode)
+        voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode, config.default_speaker)
         if config.default_speaker:
-            voices.get(config.default_speaker)  # fail now rather than in a request
+            voices.get()  # fail now rather than in a request
         self._synthesizer = Synthesizer(
             TextFrontend(tokenizer.text_length),
             voices.get,
@@ -95,7 +95,6 @@ class Orchestrator:
             ras_window=config.ras_window,
             ras_tau=config.ras_tau,
         )
-        self._default_speaker = config.default_speaker
         self._max_text_chars = config.max_text_chars
         self._decoupled = config.decoupled
         self._drain = DrainFile(ModelEnvironment.read().drain_file)
@@ -107,7 +106,7 @@ class Orchestrator:
         warnings: list[str] = []
         with self.stats.request() as live:
             self._drain.check()
-            speech = _inputs(request).check(self._sampling, self._max_text_chars, self._default_speaker)
+            speech = _inputs(request).check(self._sampling, self._max_text_chars)
 
             def send(waveform: np.ndarray) -> None:
                 stages = timeline.take()

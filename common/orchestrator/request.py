@@ -29,7 +29,7 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
 
 @dataclass(frozen=True)
 class SynthesisRequest:
-    """Speak `target_text` in a voice: a recording of it, or the name of a registered one.
+    """Speak `target_text` in a voice: a recording of it, the name of a registered one, or None for the default voice.
 
     If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
@@ -38,7 +38,7 @@ class SynthesisRequest:
     """
 
     target_text: str
-    voice: Recording | str
+    voice: Recording | str | None
     instruct_text: str = ""
     cross_lingual: bool = False
     normalize: bool = True
@@ -59,7 +59,7 @@ class RequestInputs:
     instruct_text: str | None = None
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def check(self, defaults: Sampling, max_text_chars: int, default_speaker: str = "") -> SynthesisRequest:
+    def check(self, defaults: Sampling, max_text_chars: int) -> SynthesisRequest:
         """The validated request. Raises ValueError naming the invalid value."""
         if self.target_text is None:
             raise ValueError("target_text is missing")
@@ -68,7 +68,7 @@ class RequestInputs:
         cross_lingual = _flag("cross_lingual", self.parameters.get("cross_lingual", False))
         if instruct_text and cross_lingual:
             raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
-        voice = self._voice(default_speaker, max_text_chars)
+        voice = self._voice(max_text_chars)
         if self.reference_text and (instruct_text or cross_lingual):
             other = f"instruct_text {instruct_text!r}" if instruct_text else "cross_lingual"
             raise ValueError(f"{other} with the reference_text {self.reference_text!r}: the LLM would not use the text")
@@ -83,8 +83,8 @@ class RequestInputs:
             timeline=_flag("timeline", self.parameters.get("timeline", False)),
         )
 
-    def _voice(self, default_speaker: str, max_text_chars: int) -> Recording | str:
-        """The recording, the speaker, or the default speaker. ValueError if both of the first two are given."""
+    def _voice(self, max_text_chars: int) -> Recording | str | None:
+        """The recording or the speaker; None without either. ValueError if both are given."""
         if self.reference_wav is not None:
             if self.speaker:
                 raise ValueError(f"speaker {self.speaker!r} with a reference_wav: give only one voice")
@@ -93,9 +93,7 @@ class RequestInputs:
         for name in ("reference_text", "reference_wav_len"):
             if (value := getattr(self, name)) not in (None, ""):
                 raise ValueError(f"{name} {value!r} without a reference_wav")
-        if speaker := self.speaker or default_speaker:
-            return speaker
-        raise ValueError("no voice: the request has neither a reference_wav nor a speaker")
+        return self.speaker or None
 
     def _line(self, name: str, max_text_chars: int) -> str:
         """An optional text, "" if it is missing or blank. ValueError if it consists of control tokens alone."""

@@ -83,9 +83,9 @@ class TextPreparer(Protocol):
 
 
 class VoiceLookup(Protocol):
-    """Returns a registered voice by name, see `voice.book.VoiceBook.get`. Called in a thread."""
+    """Returns a registered voice by name or the default voice, see `voice.book.VoiceBook.get`. Called in a thread."""
 
-    def __call__(self, name: str) -> Recording | Prompt: ...
+    def __call__(self, name: str | None) -> Recording | Prompt: ...
 
 
 OnWarning = Callable[[str], object]  # called with what the caller should know although there is audio

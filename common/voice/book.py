@@ -5,21 +5,22 @@ that next to the checkpoint (see `files`). Files are checked for changes on ever
 changed or removed while the server runs.
 """
 
+import logging
 import os
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
-import safetensors
-
 from common.errors import UnavailableError
 from common.voice.files import Decode, is_voice_name, read_recording, read_spk2info, read_voice, spk2info_prompt
 from common.voice.prompt import Prompt, Recording
 
+logger = logging.getLogger(__name__)
+
 SPK2INFO = "spk2info.pt"
+UPSTREAM_DEFAULT = "001"  # the speaker of a spk2info.pt that upstream's server uses for a request without a voice
 MAX_FILE_BYTES = 64 << 20  # a voice takes less than 1 MB; spk2info.pt holds some hundred of them
 CACHED_FILES = 64  # contents kept in memory, a few MB each at most except for spk2info.pt
 NAMES_SHOWN = 20
@@ -32,35 +33,40 @@ class VoiceBook:
     """The registered voices. Safe to use from several threads.
 
     voices_dir: may be missing, also later. checkpoint_dir: where upstream has its spk2info.pt. decode: text of the
-    LLM's token ids, which is how CosyVoice2 saves transcripts.
+    LLM's token ids, which is how CosyVoice2 saves transcripts. default: name of the default voice.
     """
 
-    def __init__(self, voices_dir: str | Path, checkpoint_dir: str | Path, decode: Decode) -> None:
+    def __init__(self, voices_dir: str | Path, checkpoint_dir: str | Path, decode: Decode, default: str = "") -> None:
         self._folder = Path(voices_dir) if voices_dir else None
         folders = [folder for folder in (self._folder, Path(checkpoint_dir)) if folder is not None]
         self._spk2infos = [folder / SPK2INFO for folder in folders]
         self._decode = decode
+        self._default = default
         self._cache: OrderedDict[Path, tuple[tuple[int, ...], Any]] = OrderedDict()  # path -> its stamp, its content
         self._lock = Lock()
 
-    def get(self, name: str) -> Voice:
-        """The voice of that name. ValueError with the known names if there is none; UnavailableError if its file is
-        damaged."""
+    def get(self, name: str | None = None) -> Voice:
+        """The voice of that name, or the default voice: that of `default`, else speaker UPSTREAM_DEFAULT of a
+        spk2info.pt. ValueError with the known names if there is none; UnavailableError if its file is damaged."""
+        if name is None:
+            name = self._default or None
         with self._lock:
             try:
-                voice = self._find(name)
-            except (OSError, RuntimeError, ValueError, safetensors.SafetensorError, pickle.UnpicklingError) as error:
-                raise UnavailableError(f"speaker {name!r} cannot be used: {error}") from error
+                voice = self._of_spk2info(UPSTREAM_DEFAULT) if name is None else self._find(name)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise UnavailableError(f"speaker {name or UPSTREAM_DEFAULT!r} cannot be used: {error}") from error
+            if voice is None and name is None:
+                raise ValueError("no voice: the request has neither a reference_wav nor a speaker")
             if voice is None:
                 raise ValueError(f"unknown speaker {name!r}; known speakers: {_listed(self._names())}")
             return voice
 
     def names(self) -> list[str]:
-        """The known names, sorted. UnavailableError if a spk2info.pt is damaged."""
+        """The known names, sorted. UnavailableError if they cannot be read."""
         with self._lock:
             try:
                 return self._names()
-            except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            except OSError as error:
                 raise UnavailableError(f"the voices cannot be listed: {error}") from error
 
     def _find(self, name: str) -> Voice | None:
@@ -69,6 +75,9 @@ class VoiceBook:
             voice = prompt or self._cached(self._folder / f"{name}.wav", read_recording)
             if voice is not None:
                 return voice
+        return self._of_spk2info(name)
+
+    def _of_spk2info(self, name: str) -> Prompt | None:
         for path in self._spk2infos:
             if (entry := (self._cached(path, read_spk2info) or {}).get(name)) is not None:
                 return spk2info_prompt(entry, f"{path.name}, {name!r}", self._decode)
@@ -76,7 +85,12 @@ class VoiceBook:
 
     def _names(self) -> list[str]:
         """The known names. Damaged files are included: requesting such a voice says what is wrong with it."""
-        found = {name for path in self._spk2infos for name in self._cached(path, read_spk2info) or ()}
+        found: set[str] = set()
+        for path in self._spk2infos:
+            try:
+                found.update(self._cached(path, read_spk2info) or ())
+            except ValueError as error:  # it holds nobody that could be listed, and the others can be used
+                logger.warning("the speakers of %s are not listed: %s", path, error)
         if self._folder is not None and self._folder.is_dir():
             files = (Path(entry.name) for entry in os.scandir(self._folder))
             found |= {

@@ -2,7 +2,7 @@
 
 NAME.safetensors   a Prompt, encoded in advance
 NAME.wav           a recording, and its transcript in NAME.txt (without one the voice is cloned cross-lingually)
-spk2info.pt        upstream's speakers by name
+spk2info.pt        upstream's speakers by name: with a recording's tokens and mel, or an x-vector alone
 """
 
 import io
@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load, save
+from safetensors.numpy import save
+from safetensors.torch import load
+from torch import Tensor
 
-from common.constants import MAX_REFERENCE_SECONDS, MAX_TRANSCRIPT_CHARS, TOKEN_MEL_RATIO, TOKEN_RATE
+from common.constants import MAX_REFERENCE_SECONDS, MAX_TRANSCRIPT_CHARS, MEL_BINS, TOKEN_MEL_RATIO, TOKEN_RATE
 from common.text import clean_line
 from common.voice.audio import load_reference
 from common.voice.prompt import Prompt, Recording
@@ -51,12 +53,11 @@ def is_voice_name(name: str) -> bool:
 
 
 def read_voice(path: Path) -> Prompt:
-    """A file written by `save_voice`. ValueError or SafetensorError if it is damaged."""
-    tensors = load(path.read_bytes())  # not memory-mapped: a file that shrinks would crash the process
+    """A file written by `save_voice`. ValueError naming the file if it is damaged."""
+    tensors = _content(path, load)
     if missing := [name for name in (TOKENS, MEL, EMBEDDING, TRANSCRIPT) if name not in tensors]:
         raise ValueError(f"{path.name} has no {', '.join(missing)}: not a voice file (see docs/voices.md)")
-    transcript = tensors[TRANSCRIPT].tobytes().decode()
-    return _prompt(tensors, transcript, path.name)
+    return _prompt(tensors, lambda: tensors[TRANSCRIPT].numpy().tobytes().decode(), path.name)
 
 
 def save_voice(path: Path, prompt: Prompt) -> None:
@@ -90,9 +91,12 @@ def read_recording(path: Path) -> Recording:
     return Recording(wav, text)
 
 
-def read_spk2info(path: Path) -> dict[str, Mapping[str, Any]]:
-    """The speakers of a spk2info.pt. Only tensors and plain values are unpickled, so nothing in the file can run."""
-    content = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
+def read_spk2info(path: Path) -> dict[str, Any]:
+    """The speakers of a spk2info.pt. Only tensors and plain values are unpickled, so nothing in the file can run.
+
+    ValueError naming the file if it is damaged.
+    """
+    content = _content(path, lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds a {type(content).__name__}, not speakers by name")
     return {str(name): entry for name, entry in content.items()}
@@ -101,34 +105,58 @@ def read_spk2info(path: Path) -> dict[str, Mapping[str, Any]]:
 def spk2info_prompt(entry: Any, where: str, decode: Decode) -> Prompt:
     """A speaker of spk2info.pt, as upstream's Triton runtime or CosyVoice2's `add_zero_shot_spk` writes it.
 
+    One with an x-vector alone, as upstream's SFT models have, is a prompt without tokens, mel and transcript.
     decode: text of the LLM's token ids; CosyVoice2 saves transcripts as ids. ValueError starting with `where`.
     """
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} is a {type(entry).__name__}, not a speaker")
-    found = {
-        name: next((entry[key] for key in keys if isinstance(entry.get(key), torch.Tensor)), None)
-        for name, keys in _SPK2INFO_KEYS.items()
-    }
-    if missing := [" or ".join(_SPK2INFO_KEYS[name]) for name, tensor in found.items() if tensor is None]:
-        raise ValueError(f"{where} has no {', no '.join(missing)}: CosyVoice2 needs a recording's tokens and mel")
+    found = {name: _first_tensor(entry, keys) for name, keys in _SPK2INFO_KEYS.items()}
+    tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
     transcript = entry.get("prompt_text", "")
-    if isinstance(transcript, torch.Tensor):
-        transcript = decode(transcript.flatten().tolist())
-    tensors = {name: tensor.float().numpy() for name, tensor in found.items() if tensor is not None}
-    return _prompt(tensors, str(transcript), where)
+    if tensors.keys() == {EMBEDDING}:
+        tensors |= {TOKENS: torch.zeros(0), MEL: torch.zeros(0, MEL_BINS)}
+    if missing := [" or ".join(keys) for name, keys in _SPK2INFO_KEYS.items() if name not in tensors]:
+        raise ValueError(f"{where} has no {', no '.join(missing)}: a speaker has all three, or an x-vector alone")
+    if isinstance(transcript, Tensor):
+        ids = transcript.flatten().tolist()
+        return _prompt(tensors, lambda: decode(ids), where)
+    return _prompt(tensors, lambda: str(transcript or ""), where)
 
 
-def _prompt(tensors: Mapping[str, np.ndarray], transcript: str, where: str) -> Prompt:
-    """tensors: (P,) or (1, P), (T, 80) or (1, T, 80), (192,) or (1, 192). ValueError naming the file."""
-    tokens, mel = tensors[TOKENS].reshape(-1), tensors[MEL]
-    frames, limit = mel.size // mel.shape[-1] if mel.size else 0, int(MAX_REFERENCE_SECONDS * TOKEN_RATE)
-    if not 0 < len(tokens) <= limit:
-        raise ValueError(f"{where} has {len(tokens)} speech tokens, not 1..{limit}")
-    # For one recording they differ by a token at most; a larger difference means the rates of another model.
-    if abs(frames - TOKEN_MEL_RATIO * len(tokens)) > 2 * TOKEN_MEL_RATIO:
-        raise ValueError(f"{where} has {frames} mel frames for {len(tokens)} speech tokens: not a voice of CosyVoice2")
-    text = clean_line(transcript, name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
-    prompt = Prompt.aligned(tokens, mel.reshape(frames, -1), tensors[EMBEDDING].reshape(-1), text)
-    if not (np.isfinite(prompt.mel).all() and np.isfinite(prompt.embedding).all()):
-        raise ValueError(f"{where} contains values that are not finite")
+def _first_tensor(entry: Mapping[str, Any], keys: Sequence[str]) -> Tensor | None:
+    return next((entry[key] for key in keys if isinstance(entry.get(key), Tensor)), None)
+
+
+def _content(path: Path, parse: Callable[[bytes], Any]) -> Any:
+    """`parse` of a file's bytes. It is not memory-mapped: a file that shrinks would crash the process."""
+    data = path.read_bytes()
+    try:
+        return parse(data)
+    except Exception as error:  # damaged files make these parsers raise errors of many types, EOFError among them
+        raise ValueError(f"{path.name} cannot be read: {str(error) or type(error).__name__}") from error
+
+
+def _prompt(tensors: Mapping[str, Tensor], transcript: Callable[[], str], where: str) -> Prompt:
+    """tensors: (P,) or (1, P), (T, 80) or (1, T, 80), (192,) or (1, 192). ValueError starting with `where`."""
+    try:
+        tokens, embedding = tensors[TOKENS].long().reshape(-1).numpy(), tensors[EMBEDDING].float().reshape(-1).numpy()
+        mel = tensors[MEL].float().reshape(-1, tensors[MEL].shape[-1]).numpy()
+        text = clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
+        _check_lengths(len(tokens), len(mel), text)
+        prompt = Prompt.aligned(tokens, mel, embedding, text)
+        if not (np.isfinite(prompt.mel).all() and np.isfinite(prompt.embedding).all()):
+            raise ValueError("it contains values that are not finite")
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of torch, for tensors of unusable shapes
+        raise ValueError(f"{where}: {error}") from error
     return prompt
+
+
+def _check_lengths(tokens: int, frames: int, text: str) -> None:
+    limit = int(MAX_REFERENCE_SECONDS * TOKEN_RATE)
+    if tokens > limit:
+        raise ValueError(f"{tokens} speech tokens, more than {limit}")
+    # For one recording they differ by a token at most; a larger difference means the rates of another model.
+    if abs(frames - TOKEN_MEL_RATIO * tokens) > 2 * TOKEN_MEL_RATIO or bool(frames) != bool(tokens):
+        raise ValueError(f"{frames} mel frames for {tokens} speech tokens: not a voice of CosyVoice2")
+    if text and not tokens:
+        raise ValueError(f"the transcript {text[:40]!r} without speech tokens: the LLM would speak it")

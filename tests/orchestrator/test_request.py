@@ -10,9 +10,9 @@ from common.orchestrator.request import RequestInputs, SynthesisRequest
 WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
 
 
-def check(defaults: Sampling | None = None, default_speaker: str = "", **inputs: Any) -> SynthesisRequest:
+def check(defaults: Sampling | None = None, **inputs: Any) -> SynthesisRequest:
     given = {"target_text": "hello", "reference_wav": WAV, "reference_text": "reference"} | inputs
-    return RequestInputs(**given).check(defaults or Sampling(), 100, default_speaker)
+    return RequestInputs(**given).check(defaults or Sampling(), 100)
 
 
 def test_a_request_without_parameters_samples_by_the_defaults() -> None:
@@ -70,12 +70,11 @@ def test_every_text_is_cleaned() -> None:
     assert check(instruct_text="<|endofprompt|>slowly\n please", reference_text="").instruct_text == "slowly please"
 
 
-def test_a_speaker_replaces_the_recording_and_the_default_speaker_is_used_without_either() -> None:
-    without = {"target_text": "hello"}
-    assert RequestInputs(**without, speaker="anna").check(Sampling(), 100).voice == "anna"
-    assert RequestInputs(**without, speaker="anna").check(Sampling(), 100, "bert").voice == "anna"
-    assert RequestInputs(**without).check(Sampling(), 100, "bert").voice == "bert"
-    assert check(default_speaker="bert").voice.text == "reference"
+@pytest.mark.parametrize(("speaker", "voice"), [("anna", "anna"), ("", None), (None, None)])
+def test_a_request_without_a_recording_names_a_speaker_or_means_the_default_voice(
+    speaker: str | None, voice: str | None
+) -> None:
+    assert RequestInputs(target_text="hello", speaker=speaker).check(Sampling(), 100).voice == voice
 
 
 @pytest.mark.parametrize(("value", "flag"), [(True, True), ("false", False), ("True", True), (0, False), ("1", True)])
@@ -96,7 +95,6 @@ def test_flags_may_be_text(value: object, flag: bool) -> None:
         ({"reference_wav": WAV[:100]}, "100 samples"),
         ({"reference_wav": None}, "reference_text 'reference' without a reference_wav"),
         ({"reference_wav": None, "reference_text": None, "reference_wav_len": 5}, "reference_wav_len 5 without"),
-        ({"reference_wav": None, "reference_text": None}, "neither a reference_wav nor a speaker"),
         ({"speaker": "anna"}, "speaker 'anna' with a reference_wav"),
         ({"speaker": "anna", "reference_wav": None}, "reference_text 'reference' without a reference_wav"),
         ({"instruct_text": "sadly"}, "instruct_text 'sadly' with the reference_text 'reference'"),

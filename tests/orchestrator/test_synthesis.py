@@ -165,6 +165,18 @@ def test_a_registered_voice_gives_the_same_prompts_as_its_recording(registered: 
     assert bool(pipeline.encoder.started) == isinstance(registered, Recording)
 
 
+@pytest.mark.parametrize("instruction", ["", "sadly"])
+def test_a_voice_of_an_x_vector_alone_gives_the_llm_no_speech_and_the_flow_no_prompt(instruction: str) -> None:
+    """As upstream's inference_sft and inference_instruct."""
+    pipeline = Pipeline(FakeLM(*one_by_one(20)))
+    known = fake_prompt(7, "")
+    pipeline.voices["anna"] = dataclasses.replace(known, tokens=known.tokens[:0], mel=known.mel[:0])
+    request = dataclasses.replace(speech_request(), voice="anna", instruct_text=instruction)
+    audio = pipeline.run(pipeline.synthesize(request))
+    np.testing.assert_array_equal(np.concatenate(audio), 70_000 + np.arange(20))
+    assert pipeline.llm.prompts == [LLMPrompt("hello", "sadly<|endofprompt|>" if instruction else "")]
+
+
 def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None:
     class UpperCase(FakeTextPreparer):
         def segments(self, text: str, normalize: bool) -> Iterator[str]:

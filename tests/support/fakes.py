@@ -151,8 +151,8 @@ class FakeToken2Wav:
 
 def audio_of(prompt: Prompt, tokens: Sequence[int]) -> np.ndarray:
     """(N,) of N tokens; asserts that the three parts of the prompt are of the same voice."""
-    voice = int(prompt.tokens[0])
-    assert prompt.mel[0, 0] == prompt.embedding[0] == voice
+    voice = int(prompt.embedding[0])
+    assert (prompt.tokens == voice).all() and (prompt.mel == voice).all()
     return 10_000 * voice + np.asarray(tokens, np.float32)
 
 

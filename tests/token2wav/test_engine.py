@@ -177,7 +177,7 @@ def test_unet_chunks_on_training_boundaries_equal_the_utterance_at_once(unet_net
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])
 def test_a_batch_of_streams_equals_each_stream_alone(kind, request):
-    """Voices, histories and chunk sizes differ; streams begin and end in different batches. Two voices are x-vectors."""
+    """Voices, histories and chunk sizes differ; streams begin and end in different batches. Two have no prompt."""
     engine = request.getfixturevalue(kind)
     split = dit_pieces if kind == "dit" else unet_pieces
     lengths = [0, 10, 11, 0, 13]

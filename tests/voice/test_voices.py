@@ -1,5 +1,6 @@
 """Registered voices: the file formats, error messages for damaged files, and changes while the server runs."""
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
 
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.errors import UnavailableError
@@ -105,6 +106,40 @@ def test_both_forms_of_spk2info_are_read(place: str, folder: Path, tmp_path: Pat
     assert_same(book.get("中文女"), fake_prompt(6, "decoded [4, 2]"))
 
 
+@pytest.mark.parametrize("key", ["embedding", "flow_embedding"])
+def test_a_speaker_with_an_x_vector_alone_is_a_voice_without_prompt(key: str, tmp_path: Path, book: VoiceBook) -> None:
+    """As in the spk2info.pt of upstream's SFT models."""
+    expected = fake_prompt(6, "")
+    torch.save({"中文女": {key: torch.from_numpy(expected.embedding)[None]}}, tmp_path / "spk2info.pt")
+    voice = book.get("中文女")
+    assert_same(voice, dataclasses.replace(expected, tokens=expected.tokens[:0], mel=expected.mel[:0]))
+    save_voice(tmp_path / "voices" / "saved.safetensors", voice)
+    assert_same(book.get("saved"), voice)
+
+
+def test_tensors_may_have_any_float_type(folder: Path, tmp_path: Path, book: VoiceBook) -> None:
+    entry, prompt = triton_speaker(), fake_prompt(5, "它说什么")
+    halves = {name: x.bfloat16() for name, x in entry.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    torch.save({"001": entry | halves}, tmp_path / "spk2info.pt")
+    assert_same(book.get("001"), prompt)
+    folder.mkdir()
+    write_voice(folder, prompt_speech_feat=torch.ones(60, 80).bfloat16())
+    assert_same(book.get("anna"), fake_prompt(1, "text"))
+
+
+def test_the_default_voice_is_the_named_one_or_the_speaker_001_of_spk2info(folder: Path, tmp_path: Path) -> None:
+    save_voice(folder / "001.safetensors", fake_prompt(1))  # registered by a client: not meant for everybody
+    book = VoiceBook(folder, tmp_path, decode)
+    with pytest.raises(ValueError, match="no voice: the request has neither a reference_wav nor a speaker"):
+        book.get()
+    torch.save({"001": triton_speaker(), "002": triton_speaker(2)}, tmp_path / "spk2info.pt")
+    assert_same(book.get(), fake_prompt(5, "它说什么"))
+    assert_same(VoiceBook(folder, tmp_path, decode, "002").get(), fake_prompt(2, "它说什么"))
+    torch.save({"001": 3}, tmp_path / "spk2info.pt")
+    with pytest.raises(UnavailableError, match="speaker '001' cannot be used: spk2info.pt, '001' is a int"):
+        book.get()
+
+
 def test_an_encoded_voice_takes_precedence_over_a_recording_and_both_over_spk2info(
     folder: Path, book: VoiceBook
 ) -> None:
@@ -182,13 +217,17 @@ def test_a_name_cannot_leave_the_folder(name: str, folder: Path, tmp_path: Path,
         book.get(name)
 
 
-def write_voice(folder: Path, **changes: np.ndarray | None) -> None:
+def as_bytes(text: bytes) -> torch.Tensor:
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
+def write_voice(folder: Path, **changes: torch.Tensor | None) -> None:
     prompt = fake_prompt(1)
     tensors = {
-        "prompt_speech_tokens": prompt.tokens.astype(np.int32),
-        "prompt_speech_feat": prompt.mel,
-        "prompt_spk_embedding": prompt.embedding,
-        "reference_text": np.frombuffer(b"text", np.uint8),
+        "prompt_speech_tokens": torch.from_numpy(prompt.tokens).int(),
+        "prompt_speech_feat": torch.from_numpy(prompt.mel),
+        "prompt_spk_embedding": torch.from_numpy(prompt.embedding),
+        "reference_text": as_bytes(b"text"),
     }
     save_file({name: t for name, t in (tensors | changes).items() if t is not None}, folder / "anna.safetensors")
 
@@ -197,19 +236,23 @@ def write_voice(folder: Path, **changes: np.ndarray | None) -> None:
     ("changes", "message"),
     [
         ({"prompt_speech_feat": None}, "has no prompt_speech_feat"),
-        ({"prompt_speech_tokens": np.full(30, 6561, np.int32)}, "token 6561 is not in 0..6560"),
-        ({"prompt_speech_tokens": np.zeros(0, np.int32)}, "0 speech tokens, not 1..750"),
-        ({"prompt_speech_tokens": np.zeros(751, np.int32)}, "751 speech tokens, not 1..750"),
-        ({"prompt_speech_feat": np.zeros((100, 80), np.float32)}, "100 mel frames for 30 speech tokens"),
-        ({"prompt_speech_feat": np.zeros((60, 40), np.float32)}, r"\(60, 40\)"),
-        ({"prompt_speech_feat": np.full((60, 80), np.nan, np.float32)}, "not finite"),
-        ({"prompt_spk_embedding": np.zeros(8, np.float32)}, r"\(8,\)"),
-        ({"reference_text": np.frombuffer(b"\xff\xfe", np.uint8)}, "utf-8"),
-        ({"reference_text": np.frombuffer(b"<|s_1|>", np.uint8)}, "its transcript has nothing to speak"),
+        ({"prompt_speech_tokens": torch.full((30,), 6561)}, "token 6561 is not in 0..6560"),
+        ({"prompt_speech_tokens": torch.zeros(0)}, "60 mel frames for 0 speech tokens"),
+        ({"prompt_speech_tokens": torch.zeros(2), "prompt_speech_feat": torch.zeros(0, 80)}, "0 mel frames for 2 "),
+        ({"prompt_speech_tokens": torch.zeros(0), "prompt_speech_feat": torch.zeros(0, 80)}, "transcript 'text' with"),
+        ({"prompt_speech_tokens": torch.zeros(751)}, "751 speech tokens, more than 750"),
+        ({"prompt_speech_feat": torch.zeros(100, 80)}, "100 mel frames for 30 speech tokens"),
+        ({"prompt_speech_feat": torch.zeros(60, 40)}, r"\(60, 40\)"),
+        ({"prompt_speech_feat": torch.tensor(1.0)}, "anna.safetensors: "),
+        ({"prompt_speech_feat": torch.full((60, 80), torch.nan)}, "not finite"),
+        ({"prompt_spk_embedding": torch.zeros(8)}, r"\(8,\)"),
+        ({"prompt_spk_embedding": torch.tensor(1.0)}, r"anna.safetensors: .*\(1,\)"),
+        ({"reference_text": as_bytes(b"\xff\xfe")}, "utf-8"),
+        ({"reference_text": as_bytes(b"<|s_1|>")}, "its transcript has nothing to speak"),
     ],
 )
 def test_a_damaged_voice_is_unavailable_with_the_reason(
-    changes: dict[str, np.ndarray | None], message: str, folder: Path, book: VoiceBook
+    changes: dict[str, torch.Tensor | None], message: str, folder: Path, book: VoiceBook
 ) -> None:
     folder.mkdir()
     write_voice(folder, **changes)
@@ -222,10 +265,11 @@ def test_a_damaged_voice_is_unavailable_with_the_reason(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("anna.safetensors", b"", ""),
-        ("anna.safetensors", b"\xff" * 100, ""),
+        ("anna.safetensors", b"", "anna.safetensors"),
+        ("anna.safetensors", b"\xff" * 100, "anna.safetensors"),
         ("anna.wav", b"RIFF no audio", "anna.wav"),
-        ("spk2info.pt", b"no archive", ""),
+        ("spk2info.pt", b"no archive", "spk2info.pt cannot be read"),
+        ("spk2info.pt", b"", "spk2info.pt cannot be read"),
     ],
 )
 def test_a_file_with_other_content_is_unavailable(
@@ -266,6 +310,17 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.parametrize("content", [b"", b"no archive"])
+def test_a_damaged_spk2info_does_not_hide_the_other_voices(
+    content: bytes, folder: Path, tmp_path: Path, book: VoiceBook, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "spk2info.pt").write_bytes(content)
+    save_voice(folder / "anna.safetensors", fake_prompt(1))
+    assert book.names() == ["anna"]
+    assert "spk2info.pt cannot be read" in caplog.text
+    assert_same(book.get("anna"), fake_prompt(1))
+
+
 def test_code_in_a_spk2info_is_not_run(tmp_path: Path, book: VoiceBook) -> None:
     torch.save({"anna": Payload(tmp_path / "owned")}, tmp_path / "spk2info.pt")
     with pytest.raises(UnavailableError, match="speaker 'anna' cannot be used"):
@@ -276,7 +331,11 @@ def test_code_in_a_spk2info_is_not_run(tmp_path: Path, book: VoiceBook) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"embedding": torch.zeros(1, 192)}, "spk2info.pt, 'anna' has no speech_token or flow_prompt_speech_token, no"),
+        ({"speech_token": torch.zeros(1, 30)}, "spk2info.pt, 'anna' has no speech_feat or prompt_speech_feat, no emb"),
+        (triton_speaker() | {"speech_feat": None}, "'anna' has no speech_feat or prompt_speech_feat: "),
+        ({"embedding": torch.zeros(1, 192), "prompt_text": "It says."}, "'anna': the transcript 'It says.' without"),
+        ({"embedding": torch.tensor(0.5)}, r"spk2info.pt, 'anna': prompt shapes .* \(1,\)"),
+        (triton_speaker() | {"speech_feat": torch.tensor(0.5)}, "spk2info.pt, 'anna': "),
         (torch.zeros(3), "is a Tensor, not a speaker"),
         (triton_speaker() | {"speech_feat": torch.zeros(1, 200, 80)}, "200 mel frames for 30 speech tokens"),
     ],

@@ -47,7 +47,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=True,
         default=False,
-        help="send only the text: the server uses its default voice (default_speaker)",
+        help="send only the text: the server uses its default voice (default_speaker, or 001 of its spk2info.pt)",
     )
     data.add_argument(
         "--new-voices",
