@@ -36,6 +36,10 @@ _SINC_ROLLOFF = 0.99  # its cut-off, as a fraction of the lower Nyquist frequenc
 # rate in use is a multiple of 25.
 _UNTRUSTED_RATE_STEP = 25
 _UNTRUSTED_RATES = (4_000, 192_000)
+# A few kilobytes of silence can have 255 channels, and libsndfile's rarer decoders are hardly tested.
+_UNTRUSTED_CHANNELS = 8
+_UNTRUSTED_FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
+_BLOCK_FRAMES = 1 << 15  # decoded at once, so that memory does not grow with the number of channels
 
 
 def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray:
@@ -174,7 +178,7 @@ def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float |
 
     Only libsndfile reads it (WAV, FLAC, OGG, MP3): FFmpeg's demuxers would open files that a playlist names.
     max_seconds: for files from untrusted clients. ValueError if the file is longer, which is found out without decoding
-    the rest, or if its rate would make resampling expensive.
+    the rest, or if its header names a format, a number of channels or a rate that would make reading it expensive.
     soundfile.LibsndfileError (a RuntimeError) if the file cannot be opened or is not audio.
     """
     import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
@@ -182,15 +186,21 @@ def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float |
     with sf.SoundFile(source) as file:
         limit = -1
         if max_seconds is not None:
-            _require_common_rate(file.samplerate)
+            _require_cheap(file.format, file.channels, file.samplerate)
             limit = int(max_seconds * file.samplerate) + 1
-        samples = file.read(limit, dtype="float32", always_2d=True)  # (N, channels)
+        blocks = file.blocks(_BLOCK_FRAMES, frames=limit, dtype="float32", always_2d=True)  # (n, channels) each
+        samples = np.concatenate([np.zeros(0, np.float32), *(block.mean(axis=1) for block in blocks)])
         if max_seconds is not None and len(samples) == limit:
             raise ValueError(f"the recording is longer than {max_seconds:g} s")
-        return resample(torch.from_numpy(samples.mean(axis=1)), file.samplerate, rate).numpy()
+        return resample(torch.from_numpy(samples), file.samplerate, rate).numpy()
 
 
-def _require_common_rate(rate: int) -> None:
+def _require_cheap(kind: str, channels: int, rate: int) -> None:
+    """ValueError naming what an untrusted file's header asks for, if decoding or resampling it could be expensive."""
+    if kind not in _UNTRUSTED_FORMATS:
+        raise ValueError(f"the recording is a file of the format {kind}: send WAV, FLAC, OGG or MP3")
+    if channels > _UNTRUSTED_CHANNELS:
+        raise ValueError(f"the recording has {channels} channels, more than the limit of {_UNTRUSTED_CHANNELS}")
     lowest, highest = _UNTRUSTED_RATES
     if rate % _UNTRUSTED_RATE_STEP or not lowest <= rate <= highest:
         raise ValueError(
@@ -200,8 +210,9 @@ def _require_common_rate(rate: int) -> None:
 
 
 def load_reference(path: Path) -> np.ndarray:
-    """A sound file as a reference recording: float32 (N,) at 16 kHz. ValueError as in `validate_reference`."""
-    return validate_reference(load_audio(path, PROMPT_SAMPLE_RATE))
+    """A sound file as a reference recording: float32 (N,) at 16 kHz. ValueError as in `validate_reference`, and as in
+    `load_audio` for files from untrusted clients."""
+    return validate_reference(load_audio(path, PROMPT_SAMPLE_RATE, max_seconds=MAX_REFERENCE_SECONDS))
 
 
 def save_audio(path: str | Path, waveform: np.ndarray, rate: int) -> None:

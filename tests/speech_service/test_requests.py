@@ -15,10 +15,13 @@ from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_
 from tools.bench.triton_stub import texts_of
 
 
-def recording(seconds: float = 1.0, rate: int = SAMPLE_RATE, level: float = 0.3, kind: str = "WAV") -> bytes:
+def recording(
+    seconds: float = 1.0, rate: int = SAMPLE_RATE, level: float = 0.3, kind: str = "WAV", channels: int = 1
+) -> bytes:
     """An audio file with a tone."""
     file = io.BytesIO()
-    sf.write(file, level * np.sin(np.arange(int(seconds * rate)) * 0.05), rate, format=kind)
+    tone = level * np.sin(np.arange(int(seconds * rate)) * 0.05)
+    sf.write(file, np.stack([tone] * channels, axis=1), rate, format=kind)
     return file.getvalue()
 
 
@@ -60,6 +63,8 @@ BAD_BODIES = {
     "a recording too short": ({**TEXT, "ref_audio": in_base64(recording(0.3))}, "ref_audio"),
     "a recording too long": ({**TEXT, "ref_audio": in_base64(recording(31, 8000))}, "ref_audio"),
     "a silent recording": ({**TEXT, "ref_audio": in_base64(recording(level=0))}, "ref_audio"),
+    "a recording of 64 channels": ({**TEXT, "ref_audio": in_base64(recording(channels=64, kind="OGG"))}, "ref_audio"),
+    "a recording in a rare format": ({**TEXT, "ref_audio": in_base64(recording(kind="AIFF"))}, "ref_audio"),
     "a recording at an odd rate": ({**TEXT, "ref_audio": in_base64(recording(1, 15_999))}, "ref_audio"),
     "a transcript without a recording": ({**TEXT, "ref_text": "Hello."}, "ref_text"),
     "a list": ([TEXT], None),

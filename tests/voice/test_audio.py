@@ -1,5 +1,6 @@
 """Validation of recordings, resampling and features equal to the training libraries, and sound files."""
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,16 @@ import soundfile as sf
 import torch
 
 from common.constants import HOP_SAMPLES, MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.voice.audio import MelConfig, fbank, load_audio, mel_spectrogram, resample, save_audio, validate_reference
+from common.voice.audio import (
+    MelConfig,
+    fbank,
+    load_audio,
+    load_reference,
+    mel_spectrogram,
+    resample,
+    save_audio,
+    validate_reference,
+)
 from tools.parity.features import CHECKS
 from tools.parity.fixture import Fixture
 from tools.parity.runner import run_fixture
@@ -187,6 +197,33 @@ def test_files_of_clients_have_limits(tmp_path, rate, seconds, message):
     sf.write(tmp_path / "a.wav", tone(int(rate * seconds), rate=rate), rate)
     with pytest.raises(ValueError, match=message):
         load_audio(tmp_path / "a.wav", PROMPT_SAMPLE_RATE, max_seconds=2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "channels", "message"), [("OGG", 64, "64 channels"), ("WAV", 9, "9 channels"), ("AIFF", 1, "format AIFF")]
+)
+def test_files_of_clients_are_refused_by_their_header_before_they_are_decoded(
+    tmp_path, monkeypatch, kind, channels, message
+):
+    sf.write(tmp_path / "a", np.zeros((800, channels)), 8_000, format=kind)
+    monkeypatch.setattr(sf.SoundFile, "blocks", lambda *_, **__: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match=message):
+        load_audio(tmp_path / "a", PROMPT_SAMPLE_RATE, max_seconds=2.0)
+
+
+def test_the_memory_for_decoding_does_not_grow_with_the_number_of_channels(tmp_path):
+    sf.write(tmp_path / "a.flac", np.zeros((20 * SECOND, 8)), SECOND)
+    tracemalloc.start()
+    load_audio(tmp_path / "a.flac", PROMPT_SAMPLE_RATE, max_seconds=30.0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5e6  # 1.3 MB of samples and one block; the 8 channels would be 10 MB
+
+
+def test_a_registered_recording_whose_rate_needs_gigabytes_to_resample_is_an_error(tmp_path):
+    sf.write(tmp_path / "a.wav", tone(48_001, rate=48_001), 48_001)
+    with pytest.raises(ValueError, match="sample rate is 48001"):
+        load_reference(tmp_path / "a.wav")
 
 
 def test_a_client_may_send_a_file_of_exactly_the_limit(tmp_path):

@@ -282,14 +282,14 @@ def test_a_file_with_other_content_is_unavailable(
 
 
 @pytest.mark.parametrize(
-    ("wav", "message"), [(TONE[:100], "100 samples"), (0 * TONE, "silent"), (np.tile(TONE, 31), "31 s")]
+    ("wav", "message"), [(TONE[:100], "100 samples"), (0 * TONE, "silent"), (np.tile(TONE, 31), "longer than 30 s")]
 )
 def test_a_bad_recording_is_validated_like_that_of_a_request(
     wav: np.ndarray, message: str, folder: Path, book: VoiceBook
 ) -> None:
     folder.mkdir()
     save_audio(folder / "anna.wav", wav, PROMPT_SAMPLE_RATE)
-    with pytest.raises(UnavailableError, match=f"anna.wav: reference_wav .*{message}"):
+    with pytest.raises(UnavailableError, match=f"anna.wav: .*{message}"):
         book.get("anna")
 
 
