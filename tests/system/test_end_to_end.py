@@ -5,6 +5,7 @@ import os
 import queue
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import tritonclient.grpc as triton
 
+from common import stacks
 from common.client import grpc_client, http_client
 from common.client.requests import SpeechResult, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
@@ -144,17 +146,33 @@ def test_a_voice_added_while_the_server_runs_can_be_used_at_once(
     assert client_grpc.main(arguments) == 0
 
 
-def test_a_speaker_of_spk2info_can_be_used(stack: str, serve: Serve, demo_models: Path) -> None:
+@pytest.fixture(params=["recording", "x-vector"])
+def spk2info(request: pytest.FixtureRequest, stack: str, demo_models: Path) -> Iterator[str]:
+    """The speaker of a spk2info.pt next to the checkpoint, where upstream's server has it."""
     rng = np.random.default_rng(0)
-    speaker = {
-        "prompt_text": "What it says.",
-        "speech_token": torch.from_numpy(rng.integers(0, 6561, (1, 50))),
-        "speech_feat": torch.from_numpy(rng.normal(-6, 1, (1, 100, 80))).float(),
-        "embedding": torch.from_numpy(rng.normal(0, 1, (1, 192))).float(),
-    }
-    (demo_models / "voices").mkdir(exist_ok=True)
-    torch.save({"001": speaker}, demo_models / "voices" / "spk2info.pt")
-    assert_speech(stream(serve(stack=stack).grpc_url, MODELS[stack], Utterance(TEXT, speaker="001")))
+    entry: dict[str, Any] = {"embedding": torch.from_numpy(rng.normal(0, 1, (1, 192))).float()}
+    if request.param == "recording":
+        entry |= {
+            "prompt_text": "What it says.",
+            "speech_token": torch.from_numpy(rng.integers(0, 6561, (1, 50))),
+            "speech_feat": torch.from_numpy(rng.normal(-6, 1, (1, 100, 80))).float(),
+        }
+    file = demo_models / stacks.named(stack).checkpoint / "spk2info.pt"
+    torch.save({"001": entry}, file)
+    yield "001"
+    file.unlink()
+
+
+def test_upstreams_client_without_a_voice_hears_the_speaker_001_of_spk2info(
+    stack: str, serve: Serve, spk2info: str
+) -> None:
+    """It then sends the text alone, see tests/tools/test_load_jobs.py."""
+    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    unnamed, named = (stream(address, model, Utterance(TEXT, None, None, {"seed": 2}, who)) for who in (None, spk2info))
+    assert_speech(unnamed)
+    np.testing.assert_allclose(unnamed.waveform, named.waveform, atol=1e-3)
+    instructed = Utterance(TEXT, None, None, {"seed": 2}, spk2info, instruct_text="Speak sadly.")
+    assert_speech(stream(address, model, instructed))
 
 
 def test_an_instruction_changes_the_speech(stack: str, serve: Serve, voice: np.ndarray) -> None:
