@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from common.constants import EULER_STEPS
+from common.constants import EULER_STEPS, SPEECH_VOCAB
 
 LLMTransport = Literal["triton", "openai"]
 LLMBackend = Literal["python", "tensorrtllm"]
@@ -27,8 +27,9 @@ _PLACEHOLDER = re.compile(r"\$\{\w*\}?")
 
 
 def parse_setting(key: str, value: str, kind: Any) -> Any:
-    """`value` as `kind`: str, int, float, bool, Literal of strings, or tuple[str, ...] (separated by commas or spaces).
+    """`value` as `kind`: str, int, float, bool, Literal of strings, or a tuple of one of these.
 
+    The entries of a tuple are separated by commas or spaces.
     ValueError with key and value if it is an unfilled placeholder or not of that kind.
     """
     if _PLACEHOLDER.search(value):
@@ -38,7 +39,8 @@ def parse_setting(key: str, value: str, kind: Any) -> Any:
             raise ValueError(f"parameter {key!r} must be one of {', '.join(get_args(kind))}, not {value!r}")
         return value
     if get_origin(kind) is tuple:
-        return tuple(part for part in re.split(r"[,\s]+", value) if part)
+        of_each = get_args(kind)[0]
+        return tuple(parse_setting(key, part, of_each) for part in re.split(r"[,\s]+", value) if part)
     try:
         return _BOOLEANS[value.strip().lower()] if kind is bool else kind(value)
     except (KeyError, ValueError):
@@ -227,6 +229,8 @@ class OrchestratorConfig(HopConfig):
     dynamic_chunk_strategy, first_hop_tokens, max_hop_tokens: see common/orchestrator/chunking.py.
     temperature to ras_tau: defaults of the request parameters of the same names.
     min_token_ratio, max_token_ratio: fewest and most speech tokens per text token.
+    silent_tokens: the speech tokens 0..6560 that are silent; of a run of them, max_silent_tokens are spoken (0: all).
+        Empty for the stacks of this repository, see docs/voices.md.
     first_token_timeout, token_timeout, model_timeout: seconds to the LLM's first tokens, between later ones, and for
         the answer of any other model. The first two are below 5 s, so that a dead LLM is an error within that time.
     voices_dir: registered voices, see common/voice/book.py. default_speaker: the voice of requests without one.
@@ -249,6 +253,8 @@ class OrchestratorConfig(HopConfig):
     ras_tau: float = 0.1
     min_token_ratio: float = 2.0
     max_token_ratio: float = 20.0
+    silent_tokens: tuple[int, ...] = ()
+    max_silent_tokens: int = 5
     first_token_timeout: float = 4.5
     token_timeout: float = 4.5
     model_timeout: float = 15.0
@@ -271,5 +277,9 @@ class OrchestratorConfig(HopConfig):
         )
         if self.temperature < 0:
             raise ValueError(f"parameter 'temperature' must not be negative, not {self.temperature!r}")
+        if self.max_silent_tokens < 0:
+            raise ValueError(f"parameter 'max_silent_tokens' must not be negative, not {self.max_silent_tokens}")
+        if stray := [token for token in self.silent_tokens if not 0 <= token < SPEECH_VOCAB]:
+            raise ValueError(f"parameter 'silent_tokens': {stray[0]} is not in 0..{SPEECH_VOCAB - 1}")
         if self.llm_transport == "openai" and not self.llm_urls:
             raise ValueError("parameter 'llm_urls' is empty, but llm_transport is 'openai'")

@@ -58,6 +58,9 @@ def test_urls_are_separated_by_commas_or_spaces(text):
         ({"model_dir": "/m", "temperature": "-1"}, "'temperature' must not be negative, not -1.0"),
         ({"model_dir": "/m", "llm_transport": "pigeon"}, "must be one of triton, openai, not 'pigeon'"),
         ({"model_dir": "/m", "llm_transport": "openai"}, "'llm_urls' is empty"),
+        ({"model_dir": "/m", "silent_tokens": "1 x"}, "'silent_tokens' must be an integer, not 'x'"),
+        ({"model_dir": "/m", "silent_tokens": "1 6561"}, "'silent_tokens': 6561 is not in 0..6560"),
+        ({"model_dir": "/m", "max_silent_tokens": "-1"}, "'max_silent_tokens' must not be negative, not -1"),
     ],
 )
 def test_a_bad_parameter_is_reported_with_its_value(parameters, message):

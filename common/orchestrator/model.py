@@ -22,6 +22,7 @@ from common.llm.triton_tensors import RESPONSE_OUTPUTS
 from common.orchestrator.chunking import HopRules
 from common.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav
 from common.orchestrator.request import RequestInputs
+from common.orchestrator.silence import SilenceRules
 from common.orchestrator.synthesis import Synthesizer
 from common.process.drain import DrainFile
 from common.process.environment import ModelEnvironment
@@ -85,6 +86,7 @@ class Orchestrator:
                 max_hop=config.max_hop_tokens,
                 boundary=stack.chunk_boundary,
             ),
+            silence=SilenceRules(tokens=frozenset(config.silent_tokens), most=config.max_silent_tokens),
         )
         self._sampling = Sampling(
             temperature=config.temperature,

@@ -26,6 +26,7 @@ from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling, SpeechLM, TokenStream
 from common.orchestrator.chunking import Hop, HopRules, HopSchedule
 from common.orchestrator.request import SynthesisRequest
+from common.orchestrator.silence import SilenceFilter, SilenceRules
 from common.tasks import TaskScope
 from common.voice.prompt import Prompt, Recording, RecordingCache
 
@@ -104,12 +105,13 @@ def _ignore(message: str) -> None:
 class TokenBuffer:
     """Speech tokens of one segment: the LLM's stream appends them, the chunks read them."""
 
-    def __init__(self, target_text: str, on_warning: OnWarning, on_stage: OnStage) -> None:
+    def __init__(self, target_text: str, on_warning: OnWarning, on_stage: OnStage, silence: SilenceRules) -> None:
         self.tokens: list[int] = []
         self.ended = False
         self._target_text = target_text
         self._on_warning = on_warning
         self._on_stage = on_stage
+        self._silence = SilenceFilter(silence)
         self._changed = asyncio.Event()
 
     async def fill(self, stream: TokenStream) -> None:
@@ -118,7 +120,7 @@ class TokenBuffer:
             async for tokens in stream:
                 if not self.tokens:
                     self._on_stage("llm")
-                self.tokens.extend(tokens)
+                self.tokens.extend(self._silence.kept(tokens))
                 self._changed.set()
         finally:
             await stream.aclose()
@@ -160,6 +162,7 @@ class Synthesizer:
         token2wav: Token2WavPort,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
+        silence: SilenceRules = SilenceRules(),  # noqa: B008 frozen
     ):
         self._texts = texts
         self._voices = voices
@@ -168,6 +171,7 @@ class Synthesizer:
         self._token2wav = token2wav
         self._rules = rules
         self._clock = clock
+        self._silence = silence
         self._prompts = RecordingCache()
 
     async def stream(
@@ -240,7 +244,7 @@ class Synthesizer:
             llm_prompt = LLMPrompt("", await scope.result(transcript), kept.tolist())
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
-        new_buffer = partial(TokenBuffer, on_warning=on_warning, on_stage=on_stage)
+        new_buffer = partial(TokenBuffer, on_warning=on_warning, on_stage=on_stage, silence=self._silence)
         scope.spawn(self._generate(first, texts, llm_prompt, request.sampling, segments, new_buffer))
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text

@@ -290,6 +290,14 @@ def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dic
     assert [response.arrays()["waveform"].shape[1] for response in request.sender.responses] == [20] * 5
 
 
+def test_the_silent_tokens_are_a_setting(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
+    FakeModels().install(triton_models)
+    request = client_request()
+    with started("cosyvoice2_dit", tokenizer_dir, silent_tokens="10 11, 12 13", max_silent_tokens="3") as model:
+        serve(model, request)
+    assert np.setdiff1d(np.arange(TOKENS), audio(request) % 1000).tolist() == [13]
+
+
 def test_padding_of_the_reference_is_not_sent_to_any_model(
     tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:

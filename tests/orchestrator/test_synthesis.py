@@ -174,7 +174,7 @@ def test_a_voice_of_an_x_vector_alone_gives_the_llm_no_speech_and_the_flow_no_pr
     request = dataclasses.replace(speech_request(), voice="anna", instruct_text=instruction)
     audio = pipeline.run(pipeline.synthesize(request))
     np.testing.assert_array_equal(np.concatenate(audio), 70_000 + np.arange(20))
-    assert pipeline.llm.prompts == [LLMPrompt("hello", "sadly<|endofprompt|>" if instruction else "")]
+    assert pipeline.llm.prompts == [LLMPrompt("hello", instruction=instruction)]
 
 
 def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from common.orchestrator.chunking import Hop, HopRules
 from common.orchestrator.request import SynthesisRequest
+from common.orchestrator.silence import SilenceRules
 from common.orchestrator.synthesis import Synthesizer
 from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import (
@@ -31,8 +32,10 @@ class Pipeline:
         token2wav: FakeToken2Wav | None = None,
         rules: HopRules | None = None,
         clock: Callable[[], float] = time.monotonic,
+        silence: SilenceRules = SilenceRules(),  # noqa: B008 frozen
     ):
         self.clock = clock
+        self.silence = silence
         self.llm = llm
         self.encoder = encoder or FakePromptEncoder()
         self.token2wav = token2wav or FakeToken2Wav()
@@ -43,7 +46,7 @@ class Pipeline:
     @property
     def synthesizer(self) -> Synthesizer:
         ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, self.token2wav)
-        return Synthesizer(*ports, self.rules, self.clock)
+        return Synthesizer(*ports, self.rules, self.clock, silence=self.silence)
 
     async def synthesize(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
         async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:

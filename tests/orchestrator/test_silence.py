@@ -1,0 +1,76 @@
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.orchestrator.silence import SilenceFilter, SilenceRules
+from tests.support.fakes import FakeLM, speech_request
+from tests.support.pipeline import Pipeline
+
+RULES = SilenceRules(tokens=frozenset({1, 2}), most=5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept"),
+    [
+        ([9, 1, 1, 1, 1, 1, 8], [9, 1, 1, 1, 1, 1, 8]),  # five are spoken
+        ([9, 1, 1, 1, 1, 1, 1, 8], [9, 1, 1, 1, 1, 1, 8]),
+        ([1, 2, 1, 2, 1, 2, 1, 8], [1, 2, 1, 2, 1, 8]),  # a run at the start, of several tokens
+        ([9, 2, 2, 2, 2, 2, 2, 2], [9, 2, 2, 2, 2, 2]),  # at the end
+        ([1] * 7 + [9] + [2] * 7, [1] * 5 + [9] + [2] * 5),  # any other token begins a new count
+        ([1] * 13, [1] * 5),  # nothing else
+    ],
+)
+def test_of_a_run_of_silent_tokens_the_first_five_are_kept(tokens: list[int], kept: list[int]) -> None:
+    assert SilenceFilter(RULES).kept(tokens) == kept
+
+
+@pytest.mark.parametrize("rules", [SilenceRules(), dataclasses.replace(RULES, most=0)])
+def test_without_silent_tokens_or_a_limit_nothing_is_dropped(rules: SilenceRules) -> None:
+    assert SilenceFilter(rules).kept([1] * 20) == [1] * 20
+
+
+@given(st.lists(st.sampled_from([1, 2, 3]), max_size=40), st.lists(st.integers(0, 40), max_size=6))
+def test_the_grouping_of_arrivals_changes_nothing(tokens: list[int], cuts: list[int]) -> None:
+    at, arriving = [0, *sorted(cuts), len(tokens)], SilenceFilter(RULES)
+    parts = [tokens[begin:end] for begin, end in zip(at, at[1:], strict=False)]
+    assert [token for part in parts for token in arriving.kept(part)] == SilenceFilter(RULES).kept(tokens)
+
+
+def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
+    """A chunk is due after 18 tokens: the 18th that is spoken here, not the 18th that arrives."""
+    arrivals = [[1, 1, 1], [1, 1, 1, 1], *[[9]] * 12, [7] * 10]
+    pipeline = Pipeline(FakeLM(*arrivals), silence=RULES)
+    audio = pipeline.run(pipeline.synthesize(speech_request(text="one|two")))
+    spoken = [1] * 5 + [9] * 12 + [7] * 10
+    assert [len(waveform) for waveform in audio] == [15, 12] * 2
+    np.testing.assert_array_equal(np.concatenate(audio), spoken * 2)
+
+    async def offline() -> list[np.ndarray]:
+        return [await pipeline.synthesizer.offline(speech_request(text="one"))]
+
+    pipeline.run(offline())
+    assert pipeline.token2wav.offline_calls == [(spoken, 1.0)]
+
+
+def test_an_answer_that_is_silent_throughout_is_spoken_shortened() -> None:
+    pipeline = Pipeline(FakeLM([1] * 40), silence=RULES)
+    assert [len(waveform) for waveform in pipeline.run()] == [5]
+
+
+def test_the_llm_is_read_on_while_its_tokens_are_dropped() -> None:
+    later = asyncio.Event()
+    pipeline = Pipeline(FakeLM([9] * 3, [1] * 30, later, [8] * 3), silence=RULES)
+
+    async def scenario() -> list[np.ndarray]:
+        synthesis = asyncio.create_task(pipeline.synthesize())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert pipeline.hops == []  # only eight tokens are to be spoken so far
+        later.set()
+        return await synthesis
+
+    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), [9] * 3 + [1] * 5 + [8] * 3)
