@@ -29,7 +29,7 @@ CONTEXT_TOKENS = 375  # generated tokens (15 s) that a stream keeps as context i
 
 # --- vocoder streaming -------------------------------------------------------------------------------------------
 OVERLAP_FRAMES = 8  # mel frames that a chunk repeats from the previous one
-OVERLAP_SAMPLES = OVERLAP_FRAMES * HOP_SAMPLES  # 3840: source cache, withheld audio, cross-fade
+OVERLAP_SAMPLES = OVERLAP_FRAMES * HOP_SAMPLES  # 3840: withheld audio, cross-fade
 
 # --- speaking rate, whole utterances only ----------------------------------------------------------
 MIN_SPEED = 0.25

@@ -3,13 +3,14 @@
 import math
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.hift.config import HiFTConfig
-from common.hift.f0 import F0Predictor, silenced
+from common.hift.f0 import F0_REACH, F0Predictor, silenced
 from common.hift.source import HarmonicSource
 
 _MAX_LOG_MAGNITUDE = math.log(100.0)  # of one STFT bin
@@ -61,6 +62,17 @@ class ResBlock(nn.Module):
         return x
 
 
+class Past(NamedTuple):
+    """What a chunk of a recording continues, of each row.
+
+    frames (B,): how many of the F0_REACH mel frames before the chunk there are: fewer near the recording's beginning.
+    phases (B, harmonics+1): of the source at the middle of the last of them, as `HiFTGenerator.source` returned them.
+    """
+
+    frames: Tensor
+    phases: Tensor
+
+
 class HiFTGenerator(nn.Module):
     """mel -> f0 -> harmonic source; mel and the source's STFT -> STFT of the speech -> waveform.
 
@@ -108,13 +120,13 @@ class HiFTGenerator(nn.Module):
             part.to(dtype)
         return self
 
-    def f0(self, mel: Tensor, frames: Tensor | None = None) -> Tensor:
-        """mel (B, mel_bins, T) -> f0 (B, T) in Hz, zero after the `frames` (B,) of each row."""
-        return silenced(self.f0_predictor(mel, frames), frames)
+    def f0(self, mel: Tensor, ends: Tensor | None = None, begins: Tensor | None = None) -> Tensor:
+        """See `F0Predictor.forward`: mel (B, mel_bins, T) -> f0 (B, T) in Hz."""
+        return self.f0_predictor(mel, ends, begins)
 
-    def source(self, f0: Tensor, noise: Tensor) -> Tensor:
-        """f0 (B, T) in Hz, noise (B, T*hop, harmonics+1) of unit variance -> source (B, 1, T*hop)"""
-        return self.m_source(f0, noise)
+    def source(self, f0: Tensor, noise: Tensor, carried: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `HarmonicSource.forward`: f0 (B, T) in Hz -> source (B, 1, T*hop), phases (B, harmonics+1, T)."""
+        return self.m_source(f0, noise, carried)
 
     def decode(self, mel: Tensor, source: Tensor, frames: Tensor | None = None) -> Tensor:
         """mel (B, mel_bins, T), source (B, 1, T*hop) -> speech (B, T*hop) in -audio_limit..audio_limit.
@@ -138,25 +150,23 @@ class HiFTGenerator(nn.Module):
         return self._istft(spectrum, bins).clamp(-config.audio_limit, config.audio_limit)
 
     def forward(
-        self, mel: Tensor, noise: Tensor, cached_source: Tensor | None = None, frames: Tensor | None = None
+        self, mel: Tensor, noise: Tensor, frames: Tensor | None = None, past: Past | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Render mel frames, optionally with the first samples of the source taken from the previous render.
+        """Render mel frames from the beginning of a recording, or from its `past` on.
 
-        mel (B, mel_bins, T); noise (B, T*hop, harmonics+1) of unit variance; cached_source (B, 1, S), S <= T*hop,
-        replaces the first S samples of the new source. Returns (speech (B, T*hop), source (B, 1, T*hop)). Rows may be
-        padded: with frames (B,), each row is computed as if it ended there, and its output after that is undefined.
-        ValueError for noise of another shape and for a cached source that is too long.
+        mel (B, mel_bins, T), with a past F0_REACH frames more at its beginning, which are not rendered; noise
+        (B, T*hop, harmonics+1) of unit variance. Rows may be padded: with frames (B,), the number of frames to render,
+        each row is computed as if it ended there, and its output after that is undefined; a past needs it. Returns
+        speech (B, T*hop) and the phases (B, harmonics+1, T) of `source`. ValueError for noise of another shape.
         """
-        B, _, T = mel.shape
+        context, begins, carried = (0, None, None) if past is None else (F0_REACH, F0_REACH - past.frames, past.phases)
+        B, T = mel.shape[0], mel.shape[2] - context
         expected = (B, T * self.config.hop, self.config.harmonics + 1)
         if noise.shape != expected:
             raise ValueError(f"noise of shape {tuple(noise.shape)} for a mel of {T} frames: expected {expected}")
-        source = self.source(self.f0(mel, frames), noise)
-        if cached_source is not None:
-            if cached_source.shape[2] > source.shape[2]:
-                raise ValueError(f"cached source of {cached_source.shape[2]} samples for {source.shape[2]} new ones")
-            source = torch.cat([cached_source, source[..., cached_source.shape[2] :]], dim=2)
-        return self.decode(mel, source, frames), source
+        f0 = self.f0(mel, None if frames is None else frames + context, begins)[:, context:]
+        source, phases = self.source(f0, noise, carried)
+        return self.decode(mel[..., context:], source, frames), phases
 
     def _parallel_resblocks(self, stage: int, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Mean of a stage's residual blocks, which differ in kernel size. (B, C, T) -> (B, C, T)"""

@@ -8,6 +8,8 @@ import torch
 
 from common.constants import HOP_SAMPLES
 from common.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, load_hift, split_weight_norm
+from common.hift.f0 import F0_REACH
+from common.hift.generator import Past
 from tools.parity.fixture import Fixture
 from tools.parity.hift import CHECKS, build
 from tools.parity.runner import run_fixture
@@ -49,35 +51,50 @@ def test_rows_of_a_batch_equal_the_same_rows_alone(hift, fixture):
     torch.manual_seed(1)
     mel = torch.cat([fixture["in/mel"], torch.randn(2, *fixture["in/mel"].shape[1:])])
     noise = torch.randn(3, mel.shape[2] * hift.config.hop, hift.config.harmonics + 1)
-    cached = torch.randn(3, 1, 1000)
-    speech, source = hift(mel, noise, cached)
+    speech, phases = hift(mel, noise)
     for row in range(3):
         one = slice(row, row + 1)
-        alone, alone_source = hift(mel[one], noise[one], cached[one])
+        alone, of_alone = hift(mel[one], noise[one])
         torch.testing.assert_close(speech[one], alone, atol=1e-4, rtol=0)
-        torch.testing.assert_close(source[one], alone_source, atol=1e-4, rtol=0)
+        assert apart(phases[one], of_alone) < 1e-4
 
 
-def test_a_cached_source_replaces_the_first_samples_only(hift, fixture):
-    mel, noise = fixture["in/mel"], fixture["in/draw1_randn"]
-    cached = torch.full((1, 1, 700), 0.25)
-    _, fresh = hift(mel, noise)
-    _, source = hift(mel, noise, cached)
-    assert torch.equal(source[..., :700], cached)
-    assert torch.equal(source[..., 700:], fresh[..., 700:])
+def apart(phases, others):
+    """The largest difference of phases in cycles; 0.99 and 0.01 are 0.02 apart."""
+    return ((phases - others + 0.5) % 1 - 0.5).abs().max()
 
 
-def test_an_empty_cached_source_changes_nothing(hift, fixture):
-    mel, noise = fixture["in/mel"], fixture["in/draw1_randn"]
-    speech, _ = hift(mel, noise)
-    empty, _ = hift(mel, noise, torch.zeros(1, 1, 0))
-    assert torch.equal(speech, empty)
+def test_a_source_continues_from_the_phases_it_had(hift):
+    """Frames with and without voice, before and after the cut."""
+    f0, hop = torch.tensor([[180.0, 0.0, 210.5, 220.0, 0.0, 99.0, 140.0]]), hift.config.hop
+    noise = torch.randn(1, 7 * hop, hift.config.harmonics + 1)
+    whole, phases = hift.source(f0, noise)
+    for cut in range(1, 7):
+        source, following = hift.source(f0[:, cut:], noise[:, cut * hop :], phases[..., cut - 1])
+        torch.testing.assert_close(source, whole[..., cut * hop :], atol=1e-5, rtol=0)
+        assert apart(following, phases[..., cut:]) < 1e-9
+
+
+@pytest.mark.parametrize("cut", [1, 4, F0_REACH, 17])
+def test_the_pitch_of_a_chunk_is_that_of_the_whole_up_to_its_end(hift, cut):
+    """Near the beginning fewer frames of context exist than f0 depends on; what stands in their place is ignored."""
+    torch.manual_seed(2)
+    mel, hop = torch.randn(1, 80, 30), hift.config.hop
+    noise = torch.zeros(1, 30 * hop, hift.config.harmonics + 1)
+    _, phases = hift(mel, noise)
+    context = torch.full((1, 80, F0_REACH), 7.0)
+    existing = min(cut, F0_REACH)
+    context[..., F0_REACH - existing :] = mel[..., cut - existing : cut]
+    past = Past(torch.tensor([existing]), phases[..., cut - 1])
+    frames = torch.tensor([30 - cut])
+    _, following = hift(torch.cat([context, mel[..., cut:]], dim=2), noise[:, cut * hop :], frames, past)
+    assert apart(following, phases[..., cut:]) < 1e-3
 
 
 def test_one_frame_is_rendered(hift):
-    speech, source = hift(torch.zeros(1, 80, 1), torch.zeros(1, hift.config.hop, hift.config.harmonics + 1))
+    speech, phases = hift(torch.zeros(1, 80, 1), torch.zeros(1, hift.config.hop, hift.config.harmonics + 1))
     assert speech.shape == (1, hift.config.hop)
-    assert source.shape == (1, 1, hift.config.hop)
+    assert phases.shape == (1, hift.config.harmonics + 1, 1)
     assert speech.isfinite().all()
 
 
@@ -85,7 +102,8 @@ def test_a_long_steady_tone_stays_in_phase(hift):
     """After a minute the fundamental is still a sine of exactly f0: dropping whole cycles loses no precision."""
     T, f0, rate, hop = 3000, 123.456, hift.config.sample_rate, hift.config.hop
     noise = torch.zeros(1, T * hop, hift.config.harmonics + 1)
-    wave = hift.m_source.sines(torch.full((1, T), f0), noise)[0, :, 0].double()
+    waves, _ = hift.m_source.sines(torch.full((1, T), f0), noise)
+    wave = waves[0, :, 0].double()
     last = slice((T - 1) * hop - hop // 2, (T - 1) * hop + hop // 2)
     # Middle of frame t has the phase of t + 1 whole frames.
     samples = torch.arange(T * hop, dtype=torch.float64)[last] + 0.5 + hop / 2
@@ -96,7 +114,7 @@ def test_a_long_steady_tone_stays_in_phase(hift):
 
 def test_unvoiced_frames_are_only_noise(hift):
     noise = torch.randn(1, 2 * hift.config.hop, hift.config.harmonics + 1)
-    waves = hift.m_source.sines(torch.tensor([[hift.config.voiced_threshold, 0.0]]), noise)
+    waves, _ = hift.m_source.sines(torch.tensor([[hift.config.voiced_threshold, 0.0]]), noise)
     torch.testing.assert_close(waves, noise * hift.config.sine_amplitude / 3)
 
 
@@ -104,11 +122,6 @@ def test_unvoiced_frames_are_only_noise(hift):
 def test_noise_of_another_shape_is_refused(hift, fixture, shape):
     with pytest.raises(ValueError, match=r"noise of shape .* 12 frames"):
         hift(fixture["in/mel"], torch.zeros(shape))
-
-
-def test_a_cached_source_longer_than_the_render_is_refused(hift, fixture):
-    with pytest.raises(ValueError, match="cached source of 5761 samples for 5760"):
-        hift(fixture["in/mel"], fixture["in/draw1_randn"], torch.zeros(1, 1, 5761))
 
 
 def test_fusing_agrees_with_torch_weight_norm():

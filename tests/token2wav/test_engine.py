@@ -12,7 +12,6 @@ from common.errors import UnavailableError
 from common.token2wav.dit.memory import PromptCaches, TailPool
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
-from common.token2wav.hift.overlap import hamming_window
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape, flow_noise, source_noise
@@ -53,9 +52,7 @@ def ids(seed: int, count: int) -> np.ndarray:
 @pytest.fixture(scope="module")
 def vocoder():
     network = hift.build(Fixture(GOLDEN / f"{DIT}.json"), "hift_tiny.weights.safetensors")
-    return StreamingVocoder(
-        network, source_noise(network.config.harmonics + 1), hamming_window(), limits=BatchLimits(max_streams=99)
-    )
+    return StreamingVocoder(network, source_noise(network.config.harmonics + 1), limits=BatchLimits(max_streams=99))
 
 
 @pytest.fixture(scope="module")

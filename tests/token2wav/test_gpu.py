@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.constants import LOOKAHEAD_TOKENS
+from common.constants import LOOKAHEAD_TOKENS, OVERLAP_FRAMES
 from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
 from common.flow.config import DiTConfig, EncoderConfig, UNetConfig
 from common.hift.config import HiFTConfig
@@ -16,7 +16,7 @@ from common.hift.generator import HiFTGenerator
 from common.token2wav.dit.memory import GatheredSolve, PromptCaches
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer, hamming_window
+from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
@@ -142,17 +142,20 @@ def test_the_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
     hift.conv_post.weight *= 0.1  # with random weights samples would be clamped at the limit, which would hide errors
     noise = source_noise(hift.config.harmonics + 1, "cuda")
-    pools = [OverlapPool(3, 80, 8, 3840, torch.device("cuda")) for _ in range(2)]
+    pools = [OverlapPool(3, hift.config, torch.device("cuda")) for _ in range(2)]
     limits = BatchLimits(max_streams=4)
-    graphed = GraphedRenderer(copy.deepcopy(hift).body_to(dtype), pools[0], noise, hamming_window(), limits)
-    plain = OverlapRenderer(hift, pools[1], noise, hamming_window())
-    slots, starts = torch.arange(3, device="cuda"), torch.tensor([0, 70, 9], device="cuda")
-    for stage, lengths in (("first", (30, 50, 20)), ("later", (50, 10, 200)), ("later", (7, 100, 31))):
+    graphed = GraphedRenderer(copy.deepcopy(hift).body_to(dtype), pools[0], noise, limits)
+    plain = OverlapRenderer(hift, pools[1], noise)
+    slots, starts = torch.arange(3, device="cuda"), torch.zeros(3, dtype=torch.long, device="cuda")
+    for stage, lengths in (("first", (30, 50, 10)), ("later", (50, 10, 200)), ("later", (7, 100, 31))):
         frames = torch.tensor(lengths, device="cuda")
         mel = torch.randn(3, 80, max(lengths), device="cuda") - 4
         actual, expected = (getattr(renderer, stage)(mel, slots, starts, frames) for renderer in (graphed, plain))
         for row, count in enumerate(lengths):
             assert relative_error(actual[row, : 480 * count], expected[row, : 480 * count]) < bound
+        turned = (pools[0].phases[:3] - pools[1].phases[:3] + 0.5) % 1 - 0.5  # cycles
+        assert turned.abs().max() < 1e-3
+        starts = starts + frames - (OVERLAP_FRAMES if stage == "first" else 0)
 
 
 @torch.inference_mode()
@@ -203,7 +206,7 @@ def test_more_mels_than_a_graph_holds_are_rendered_in_parts() -> None:
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
     hift.conv_post.weight *= 0.1
     noise = source_noise(hift.config.harmonics + 1, "cuda")
-    vocoder = StreamingVocoder(hift, noise, hamming_window(), limits=BatchLimits(max_streams=70))
+    vocoder = StreamingVocoder(hift, noise, limits=BatchLimits(max_streams=70))
     mels = torch.randn(40, 80, 200, device="cuda") - 4
     chunks = [Chunk(Stream(vocoder=vocoder.open()), np.zeros(0, np.int64), False, 0, 0, 0) for _ in range(41)]
     for part in (mels[:, :, :30], mels):  # a first chunk, then a long one

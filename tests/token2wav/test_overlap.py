@@ -1,64 +1,174 @@
-"""Cross-fades of chunks, without a change of loudness or a click."""
+"""Joints: HiFT's audio in chunks equals that of the whole mel, for the trained voice and for both stacks' hops."""
 
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from common.constants import OVERLAP_SAMPLES
-from common.token2wav.hift.overlap import cross_fade, hamming_window, raw_hamming_window
-from tools.parity.fixture import Fixture
+from common import stacks
+from common.constants import HOP_SAMPLES, OVERLAP_FRAMES, OVERLAP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
+from common.hift import HiFTConfig, HiFTGenerator, load_hift
+from common.orchestrator.chunking import HopRules
+from common.token2wav.hift.overlap import falling_half
+from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import source_noise
+from common.token2wav.stream import Chunk, Stream
+from common.voice.audio import load_audio
+from common.voice.encoders import reference_mel
+from tests.support.checkpoints import DIT_DIR
+from tools.demo_model.checkpoint import TRAINED
+from tools.demo_model.make import VOICES_DIR
 
-GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
-
-
-def test_the_raw_window_equals_that_of_upstream():
-    stored = Fixture(GOLDEN / "item8a_fade_in_out.json")["in/window_f64"]
-    window = raw_hamming_window(len(stored) // 2)
-    assert torch.equal(torch.cat([window.rising, window.falling]), stored)
-
-
-def test_the_window_halves_have_the_length_of_the_overlap_and_sum_to_one():
-    window = hamming_window()
-    assert window.rising.shape == window.falling.shape == (OVERLAP_SAMPLES,)
-    torch.testing.assert_close(window.rising + window.falling, torch.ones(OVERLAP_SAMPLES, dtype=torch.float64))
-
-
-def test_the_rising_half_mirrors_the_falling_half():
-    window = hamming_window(100)
-    assert (window.rising.diff() > 0).all()
-    torch.testing.assert_close(window.rising.flip(0), window.falling)
+# Limits of the difference from the whole's audio, relative to its RMS. Outside of cross-fades only the ends of HiFT's
+# receptive field reach a chunk's edge. Within them the chunk that ends lacks the next frames: its pitch is inexact.
+OUTSIDE, FADING = 1e-3, 0.04
 
 
-@pytest.mark.parametrize("hops", [[300], [100, 100, 100], [101, 250, 137]])
-def test_a_signal_split_into_overlapping_chunks_is_reconstructed(hops):
-    torch.manual_seed(3)
-    overlap = 100
-    window = hamming_window(overlap)
-    wave = torch.randn(sum(hops) + overlap)
-    parts, withheld, start = [], wave[:overlap], 0
-    for hop in hops:
-        chunk = cross_fade(withheld, wave[start : start + hop + overlap], window)
-        parts.append(chunk[:-overlap])
-        withheld, start = chunk[-overlap:], start + hop
-    torch.testing.assert_close(torch.cat([*parts, withheld]), wave)
+def hops_of(stack: stacks.Stack, tokens: int, prompt_tokens: int) -> Iterator[int]:
+    """Mel frames of the stack's chunks."""
+    schedule = HopRules(boundary=stack.chunk_boundary).schedule(prompt_tokens)
+    while hop := schedule.next_hop(tokens, ended=True):
+        yield TOKEN_MEL_RATIO * hop.length
 
 
-def test_only_the_end_of_a_long_tail_is_faded():
-    window = hamming_window(10)
-    tail, head = torch.randn(25), torch.randn(12)
-    assert torch.equal(cross_fade(tail, head, window), cross_fade(tail[-10:], head, window))
+# Frames of the chunks of streams of different lengths. The second chunk of `short` has less history than pitch depends
+# on, and all of its later ones are shorter than the overlap.
+SCHEDULES = {
+    "dit": [*hops_of(stacks.DIT, 52, 80)],
+    "unet": [*hops_of(stacks.UNET, 46, 83)],
+    "short": [10, 1, 2, 3, 5, 4, 7, 2, 1],
+}
 
 
-def test_inputs_are_not_modified():
-    tail, head = torch.ones(10), torch.zeros(12)
-    faded = cross_fade(tail, head, hamming_window(10))
-    assert faded.dtype == torch.float32
-    assert torch.equal(head, torch.zeros(12))
-    assert torch.equal(faded[10:], head[10:])
+class StreamedMel:
+    """A mel as a stream of chunks."""
+
+    def __init__(self, vocoder: StreamingVocoder, mel: Tensor, hops: Sequence[int]) -> None:
+        assert sum(hops) == mel.shape[1]
+        self.stream = Stream(vocoder=vocoder.open())
+        self.parts = [*mel.split(list(hops), dim=1)]
+        self.audio: list[Tensor] = []
+
+    def next(self) -> tuple[Chunk, Tensor]:
+        mel = self.parts.pop(0)
+        return Chunk(self.stream, np.zeros(0, np.int64), not self.parts, 0, 0, 0), mel
 
 
-@pytest.mark.parametrize(("tail", "head"), [(9, 20), (20, 9)])
-def test_audio_shorter_than_the_window_is_an_error(tail, head):
-    with pytest.raises(ValueError, match=f"cannot fade {tail} into {head} samples over a window of 10"):
-        cross_fade(torch.zeros(tail), torch.zeros(head), hamming_window(10))
+def streamed(
+    vocoder: StreamingVocoder, mels: Sequence[Tensor], schedules: Sequence[Sequence[int]]
+) -> list[list[Tensor]]:
+    """The audio of the chunks of each mel; the next chunks of all streams are one batch."""
+    streams = [StreamedMel(vocoder, mel, hops) for mel, hops in zip(mels, schedules, strict=True)]
+    while live := [each for each in streams if each.parts]:
+        chunks, parts = zip(*(each.next() for each in live), strict=True)
+        for each, audio in zip(live, vocoder.step(chunks, parts), strict=True):
+            each.audio.append(audio)
+    for each in streams:
+        vocoder.close(each.stream.vocoder)
+    return [each.audio for each in streams]
+
+
+@pytest.fixture(scope="module")
+def vocoder() -> StreamingVocoder:
+    hift = load_hift(TRAINED / DIT_DIR / "hift.pt")
+    return StreamingVocoder(hift, source_noise(hift.config.harmonics + 1), limits=BatchLimits(max_streams=4))
+
+
+@pytest.fixture(scope="module")
+def speech() -> Tensor:
+    """Mel (80, T) of a recording of the demo's voice."""
+    return torch.from_numpy(reference_mel(load_audio(TRAINED / VOICES_DIR / "slt.wav", PROMPT_SAMPLE_RATE))).T
+
+
+@pytest.fixture(scope="module")
+def mels(speech: Tensor) -> dict[str, Tensor]:
+    return {name: speech[:, 20 * index :][:, : sum(hops)] for index, (name, hops) in enumerate(SCHEDULES.items())}
+
+
+@pytest.fixture(scope="module")
+def batched(vocoder: StreamingVocoder, mels: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    return dict(zip(mels, streamed(vocoder, list(mels.values()), list(SCHEDULES.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def wholes(vocoder: StreamingVocoder, mels: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: vocoder.whole([mel])[0] for name, mel in mels.items()}
+
+
+def fading(audio: Sequence[Tensor]) -> Tensor:
+    """Which samples (N,) are cross-faded."""
+    inside = torch.zeros(sum(map(len, audio)), dtype=torch.bool)
+    for joint in accumulate(len(part) for part in audio[:-1]):
+        inside[joint : joint + OVERLAP_SAMPLES] = True
+    return inside
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_streamed_audio_equals_the_whole_at_joints(
+    batched: dict[str, list[Tensor]], wholes: dict[str, Tensor], name: str
+) -> None:
+    """Samples in a chunk and up to both ends of its cross-fade, then those within cross-fades."""
+    audio, whole = batched[name], wholes[name]
+    difference = (torch.cat(audio) - whole) / whole.square().mean().sqrt()
+    inside = fading(audio)
+    assert inside.any()
+    assert difference[~inside].abs().max() < OUTSIDE
+    assert difference[inside].square().mean().sqrt() < FADING
+    for joint in accumulate(len(part) for part in audio[:-1] if name != "short"):
+        for edge in (joint, joint + OVERLAP_SAMPLES):
+            assert difference[edge - 24 : edge + 24].abs().max() < OUTSIDE  # 2 ms
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_stream_of_a_batch_equals_the_same_stream_alone(
+    vocoder: StreamingVocoder, mels: dict[str, Tensor], batched: dict[str, list[Tensor]], name: str
+) -> None:
+    (alone,) = streamed(vocoder, [mels[name]], [SCHEDULES[name]])
+    assert [len(part) for part in alone] == [len(part) for part in batched[name]]
+    torch.testing.assert_close(torch.cat(alone), torch.cat(batched[name]), atol=1e-4, rtol=0)
+
+
+def test_a_stream_inherits_nothing_from_a_cancelled_one(
+    vocoder: StreamingVocoder, mels: dict[str, Tensor], batched: dict[str, list[Tensor]]
+) -> None:
+    cancelled = StreamedMel(vocoder, mels["unet"], SCHEDULES["unet"])
+    for _ in range(2):
+        chunk, mel = cancelled.next()
+        vocoder.step([chunk], [mel])
+    vocoder.close(cancelled.stream.vocoder)
+    (alone,) = streamed(vocoder, [mels["short"]], [SCHEDULES["short"]])
+    torch.testing.assert_close(torch.cat(alone), torch.cat(batched["short"]), atol=1e-4, rtol=0)
+
+
+def test_a_stream_equals_the_whole_after_half_a_minute() -> None:
+    """Neither phase nor noise drifts. Random weights, with a pitch that moves within 150 to 250 Hz."""
+    torch.manual_seed(0)
+    hift = HiFTGenerator(HiFTConfig(channels=8, f0_channels=8)).eval().requires_grad_(False)
+    hift.f0_predictor.classifier.bias.fill_(200.0)
+    hift.f0_predictor.classifier.weight.mul_(1500)
+    vocoder = StreamingVocoder(hift, source_noise(hift.config.harmonics + 1), limits=BatchLimits(max_streams=1))
+    mel = torch.randn(80, 1500)
+    assert 20 < hift.f0(mel[None]).std() < 60
+    (audio,) = streamed(vocoder, [mel], [[30, 70, *[200] * 7]])
+    (whole,) = vocoder.whole([mel])
+    last = slice(-150 * HOP_SAMPLES, None)
+    difference = torch.cat(audio)[last] - whole[last]
+    assert difference.square().mean().sqrt() < 1e-3 * (whole[last] - whole[last].mean()).square().mean().sqrt()
+
+
+def test_both_halves_of_the_window_sum_to_one_and_begin_and_end_without_a_step() -> None:
+    falling = falling_half(OVERLAP_SAMPLES)
+    torch.testing.assert_close(falling + falling.flip(0), torch.ones(OVERLAP_SAMPLES))
+    assert (falling.diff() < 0).all()
+    assert 1 - falling[0] < 1e-6 and falling[-1] < 1e-6
+
+
+def test_a_chunk_is_rendered_once_it_has_more_than_the_overlap(vocoder: StreamingVocoder, speech: Tensor) -> None:
+    mel = speech[:, : OVERLAP_FRAMES + 4]
+    (audio,) = streamed(vocoder, [mel], [[OVERLAP_FRAMES, 1, 3]])
+    assert [len(part) for part in audio] == [0, HOP_SAMPLES, (OVERLAP_FRAMES + 3) * HOP_SAMPLES]
+    assert all(np.isfinite(part).all() for part in audio)

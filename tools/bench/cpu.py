@@ -24,7 +24,6 @@ from common.constants import EULER_STEPS, MEL_BINS, MEL_RATE, SPEAKER_DIM, SPEEC
 from common.flow import DiTFlow, DiTFlowConfig
 from common.hift.generator import HiFTGenerator
 from common.token2wav.engine import Precision
-from common.token2wav.hift.overlap import hamming_window
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
@@ -71,9 +70,7 @@ def candidates(prompt_seconds: float, seconds: float) -> dict[Candidate, Callabl
 
     def run_hift(dtype: torch.dtype) -> Callable[[], object]:
         body = copy.deepcopy(hift).body_to(dtype)
-        vocoder = StreamingVocoder(
-            body, source_noise(hift.config.harmonics + 1), hamming_window(), limits=BatchLimits(max_streams=1)
-        )
+        vocoder = StreamingVocoder(body, source_noise(hift.config.harmonics + 1), limits=BatchLimits(max_streams=1))
         return lambda: vocoder.whole([mel])
 
     return {

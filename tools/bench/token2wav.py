@@ -26,7 +26,6 @@ from common.stacks import Stack
 from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Precision, Token2Wav
-from common.token2wav.hift.overlap import hamming_window
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
@@ -132,7 +131,6 @@ class Subject:
         vocoder = StreamingVocoder(
             copy.deepcopy(hift).body_to(precision.vocoder),
             source_noise(hift.config.harmonics + 1, device),
-            hamming_window(),
             limits=limits,
         )
         noise = flow_noise(device)

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE
-from common.token2wav.hift.overlap import FadeWindow, cross_fade
 from common.voice.audio import MelConfig, fbank, mel_spectrogram, resample
 from common.voice.encoders import import_s3tokenizer
 from tools.parity.fixture import Check, Fixture, outputs_of
+from tools.parity.reference.vocoder import cross_fade
 from tools.parity.tracing import evaluate
 
 S3_BINS = 128  # of the S3 tokenizer v2
@@ -90,12 +90,9 @@ def check_features(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_fade(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
-    stored = fixture["in/window_f64"]
-    half = stored.shape[0] // 2
-    window = FadeWindow(rising=stored[:half], falling=stored[half:])
     for call in fixture.meta["calls"]:
         fade_in, fade_out = (fixture[key] for key in re.findall(r"in/\w+", call["fn"]))
-        yield call["output"], cross_fade(fade_out, fade_in, window)
+        yield call["output"], cross_fade(fade_out, fade_in, fixture["in/window_f64"])
 
 
 CHECKS: dict[str, Check] = {"item7_features": check_features, "item8a_fade_in_out": check_fade}

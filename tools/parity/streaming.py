@@ -1,9 +1,10 @@
 """The streaming loops: our engine compared with upstream's, chunk by chunk.
 
-Upstream's loops have two errors that our engine does not: the DiT loop trims its cache as if the newest frames came
-last, and then reuses noise; the UNet loop renders its final chunk without the streaming mask. Our engine is compared up
-to the chunk where one of these (or a fixture's own trimming) takes effect; later chunks are computed by `reference`
-with upstream's rules.
+Upstream's loops have three errors that our engine does not: the DiT loop trims its cache as if the newest frames came
+last, and then reuses noise; the UNet loop renders its final chunk without the streaming mask; both begin the vocoder's
+source anew in every chunk. Our flows are compared up to the chunk where one of the first two (or a fixture's own
+trimming) takes effect, our vocoder in the first chunk; what comes later is computed by `reference` with upstream's
+rules.
 """
 
 from collections.abc import Iterator
@@ -14,42 +15,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from common.constants import LOOKAHEAD_TOKENS, OVERLAP_SAMPLES, TOKEN_MEL_RATIO
 from common.flow.cache import KeyValues
 from common.flow.config import FlowConfig
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
-from common.token2wav.dit.memory import DiTStream, PromptCaches
+from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Token2Wav
-from common.token2wav.hift.overlap import raw_hamming_window
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
-from common.token2wav.stream import Chunk, Stream
+from common.token2wav.stream import Chunk, Stream, VocoderState
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
 from tools.parity import flow_dit, flow_unet, hift
 from tools.parity.fixture import Check, Fixture
 from tools.parity.reference import dit_flow, unet_flow
+from tools.parity.reference.vocoder import ReferenceVocoder, hamming_window
 from tools.parity.tracing import steps_of
 
 Outputs = Iterator[tuple[str, Tensor]]
 LIMITS = BatchLimits(max_streams=2)
 
 
-class RestartingTape(NoiseTape):
-    """Noise that starts at row 0 of the table in every call, as in upstream's fixture."""
+class _Vocoder:
+    """Our vocoder in the first chunk, upstream's after it, with the fixture's noise, which every chunk reads anew."""
 
-    def at(self, index: Tensor) -> Tensor:
-        return super().at(index - index[..., :1])
+    def __init__(self, fixture: Fixture) -> None:
+        network = hift.build(fixture, _file(fixture, "hift"))
+        noise = NoiseTape(fixture["in/noise_table"])
+        self._served = StreamingVocoder(network, noise, limits=LIMITS)
+        self._stream = Stream(vocoder=self._served.open())
+        self.reference = ReferenceVocoder(
+            network, hamming_window(OVERLAP_SAMPLES), lambda _, samples: noise.read(0, samples)
+        )
 
-
-def _vocoder(fixture: Fixture) -> StreamingVocoder:
-    """The vocoder with upstream's window, whose halves add up to 1.08, and the fixture's noise."""
-    network = hift.build(fixture, _file(fixture, "hift"))
-    noise = RestartingTape(fixture["in/noise_table"])
-    return StreamingVocoder(network, noise, raw_hamming_window(), limits=LIMITS)
+    def step(self, mel: Tensor, final: bool) -> Tensor:
+        """The audio (N,) of the next mel frames (80, T)."""
+        speech = self.reference.step(mel, final)
+        state = self._stream.vocoder
+        if not state.begun:
+            (speech,) = self._served.step([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
+            self.reference.speech = self._served.pool.speech[state.slot]
+        return speech
 
 
 def _file(fixture: Fixture, part: str) -> str:
@@ -93,43 +101,28 @@ def _where_stored(fixture: Fixture, results: dict[str, Tensor]) -> Outputs:
 def check_dit(fixture: Fixture) -> Outputs:
     """token2wav_dit: chunks are the engine's until it or upstream starts from a trimmed cache."""
     network: DiTFlow = flow_dit.build(fixture, _file(fixture, "dit"))
-    vocoder = _vocoder(fixture)
+    vocoder = _Vocoder(fixture)
     noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_mel")
     steps = steps_of(fixture)
-    engine = Token2Wav(DiTStreaming(network, noise, PromptCaches(1 << 30), limits=LIMITS, steps=steps), vocoder)
-    ours, upstream = engine.open(prompt), _UpstreamDiT(network, noise, prompt, steps)
-    theirs = Stream(vocoder=vocoder.open())
+    flow = DiTStreaming(network, noise, PromptCaches(1 << 30), limits=LIMITS, steps=steps)
+    ours, upstream = flow.open(prompt, VocoderState(0)), _UpstreamDiT(network, noise, prompt, steps)
     same_rules = _served(network.config)
     for call in fixture.meta["calls"]:
         tag, tokens, last = call["tag"], _tokens(fixture, call), call["last_chunk"]
         mel = upstream.step(tokens, last, call.get("flow_cache_frames_after_trim"))
-        speech, state = _vocoded(vocoder, theirs, mel, last), theirs.vocoder
         if same_rules:
-            speech, state = _audio(engine, ours, tokens, final=last), ours.vocoder
-            assert isinstance(ours, DiTStream)
+            (mel,) = flow.render([flow.chunk(ours, tokens, final=last)])
             same_rules = upstream.cache.estimator.attention.frames == upstream.cache.frames and ours.complete
-        yield f"out/{tag}/speech", speech[None]
+        yield f"out/{tag}/speech", vocoder.step(mel, last)[None]
         yield from _where_stored(
             fixture,
             {
-                f"out/{tag}/cache_source": vocoder.pool.source[state.slot][None, None],
-                f"out/{tag}/cache_speech": vocoder.pool.speech[state.slot][None],
+                f"out/{tag}/cache_source": vocoder.reference.source[None, None],
+                f"out/{tag}/cache_speech": vocoder.reference.speech[None],
                 f"mid/{tag}/mel": mel[None],
             },
         )
-
-
-def _audio(engine: Token2Wav, stream: Stream, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Tensor:
-    """The engine's audio (N,) of the next chunk. Raises the engine's ValueError."""
-    (audio,) = engine.step([engine.chunk(stream, tokens, final=final, offset=offset)])
-    return torch.from_numpy(audio)
-
-
-def _vocoded(vocoder: StreamingVocoder, stream: Stream, mel: Tensor, final: bool) -> Tensor:
-    """The audio (N,) of mel frames (80, T) that no flow of ours has made."""
-    (audio,) = vocoder.step([Chunk(stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
-    return audio
 
 
 class _UpstreamDiT:
@@ -172,12 +165,12 @@ def _newest_first(x: Tensor, cached: int) -> Tensor:
 def check_unet(fixture: Fixture) -> Outputs:
     """token2wav: chunks are the engine's until upstream renders one without the streaming mask."""
     network: UNetFlow = flow_unet.build(fixture, _file(fixture, "estimator"))
-    vocoder = _vocoder(fixture)
+    vocoder = _Vocoder(fixture)
     noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_feat")
     steps = steps_of(fixture)
-    engine = Token2Wav(UNetStreaming(network, noise, limits=LIMITS, steps=steps), vocoder)
-    ours, theirs = engine.open(prompt), Stream(vocoder=vocoder.open())
+    flow = UNetStreaming(network, noise, limits=LIMITS, steps=steps)
+    ours = flow.open(prompt, VocoderState(0))
     same_rules = _served(network.config)
     for call in fixture.meta["calls"]:
         tag, tokens, offset, last = call["tag"], _tokens(fixture, call), call["token_offset"], call["finalize"]
@@ -192,12 +185,11 @@ def check_unet(fixture: Fixture) -> Outputs:
             final=last,
             steps=steps,
         )[0, :, offset * network.config.encoder.ratio :]
-        rendered = torch.cat([vocoder.pool.mel[theirs.vocoder.slot], mel], dim=1) if theirs.vocoder.begun else mel
-        speech = _vocoded(vocoder, theirs, mel, last)
         same_rules = same_rules and call["stream"]
         if same_rules:
-            speech = _audio(engine, ours, tokens, final=last, offset=offset)
-        yield f"out/{tag}/speech", speech[None]
+            (mel,) = flow.render([flow.chunk(ours, tokens, final=last, offset=offset)])
+        rendered = torch.cat([vocoder.reference.mel, mel], dim=1)
+        yield f"out/{tag}/speech", vocoder.step(mel, last)[None]
         yield from _where_stored(fixture, {f"mid/{tag}/vocoder_mel": rendered[None]})
 
 

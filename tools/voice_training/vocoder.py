@@ -158,7 +158,8 @@ def render(hift: HiFTGenerator, mel: Tensor, f0: Tensor) -> Tensor:
     Not in bfloat16: quiet sounds are differences of large terms, and its rounding would be louder than they are.
     """
     B, T = f0.shape
-    return hift.decode(mel, hift.source(f0, torch.randn(B, T * HOP_SAMPLES, CONFIG.harmonics + 1, device=f0.device)))
+    source, _ = hift.source(f0, torch.randn(B, T * HOP_SAMPLES, CONFIG.harmonics + 1, device=f0.device))
+    return hift.decode(mel, source)
 
 
 def pitch_loss(predicted: Tensor, f0: Tensor) -> Tensor:

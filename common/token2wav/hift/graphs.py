@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from common.constants import OVERLAP_FRAMES
 from common.hift.generator import HiFTGenerator
 from common.token2wav.graphs import Graphs
-from common.token2wav.hift.overlap import FadeWindow, OverlapPool, OverlapRenderer
+from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
 
@@ -18,10 +19,8 @@ from common.token2wav.noise import NoiseTape
 class GraphedRenderer(OverlapRenderer):
     """`OverlapRenderer` by CUDA graphs; batches that no graph holds are split."""
 
-    def __init__(
-        self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape, window: FadeWindow, limits: BatchLimits
-    ):
-        super().__init__(hift, pool, noise, window)
+    def __init__(self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape, limits: BatchLimits):
+        super().__init__(hift, pool, noise)
         sizes = limits.sizes(limits.chunk_frames, limits.hift_frames)
         first = limits.sizes(limits.first_chunk_frames, limits.hift_frames)
         self._later = Graphs(super().later, self._inputs, sizes, "the vocoder")
@@ -38,7 +37,7 @@ class GraphedRenderer(OverlapRenderer):
         size = graphs.fitting(len(mel), mel.shape[2])
         if size is None and len(mel) > 1:
             first, second = zip(*(x.tensor_split(2) for x in inputs), strict=True)
-            samples = (mel.shape[2] + self.pool.mel.shape[2]) * self.hift.config.hop
+            samples = (mel.shape[2] + OVERLAP_FRAMES) * self.hift.config.hop
             # The first half is copied: the second one's graph overwrites it.
             speech = self._run(graphs, plain, *first)[:, :samples].clone()
             return torch.cat([speech, self._run(graphs, plain, *second)[:, :samples]])

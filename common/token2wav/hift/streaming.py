@@ -1,7 +1,7 @@
 """Streaming HiFT: mel chunks in, audio without joints out.
 
-Each chunk is vocoded together with the last mel frames of the one before. Their harmonic source is replaced by the one
-that was used before, and their audio is cross-faded with the tail that the chunk before withheld.
+Each chunk is vocoded together with the last mel frames of the one before, from the phases that the harmonic source had
+there. Their audio is cross-faded with the tail that the chunk before withheld.
 """
 
 from collections import defaultdict
@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.constants import OVERLAP_FRAMES
 from common.hift.checkpoint import load_hift
 from common.hift.generator import HiFTGenerator
-from common.token2wav.hift.overlap import FadeWindow, OverlapPool, OverlapRenderer, hamming_window
+from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape, source_noise
 from common.token2wav.stream import Chunk, VocoderState
@@ -25,29 +26,22 @@ def load(path: Path, options: VocoderOptions) -> "StreamingVocoder":
     """HiFT of a `hift.pt`. Raises ValueError naming what does not fit."""
     hift = load_hift(path, options.device).body_to(options.dtype)
     noise = source_noise(hift.config.harmonics + 1, options.device)
-    return StreamingVocoder(hift, noise, hamming_window(), limits=options.limits, graphs=options.graphs)
+    return StreamingVocoder(hift, noise, limits=options.limits, graphs=options.graphs)
 
 
 class StreamingVocoder:
-    """Renders mel chunks of many streams. Chunks overlap by the length of the fade window.
+    """Renders mel chunks of many streams. graphs: by CUDA graphs on a GPU."""
 
-    graphs: chunks are rendered by CUDA graphs on a GPU.
-    """
-
-    def __init__(
-        self, hift: HiFTGenerator, noise: NoiseTape, window: FadeWindow, *, limits: BatchLimits, graphs: bool = True
-    ):
-        config, device = hift.config, hift.conv_pre.weight.device
-        self._hop = config.hop
-        self._overlap = len(window.rising)
+    def __init__(self, hift: HiFTGenerator, noise: NoiseTape, *, limits: BatchLimits, graphs: bool = True):
+        device = hift.conv_pre.weight.device
+        self._hop = hift.config.hop
         self._classes = limits.chunk_frames
-        frames, samples = self._overlap // config.hop, self._overlap
-        self.pool = OverlapPool(limits.max_streams, config.mel_bins, frames, samples, device)
-        self._plain = self._renderer = OverlapRenderer(hift, self.pool, noise, window)
+        self.pool = OverlapPool(limits.max_streams, hift.config, device)
+        self._plain = self._renderer = OverlapRenderer(hift, self.pool, noise)
         if graphs and device.type == "cuda":
             from common.token2wav.hift.graphs import GraphedRenderer  # for GPUs only
 
-            self._renderer = GraphedRenderer(hift, self.pool, noise, window, limits)
+            self._renderer = GraphedRenderer(hift, self.pool, noise, limits)
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +70,7 @@ class StreamingVocoder:
             frames = ready[index].shape[1]
             if frames == 0 and chunk.final and state.begun:
                 audio[index] = self.pool.speech[state.slot].cpu()
-            elif frames and (chunk.final or state.begun or frames * self._hop >= self._overlap):
+            elif frames and (chunk.final or state.begun or frames > OVERLAP_FRAMES):
                 groups[self._length_class(frames), state.begun].append(index)
                 state.pending = None
             else:
@@ -89,11 +83,11 @@ class StreamingVocoder:
             slots, starts = torch.tensor(positions, device=mel.device).unbind(1)
             render = self._renderer.later if begun else self._renderer.first
             speech = render(mel, slots, starts, torch.tensor(lengths, device=mel.device)).cpu()
-            kept = self._overlap // self._hop
+            repeated = OVERLAP_FRAMES if begun else 0
             for row, (index, frames, state) in enumerate(zip(members, lengths, states, strict=True)):
-                end = (frames + (kept if begun else 0)) * self._hop
-                audio[index] = speech[row, : end if chunks[index].final else end - self._overlap]
-                state.frame += frames - (0 if begun else kept)
+                sent = repeated + frames - (0 if chunks[index].final else OVERLAP_FRAMES)
+                audio[index] = speech[row, : sent * self._hop]
+                state.frame += sent
                 state.begun = True
         return audio
 
