@@ -22,7 +22,10 @@ class Recording:
 
 @dataclass(frozen=True)
 class Prompt:
-    """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`."""
+    """An encoded recording. `tokens` (P,) int64 in 0..6560, `mel` (2P, 80), `embedding` (192,), transcript `text`.
+
+    P = 0: a voice of which only the x-vector is known; it has no transcript.
+    """
 
     tokens: np.ndarray
     mel: np.ndarray

@@ -15,7 +15,7 @@ from tools.bench.triton_stub import TritonStub
 from tools.demo_model.checkpoint import TRAINED
 from tools.demo_model.make import VOICES_DIR
 from tools.voice_evaluation import __main__ as evaluate_voice
-from tools.voice_evaluation import measures, report
+from tools.voice_evaluation import measures, report, segments
 from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors, words
 from tools.voice_evaluation.takes import Series, Take, copy_synthesis, read_teacher, request_takes
 
@@ -155,3 +155,25 @@ def test_a_missing_recording_of_the_teacher_is_reported_in_one_line(
     assert evaluate_voice.main(arguments) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("voice_evaluation: ") and "00.wav" in line
+
+
+# --- segments ----------------------------------------------------------------------------------------------------
+
+
+def test_pauses_and_levels_are_measured_inside_a_segment_and_between_two() -> None:
+    def sound(milliseconds: int, level: float) -> np.ndarray:
+        count = milliseconds * SAMPLE_RATE // 1000
+        return (level * np.sin(np.arange(count) / 5)).astype(np.float32)
+
+    first = np.concatenate([sound(50, 0), sound(300, 0.2), sound(40, 0), sound(300, 0.2), sound(120, 0)])
+    second = np.concatenate([sound(80, 0), sound(500, 0.1), sound(60, 0)])
+    together = np.concatenate([sound(70, 0), sound(400, 0.2), sound(350, 0), sound(400, 0.05), sound(90, 0)])
+    *pauses, inside, between = segments.compared(together, first, second).values()
+    assert pauses == [350, 120 + 80, 120, 80]
+    assert (inside, between) == pytest.approx((12.04, 6.02), abs=0.1)
+
+
+def test_the_tokens_of_silent_and_other_frames_are_counted_apart() -> None:
+    wave = np.concatenate([np.zeros(SAMPLE_RATE), np.sin(np.arange(SAMPLE_RATE) / 5)]).astype(np.float32)
+    silent, sounding = segments.tokens_by_sound(lambda waves: [np.repeat([7, 8, 9], [25, 20, 5])], [wave, wave])
+    assert silent == {7: 50} and sounding == {8: 40, 9: 10}

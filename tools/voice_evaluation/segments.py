@@ -2,24 +2,30 @@
 
     python -m tools.voice_evaluation.segments
 
-Two neighbouring sentences are spoken once as one segment and once as two, on the real tritonserver. A segment sounds
-the same alone and within a longer text, so the second case is two requests. Prints quartiles over all pairs and voices.
+Two neighbouring sentences are spoken once as one segment and once as two, on the real tritonserver; the first ends with
+its own mark, or with a comma, where a sentence that is too long is divided. A segment sounds the same alone and within
+a longer text, so two segments are two requests. Prints quartiles over all pairs and voices, and which speech tokens the
+checkpoint's tokenizer gives to silence (`silent_tokens` in docs/voices.md).
 """
 
 import argparse
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from common import stacks
 from common.client.requests import Utterance
-from common.constants import SAMPLE_RATE
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
 from common.server.rendering import StackOptions, render
 from common.server.tritonserver import Ports, TritonServer
+from common.voice.audio import resample
+from common.voice.encoders import AudioTokenizer
 from tools.voice_evaluation import HELD_OUT
 from tools.voice_evaluation.takes import request_takes, seeded
 
@@ -70,21 +76,29 @@ def compared(together: np.ndarray, first: np.ndarray, second: np.ndarray) -> dic
     }
 
 
-def measure(models: Path, stack: str, voices: Sequence[str], sentences: Sequence[str]) -> list[dict[str, float]]:
-    pairs = list(zip(sentences[::2], sentences[1::2], strict=False))
-    texts = [text for first, second in pairs for text in (f"{first} {second}", first, second)]
+def spoken(models: Path, stack: str, voices: Sequence[str], texts: Sequence[str]) -> list[np.ndarray]:
+    """Each text in each voice, from the server: the waveforms (N,) of the first voice, then of the next."""
     options = StackOptions(models_dir=models, stack=stack, device="cpu")
-    found = []
+    requests = [Utterance(text, speaker=voice, parameters=seeded(0)) for voice in voices for text in texts]
     with tempfile.TemporaryDirectory() as work:
         render(options, Path(work, "repository"))
         with TritonServer(Path(work, "repository"), ports=Ports(0, 0, 0), log_file=Path(work, "log")) as server:
-            for voice in voices:
-                requests = [Utterance(text, speaker=voice, parameters=seeded(0)) for text in texts]
-                takes = iter(request_takes(server.grpc_url, options.orchestrator, "streaming", requests))
-                found += [
-                    compared(*(take.waveform for take in three)) for three in zip(takes, takes, takes, strict=True)
-                ]
-    return found
+            takes = request_takes(server.grpc_url, options.orchestrator, "streaming", requests)
+    return [take.waveform for take in takes]
+
+
+def tokens_by_sound(tokenizer: AudioTokenizer, waves: Sequence[np.ndarray]) -> tuple[Counter[int], Counter[int]]:
+    """How often the tokenizer gives each speech token to silent frames of 24 kHz audio, and to others."""
+    silent, sounding = Counter[int](), Counter[int]()
+    for wave in waves:
+        (ids,) = tokenizer([resample(torch.from_numpy(wave), SAMPLE_RATE, PROMPT_SAMPLE_RATE).numpy()])
+        length = SAMPLE_RATE // TOKEN_RATE
+        frames = np.pad(wave, (0, length))[: length * len(ids)].reshape(len(ids), length)
+        power = 10 * np.log10((frames.astype(np.float64) ** 2).mean(axis=1) + 1e-12)
+        quiet = power <= power.max() + SILENT_DB
+        silent.update(ids[quiet].tolist())
+        sounding.update(ids[~quiet].tolist())
+    return silent, sounding
 
 
 def report(rows: Sequence[dict[str, float]]) -> str:
@@ -101,12 +115,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name)
     parser.add_argument("--voices", nargs="+", default=("slt", "rms"), help="names in the folder voices of the models")
     args = parser.parse_args(argv)
+    lines = HELD_OUT.read_text(encoding="utf-8").splitlines()
+    pairs = list(zip(lines[::2], lines[1::2], strict=False))
+    clauses = [(f"{first.rstrip('.?!')},", second) for first, second in pairs]
+    together: list[np.ndarray] = []
     try:
-        rows = measure(args.models, args.stack, args.voices, HELD_OUT.read_text(encoding="utf-8").splitlines())
+        for mark, joined in (("end of a sentence", pairs), ("comma", clauses)):
+            texts = [text for first, second in joined for text in (f"{first} {second}", first, second)]
+            waves = spoken(args.models, args.stack, args.voices, texts)
+            rows = [compared(*waves[at : at + 3]) for at in range(0, len(waves), 3)]
+            print(f"{mark}, {len(rows)} pairs of sentences\n\n{report(rows)}\n", flush=True)
+            together += waves[::3]
+        tokenizer = AudioTokenizer(args.models / stacks.named(args.stack).checkpoint)
     except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
         print(f"voice_evaluation.segments: {error}", file=sys.stderr)
         return 1
-    print(f"{len(rows)} pairs of sentences\n{report(rows)}")
+    silent, sounding = tokens_by_sound(tokenizer, together)
+    print(f"{silent.total()} silent tokens of {len(silent)} ids, {sounding.total()} others; id: silent, other uses")
+    print(", ".join(f"{token}: {count}, {sounding[token]}" for token, count in silent.most_common()))
     return 0
 
 
