@@ -25,6 +25,8 @@ WAVEFORM = "waveform"
 WARNING = "warning"
 TIMELINE = "timeline"  # the request parameter and the output
 
+_TEXTS = ("reference_text", "speaker", "instruct_text", "target_text")  # of an utterance: input tensors
+
 Parameters = dict[str, int | float | str | bool]
 
 
@@ -48,22 +50,38 @@ class Utterance:
     speaker: str | None = None
     instruct_text: str | None = None
 
+    def __post_init__(self) -> None:
+        """ValueError naming a value that cannot be encoded: grpc.aio would end such a request as if it were
+        cancelled."""
+        texts = {name: getattr(self, name) for name in _TEXTS} | self.parameters
+        for name, value in texts.items():
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                raise ValueError(f"{name} {value} is not a 64-bit integer")
+            if isinstance(value, str):
+                try:
+                    value.encode()
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"{name} is not Unicode text: {error}") from None
+
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> "Utterance":
         """The request of a command line, see `add_voice_arguments`.
 
-        ClientError if there is no text or the recording cannot be read.
+        ClientError if there is no text, the recording cannot be read or a value cannot be sent.
         """
         if args.target_text is None:
             raise ClientError("no text to speak: add --target-text")
-        return cls(
-            target_text=args.target_text,
-            reference=None if args.reference_audio is None else read_reference(args.reference_audio),
-            reference_text=args.reference_text or None,
-            parameters=request_parameters(args),
-            speaker=args.speaker or None,
-            instruct_text=args.instruct_text or None,
-        )
+        try:
+            return cls(
+                target_text=args.target_text,
+                reference=None if args.reference_audio is None else read_reference(args.reference_audio),
+                reference_text=args.reference_text or None,
+                parameters=request_parameters(args),
+                speaker=args.speaker or None,
+                instruct_text=args.instruct_text or None,
+            )
+        except ValueError as error:
+            raise ClientError(str(error)) from None
 
     def arrays(self) -> dict[str, tuple[str, np.ndarray]]:
         """Name -> Triton's datatype and the array with a batch dimension of one: wav (1, T), everything else (1, 1)."""
@@ -72,7 +90,7 @@ class Utterance:
             wav = np.ascontiguousarray(self.reference, dtype=np.float32)
             arrays["reference_wav"] = ("FP32", wav[None])  # (T,) -> (1, T)
             arrays["reference_wav_len"] = ("INT32", np.array([[wav.size]], dtype=np.int32))
-        for name in ("reference_text", "speaker", "instruct_text", "target_text"):
+        for name in _TEXTS:
             if (text := getattr(self, name)) is not None:
                 arrays[name] = ("BYTES", _text_tensor(text))
         return arrays

@@ -18,6 +18,9 @@ _SERVER_ERRORS = {
 }
 
 
+MESSAGE_CHARS = 1000  # messages quote what clients send
+
+
 class ApiError(Exception):
     """An answer with status `status`. `param`: the invalid field. `retry_after`: seconds, 0 if retrying is futile."""
 
@@ -26,7 +29,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= MESSAGE_CHARS else message[:MESSAGE_CHARS] + "..."
         self.code = code
         self.param = param
         self.retry_after = retry_after

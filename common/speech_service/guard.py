@@ -66,6 +66,9 @@ class Guard:
                 await self._reject(error, scope, receive, watched)
                 return
             await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes), watched)
+        except BaseException:  # also CancelledError, as at the end of the drain: the client is still there
+            status = "500" if status == "gone" else "aborted"
+            raise
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, scope.get("speech.outcome", status)).inc()

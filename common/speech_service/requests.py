@@ -1,10 +1,11 @@
 """Request bodies: OpenAI's fields and our extensions."""
 
+import json
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.client.requests import Utterance
 from common.speech_service.errors import invalid
@@ -19,13 +20,28 @@ OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))
 
 _SAMPLING = ("seed", "temperature", "top_p", "top_k", "repetition_penalty", "max_tokens")
 
+# What a JSON body may consist of besides base64: punctuation, which takes the parser a hundred times as long per byte.
+_BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"+/="
+_CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
+
+
+def _encodable(text: str) -> str:
+    text.encode()  # UnicodeEncodeError, a ValueError, if it has half of a surrogate pair
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Name = Annotated[str, Field(max_length=256)]  # also rejects what cannot be encoded
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # what Triton's protocol can carry
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
 
 class VoiceId(BaseModel):
     """OpenAI's other form of the field `voice`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    id: str
+    id: Name
 
 
 class SpeechRequest(BaseModel):
@@ -33,23 +49,23 @@ class SpeechRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input: str = Field(description="the text to speak")
-    model: str = Field("", description="a served model, or one of OpenAI's names; empty: the default")
-    voice: str | VoiceId = Field("", description="a registered voice; ignored if ref_audio is given")
-    response_format: str = Field("mp3", description="mp3, opus, aac, flac, wav, pcm (16-bit little-endian samples)")
-    speed: float = Field(1.0, description="0.25 to 4; the pitch is kept")
-    instructions: str = Field("", description='how to speak, such as "Speak slowly."')
+    input: Text = Field(description="the text to speak")
+    model: Name = Field("", description="a served model, or one of OpenAI's names; empty: the default")
+    voice: Name | VoiceId = Field("", description="a registered voice; ignored if ref_audio is given")
+    response_format: Name = Field("mp3", description="mp3, opus, aac, flac, wav, pcm (16-bit little-endian samples)")
+    speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
+    instructions: Text = Field("", description='how to speak, such as "Speak slowly."')
     stream_format: Literal["audio", "sse"] = "audio"
     ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
-    ref_text: str = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
-    language: str = Field("", description="of the input: zh, en, ja; a voice of another one is cloned cross-lingually")
-    sample_rate: int | None = Field(None, description="of the answer, in Hz")
-    seed: int | None = Field(None, description="the same seed gives the same audio")
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = Field(None, description="speech tokens per segment of the text, 25 per second")
+    ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
+    language: Name = Field("", description="of the input: zh, en, ja; a voice of another one is cloned cross-lingually")
+    sample_rate: Int64 | None = Field(None, description="of the answer, in Hz")
+    seed: Int64 | None = Field(None, description="the same seed gives the same audio")
+    temperature: Finite | None = None
+    top_p: Finite | None = None
+    top_k: Int64 | None = None
+    repetition_penalty: Finite | None = None
+    max_tokens: Int64 | None = Field(None, description="speech tokens per segment of the text, 25 per second")
 
     @field_validator("language")
     @classmethod
@@ -78,13 +94,26 @@ class BatchRequest(BaseModel):
         return [{**(self.model_extra or {}), **item} for item in self.items]
 
 
+def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
+    """The JSON object in `data`; `what` names it in messages. ApiError, also if reading it would take long."""
+    if len(data.translate(None, _CHEAP)) > settings.max_json_chars:
+        raise invalid(f"{what} has more than {settings.max_json_chars} characters besides letters, digits and base64")
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{what} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise invalid(f"{what} is a JSON {type(fields).__name__}, not an object")
+    return fields
+
+
 def parse(model: type[BaseModel], fields: Any) -> Any:
     """`fields` as an instance of `model`; ApiError naming the invalid field."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = str(first["loc"][0]) if first["loc"] else ""  # the rest names alternatives of a type
         raise invalid(f"{where or 'the body'}: {first['msg']}", param=where or None) from None
 
 
@@ -95,12 +124,13 @@ def utterance(
 
     decode_upload: returns the samples of an uploaded recording or raises ValueError; None without an upload.
     """
-    if len(wanted.input) > settings.max_input_chars:
-        raise invalid(
-            f"input has {len(wanted.input)} characters, more than the limit of {settings.max_input_chars}",
-            "input",
-            "string_above_max_length",
-        )
+    for name in ("input", "instructions", "ref_text"):
+        if (length := len(getattr(wanted, name))) > settings.max_input_chars:
+            raise invalid(
+                f"{name} has {length} characters, more than the limit of {settings.max_input_chars}",
+                name,
+                "string_above_max_length",
+            )
     if not wanted.input.strip():
         raise invalid("input is empty", "input")
     recording = _reference(wanted, decode_upload, settings.max_reference_bytes)

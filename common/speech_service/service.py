@@ -48,8 +48,9 @@ class Service:
 
     def encoder(self, wanted: SpeechRequest) -> AudioEncoder:
         """An encoder for the requested format, rate and speed; ApiError."""
+        rate = self.settings.sample_rate if wanted.sample_rate is None else wanted.sample_rate
         try:
-            return AudioEncoder(wanted.response_format, wanted.sample_rate or self.settings.sample_rate, wanted.speed)
+            return AudioEncoder(wanted.response_format, rate, wanted.speed)
         except ValueError as error:
             raise invalid(error, str(error).split()[0]) from None
 

@@ -8,6 +8,7 @@ from common.constants import GRPC_PORT, SAMPLE_RATE
 
 RATES = (8_000, 11_025, 12_000, 22_050, 32_000, 44_100, 48_000)  # in addition to the models' own two
 MIB = 1 << 20
+MAX_CHAR_BYTES = 4  # of UTF-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,16 @@ class Settings:
     def max_body_bytes(self) -> int:
         """Limit for a request body: one recording in base64, and the texts."""
         return self.max_reference_bytes * 4 // 3 + 2 * MIB
+
+    @property
+    def max_json_chars(self) -> int:
+        """Limit for the punctuation of a body: no more than the characters of all texts of a batch."""
+        return self.max_batch * self.max_input_chars
+
+    @property
+    def max_form_bytes(self) -> int:
+        """Limit for a form without files: its texts, percent-encoded."""
+        return 3 * MAX_CHAR_BYTES * 3 * self.max_input_chars
 
 
 def grpc_address(url: str) -> str:

@@ -9,7 +9,6 @@ it is a file of its own; pcm, the default here, continues seamlessly.
 """
 
 import asyncio
-import json
 import logging
 from collections import deque
 from contextlib import aclosing
@@ -17,13 +16,13 @@ from typing import Any
 
 from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
-from sentencex import segment as split_sentences
 from starlette.websockets import WebSocketDisconnect
 
 from common.speech_service.errors import ApiError, invalid
-from common.speech_service.requests import SpeechRequest, parse
+from common.speech_service.requests import SpeechRequest, parse, read_json
 from common.speech_service.service import Service
 from common.text import is_speakable
+from common.text.sentences import WINDOW, SentenceSplitter
 
 IDLE_SECONDS = 300.0
 MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
@@ -67,8 +66,9 @@ class SocketSession:
         self._socket = socket
         self._service = service
         self._config: dict[str, Any] = {"response_format": "pcm"}
-        self._tail = ""  # text of a sentence that may not be complete
-        self._waiting: deque[str] = deque()
+        self._splitter = SentenceSplitter()
+        self._waiting: deque[str] = deque()  # complete sentences
+        self._waiting_chars = 0  # of all of them
         self._finished = False  # the client has sent input.done
         self._utterance = 0
         self._sentences = 0  # spoken so far in this utterance
@@ -94,17 +94,12 @@ class SocketSession:
 
     async def _handle(self, message: str) -> bool:
         """Handle one message; False if it was the last."""
-        try:
-            fields = json.loads(message)
-        except (ValueError, RecursionError) as error:
-            raise invalid(f"the message is not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise invalid("the message is not a JSON object")
+        fields = read_json(message.encode(), "the message", self._service.settings)
         kind = fields.pop("type", None)
         if kind == "session.config":
             self._configure(fields)
         elif kind == "input.text":
-            self._add_text(fields.get("text"))
+            await self._add_text(fields.get("text"))
         elif kind == "input.done":
             self._finish()
         elif kind == "input.cancel":
@@ -119,33 +114,44 @@ class SocketSession:
 
     def _configure(self, fields: dict[str, Any]) -> None:
         """Set the request fields of later sentences. Not during an utterance, which would change its voice."""
-        if self._tail or self._waiting or self._speaking:
+        if self._splitter.unfinished or self._waiting or self._speaking:
             raise invalid("session.config during an utterance: send it before input.text or after session.done")
         config = {"response_format": "pcm", **fields}
         self._service.encoder(parse(SpeechRequest, {**config, "input": "."}))
         self._config = config
 
-    def _add_text(self, text: Any) -> None:
+    async def _add_text(self, text: Any) -> None:
         if not isinstance(text, str):
             raise invalid("input.text has no text", "text")
-        if len(text) + len(self._tail) + sum(map(len, self._waiting)) > MAX_WAITING_CHARS:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise invalid(f"text: {error}", "text") from None
+        if len(text) + len(self._splitter.unfinished) + self._waiting_chars > MAX_WAITING_CHARS:
             raise ApiError(
                 429, f"more than {MAX_WAITING_CHARS} characters are waiting to be spoken", code="too_much_text"
             )
-        sentences = list(split_sentences("en", self._tail + text))
-        self._tail = sentences.pop() if sentences else ""
+        if len(text) <= WINDOW:
+            sentences = self._complete(text)
+        else:  # in a thread: a hostile text takes up to a second, in steps of milliseconds
+            sentences = await asyncio.to_thread(self._complete, text)
         self._queue(sentences)
-        if len(self._tail) > (limit := self._service.settings.max_input_chars):
-            self._tail = ""
+        if len(self._splitter.unfinished) > (limit := self._service.settings.max_input_chars):
+            self._splitter.finish()
             raise invalid(f"a sentence has more than {limit} characters: it is not spoken", "text")
 
+    def _complete(self, text: str) -> list[str]:
+        return [sentence.strip() for sentence in self._splitter.push(text) if is_speakable(sentence)]
+
     def _finish(self) -> None:
-        self._queue([self._tail])
-        self._tail, self._finished = "", True
+        rest = self._splitter.finish()
+        self._finished = True
+        self._queue([rest.strip()] if is_speakable(rest) else [])
         self._wake()
 
     def _queue(self, sentences: list[str]) -> None:
-        self._waiting.extend(sentence.strip() for sentence in sentences if is_speakable(sentence))
+        self._waiting.extend(sentences)
+        self._waiting_chars += sum(map(len, sentences))
         if self._waiting:
             self._wake()
 
@@ -161,7 +167,9 @@ class SocketSession:
         """Speak the waiting sentences, then end the utterance if input.done was received."""
         while self._waiting:
             try:
-                await self._speak_sentence(self._waiting.popleft())
+                sentence = self._waiting.popleft()
+                self._waiting_chars -= len(sentence)
+                await self._speak_sentence(sentence)
             except WebSocketDisconnect:
                 return
             except asyncio.TimeoutError:
@@ -200,7 +208,8 @@ class SocketSession:
     async def _cancel(self) -> None:
         """Barge-in: discard all text so far; no audio of it is sent after the answer to this message."""
         self._waiting.clear()
-        self._tail, self._finished = "", False
+        self._waiting_chars, self._finished = 0, False
+        self._splitter.finish()
         await self.stop_speaking()
         cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
         await self._send("audio.cancelled", utterance_index=cancelled)

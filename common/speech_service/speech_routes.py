@@ -2,18 +2,19 @@
 
 import asyncio
 import base64
-import json
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, Response
 
 from common.speech_service.errors import ApiError, invalid
-from common.speech_service.requests import BatchRequest, SpeechRequest, parse
+from common.speech_service.requests import BatchRequest, SpeechRequest, parse, read_json
 from common.speech_service.responses import AudioResponse, events
 from common.speech_service.service import Service
+from common.speech_service.settings import Settings
 from common.tasks import TaskScope
 
 BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
@@ -111,25 +112,33 @@ def _model(name: str) -> dict[str, Any]:
 
 async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any], bytes | None]:
     """The fields of a JSON object or a form, and the content of the file in the field `upload`, if any. ApiError."""
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-        async with request.form(
-            max_files=1, max_fields=MAX_FIELDS, max_part_size=Service.of(request).settings.max_body_bytes
-        ) as form:
-            fields: dict[str, Any] = dict(form)
-            data = None
-            if isinstance(file := fields.get(upload), UploadFile):
-                data = await file.read()
-                del fields[upload]
-        if unexpected := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
-            raise invalid(f"{unexpected[0]} must not be a file", unexpected[0])
-        return fields, data
-    if kind != "application/json":
+    settings = Service.of(request).settings
+    content_type = request.headers.get("content-type", "application/json").lower()
+    kind = content_type.partition(";")[0].strip()
+    if kind == "application/json":
+        return read_json(await request.body(), "the body", settings), None
+    if kind == "application/x-www-form-urlencoded":
+        return _read_urlencoded(await request.body(), settings), None
+    if kind != "multipart/form-data":
         raise ApiError(415, f"content type {kind!r} is not supported: send application/json or multipart/form-data")
+    if "charset" in content_type and "charset=utf-8" not in content_type:  # some of Python's codecs take minutes
+        raise ApiError(415, "forms must be in UTF-8")
+    async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=settings.max_body_bytes) as form:
+        fields: dict[str, Any] = dict(form)
+        data = None
+        if isinstance(file := fields.get(upload), UploadFile):
+            data = await file.read()
+            del fields[upload]
+    if unexpected := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
+        raise invalid(f"{unexpected[0]} must not be a file", unexpected[0])
+    return fields, data
+
+
+def _read_urlencoded(body: bytes, settings: Settings) -> dict[str, Any]:
+    """The fields of a form without files. ApiError."""
+    if len(body) > settings.max_form_bytes:
+        raise ApiError(413, f"the form has more than {settings.max_form_bytes} bytes: send multipart/form-data")
     try:
-        fields = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise invalid(f"the body is a JSON {type(fields).__name__}, not an object")
-    return fields, None
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS, errors="strict"))
+    except ValueError as error:
+        raise invalid(f"the form cannot be read: {error}") from None

@@ -2,6 +2,7 @@
 
 cleaning.py        whitespace and control tokens; text with nothing to speak is an error
 normalization.py   numbers, dates, units and currencies as words
+sentences.py       sentences of a text that arrives in pieces
 segments.py        sentences, and how many of them make a segment
 frontend.py        all of this: a text -> its segments
 """

@@ -175,6 +175,8 @@ def test_an_offline_answer_is_written(tmp_path: Path) -> None:
         (StubTriton(), ("--model-name", "unknown"), "does not serve the model 'unknown'"),
         (StubTriton(), ("--mode", "offline"), "is served for streaming"),
         (StubTriton(pause=30.0), ("--timeout", "0.3"), "raise --timeout"),
+        (StubTriton(), ("--seed", str(1 << 63)), "seed 9223372036854775808 is not a 64-bit integer"),
+        (StubTriton(), ("--instruct-text", "\udcff"), "instruct_text is not Unicode text"),
         (StubTriton(), ("--reference-audio", "/no/such.wav"), "cannot read the reference audio /no/such.wav"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 
 import httpx2 as httpx
@@ -10,6 +11,7 @@ import pytest
 import soundfile as sf
 
 from common.constants import SAMPLE_RATE
+from common.speech_service.requests import SpeechRequest
 from common.speech_service.settings import Settings
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub, serving
 from tools.bench.triton_stub import texts_of
@@ -55,8 +57,8 @@ BAD_BODIES = {
     "a temperature that is a list": ({**TEXT, "temperature": [1]}, "temperature"),
     "max_tokens with a fraction": ({**TEXT, "max_tokens": 1.5}, "max_tokens"),
     "an invalid language": ({**TEXT, "language": "<en>"}, "language"),
-    "a voice that is a number": ({**TEXT, "voice": 3}, "voice.str"),
-    "a voice object without an id": ({**TEXT, "voice": {"name": "anna"}}, "voice.str"),
+    "a voice that is a number": ({**TEXT, "voice": 3}, "voice"),
+    "a voice object without an id": ({**TEXT, "voice": {"name": "anna"}}, "voice"),
     "the URL of a recording": ({**TEXT, "ref_audio": "http://127.0.0.1:1/a.wav"}, "ref_audio"),
     "a recording that is not base64": ({**TEXT, "ref_audio": "????"}, "ref_audio"),
     "a recording that is not audio": ({**TEXT, "ref_audio": in_base64(b"RIFF" + bytes(900))}, "ref_audio"),
@@ -66,6 +68,8 @@ BAD_BODIES = {
     "a recording of 64 channels": ({**TEXT, "ref_audio": in_base64(recording(channels=64, kind="OGG"))}, "ref_audio"),
     "a recording in a rare format": ({**TEXT, "ref_audio": in_base64(recording(kind="AIFF"))}, "ref_audio"),
     "a recording at an odd rate": ({**TEXT, "ref_audio": in_base64(recording(1, 15_999))}, "ref_audio"),
+    "a sample rate of 0": ({**TEXT, "sample_rate": 0}, "sample_rate"),
+    "a transcript that is too long": ({**TEXT, "ref_text": "a" * 4097}, "ref_text"),
     "a transcript without a recording": ({**TEXT, "ref_text": "Hello."}, "ref_text"),
     "a list": ([TEXT], None),
     "a text": ("hello", None),
@@ -84,13 +88,37 @@ def test_an_invalid_request_is_answered_in_openais_format_and_calls_no_model(ser
     assert served.stub.served == before
 
 
+NASTY = [1 << 63, -(1 << 63) - 1, 1 << 70, "9" * 5000, float("inf"), float("nan"), "\ud800", "\0", "a" * 5000, {}, None]
+
+
+def test_no_json_value_is_more_than_a_client_error_that_names_the_field(served: StubbedService) -> None:
+    def failures() -> list[str]:
+        return [line for line in served.metrics().splitlines() if 'status="gone"' in line or 'status="5' in line]
+
+    before = failures()
+    with httpx.Client(base_url=served.url, timeout=20) as client:
+        for field in SpeechRequest.model_fields:
+            for value in NASTY:
+                answer = client.post(SPEECH, content=json.dumps({**TEXT, field: value}))
+                assert answer.status_code in (200, 400, 404), (field, value, answer.text)
+                if answer.status_code != 200:
+                    assert answer.json()["error"]["param"] == field, (field, value, answer.text)
+        assert client.post(SPEECH, content=json.dumps({**TEXT, "\ud800": 1})).status_code == 400
+    assert failures() == before
+
+
 @pytest.mark.parametrize(
     ("content", "kind", "status"),
     [
         (b"{", "application/json", 400),
         (b"\xff\xfe", "application/json", 400),
         (b"[" * 100_000, "application/json", 400),
+        (b'{"input": [' + b"0," * 50_000 + b"0]}", "application/json", 400),  # 15 MB of it took seconds
         (b"input=", "application/x-www-form-urlencoded", 400),
+        (b"input=%ff", "application/x-www-form-urlencoded", 400),
+        (b"a=b&" * 100, "application/x-www-form-urlencoded", 400),
+        (b"input=" + b"%41" * 200_000, "application/x-www-form-urlencoded", 413),
+        (b"--x--", "multipart/form-data; boundary=x; charset=punycode", 415),
         (b"nothing like it", "multipart/form-data; boundary=x", 400),
         (b"hello", "text/plain", 415),
         (bytes(4 << 20), "application/json", 413),

@@ -1,5 +1,6 @@
 """The speech service over real sockets, with a stub Triton that fails on request."""
 
+import asyncio
 import base64
 import json
 import socket
@@ -15,6 +16,7 @@ import pytest
 from common.constants import SAMPLE_RATE
 from common.server.tritonserver import free_port
 from common.speech_service.settings import Settings
+from common.speech_service.triton import Backend
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub, serving, stub_triton, until
 from tools.bench.triton_stub import TritonStub
 
@@ -84,6 +86,23 @@ def test_a_client_that_disconnects_ends_the_work_within_a_second(served: Stubbed
         until(lambda: served.stub.live > 0)
     assert until(lambda: served.stub.cancelled > cancelled and not served.live()) < 1.0
     assert 'status="gone"' in served.metrics()
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, asyncio.CancelledError])
+def test_a_fault_of_ours_is_counted_as_a_500_and_not_as_a_client_that_left(
+    served: StubbedService, monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
+) -> None:
+    def fail(*_: object) -> None:
+        raise fault
+
+    def counted(status: str) -> list[str]:
+        return [line for line in served.metrics().splitlines() if f'status="{status}"' in line]
+
+    monkeypatch.setattr(Backend, "waveforms", fail)
+    gone, errors = counted("gone"), counted("500")
+    assert served.post(TEXT).status_code == 500
+    until(lambda: counted("500") != errors)
+    assert counted("gone") == gone
 
 
 def test_one_stream_too_many_is_answered_429_with_retry_after(served: StubbedService) -> None:

@@ -1,9 +1,11 @@
 """The WebSocket with a stub Triton: text in pieces, audio by sentence, barge-in."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
@@ -107,7 +109,9 @@ def test_a_client_that_disconnects_ends_the_work(url: str, stub: TritonStub) -> 
     ("message", "error"),
     [
         ("{", "not JSON"),
-        ("[]", "not a JSON object"),
+        ("[]", "not an object"),
+        (json.dumps({"type": "input.text", "text": "\ud800"}), "surrogates"),
+        ('{"type": "session.config", "seed": 9223372036854775808}', "seed"),
         (b"\x00", "binary"),
         ('{"type": "input.sing"}', "input.sing"),
         ('{"type": "input.text"}', "no text"),
@@ -126,6 +130,17 @@ def test_an_invalid_message_is_an_error_event_and_the_session_continues(
         send(socket, "input.text", text="Hello")
         send(socket, "input.done")
         assert receive(socket, "session.done")[-1]["total_sentences"] == 1
+
+
+def test_a_hostile_text_delays_nobody_else(url: str) -> None:
+    """Quotation marks that are never closed: 60,000 in one message held the event loop for half a minute."""
+    with connect(url) as socket:
+        send(socket, "input.text", text="\u201a\u300c" * 15_000)
+        socket.send("{")
+        started = time.monotonic()
+        health = httpx.get(url.replace("ws", "http").removesuffix(PATH) + "/health", timeout=60)
+        assert health.status_code == 200 and time.monotonic() - started < 1.0
+        assert "more than 4096 characters" in receive(socket, "error")[-1]["error"]["message"]
 
 
 def test_a_sentence_that_fails_is_an_error_and_the_next_one_is_sentences(url: str) -> None:

@@ -1,0 +1,67 @@
+"""Sentences of texts that arrive in pieces: where sentencex ends them, in linear time for any text."""
+
+import random
+from typing import Any
+
+import pytest
+import sentencex
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.text.sentences import WINDOW, SentenceSplitter
+
+PROSE = [
+    "Dr. Smith is in. ",
+    'He said "I am here. Really." and left at 3.5 p.m. today, e.g. to see Mr. J. R. R. Tolkien. ',
+    "你好。再见！",
+    "Is it 12:30, or 1,000.5? ",
+    "(All of it. Or most.) ",
+    "「はい。そうです。」と言った。",
+]
+HOSTILE = [
+    "\u201a\u300c",
+    '"\u300c',
+    "\u300c\u3002",
+    "\u201c",
+    "\u2018",
+    "(",
+    "a",
+    "A.",
+    "\u300a\u203c\u2018\u200b\u2019\u00bb",
+]
+
+
+def split(*pieces: str) -> list[str]:
+    splitter = SentenceSplitter()
+    found = [sentence for piece in pieces for sentence in splitter.push(piece)]
+    return [*found, splitter.finish()]
+
+
+def test_prose_is_split_where_sentencex_splits_it() -> None:
+    choose = random.Random(0)
+    for sentences in (3, 30, 300):
+        text = "".join(choose.choices(PROSE, k=sentences))
+        assert split(text) == sentencex.segment("en", text)
+
+
+@given(
+    st.lists(st.text(st.sampled_from("aA.!? \n\"'()\u201c\u201d\u300c\u300d\u3002"), max_size=2 * WINDOW), max_size=4)
+)
+def test_nothing_is_lost(pieces: list[str]) -> None:
+    assert "".join(split(*pieces)) == "".join(pieces)
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+@pytest.mark.parametrize("size", [1, 40_000], ids=["characters", "whole"])
+def test_a_hostile_text_takes_linear_time(pattern: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (pattern * 40_000)[: 40_000 if size > 1 else 1_000]
+    lengths: list[int] = []
+    segment = sentencex.segment
+
+    def counted(language: str, window: str) -> Any:
+        lengths.append(len(window))
+        return segment(language, window)
+
+    monkeypatch.setattr(sentencex, "segment", counted)
+    split(*(text[begin : begin + size] for begin in range(0, len(text), size)))
+    assert max(lengths) <= WINDOW and len(lengths) <= 2 * len(text) / min(size, WINDOW) + 2
