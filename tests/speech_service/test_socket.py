@@ -1,5 +1,6 @@
 """The WebSocket with a stub Triton: text in pieces, audio by sentence, barge-in."""
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -136,11 +137,14 @@ def test_a_hostile_text_delays_nobody_else(url: str) -> None:
     """Quotation marks that are never closed: 60,000 in one message held the event loop for half a minute."""
     with connect(url) as socket:
         send(socket, "input.text", text="\u201a\u300c" * 15_000)
-        socket.send("{")
-        started = time.monotonic()
-        health = httpx.get(url.replace("ws", "http").removesuffix(PATH) + "/health", timeout=60)
-        assert health.status_code == 200 and time.monotonic() - started < 1.0
-        assert "more than 4096 characters" in receive(socket, "error")[-1]["error"]["message"]
+        longest, answers = 0.0, []
+        while not answers:
+            started = time.monotonic()
+            assert httpx.get(url.replace("ws", "http").removesuffix(PATH) + "/health", timeout=60).status_code == 200
+            longest = max(longest, time.monotonic() - started)
+            with contextlib.suppress(TimeoutError):
+                answers.append(socket.recv(0))
+        assert "more than 4096 characters" in str(answers) and longest < 1.0
 
 
 def test_a_sentence_that_fails_is_an_error_and_the_next_one_is_sentences(url: str) -> None:

@@ -1,14 +1,16 @@
 """Sentences of texts that arrive in pieces: where sentencex ends them, in linear time for any text."""
 
 import random
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import sentencex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.text.sentences import WINDOW, SentenceSplitter
+from common.text.sentences import SentenceSplitter
+
+WINDOW = 512
 
 PROSE = [
     "Dr. Smith is in. ",
@@ -55,13 +57,26 @@ def test_nothing_is_lost(pieces: list[str]) -> None:
 @pytest.mark.parametrize("size", [1, 40_000], ids=["characters", "whole"])
 def test_a_hostile_text_takes_linear_time(pattern: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (pattern * 40_000)[: 40_000 if size > 1 else 1_000]
-    lengths: list[int] = []
-    segment = sentencex.segment
+    lengths = counted_calls(monkeypatch, sentencex.segment)
+    assert "".join(split(*(text[begin : begin + size] for begin in range(0, len(text), size)))) == text
+    assert max(lengths) <= WINDOW and len(lengths) <= 2 * len(text) / min(size, WINDOW) + 2
 
-    def counted(language: str, window: str) -> Any:
+
+def test_a_text_takes_linear_time_even_if_every_window_begins_with_a_short_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = counted_calls(monkeypatch, lambda _, window: [window[:1], window[1:]])
+    assert "".join(split("a" * 40_000)) == "a" * 40_000
+    assert len(lengths) <= 2 * 40_000 / WINDOW + 2
+
+
+def counted_calls(monkeypatch: pytest.MonkeyPatch, segment: Callable[[str, str], list[str]]) -> list[int]:
+    """The lengths of the texts that sentencex gets from now on; `segment` answers."""
+    lengths: list[int] = []
+
+    def counted(language: str, window: str) -> list[str]:
         lengths.append(len(window))
         return segment(language, window)
 
     monkeypatch.setattr(sentencex, "segment", counted)
-    split(*(text[begin : begin + size] for begin in range(0, len(text), size)))
-    assert max(lengths) <= WINDOW and len(lengths) <= 2 * len(text) / min(size, WINDOW) + 2
+    return lengths
