@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -11,6 +12,7 @@ from common.constants import MAX_STREAM_TOKENS
 
 MAX_INT32 = 2**31 - 1  # the type of integers in the LLM's tensors
 MAX_SEED = MAX_INT32  # the smallest maximum seed among the engines
+MAX_RAS_WINDOW = 64  # tokens of each request that the sampler on a GPU remembers
 
 FinishReason = Literal["stop", "length"]
 
@@ -35,8 +37,10 @@ class Sampling:
 
     temperature 0 is greedy, top_k 0 is unlimited, seed None chooses one at random. max_tokens is limited by what
     token2wav can render; no end token is sampled before min_tokens others. ras_window 0 disables repetition-aware
-    sampling (RAS): with it, a sampled token that makes up ras_tau or more of the last ras_window tokens is sampled
-    again, from all tokens. Raises ValueError naming the value that is out of range.
+    sampling (RAS): with it, a sampled token that makes up ras_tau or more of the last ras_window tokens is replaced by
+    one sampled from all other tokens. Raises ValueError naming the value that is out of range.
+
+    RAS is VALL-E 2's (arXiv:2406.05370) as in upstream's `ras_sampling`, which excludes the repeated token.
     """
 
     temperature: float = OrchestratorConfig.temperature
@@ -57,13 +61,22 @@ class Sampling:
             "repetition_penalty": (0 < self.repetition_penalty <= 10, "above 0, up to 10"),
             "max_tokens": (1 <= self.max_tokens <= MAX_STREAM_TOKENS, f"1..{MAX_STREAM_TOKENS}"),
             "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"0..{self.max_tokens}"),
-            "ras_window": (0 <= self.ras_window <= MAX_STREAM_TOKENS, f"0..{MAX_STREAM_TOKENS}"),
+            "ras_window": (0 <= self.ras_window <= MAX_RAS_WINDOW, f"0..{MAX_RAS_WINDOW}"),
             "ras_tau": (0 < self.ras_tau <= 1, "above 0, up to 1"),
             "seed": (self.seed is None or 0 <= self.seed <= MAX_SEED, f"0..{MAX_SEED}"),
         }
         for name, (good, range_) in allowed.items():
             if not good:
                 raise ValueError(f"{name} {getattr(self, name)!r} is out of range: {range_}")
+
+    @property
+    def ras_limit(self) -> int:
+        """A sampled token that occurs this often among the last ras_window tokens is replaced."""
+        return max(1, math.ceil(self.ras_window * self.ras_tau))
+
+    def seeded(self) -> "Sampling":
+        """With a random seed if it has none: for runtimes that otherwise give every request the same one."""
+        return self if self.seed is not None else dataclasses.replace(self, seed=random.randrange(MAX_SEED))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,8 @@ class TritonLM:
 
     async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
         sampling = self._ratios.bound(sampling, self._tokenizer.text_length(prompt.target_text))
+        if self._bias is not None:
+            sampling = sampling.seeded()
         input_ids = self._tokenizer.encode_prompt(prompt)
         inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
         parameters = request_parameters(sampling)

@@ -4,14 +4,13 @@ Each has a leading batch dimension of 1. Sampling values that have no tensor are
 python backend reads those.
 """
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from common.llm.engines.interface import GenerationRequest
-from common.llm.interface import MAX_SEED, Sampling
+from common.llm.interface import Sampling
 
 Tensors = Mapping[str, np.ndarray]
 NumberT = TypeVar("NumberT", int, float)
@@ -45,7 +44,7 @@ ALL_INPUTS = (*INPUTS, *SAMPLING_INPUTS, *UNSUPPORTED_INPUTS, *NEUTRAL_INPUTS)
 
 def request_tensors(input_ids: Sequence[int], sampling: Sampling, end_id: int) -> dict[str, np.ndarray]:
     """A streaming request for one prompt: every tensor has the shape (1, n)."""
-    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+    seeds = () if sampling.seed is None else ("random_seed", "seed")
     return {
         "input_ids": np.array([input_ids], np.int32),
         "input_lengths": np.array([[len(input_ids)]], np.int32),
@@ -59,8 +58,7 @@ def request_tensors(input_ids: Sequence[int], sampling: Sampling, end_id: int) -
         "runtime_top_k": np.array([[sampling.top_k]], np.int32),
         "runtime_top_p": np.array([[sampling.top_p]], np.float32),
         "repetition_penalty": np.array([[sampling.repetition_penalty]], np.float32),
-        "random_seed": np.array([[seed]], np.uint64),
-        "seed": np.array([[seed]], np.uint64),
+        **{name: np.array([[sampling.seed]], np.uint64) for name in seeds},
     }
 
 

@@ -9,7 +9,7 @@ it supports neither the bias nor repetition-aware sampling. So requests reach it
 here gets an infinite logit.
 """
 
-import math
+import random
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -21,59 +21,54 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from common.llm.checkpoint import speech_bias
-from common.llm.interface import Sampling
+from common.llm.interface import MAX_RAS_WINDOW, Sampling
 from common.llm.speech_tokens import LLMTokenizer
 
 SAMPLING_KEY = "speech_sampling"  # of a request's `extra_args`: passes its sampling to the process that samples
-NOT_YET = -1  # vLLM's placeholder for an id that was sampled but is not read back yet
-NEVER = -2
+RECENT = MAX_RAS_WINDOW + 1  # sampled tokens that are kept of each request: a window, and the one that is being sampled
+NONE = -1  # no token
 GRAPH_TOP_K = 64  # the largest top_k of a step that is captured as a CUDA graph
 INTEGERS = ("top_k", "seed", "min_tokens", "max_tokens", "ras_window")
 UNSUPPORTED = ("frequency_penalty", "presence_penalty", "min_p")
 
 
 class SamplingRow(NamedTuple):
-    """One request's sampling as numbers; no value is a special case: greedy is a top_k of 1."""
+    """One request's sampling as numbers; no value is a special case: greedy is a top_k of 1, no RAS a window of 0."""
 
     temperature: float
     penalty: float
     top_k: float
     top_p: float
     min_tokens: float
+    ras_window: float
+    ras_limit: float
 
     @classmethod
-    def of(cls, sampling: Sampling, top_k: int) -> "SamplingRow":
+    def of(cls, sampling: Sampling, width: int) -> "SamplingRow":
+        """`width`: the number of tokens that can be sampled."""
+        greedy = sampling.temperature == 0
         return cls(
-            sampling.temperature or 1.0,
+            1.0 if greedy else sampling.temperature,
             sampling.repetition_penalty,
-            float(top_k),
+            1.0 if greedy else float(min(sampling.top_k or width, width)),
             sampling.top_p,
             float(sampling.min_tokens),
+            0.0 if greedy else float(sampling.ras_window),
+            float(sampling.ras_limit),
         )
 
 
 @dataclass
 class BatchEntry:
-    """A request of the batch. `slot`: index of its state on the device; `ids`: vLLM's growing list of its tokens."""
+    """A request of the batch. `slot`: index of its state on the device; `ids`: vLLM's growing list of its tokens.
+
+    `key`: selects its random numbers; its seed, if it has one.
+    """
 
     sampling: Sampling
     slot: int
+    key: int
     ids: list[int]
-
-    @property
-    def top_k(self) -> int:
-        """Number of candidates to sample from, the most probable ones; 0 is all."""
-        return self.sampling.top_k if self.sampling.temperature else 1
-
-    @property
-    def uses_ras(self) -> bool:
-        """Whether its sampling is repetition-aware."""
-        return bool(self.sampling.ras_window and self.sampling.temperature)
-
-    @property
-    def ras_limit(self) -> float:
-        """A token that occurs this often in the window is sampled again."""
-        return self.sampling.ras_window * self.sampling.ras_tau if self.uses_ras else math.inf
 
 
 class SpeechLogits(LogitsProcessor):
@@ -138,16 +133,17 @@ class SpeechLogits(LogitsProcessor):
         slots = 2 * max_requests + 1
         self._free = list(range(slots - 1))
         self._seen = torch.zeros(slots, width, dtype=torch.bool, device=device)  # tokens of the prompt and sampled ones
-        self._last_columns = torch.zeros(slots, dtype=torch.long, device=device)  # the column sampled last,
-        self._last_positions = torch.full((slots,), NEVER, device=device)  # and the number of tokens before it
+        # The columns sampled last, each at its position in the answer modulo the size. vLLM discards some tokens: then
+        # the position stays the same, and the next column takes the place of the discarded one.
+        self._recent = torch.full((slots, RECENT), NONE, device=device)
+        self._keys_of_unseeded = random.Random()  # not the module's generator, which vLLM seeds
         # Inputs and outputs of a step, by row, at fixed addresses for the CUDA graphs
         rows = _padded(max_requests)
         self._logits = torch.zeros(rows, width, device=device)
-        self._noise = torch.ones(2, rows, width, device=device)
         self._slots = torch.full((rows,), slots - 1, device=device)
+        self._keys = torch.zeros(rows, dtype=torch.long, device=device)
         self._positions = torch.zeros(rows, dtype=torch.long, device=device)
         self._sampling = torch.ones(len(SamplingRow._fields), rows, 1, device=device)
-        self._ras_limits = torch.full((rows, 1), torch.inf, device=device)
         self._chosen = torch.zeros(rows, 1, dtype=torch.long, device=device)  # ids
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         if device.type == "cuda":
@@ -165,11 +161,10 @@ class SpeechLogits(LogitsProcessor):
         scratch = len(self._seen) - 1
         self._free = [slot for slot in range(scratch) if slot not in used]
         padding = _padded(len(batch)) - len(batch)
-        sampling = [SamplingRow.of(row.sampling, min(row.top_k or self._width, self._width)) for row in batch]
+        sampling = [SamplingRow.of(row.sampling, self._width) for row in batch]
         self._max_top_k = max((int(each.top_k) for each in sampling), default=0)
-        self._any_ras = any(row.uses_ras for row in batch)
         self._copy(self._slots, [row.slot for row in batch] + [scratch] * padding)
-        self._copy(self._ras_limits[:, 0], [row.ras_limit for row in batch] + [math.inf] * padding)
+        self._copy(self._keys, [row.key for row in batch])
         for values, target in zip(zip(*sampling, strict=True), self._sampling[:, :, 0], strict=False):
             self._copy(target, list(values))
 
@@ -179,81 +174,56 @@ class SpeechLogits(LogitsProcessor):
             return logits
         self._logits[:count] = logits[:, self._first : self._first + self._width]  # (B, V) -> (B, C)
         self._copy(self._positions, [len(row.ids) for row in self._batch])
-        self._fill_noise(count)
         rows = _padded(count)
-        if self._any_ras or self._max_top_k > GRAPH_TOP_K or rows not in self._graphs:
+        if self._max_top_k > GRAPH_TOP_K or rows not in self._graphs:
             self._step(rows, self._max_top_k)
         else:
             self._graphs[rows].replay()
         return logits.scatter_(1, self._chosen[:count], torch.inf)
 
     def _step(self, rows: int, max_top_k: int) -> None:
-        """Sample for the first rows, whose top_k is at most `max_top_k`."""
+        """Sample for the first rows, whose top_k is at most `max_top_k`.
+
+        Must not branch on the content of the batch, because a CUDA graph repeats it for other batches.
+        """
         slots, positions = self._slots[:rows], self._positions[:rows]
-        temperatures, penalties, top_ks, top_ps, min_tokens = self._sampling[:, :rows]  # (R, 1) each
-        # The last token counts only if its request is one token further: vLLM discards some of the sampled tokens.
-        marks = slots * self._width + self._last_columns[slots]
+        temperatures, penalties, top_ks, top_ps, min_tokens, windows, limits = self._sampling[:, :rows]  # (R, 1) each
+        last = self._recent[slots, (positions - 1) % RECENT]
+        marks = slots * self._width + last.clamp(min=0)
         seen = self._seen.view(-1)
-        seen[marks] = seen[marks] | (positions == self._last_positions[slots] + 1)
+        seen[marks] = seen[marks] | (last != NONE)
         scores = self._logits[:rows] + self._bias
         penalised = torch.where(scores > 0, scores / penalties, scores * penalties)
         scores = torch.where(self._seen[slots], penalised, scores) / temperatures
         scores = scores.masked_fill(self._ends & (positions[:, None] < min_tokens), -torch.inf)
-        columns = self._sample(scores, max_top_k, top_ks, top_ps)
-        self._last_columns[slots] = columns.flatten()
-        self._last_positions[slots] = positions
+        first, second = _uniforms(self._keys[:rows], positions)
+        sampled = _pick(_nucleus(scores, max_top_k, top_ks, top_ps, windows > 0), first)
+        # Repetition-aware sampling: the token is replaced by any other one if the window holds it too often.
+        ages = (positions[:, None] - 1 - torch.arange(RECENT, device=self._device)) % RECENT  # 0: the last token
+        repeats = (self._recent[slots] == sampled) & (ages < windows)  # (R, RECENT)
+        others = scores.scatter(1, sampled, -torch.inf)
+        other = _pick(torch.exp(others - others.amax(1, keepdim=True)), second)
+        columns = torch.where(repeats.sum(1, keepdim=True) >= limits, other, sampled)
+        self._recent[slots, positions % RECENT] = columns.flatten()
         self._chosen[:rows] = columns + self._first
-
-    def _sample(self, scores: torch.Tensor, max_top_k: int, top_ks: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-        """Scores (R, C) -> columns (R, 1)."""
-        noise, limits = self._noise[:, : len(scores)], self._ras_limits[: len(scores)]
-        highest, columns = scores.topk(max_top_k)  # (R, C) -> (R, K), descending
-        weights = torch.exp(highest - highest[:, :1]) * (torch.arange(max_top_k, device=self._device) < top_ks)
-        whole = weights.sum(1, keepdim=True)
-        if self._any_ras:  # its top_p is a share of the whole distribution, otherwise of the tokens left by top_k
-            everything = torch.exp(scores - highest[:, :1])
-            whole = torch.where(limits.isfinite(), everything.sum(1, keepdim=True), whole)
-        weights = weights * (weights.cumsum(1) - weights < top_ps * whole)
-        # The argmax of weight / exponential noise is a sample by weight. The noise belongs to a column, not to a rank:
-        # near-equal weights may swap ranks when a batch of another size rounds differently.
-        sampled = columns.gather(1, (weights / noise[0].gather(1, columns)).argmax(1, keepdim=True))
-        if self._any_ras:
-            again = (everything / noise[1]).argmax(1, keepdim=True)
-            sampled = torch.where(self._count(sampled) >= limits, again, sampled)
-        return sampled
-
-    def _fill_noise(self, count: int) -> None:
-        """Exponential noise. That of a seeded request depends only on its seed and position."""
-        samples = 2 if self._any_ras else 1
-        self._noise[:samples, :count].exponential_()
-        for index, row in enumerate(self._batch):
-            if row.sampling.seed is not None:
-                generator = torch.Generator(self._device)
-                generator.manual_seed((row.sampling.seed << 24) + len(row.ids))
-                for sample in range(samples):
-                    self._noise[sample, index].exponential_(generator=generator)
-
-    def _count(self, columns: torch.Tensor) -> torch.Tensor:
-        """How often each of the columns (R, 1) is among the last `ras_window` tokens of its request, (R, 1)."""
-        windows = [row.ids[-row.sampling.ras_window :] if row.uses_ras else [] for row in self._batch]
-        windows += [[]] * (len(columns) - len(windows))
-        longest = max(map(len, windows))
-        recent = self._tensor([window + [NOT_YET] * (longest - len(window)) for window in windows])  # (R, W)
-        return (recent == columns + self._first).sum(1, keepdim=True)
 
     def _add(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> BatchEntry:
         slot = self._free.pop()
         self._seen[slot] = False
-        self._last_positions[slot] = NEVER
         columns = [token - self._first for token in (*(prompt_ids or ()), *output_ids)]
         if seen := [column for column in columns if 0 <= column < self._width]:
             self._seen[slot].index_fill_(0, self._tensor(seen), True)
-        sampling: dict[str, Any] = (params.extra_args or {})[SAMPLING_KEY]
-        return BatchEntry(Sampling(**sampling), slot, output_ids)
+        recent = [NONE] * RECENT
+        for position in range(max(0, len(output_ids) - MAX_RAS_WINDOW), len(output_ids)):
+            recent[position % RECENT] = max(NONE, output_ids[position] - self._first)
+        self._copy(self._recent[slot], recent)
+        sampling = Sampling(**(params.extra_args or {})[SAMPLING_KEY])
+        key = self._keys_of_unseeded.getrandbits(32) if sampling.seed is None else sampling.seed
+        return BatchEntry(sampling, slot, key, output_ids)
 
     def _capture(self, max_rows: int) -> None:
         """Capture a step for each batch size: launching its kernels one by one takes longer than running them."""
-        self._any_ras, pool = False, torch.cuda.graph_pool_handle()
+        pool = torch.cuda.graph_pool_handle()
         for rows in sorted({_padded(count) for count in range(1, max_rows + 1)}):
             self._step(rows, GRAPH_TOP_K)
             torch.cuda.synchronize()
@@ -273,3 +243,43 @@ class SpeechLogits(LogitsProcessor):
 def _padded(rows: int) -> int:
     """The number of rows that a step computes: a power of two."""
     return 1 << max(0, rows - 1).bit_length()
+
+
+def _nucleus(
+    scores: torch.Tensor, max_top_k: int, top_ks: torch.Tensor, top_ps: torch.Tensor, ras: torch.Tensor
+) -> torch.Tensor:
+    """Scores (R, C) -> weights (R, C) of the columns that top_k and top_p (R, 1) keep, 0 for others.
+
+    ras (R, 1): with it, top_p is a share of the whole distribution; otherwise of the tokens left by top_k.
+    """
+    highest, columns = scores.topk(max_top_k)  # (R, C) -> (R, K), descending
+    weights = torch.exp(highest - highest[:, :1]) * (torch.arange(max_top_k, device=scores.device) < top_ks)
+    everything = torch.exp(scores - highest[:, :1]).sum(1, keepdim=True)
+    whole = torch.where(ras, everything, weights.sum(1, keepdim=True))
+    weights = weights * (weights.cumsum(1) - weights < top_ps * whole)
+    return torch.zeros_like(scores).scatter(1, columns, weights)
+
+
+def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Weights (R, C), numbers (R, 1) in [0, 1) -> columns (R, 1), sampled by weight.
+
+    In order of columns, not of weights, as by `sampler.TokenSampler`: near-equal weights may swap ranks when a batch of
+    another size rounds differently.
+    """
+    cumulative = weights.cumsum(1, dtype=torch.float64)
+    return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+
+
+def _uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Keys (R,) and positions (R,) -> two numbers (2, R, 1) in [0, 1), float64, which depend on nothing else."""
+    draws = torch.arange(2, device=keys.device)[:, None]
+    counters = _mixed(keys + 0x9E3779B9) + 2 * positions + draws  # (R,) -> (2, R)
+    return (_mixed(counters).double() / 2**32)[:, :, None]
+
+
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    """A 32-bit hash, for each of the integers: Wellons' "hash prospector", whose factors keep products below 2^63."""
+    bits = bits & 0xFFFFFFFF
+    bits = ((bits ^ (bits >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    bits = ((bits ^ (bits >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return bits ^ (bits >> 15)

@@ -18,6 +18,7 @@ from common.llm.interface import LLMPrompt, Sampling
 from common.llm.speech_tokens import LLMTokenizer
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tests.support.llm_fixtures import FAKES, genai_dir, install, llm_dir  # noqa: F401
+from tests.support.sampling_reference import CASES, deviation, ras_probabilities
 
 MAX_REQUESTS = 4
 
@@ -133,8 +134,28 @@ def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, l
     params = engine._llm.requests[0].sampling
     assert (params.top_k, params.seed, params.min_tokens, params.end_id) == (1, 3, 2, tokenizer.end_ids[0])
     assert torch.isfinite(params.embedding_bias).nonzero().flatten().tolist() == candidate_ids(tokenizer).tolist()
-    with pytest.raises(ValueError, match="ras_window 10: the engine tensorrt_llm has no"):
-        asyncio.run(collect(engine, make_request(tokenizer, ras_window=10)))
+    asyncio.run(collect(engine, make_request(tokenizer)))
+    asyncio.run(collect(engine, make_request(tokenizer)))
+    assert engine._llm.requests[1].sampling.seed != engine._llm.requests[2].sampling.seed  # its default is a constant
+
+
+def test_repetition_aware_sampling_in_tensorrt_llm_has_upstreams_probabilities(install, llm_dir, tokenizer):  # noqa: F811
+    install("tensorrt_llm")
+    engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
+    engine._llm.logits = torch.full((engine._limits.vocab_size,), -60.0)
+    engine._llm.logits[:9] = 99.0  # text
+    first = tokenizer.first_speech_id
+    engine._llm.logits[first : first + 40] = torch.from_numpy(CASES["spread"]).float()
+    nucleus = {"top_p": 0.8, "top_k": 25}
+    request = make_request(
+        tokenizer, temperature=1.0, repetition_penalty=1.0, ras_window=10, seed=1, max_tokens=700, **nucleus
+    )
+    chunks = asyncio.run(collect(engine, request))
+    sampled = tokenizer.to_speech_ids([token for chunk in chunks for token in chunk.tokens])
+    expected = [
+        ras_probabilities(CASES["spread"], sampled[:step], window=10, tau=0.1, **nucleus) for step in range(700)
+    ]
+    assert len(sampled) == 700 and deviation(expected, sampled) < 4.5
 
 
 # --- choice of the engine ------------------------------------------------------------------------------------------

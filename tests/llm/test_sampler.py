@@ -3,6 +3,7 @@ import pytest
 
 from common.llm.engines.sampler import TokenSampler
 from common.llm.interface import LengthRatios, Sampling
+from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities
 
 CANDIDATES = np.arange(10, 16)
 LOGITS = np.array([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
@@ -67,37 +68,42 @@ def test_rounding_of_near_equal_logits_does_not_change_the_sample():
         assert first.sample(near + rng.normal(0, 1e-7, 6)) == second.sample(near + rng.normal(0, 1e-7, 6))
 
 
-def reference_ras(logits, decoded, rng, top_p=0.8, top_k=25, window=10, tau=0.1):
-    """CosyVoice2's repetition-aware sampling, implemented from its definition."""
-    probabilities = np.exp(logits - logits.max())
-    probabilities /= probabilities.sum()
-    order = np.argsort(-probabilities, kind="stable")
-    before = np.cumsum(probabilities[order]) - probabilities[order]
-    nucleus = order[(before < top_p) & (np.arange(len(order)) < top_k)]
-    token = rng.choice(nucleus, p=probabilities[nucleus] / probabilities[nucleus].sum())
-    if np.sum(np.array(decoded[-window:]) == token) >= window * tau:
-        token = rng.choice(len(probabilities), p=probabilities)
-    return int(token)
-
-
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tau", [0.1, 0.2])
-def test_repetition_aware_sampling_agrees_with_cosyvoice2(tau):
-    """Both sample many tokens from one distribution; frequencies and immediate repetitions must agree."""
-    logits = np.random.default_rng(1).normal(0, 2, 40)
-    ras = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0, "ras_window": 10, "ras_tau": tau}
-    sampler = TokenSampler(Sampling(seed=3, **ras), np.arange(40), prompt_ids=(), end_ids=())
-    rng, expected, found, n = np.random.default_rng(2), [], [], 20_000
-    for _ in range(n):
-        expected.append(reference_ras(logits, expected, rng, tau=tau))
-        found.append(sampler.sample(logits.astype(np.float32)))
-    for share in (lambda ids: np.bincount(ids, minlength=40) / n, lambda ids: np.mean(ids[1:] == ids[:-1])):
-        np.testing.assert_allclose(share(np.array(found)), share(np.array(expected)), atol=0.012)
+def test_repetition_aware_sampling_has_upstreams_probabilities(case, tau):
+    ras = {"top_p": 0.8, "top_k": 25}
+    sampler = TokenSampler(
+        Sampling(seed=3, temperature=1.0, repetition_penalty=1.0, ras_window=10, ras_tau=tau, **ras),
+        np.arange(40),
+        prompt_ids=(),
+        end_ids=(),
+    )
+    expected, sampled = [], []
+    for _ in range(1500):
+        expected.append(ras_probabilities(CASES[case], sampled, window=10, tau=tau, **ras))
+        sampled.append(sampler.sample(CASES[case]))
+    assert deviation(expected, sampled) < 4.5
 
 
-def test_repetition_aware_sampling_escapes_a_loop():
-    """One token has nearly all the weight: without the window, only that one is ever sampled."""
-    assert set(samples(make_sampler(top_p=0.6), 50)) == {15}
-    assert len(set(samples(make_sampler(top_p=0.6, ras_window=10), 200))) > 3
+def test_a_token_of_nine_tenths_is_hardly_repeated():
+    """Sampling the replacement from all tokens, the repeated one included, would repeat it 81 % of the time."""
+    sampler = make_sampler(top_p=0.8, ras_window=10)
+    logits = np.log([0.9, *[0.02] * 5])
+    sampled = [sampler.sample(logits) for _ in range(1100)]
+    assert np.flatnonzero(np.array(sampled) == 10).tolist() == list(range(0, 1100, 11))
+
+
+@pytest.mark.parametrize(("window", "tau", "positions"), WINDOWS)
+def test_the_window_ends_after_its_last_token(window, tau, positions):
+    sampler = make_sampler(top_k=1, ras_window=window, ras_tau=tau)
+    sampled = samples(sampler, positions[-1] + 1)
+    assert np.flatnonzero(sampled == 15).tolist() == positions
+
+
+def test_the_replacement_is_found_even_if_it_is_a_trillion_times_less_probable():
+    sampler = make_sampler(top_k=1, ras_window=10)
+    logits = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 2000.0])
+    assert [sampler.sample(logits) == 15 for _ in range(3)] == [True, False, False]
 
 
 def test_excluded_end_tokens_are_not_chosen_by_the_second_sample_either():
@@ -134,6 +140,7 @@ def test_invalid_ratios_are_an_error(ratios):
         {"max_tokens": 10**12},
         {"min_tokens": 751},
         {"ras_window": -1},
+        {"ras_window": 65},
         {"ras_tau": 0.0},
         {"seed": -1},
         {"seed": 2**31},

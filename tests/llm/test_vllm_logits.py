@@ -6,19 +6,23 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from common.llm.checkpoint import read_limits
 from common.llm.engines.interface import candidate_ids
 from common.llm.engines.sampler import TokenSampler
 from common.llm.interface import Sampling
 from common.llm.speech_tokens import LLMTokenizer
-from tests.llm.test_sampler import reference_ras
 from tests.support import fake_vllm
 from tests.support.fake_vllm import BatchUpdate
 from tests.support.llm_fixtures import install, llm_dir  # noqa: F401
+from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities
 
 GREEDY = {"temperature": 0.0}
 FREE = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+NUCLEUS = {"top_p": 0.8, "top_k": 25}
+RAS = NUCLEUS | {"temperature": 1.0, "repetition_penalty": 1.0}
 
 
 @pytest.fixture
@@ -44,7 +48,9 @@ class Batch:
         config = fake_vllm.VllmConfig(
             fake_vllm.ModelConfig(str(directory), self.vocab_size), fake_vllm.SchedulerConfig(8)
         )
-        self.candidates = candidate_ids(LLMTokenizer.from_dir(directory))
+        tokenizer = LLMTokenizer.from_dir(directory)
+        self.candidates, self.end_ids = candidate_ids(tokenizer), tokenizer.end_ids
+        self.width = len(self.candidates)
         self.ids: list[list[int]] = []
         self._device = device
         self._processor = processor_class(config, device, device.type == "cuda")
@@ -81,16 +87,17 @@ class Batch:
 
 def peaked(batch, *columns):
     """Logits (C,) with some columns above the rest, in descending order."""
-    logits = np.full(len(batch.candidates), -4.0)
+    logits = np.full(batch.width, -4.0)
     logits[list(columns)] = 4.0 - np.arange(len(columns))
     return logits
 
 
 def test_text_is_never_sampled_and_speech_by_its_weight(batch):
-    batch.add(**FREE)
-    logits = np.full(len(batch.candidates), -40.0)
+    for _ in range(8):
+        batch.add(**FREE)
+    logits = np.full(batch.width, -40.0)
     logits[:6] = [0, 1, 2, 3, 4, 5]  # all ids that are not candidates have 0
-    sampled = [batch.step(logits)[0] for _ in range(2000)]
+    sampled = np.concatenate([batch.step(logits) for _ in range(250)])
     expected = np.exp(np.arange(6)) / np.exp(np.arange(6)).sum()
     np.testing.assert_allclose(np.bincount(sampled, minlength=6) / 2000, expected, atol=0.04)
 
@@ -112,11 +119,12 @@ def test_the_learned_bias_of_the_head_is_added(processor_class, llm_dir, tmp_pat
     [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.5}, {"temperature": 3.0, "top_k": 5}, {"top_p": 1e-6}],
 )
 def test_top_k_and_top_p_keep_the_same_tokens_as_on_the_cpu(batch, sampling):
-    logits = np.random.default_rng(1).normal(0, 3, len(batch.candidates))
-    batch.add(**(FREE | sampling))
+    logits = np.random.default_rng(1).normal(0, 3, batch.width)
+    for _ in range(8):
+        batch.add(**(FREE | sampling))
     sampler = TokenSampler(Sampling(**(FREE | sampling), seed=0), np.arange(len(logits)), prompt_ids=(), end_ids=())
     kept, weights = sampler._nucleus(logits / (FREE | sampling)["temperature"])
-    sampled = [batch.step(logits)[0] for _ in range(600)]
+    sampled = np.concatenate([batch.step(logits) for _ in range(75)]).tolist()
     assert set(sampled) <= set(kept.tolist())
     likely = kept[weights > weights.sum() / 30]
     assert set(likely.tolist()) <= set(sampled)
@@ -172,7 +180,7 @@ def test_a_request_that_is_added_again_keeps_its_tokens(batch):
 
 
 def test_a_request_does_not_depend_on_the_others_in_its_batch(batch):
-    logits = np.random.default_rng(3).normal(0, 2, len(batch.candidates))
+    logits = np.random.default_rng(3).normal(0, 2, batch.width)
     ras = {"ras_window": 10}
 
     def tokens(*others):
@@ -189,23 +197,137 @@ def test_a_request_does_not_depend_on_the_others_in_its_batch(batch):
     assert len(set(alone)) > 5
 
 
-@pytest.mark.parametrize(("spread", "top_k"), [(2.0, 25), (0.5, 5)])  # the second keeps less than top_p
-def test_repetition_aware_sampling_agrees_with_cosyvoice2(batch, spread, top_k):
-    logits = np.full(len(batch.candidates), -60.0)
-    logits[:40] = np.random.default_rng(1).normal(0, spread, 40)
-    rng, expected, n = np.random.default_rng(2), [], 2000
-    batch.add({"ras_window": 10}, temperature=1.0, top_p=0.8, top_k=top_k)
-    batch.add(None, temperature=1.0, top_p=0.8, top_k=top_k)
-    found = np.array([batch.step(logits) for _ in range(n)])
-    for _ in range(n):
-        expected.append(reference_ras(logits[:40], expected, rng, top_k=top_k))
-    for share in (lambda ids: np.bincount(ids, minlength=40) / n, lambda ids: np.mean(ids[1:] == ids[:-1])):
-        np.testing.assert_allclose(share(found[:, 0]), share(np.array(expected)), atol=0.03)
-    assert np.bincount(found[:, 1]).max() > 1.3 * np.bincount(found[:, 0]).max()  # the other request does not use it
+@pytest.mark.parametrize("case", CASES)
+def test_repetition_aware_sampling_has_upstreams_probabilities(batch, case):
+    """Eight requests at once: six with RAS, two without."""
+    logits = np.full(batch.width, -60.0)
+    logits[:40] = CASES[case]
+    for row in range(8):
+        batch.add({"ras_window": 10 * (row < 6)}, **RAS, seed=row)
+    found = np.array([batch.step(logits) for _ in range(250)])  # (steps, rows)
+    expected, sampled = [], []
+    for ids in found[:, :6].T.tolist():
+        expected += [ras_probabilities(logits[:40], ids[:step], window=10, tau=0.1, **NUCLEUS) for step in range(250)]
+        sampled += ids
+    assert deviation(expected, sampled) < 4.5
+    alike = found[1:] == found[:-1]
+    assert alike[:, 6:].mean() > 1.3 * alike[:, :6].mean()
+
+
+@pytest.mark.parametrize(("window", "tau", "positions"), WINDOWS)
+def test_the_window_ends_after_its_last_token_that_vllm_kept(batch, window, tau, positions):
+    batch.add({"ras_window": window, "ras_tau": tau}, **(FREE | {"top_k": 1}))
+    logits = np.zeros(batch.width)
+    logits[7] = 300.0  # beyond the range of float32
+    for step in range(positions[-1] + 1):
+        if step % 4 == 0:
+            batch.step(logits, discarded=(0,))
+        batch.step(logits)
+    columns = np.array(batch.ids[0]) - batch.candidates[0]
+    assert np.flatnonzero(columns == 7).tolist() == positions and columns.max() < batch.width
+
+
+def test_a_request_that_is_added_again_keeps_its_window(batch):
+    batch.add({"ras_window": 64, "ras_tau": 0.01}, **(FREE | {"top_k": 1}))
+    for _ in range(40):
+        batch.step(peaked(batch, 7))
+    output = batch.ids[0]
+    batch.remove(0)
+    batch.add({"ras_window": 64, "ras_tau": 0.01}, **(FREE | {"top_k": 1}), output=output)
+    assert [batch.step(peaked(batch, 7)) == [7] for _ in range(26)] == [False] * 25 + [True]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [FREE, FREE | {"top_k": 3, "temperature": 0.8}, FREE | {"top_p": 0.5, "repetition_penalty": 1.3}, RAS],
+)
+def test_the_same_random_numbers_give_the_same_tokens_as_on_the_cpu(batch, processor_class, sampling):
+    logits = np.random.default_rng(3).normal(0, 2, batch.width).astype(np.float32)
+    ras = {"ras_window": 10, "ras_tau": 0.2} if sampling is RAS else {}
+    batch.add(ras, **sampling, seed=5, min_tokens=20, max_tokens=30)
+    sampler = TokenSampler(
+        Sampling(**sampling, **ras, seed=5, min_tokens=20, max_tokens=30),
+        np.arange(batch.width),
+        prompt_ids=(),
+        end_ids=np.searchsorted(batch.candidates, batch.end_ids),
+    )
+    uniforms = importlib.import_module("common.llm.vllm_logits")._uniforms
+    for position in range(30):
+        sampler._random = Numbers(uniforms(torch.tensor([5]), torch.tensor([position])).flatten().tolist())
+        assert batch.step(logits) == [sampler.sample(logits)]
+
+
+class Numbers:
+    """In place of a generator: these numbers, one after the other."""
+
+    def __init__(self, numbers):
+        self._numbers = iter(numbers)
+
+    def random(self):
+        return next(self._numbers)
+
+
+def test_the_numbers_of_requests_and_positions_are_independent(processor_class):
+    """Chi-square over a grid of two numbers: of one position, of neighbouring positions and of neighbouring seeds."""
+    uniforms = importlib.import_module("common.llm.vllm_logits")._uniforms
+    keys, positions = torch.arange(64).repeat_interleave(256), torch.arange(256).repeat(64)
+    first, second = uniforms(keys, positions).numpy().reshape(2, 64, 256)
+    pairs = [(first, second), (first[:, 1:], first[:, :-1]), (first[1:], first[:-1]), (first[:, 1:], second[:, :-1])]
+    for one, other in pairs:
+        found, _, _ = np.histogram2d(one.flatten(), other.flatten(), bins=16, range=[[0, 1], [0, 1]])
+        expected = one.size / 256
+        assert abs(((found - expected) ** 2 / expected).sum() - 255) < 5 * np.sqrt(2 * 255)
+
+
+class Recorded(TorchFunctionMode):
+    """The tensor operations that are run within it. As in a CUDA graph, `replay` repeats them on the same tensors, and
+    everything that Python computed between them stays as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self._calls = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self._calls.append((function, args, kwargs or {}, function(*args, **(kwargs or {}))))
+        return self._calls[-1][-1]
+
+    def replay(self):
+        made = {}  # by the identity of the tensor that the recording made
+        for function, args, kwargs, recorded in self._calls:
+            args, kwargs = tree_map(lambda value: made.get(id(value), value), (args, kwargs))
+            result = function(*args, **kwargs)
+            made.update(zip(map(id, tree_leaves(recorded)), tree_leaves(result), strict=True))
+
+
+def test_one_recorded_step_serves_every_batch_like_the_plain_one(processor_class, llm_dir):  # noqa: F811
+    """With and without RAS, with seeds, penalties and greedy requests, in one batch and in changing ones."""
+    plain, recorded = (Batch(processor_class, llm_dir, torch.device("cpu")) for _ in range(2))
+    processor = recorded._processor
+    processor._graphs = {2: Recorded()}
+    with processor._graphs[2]:
+        processor._step(2, 64)
+    processor._step = None
+    logits = np.random.default_rng(3).normal(0, 2, plain.width)
+
+    def both(change):
+        results = [change(batch) for batch in (plain, recorded)]
+        assert results[0] == results[1]
+
+    for index, (extra_args, sampling) in enumerate(
+        [
+            ({"ras_window": 10}, RAS | {"seed": 1}),
+            (None, {"repetition_penalty": 1.3, "top_k": 50, "seed": 2}),
+            ({"ras_window": 64, "ras_tau": 0.05}, RAS | {"seed": 3, "min_tokens": 9}),
+            (None, GREEDY),
+        ]
+    ):
+        both(lambda batch: batch.add(extra_args, **sampling, index=index % 2))  # noqa: B023
+        if index:
+            both(lambda batch: [batch.step(logits, discarded=(0,) if step == 5 else ()) for step in range(12)])
 
 
 def test_a_seed_repeats_the_answer_and_another_seed_does_not(batch):
-    logits = np.zeros(len(batch.candidates))
+    logits = np.zeros(batch.width)
     for seed in (1, 1, 2, None):
         batch.add(**FREE, seed=seed)
     first, second, other, unseeded = np.array([batch.step(logits) for _ in range(10)]).T
@@ -219,7 +341,7 @@ def test_rounding_of_near_equal_logits_does_not_change_the_sample(batch):
     batch.add(**FREE, seed=1)
     rng = np.random.default_rng(0)
     for _ in range(50):
-        first, second = batch.step(rng.normal(0, 1e-6, (2, len(batch.candidates))))
+        first, second = batch.step(rng.normal(0, 1e-6, (2, batch.width)))
         assert first == second
 
 
@@ -258,6 +380,7 @@ def test_vllm_itself_samples_greedily(processor_class):
         ({"extra_args": {"speech_sampling": {"seed": "1"}}}, "speech_sampling"),
         ({"extra_args": {"speech_sampling": {"seed": 1.5}}}, "seed 1.5 is not an integer"),
         ({"extra_args": {"ras_window": -1}}, "ras_window -1 is out of range"),
+        ({"extra_args": {"ras_window": 65}}, "ras_window 65 is out of range: 0..64"),
         ({"extra_args": {"speech_sampling": {"colour": 1}}}, "colour"),
         ({"extra_args": {"speech_sampling": 3}}, "speech_sampling 3"),
         ({"frequency_penalty": 0.5}, "frequency_penalty 0.5 is not supported for speech"),

@@ -7,9 +7,12 @@ import numpy as np
 
 from common.llm.interface import Sampling
 
+# Of all requests without a seed: making a generator for each would take 20 us. Thread-safe.
+_UNSEEDED = np.random.default_rng()
+
 
 class TokenSampler:
-    """Samples the tokens of one request; the result depends only on the request's own logits and seed.
+    """Samples the tokens of one request; with a seed, the result depends only on it and the request's own logits.
 
     Only `candidates` (ids, ascending) are sampled: speech tokens and end tokens. `end_ids` are excluded until
     `sampling.min_tokens` others have been sampled.
@@ -24,7 +27,7 @@ class TokenSampler:
         self._ends = np.isin(candidates, np.asarray(end_ids))
         self._tokens_before_end = sampling.min_tokens
         self._recent: deque[int] = deque(maxlen=sampling.ras_window)  # indices of candidates
-        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+        self._random = _UNSEEDED if sampling.seed is None else np.random.default_rng(sampling.seed)
 
     def sample(self, logits: np.ndarray) -> int:
         """Logits (C,) of the candidates at the next position -> id of the sampled token."""
@@ -48,7 +51,8 @@ class TokenSampler:
         scores = scores / sampling.temperature
         index = self._pick(*self._nucleus(scores))
         if sampling.ras_window:
-            if self._recent.count(index) >= sampling.ras_window * sampling.ras_tau:
+            if self._recent.count(index) >= sampling.ras_limit:
+                scores[index] = -np.inf
                 index = self._pick(np.arange(len(scores)), np.exp(scores - scores.max()))
             self._recent.append(index)
         return index

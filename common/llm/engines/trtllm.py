@@ -1,8 +1,9 @@
 """The engine `tensorrt_llm`: TensorRT-LLM's LLM API over a HuggingFace directory or built engines, on a GPU.
 
-Needs TensorRT-LLM 1.0 or newer, which is not a dependency of this project: NVIDIA's image has it.
+Needs TensorRT-LLM 1.0 or newer, which is not a dependency of this project: NVIDIA's image has it. Never run with it.
 """
 
+import dataclasses
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -11,12 +12,47 @@ from typing import Any
 import torch
 from tensorrt_llm import LLM, SamplingParams
 from tensorrt_llm.llmapi import KvCacheConfig
+from tensorrt_llm.sampling_params import LogitsProcessor
 
 from common.errors import UnavailableError
 from common.llm.checkpoint import LLMLimits, read_limits, speech_bias
 from common.llm.engines.interface import GenerationRequest, finish_reason, require_speech_tokens
+from common.llm.engines.sampler import TokenSampler
 from common.llm.interface import TokenChunk
 from common.llm.speech_tokens import LLMTokenizer
+
+
+class RepetitionAware(LogitsProcessor):
+    """Samples one request's tokens with RAS, which TensorRT-LLM does not have, on the CPU.
+
+    TensorRT-LLM pickles it, because another process samples. bias (V,): minus infinity for all but speech and end
+    tokens.
+    """
+
+    def __init__(self, request: GenerationRequest, bias: torch.Tensor) -> None:
+        self._candidates = bias.isfinite().nonzero().flatten()  # (C,)
+        self._bias = bias[self._candidates]
+        self._sampler = TokenSampler(
+            request.sampling.seeded(),
+            self._candidates.numpy(),
+            prompt_ids=request.input_ids,
+            end_ids=request.end_ids,
+        )
+
+    def __call__(
+        self,
+        req_id: int,
+        logits: torch.Tensor,
+        token_ids: list[list[int]],
+        stream_ptr: int | None,
+        client_id: int | None,
+    ) -> None:
+        """Logits (1, beam 1, V) of the next token: in place, all but the sampled token's become minus infinity."""
+        with torch.cuda.stream(None if stream_ptr is None else torch.cuda.ExternalStream(stream_ptr)):
+            scores = logits[0, 0, self._candidates.to(logits.device)].float().cpu() + self._bias
+            token = self._sampler.sample(scores.numpy())
+            logits.fill_(-torch.inf)
+            logits[0, 0, token] = 0.0
 
 
 class TensorRTLLMEngine:
@@ -84,10 +120,11 @@ def load_engine(
 
 def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingParams:
     """A request's sampling as TensorRT-LLM's `SamplingParams`."""
-    sampling = request.sampling
-    if sampling.ras_window:
-        raise ValueError(f"ras_window {sampling.ras_window}: the engine tensorrt_llm has no repetition-aware sampling")
+    sampling = request.sampling.seeded()
     greedy = sampling.temperature == 0  # which TensorRT-LLM only supports as top_k 1
+    processor = RepetitionAware(request, bias) if sampling.ras_window and not greedy else None
+    if processor is not None:  # it leaves one token with a finite logit
+        greedy, sampling = True, dataclasses.replace(sampling, top_p=1.0, repetition_penalty=1.0, min_tokens=0)
     return SamplingParams(
         temperature=1.0 if greedy else sampling.temperature,
         top_p=sampling.top_p,
@@ -99,7 +136,8 @@ def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingP
         end_id=request.end_ids[0],
         pad_id=request.end_ids[0],
         stop_token_ids=list(request.end_ids),
-        embedding_bias=bias,
+        embedding_bias=bias if processor is None else None,
+        logits_processor=processor,
         detokenize=False,
     )
 
