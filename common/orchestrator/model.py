@@ -1,5 +1,6 @@
 """The orchestrator of every stack: the Triton model that clients call."""
 
+import asyncio
 import gc
 import json
 import time
@@ -26,7 +27,8 @@ from common.orchestrator.silence import SilenceRules
 from common.orchestrator.synthesis import Synthesizer
 from common.process.drain import DrainFile
 from common.process.environment import ModelEnvironment
-from common.process.metrics import MetricsPublisher, RequestStats
+from common.process.health import ModelMonitor
+from common.process.metrics import RequestStats
 from common.stacks import Stack
 from common.text import TextFrontend
 from common.voice.book import VoiceBook
@@ -46,12 +48,15 @@ class OrchestratorModel:
         self._loop = triton_io.RequestLoop(
             self._orchestrator.answer, model=args["model_name"], decoupled=config.decoupled
         )
-        self._publisher = MetricsPublisher(self._orchestrator.stats.values, args)
+        self._monitor = ModelMonitor(args, test=self._test, read=self._orchestrator.stats.values)
         gc.freeze()  # loaded objects are permanent: scanning them takes 5 % of the CPU time of a busy process
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             self._loop.submit(request)
+
+    def _test(self) -> None:
+        self._loop.run(asyncio.sleep(0))
 
     def finalize(self) -> None:
         try:
@@ -59,7 +64,7 @@ class OrchestratorModel:
             self._loop.run(self._orchestrator.aclose(), CLOSE_SECONDS)
         finally:
             self._loop.close()
-            self._publisher.close()
+            self._monitor.close()
 
 
 class Orchestrator:

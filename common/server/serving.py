@@ -74,7 +74,7 @@ def serve(
         health.state = "ready"
         announce("\n".join(_addresses(server, health, companion)))
         try:
-            code = server.wait()
+            server.wait()
         except Terminated:
             drain(server, health, notice_seconds, drain_seconds)
             if companion is not None and companion_ended.is_set():
@@ -82,7 +82,7 @@ def serve(
             return
         finally:
             health.state = "stopping"
-        raise ServerError(f"tritonserver ended unexpectedly with code {code}; see {server.log_file}")
+        raise ServerError(f"tritonserver was stopped by another process; see {server.log_file}")
 
 
 def _addresses(server: TritonServer, health: HealthPage, companion: Companion | None) -> Iterator[str]:

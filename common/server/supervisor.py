@@ -1,9 +1,10 @@
 """A reliable health page for one tritonserver, and draining, so that stopping it loses no stream.
 
-Triton reports itself as ready even if a model's process has died, and while it is stopping. The health page does not:
+Triton reports itself as ready even if a model has died, hangs or fails every request, and while it is stopping. The
+health page does not:
 
     GET /live     200 while this process runs
-    GET /ready    200 while new requests are accepted; otherwise 503 with a one-word reason
+    GET /ready    200 while new requests are accepted and every model does its work; otherwise 503 with the reason
     GET /metrics  our models' metrics, see common/process/metrics.py; Triton's own page has the `nv_...`
 """
 
@@ -58,6 +59,8 @@ class HealthPage:
         """Status and text of /ready."""
         if self.state != "ready":
             return 503, self.state
+        if doubts := self._server.doubts():
+            return 503, doubts
         return (200, "ready") if self._server.answers_ready() else (503, "unanswering")
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -98,9 +101,10 @@ def drain(server: TritonServer, health: HealthPage, notice: float, limit: float)
     live, empty = 0, 0
     while time.monotonic() - begun < limit:
         try:
+            server.check_models()
             live = server.live_requests()
-        except ServerError:
-            logger.warning("tritonserver ended before its requests")
+        except ServerError as error:
+            logger.warning("tritonserver ended before its requests: %s", error)
             return live
         empty = empty + 1 if live == 0 else 0
         if empty == 2:  # the first count may be older than the last accepted request

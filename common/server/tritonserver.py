@@ -5,8 +5,10 @@ If something is missing, a `ServerError` names it in one line with the command t
 
 import itertools
 import logging
+import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -23,15 +25,16 @@ from common.process.drain import DrainFile
 from common.process.environment import ModelEnvironment, tritonserver_environment
 from common.server.installation import Installation, ServerError
 from common.server.readiness import fault
+from common.server.watch import WATCH_SECONDS, ModelWatch
 
 logger = logging.getLogger(__name__)
 
 READY_POLL_SECONDS = 0.1
-WATCH_SECONDS = 0.5  # interval of checking the models' processes
 INHERITED = Path("-")
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 EPHEMERAL_DEFAULT = 32768, 60999  # Linux's
 CACHE_MIB = 64  # default size of the local response cache
+LOAD_SECONDS = 600  # for all models to load, and for each of them
 STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the process group is killed
 
 # Kills what is left of a server and removes its shared memory, even if the process that started both was killed. Then
@@ -131,6 +134,8 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._sweeper: subprocess.Popen[bytes] | None = None
         self._models: dict[int, str] = {}  # those that were running when the server became ready
+        self._watch = ModelWatch(self.metrics_directory)
+        self._unloading = 0.0  # seconds for which models have been missing
 
     @property
     def http_url(self) -> str:
@@ -184,7 +189,7 @@ class TritonServer:
             start_new_session=True,
         )
 
-    def wait_ready(self, timeout: float = 300.0) -> None:
+    def wait_ready(self, timeout: float = LOAD_SECONDS) -> None:
         """Return when every model is ready. ServerError with the log's error lines if the server ends before that."""
         assert self._process is not None, "start() comes first"
         deadline = time.monotonic() + timeout
@@ -212,20 +217,43 @@ class TritonServer:
             raise ServerError("tritonserver has ended")
         return int(metrics.sum_of(metrics.page(self.metrics_directory), metrics.LIVE.name))
 
-    def wait(self) -> int:
-        """Block until the server ends by itself and return its exit code. ServerError if a model's process has died.
+    def wait(self) -> None:
+        """Block until the server is stopped from outside. ServerError if it ends otherwise, or if a model has died,
+        hangs or has failed: then the server is killed, because its requests would wait until it is stopped.
 
-        Triton 2.51 neither restarts such a process nor reports itself as not ready, so the server has to be restarted.
+        Triton 2.51 neither restarts a model's process nor reports itself as not ready: the server has to be restarted.
         """
         assert self._process is not None, "start() comes first"
-        while True:
-            try:
-                return self._process.wait(WATCH_SECONDS)
-            except subprocess.TimeoutExpired:
-                dead = self._models.keys() - self.model_processes().keys()
-            if dead and self.answers_ready():  # otherwise the server is unloading them
-                names = ", ".join(sorted({self._models[process] for process in dead}))
-                raise ServerError(f"the process of model {names} has died; tritonserver has to be restarted")
+        while self._process.poll() is None:
+            self.check_models()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(WATCH_SECONDS)
+        if code := self._process.returncode:
+            cause = self._watch.doubts() or f"see {self.log_file}"
+            raise ServerError(f"tritonserver ended unexpectedly with code {code}: {cause}")
+
+    def check_models(self) -> None:
+        """To be called every WATCH_SECONDS: kills the server and raises ServerError if a model has died, hangs or has
+        failed."""
+        fault = self._watch.look()
+        if fault is None and (dead := self._models.keys() - self.model_processes().keys()):
+            self._unloading += WATCH_SECONDS  # a server that is being stopped is not ready while it ends its models
+            if self._unloading > STOP_SECONDS or self.answers_ready():
+                fault = f"the process of model {', '.join(sorted({self._models[pid] for pid in dead}))} has died"
+        if fault is not None:
+            self.kill()
+            raise ServerError(f"{fault}; tritonserver has to be restarted")
+
+    def doubts(self) -> str:
+        """Why the server is not ready although it says so, as of the last check of its models; empty if it is."""
+        return self._watch.doubts()
+
+    def kill(self) -> None:
+        """End the server and its models at once, so that no client waits for an answer that cannot come."""
+        assert self._process is not None, "start() comes first"
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def model_processes(self) -> dict[int, str]:
         """The running model processes, one per instance: process id -> name of the model."""
@@ -270,7 +298,8 @@ class TritonServer:
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             f"--backend-config=python,thread-pool-size={CALL_THREADS}",
-            "--backend-config=python,stub-timeout-seconds=300",  # the default 30 s are too short for a checkpoint
+            # The default 30 s are too short for a checkpoint.
+            f"--backend-config=python,stub-timeout-seconds={LOAD_SECONDS}",
             f"--exit-timeout-secs={int(STOP_SECONDS) - 4}",
         ]
 

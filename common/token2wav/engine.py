@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common.accel.loading import flow_runtime
+from common.batches import isolated
 from common.config import FlowRuntime, Token2WavConfig
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.stacks import Stack
@@ -26,6 +28,7 @@ from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
+NOT_FINITE = "the rendered audio is not finite"
 SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
 
 
@@ -136,13 +139,17 @@ class Token2Wav:
     def warm_up(self) -> None:
         """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run."""
         _use(self._device)
-        tokens = np.arange(FLOW_CHUNK_TOKENS)
-        mel = np.full((TOKEN_MEL_RATIO * FLOW_CHUNK_TOKENS, MEL_BINS), SILENT_MEL, np.float32)
-        prompt = Prompt(tokens, mel, np.ones(self._flow.speaker_dim, np.float32), text="")
+        prompt, tokens = self.sample(FLOW_CHUNK_TOKENS)
         stream = self.open(prompt)
         self.step([self.chunk(stream, tokens, final=False)])
         self.close(stream)
         self.whole(prompt, tokens)
+
+    def sample(self, tokens: int = LOOKAHEAD_TOKENS) -> tuple[Prompt, np.ndarray]:
+        """A silent voice of that many tokens, and as many tokens to speak."""
+        ids = np.arange(tokens)
+        mel = np.full((TOKEN_MEL_RATIO * tokens, MEL_BINS), SILENT_MEL, np.float32)
+        return Prompt(ids, mel, np.ones(self._flow.speaker_dim, np.float32), text=""), ids
 
     @torch.inference_mode()
     def open(self, prompt: Prompt) -> Stream:
@@ -183,14 +190,32 @@ class Token2Wav:
         self._flow.close(stream)
         self._vocoder.close(stream.vocoder)
 
-    @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
 
         The chunks are of different streams; batching does not change the audio of any of them.
         """
-        mels = self._flow.render(chunks)
-        return [audio.numpy() for audio in self._vocoder.step(chunks, mels)]
+        audio = []
+        for result in self.render(chunks):
+            if isinstance(result, Exception):
+                raise result
+            audio.append(result)
+        return audio
+
+    @torch.inference_mode()
+    def render(self, chunks: Sequence[Chunk]) -> list[np.ndarray | Exception]:
+        """As `step`, but a chunk that cannot be rendered gets an exception, and its stream cannot go on; the others get
+        their audio. A batch for which the memory is not enough is rendered in parts.
+        """
+
+        def flow(part: Sequence[Chunk]) -> list[Tensor]:
+            mels = self._flow.render(part)
+            return mels if len(part) == len(chunks) else [mel.clone() for mel in mels]  # the next part overwrites them
+
+        mels = isolated(flow, chunks)
+        good = [(chunk, mel) for chunk, mel in zip(chunks, mels, strict=True) if isinstance(mel, Tensor)]
+        audio = iter(self._vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
+        return [_finite(mel if isinstance(mel, Exception) else next(audio)) for mel in mels]
 
     def whole(self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0) -> np.ndarray:
         """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz.
@@ -211,13 +236,23 @@ class Token2Wav:
         mels = self._flow.whole(utterances)
         if speed != 1.0:
             mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
-        return [audio.numpy() for audio in self._vocoder.whole(mels)]
+        audio = self._vocoder.whole(mels)
+        if not all(torch.isfinite(row).all() for row in audio):
+            raise FloatingPointError(NOT_FINITE)
+        return [row.numpy() for row in audio]
 
     def _check(self, prompt: Prompt) -> None:
         self._flow.check_ids(prompt.tokens)
         if 0 < len(prompt.tokens) < LOOKAHEAD_TOKENS:
             count = len(prompt.tokens)
             raise ValueError(f"the prompt has {count} speech tokens; it needs {LOOKAHEAD_TOKENS} or more, or none")
+
+
+def _finite(audio: Tensor | Exception) -> np.ndarray | Exception:
+    """(N,) as an array; an exception if it is one, or contains a value that is not a number."""
+    if isinstance(audio, Exception) or torch.isfinite(audio).all():
+        return audio if isinstance(audio, Exception) else audio.numpy()
+    return FloatingPointError(NOT_FINITE)
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.constants import SAMPLE_RATE
-from common.errors import UnavailableError
+from common.errors import FatalError, UnavailableError
 from common.process.metrics import (
     BATCHES,
     CACHE,
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
+TEST_STREAM = -1  # no client's correlation id
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
 
 
@@ -119,7 +120,7 @@ class Token2WavService:
         self._batches = 0
         self._chunks = 0
         self._waited_seconds = 0.0
-        self._refusal: str | None = None  # why requests are refused
+        self._refusal: UnavailableError | None = None  # why requests are refused
         self._wake = threading.Condition()
         # Replies are sent in order while the next batch is rendered: passing one to tritonserver takes milliseconds.
         self._replies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token2wav-replies")
@@ -140,7 +141,7 @@ class Token2WavService:
         """
         with self._wake:
             if self._refusal:
-                raise UnavailableError(self._refusal)
+                raise self._refusal
             if len(self._queue) >= 2 * self._limits.max_streams:
                 raise UnavailableError(f"token2wav's queue is full: {len(self._queue)} chunks wait")
             self._arrivals += 1
@@ -161,10 +162,19 @@ class Token2WavService:
                 context_waited_seconds=context_waited_seconds,
             )
 
+    def test(self) -> None:
+        """Render a small stream through the queue. Raises what a client would get."""
+        reply: Future[np.ndarray | BaseException] = Future()
+        prompt, tokens = self._engine.sample()
+        stream = Token2WavRequest(TEST_STREAM, start=True, end=True, tokens=tokens, prompt=prompt, final=True)
+        self.submit(stream, reply.set_result)
+        if isinstance(result := reply.result(), BaseException):
+            raise result
+
     def close(self) -> None:
         """Refuse what is queued with UnavailableError, free every stream, end the thread."""
         with self._wake:
-            self._refusal = self._refusal or "token2wav is shutting down"
+            self._refusal = self._refusal or UnavailableError("token2wav is shutting down")
             self._wake.notify()
         self._thread.join()
 
@@ -184,12 +194,12 @@ class Token2WavService:
                     self._serve(wanted)
         except Exception as error:
             logger.exception("token2wav has failed and refuses all requests")
-            self._refusal = f"token2wav has failed: {error}"
+            self._refusal = FatalError(f"token2wav has failed: {error}")
         with self._wake:
             left, self._queue = [*batch, *self._queue], []
         for queued in left:
             if not queued.replied:
-                self._reply(queued, UnavailableError(self._refusal or ""))
+                self._reply(queued, self._refusal or FatalError("token2wav has ended"))
         self._replies.shutdown()
         for stream_id in list(self._streams):
             self._close(stream_id)
@@ -288,8 +298,8 @@ class Token2WavService:
         self._chunks += len(batch)
         self._waited_seconds += sum(self._clock() - queued.arrived_at for queued in batch)
         try:
-            results = self._engine.step(chunks)
-        except Exception as error:
+            results = self._engine.render(chunks)
+        except Exception as error:  # one that no batch would survive
             results = [error] * len(batch)
         for queued, result in zip(batch, results, strict=True):
             live = self._streams[queued.request.stream_id]

@@ -88,8 +88,9 @@ class Vocoder(Protocol):
         """Give back what the stream holds outside of its state."""
         ...
 
-    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor]:
-        """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each."""
+    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
+        """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each; an
+        exception for a chunk that cannot be rendered."""
         ...
 
     def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 ValueError        <-> INVALID_ARG      the caller's mistake
 UnavailableError  <-> UNAVAILABLE      full, timed out, or a part of the service is down
+fatal errors       -> UNAVAILABLE      this process is reported and ended: another server can serve the request
 CancelledError     -> CANCELLED        the client disconnected
 anything else      -> INTERNAL         a bug, logged with its traceback
 """
@@ -13,7 +14,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from common.errors import INVALID, UNAVAILABLE, UnavailableError
+from common.errors import INVALID, UNAVAILABLE, ModelCallError, UnavailableError, is_fatal
+from common.process.health import health, report_failure
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +27,13 @@ MAX_MESSAGE_CHARS = 500  # gRPC carries errors in escaped headers, of which a cl
 
 
 def error_response(error: BaseException, model: str) -> Any:
-    """The error response for `error`. Logs errors that are not the caller's mistake."""
+    """The error response for `error`. Logs what is not the caller's mistake, and has the model tested after a bug."""
     code, message = pb_utils.TritonError.INTERNAL, f"{model}: {type(error).__name__}: {error}"
     if isinstance(error, ValueError):
         code, message = pb_utils.TritonError.INVALID_ARG, f"{INVALID}{error}"
+    elif is_fatal(error):
+        code, message = pb_utils.TritonError.UNAVAILABLE, f"{UNAVAILABLE}{model} has failed and is restarted: {error}"
+        report_failure(model, error)
     elif isinstance(error, UnavailableError):
         code, message = pb_utils.TritonError.UNAVAILABLE, f"{UNAVAILABLE}{error}"
         logger.warning("%s: %s", model, error)
@@ -36,6 +41,7 @@ def error_response(error: BaseException, model: str) -> Any:
         code, message = pb_utils.TritonError.CANCELLED, "the request was cancelled"
     else:
         logger.error("%s failed", model, exc_info=error)
+        health.suspect()
     if len(message) > MAX_MESSAGE_CHARS:
         message = f"{message[:MAX_MESSAGE_CHARS]}... ({len(message)} characters)"
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
@@ -52,4 +58,4 @@ def exception_of(model: str, message: str, code: Any = None) -> Exception:
         return ValueError(f"{model}: {message.removeprefix(INVALID)}")
     if code == pb_utils.TritonError.UNAVAILABLE or message.startswith(UNAVAILABLE) or MODEL_DOWN.match(message):
         return UnavailableError(f"{model}: {message.removeprefix(UNAVAILABLE)}")
-    return RuntimeError(f"{model}: {message}")
+    return ModelCallError(f"{model}: {message}")

@@ -12,6 +12,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from common.errors import UnavailableError
+from common.process.health import health
 from common.triton_io.errors import error_response
 from common.triton_io.tensors import to_response
 
@@ -49,6 +50,7 @@ def respond_batch(
         results = compute(list(accepted.values()))
         answers = [to_response(outputs) for outputs in results]
         assert len(answers) == len(accepted), f"{len(accepted)} inputs gave {len(answers)} results"
+        health.succeeded()
     except Exception as error:
         answers = [error_response(error, model) for _ in accepted]
     for index, answer in zip(accepted, answers, strict=True):
@@ -76,6 +78,7 @@ class Responder:
             else:
                 assert self._held is None, "second response from a model that is not decoupled"
                 self._held = response
+        health.succeeded()
 
     def check_answered(self) -> None:
         """RuntimeError if a model that is not decoupled is about to end a request without a response."""

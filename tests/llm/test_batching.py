@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from common.errors import UnavailableError
+from common.errors import FatalError, UnavailableError
 from common.llm.engines.batching import BatchingEngine
 from common.llm.engines.interface import GenerationRequest
 from common.llm.interface import Sampling
@@ -28,21 +28,26 @@ class CountingModel:
         self.lengths = np.zeros(rows, np.int64)
         self.gate = threading.Event()
         self.gate.set()
-        self.broken = False
+        self.broken: bool | int | None = None  # True: every step fails; a token: prefills that end with it
+        self.poison = -1  # logits after this token are NaN
 
     def prefill(self, row, input_ids):
+        if self.broken == input_ids[-1]:
+            raise OSError("a bad prompt")
         self.last[row], self.lengths[row] = input_ids[-1], len(input_ids)
         return self._logits(self.last[row : row + 1])[0]
 
     def decode(self, tokens, lengths):
         self.gate.wait(5)
-        if self.broken:
+        if self.broken is True:
             raise OSError("the device is gone")
         rows = slice(0, len(tokens))
         assert (tokens == self.last[rows] + 1).all()
         assert (lengths == self.lengths[rows] + 1).all()
         self.last[rows], self.lengths[rows] = tokens, lengths
-        return self._logits(tokens)
+        logits = self._logits(tokens)
+        logits[tokens == self.poison] = np.nan
+        return logits
 
     def move(self, source, target, length):
         assert length == self.lengths[source]
@@ -141,10 +146,40 @@ def test_a_failing_model_fails_live_and_later_requests(model, engine):
         return await asyncio.wait_for(asyncio.gather(*live, return_exceptions=True), 5)
 
     for error in asyncio.run(run()):
-        assert isinstance(error, UnavailableError)
+        assert isinstance(error, FatalError)
         assert "the device is gone" in str(error)
-    with pytest.raises(UnavailableError, match="the device is gone"):
+    with pytest.raises(FatalError, match="the device is gone"):
         engine.submit(make_request(1), lambda item: None)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_row_without_finite_logits_ends_alone(model, engine, row, temperature):
+    model.poison = 10 * row + 2  # sampled second in that row
+    sampling = Sampling(temperature=temperature, repetition_penalty=1.0, max_tokens=5)
+
+    async def run():
+        live = [collect(engine, GenerationRequest((10 * i,), sampling, (END,))) for i in range(3)]
+        return await asyncio.gather(*live, return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert isinstance(results[row], FloatingPointError)
+    assert [r[0] for i, r in enumerate(results) if i != row] == [
+        [10 * i + n for n in range(1, 6)] for i in range(3) if i != row
+    ]
+    assert asyncio.run(collect(engine, make_request(40))) and engine.live == 0
+
+
+def test_a_prompt_that_cannot_be_read_ends_alone(model, engine):
+    model.broken = 20
+
+    async def run():
+        live = [collect(engine, make_request(10 * i, max_tokens=5)) for i in (1, 2, 3)]
+        return await asyncio.gather(*live, return_exceptions=True)
+
+    first, bad, last = asyncio.run(run())
+    assert isinstance(bad, OSError)
+    assert first[0] == [11, 12, 13, 14, 15] and last[0] == [31, 32, 33, 34, 35]
 
 
 def test_closing_the_engine_fails_live_requests(model, engine):

@@ -25,7 +25,14 @@ def make_model(genai_dir: Path, decoupled: bool):  # noqa: F811
         "model_transaction_policy": {"decoupled": decoupled},
     }
     model = load_model(ROOT / "model_repo" / "tensorrt_llm" / "1" / "model.py").TritonPythonModel()
-    model.initialize({"model_config": json.dumps(config), "model_instance_kind": "CPU"})
+    model.initialize(
+        {
+            "model_name": "tensorrt_llm",
+            "model_instance_name": "tensorrt_llm_0",
+            "model_config": json.dumps(config),
+            "model_instance_kind": "CPU",
+        }
+    )
     return model
 
 

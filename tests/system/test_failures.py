@@ -80,7 +80,6 @@ def test_the_death_of_a_models_process_ends_live_streams_and_is_reported(serve: 
     with pytest.raises((InferenceServerException, grpc.aio.AioRpcError)):
         asyncio.run(kill_after_the_first_chunk())
     assert time.monotonic() - begun < 5
-    try:
-        assert server.wait() != 0  # tritonserver aborts if the process died while holding the lock they share
-    except ServerError as error:
-        assert "the process of model token2wav_dit has died" in str(error)
+    # tritonserver aborts if the process died while holding the lock they share
+    with pytest.raises(ServerError, match="the process of model token2wav_dit has died|ended unexpectedly with code"):
+        server.wait()

@@ -1,5 +1,6 @@
 """The engine with the small networks of the fixtures: upstream's streaming loops, isolation of streams, limits."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,6 +192,80 @@ def test_a_batch_of_streams_equals_each_stream_alone(kind, request):
             parts[seed].append(audio)
     for seed in plans:
         np.testing.assert_allclose(np.concatenate(parts[seed]), alone[seed], atol=1e-3)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, fails: Callable[..., Exception | None]) -> None:
+    """Let a method raise what `fails` returns for its arguments."""
+    method = getattr(subject, name)
+
+    def failing(*args):
+        if error := fails(*args):
+            raise error
+        return method(*args)
+
+    monkeypatch.setattr(subject, name, failing)
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(kind, request, vocoder, monkeypatch):
+    engine = request.getfixturevalue(kind)
+    piece = Piece(ids(1, 20), final=True)
+    expected = [step(engine, engine.open(prompt(seed)), piece) for seed in range(3)]
+    chunks = [piece.of(engine, engine.open(prompt(seed))) for seed in range(3)]
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    fail(monkeypatch, engine._flow._solve, "run", lambda chunks, mu: full if len(chunks) > 1 else None)
+    fail(monkeypatch, vocoder._renderer, "first", lambda mel, *rest: full if len(mel) > 1 else None)
+    for audio, alone in zip(engine.step(chunks), expected, strict=True):
+        np.testing.assert_allclose(audio, alone, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+@pytest.mark.parametrize("fault", ["in the flow", "in the vocoder", "not a number"])
+def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(kind, fault, request, vocoder, monkeypatch):
+    engine = request.getfixturevalue(kind)
+    tokens = ids(1, 40)
+    plans = (dit_pieces if kind == "dit" else unet_pieces)(tokens, [20])
+    streams = [engine.open(prompt(seed)) for seed in range(3)]
+    expected = [synthesize(engine, prompt(seed), plans) for seed in (0, 2)]
+    first = engine.step([plans[0].of(engine, stream) for stream in streams])
+    chunks = [plans[1].of(engine, stream) for stream in streams]
+    if fault == "in the flow":
+        bad = chunks[1]
+        fail(monkeypatch, engine._flow._solve, "run", lambda chunks, mu: RuntimeError("bad") if bad in chunks else None)
+    elif fault == "in the vocoder":
+        slot = streams[1].vocoder.slot
+        fail(
+            monkeypatch,
+            vocoder._renderer,
+            "later",
+            lambda mel, slots, *_: RuntimeError("bad") if slot in slots else None,
+        )
+    else:
+        vocoder.pool.speech[streams[1].vocoder.slot] = torch.nan
+    results = engine.render(chunks)
+    assert isinstance(results[1], FloatingPointError if fault == "not a number" else RuntimeError)
+    for index, whole in zip((0, 2), expected, strict=True):
+        np.testing.assert_allclose(np.concatenate([first[index], results[index]]), whole, atol=1e-3)
+    for stream in streams:
+        engine.close(stream)
+
+
+def test_a_dead_gpu_is_an_error_for_the_whole_batch(dit, monkeypatch):
+    chunks = [Piece(ids(1, 20), final=True).of(dit, dit.open(prompt(seed))) for seed in range(2)]
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    fail(monkeypatch, dit._flow._solve, "run", lambda chunks, mu: error)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        dit.render(chunks)
+
+
+def test_a_stream_whose_memory_is_ahead_of_its_audio_cannot_go_on(dit):
+    """In a batch of several solves, a stream may have been stored when a later solve fails: tried again, it would be
+    stored twice and then speak from the wrong place."""
+    stream = dit.open(prompt(1))
+    chunk = Piece(ids(1, 20), final=False).of(dit, stream)
+    dit._flow._pool.advance(chunk)
+    with pytest.raises(RuntimeError, match="ahead of its audio"):
+        dit.step([chunk])
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])

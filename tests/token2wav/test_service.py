@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
-from common.errors import UnavailableError
+from common.errors import FatalError, UnavailableError
 from common.token2wav.limits import BatchLimits
 from common.token2wav.requests import Token2WavRequest
 from common.token2wav.service import Token2WavService
@@ -29,7 +29,8 @@ class FakeStream:
 
 @dataclass
 class FakeEngine:
-    """Answers a chunk with two frames of audio per token; token 13 breaks its batch, 14 its chunk, 15 the service.
+    """Answers a chunk with two frames of audio per token. Token 12 makes it fail alone, 13 with its batch, 14 before it
+    is rendered, 15 ends the service.
 
     `gate` holds every step back; `batches` are the first tokens of the chunks that were rendered together.
     """
@@ -63,7 +64,7 @@ class FakeEngine:
             raise RuntimeError("the scheduler's own mistake")
         return Chunk(stream, tokens, final, stream.rendered, len(tokens), len(tokens))
 
-    def step(self, chunks):
+    def render(self, chunks):
         self.entered.set()
         self.gate.wait(10)
         if any(13 in chunk.tokens for chunk in chunks):
@@ -72,7 +73,12 @@ class FakeEngine:
             assert chunk.offset == chunk.stream.rendered
             chunk.stream.rendered += chunk.new
         self.batches.append([int(chunk.tokens[0]) for chunk in chunks])
-        return [np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32) for c in chunks]
+        return [
+            RuntimeError("bad chunk")
+            if 12 in c.tokens
+            else np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32)
+            for c in chunks
+        ]
 
     def whole(self, prompt, tokens, speed):
         return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
@@ -151,7 +157,7 @@ def test_ending_an_unknown_stream_is_no_error(client):
     assert len(client.send(99, end=True)) == 0
 
 
-@pytest.mark.parametrize(("token", "error"), [(13, RuntimeError), (14, ValueError)])
+@pytest.mark.parametrize(("token", "error"), [(12, RuntimeError), (13, RuntimeError), (14, ValueError)])
 def test_a_failed_chunk_frees_its_stream_and_no_other(service, client, token, error):
     client.start(1)
     client.start(2)
@@ -161,6 +167,13 @@ def test_a_failed_chunk_frees_its_stream_and_no_other(service, client, token, er
     with pytest.raises(ValueError, match="stream 1 is not live"):
         client.send(1, [4], final=False)
     assert len(client.send(2, [4], final=False)) == 2 * HOP_SAMPLES
+
+
+def test_a_chunk_that_fails_alone_ends_no_other_stream_of_its_batch(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [12], 2: [5]})
+    engine.gate.set()
+    assert isinstance(waiting[1].get(timeout=10), RuntimeError) and len(waiting[2].get(timeout=10))
+    assert engine.batches[-1] == [12, 5] and len(client.send(2, [6], final=True, end=True))
 
 
 def test_a_failed_batch_is_an_error_for_each_of_its_chunks(service, client, engine):
@@ -373,7 +386,7 @@ def test_a_service_that_fails_in_a_batch_replies_once_to_each_of_its_chunks(serv
     engine.close = close_and_fail
     engine.gate.set()
     replies = [replies.get(timeout=10) for replies in waiting]
-    assert [type(reply) for reply in replies] == [np.ndarray, *[UnavailableError] * 3]
+    assert [type(reply) for reply in replies] == [np.ndarray, *[FatalError] * 3]
     assert all(replies.empty() for replies in waiting)
 
 
@@ -381,6 +394,6 @@ def test_a_service_that_fails_replies_to_everybody_and_refuses_new_requests(serv
     waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [15]})
     engine.gate.set()
     replies = [replies.get(timeout=10) for replies in waiting]
-    assert [type(reply) for reply in replies] == [np.ndarray, UnavailableError, UnavailableError]
-    with pytest.raises(UnavailableError, match="token2wav has failed"):
+    assert [type(reply) for reply in replies] == [np.ndarray, FatalError, FatalError]
+    with pytest.raises(FatalError, match="token2wav has failed"):
         client.post(3, start=True, prompt=PROMPT)

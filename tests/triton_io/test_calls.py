@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common import triton_io
-from common.errors import UnavailableError
+from common.errors import ModelCallError, UnavailableError
 from common.triton_io import calls
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, wait_until
 
@@ -60,9 +60,9 @@ def test_a_dead_model_and_a_server_that_is_shutting_down_are_unavailable(triton_
     ("error", "message"),
     [
         (UnavailableError, "unavailable: the LLM server said: invalid request: x"),
-        (RuntimeError, "m: KeyError: 'invalid request: x'"),
-        (RuntimeError, "m: KeyError: 'unavailable: x'"),
-        (RuntimeError, "m: KeyError: 'Server not ready'"),
+        (ModelCallError, "m: KeyError: 'invalid request: x'"),
+        (ModelCallError, "m: KeyError: 'unavailable: x'"),
+        (ModelCallError, "m: KeyError: 'Server not ready'"),
     ],
 )
 def test_only_the_beginning_of_a_message_decides_the_type_of_an_error(triton_models, error, message):

@@ -55,7 +55,9 @@ class _Vocoder:
         speech = self.reference.step(mel, final)
         state = self._stream.vocoder
         if not state.begun:
-            (speech,) = self._served.step([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
+            (served,) = self._served.step([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
+            assert isinstance(served, Tensor), served
+            speech = served
             self.reference.speech = self._served.pool.speech[state.slot]
         return speech
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from common.errors import UnavailableError
+from common.errors import FatalError, UnavailableError, is_fatal
 from common.llm.engines.interface import GenerationRequest
 from common.llm.engines.sampler import TokenSampler
 from common.llm.interface import FinishReason, TokenChunk
@@ -56,7 +56,7 @@ class BatchingEngine:
     """Serves up to `max_requests` live requests of one model in its own thread.
 
     speech_ids: the ids that may be sampled in addition to a request's end ids. If the thread fails, all live and later
-    requests get UnavailableError.
+    requests get FatalError.
     """
 
     def __init__(self, model: DecoderModel, speech_ids: np.ndarray, max_requests: int) -> None:
@@ -66,7 +66,7 @@ class BatchingEngine:
         self._waiting: deque[Generation] = deque()  # submitted, not yet prefilled
         self._rows: list[Generation] = []  # index: row of the model's cache
         self._wake = threading.Condition()  # guards the waiting queue, the list of rows and the failure
-        self._failure: str | None = None
+        self._failure: UnavailableError | None = None
         self._thread = threading.Thread(target=self._serve, name="llm-engine", daemon=True)
         self._thread.start()
 
@@ -77,7 +77,8 @@ class BatchingEngine:
             return len(self._waiting) + len(self._rows)
 
     def submit(self, request: GenerationRequest, on_token: OnToken) -> Generation:
-        """Start a request. ValueError if it does not fit, UnavailableError if the engine is full or has failed."""
+        """Start a request. ValueError if it does not fit, UnavailableError if the engine is full, FatalError if it has
+        failed."""
         request.check(self._model.vocab_size, self._model.context)
         allowed = np.union1d(self._speech_ids, np.asarray(request.end_ids))
         candidates, columns, _ = np.intersect1d(self._model.logit_ids, allowed, assume_unique=True, return_indices=True)
@@ -85,7 +86,7 @@ class BatchingEngine:
         generation = Generation(request, sampler, columns, on_token)
         with self._wake:
             if self._failure:
-                raise UnavailableError(self._failure)
+                raise self._failure
             if sum(not other.cancelled for other in (*self._waiting, *self._rows)) >= self._max_requests:
                 raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
             self._waiting.append(generation)
@@ -110,7 +111,7 @@ class BatchingEngine:
 
     def close(self) -> None:
         """Fail all live requests and end the thread."""
-        self._fail("the LLM engine is shut down")
+        self._fail(UnavailableError("the LLM engine is shut down"))
         self._thread.join()
 
     def _serve(self) -> None:
@@ -120,7 +121,7 @@ class BatchingEngine:
                 self._decode_all()
         except Exception as error:
             logger.exception("the LLM engine failed")
-            self._fail(f"the LLM engine failed: {error}")
+            self._fail(FatalError(f"the LLM engine failed: {error}"))
         finally:
             with self._wake:
                 self._rows.clear()
@@ -143,7 +144,13 @@ class BatchingEngine:
             self._rows.append(generation)
         input_ids = np.asarray(generation.request.input_ids, np.int64)
         row = len(self._rows) - 1
-        logits = self._model.prefill(row, input_ids)
+        try:
+            logits = self._model.prefill(row, input_ids)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            self._drop(row, error)
+            return
         generation.length = len(input_ids)
         self._advance(row, logits)
 
@@ -164,10 +171,14 @@ class BatchingEngine:
             self._advance(row, logits[row])
 
     def _advance(self, row: int, logits: np.ndarray) -> None:
-        """Sample a row's next token and report it; free the row if its request has finished."""
+        """Sample a row's next token and report it; free the row if its request has finished or cannot go on."""
         generation = self._rows[row]
         request = generation.request
-        token = generation.sampler.sample(logits[generation.columns])
+        scores = logits[generation.columns]
+        if not np.isfinite(scores.max()):  # NaN, too
+            self._drop(row, FloatingPointError("the LLM's logits are not finite"))
+            return
+        token = generation.sampler.sample(scores)
         generation.last_token = token
         generation.generated += 1
         finish: FinishReason | None = None
@@ -188,14 +199,21 @@ class BatchingEngine:
             self._rows[row] = self._rows[last]
             self._rows.pop()
 
-    def _fail(self, reason: str) -> None:
+    def _drop(self, row: int, error: Exception) -> None:
+        """End a request that cannot go on; the others are not affected."""
+        generation = self._rows[row]
+        self._release(row)
+        self._report(generation, error)
+        generation.cancel()
+
+    def _fail(self, reason: UnavailableError) -> None:
         with self._wake:
             self._failure = self._failure or reason
             orphans = [*self._waiting, *self._rows]
             self._waiting.clear()
             self._wake.notify()
         for generation in orphans:
-            self._report(generation, UnavailableError(reason))
+            self._report(generation, reason)
             generation.cancel()
 
     def _report(self, generation: Generation, item: TokenChunk | Exception) -> None:

@@ -84,16 +84,17 @@ class EngineLM:
 async def warm_up(engine: Engine, tokenizer: LLMTokenizer, max_requests: int) -> None:
     """Run one request alone, then up to `max_requests` together. A GPU engine compiles kernels at its first requests,
     which takes seconds for large batches. Raises what the engine raises."""
+    for concurrent in (1, min(WARM_UP_STREAMS, max_requests)):
+        await asyncio.gather(*(speak_once(engine, tokenizer) for _ in range(concurrent)))
+
+
+async def speak_once(engine: Engine, tokenizer: LLMTokenizer) -> None:
+    """Run one short request. Raises what the engine raises."""
     sampling = Sampling(max_tokens=WARM_UP_TOKENS, min_tokens=WARM_UP_TOKENS)
     request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("a", "", [0])), sampling, tokenizer.end_ids)
-
-    async def run() -> None:
-        async with aclosing(engine.generate(request)) as chunks:
-            async for _ in chunks:
-                pass
-
-    for concurrent in (1, min(WARM_UP_STREAMS, max_requests)):
-        await asyncio.gather(*(run() for _ in range(concurrent)))
+    async with aclosing(engine.generate(request)) as chunks:
+        async for _ in chunks:
+            pass
 
 
 def finish_reason(reason: str | None) -> FinishReason | None:

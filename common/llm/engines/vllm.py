@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from common.errors import UnavailableError
+from common.errors import FatalError, UnavailableError
 from common.llm.checkpoint import LLMLimits, read_limits
 from common.llm.engines.interface import GenerationRequest, finish_reason, require_speech_tokens
 from common.llm.interface import TokenChunk
@@ -49,7 +49,9 @@ class VLLMEngine:
                 async for output in outputs:
                     (completion,) = output.outputs
                     yield TokenChunk(list(completion.token_ids), finish_reason(completion.finish_reason))
-        except (EngineDeadError, EngineGenerateError) as error:
+        except EngineDeadError as error:
+            raise FatalError(f"the LLM engine is dead: {error}") from error
+        except EngineGenerateError as error:
             raise UnavailableError(f"the LLM engine failed: {error}") from error
         finally:
             self.live -= 1

@@ -92,6 +92,7 @@ class Tail:
     slot: int
     frames: int = 0  # written, at most the ring's length
     next: int = 0  # where the next frame goes
+    total: int = 0  # frames written since the stream began
 
 
 @dataclass(kw_only=True)
@@ -181,6 +182,7 @@ class TailPool:
         count, tail = min(chunk.frames, self.frames), chunk.stream.tail
         tail.next = (tail.next + count) % self.frames
         tail.frames = min(tail.frames + count, self.frames)
+        tail.total += chunk.frames
 
 
 class Solve(Protocol):

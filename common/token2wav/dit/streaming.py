@@ -108,6 +108,9 @@ class DiTStreaming(StreamingFlow[DiTStream]):
         return PromptCache(tokens=tokens, attention=attention, history=history, speaker=speaker)
 
     def _render(self, chunks: list[DiTChunk]) -> list[Tensor]:
+        for chunk in chunks:
+            if chunk.stream.tail.total != TOKEN_MEL_RATIO * chunk.offset:  # a part of its batch failed after its own
+                raise RuntimeError("the stream's memory is ahead of its audio")
         mel = self._solve.run(chunks, self._encode(chunks))
         for chunk in chunks:
             stream = chunk.stream

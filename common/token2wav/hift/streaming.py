@@ -6,12 +6,14 @@ there. Their audio is cross-faded with the tail that the chunk before withheld.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.batches import isolated
 from common.constants import OVERLAP_FRAMES
 from common.hift.checkpoint import load_hift
 from common.hift.generator import HiFTGenerator
@@ -56,12 +58,13 @@ class StreamingVocoder:
         self.pool.release(state.slot)
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor]:
-        """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each.
+    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
+        """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each; an
+        exception for a chunk that cannot be rendered.
 
         N is less than that of the frames while the overlap is withheld. Chunks of a length class share a pass.
         """
-        audio = [torch.zeros(0)] * len(chunks)
+        audio: list[Tensor | Exception] = [torch.zeros(0)] * len(chunks)
         groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
         ready = []
         for index, (chunk, mel) in enumerate(zip(chunks, mels, strict=True)):
@@ -76,19 +79,27 @@ class StreamingVocoder:
             else:
                 state.pending = ready[index]
         for (_, begun), members in groups.items():
-            lengths = [ready[index].shape[1] for index in members]
-            mel = torch.stack([F.pad(ready[i], (0, max(lengths) - n)) for i, n in zip(members, lengths, strict=True)])
-            states = [chunks[i].stream.vocoder for i in members]
-            positions = [[state.slot, state.frame] for state in states]
-            slots, starts = torch.tensor(positions, device=mel.device).unbind(1)
-            render = self._renderer.later if begun else self._renderer.first
-            speech = render(mel, slots, starts, torch.tensor(lengths, device=mel.device)).cpu()
-            repeated = OVERLAP_FRAMES if begun else 0
-            for row, (index, frames, state) in enumerate(zip(members, lengths, states, strict=True)):
-                sent = repeated + frames - (0 if chunks[index].final else OVERLAP_FRAMES)
-                audio[index] = speech[row, : sent * self._hop]
-                state.frame += sent
-                state.begun = True
+            rows = [(chunks[index], ready[index]) for index in members]
+            for index, speech in zip(members, isolated(partial(self._render, begun), rows), strict=True):
+                audio[index] = speech
+        return audio
+
+    def _render(self, begun: bool, rows: Sequence[tuple[Chunk, Tensor]]) -> list[Tensor]:
+        """One pass over chunks that all continue their streams (`begun`) or all begin them; mels (80, T) -> (N,)."""
+        lengths = [mel.shape[1] for _, mel in rows]
+        mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for _, mel in rows])
+        states = [chunk.stream.vocoder for chunk, _ in rows]
+        positions = [[state.slot, state.frame] for state in states]
+        slots, starts = torch.tensor(positions, device=mel.device).unbind(1)
+        render = self._renderer.later if begun else self._renderer.first
+        speech = render(mel, slots, starts, torch.tensor(lengths, device=mel.device)).cpu()
+        repeated = OVERLAP_FRAMES if begun else 0
+        audio = []
+        for row, ((chunk, _), frames, state) in enumerate(zip(rows, lengths, states, strict=True)):
+            sent = repeated + frames - (0 if chunk.final else OVERLAP_FRAMES)
+            audio.append(speech[row, : sent * self._hop])
+            state.frame += sent
+            state.begun = True
         return audio
 
     def _length_class(self, frames: int) -> int:

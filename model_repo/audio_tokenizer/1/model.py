@@ -7,7 +7,9 @@ import torch
 
 from common import triton_io
 from common.config import AudioTokenizerConfig
+from common.constants import PROMPT_SAMPLE_RATE
 from common.llm.speech_tokens import read_first_speech_id
+from common.process.health import ModelMonitor
 from common.voice.encoders import AudioTokenizer
 
 
@@ -21,9 +23,14 @@ class TritonPythonModel:
             torch.set_num_threads(1)  # only the mels are computed on the CPU
         self._tokenizer = AudioTokenizer(config.model_dir, config.device)
         self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
+        second = np.zeros(PROMPT_SAMPLE_RATE, np.float32)
+        self._monitor = ModelMonitor(args, test=lambda: self._compute([second]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return triton_io.respond_batch(requests, triton_io.reference, self._compute, model=self._name)
+
+    def finalize(self) -> None:
+        self._monitor.close()
 
     def _compute(self, waves: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
         tokens = self._tokenizer(waves)

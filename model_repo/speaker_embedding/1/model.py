@@ -6,6 +6,8 @@ import numpy as np
 
 from common import triton_io
 from common.config import SpeakerEmbeddingConfig
+from common.constants import PROMPT_SAMPLE_RATE
+from common.process.health import ModelMonitor
 from common.voice.encoders import SpeakerEncoder
 
 
@@ -16,9 +18,14 @@ class TritonPythonModel:
         self._name = args["model_name"]
         config = SpeakerEmbeddingConfig.from_triton(args)
         self._encoder = SpeakerEncoder(config.model_dir, config.runtime, config.device)
+        second = np.zeros(PROMPT_SAMPLE_RATE, np.float32)
+        self._monitor = ModelMonitor(args, test=lambda: self._compute([second]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return triton_io.respond_batch(requests, triton_io.reference, self._compute, model=self._name)
+
+    def finalize(self) -> None:
+        self._monitor.close()
 
     def _compute(self, waves: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
         return [{"prompt_spk_embedding": vector.astype(np.float16)[None]} for vector in self._encoder(waves)]

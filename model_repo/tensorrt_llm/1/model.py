@@ -10,10 +10,11 @@ from contextlib import aclosing
 
 from common import triton_io
 from common.config import TensorrtLLMConfig
-from common.llm.engines.interface import warm_up
+from common.llm.engines.interface import speak_once, warm_up
 from common.llm.engines.loading import load_engine
 from common.llm.speech_tokens import LLMTokenizer
 from common.llm.triton_tensors import ALL_INPUTS, generation_request, output_tensors, scalar
+from common.process.health import ModelMonitor
 
 # A response costs about 0.3 ms of CPU time over three processes. The first chunk of audio needs 15 + 3 tokens, which is
 # a multiple of this; later chunks wait for at most two extra tokens.
@@ -32,12 +33,14 @@ class TritonPythonModel:
         self._stopped: set[str] = set()
         self._requests = triton_io.RequestLoop(self._serve, model="tensorrt_llm", decoupled=config.decoupled)
         self._requests.run(warm_up(self._engine, tokenizer, config.max_requests))
+        self._monitor = ModelMonitor(args, test=lambda: self._requests.run(speak_once(self._engine, tokenizer)))
 
     def execute(self, requests):
         for request in requests:
             self._requests.submit(request)
 
     def finalize(self):
+        self._monitor.close()
         self._requests.close()
         self._engine.close()
 

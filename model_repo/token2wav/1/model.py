@@ -5,7 +5,7 @@ from typing import Any
 from common import stacks, triton_io
 from common.config import Token2WavConfig
 from common.llm.speech_tokens import read_first_speech_id
-from common.process.metrics import MetricsPublisher
+from common.process.health import ModelMonitor
 from common.token2wav.engine import Token2Wav
 from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, read_request
 from common.token2wav.service import Token2WavService
@@ -24,7 +24,7 @@ class TritonPythonModel:
         self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
         engine = Token2Wav.from_config(self.stack, config)
         self._service = Token2WavService(engine, idle_seconds=config.idle_seconds)
-        self._publisher = MetricsPublisher(lambda: self._service.stats().values(), args)
+        self._monitor = ModelMonitor(args, test=self._service.test, read=lambda: self._service.stats().values())
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -33,5 +33,5 @@ class TritonPythonModel:
                 self._service.submit(read_request(tensors, self._first_speech_id), answer, answer.is_cancelled)
 
     def finalize(self) -> None:
-        self._publisher.close()
+        self._monitor.close()
         self._service.close()

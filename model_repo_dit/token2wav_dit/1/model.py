@@ -6,7 +6,7 @@ from typing import Any
 from common import stacks, triton_io
 from common.config import Token2WavConfig
 from common.llm.speech_tokens import read_first_speech_id
-from common.process.metrics import MetricsPublisher
+from common.process.health import ModelMonitor
 from common.token2wav.engine import Token2Wav
 from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, read_request
 from common.token2wav.service import Token2WavService
@@ -29,7 +29,7 @@ class TritonPythonModel:
         self._reference = ReferenceEncoder(config.model_dir, config.device)
         engine = Token2Wav.from_config(self.stack, config)
         self._service = Token2WavService(engine, idle_seconds=config.idle_seconds)
-        self._publisher = MetricsPublisher(lambda: self._service.stats().values(), args)
+        self._monitor = ModelMonitor(args, test=self._service.test, read=lambda: self._service.stats().values())
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -46,5 +46,5 @@ class TritonPythonModel:
             self._service.submit(read_request(tensors, self._first_speech_id, prompt), answer, answer.is_cancelled)
 
     def finalize(self) -> None:
-        self._publisher.close()
+        self._monitor.close()
         self._service.close()

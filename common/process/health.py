@@ -1,0 +1,113 @@
+"""Whether the model of this process still does its work, and how the process that runs tritonserver learns it.
+
+A model proves it with every request that succeeds. Without one for TEST_SECONDS, or after an unexpected error, it tests
+itself: a small job through its own queue and engine. The result is published with the model's metrics, whose file also
+shows by its age that the process is not stopped. If the process cannot recover, a file names the reason.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from common.errors import UnavailableError, is_fatal
+from common.process.environment import ModelEnvironment
+from common.process.metrics import Metric, MetricsPublisher, Values
+
+logger = logging.getLogger(__name__)
+
+TEST_SECONDS = 10.0
+POLL_SECONDS = 1.0
+FAILED = ".failed"  # ending of the file that names the reason
+
+SUCCESS_AGE = Metric(
+    "tts_model_success_age_seconds", "gauge", "Seconds since the model last answered a request or passed its own test"
+)
+FAILING = Metric("tts_model_failing", "gauge", "1 if the model has failed its own test and has done nothing since")
+
+
+class Health:
+    """When the model of this process last did its work. Safe to use from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._succeeded_at = clock()
+        self._failing = False
+        self._suspected = False
+
+    def succeeded(self) -> None:
+        """A request has been answered."""
+        self._succeeded_at = self._clock()
+        self._failing = self._suspected = False
+
+    def suspect(self) -> None:
+        """An unexpected error: the model tests itself soon."""
+        self._suspected = True
+
+    def test_if_due(self, test: Callable[[], object], model: str) -> None:
+        """Run `test` after an unexpected error or TEST_SECONDS without a success. It may block as long as it needs."""
+        if not self._suspected and self._clock() - self._succeeded_at < TEST_SECONDS:
+            return
+        self._suspected = False
+        try:
+            test()
+        except Exception as error:
+            if is_fatal(error):
+                report_failure(model, error)
+            elif isinstance(error, UnavailableError):  # full: the requests that fill it prove that it works, or do not
+                logger.info("%s cannot test itself now: %s", model, error)
+            else:
+                self._failing = self._suspected = True
+                logger.exception("%s has failed its own test", model)
+        else:
+            self.succeeded()
+
+    def values(self) -> Values:
+        """As metrics."""
+        return {SUCCESS_AGE: round(self._clock() - self._succeeded_at, 3), FAILING: self._failing}
+
+
+health = Health()  # of this process: Triton runs each model instance in one of its own
+
+
+class ModelMonitor:
+    """Publishes the health and the metrics of a model instance until `close`.
+
+    test: a small job that raises if the model cannot do its work, in a thread of its own. read: the model's metrics.
+    args: those that Triton passes to `initialize`. Does nothing if no process reads what is published.
+    """
+
+    def __init__(
+        self, args: Mapping[str, str], *, test: Callable[[], object], read: Callable[[], Values] = dict
+    ) -> None:
+        self._test = test
+        self._model = args["model_name"]
+        self._ended = threading.Event()
+        health.succeeded()  # it has just been loaded
+        self._publisher = MetricsPublisher(lambda: {**read(), **health.values()}, args)
+        if ModelEnvironment.read().metrics_directory:
+            threading.Thread(target=self._run, name="health", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop publishing."""
+        self._ended.set()
+        self._publisher.close()
+
+    def _run(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            health.test_if_due(self._test, self._model)
+
+
+def report_failure(model: str, error: BaseException) -> None:
+    """This process cannot recover: log why, and tell the process that runs tritonserver, which ends it."""
+    logger.critical("%s has to be restarted: %s: %s", model, type(error).__name__, error)
+    if directory := ModelEnvironment.read().metrics_directory:
+        work = directory / f"{model}.new"
+        work.write_text(str(error).strip().partition("\n")[0])
+        work.rename(directory / f"{model}{FAILED}")
+
+
+def reported_failures(directory: Path) -> dict[str, str]:
+    """What `report_failure` has written: the reasons by model."""
+    return {path.stem: path.read_text() for path in directory.glob(f"*{FAILED}")}

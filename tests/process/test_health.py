@@ -1,0 +1,112 @@
+"""Whether a model does its work: its own test, what it publishes, and the failure that it reports."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from common.errors import FatalError, ModelCallError, UnavailableError, is_fatal
+from common.process.environment import METRICS_DIRECTORY
+from common.process.health import FAILING, SUCCESS_AGE, TEST_SECONDS, Health, report_failure, reported_failures
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_model_tests_itself_after_some_time_without_a_success_and_after_an_unexpected_error(clock: Clock) -> None:
+    health, tests = Health(clock), []
+
+    def tested() -> int:
+        health.test_if_due(lambda: tests.append(clock.now), "m")
+        return len(tests)
+
+    assert tested() == 0
+    clock.now += TEST_SECONDS - 1
+    health.succeeded()
+    clock.now += TEST_SECONDS - 1
+    assert tested() == 0
+    clock.now += 1
+    assert tested() == 1 and tested() == 1
+    health.suspect()
+    assert tested() == 2 and tested() == 2
+
+
+def test_a_failed_test_is_published_and_repeated_until_a_success(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    health, attempts = Health(clock), []
+
+    def broken() -> None:
+        attempts.append(1)
+        raise RuntimeError("no audio")
+
+    clock.now += TEST_SECONDS
+    health.test_if_due(broken, "m")
+    health.test_if_due(broken, "m")
+    assert len(attempts) == 2 and "no audio" in caplog.text
+    assert health.values() == {SUCCESS_AGE: TEST_SECONDS, FAILING: 1}
+    health.succeeded()
+    assert health.values() == {SUCCESS_AGE: 0, FAILING: 0}
+
+
+def test_a_model_that_is_full_has_neither_passed_nor_failed_its_test(clock: Clock) -> None:
+    def full() -> None:
+        raise UnavailableError("all streams are taken")
+
+    health = Health(clock)
+    clock.now += TEST_SECONDS
+    health.test_if_due(full, "m")
+    assert health.values() == {SUCCESS_AGE: TEST_SECONDS, FAILING: 0}
+
+
+def test_a_test_that_finds_the_engine_dead_reports_it(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+
+    def dead() -> None:
+        raise FatalError("the engine's thread has ended\nwith details")
+
+    health = Health(clock)
+    clock.now += TEST_SECONDS
+    health.test_if_due(dead, "m")
+    assert reported_failures(tmp_path) == {"m": "the engine's thread has ended"}
+    assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
+
+
+def test_without_a_directory_a_failure_is_only_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(METRICS_DIRECTORY, raising=False)
+    report_failure("m", RuntimeError("CUDA error: unspecified launch failure"))
+    assert "m has to be restarted: RuntimeError: CUDA error: unspecified launch failure" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "fatal"),
+    [
+        (FatalError("the engine is dead"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be..."), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+        (RuntimeError("[ONNXRuntimeError] : CUDA failure 700: an illegal memory access was encountered"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (RuntimeError("CUDA error: out of memory"), False),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (UnavailableError("the LLM server said: CUDA error: an illegal memory access was encountered"), False),
+        (ModelCallError("token2wav: CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("target_text is 'device-side assert'"), False),
+    ],
+)
+def test_errors_after_which_a_process_cannot_serve(error: Exception, fatal: bool) -> None:
+    assert is_fatal(error) == fatal

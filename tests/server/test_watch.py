@@ -1,0 +1,110 @@
+"""What is noticed of models that die, hang or fail, from the files that they publish."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from common.errors import FatalError
+from common.process import health as process_health
+from common.process.environment import METRICS_DIRECTORY
+from common.process.health import SUCCESS_AGE, Health, report_failure
+from common.process.metrics import QUEUED, MetricsPublisher, page, sum_of
+from common.server.watch import (
+    HUNG_SECONDS,
+    IDLE_SECONDS,
+    SILENT_SECONDS,
+    USELESS_SECONDS,
+    WATCH_SECONDS,
+    ModelWatch,
+)
+
+
+class Model:
+    """A model that has published its files once. `publish` renews them, as its thread does four times a second."""
+
+    def __init__(self, name: str) -> None:
+        self.now = 0.0
+        self.health = Health(lambda: self.now)
+        self._publisher = MetricsPublisher(
+            lambda: {**self.health.values()}, {"model_name": name, "model_instance_name": f"{name}_0"}
+        )
+        self._publisher.close()
+
+    def publish(self, success_age: float = 0.0) -> None:
+        self.now = success_age
+        self._publisher._write()
+        path = self._publisher._path
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # a file system may keep time in coarser steps
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    return tmp_path
+
+
+def test_a_process_that_stops_publishing_hangs(directory: Path) -> None:
+    hung, sound, watch = Model("hung"), Model("sound"), ModelWatch(directory)
+    silent, faults = 0.0, []
+    assert watch.look() is None and watch.doubts() == ""
+    while not faults:
+        silent += WATCH_SECONDS
+        sound.publish()
+        faults = [fault for fault in [watch.look()] if fault]
+        assert watch.doubts() == ("hung hangs" if silent >= SILENT_SECONDS else "")
+    assert silent == HUNG_SECONDS and "the process of model hung hangs" in faults[0]
+    hung.publish()
+    assert watch.look() is None and watch.doubts() == ""
+
+
+def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(directory: Path) -> None:
+    model, watch = Model("m"), ModelWatch(directory)
+    for age, doubts, useless in (
+        (IDLE_SECONDS - 1, "", False),
+        (IDLE_SECONDS, "m completes nothing", False),
+        (USELESS_SECONDS, "m completes nothing", True),
+    ):
+        model.publish(age)
+        assert (watch.look() is not None) == useless and watch.doubts() == doubts
+
+
+def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(directory: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("no audio")
+
+    model, watch = Model("m"), ModelWatch(directory)
+    model.health.suspect()
+    model.health.test_if_due(fail, "m")
+    model.publish()
+    assert watch.look() is None and watch.doubts() == "m fails its own test"
+    model.health.succeeded()
+    model.publish()
+    assert watch.look() is None and watch.doubts() == ""
+
+
+def test_a_failure_that_a_model_reports_ends_the_server(directory: Path) -> None:
+    Model("m")
+    watch = ModelWatch(directory)
+    report_failure("m", FatalError("the engine is dead"))
+    assert watch.look() == "model m has failed and cannot recover: the engine is dead"
+
+
+def test_files_of_other_metrics_are_no_model(directory: Path) -> None:
+    MetricsPublisher(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()
+    watch = ModelWatch(directory)
+    for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
+        assert watch.look() is None and watch.doubts() == ""
+
+
+def test_a_monitor_tests_its_model_and_publishes_the_result(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_health, "health", health := Health())
+    monkeypatch.setattr(process_health, "POLL_SECONDS", 0.01)
+    tested = threading.Event()
+    args = {"model_name": "m", "model_instance_name": "m_0"}
+    monitor = process_health.ModelMonitor(args, test=tested.set, read=lambda: {QUEUED: 3})
+    health.suspect()
+    assert tested.wait(5)
+    monitor.close()
+    assert sum_of(page(directory), QUEUED.name) == 3 and SUCCESS_AGE.name in page(directory)
