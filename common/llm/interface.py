@@ -9,10 +9,13 @@ from typing import Literal, NamedTuple, Protocol
 
 from common.config import OrchestratorConfig
 from common.constants import MAX_STREAM_TOKENS
+from common.text.duration import expected_seconds
 
 MAX_INT32 = 2**31 - 1  # the type of integers in the LLM's tensors
 MAX_SEED = MAX_INT32  # the smallest maximum seed among the engines
 MAX_RAS_WINDOW = 64  # tokens of each request that the sampler on a GPU remembers
+
+TEXT_TOKENS_PER_SECOND = 2.5
 
 FinishReason = Literal["stop", "length"]
 
@@ -22,13 +25,19 @@ class LLMPrompt:
     """One utterance to speak. `prompt_tokens` are speech ids 0..6560 of the reference, `prompt_text` its transcript.
 
     `instruction`, how to speak, takes the place of both. Cross-lingual mode leaves all three empty: the LLM then gets
-    only the text.
+    only the text. `generated`: speech ids of this utterance that the LLM has made already and is to continue.
     """
 
     target_text: str
     prompt_text: str = ""
     prompt_tokens: Sequence[int] = field(default=(), repr=False)
     instruction: str = ""
+    generated: Sequence[int] = field(default=(), repr=False)
+
+    @property
+    def speech_tokens(self) -> list[int]:
+        """All speech ids 0..6560 that the LLM continues."""
+        return [*self.prompt_tokens, *self.generated]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +90,11 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthRatios:
-    """Minimum and maximum of speech tokens per token of the target text; the defaults are CosyVoice2's."""
+    """Minimum and maximum of speech tokens per token of the target text; the defaults are CosyVoice2's.
+
+    A text counts as at least TEXT_TOKENS_PER_SECOND of its expected duration: one token can be four Chinese characters,
+    whose speech 20 tokens do not hold. At the default maximum this is twice the expected duration.
+    """
 
     min: float = OrchestratorConfig.min_token_ratio
     max: float = OrchestratorConfig.max_token_ratio
@@ -90,13 +103,15 @@ class LengthRatios:
         if not 0 <= self.min <= self.max < math.inf or self.max == 0:
             raise ValueError(f"token ratios must be numbers with 0 <= min <= max, not {self.min!r} and {self.max!r}")
 
-    def bound(self, sampling: Sampling, text_tokens: int) -> Sampling:
-        """`sampling` with its length limits narrowed to the ratios, and never above its own max_tokens.
+    def bound(self, sampling: Sampling, prompt: LLMPrompt, text_tokens: int) -> Sampling:
+        """`sampling` with its length limits narrowed to the ratios, less what is generated already.
 
-        The minimum is at most half of the maximum: otherwise speech of a text too long for max_tokens is always cut.
+        text_tokens: number of LLM tokens in the target text. Never above the request's own max_tokens, and never 0.
         """
-        upper = max(1, min(sampling.max_tokens, int(self.max * text_tokens)))
-        lower = min(upper, max(sampling.min_tokens, min(int(self.min * text_tokens), upper // 2)))
+        size = max(text_tokens, TEXT_TOKENS_PER_SECOND * expected_seconds(prompt.target_text))
+        done = len(prompt.generated)
+        upper = max(1, min(sampling.max_tokens, int(self.max * size) - done))
+        lower = min(upper, max(sampling.min_tokens, int(self.min * size) - done))
         return dataclasses.replace(sampling, min_tokens=lower, max_tokens=upper)
 
 

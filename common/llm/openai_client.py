@@ -67,7 +67,7 @@ class OpenAILM:
             await self._session.close()
 
     async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
-        sampling = self._ratios.bound(sampling, self._tokenizer.text_length(prompt.target_text))
+        sampling = self._ratios.bound(sampling, prompt, self._tokenizer.text_length(prompt.target_text))
         request = CompletionRequest(prompt, sampling, self._tokenizer)
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._timeouts.first_token

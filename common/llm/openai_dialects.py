@@ -94,8 +94,8 @@ def _chat(request: CompletionRequest) -> Body:
     _reject_ras(request.sampling)
     prompt = request.prompt
     messages = [{"role": "user", "content": request.tokenizer.joined_text(prompt)}]
-    if prompt.prompt_tokens:
-        messages.append({"role": "assistant", "content": speech_token_text(prompt.prompt_tokens)})
+    if prompt.speech_tokens:
+        messages.append({"role": "assistant", "content": speech_token_text(prompt.speech_tokens)})
     return _extended(request.sampling, request.tokenizer) | {"messages": messages, "skip_special_tokens": False}
 
 

@@ -78,13 +78,13 @@ class LLMTokenizer:
         return str(self.tokenizer.decode(list(ids)))
 
     def encode_prompt(self, prompt: LLMPrompt) -> list[int]:
-        """Token ids of the template `<|sos|>{prompt text}{target text}<|task_id|>{prompt speech tokens}`.
+        """Token ids of the template `<|sos|>{prompt text}{target text}<|task_id|>{speech tokens}`.
 
         The prompt text is the transcript or the instruction. It is tokenized apart from the target text, as by
         upstream's `CosyVoiceFrontEnd`: no token spans both.
         """
         before, target = self._texts(prompt)
-        speech = self.to_llm_ids(prompt.prompt_tokens)
+        speech = self.to_llm_ids(prompt.speech_tokens)
         return [self.sos_id, *self._text_ids(before), *self._text_ids(target), self.task_id, *speech]
 
     def text_length(self, text: str) -> int:
@@ -94,7 +94,7 @@ class LLMTokenizer:
     def prompt_string(self, prompt: LLMPrompt) -> str:
         """The same template as text, for servers that tokenize themselves."""
         text = self.joined_text(prompt)
-        return f"{self.rules.sos}{text}{self.rules.task}{speech_token_text(prompt.prompt_tokens)}"
+        return f"{self.rules.sos}{text}{self.rules.task}{speech_token_text(prompt.speech_tokens)}"
 
     def joined_text(self, prompt: LLMPrompt) -> str:
         """Prompt and target text as one, which tokenizes to their ids in `encode_prompt` where that is possible.

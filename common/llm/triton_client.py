@@ -56,7 +56,7 @@ class TritonLM:
         await self._streams.aclose()
 
     async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
-        sampling = self._ratios.bound(sampling, self._tokenizer.text_length(prompt.target_text))
+        sampling = self._ratios.bound(sampling, prompt, self._tokenizer.text_length(prompt.target_text))
         if self._bias is not None:
             sampling = sampling.seeded()
         input_ids = self._tokenizer.encode_prompt(prompt)

@@ -21,16 +21,21 @@ from typing import Protocol
 
 import numpy as np
 
-from common.constants import TOKEN_MEL_RATIO
+from common.constants import MAX_STREAM_TOKENS, TOKEN_MEL_RATIO, TOKEN_RATE
 from common.errors import UnavailableError
-from common.llm.interface import LLMPrompt, Sampling, SpeechLM, TokenStream
+from common.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
 from common.orchestrator.chunking import Hop, HopRules, HopSchedule
 from common.orchestrator.request import SynthesisRequest
 from common.orchestrator.silence import SilenceFilter, SilenceRules
 from common.tasks import TaskScope
+from common.text.duration import expected_seconds
 from common.voice.prompt import Prompt, Recording, RecordingCache
 
 logger = logging.getLogger(__name__)
+
+# An answer is continued up to this many times the expected duration of its text, and some seconds for the pauses of a
+# short text. Slow speech is at half the usual rate; what takes longer does not speak the text any more.
+RUNAWAY_FACTOR, RUNAWAY_SECONDS = 2.0, 2.0
 
 
 class PromptEncoder(Protocol):
@@ -103,38 +108,67 @@ def _ignore(message: str) -> None:
 
 
 class TokenBuffer:
-    """Speech tokens of one segment: the LLM's stream appends them, the chunks read them."""
+    """Speech tokens of one segment: the LLM's answers append them, the chunks read them."""
 
-    def __init__(self, target_text: str, on_warning: OnWarning, on_stage: OnStage, silence: SilenceRules) -> None:
+    def __init__(self, on_warning: OnWarning, on_stage: OnStage, silence: SilenceRules) -> None:
         self.tokens: list[int] = []
         self.ended = False
-        self._target_text = target_text
         self._on_warning = on_warning
         self._on_stage = on_stage
         self._silence = SilenceFilter(silence)
         self._changed = asyncio.Event()
 
-    async def fill(self, stream: TokenStream) -> None:
-        """Read `stream` to its end, and close it in any case. UnavailableError if it has no token at all."""
+    async def fill(self, llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> None:
+        """Read the LLM's answer to `prompt`. Where it ends by its length, the LLM is asked to continue it.
+
+        Warns if it cannot be continued. UnavailableError if there is no token at all.
+        """
+        text = prompt.target_text
+        limit = _most_tokens(text, sampling)
+        generated: list[int] = []
+        reason: FinishReason | None = "length"
+        while reason == "length":
+            done = len(generated)
+            asked = min(sampling.max_tokens, limit - done)
+            part = replace(sampling, max_tokens=asked, min_tokens=min(asked, max(0, sampling.min_tokens - done)))
+            if sampling.seed is not None:  # other random numbers than before, or every part could end in the same loop
+                part = replace(part, seed=(sampling.seed + done) % (MAX_SEED + 1))
+            try:
+                stream = llm.generate(replace(prompt, generated=tuple(generated)), part)
+                reason = await self._read(stream, generated)
+            except ValueError as error:  # such as a prompt that no longer fits the LLM's context
+                if not done:
+                    raise
+                self._warn(f"{done} tokens, because the LLM cannot continue it ({error}): {text[:80]!r}")
+                break
+            if not generated:
+                raise UnavailableError(f"the LLM returned no speech token for the text {text[:80]!r}")
+            if reason == "length" and (len(generated) < done + asked or len(generated) >= limit):
+                self._warn(f"{len(generated)} tokens, the most for a text of its length: {text[:80]!r}")
+                break
+        self.ended = True
+        self._changed.set()
+
+    async def _read(self, stream: TokenStream, generated: list[int]) -> FinishReason | None:
+        """Append the tokens of `stream` to `generated`, and to the buffer what the chunks get of them.
+
+        Closes the stream in any case.
+        """
         try:
             async for tokens in stream:
-                if not self.tokens:
+                if not generated:
                     self._on_stage("llm")
+                generated += tokens
                 self.tokens.extend(self._silence.kept(tokens))
                 self._changed.set()
         finally:
             await stream.aclose()
-        if not self.tokens:
-            raise UnavailableError(f"the LLM returned no speech token for the text {self._target_text[:80]!r}")
-        if stream.finish_reason == "length":
-            warning = (
-                f"speech was cut short after {len(self.tokens)} tokens, the limit set by max_tokens and "
-                f"max_token_ratio: {self._target_text[:80]!r}"
-            )
-            logger.warning(warning)
-            self._on_warning(warning)
-        self.ended = True
-        self._changed.set()
+        return stream.finish_reason
+
+    def _warn(self, after: str) -> None:
+        warning = f"speech was cut short after {after}"
+        logger.warning(warning)
+        self._on_warning(warning)
 
     async def wait_for_end(self) -> None:
         while not self.ended:
@@ -244,7 +278,7 @@ class Synthesizer:
             llm_prompt = LLMPrompt("", await scope.result(transcript), kept.tolist())
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
-        new_buffer = partial(TokenBuffer, on_warning=on_warning, on_stage=on_stage, silence=self._silence)
+        new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silence)
         scope.spawn(self._generate(first, texts, llm_prompt, request.sampling, segments, new_buffer))
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
@@ -267,16 +301,22 @@ class Synthesizer:
         llm_prompt: LLMPrompt,
         sampling: Sampling,
         segments: SegmentQueue,
-        new_buffer: Callable[[str], TokenBuffer],
+        new_buffer: Callable[[], TokenBuffer],
     ) -> None:
         """Queue a buffer for each text and fill it from the LLM, one after another."""
         text = await first
         while text is not None:
-            segment = new_buffer(text)
+            segment = new_buffer()
             await segments.put(segment)
-            await segment.fill(self._llm.generate(replace(llm_prompt, target_text=text), sampling))
+            await segment.fill(self._llm, replace(llm_prompt, target_text=text), sampling)
             text = await _next(rest)
         await segments.put(None)
+
+
+def _most_tokens(text: str, sampling: Sampling) -> int:
+    """Where continuing an answer ends: max_token_ratio alone would let a loop turn 18 s of text into 50 s of speech."""
+    seconds = RUNAWAY_FACTOR * expected_seconds(text) + RUNAWAY_SECONDS
+    return min(MAX_STREAM_TOKENS, max(sampling.max_tokens, round(TOKEN_RATE * seconds)))
 
 
 async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:

@@ -16,7 +16,7 @@ from transformers import Qwen2ForCausalLM
 from common.errors import UnavailableError
 from common.llm.engines.batching import BatchingEngine
 from common.llm.engines.genai import GenAIModel, load_engine
-from common.llm.engines.interface import GenerationRequest, candidate_ids
+from common.llm.engines.interface import EngineLM, GenerationRequest, candidate_ids
 from common.llm.interface import LLMPrompt, Sampling
 from common.llm.speech_tokens import LLMTokenizer
 from scripts.convert_genai import main
@@ -100,6 +100,24 @@ def test_a_seed_repeats_the_answer_and_no_seed_does_not(engine, tokenizer):
     assert run(5) == run(5)
     assert run(5) != run(6)
     assert run(None) != run(None)
+
+
+@pytest.mark.parametrize("prompt", [LLMPrompt("Hello there.", "A reference.", [1, 2, 3]), LLMPrompt("Hello there.")])
+def test_an_answer_in_parts_equals_the_whole_answer(engine, tokenizer, prompt):
+    """Greedy, with the default repetition penalty: each part continues the prompt and all parts before it."""
+
+    llm = EngineLM(engine, tokenizer)
+
+    async def speak(generated, max_tokens):
+        continued = dataclasses.replace(prompt, generated=tuple(generated))
+        answer = llm.generate(continued, Sampling(temperature=0, max_tokens=max_tokens))
+        return [token async for tokens in answer for token in tokens]
+
+    whole = asyncio.run(speak([], 100))
+    parts = []
+    for _ in range(5):
+        parts += asyncio.run(speak(parts, 20))
+    assert len(whole) > 40 and parts == whole
 
 
 def test_max_tokens_ends_a_request_with_the_reason(engine, tokenizer):

@@ -32,9 +32,9 @@ def tokenizer(llm_dir):  # noqa: F811
     return LLMTokenizer.from_dir(llm_dir)
 
 
-async def speak(llm, **sampling):
+async def speak(llm, prompt=PROMPT, **sampling):
     """All tokens of one utterance, and the finish reason."""
-    stream = llm.generate(PROMPT, Sampling(**sampling))
+    stream = llm.generate(prompt, Sampling(**sampling))
     try:
         tokens = [token async for tokens in stream for token in tokens]
     finally:
@@ -150,6 +150,10 @@ def test_the_length_of_the_text_limits_the_length_of_the_speech(tokenizer):
     (body,) = server.bodies
     text_tokens = tokenizer.text_length(PROMPT.target_text)
     assert (body["min_tokens"], body["max_tokens"]) == (2 * text_tokens, 20 * text_tokens)
+    _, server = ask(tokenizer, GOOD, prompt=dataclasses.replace(PROMPT, generated=(1, 2, 3)))
+    (body,) = server.bodies
+    assert (body["min_tokens"], body["max_tokens"]) == (2 * text_tokens - 3, 20 * text_tokens - 3)
+    assert body["prompt"][-3:] == tokenizer.to_llm_ids([1, 2, 3])
 
 
 @pytest.mark.parametrize(

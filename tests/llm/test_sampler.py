@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from common.llm.engines.sampler import TokenSampler
-from common.llm.interface import LengthRatios, Sampling
+from common.llm.interface import LengthRatios, LLMPrompt, Sampling
 from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities
 
 CANDIDATES = np.arange(10, 16)
@@ -113,11 +113,26 @@ def test_excluded_end_tokens_are_not_chosen_by_the_second_sample_either():
 
 
 @pytest.mark.parametrize(
-    ("text_tokens", "bounds"), [(1, (2, 20)), (10, (20, 200)), (100, (200, 750)), (500, (375, 750))]
+    ("text_tokens", "generated", "bounds"),
+    [
+        (1, 0, (2, 20)),
+        (10, 0, (20, 200)),
+        (100, 0, (200, 750)),
+        (100, 150, (50, 750)),
+        (100, 1900, (0, 100)),
+        (100, 2000, (0, 1)),
+        (500, 0, (750, 750)),
+    ],
 )
-def test_the_length_of_the_text_limits_the_length_of_the_speech(text_tokens, bounds):
-    bounded = LengthRatios().bound(Sampling(), text_tokens)
+def test_the_length_of_the_text_limits_the_length_of_the_speech(text_tokens, generated, bounds):
+    bounded = LengthRatios().bound(Sampling(), LLMPrompt("Hi", generated=[7] * generated), text_tokens)
     assert (bounded.min_tokens, bounded.max_tokens) == bounds
+
+
+def test_a_text_of_few_tokens_may_last_twice_its_expected_duration():
+    motorway = LLMPrompt("高速公路")  # 0.8 s, one token of Qwen2's vocabulary
+    assert LengthRatios().bound(Sampling(), motorway, 1).max_tokens == 40
+    assert LengthRatios(max=10).bound(Sampling(), motorway, 1).max_tokens == 20
 
 
 @pytest.mark.parametrize("ratios", [(-1, 2), (3, 2), (0, 0), (0, float("inf")), (float("nan"), 2)])

@@ -79,6 +79,8 @@ def test_the_template_is_the_same_as_ids_and_as_text(tokenizer):
     text = tokenizer.prompt_string(prompt)
     assert text == "<|sos|>Prompt text. Target 文本.<|task_id|><|s_0|><|s_5|><|s_6560|>"
     assert tokenizer.encode_prompt(prompt) == encode(tokenizer, text)
+    continued = LLMPrompt("Target 文本.", "Prompt text. ", [0], generated=(5, SPEECH_VOCAB - 1))
+    assert tokenizer.prompt_string(continued) == text and tokenizer.encode_prompt(continued) == encode(tokenizer, text)
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,10 @@ class ScriptedModel:
             self.open_streams -= 1
 
 
-def speak(model, tokenizer, **sampling):
+def speak(model, tokenizer, generated=(), **sampling):
     async def run():
-        stream = TritonLM(model, tokenizer, QUICK).generate(LLMPrompt("Hi", "Ref", (1,)), Sampling(**sampling))
+        prompt = LLMPrompt("Hi", "Ref", (1,), generated=generated)
+        stream = TritonLM(model, tokenizer, QUICK).generate(prompt, Sampling(**sampling))
         try:
             groups = [tokens async for tokens in stream]
         finally:
@@ -91,6 +92,14 @@ def test_the_request_carries_prompt_and_sampling_in_trt_llms_tensors(tokenizer):
     assert values["end_id"] == tokenizer.end_ids[0]
     assert values["streaming"] is True
     assert all(array.shape[0] == 1 for array in inputs.values())
+
+
+def test_an_answer_is_continued_after_its_tokens_and_within_the_limits_of_the_whole(tokenizer):
+    model = ScriptedModel([tokenizer.end_ids[0]])
+    speak(model, tokenizer, generated=(5, 6, 7))
+    (inputs,) = model.requests
+    assert inputs["input_ids"][0, -4:].tolist() == tokenizer.to_llm_ids([1, 5, 6, 7])
+    assert (inputs["min_length"].item(), inputs["request_output_len"].item()) == (1, 37)
 
 
 def test_repetition_aware_sampling_is_sent_as_request_parameters(tokenizer):

@@ -226,7 +226,7 @@ def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(
         serve(model, request)
     (llm,) = models.llm_requests
     names = ("temperature", "runtime_top_k", "request_output_len", "min_length", "random_seed")
-    assert [llm[name].item() for name in names] == [0.25, 5, 12, 2, 11]
+    assert [llm[name].item() for name in names] == [0.25, 5, 12, 4, 11]
     # <|sos|> the texts <|task_id|> and the prompt's tokens
     assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT))
 
@@ -270,12 +270,12 @@ def test_a_default_speaker_that_cannot_be_used_stops_the_model_from_loading(
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_a_cut_by_max_tokens_reaches_the_caller_as_a_warning(
+def test_speech_that_is_cut_short_reaches_the_caller_with_a_warning(
     tokenizer_dir: Path, triton_models: dict[str, Callee], decoupled: bool
 ) -> None:
     FakeModels(llm_tokens=20, llm_ends=False).install(triton_models)
     request = client_request(decoupled)
-    with started("cosyvoice2_dit", tokenizer_dir, decoupled) as model:
+    with started("cosyvoice2_dit", tokenizer_dir, decoupled, max_token_ratio="5") as model:
         serve(model, request)
     answers = [response.arrays() for response in request.sender.responses]
     (warning,) = (outputs["warning"].item() for outputs in answers if "warning" in outputs)

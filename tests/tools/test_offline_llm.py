@@ -62,7 +62,7 @@ def test_transformers_generates_only_speech_tokens_within_the_length_limits_of_e
     sampling = Sampling(seed=3, temperature=2.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
     answers = backend("hf", 3).generate(PROMPTS, sampling)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        bound = LengthRatios().bound(sampling, tokenizer.text_length(prompt.target_text))
+        bound = LengthRatios().bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
         assert bound.min_tokens <= len(answer.tokens) <= bound.max_tokens
         assert answer.finish_reason == "stop" or len(answer.tokens) == bound.max_tokens
         assert answer.tokens.min() >= 0 and answer.tokens.max() < SPEECH_VOCAB

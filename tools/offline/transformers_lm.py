@@ -69,7 +69,7 @@ class TransformersLM:
         if sampling.ras_window:
             raise ValueError(f"ras_window {sampling.ras_window}: transformers has no repetition-aware sampling")
         ids = self._tokenizer.encode_prompt(prompt)
-        sampling = RATIOS.bound(sampling, self._tokenizer.text_length(prompt.target_text))
+        sampling = RATIOS.bound(sampling, prompt, self._tokenizer.text_length(prompt.target_text))
         request = GenerationRequest(ids, sampling, self._tokenizer.end_ids)
         request.check(*self._limits)
         return request

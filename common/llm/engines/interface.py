@@ -75,7 +75,7 @@ class EngineLM:
     async def _generate(self, prompt: LLMPrompt, sampling: Sampling) -> AsyncGenerator[TokenChunk, None]:
         tokenizer = self._tokenizer
         ids = tokenizer.encode_prompt(prompt)
-        sampling = self._ratios.bound(sampling, tokenizer.text_length(prompt.target_text))
+        sampling = self._ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
         async with aclosing(self._engine.generate(GenerationRequest(ids, sampling, tokenizer.end_ids))) as chunks:
             async for tokens, reason in chunks:
                 yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)
