@@ -21,7 +21,8 @@ def initialized(demo_models: Path, **parameters: str) -> Any:
     parameters = {"model_dir": str(demo_models / UNET_DIR)} | parameters
     config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
     model = load_model(ROOT / "model_repo/audio_tokenizer/1/model.py").TritonPythonModel()
-    model.initialize({"model_name": "audio_tokenizer", "model_config": json.dumps(config)})
+    args = {"model_name": "audio_tokenizer", "model_instance_name": "audio_tokenizer_0"}
+    model.initialize(args | {"model_config": json.dumps(config)})
     return model
 
 

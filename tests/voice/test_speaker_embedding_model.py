@@ -20,7 +20,8 @@ INPUTS = frozenset(("reference_wav", "reference_wav_len"))
 def model(demo_models: Path) -> Any:
     config = {"parameters": {"model_dir": {"string_value": str(demo_models / UNET_DIR)}}}
     model = load_model(ROOT / "model_repo/speaker_embedding/1/model.py").TritonPythonModel()
-    model.initialize({"model_name": "speaker_embedding", "model_config": json.dumps(config)})
+    args = {"model_name": "speaker_embedding", "model_instance_name": "speaker_embedding_0"}
+    model.initialize(args | {"model_config": json.dumps(config)})
     return model
 
 
