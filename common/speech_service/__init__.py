@@ -11,6 +11,7 @@ recordings.py   uploaded recordings, decoded and validated
 voices.py       registered voices: list, add, delete
 requests.py     request bodies and their validation
 responses.py    streamed answers, as plain audio or as server-sent events
+protocol.py     limits of connections: size of headers, time to send a request
 guard.py        before every route: API keys, origins, sizes; after it: metrics
 service.py      what the routes share
 speech_routes.py voice_routes.py socket_route.py    OpenAI's routes and common extensions of them

@@ -4,15 +4,22 @@ Every option can be set in the environment as well: --max_streams as SPEECH_MAX_
 """
 
 import argparse
+import asyncio
 import contextlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from common.speech_service.settings import Settings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from common.speech_service.runtime_grpc import Endpoint
 
 DRAIN_SECONDS = 30
 ENVIRONMENT = "SPEECH_"
@@ -47,8 +54,11 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("max_input_chars", Settings.max_input_chars, type=int)
     add("max_reference_mb", Settings.max_reference_mb, type=int, help="size limit of an uploaded recording")
     add("max_batch", Settings.max_batch, type=int, help="limit of texts in one batch")
+    add("max_connections", Settings.max_connections, type=int, help="more are answered 503")
     add("timeout", Settings.timeout, type=float, help="seconds for a whole answer")
     add("stall", Settings.stall, type=float, help="seconds that a client may leave its audio unread")
+    add("receive_timeout", Settings.receive_timeout, type=float, help="seconds in which a request must have arrived")
+    add("idle", Settings.idle, type=float, help="seconds that a WebSocket may be silent")
     return parser
 
 
@@ -77,17 +87,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
         max_input_chars=args.max_input_chars,
         max_reference_mb=args.max_reference_mb,
         max_batch=args.max_batch,
+        max_connections=args.max_connections,
         timeout=args.timeout,
         stall=args.stall,
+        receive_timeout=args.receive_timeout,
+        idle=args.idle,
     )
 
 
 def serve(args: argparse.Namespace, settings: Settings) -> int:
     """Serve until SIGTERM; 1 if the server could not start."""
-    import uvicorn  # here, so that --help and invalid options are fast
-
-    from common.speech_service.app import build
-    from common.speech_service.guard import RequestIdFilter
+    from common.speech_service.guard import RequestIdFilter  # here, so that --help and invalid options are fast
     from common.speech_service.runtime_grpc import Endpoint
 
     log = logging.StreamHandler()
@@ -98,18 +108,33 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     if args.host not in ("127.0.0.1", "localhost", "::1") and not settings.api_keys:
         logging.warning("everyone who can reach %s:%d may speak and add voices: set --api_keys", args.host, args.port)
     runtime = None if args.runtime_port is None else Endpoint(args.host, args.runtime_port)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            build(settings, runtime),
-            host=args.host,
-            port=args.port,
-            access_log=False,  # see /metrics instead
-            log_config=None,
-            ws="websockets-sansio",
-            ws_max_size=settings.max_body_bytes,
-            timeout_graceful_shutdown=DRAIN_SECONDS,  # live streams may end after SIGTERM
-        )
-    )
+    server = http_server(settings, args.host, args.port, runtime)
     with contextlib.suppress(KeyboardInterrupt):  # raised again after the server has ended
         server.run()
     return 0 if server.started else 1
+
+
+def http_server(
+    settings: Settings, host: str, port: int, runtime: "Endpoint | None" = None, drain_seconds: int = DRAIN_SECONDS
+) -> "uvicorn.Server":
+    """The server, not running yet. drain_seconds: that live streams have to end after SIGTERM."""
+    import uvicorn
+
+    from common.speech_service.app import build
+    from common.speech_service.protocol import LimitedProtocol
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            build(settings, runtime),
+            host=host,
+            port=port,
+            access_log=False,  # see /metrics instead
+            log_config=None,
+            http=cast(type[asyncio.Protocol], partial(LimitedProtocol, settings)),
+            limit_concurrency=settings.max_connections,
+            ws="websockets-sansio",
+            ws_max_size=settings.max_body_bytes,
+            ws_per_message_deflate=False,  # a few kilobytes could become a message of the largest size
+            timeout_graceful_shutdown=drain_seconds,
+        )
+    )

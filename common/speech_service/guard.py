@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.speech_service.errors import ApiError
@@ -66,6 +67,8 @@ class Guard:
                 await self._reject(error, scope, receive, watched)
                 return
             await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes), watched)
+        except ClientDisconnect:  # while its request was read
+            status = "gone"
         except BaseException:  # also CancelledError, as at the end of the drain: the client is still there
             status = "500" if status == "gone" else "aborted"
             raise

@@ -47,7 +47,7 @@ async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[
         yield
         return
     _, services = grpc.protos_and_services(PROTO)  # compiled at run time: no generated code to keep up to date
-    server = grpc.aio.server(options=_options(service))
+    server = grpc.aio.server(options=_options(service), maximum_concurrent_rpcs=service.settings.max_connections)
     services.add_CosyVoiceServicer_to_server(RuntimeServicer(service), server)
     try:
         port = server.add_insecure_port(f"{endpoint.host}:{endpoint.port}")
@@ -64,6 +64,7 @@ async def serving(service: Service, endpoint: Endpoint | None) -> AsyncIterator[
 def _options(service: Service) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", service.settings.max_body_bytes),
+        ("grpc.max_connection_idle_ms", round(1000 * service.settings.idle)),
         ("grpc.so_reuseport", 0),  # otherwise a second service could silently share the port
     ]
 

@@ -17,7 +17,8 @@ class Settings:
 
     urls: gRPC addresses of Triton. voices_dir: folder of the registered voices. model: for requests that name no served
     model; empty: the first one served. sample_rate: of answers to requests without one. timeout: seconds for a whole
-    answer. stall: seconds that a client may leave its audio unread.
+    answer. stall: seconds that a client may leave its audio unread. receive_timeout: seconds in which a request must
+    have arrived. idle: seconds that a WebSocket may be silent.
     """
 
     urls: tuple[str, ...] = (f"localhost:{GRPC_PORT}",)
@@ -31,17 +32,20 @@ class Settings:
     max_input_chars: int = 4096
     max_reference_mb: int = 10
     max_batch: int = 32
+    max_connections: int = 1024
     timeout: float = 300.0
     stall: float = 60.0
+    receive_timeout: float = 60.0
+    idle: float = 300.0
 
     def __post_init__(self) -> None:
         if not self.urls:
             raise ValueError("no address of a Triton is given")
         object.__setattr__(self, "urls", tuple(grpc_address(url) for url in self.urls))
-        for name in ("max_streams", "max_sessions", "max_input_chars", "max_reference_mb", "max_batch"):
+        for name in (each for each in vars(self) if each.startswith("max_")):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not positive")
-        for name in ("timeout", "stall"):
+        for name in ("timeout", "stall", "receive_timeout", "idle"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} {getattr(self, name)} is not a positive number of seconds")
 

@@ -10,6 +10,7 @@ it is a file of its own; pcm, the default here, continues seamlessly.
 
 import asyncio
 import logging
+import time
 from collections import deque
 from contextlib import aclosing
 from typing import Any
@@ -24,7 +25,6 @@ from common.speech_service.service import Service
 from common.text import is_speakable
 from common.text.sentences import WINDOW, SentenceSplitter
 
-IDLE_SECONDS = 300.0
 MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
 _POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close codes of the protocol
 
@@ -73,19 +73,24 @@ class SocketSession:
         self._utterance = 0
         self._sentences = 0  # spoken so far in this utterance
         self._speaker: asyncio.Task[None] | None = None
+        self._active = time.monotonic()  # when the last message was received or the last audio sent
 
     async def run(self) -> None:
         """Handle messages until the client closes the session, disconnects or is idle for too long."""
+        idle = self._service.settings.idle
         while True:
             try:
-                async with timeout(IDLE_SECONDS):
+                async with timeout(idle - self._silent):
                     message = await self._socket.receive_text()
             except asyncio.TimeoutError:
+                if self._silent < idle:
+                    continue
                 await self._socket.close(1000, "idle")
                 return
             except KeyError:  # starlette's error for a binary frame
                 await self._send_error(invalid("binary messages are not supported: send JSON"))
                 continue
+            self._active = time.monotonic()
             try:
                 if not await self._handle(message):
                     return
@@ -156,6 +161,11 @@ class SocketSession:
             self._wake()
 
     @property
+    def _silent(self) -> float:
+        """Seconds since the last message or audio."""
+        return 0.0 if self._speaking else time.monotonic() - self._active
+
+    @property
     def _speaking(self) -> bool:
         return self._speaker is not None and not self._speaker.done()
 
@@ -179,6 +189,7 @@ class SocketSession:
                 logger.exception("a sentence failed")
                 await self._socket.close(_INTERNAL_ERROR, "internal error")
                 return
+        self._active = time.monotonic()
         if self._finished:
             done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
             self._utterance, self._sentences, self._finished = self._utterance + 1, 0, False

@@ -65,9 +65,10 @@ async def batch(request: Request) -> Response:
     async with TaskScope() as tasks:
         work = [tasks.spawn(one(index, item)) for index, item in enumerate(wanted.requests())]
         gone = tasks.spawn(_disconnected(request))
-        done = asyncio.gather(*work)
-        await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
-        results = done.result() if done.done() else []
+        await asyncio.wait((tasks.spawn(asyncio.wait(work)), gone), return_when=asyncio.FIRST_COMPLETED)
+        if not all(item.done() for item in work):
+            request.scope["speech.outcome"] = "gone"
+        results = [item.result() for item in work if item.done()]
     succeeded = sum(result["status"] == "success" for result in results)
     return JSONResponse({"results": results, "succeeded": succeeded, "failed": len(results) - succeeded})
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import httpx2 as httpx
 import openai
-import uvicorn
 
 from common.server.tritonserver import TritonServer, free_port
-from common.speech_service.app import build
+from common.speech_service.command import http_server
 from common.speech_service.runtime_grpc import Endpoint
 from common.speech_service.settings import Settings
 from tests.conftest import ROOT
@@ -94,16 +93,7 @@ def stub_triton(stub: TritonStub, port: int = 0) -> Iterator[str]:
 def serving(settings: Settings, runtime: Endpoint | None = None) -> Iterator[str]:
     """http://host:port of a service that is ready."""
     port = free_port()
-    config = uvicorn.Config(
-        build(settings, runtime),
-        port=port,
-        log_config=None,
-        access_log=False,
-        ws="websockets-sansio",
-        ws_max_size=settings.max_body_bytes,
-        timeout_graceful_shutdown=2,
-    )
-    server = uvicorn.Server(config)
+    server = http_server(settings, "127.0.0.1", port, runtime, drain_seconds=2)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -1,0 +1,126 @@
+"""Connections of slow, huge, idle and vanishing clients, over raw sockets, with a stub Triton."""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from common.speech_service.settings import Settings
+from tests.speech_service.test_requests import in_base64, recording
+from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
+from tools.bench.triton_stub import TritonStub
+
+SECONDS = 0.5  # receive_timeout and idle
+STUB = TritonStub(pause=0.4)  # an answer takes longer than both
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with stub_triton(STUB) as address:
+        settings = Settings(urls=(address,), receive_timeout=SECONDS, idle=SECONDS, max_connections=8)
+        with serving(settings) as served:
+            yield served
+
+
+def opened(url: str, data: bytes = b"") -> socket.socket:
+    """A connection on which `data` has been sent."""
+    host, port = url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), timeout=10)
+    client.sendall(data)
+    return client
+
+
+def request(body: bytes = b"", length: int | None = None, headers: bytes = b"") -> bytes:
+    length = len(body) if length is None else length
+    start = f"POST {SPEECH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    return start.encode() + b"\r\n" + headers + b"\r\n" + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"GET / HTTP/1.1\r\nHost:", request(b"{", 100), request(b"{}") + b"POST "],
+    ids=["nothing", "half of the headers", "half of the body", "half of a second request"],
+)
+def test_a_request_that_does_not_arrive_in_time_is_closed(url: str, data: bytes) -> None:
+    with opened(url, data) as client:
+        started = time.monotonic()
+        while client.recv(1 << 16):
+            pass
+        assert SECONDS / 2 < time.monotonic() - started < 3.0
+
+
+@pytest.mark.parametrize("lines", [1, 5000], ids=["one header", "many headers"])
+def test_headers_of_any_size_are_refused_at_the_limit(url: str, lines: int) -> None:
+    header = b"x: " + b"a" * (300_000 // lines) + b"\r\n"
+    with opened(url, b"GET / HTTP/1.1\r\n") as client:
+        with pytest.raises(OSError):
+            for _ in range(lines * 1000):  # 300 MB if nobody refuses
+                client.sendall(header)
+
+
+def test_a_large_body_may_arrive_with_its_headers_again_and_again(url: str) -> None:
+    body = json.dumps({**TEXT, "ref_audio": in_base64(recording(10.0))}).encode()
+    with opened(url) as client:
+        for _ in range(2):
+            client.sendall(request(body))
+            assert client.recv(15) == b"HTTP/1.1 200 OK"
+            received = b""
+            while not received.endswith(b"0\r\n\r\n"):
+                received += client.recv(1 << 16)
+
+
+def test_a_request_over_the_limit_of_connections_is_answered_503(url: str) -> None:
+    idle = [opened(url) for _ in range(8)]
+    try:
+        assert httpx.get(f"{url}/health").status_code == 503
+    finally:
+        for client in idle:
+            client.close()
+    until(lambda: httpx.get(f"{url}/health").status_code == 200)
+
+
+def test_a_websocket_is_idle_only_when_nothing_is_spoken(url: str) -> None:
+    with connect(url.replace("http", "ws") + f"{SPEECH}/stream") as client:
+        client.send(json.dumps({"type": "input.text", "text": "Hello"}))
+        client.send(json.dumps({"type": "input.done"}))
+        kinds = []
+        started = time.monotonic()
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                message = client.recv(10)
+                kinds.append("audio" if isinstance(message, bytes) else json.loads(message)["type"])
+                spoken = time.monotonic()
+        assert kinds == ["audio.start", *["audio"] * STUB.chunks, "audio.done", "session.done"]
+        assert spoken - started > SECONDS and time.monotonic() - spoken > SECONDS / 2
+        assert closed.value.rcvd is not None and closed.value.rcvd.reason == "idle"
+
+
+def test_clients_that_leave_are_no_errors(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    def gone() -> int:
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        counts = (line for line in lines if line.startswith("speech_requests_total") and 'status="gone"' in line)
+        return int(sum(float(line.split()[-1]) for line in counts))
+
+    before, (endless, stall) = gone(), (json.dumps({**TEXT, "input": word}).encode() for word in ("endless", "stall"))
+    batch = request(b'{"items": [' + stall + b"]}").replace(b"speech ", b"speech/batch ", 1)
+    with caplog.at_level(logging.WARNING):
+        opened(url, request(b"{", 100)).close()
+        for data in (request(endless), request(stall), batch):
+            with opened(url, data):
+                until(lambda: STUB.live > 0)
+            until(lambda: STUB.live == 0)
+        for message in ({"type": "input.text", "text": "endless talk. And"}, {"type": "session.config"}):
+            client = connect(url.replace("http", "ws") + f"{SPEECH}/stream")
+            client.send(json.dumps(message))
+            if "text" in message:
+                client.recv(10)
+            client.socket.close()
+        until(lambda: STUB.live == 0 and "speech_live_sessions 0.0" in httpx.get(f"{url}/metrics").text)
+        until(lambda: gone() == before + 4)
+    assert [record.getMessage() for record in caplog.records] == []
