@@ -18,6 +18,7 @@ LLMBackend = Literal["python", "tensorrtllm"]
 ChunkStrategy = Literal["exponential", "equal", "time_based"]  # see common/orchestrator/chunking.py
 LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"]  # see common/llm/engines/loading.py
 FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"]  # see common/accel/loading.py
+InstanceKind = Literal["KIND_AUTO", "KIND_CPU", "KIND_GPU"]
 
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
@@ -87,7 +88,7 @@ class ModelConfig:
             if field.default is dataclasses.MISSING and not values.get(field.name):
                 raise ValueError(f"parameter {key!r} is missing or empty")
         if "device" in hints:
-            values["device"] = _device(args)
+            values["device"] = _device(args, values.get("instance_kind"))
         if "decoupled" in hints:
             values["decoupled"] = bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
         return cls(**values)
@@ -99,11 +100,19 @@ class ModelConfig:
                 raise ValueError(f"parameter {name!r} must be above 0, not {getattr(self, name)!r}")
 
 
-def _device(args: dict[str, str]) -> str:
-    """The torch device of this instance: "cpu" or "cuda:N"."""
+def _device(args: dict[str, str], kind: InstanceKind | None) -> str:
+    """The torch device of this instance: "cpu" or "cuda:N". kind: where it computes, if its configuration says so."""
+    if kind is not None:
+        return "cuda:0" if kind == "KIND_GPU" or (kind == "KIND_AUTO" and _has_gpu()) else "cpu"
     if args.get("model_instance_kind") == "GPU":
         return f"cuda:{int(args['model_instance_device_id'])}"
     return "cpu"
+
+
+def _has_gpu() -> bool:
+    import torch  # here: the programs that only render configurations do without it
+
+    return torch.cuda.is_available()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +197,9 @@ class HopConfig(ModelConfig):
 class Token2WavConfig(HopConfig):
     """token2wav of every stack. Empty `llm_tokenizer_dir`: OFFICIAL_FIRST_SPEECH_ID.
 
-    model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: streams per instance.
+    instance_kind: where the model computes, on the CPU or on the first GPU that it sees; KIND_AUTO: there if there is
+        one. It has one instance, which has all streams.
+    model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: live streams; others wait.
     idle_seconds: a stream without requests for this long is freed.
     voice_cache_mb: limit in MiB for the prompt caches of voices that streams are using; others are kept while there is
         room. Used by the DiT flow only; on a GPU 33 MiB per second of prompt.
@@ -202,6 +213,7 @@ class Token2WavConfig(HopConfig):
 
     model_dir: str
     llm_tokenizer_dir: str = ""
+    instance_kind: InstanceKind = "KIND_AUTO"
     n_timesteps: int = EULER_STEPS
     max_streams: int = 64
     idle_seconds: float = 60.0

@@ -35,6 +35,20 @@ def test_an_instance_on_the_cpu_uses_the_cpu():
     assert AudioTokenizerConfig.from_triton(triton_args({"model_dir": "/m"})).device == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("kind", "has_gpu", "device"),
+    [
+        ("KIND_AUTO", True, "cuda:0"),
+        ("KIND_AUTO", False, "cpu"),
+        ("KIND_CPU", True, "cpu"),
+        ("KIND_GPU", False, "cuda:0"),
+    ],
+)
+def test_token2wav_computes_where_its_parameter_says(kind, has_gpu, device, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert Token2WavConfig.from_triton(triton_args({"model_dir": "/m", "instance_kind": kind})).device == device
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_decoupled_follows_the_transaction_policy(decoupled):
     assert OrchestratorConfig.from_triton(triton_args({"model_dir": "/m"}, decoupled=decoupled)).decoupled is decoupled

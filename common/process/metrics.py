@@ -62,7 +62,7 @@ FIRST_CHUNK_BOUNDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 
 
 # The metrics of token2wav. Their prefix stays, because dashboards use it; elsewhere "vocoder" means HiFT alone.
 STREAMS = Metric("tts_vocoder_streams_live", "gauge", "token2wav streams that hold memory")
-QUEUED = Metric("tts_vocoder_chunks_queued", "gauge", "Chunks waiting to be rendered")
+QUEUED = Metric("tts_vocoder_chunks_queued", "gauge", "Chunks waiting to be rendered, and new streams for a slot")
 CACHE = Metric("tts_vocoder_cache_bytes", "gauge", "Bytes of memory held for streams and voices")
 BATCHES = Metric("tts_vocoder_batches_total", "counter", "Batches rendered")
 CHUNKS = Metric("tts_vocoder_chunks_total", "counter", "Chunks rendered; divided by the batches: the mean batch size")

@@ -99,9 +99,6 @@ def fill(template: str, given: Mapping[str, str]) -> str:
         if unsafe := set(value) & set('"\\\n'):
             raise ValueError(f"the value of {key!r} must not contain {sorted(unsafe)!r}: {value!r}")
     values = defaults(model_name(template)) | dict(given)
-    if "idle_seconds" in values:
-        idle_microseconds = int(float(values["idle_seconds"]) * 1e6)
-        values.setdefault("max_sequence_idle_microseconds", str(idle_microseconds))
     if missing := [key for key in wanted if key not in values]:
         raise ValueError(f"no value for {', '.join(map(repr, missing))}; give key:value for each")
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)

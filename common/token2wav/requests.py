@@ -14,23 +14,24 @@ from common.voice.prompt import Prompt
 
 Tensors = Mapping[str, np.ndarray]
 
-CONTROLS = ("START", "END", "CORRID")
 PROMPT_TENSORS = ("prompt_speech_tokens", "prompt_speech_feat", "prompt_spk_embedding")
 
 
 @dataclass(frozen=True)
 class Token2WavRequest:
-    """One request of a stream, which is a sequence of Triton's.
+    """One request of a stream, or a whole utterance.
 
-    start: opens the stream in the voice of `prompt`; `tokens` may be empty, then only the prompt cache is built.
+    stream_id: which stream, as errors name it: "sequence 17" by its correlation id or "request abc" by its request id.
+    start: opens the stream in the voice of `prompt`; `tokens` may be empty, then only the prompt cache is built. None:
+        opens the stream unless it is live.
     end: closes the stream. Unless `final`, the stream is dropped and no audio is made (an abort).
     final: the tokens are the stream's last (tensor `finalize`). None on a request that both starts and ends a stream
         and has no offset: a whole utterance, rendered at once.
     speed: speaking rate of a whole utterance; a stream is rendered at 1.
     """
 
-    stream_id: int
-    start: bool
+    stream_id: str
+    start: bool | None
     end: bool
     tokens: np.ndarray  # (n,) int64 ids 0..6560
     prompt: Prompt | None = None
@@ -40,7 +41,7 @@ class Token2WavRequest:
 
     @property
     def whole(self) -> bool:
-        return self.start and self.end and self.final is None and self.offset is None
+        return bool(self.start) and self.end and self.final is None and self.offset is None
 
     @property
     def aborts(self) -> bool:
@@ -52,24 +53,49 @@ class Token2WavRequest:
         return not self.whole and not self.aborts and bool(len(self.tokens) or self.final)
 
 
-def read_request(tensors: Tensors, first_speech_id: int, prompt: Prompt | None = None) -> Token2WavRequest:
+def read_request(
+    tensors: Tensors,
+    first_speech_id: int,
+    *,
+    correlation_id: int | str,
+    start: bool,
+    end: bool,
+    request_id: str,
+    prompt: Prompt | None = None,
+) -> Token2WavRequest:
     """The request in `tensors`, which are given by name and with the batch dimension.
 
     target_speech_tokens (1, n), prompt_speech_tokens (1, P), prompt_speech_feat (1, T, 80), prompt_spk_embedding
-    (1, 192), token_offset, finalize and speed (1, 1), and the sequence controls. `prompt`: the voice, if the caller
-    made it from a recording. Raises ValueError naming what is missing or malformed.
+    (1, 192), token_offset, finalize and speed (1, 1). `prompt`: the voice, if the caller made it from a recording.
+
+    With a correlation id the request belongs to a sequence of Triton's, of which `start` and `end` are the flags.
+    Without one (0 or empty) it is a request as upstream's BLS sends it, with the voice each time: a whole utterance if
+    it has neither token_offset nor finalize; otherwise the next chunk of the stream that is named by the request id,
+    which begins at token_offset 0, or, without the tensor token_offset, with the first request. finalize ends it.
+
+    Raises ValueError naming what is missing or malformed.
     """
     speed = float(_one(tensors, "speed")) if "speed" in tensors else 1.0
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise ValueError(f"speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
+    offset = int(_one(tensors, "token_offset")) if "token_offset" in tensors else None
+    final = bool(_one(tensors, "finalize")) if "finalize" in tensors else None
+    opens: bool | None = start
+    stream_id = f"sequence {correlation_id}"
+    if not correlation_id:
+        whole = offset is None and final is None
+        if not whole and not request_id:
+            raise ValueError("a request with token_offset or finalize needs a correlation id or a request id")
+        stream_id = f"{'utterance' if whole else 'request'} {request_id}"
+        opens, end = (True, True) if whole else (None if offset is None else offset == 0, bool(final))
     return Token2WavRequest(
-        stream_id=int(_one(tensors, "CORRID")),
-        start=bool(_one(tensors, "START")),
-        end=bool(_one(tensors, "END")),
+        stream_id=stream_id,
+        start=opens,
+        end=end,
         tokens=_ids(tensors, "target_speech_tokens", first_speech_id),
         prompt=prompt or _prompt(tensors, first_speech_id),
-        offset=int(_one(tensors, "token_offset")) if "token_offset" in tensors else None,
-        final=bool(_one(tensors, "finalize")) if "finalize" in tensors else None,
+        offset=offset,
+        final=final,
         speed=speed,
     )
 

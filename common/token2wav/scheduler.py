@@ -22,7 +22,7 @@ class Candidate:
     tokens: how many are computed for it; None if it is served alone (a stream's start or end, an invalid chunk).
     """
 
-    stream_id: int
+    stream_id: str
     audio_left: float | None
     arrived: int
     tokens: int | None
@@ -49,7 +49,7 @@ def pick(waiting: Sequence[Candidate], max_chunks: int, max_tokens: int) -> list
     if waiting[order[0]].tokens is None:
         return order[:1]
     batch: list[int] = []
-    streams: set[int] = set()
+    streams: set[str] = set()
     longest = own = 0  # tokens of the longest chunk, and of all
     for index in order:
         request = waiting[index]

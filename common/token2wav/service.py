@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
-TEST_STREAM = -1  # no client's correlation id
+TEST_STREAM = "test"  # no client can name it
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
+MAX_WAITING = 1024  # requests in the queue besides two for each stream: new streams that wait for a place
 
 
 @dataclass
@@ -48,6 +50,7 @@ class LiveStream:
     """A live stream: the engine's part, and how much audio its listener has left."""
 
     stream: Stream
+    prompt: Prompt
     used_at: float
     first_audio_at: float | None = None
     audio_seconds: float = 0.0
@@ -114,7 +117,8 @@ class Token2WavService:
         self._limits = engine.limits
         self._idle_seconds = idle_seconds
         self._clock = clock
-        self._streams: dict[int, LiveStream] = {}
+        self._streams: dict[str, LiveStream] = {}
+        self._idled: deque[str] = deque(maxlen=self._limits.max_streams)  # those freed last because they were idle
         self._queue: list[QueuedRequest] = []
         self._arrivals = 0
         self._batches = 0
@@ -142,8 +146,8 @@ class Token2WavService:
         with self._wake:
             if self._refusal:
                 raise self._refusal
-            if len(self._queue) >= 2 * self._limits.max_streams:
-                raise UnavailableError(f"token2wav's queue is full: {len(self._queue)} chunks wait")
+            if len(self._queue) >= 2 * self._limits.max_streams + MAX_WAITING:
+                raise UnavailableError(f"token2wav's queue is full: {len(self._queue)} requests wait")
             self._arrivals += 1
             self._queue.append(QueuedRequest(request, reply, is_cancelled, self._arrivals, self._clock()))
             self._wake.notify()
@@ -163,7 +167,9 @@ class Token2WavService:
             )
 
     def test(self) -> None:
-        """Render a small stream through the queue. Raises what a client would get."""
+        """Render a small stream through the queue. Raises what a client would get, UnavailableError without a slot."""
+        if (live := self.stats().live_streams) >= self._limits.max_streams:
+            raise UnavailableError(f"all {live} streams are taken")
         reply: Future[np.ndarray | BaseException] = Future()
         prompt, tokens = self._engine.sample()
         stream = Token2WavRequest(TEST_STREAM, start=True, end=True, tokens=tokens, prompt=prompt, final=True)
@@ -209,25 +215,31 @@ class Token2WavService:
         with self._wake:
             while not self._refusal:
                 self._reap()
-                if self._queue:
-                    ready = self._ready()
+                if ready := self._ready():
                     chosen = pick(self._candidates(ready), self._limits.max_chunks, self._engine.batch_tokens)
                     batch = [ready[index] for index in chosen]
-                    self._queue = [queued for queued in self._queue if queued not in batch]
+                    taken = set(batch)
+                    self._queue = [queued for queued in self._queue if queued not in taken]
                     return batch
                 self._wake.wait(REAP_SECONDS)
             return []
 
     def _ready(self) -> list[QueuedRequest]:
-        """What can be served now: everything, except that with all slots taken, new streams wait for queued ends.
-
-        Triton admits the next stream as soon as it has passed us the end of another; which of the two is more urgent
-        here must not decide whether there is a slot.
-        """
+        """What can be served now: everything, except that while all slots are taken, new streams wait for one."""
         if len(self._streams) < self._limits.max_streams:
             return self._queue
-        live = [q for q in self._queue if q.request.whole or q.request.stream_id in self._streams]
-        return live if any(q.request.end and not q.request.whole for q in live) else self._queue
+        waiting: set[str] = set()  # streams, whose later requests wait as well
+        ready = []
+        for queued in self._queue:
+            if queued.request.stream_id in waiting or self._opens(queued.request):
+                waiting.add(queued.request.stream_id)
+            else:
+                ready.append(queued)
+        return ready
+
+    def _opens(self, request: Token2WavRequest) -> bool:
+        """Whether it opens a stream that is not live."""
+        return request.start is not False and not request.whole and request.stream_id not in self._streams
 
     def _candidates(self, ready: Sequence[QueuedRequest]) -> list[Candidate]:
         """The scheduler's view of queued requests, which are in the order of arrival."""
@@ -254,7 +266,7 @@ class Token2WavService:
         if request.start or not request.has_chunk or request.speed != 1.0:
             return None
         try:
-            queued.chunk = queued.chunk or self._chunk(live.stream, request)
+            queued.chunk = queued.chunk or self._chunk(live, request)
         except ValueError:
             return None  # served alone, which raises it again for the sender
         return queued.chunk.computed
@@ -279,7 +291,7 @@ class Token2WavService:
             try:
                 audio = self._without_rendering(queued.request)
                 if audio is None and queued.chunk is None:
-                    queued.chunk = self._chunk(self._streams[queued.request.stream_id].stream, queued.request)
+                    queued.chunk = self._chunk(self._streams[queued.request.stream_id], queued.request)
             except Exception as error:
                 self._close(queued.request.stream_id)
                 self._reply(queued, error)
@@ -319,35 +331,40 @@ class Token2WavService:
             return self._engine.whole(_prompt_of(request), request.tokens, request.speed)
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; a stream is rendered at speed 1")
-        if request.start:
+        if request.start or self._opens(request):
             self._open(request)
         if request.aborts:
             self._close(request.stream_id)
             return SILENCE
         if request.stream_id not in self._streams:
             raise ValueError(
-                f"stream {request.stream_id} is not live: it has ended, failed, or was idle for {self._idle_seconds} s"
+                f"{request.stream_id} is not live: it was not opened, has ended or failed, or was idle for "
+                f"{self._idle_seconds:g} s"
             )
         return None if request.has_chunk else SILENCE
 
-    def _chunk(self, stream: Stream, request: Token2WavRequest) -> Chunk:
-        return self._engine.chunk(stream, request.tokens, final=bool(request.final), offset=request.offset)
+    def _chunk(self, live: LiveStream, request: Token2WavRequest) -> Chunk:
+        if request.prompt is not None and not _same_voice(request.prompt, live.prompt):
+            raise ValueError(f"{request.stream_id} began with another prompt: two streams have the same id")
+        return self._engine.chunk(live.stream, request.tokens, final=bool(request.final), offset=request.offset)
 
     def _open(self, request: Token2WavRequest) -> None:
         self._close(request.stream_id)  # START on a live stream restarts it
-        if len(self._streams) >= self._limits.max_streams:
-            raise UnavailableError(f"{len(self._streams)} streams are live, which is the limit (max_streams)")
-        stream = self._engine.open(_prompt_of(request))
-        self._streams[request.stream_id] = LiveStream(stream, used_at=self._clock())
+        if request.start is None and request.stream_id in self._idled:
+            self._idled.remove(request.stream_id)  # the sender knows now: the next request opens a stream
+            raise ValueError(f"{request.stream_id} was idle for {self._idle_seconds:g} s and was freed")
+        prompt = _prompt_of(request)
+        self._streams[request.stream_id] = LiveStream(self._engine.open(prompt), prompt, used_at=self._clock())
 
     def _reap(self) -> None:
         waiting = {queued.request.stream_id for queued in self._queue}
         oldest = self._clock() - self._idle_seconds
         for stream_id in [i for i, s in self._streams.items() if s.used_at < oldest and i not in waiting]:
-            logger.warning("stream %d was idle for %.0f s and was freed", stream_id, self._idle_seconds)
+            logger.warning("%s was idle for %.0f s and was freed", stream_id, self._idle_seconds)
             self._close(stream_id)
+            self._idled.append(stream_id)
 
-    def _close(self, stream_id: int) -> None:
+    def _close(self, stream_id: str) -> None:
         if live := self._streams.pop(stream_id, None):
             self._engine.close(live.stream)
 
@@ -365,6 +382,10 @@ def _send(queued: QueuedRequest, result: np.ndarray | BaseException) -> None:
         queued.reply(result)
     except Exception:  # a receiver's error must not end the other streams
         logger.exception("a reply failed")
+
+
+def _same_voice(one: Prompt, other: Prompt) -> bool:
+    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.embedding, other.embedding)
 
 
 def _prompt_of(request: Token2WavRequest) -> Prompt:

@@ -11,6 +11,7 @@ from common.triton_io.calls import call
 from common.triton_io.errors import error_response
 from common.triton_io.requests import DeferredAnswer, Handler, RequestLoop, Responder, answer_later, respond_batch
 from common.triton_io.tensors import (
+    origin,
     parameters,
     read,
     read_all,
@@ -30,6 +31,7 @@ __all__ = [
     "answer_later",
     "call",
     "error_response",
+    "origin",
     "parameters",
     "read",
     "read_all",

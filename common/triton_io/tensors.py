@@ -55,6 +55,17 @@ def parameters(request: Any) -> dict[str, Any]:
     return dict(json.loads(request.parameters() or "{}"))
 
 
+def origin(request: Any) -> dict[str, Any]:
+    """Whose request it is: correlation_id (0 or "": none) with its flags start and end, and request_id."""
+    flags = request.flags()
+    return {
+        "correlation_id": request.correlation_id(),
+        "start": bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
+        "end": bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
+        "request_id": request.request_id(),
+    }
+
+
 def reference(request: Any) -> np.ndarray:
     """The validated recording in `reference_wav`: float32 (N,), without the padding after `reference_wav_len`."""
     return validate_reference(require(request, "reference_wav"), scalar(request, "reference_wav_len"))

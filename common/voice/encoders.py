@@ -25,7 +25,7 @@ from common.accel.network import Network
 from common.accel.signatures import SPEAKER
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.voice import audio
-from common.voice.prompt import Prompt
+from common.voice.prompt import Prompt, Recording, RecordingCache
 from common.voice.torchaudio_stub import torchaudio_or_stub
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class ReferenceEncoder:
     def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
         self._model_dir = model_dir
         self._device = device
+        self._prompts = RecordingCache()
         self._lock = Lock()  # one recording at a time, also while the networks are loading
 
     @cached_property
@@ -116,9 +117,14 @@ class ReferenceEncoder:
 
     def __call__(self, wav: np.ndarray) -> Prompt:
         """wav: 16 kHz (T,) float32, checked by `audio.validate_reference`. The prompt has no transcript."""
+        recording = Recording(wav)
         with self._lock:
+            if (known := self._prompts.get(recording)) is not None:
+                return known
             tokenizer, speaker = self._networks
-            return Prompt.aligned(tokenizer([wav])[0], reference_mel(wav), speaker([wav])[0])
+            prompt = Prompt.aligned(tokenizer([wav])[0], reference_mel(wav), speaker([wav])[0])
+            self._prompts.put(recording, prompt)
+            return prompt
 
 
 def _only_file(model_dir: str | Path, pattern: str) -> Path:

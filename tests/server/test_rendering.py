@@ -99,11 +99,16 @@ def strings_of(name: str, model: Path) -> set[str]:
     }
 
 
-def test_sequences_and_streams_are_limited_by_the_same_settings(tmp_path):
-    wanted = options(tmp_path, stack="dit", settings={"max_streams": "3", "idle_seconds": "2.5"})
-    config = parse(rendering._filled_configs(wanted)["token2wav_dit"], "token2wav_dit")
-    assert config.sequence_batching.oldest.max_candidate_sequences == 3
-    assert config.sequence_batching.max_sequence_idle_microseconds == 2_500_000
+@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+def test_token2wav_is_one_process_wherever_it_computes(stack, tmp_path):
+    """Its streams are in that process, so Triton must neither start a second one nor insist on correlation ids."""
+    config = parse(
+        rendering._filled_configs(options(tmp_path, stack=stack.name, device="gpu"))[stack.token2wav], stack.token2wav
+    )
+    (group,) = config.instance_group
+    assert (group.kind, group.count) == (group.KIND_CPU, 1)
+    assert config.WhichOneof("scheduling_choice") == "dynamic_batching"
+    assert settings_of(stack.token2wav).from_triton(as_args(config)).device == "cuda:0"
 
 
 def test_the_llms_requests_and_token2wavs_streams_have_separate_limits(tmp_path):
@@ -178,7 +183,7 @@ def test_a_failed_rendering_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="unknown setting 'colour'"):
         render(options(tmp_path, settings={"colour": "red"}), tmp_path / "out")
     with pytest.raises(ValueError, match="not a valid config.pbtxt"):
-        render(options(tmp_path, settings={"max_streams": "many"}), tmp_path / "out")
+        render(options(tmp_path, settings={"max_queue_delay_microseconds": "many"}), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

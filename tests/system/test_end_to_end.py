@@ -392,8 +392,8 @@ def test_cancelling_many_long_texts_leaves_every_process_alive(stack: str, serve
 
 
 def test_cancelled_streams_free_their_slots(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    """Token2wav and its sequence batcher have two slots for four clients. Streams without a slot wait, so one that kept
-    its slot would block them."""
+    """token2wav has two slots for four clients. Streams without a slot wait, so one that kept its slot would block
+    them."""
     server = serve(stack=stack, settings={"max_streams": "2", "idle_seconds": "600"})
     long, short = Utterance("word " * 100, voice, VOICE_TEXT), Utterance(TEXT, voice, VOICE_TEXT)
 

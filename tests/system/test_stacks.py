@@ -128,7 +128,6 @@ def test_a_stack_of_another_package_is_rendered_and_valid(third: Stack, models: 
     # The stack's own defaults, in the models that have the setting.
     assert (parameters["speech3"]["top_p"], parameters["speech3"]["top_k"]) == ("0.8", "25")
     assert parameters["sound3"]["max_streams"] == "7" and parameters["speech3"]["temperature"] == "0.8"
-    assert configs["sound3"].sequence_batching.oldest.max_candidate_sequences == 7
     assert "stack = THIRD" in (tmp_path / "out" / "speech3" / "1" / "model.py").read_text()
 
 

@@ -23,7 +23,10 @@ TOKENS_PER_SECOND_OF_AUDIO = TOKEN_MEL_RATIO * HOP_SAMPLES
 
 
 class Served:
-    """A model with a client: `send` answers with the waveform or raises the error's message."""
+    """A model with a client: `send` answers with the waveform or raises the error's message.
+
+    `stream`: a correlation id, or a request id as upstream's BLS sends it.
+    """
 
     def __init__(self, name: str, models: Any):
         path, directory = PATHS[name]
@@ -38,17 +41,15 @@ class Served:
             {"model_name": name, "model_instance_name": f"{name}_0", "model_config": json.dumps(config)}
         )
 
-    def post(self, stream: int, *, start: bool = False, end: bool = False, **tensors: np.ndarray) -> Any:
-        controls = {
-            "START": np.array([[start]], np.float32),
-            "END": np.array([[end]], np.float32),
-            "CORRID": np.array([[stream]], np.uint64),
-        }
-        request = fake_triton.InferenceRequest.from_client(tensors | controls, declared=self.inputs)
+    def post(self, stream: int | str, *, start: bool = False, end: bool = False, **tensors: np.ndarray) -> Any:
+        flags = start * fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+        flags |= end * fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+        identity = {"request_id": stream} if isinstance(stream, str) else {"correlation_id": stream, "flags": flags}
+        request = fake_triton.InferenceRequest.from_client(tensors, declared=self.inputs, **identity)
         assert self.model.execute([request]) is None
         return request.get_response_sender()
 
-    def send(self, stream: int, **kwargs: Any) -> np.ndarray:
+    def send(self, stream: int | str, **kwargs: Any) -> np.ndarray:
         sender = self.post(stream, **kwargs)
         deadline = time.monotonic() + 30
         while not sender.final:
@@ -115,7 +116,7 @@ def test_an_error_names_its_value_and_the_next_request_is_served(served: Served)
         served.send(3, start=True, end=True, target_speech_tokens=served.ids(6561), **served.voice(3))
     with pytest.raises(RuntimeError, match="target_speech_tokens is missing"):
         served.send(3, start=True)
-    with pytest.raises(RuntimeError, match="stream 3 is not live"):
+    with pytest.raises(RuntimeError, match="sequence 3 is not live"):
         served.send(3, target_speech_tokens=served.ids(1, 2), **finalize(True))
     with pytest.raises(RuntimeError, match="prompt_spk_embedding is missing"):
         voice = served.voice(3)
@@ -130,10 +131,13 @@ def test_abandoned_streams_release_their_slots(served: Served) -> None:
         served.send(stream, end=True, target_speech_tokens=served.ids(), **finalize(False))
     for stream in range(30, 33):
         served.send(stream, start=True, target_speech_tokens=served.ids(), **served.voice(4))
-    with pytest.raises(RuntimeError, match="3 streams are live, which is the limit"):
-        served.send(33, start=True, target_speech_tokens=served.ids(), **served.voice(4))
+    waits = served.post(33, start=True, target_speech_tokens=served.ids(), **served.voice(4))
+    assert len(served.send(34, start=True, end=True, target_speech_tokens=served.ids(1), **served.voice(4)))
+    assert not waits.final
     for stream in range(30, 33):
         served.send(stream, end=True, target_speech_tokens=served.ids())
+    fake_triton.wait_until(lambda: waits.final)
+    served.send(33, end=True, target_speech_tokens=served.ids())
 
 
 def test_the_dit_model_accepts_a_recording_as_the_voice(dit: Served) -> None:
@@ -158,7 +162,39 @@ def test_the_dit_model_accepts_a_recording_as_the_voice(dit: Served) -> None:
     ],
 )
 def test_a_malformed_tensor_is_named(change: dict[str, np.ndarray], message: str) -> None:
-    tensors = {"START": np.ones((1, 1)), "END": np.ones((1, 1)), "CORRID": np.ones((1, 1))}
-    tensors |= {"target_speech_tokens": np.zeros((1, 4), np.int32)}
+    tensors = {"target_speech_tokens": np.zeros((1, 4), np.int32)}
     with pytest.raises(ValueError, match=message):
-        read_request(tensors | change, first_speech_id=0)
+        read_request(tensors | change, 0, correlation_id=1, start=True, end=True, request_id="")
+
+
+def origin(
+    correlation_id: int | str, request_id: str = "", *, start: bool = False, end: bool = False
+) -> dict[str, Any]:
+    return {"correlation_id": correlation_id, "request_id": request_id, "start": start, "end": end}
+
+
+OFFSET, FINAL, NOT_FINAL = {"token_offset": np.array([[40]], np.int32)}, finalize(True), finalize(False)
+FIRST = {"token_offset": np.array([[0]], np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("identity", "tensors", "stream_id", "start", "end"),
+    [
+        (origin(7, start=True), FIRST | NOT_FINAL, "sequence 7", True, False),
+        (origin(7), OFFSET | NOT_FINAL, "sequence 7", False, False),
+        (origin(7, end=True), OFFSET | FINAL, "sequence 7", False, True),
+        (origin("7"), NOT_FINAL, "sequence 7", False, False),
+        (origin(0, "7"), FIRST | NOT_FINAL, "request 7", True, False),
+        (origin(0, "7"), OFFSET | NOT_FINAL, "request 7", False, False),
+        (origin(0, "7"), OFFSET | FINAL, "request 7", False, True),
+        (origin(0, "7"), NOT_FINAL, "request 7", None, False),
+        (origin("", "7"), FINAL, "request 7", None, True),
+        (origin(0, "7"), {}, "utterance 7", True, True),  # not a live stream of that name, whatever happens to it
+        (origin(0, ""), {}, "utterance ", True, True),
+    ],
+)
+def test_the_ids_and_flags_of_a_request_name_its_stream(
+    identity: dict[str, Any], tensors: dict[str, np.ndarray], stream_id: str, start: bool | None, end: bool
+) -> None:
+    request = read_request(tensors | {"target_speech_tokens": np.zeros((1, 4), np.int32)}, 0, **identity)
+    assert (request.stream_id, request.start, request.end) == (stream_id, start, end)

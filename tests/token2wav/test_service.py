@@ -1,6 +1,7 @@
 """The service: every request gets one reply, every stream is freed whatever ends it. The engine is a fake."""
 
 import asyncio
+import dataclasses
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ class Client:
         self.service = service
 
     def post(self, stream_id, tokens=NO_TOKENS, is_cancelled=lambda: False, **kwargs):
+        stream_id = f"sequence {stream_id}" if isinstance(stream_id, int) else stream_id
         request = Token2WavRequest(stream_id, **{"start": False, "end": False, **kwargs}, tokens=np.asarray(tokens))
         replies = queue.Queue()
         self.service.submit(request, replies.put, is_cancelled)
@@ -164,7 +166,7 @@ def test_a_failed_chunk_frees_its_stream_and_no_other(service, client, token, er
     with pytest.raises(error, match="chunk"):
         client.send(1, [token], final=False)
     assert service.stats().live_streams == 1
-    with pytest.raises(ValueError, match="stream 1 is not live"):
+    with pytest.raises(ValueError, match="sequence 1 is not live"):
         client.send(1, [4], final=False)
     assert len(client.send(2, [4], final=False)) == 2 * HOP_SAMPLES
 
@@ -231,44 +233,86 @@ def test_an_idle_stream_is_freed_and_reported(service, client, clock):
     clock.now += 6
     client.start(2)
     assert service.stats().live_streams == 1
-    with pytest.raises(ValueError, match=r"idle for 5\.0 s"):
+    with pytest.raises(ValueError, match="idle for 5 s"):
         client.send(1, [4], final=False)
 
 
-def test_streams_beyond_the_limit_are_refused_at_once(client):
-    for stream_id in range(4):
-        client.start(stream_id)
-    with pytest.raises(UnavailableError, match="4 streams are live"):
-        client.start(4)
-    client.send(0, end=True)
-    client.start(4)
-
-
 @pytest.mark.parametrize("last", [{}, {"tokens": [5], "final": True}])
-def test_a_new_stream_is_not_refused_while_the_end_of_another_is_queued(service, client, engine, last):
+def test_a_new_stream_waits_until_another_has_ended_and_its_requests_keep_their_order(service, client, engine, last):
     """The new stream is more urgent: none of its audio has been played, and the ending one has audio left."""
     replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
-    ends = client.post(0, end=True, **last)
     starts = client.post(4, start=True, prompt=PROMPT)
     first_chunk = client.post(4, [4], final=False)
-    refused = client.post(5, start=True, prompt=PROMPT)
+    waits = client.post("request a", [6], start=None, prompt=PROMPT, final=False)
+    aborts = client.post("request a", end=True)
     engine.gate.set()
-    for reply in [*replies, ends, starts, first_chunk]:
+    for reply in replies:
         assert isinstance(reply.get(timeout=10), np.ndarray)
-    assert isinstance(refused.get(timeout=10), UnavailableError)
-    assert service.stats().live_streams == 4
+    assert len(client.send(1, [1], final=False)) and len(client.send(9, [9], start=True, end=True, prompt=PROMPT))
+    assert starts.empty() and waits.empty() and aborts.empty() and service.stats().queued == 4
+    ends = client.post(0, end=True, **last)
+    for reply in [ends, starts, first_chunk]:
+        assert isinstance(reply.get(timeout=10), np.ndarray)
+    assert service.stats().live_streams == 4 and waits.empty() and aborts.empty()
+    client.send(1, end=True)
+    assert len(waits.get(timeout=10)) and len(aborts.get(timeout=10)) == 0
+    assert service.stats().live_streams == 3
 
 
-def test_a_full_queue_is_refused_at_once(client, engine):
+def test_its_own_test_does_not_wait_for_a_slot(service, client):
+    for stream_id in range(4):
+        client.start(stream_id)
+    with pytest.raises(UnavailableError, match="all 4 streams are taken"):
+        service.test()
+
+
+def test_a_live_stream_restarts_while_all_slots_are_taken(service, client):
+    for stream_id in range(4):
+        client.start(stream_id)
+    assert len(client.start(3, [4])) and service.stats().live_streams == 4
+
+
+def test_a_full_queue_is_refused_at_once(client, engine, monkeypatch):
+    monkeypatch.setattr("common.token2wav.service.MAX_WAITING", 3)
     client.start(1)
     engine.gate.clear()
     waiting = [client.post(1, [4], final=False)]
     assert engine.entered.wait(10)
-    waiting += [client.post(1, [4], final=False) for _ in range(8)]
-    with pytest.raises(UnavailableError, match="queue is full: 8"):
+    waiting += [client.post(1, [4], final=False) for _ in range(11)]
+    with pytest.raises(UnavailableError, match="queue is full: 11"):
         client.post(1, [4], final=False)
     engine.gate.set()
     assert all(len(replies.get(timeout=10)) for replies in waiting)
+
+
+def test_a_stream_without_a_start_opens_with_its_first_request(service, client):
+    for _ in range(2):  # its id can be used again
+        chunk = {"start": None, "prompt": PROMPT}
+        assert len(client.send("request 1", [4, 5], final=False, **chunk)) == 4 * HOP_SAMPLES
+        client.start(1)  # another stream
+        assert service.stats().live_streams == 2
+        assert len(client.send("request 1", [6], final=True, end=True, **chunk)) == 2 * HOP_SAMPLES
+        assert service.stats().live_streams == 1
+
+
+def test_a_stream_without_a_start_that_was_idle_is_refused_once(service, client, clock):
+    """Otherwise the rest of an utterance would be rendered as if it were the beginning of one."""
+    chunk = {"start": None, "prompt": PROMPT, "final": False}
+    client.send("request 1", [4], **chunk)
+    clock.now += 6
+    client.send(2, end=True)  # the service frees idle streams while it waits
+    with pytest.raises(ValueError, match="request 1 was idle for 5 s and was freed"):
+        client.send("request 1", [5], **chunk)
+    assert service.stats().live_streams == 0
+    assert len(client.send("request 1", [4], **chunk))
+
+
+def test_the_voice_of_a_stream_cannot_change(service, client):
+    other = dataclasses.replace(PROMPT, embedding=PROMPT.embedding + 1)
+    client.send("request 1", [4], start=None, prompt=PROMPT, final=False)
+    with pytest.raises(ValueError, match="request 1 began with another prompt"):
+        client.send("request 1", [5], start=None, prompt=other, final=False)
+    assert service.stats().live_streams == 0
 
 
 def test_chunks_that_wait_together_are_rendered_together(service, client, engine):
@@ -341,7 +385,7 @@ def test_a_reply_that_raises_does_not_end_the_service(service, client):
     def broken(_):
         raise OSError("the receiver left")
 
-    service.submit(Token2WavRequest(1, start=True, end=False, tokens=NO_TOKENS, prompt=PROMPT), broken)
+    service.submit(Token2WavRequest("sequence 1", start=True, end=False, tokens=NO_TOKENS, prompt=PROMPT), broken)
     assert len(client.send(2, [4], start=True, prompt=PROMPT)) == 2 * HOP_SAMPLES
 
 

@@ -147,9 +147,11 @@ def _submit_next(
     listener = listeners[index]
     if listener.next < 0:
         nothing = np.zeros(0, np.int64)
-        request = Token2WavRequest(index + 1, start=True, end=False, tokens=nothing, prompt=voices[index])
+        request = Token2WavRequest(f"sequence {index + 1}", start=True, end=False, tokens=nothing, prompt=voices[index])
     else:
         chunk = listener.chunks[listener.next]
-        request = Token2WavRequest(index + 1, start=False, end=chunk.final, tokens=chunk.tokens, final=chunk.final)
+        request = Token2WavRequest(
+            f"sequence {index + 1}", start=False, end=chunk.final, tokens=chunk.tokens, final=chunk.final
+        )
     listener.requested_at = time.perf_counter()
     service.submit(request, lambda answer: answers.put((time.perf_counter(), index, answer)))

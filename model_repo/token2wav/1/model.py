@@ -1,4 +1,4 @@
-"""token2wav: speech tokens to 24 kHz audio, CosyVoice2's UNet flow and HiFT. A stream is a sequence."""
+"""token2wav: speech tokens to 24 kHz audio, CosyVoice2's UNet flow and HiFT."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from common.config import Token2WavConfig
 from common.llm.speech_tokens import read_first_speech_id
 from common.process.health import ModelMonitor
 from common.token2wav.engine import Token2Wav
-from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, read_request
+from common.token2wav.requests import PROMPT_TENSORS, read_request
 from common.token2wav.service import Token2WavService
 
-INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, "token_offset", "finalize", "speed", *CONTROLS)
+INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, "token_offset", "finalize", "speed")
 
 
 class TritonPythonModel:
@@ -30,7 +30,8 @@ class TritonPythonModel:
         for request in requests:
             with triton_io.answer_later(request, "waveform", model=self._name) as answer:
                 tensors = triton_io.read_all(request, INPUTS)
-                self._service.submit(read_request(tensors, self._first_speech_id), answer, answer.is_cancelled)
+                chunk = read_request(tensors, self._first_speech_id, **triton_io.origin(request))
+                self._service.submit(chunk, answer, answer.is_cancelled)
 
     def finalize(self) -> None:
         self._monitor.close()

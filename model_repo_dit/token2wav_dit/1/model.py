@@ -1,4 +1,4 @@
-"""token2wav_dit: speech tokens to 24 kHz audio, Step-Audio2's DiT flow and HiFT. A stream is a sequence."""
+"""token2wav_dit: speech tokens to 24 kHz audio, Step-Audio2's DiT flow and HiFT."""
 
 from threading import Thread
 from typing import Any
@@ -8,12 +8,12 @@ from common.config import Token2WavConfig
 from common.llm.speech_tokens import read_first_speech_id
 from common.process.health import ModelMonitor
 from common.token2wav.engine import Token2Wav
-from common.token2wav.requests import CONTROLS, PROMPT_TENSORS, read_request
+from common.token2wav.requests import PROMPT_TENSORS, read_request
 from common.token2wav.service import Token2WavService
 from common.voice.encoders import ReferenceEncoder
 
 REFERENCE = ("reference_wav", "reference_wav_len")
-INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "speed", *CONTROLS)
+INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "speed")
 
 
 class TritonPythonModel:
@@ -43,7 +43,8 @@ class TritonPythonModel:
         with answer:
             tensors = triton_io.read_all(request, INPUTS)
             prompt = self._reference(triton_io.reference(request)) if "reference_wav" in tensors else None
-            self._service.submit(read_request(tensors, self._first_speech_id, prompt), answer, answer.is_cancelled)
+            chunk = read_request(tensors, self._first_speech_id, **triton_io.origin(request), prompt=prompt)
+            self._service.submit(chunk, answer, answer.is_cancelled)
 
     def finalize(self) -> None:
         self._monitor.close()
