@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. Headers must have arrived HEADER_SECONDS after the connection or the request has begun, and the
+    """One connection, up to an upgrade to a WebSocket, which has pings instead. Headers must have arrived HEADER_SECONDS after the connection or the request has begun, and the
     body `receive_timeout` seconds after its headers."""
 
     def __init__(self, settings: Settings, **uvicorn: Any) -> None:
@@ -61,10 +61,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_headers, self._received = True, 0
         self._forget_deadline()
         super().on_message_complete()
-
-    def handle_websocket_upgrade(self) -> None:
-        self._forget_deadline()  # a WebSocket has pings instead
-        super().handle_websocket_upgrade()
 
     def _expect_within(self, seconds: float) -> None:
         self._forget_deadline()

@@ -55,13 +55,11 @@ def test_a_request_that_does_not_arrive_in_time_is_closed(url: str, data: bytes)
         assert SECONDS / 2 < time.monotonic() - started < 3.0
 
 
-@pytest.mark.parametrize("lines", [1, 5000], ids=["one header", "many headers"])
-def test_headers_of_any_size_are_refused_at_the_limit(url: str, lines: int) -> None:
-    header = b"x: " + b"a" * (300_000 // lines) + b"\r\n"
-    with opened(url, b"GET / HTTP/1.1\r\n") as client:
-        with pytest.raises(OSError):
-            for _ in range(lines * 1000):  # 300 MB if nobody refuses
-                client.sendall(header)
+@pytest.mark.parametrize("lines", [1, 100], ids=["one header", "many headers"])
+def test_headers_are_refused_at_the_limit(url: str, lines: int) -> None:
+    header = b"x: " + b"a" * (66_000 // lines) + b"\r\n"
+    with opened(url, b"GET / HTTP/1.1\r\n" + header * lines) as client:
+        assert client.recv(12) == b"HTTP/1.1 431"
 
 
 def test_a_large_body_may_arrive_with_its_headers_again_and_again(url: str) -> None:
