@@ -22,7 +22,6 @@ from typing import Protocol
 import numpy as np
 
 from common.constants import MAX_STREAM_TOKENS, TOKEN_MEL_RATIO, TOKEN_RATE
-from common.errors import UnavailableError
 from common.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
 from common.orchestrator.chunking import Hop, HopRules, HopSchedule
 from common.orchestrator.request import SynthesisRequest
@@ -121,7 +120,7 @@ class TokenBuffer:
     async def fill(self, llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> None:
         """Read the LLM's answer to `prompt`. Where it ends by its length, the LLM is asked to continue it.
 
-        Warns if it cannot be continued. UnavailableError if there is no token at all.
+        Warns if it cannot be continued. ValueError if there is no token at all: the same text would fail again.
         """
         text = prompt.target_text
         limit = _most_tokens(text, sampling)
@@ -142,7 +141,7 @@ class TokenBuffer:
                 self._warn(f"{done} tokens, because the LLM cannot continue it ({error}): {text[:80]!r}")
                 break
             if not generated:
-                raise UnavailableError(f"the LLM returned no speech token for the text {text[:80]!r}")
+                raise ValueError(f"the LLM returned no speech token for the text {text[:80]!r}")
             if reason == "length" and (len(generated) < done + asked or len(generated) >= limit):
                 self._warn(f"{len(generated)} tokens, the most for a text of its length: {text[:80]!r}")
                 break
@@ -215,8 +214,8 @@ class Synthesizer:
 
         `on_warning` is called before the last one if speech was cut short, `on_stage` at each stage.
 
-        Raises what a port raises, as soon as it does, UnavailableError if the LLM returns no speech tokens, and
-        ValueError for a speed other than 1.
+        Raises what a port raises, as soon as it does, and ValueError if the LLM returns no speech tokens or
+        for a speed other than 1.
         """
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")

@@ -18,6 +18,10 @@ _SERVER_ERRORS = {
 }
 
 
+# Triton's words for a model that it does not serve at the moment: it starts, stops or reloads. (Requests name only
+# models that it reported as ready.)
+_NOT_SERVED = ("Request for unknown model", "Server is stopping")
+
 MESSAGE_CHARS = 1000  # messages quote what clients send
 
 
@@ -64,6 +68,8 @@ def from_triton(status: str | None, message: str | None) -> ApiError:
         return ApiError(400, text.removeprefix(INVALID))
     if text.startswith(UNAVAILABLE):
         status, text = str(grpc.StatusCode.UNAVAILABLE), text.removeprefix(UNAVAILABLE)
+    if text.startswith(_NOT_SERVED):
+        status = str(grpc.StatusCode.UNAVAILABLE)
     if status in _CLIENT_ERRORS:
         return ApiError(_CLIENT_ERRORS[status], text)
     http, code = _SERVER_ERRORS.get(status or "", (502, "upstream_error"))

@@ -18,8 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection, up to an upgrade to a WebSocket, which has pings instead. Headers must have arrived HEADER_SECONDS after the connection or the request has begun, and the
-    body `receive_timeout` seconds after its headers."""
+    """One connection, up to an upgrade to a WebSocket, which has pings instead.
+
+    Headers must have arrived HEADER_SECONDS after the connection or the request has begun, and the body
+    `receive_timeout` seconds after its headers.
+    """
 
     def __init__(self, settings: Settings, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)

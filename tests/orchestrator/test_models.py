@@ -331,21 +331,21 @@ def test_bad_input_is_the_callers_error_and_the_next_request_is_served(
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "code", "message"),
     [
-        ({"token2wav_fails": True}, "out of memory"),
-        ({"llm_tokens": 0}, "the LLM returned no speech token for the text 'word five.'"),
+        ({"token2wav_fails": True}, TritonError.UNAVAILABLE, "out of memory"),
+        ({"llm_tokens": 0}, TritonError.INVALID_ARG, "the LLM returned no speech token for the text 'word five.'"),
     ],
 )
-def test_a_failing_model_makes_the_request_unavailable_and_leaves_no_sequence(
-    fault: dict[str, Any], message: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
+def test_a_failing_model_fails_the_request_and_leaves_no_sequence(
+    fault: dict[str, Any], code: Any, message: str, tokenizer_dir: Path, triton_models: dict[str, Callee]
 ) -> None:
     models = FakeModels(**fault)
     models.install(triton_models)
     request = client_request()
     with started("cosyvoice2_dit", tokenizer_dir) as model:
         serve(model, request)
-    assert failure(request)[0] == TritonError.UNAVAILABLE and message in failure(request)[1]
+    assert failure(request)[0] == code and message in failure(request)[1]
     assert len(models.ended) <= 1  # the LLM may fail before one is started
     assert not models.sequences
 

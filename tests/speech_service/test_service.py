@@ -182,6 +182,25 @@ def test_streams_go_to_the_least_busy_triton_and_around_a_failing_one(tmp_path: 
             assert (one.served, two.served) == (3, 2)  # both were tried
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "Request for unknown model: 'cosyvoice2_dit' is not found",
+        "Request for unknown model: 'cosyvoice2_dit' version 1 is not at ready state",
+        "Server is stopping, scheduler for model has stopped accepting new inference requests",
+    ],
+)
+def test_requests_go_around_a_triton_that_restarts(tmp_path: Path, error: str, decoupled: bool) -> None:
+    restarting, ready = TritonStub(decoupled=decoupled, error=error), TritonStub(decoupled=decoupled)
+    with stub_triton(restarting) as first, stub_triton(ready) as second:
+        with serving(Settings(urls=(first, second), voices_dir=tmp_path)) as url:
+            assert httpx.post(url + SPEECH, json=TEXT).status_code == 200
+            ready.error = error
+            answer = httpx.post(url + SPEECH, json=TEXT)
+            assert answer.status_code == 503 and "retry-after" in answer.headers
+
+
 def test_models_that_are_not_decoupled_return_whole_answers(tmp_path: Path) -> None:
     stub = TritonStub(model="cosyvoice2", decoupled=False)
     with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=tmp_path)) as url:

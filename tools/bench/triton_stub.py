@@ -48,6 +48,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
     first: float = 0.0
     model: str = stacks.DEFAULT.orchestrator
     decoupled: bool = True
+    error: str = ""  # of every request
     live: int = 0
     served: int = 0
     cancelled: int = 0
@@ -70,13 +71,15 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelConfigResponse(config=config)
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if self.error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, self.error)
         parts = [part async for part in self._synthesize(request, context)]
         return self._response(np.concatenate(parts) if parts else np.zeros(0, np.float32)).infer_response
 
     async def ModelStreamInfer(self, iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         async for request in iterator:
-            if _first_word(request) == "fail":
-                yield service_pb2.ModelStreamInferResponse(error_message="this request fails")
+            if error := self.error or _first_word(request) == "fail" and "this request fails":
+                yield service_pb2.ModelStreamInferResponse(error_message=error)
                 continue
             async for part in self._synthesize(request, context):
                 yield self._response(part)
