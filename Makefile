@@ -64,6 +64,7 @@ $(VENV)/.server: $(VENV)/.python pyproject.toml
 $(VENV)/.dev: $(VENV)/.server
 	@echo 'setup: installing what tests and checks need'
 	@$(PIP) install $(EXTRA_INDEX) -e '.[client,http,server,dev]'
+	@$(PIP) install --no-deps --group qwen-vocabulary
 	@touch $@
 
 demo: $(VENV)/.server ## start a stack with the trained demo voice, let it say TEXT, write out/demo.wav

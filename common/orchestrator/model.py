@@ -78,7 +78,7 @@ class Orchestrator:
         if config.default_speaker:
             voices.get()  # fail now rather than in a request
         self._synthesizer = Synthesizer(
-            TextFrontend(tokenizer.text_length),
+            TextFrontend(),
             voices.get,
             TritonPromptEncoder(call, tokenizer.first_speech_id),
             self._llm,

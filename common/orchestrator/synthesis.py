@@ -82,7 +82,7 @@ class Token2WavPort(Protocol):
 class TextPreparer(Protocol):
     """Makes the texts for the LLM, see `text.TextFrontend`. Called in a thread."""
 
-    def segments(self, text: str, normalize: bool) -> Iterator[str]: ...
+    def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]: ...
 
     def transcript(self, text: str, normalize: bool) -> str: ...
 
@@ -260,7 +260,7 @@ class Synthesizer:
         self, request: SynthesisRequest, scope: TaskScope, on_warning: OnWarning, on_stage: OnStage
     ) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, and start the LLM as soon as its part of the prompt is ready."""
-        texts = self._texts.segments(request.target_text, request.normalize)
+        texts = self._texts.segments(request.target_text, request.normalize, request.sampling.max_tokens / TOKEN_RATE)
         first = scope.spawn(_next(texts))
         voice: Recording | Prompt
         if isinstance(request.voice, Recording):

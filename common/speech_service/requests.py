@@ -65,7 +65,7 @@ class SpeechRequest(BaseModel):
     top_p: Finite | None = None
     top_k: Int64 | None = None
     repetition_penalty: Finite | None = None
-    max_tokens: Int64 | None = Field(None, description="speech tokens per segment of the text, 25 per second")
+    max_tokens: Int64 | None = Field(None, description="speech tokens per request to the LLM, 25 per second")
 
     @field_validator("language")
     @classmethod

@@ -3,6 +3,8 @@
 cleaning.py        whitespace and control tokens; text with nothing to speak is an error
 normalization.py   numbers, dates, units and currencies as words
 sentences.py       sentences of a text that arrives in pieces
+chinese.py         marks and blanks of Chinese text that are not spoken
+duration.py        how many seconds a text takes to speak
 segments.py        sentences, and how many of them make a segment
 frontend.py        all of this: a text -> its segments
 """

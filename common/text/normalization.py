@@ -21,7 +21,7 @@ _OTHER_SCRIPT = re.compile(r"[\u0370-\u03ff\u0400-\u052f\u0590-\u08ff\u0900-\u0f
 
 # Left unchanged: the LLM's sound tags ("[laughter]", "<strong>"), characters that the package would escape (quotation
 # marks, backslashes), and text that its grammar misreads ("1990s" as seconds, "2.0.1" as two decimals).
-_AS_IS = re.compile(r"""(\[[a-z_-]+\]|</?[a-z]+>|["\\]|\b\d+0s\b|\b\d+(?:\.\d+){2,})""")
+_AS_IS = re.compile(r"""(\[[a-z_-]+\]|</?[a-z]+>|["\\]|\b\d+0s\b|(?<!\d)\d+(?:\.\d+){2,})""")
 
 # Full-width forms, which the grammars do not read as numbers. Other full-width punctuation is Chinese and stays.
 _FULL_WIDTH = "０１２３４５６７８９ＡＢＣＤＥＦＧＨＩＪＫＬＭＮＯＰＱＲＳＴＵＶＷＸＹＺ％＄￥"

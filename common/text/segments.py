@@ -4,86 +4,112 @@ A segment is long enough for natural intonation and short enough for the audio t
 split between sentences, else between clauses, else between words.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from common.text.cleaning import is_speakable
+from common.text.sentences import SentenceSplitter
 
-# In text tokens, CosyVoice2's own values. At 25 speech tokens and about 4 words per second, a text token makes 6 or 7
-# speech tokens, so a full segment lasts about 22 s.
-SEGMENT_TOKENS = 80
-MIN_TOKENS = 20  # a shorter remainder is appended to the previous segment
+# Seconds of expected speech. CosyVoice2's own limit is 80 Chinese characters, about 17 s.
+SEGMENT_SECONDS = 18.0
+SHORTEST_LIMIT = 6.0  # however few tokens a request may have: less has no intonation, and the LLM is asked to continue
+REQUEST_SHARE = 0.6  # of what one LLM request can speak: speakers differ, and so do texts from their estimate
+SHORT_SHARE = 1 / 6  # of the limit: what is left of a text does not stay alone if it is shorter than this
 
-CountTokens = Callable[[str], int]
+Seconds = Callable[[str], float]  # expected_seconds, with the language of the whole text
 
 # Ends of clauses. Western punctuation ends one only before whitespace: "1,000" and "12:30" are numbers.
 _CLAUSE_END = re.compile(r"(?<=[，；：、…—])|(?<=[,;:])\s")
 _WORD_END = re.compile(r"(?<=\s)")
-_ANYWHERE = re.compile(r"(?<=.)", re.DOTALL)
+_ANYWHERE = re.compile(r"[^\W\d_]{1,8}|.", re.DOTALL)  # a few letters at a time: a letter alone says little of a word
 
 _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]")
 
 
-def sentences(text: str) -> Iterator[str]:
+def segment_limit(request_seconds: float) -> float:
+    """The seconds of a segment, given those that one LLM request can speak."""
+    return max(SHORTEST_LIMIT, min(SEGMENT_SECONDS, REQUEST_SHARE * request_seconds))
+
+
+def sentences(text: str, close: bool = True) -> Iterator[str]:
     """The sentences of `text` that can be spoken, with their trailing whitespace. The end of a line ends a sentence.
 
-    Abbreviations and decimals do not, in any language.
+    Abbreviations and decimals do not, in any language. `close`: end each line with a full stop if it has none.
     """
-    from sentencex import segment as sentence_ends  # here: LLM servers import this package only to count tokens
-
     for line in text.split("\n"):
-        found = [sentence for sentence in sentence_ends("en", line) if is_speakable(sentence)]
-        if found:
+        splitter = SentenceSplitter()
+        found = [sentence for sentence in (*splitter.push(line), splitter.finish()) if is_speakable(sentence)]
+        if found and close:
             found[-1] = _closed(found[-1])
         yield from found
 
 
-def segments(
-    spoken: Iterable[str], count: CountTokens, budget: int = SEGMENT_TOKENS, minimum: int = MIN_TOKENS
-) -> Iterator[str]:
-    """Sentences joined into segments of at most `budget` tokens, the last one of at most `budget + minimum`.
+def segments(spoken: Iterable[str], seconds: Seconds, limit: float = SEGMENT_SECONDS) -> Iterator[str]:
+    """Sentences joined into segments that take at most `limit` seconds.
 
     Lazy: reads only as many sentences as needed to know that a segment is complete.
     """
-    ready, current, size = "", "", 0
-    for piece in (piece for sentence in spoken for piece in fitting(sentence, count, budget)):
-        tokens = count(piece)
-        if current and size + tokens > budget:
+    ready: list[_Piece] = []  # complete, unless the text ends shortly after it
+    current: list[_Piece] = []
+    for text in (piece for sentence in spoken for piece in fitting(sentence, seconds, limit)):
+        piece = _Piece(text, seconds(text))
+        if current and _length(current) + piece.seconds > limit:
             if ready:
-                yield ready.strip()
-            ready, current, size = current, "", 0
-        current, size = current + piece, size + tokens
-        if ready and size >= minimum:
-            yield ready.strip()
-            ready = ""
-    if ready or current:
-        yield (ready + current).strip()
+                yield _joined(ready)
+            ready, current = current, []
+        current.append(piece)
+        if ready and _length(current) >= SHORT_SHARE * limit:
+            yield _joined(ready)
+            ready = []
+    if ready and _length(ready) + _length(current) <= limit:
+        ready, current = [], ready + current
+    elif len(ready) > 1 and ready[-1].seconds + _length(current) <= limit:
+        current.insert(0, ready.pop())
+    yield from (_joined(segment) for segment in (ready, current) if segment)
 
 
-def fitting(sentence: str, count: CountTokens, budget: int = SEGMENT_TOKENS) -> list[str]:
-    """The sentence if it fits `budget`, else its clauses, and clauses that do not fit as words, and so on."""
-    pieces = [sentence]
+class _Piece(NamedTuple):
+    text: str
+    seconds: float
+
+
+def _length(pieces: list[_Piece]) -> float:
+    return sum(piece.seconds for piece in pieces)
+
+
+def _joined(pieces: list[_Piece]) -> str:
+    return "".join(piece.text for piece in pieces).strip()
+
+
+def fitting(sentence: str, seconds: Seconds, limit: float = SEGMENT_SECONDS) -> list[str]:
+    """The sentence if it takes at most `limit` seconds, else parts of about equal length that do.
+
+    It is split between clauses; a clause that does not fit between words, and a word that does not fit anywhere.
+    """
+    pieces = [_Piece(sentence, seconds(sentence))]
     for end in (_CLAUSE_END, _WORD_END, _ANYWHERE):
-        if all(count(piece) <= budget for piece in pieces):
-            break
-        pieces = [part for piece in pieces for part in _cut(piece, end, count, budget)]
-    return [piece for piece in pieces if is_speakable(piece)]
+        pieces = [part for piece in pieces for part in _cut(piece, end, seconds, limit)]
+    return [piece.text for piece in pieces if is_speakable(piece.text)]
 
 
-def _cut(piece: str, end: re.Pattern[str], count: CountTokens, budget: int) -> Iterator[str]:
-    """`piece` split at matches of `end` into parts as long as fit; a unit that is too long is a part of its own."""
-    if count(piece) <= budget:
+def _cut(piece: _Piece, end: re.Pattern[str], seconds: Seconds, limit: float) -> Iterator[_Piece]:
+    """`piece` if it fits, else split at matches of `end`; a unit that is too long is a part of its own."""
+    if piece.seconds <= limit:
         yield piece
         return
-    part, size = "", 0
-    for unit in _units(piece, end):
-        tokens = count(unit)
-        if part and size + tokens > budget:
-            yield part
-            part, size = "", 0
-        part, size = part + unit, size + tokens
+    units = [_Piece(unit, seconds(unit)) for unit in _units(piece.text, end)]
+    rest = _length(units)
+    part, size = "", 0.0
+    for unit in units:
+        share = rest / max(1, math.ceil(rest / limit))
+        if part and (size + unit.seconds > limit or size + unit.seconds / 2 > share):
+            yield _Piece(part, size)
+            part, size, rest = "", 0.0, rest - size
+        part, size = part + unit.text, size + unit.seconds
     if part:
-        yield part
+        yield _Piece(part, size)
 
 
 def _units(piece: str, end: re.Pattern[str]) -> Iterator[str]:

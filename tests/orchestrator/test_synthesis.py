@@ -180,7 +180,7 @@ def test_a_voice_of_an_x_vector_alone_gives_the_llm_no_speech_and_the_flow_no_pr
 
 def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None:
     class UpperCase(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool) -> Iterator[str]:
+        def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
             yield text.upper() if normalize else text
 
         def transcript(self, text: str, normalize: bool) -> str:
@@ -192,6 +192,17 @@ def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None
         pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(), normalize=normalize)))
     texts = [(prompt.target_text, prompt.prompt_text) for prompt in pipeline.llm.prompts]
     assert texts == [("HELLO", "REFERENCE"), ("hello", "reference")]
+
+
+def test_the_segments_of_a_text_fit_what_one_llm_request_can_speak() -> None:
+    class Noting(FakeTextPreparer):
+        def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
+            yield f"{request_seconds:g}"
+
+    pipeline = Pipeline(FakeLM([1]))
+    pipeline.texts = Noting()
+    pipeline.run(pipeline.synthesize(with_sampling(max_tokens=100)))
+    assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["4"]
 
 
 def test_an_unknown_voice_ends_the_request_before_any_model_is_called() -> None:

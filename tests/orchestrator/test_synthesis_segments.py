@@ -86,7 +86,7 @@ def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> N
     released = threading.Event()
 
     class Slow(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool) -> Iterator[str]:
+        def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
             yield "0-40"
             assert released.wait(10)
             yield "40-60"
@@ -106,7 +106,7 @@ def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> N
 @pytest.mark.parametrize("failing", ["llm", "token2wav", "segments"])
 def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: str) -> None:
     class FailingTexts(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool) -> Iterator[str]:
+        def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
             yield from ("0-20", "20-40")
             raise ValueError("segments")
 

@@ -35,7 +35,7 @@ def fake_prompt(voice: int, text: str = "reference") -> Prompt:
 class FakeTextPreparer:
     """Segments of a text are separated by bars; transcripts stay unchanged."""
 
-    def segments(self, text: str, normalize: bool) -> Iterator[str]:
+    def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
         yield from text.split("|")
 
     def transcript(self, text: str, normalize: bool) -> str:

@@ -19,7 +19,6 @@ from common import stacks
 from common.client import grpc_client, http_client
 from common.client.requests import SpeechResult, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
-from common.llm.speech_tokens import LLMTokenizer
 from common.text import TextFrontend
 from scripts import add_voice, client_grpc
 from tests.support.server_requests import (
@@ -107,8 +106,8 @@ def test_a_long_text_is_one_stream_equal_to_its_segments(
 ) -> None:
     """Each segment sent alone gives the same audio as within the long stream, with the same voice and seed."""
     address, model = serve(stack=stack).grpc_url, MODELS[stack]
-    segments = list(TextFrontend(LLMTokenizer.from_dir(demo_models / "cosyvoice2_llm").text_length).segments(LONG_TEXT))
-    assert len(segments) > 2 and "three point five dollars" in segments[0]
+    segments = list(TextFrontend().segments(LONG_TEXT))
+    assert len(segments) > 1 and "three point five dollars" in segments[0]
     whole = stream(address, model, Utterance(LONG_TEXT, voice, VOICE_TEXT, {"seed": 3}))
     parts = [stream(address, model, Utterance(text, voice, VOICE_TEXT, {"seed": 3})) for text in segments]
     assert whole.first_chunk < whole.total / 2

@@ -3,21 +3,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.llm.speech_tokens import LLMTokenizer
 from common.text import TextFrontend, clean_text
+from common.text.duration import expected_seconds
 from common.text.normalization import half_width, language_of, normalized
-from common.text.segments import MIN_TOKENS, SEGMENT_TOKENS, segments, sentences
-from tools.demo_model.llm import build_tokenizer
-
-
-def words(text: str) -> int:
-    """Fake token count: one token per word or Chinese character."""
-    return len("".join(f" {char} " if "\u4e00" <= char <= "\u9fff" else char for char in text).split())
+from common.text.segments import SEGMENT_SECONDS, segments, sentences
 
 
 @pytest.fixture(scope="module")
 def frontend() -> TextFrontend:
-    return TextFrontend(words)
+    return TextFrontend()
 
 
 # --- normalization ----------------------------------------------------------------------------------------------------
@@ -53,6 +47,7 @@ def test_numbers_dates_units_and_currencies_become_words(text: str, spoken: str)
         '"[laughter]" and <strong>so</strong> on \\ "',
         "in the 1990s",
         "version 2.0.1",
+        "版2.0.1",
         "  blanks at both ends ",
         "",
         "“quoted” – café… 😀",
@@ -105,39 +100,58 @@ def test_sentences_end_at_punctuation_but_not_at_abbreviations_or_decimals(text:
 
 
 def test_the_end_of_a_line_ends_a_sentence_and_gets_punctuation() -> None:
-    assert "".join(sentences("A heading\nText, more\n---\n标题\n正文。")) == "A heading. Text, more. 标题。正文。"
+    text = "A heading\nText, more\n---\n标题\n正文。"
+    assert "".join(sentences(text)) == "A heading. Text, more. 标题。正文。"
+    assert "".join(sentences(text, close=False)) == "A headingText, more标题正文。"
 
 
 # --- segments ----------------------------------------------------------------------------------------------------
 
 
-def sentence_of(length: int) -> str:
-    return " ".join(["word"] * length) + ". "
+def sentence_of(seconds: int) -> str:
+    return " ".join(["word"] * seconds) + ". "
+
+
+def words(text: str) -> float:
+    """Fake estimate: a second for each word or Chinese character."""
+    return len("".join(f" {char} " if "\u4e00" <= char <= "\u9fff" else char for char in text).split())
 
 
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
         ([5], [5]),
-        ([40, 40], [80]),
-        ([40, 41], [40, 41]),
-        ([60, 30, 30], [60, 60]),
-        ([80, 10, 9], [99]),
-        ([80, 20], [80, 20]),
-        ([80, 80, 80, 5], [80, 80, 85]),
+        ([9, 9], [18]),
+        ([9, 10], [9, 10]),
+        ([12, 10, 8], [12, 18]),
+        ([17, 1], [18]),
+        ([10, 8, 2], [10, 10]),  # a short rest takes a sentence from the segment before it
+        ([18, 2], [18, 2]),  # which must have several
+        ([2, 16, 2], [2, 18]),
+        ([1, 17, 2], [18, 2]),  # and not so long a one
+        ([10, 8, 3], [18, 3]),
+        ([18, 18, 18, 5], [18, 18, 18, 5]),
     ],
 )
-def test_sentences_fill_segments_and_a_short_rest_joins_the_last(lengths: list[int], expected: list[int]) -> None:
+def test_sentences_fill_segments_and_a_short_rest_does_not_stay_alone(lengths: list[int], expected: list[int]) -> None:
     assert [words(segment) for segment in segments(map(sentence_of, lengths), words)] == expected
 
 
-def test_a_sentence_that_is_too_long_is_split_at_clauses_then_words_then_anywhere() -> None:
-    clause = " ".join(["word"] * 50) + ", "
-    assert [words(part) for part in segments([clause * 3], words)] == [50, 50, 50]
-    assert [words(part) for part in segments([" ".join(["word"] * 200)], words)] == [80, 80, 40]
-    assert [words(part) for part in segments(["字" * 200], words)] == [80, 80, 40]
-    assert [len(part) for part in segments(["1,000,000" * 20], len)] == [80, 80, 20]
-    assert [words(part) for part in segments(["一" * 60 + "，" + "二" * 60 + "。"], words)] == [61, 61]
+def test_a_sentence_that_is_too_long_is_split_evenly_at_clauses_then_words_then_anywhere() -> None:
+    clause = " ".join(["word"] * 11) + ", "
+    assert [words(part) for part in segments([clause * 3], words)] == [11, 11, 11]
+    assert [words(part) for part in segments([" ".join(["word"] * 40)], words)] == [13, 14, 13]
+    assert [words(part) for part in segments(["字" * 40], words)] == [16, 16, 8]  # eight characters at a time
+    assert [len(part) for part in segments(["1,000,000" * 4], len)] == [18, 18]
+    assert [words(part) for part in segments(["一" * 12 + "，" + "二" * 12 + "。"], words)] == [13, 13]
+
+
+def test_a_smaller_limit_makes_smaller_segments(frontend: TextFrontend) -> None:
+    text = "这是一个不太长的句子。" * 12
+    lengths = {
+        seconds: max(map(expected_seconds, frontend.segments(text, request_seconds=seconds))) for seconds in (1, 15, 60)
+    }
+    assert lengths[1] <= 6 < lengths[15] <= 0.6 * 15 < lengths[60] <= SEGMENT_SECONDS
 
 
 def test_segments_are_generated_lazily() -> None:
@@ -146,7 +160,7 @@ def test_segments_are_generated_lazily() -> None:
     def spoken() -> Iterator[str]:
         for index in range(100):
             asked.append(index)
-            yield sentence_of(40)
+            yield sentence_of(9)
 
     made = segments(spoken(), words)
     next(made)
@@ -161,19 +175,39 @@ def test_segments_are_generated_lazily() -> None:
         "这是第1个很长的句子，没有句号，" * 40,
         "word " * 400,
         "字" * 900,
+        "今日" * 200 + "は" * 100,
         "x" * 500,
         "Title\n1. first\n2. second\n" * 30,
         "사과 3개. " * 60,
+        "สวัสดี" * 60,
+        "NASA/" * 60,
+        "https://example.com/?id=123&q=%20" * 12,
         "😀" * 90,
     ],
 )
 def test_no_word_is_lost_and_every_segment_fits_the_limit(text: str, normalize: bool, frontend: TextFrontend) -> None:
-    tokenizer = LLMTokenizer(build_tokenizer(), 0, (), 0, 0)
-    made = list(TextFrontend(tokenizer.text_length).segments(clean_text(text, name="t", max_chars=4096), normalize))
-    assert all(tokenizer.text_length(segment) <= SEGMENT_TOKENS + MIN_TOKENS for segment in made)
+    made = list(frontend.segments(clean_text(text, name="t", max_chars=4096), normalize))
+    japanese = "は" in text
+    assert all(expected_seconds(segment, japanese) <= SEGMENT_SECONDS for segment in made)
     if not normalize:
         letters = [char for char in "".join(made) if char.isalnum()]
         assert letters == [char for char in text if char.isalnum()]
+
+
+@pytest.mark.parametrize("pattern", ["\u201c", "(", '"', "x", "字", "a, "])
+def test_a_hostile_text_takes_linear_time(pattern: str) -> None:
+    """Each character is estimated a few times, however long the text. For the sentences see test_sentences.py."""
+    size = 65_000
+    text, estimated = (pattern * size)[:size] + "a", 0
+
+    def seconds(part: str) -> float:
+        nonlocal estimated
+        estimated += len(part)
+        return expected_seconds(part, japanese=False)
+
+    for segment in segments(sentences(text), seconds):
+        assert len(segment) <= SEGMENT_SECONDS / 0.025
+    assert estimated <= 6 * size
 
 
 def test_numbers_are_unchanged_without_normalization(frontend: TextFrontend) -> None:
@@ -181,12 +215,46 @@ def test_numbers_are_unchanged_without_normalization(frontend: TextFrontend) -> 
     assert list(frontend.segments("It costs $5.")) == ["It costs five dollars."]
 
 
-def test_a_transcript_is_normalized_as_a_whole_unless_disabled(frontend: TextFrontend) -> None:
+def test_a_transcript_is_normalized_as_a_whole_unless_disabled_and_gets_no_full_stop(frontend: TextFrontend) -> None:
     text = "I have 3. " * 60 + "好"
-    assert frontend.transcript(text) == "I have three. " * 60 + "好。"
+    assert frontend.transcript(text) == "I have three. " * 60 + "好"
     assert frontend.transcript(text, normalize=False) == text
+    assert frontend.transcript("No stop") == "No stop"
 
 
 def test_a_number_without_letters_is_read_in_the_language_of_the_text(frontend: TextFrontend) -> None:
-    assert list(frontend.segments("价格是多少？\n25\n好。")) == ["价格是多少？二十五. 好。"]
+    assert list(frontend.segments("价格是多少？\n25\n好。")) == ["价格是多少？二十五。好。"]
     assert list(frontend.segments("12")) == ["twelve."]
+
+
+# --- Chinese -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("你 好 ， 世 界", "你好，世界。"),
+        ("我们 用 Python 写 code review", "我们用Python写code review。"),
+        ("他（王明）来了【注】，`好`(吗)。", "他王明来了注，好吗。"),
+        ("x² 和 y³", "x平方和y立方。"),
+        ("面积是100m²。", "面积是一百平方米。"),
+        ("我们——我和他——走了", "我们 我和他 走了。"),
+        ("北京 - 上海", "北京，上海。"),
+        ("苹果，香蕉、", "苹果，香蕉。"),
+        ("苹果，\n香蕉, ", "苹果，香蕉。"),
+        ("他走了.然后...好", "他走了。然后。好。"),
+        ("版本2.0.1在 example.com 上", "版本2.0.1在example.com上。"),
+        ("[laughter] 好", "[laughter]好。"),
+        ("Hello ( world ) - you", "Hello ( world ) - you."),  # not Chinese
+        ("日本 （にほん）と", "日本 （にほん）と。"),
+    ],
+)
+def test_chinese_is_cleaned_as_by_cosyvoice2(text: str, spoken: str, frontend: TextFrontend) -> None:
+    assert "".join(frontend.segments(text)) == spoken
+    unclosed = spoken if text[-1] in ".。，、 " else spoken[:-1]
+    if "\n" not in text:
+        assert frontend.transcript(text) == unclosed
+
+
+def test_chinese_is_not_cleaned_without_normalization(frontend: TextFrontend) -> None:
+    assert list(frontend.segments("你 好（吗），", normalize=False)) == ["你 好（吗），"]

@@ -66,7 +66,7 @@ def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pi
         llm.generate([WARM_UP], Sampling(max_tokens=8, seed=0))
         yield Pipeline(
             voices=voices,
-            texts=TextFrontend(tokenizer.text_length),
+            texts=TextFrontend(),
             llm=llm,
             token2wav=token2wav,
             batch_size=args.batch_size,

@@ -102,7 +102,7 @@ def _with_few_numbers(sentences: list[str]) -> list[str]:
 
 def _as_served(sentences: list[str]) -> Iterator[str]:
     """The sentences spelled out, in lower case. Those that still contain other characters are left out."""
-    frontend = TextFrontend(len)
+    frontend = TextFrontend()
     for sentence in tqdm(sentences, desc="corpus", unit="sentence", mininterval=1):
         # The front end is slow and changes numbers, signs and abbreviations only.
         plain = not re.search(r"\d|\b[A-Z][a-z]{1,3}\.", sentence)

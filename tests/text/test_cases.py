@@ -1,0 +1,54 @@
+"""Held texts in four languages with their segments, and their lengths in Qwen2's own vocabulary."""
+
+from statistics import median
+
+import pytest
+
+from common.constants import TOKEN_RATE
+from common.llm.interface import LengthRatios, LLMPrompt, Sampling
+from common.text.duration import expected_seconds
+from common.text.segments import SEGMENT_SECONDS
+from tests.support.qwen_vocabulary import qwen2_tokenizer
+from tests.text.table import cases, segments_of
+
+HELD = {case["name"]: case for case in cases()}
+PHRASES = [
+    "高速公路",
+    "高度重视食品安全。",
+    "有限责任公司",
+    "你好。",
+    "ありがとうございます。",
+    "はい。",
+    "감사합니다",
+    "Hi.",
+]
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_held_text_has_its_segments(name: str) -> None:
+    """After an intended change: python -m tests.text.table --write"""
+    case = HELD[name]
+    assert [list(segment) for segment in segments_of(case["text"])] == case["segments"]
+    assert all(seconds <= SEGMENT_SECONDS for _, seconds in case["segments"])
+
+
+def test_chinese_segments_have_the_lengths_of_cosyvoice2() -> None:
+    """Its limit is 80 characters; half of ours are longer than 50."""
+    lengths = [len(text) for case in HELD.values() if case["name"].startswith("zh") for text, _ in case["segments"]]
+    assert max(lengths) <= 90 and median(lengths) > 50
+
+
+def test_the_token_ratios_never_cut_normal_speech() -> None:
+    """In Qwen2's vocabulary one token is up to ten characters; the ratio alone would cut some phrases."""
+    tokenizer = qwen2_tokenizer()
+    assert tokenizer.encode("Hello world").ids == [9707, 1879]  # the ids of Qwen2
+    spoken = [text for case in HELD.values() for text, _ in case["segments"]]
+    cut = []
+    for text in [*spoken, *PHRASES]:
+        tokens = len(tokenizer.encode(text).ids)
+        bound = LengthRatios().bound(Sampling(max_tokens=3000), LLMPrompt(text), tokens)
+        expected = TOKEN_RATE * expected_seconds(text)
+        assert 2 * bound.min_tokens <= expected * 1.2 and bound.max_tokens >= 2 * expected - 1
+        if LengthRatios.max * tokens < 1.2 * expected:
+            cut.append(text)
+    assert cut == ["高速公路", "ありがとうございます。"]
