@@ -1,69 +1,43 @@
 """The engine with the small networks of the fixtures: upstream's streaming loops, isolation of streams, limits."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from common.constants import DIT_TAIL_FRAMES, HOP_SAMPLES, LOOKAHEAD_TOKENS, OVERLAP_FRAMES, TOKEN_MEL_RATIO
+from common.constants import (
+    DIT_TAIL_FRAMES,
+    HOP_SAMPLES,
+    MAX_STREAM_TOKENS,
+    OVERLAP_FRAMES,
+    TOKEN_MEL_RATIO,
+)
 from common.errors import UnavailableError
 from common.token2wav.dit.memory import PromptCaches, TailPool
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
-from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import NoiseTape, flow_noise, source_noise
+from common.token2wav.noise import NoiseTape, flow_noise
 from common.token2wav.stream import Chunk, Stream, VocoderState
-from common.token2wav.streaming import StreamingFlow
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
-from tools.parity import flow_dit, flow_unet, hift, streaming
+from tests.support.streams import (
+    DIT,
+    GOLDEN,
+    UNET,
+    VOICES_BYTES,
+    Piece,
+    dit_pieces,
+    ids,
+    prompt,
+    tensors,
+    unet_pieces,
+)
+from tools.parity import streaming
 from tools.parity.fixture import Fixture
 from tools.parity.reference import dit_flow, unet_flow
 from tools.parity.runner import run_fixture
-
-GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
-DIT = "item8b_dit_streaming_token2wav"
-UNET = "item8c_cosyvoice2_streaming_token2wav"
-VOICES_BYTES = 64 << 20
-
-
-def prompt(seed: int, tokens: int = 12) -> Prompt:
-    rng = np.random.default_rng(seed)
-    return Prompt(
-        tokens=rng.integers(0, 120, tokens),
-        mel=rng.standard_normal((TOKEN_MEL_RATIO * tokens, 80)).astype(np.float32) - 4,
-        embedding=rng.standard_normal(24).astype(np.float32),
-        text="",
-    )
-
-
-def tensors(prompt: Prompt) -> tuple[torch.Tensor, ...]:
-    """Tokens (1, P), mel (1, 2P, 80) and x-vector (1, N) as the networks take them."""
-    return tuple(torch.from_numpy(x)[None] for x in (prompt.tokens, prompt.mel, prompt.embedding))
-
-
-def ids(seed: int, count: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 120, count)
-
-
-@pytest.fixture(scope="module")
-def vocoder():
-    network = hift.build(Fixture(GOLDEN / f"{DIT}.json"), "hift_tiny.weights.safetensors")
-    return StreamingVocoder(network, source_noise(network.config.harmonics + 1), limits=BatchLimits(max_streams=99))
-
-
-@pytest.fixture(scope="module")
-def dit_network():
-    return flow_dit.build(Fixture(GOLDEN / f"{DIT}.json"), "stepaudio2_flow_tiny.weights.safetensors")
-
-
-@pytest.fixture(scope="module")
-def unet_network():
-    return flow_unet.build(Fixture(GOLDEN / f"{UNET}.json"), "cosyvoice2_flow_tiny.weights.safetensors")
 
 
 @pytest.fixture
@@ -81,34 +55,6 @@ def dit(dit_network, vocoder, prompts):
 @pytest.fixture
 def unet(unet_network, vocoder):
     return Token2Wav(UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4, max_tokens=200), vocoder)
-
-
-class Piece(NamedTuple):
-    """The tokens of a chunk, before its stream is known."""
-
-    tokens: np.ndarray
-    final: bool
-    offset: int | None = None
-
-    def of(self, engine: Token2Wav | StreamingFlow, stream: Stream) -> Chunk:
-        return engine.chunk(stream, self.tokens, final=self.final, offset=self.offset)
-
-
-def dit_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
-    """New tokens and look-ahead, chunk by chunk; the final chunk has the rest."""
-    pieces, at = [], 0
-    for hop in hops:
-        pieces.append(Piece(tokens[at : at + hop + LOOKAHEAD_TOKENS], final=False, offset=at))
-        at += hop
-    return [*pieces, Piece(tokens[at:], final=True, offset=at)]
-
-
-def unet_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
-    """All tokens so far, chunk by chunk."""
-    return [
-        Piece(tokens if piece.final else tokens[: piece.offset + len(piece.tokens)], piece.final, piece.offset)
-        for piece in dit_pieces(tokens, hops)
-    ]
 
 
 def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:
@@ -453,6 +399,28 @@ def test_invalid_tokens_of_a_chunk_are_named(kind, piece, message, request):
     stream = engine.open(prompt(8))
     with pytest.raises(ValueError, match=message):
         piece.of(engine, stream)
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_a_chunk_that_makes_a_stream_too_long_is_refused_and_the_stream_may_end_at_the_limit(kind, request):
+    engine, tokens = request.getfixturevalue(kind), ids(8, 201)
+    stream, split = engine.open(prompt(8)), dit_pieces if kind == "dit" else unet_pieces
+    step(engine, stream, split(tokens, [190])[0])
+    with pytest.raises(ValueError, match="the stream has 201 speech tokens; the limit is 200"):
+        split(tokens, [190])[1].of(engine, stream)
+    assert len(step(engine, stream, split(tokens[:-1], [190])[1])) > 0
+
+
+def test_the_limit_of_a_stream_is_two_minutes_of_tokens(dit_network, unet_network, prompts):
+    limits = BatchLimits(max_streams=1)
+    for flow in (
+        DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=1),
+        UNetStreaming(unet_network, flow_noise(), limits=limits, steps=1),
+    ):
+        stream = flow.open(prompt(8), VocoderState(0))
+        assert flow.chunk(stream, ids(8, MAX_STREAM_TOKENS), final=True).new == 3000
+        with pytest.raises(ValueError, match="the stream has 3001 speech tokens; the limit is 3000"):
+            flow.chunk(stream, ids(8, MAX_STREAM_TOKENS + 1), final=True)
 
 
 def test_warm_up_does_not_change_later_audio(dit, unet):

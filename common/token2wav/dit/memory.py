@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.constants import DIT_TAIL_FRAMES, TOKEN_MEL_RATIO
+from common.constants import TOKEN_MEL_RATIO
 from common.errors import UnavailableError
 from common.flow.cache import CONV_HISTORY, EstimatorCache, KeyValues
 from common.flow.config import DiTConfig
@@ -125,7 +125,7 @@ class TailPool:
     The last slot is scratch: padding rows of a batch write to it.
     """
 
-    def __init__(self, config: DiTConfig, like: Tensor, steps: int, slots: int, frames: int = DIT_TAIL_FRAMES):
+    def __init__(self, config: DiTConfig, like: Tensor, steps: int, slots: int, frames: int):
         """`like`: a tensor of the pool's device and dtype."""
         self.keys = like.new_zeros(slots + 1, steps, config.depth, 2, config.heads, frames, config.head_dim)
         self.values = torch.zeros_like(self.keys)

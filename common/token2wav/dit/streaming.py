@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
+from common.constants import CONTEXT_TOKENS, DIT_TAIL_FRAMES, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.checkpoint import load_dit_flow
 from common.flow.dit import DiTEstimator, DiTFlow
 from common.token2wav.dit.memory import (
@@ -44,7 +44,11 @@ def load(path: Path, options: FlowOptions) -> "DiTStreaming":
 
 
 class DiTStreaming(StreamingFlow[DiTStream]):
-    """Every stream attends to its whole prompt and its most recent frames. `graphs`: CUDA graphs on a GPU."""
+    """Every stream attends to its whole prompt and its most recent frames.
+
+    tail_frames: of a stream, kept for the estimator. context_tokens: of a stream, kept for the encoder. graphs: CUDA
+    graphs on a GPU.
+    """
 
     cumulative = False
 
@@ -57,13 +61,16 @@ class DiTStreaming(StreamingFlow[DiTStream]):
         limits: BatchLimits,
         steps: int = EULER_STEPS,
         max_tokens: int = MAX_STREAM_TOKENS,
+        tail_frames: int = DIT_TAIL_FRAMES,
+        context_tokens: int = CONTEXT_TOKENS,
         graphs: bool = True,
     ):
         super().__init__(network, noise, limits=limits, steps=steps, max_tokens=max_tokens, graphs=graphs)
         self.batch_tokens = limits.dit_batch_tokens
+        self._context = context_tokens
         self._prompts = prompts
         weight = network.encoder_proj.weight
-        self._pool = TailPool(network.decoder.estimator.config, weight, steps, limits.max_streams)
+        self._pool = TailPool(network.decoder.estimator.config, weight, steps, limits.max_streams, tail_frames)
         self._solve: Solve
         if not isinstance(network.decoder.estimator, DiTEstimator):
             self._solve = ChunkwiseSolve(network, self._pool, noise)
@@ -114,7 +121,7 @@ class DiTStreaming(StreamingFlow[DiTStream]):
         mel = self._solve.run(chunks, self._encode(chunks))
         for chunk in chunks:
             stream = chunk.stream
-            stream.context = np.concatenate([stream.context, chunk.tokens[: chunk.new]])[-CONTEXT_TOKENS:]
+            stream.context = np.concatenate([stream.context, chunk.tokens[: chunk.new]])[-self._context :]
             stream.chunk_ends.append(chunk.offset + chunk.new)
         return [mel[index, : chunk.frames].T for index, chunk in enumerate(chunks)]  # (T, C) -> (C, T)
 

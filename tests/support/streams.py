@@ -1,0 +1,65 @@
+"""Small networks, prompts and divisions into chunks for the tests of token2wav."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from common.token2wav.engine import Token2Wav
+from common.token2wav.stream import Chunk, Stream
+from common.token2wav.streaming import StreamingFlow
+from common.voice.prompt import Prompt
+
+GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
+DIT = "item8b_dit_streaming_token2wav"
+UNET = "item8c_cosyvoice2_streaming_token2wav"
+VOICES_BYTES = 64 << 20
+
+
+def prompt(seed: int, tokens: int = 12) -> Prompt:
+    rng = np.random.default_rng(seed)
+    return Prompt(
+        tokens=rng.integers(0, 120, tokens),
+        mel=rng.standard_normal((TOKEN_MEL_RATIO * tokens, 80)).astype(np.float32) - 4,
+        embedding=rng.standard_normal(24).astype(np.float32),
+        text="",
+    )
+
+
+def tensors(prompt: Prompt) -> tuple[torch.Tensor, ...]:
+    """Tokens (1, P), mel (1, 2P, 80) and x-vector (1, N) as the networks take them."""
+    return tuple(torch.from_numpy(x)[None] for x in (prompt.tokens, prompt.mel, prompt.embedding))
+
+
+def ids(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 120, count)
+
+
+class Piece(NamedTuple):
+    """The tokens of a chunk, before its stream is known."""
+
+    tokens: np.ndarray
+    final: bool
+    offset: int | None = None
+
+    def of(self, engine: Token2Wav | StreamingFlow, stream: Stream) -> Chunk:
+        return engine.chunk(stream, self.tokens, final=self.final, offset=self.offset)
+
+
+def dit_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
+    """New tokens and look-ahead, chunk by chunk; the final chunk has the rest."""
+    pieces, at = [], 0
+    for hop in hops:
+        pieces.append(Piece(tokens[at : at + hop + LOOKAHEAD_TOKENS], final=False, offset=at))
+        at += hop
+    return [*pieces, Piece(tokens[at:], final=True, offset=at)]
+
+
+def unet_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
+    """All tokens so far, chunk by chunk."""
+    return [
+        Piece(tokens if piece.final else tokens[: piece.offset + len(piece.tokens)], piece.final, piece.offset)
+        for piece in dit_pieces(tokens, hops)
+    ]
