@@ -4,18 +4,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from common.client.requests import Utterance
-from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.constants import MEL_RATE, PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
+from common.orchestrator.chunking import Hop
 from common.voice.audio import load_audio, save_audio
 from common.voice.encoders import SpeakerEncoder
+from common.voice.prompt import Prompt
 from tests.support.checkpoints import DIT_DIR
 from tests.support.speech_fixtures import stub_triton
+from tests.support.streams import DIT, GOLDEN, ids, prompt
 from tools.bench.triton_stub import TritonStub
 from tools.demo_model.checkpoint import TRAINED
 from tools.demo_model.make import VOICES_DIR
+from tools.parity import flow_dit
+from tools.parity.fixture import Fixture
 from tools.voice_evaluation import __main__ as evaluate_voice
-from tools.voice_evaluation import measures, report, segments
+from tools.voice_evaluation import drift, measures, report, segments
 from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors, words
 from tools.voice_evaluation.takes import Series, Take, copy_synthesis, read_teacher, request_takes
 
@@ -177,3 +183,37 @@ def test_the_tokens_of_silent_and_other_frames_are_counted_apart() -> None:
     wave = np.concatenate([np.zeros(SAMPLE_RATE), np.sin(np.arange(SAMPLE_RATE) / 5)]).astype(np.float32)
     silent, sounding = segments.tokens_by_sound(lambda waves: [np.repeat([7, 8, 9], [25, 20, 5])], [wave, wave])
     assert silent == {7: 50} and sounding == {8: 40, 9: 10}
+
+
+# --- drift -------------------------------------------------------------------------------------------------------
+
+
+def test_drift_is_measured_against_unlimited_memory_and_the_recording() -> None:
+    """Louder audio of the same pitch, of which the tokenizer finds every second token again."""
+    seconds, rate = drift.SECONDS, SAMPLE_RATE
+    wave = np.sin(2 * np.pi * 200 * np.arange(seconds * rate) / rate).astype(np.float32) / 4
+    mel = np.zeros((80, seconds * MEL_RATE), np.float32)
+    tokens, voice = np.arange(seconds * TOKEN_RATE), np.zeros(192, np.float32)
+    voice[0] = 3
+    speech = drift.Speech(Prompt(tokens[:5], mel[:, :10].T, voice, text=""), tokens)
+    parts = seconds // drift.STRETCH
+
+    def encode(_: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.full((parts, 192), 192**-0.5), np.stack(drift.stretches(tokens * (tokens % 2), TOKEN_RATE))
+
+    unlimited = drift.Rendered(speech, mel, wave)
+    found = drift.Rendered(speech, mel + 0.5, 2 * wave).compared(unlimited, encode)
+    for name, value in {"mel": 4.343, "x_vector": 192**-0.5, "loudness": 6.021, "pitch": 0.0, "tokens": 0.5}.items():
+        assert found[name] == pytest.approx([value] * parts, abs=0.01), name
+    row = drift.Drift("dit", "100 frames", mib=62.5, keys=400, **found)
+    cells = drift.table([row]).splitlines()[-1].strip("| ").split(" | ")
+    assert cells[:-2] == ["100 frames", "62.5", "400", *["4.34"] * 6, "0.072 → 0.072", "+6.02 dB"]
+
+
+def test_upstreams_memory_of_a_short_stream_is_unlimited() -> None:
+    """It drops the first frames once the stream has 100 frames of its own."""
+    network = flow_dit.build(Fixture(GOLDEN / f"{DIT}.json"), "stepaudio2_flow_tiny.weights.safetensors")
+    hops = [Hop(0, 20, False), Hop(20, 20, False), Hop(40, 20, False), Hop(60, 10, True)]
+    expected, found = (render(network, prompt(1), ids(1, 70), hops) for render in (drift.by_dit, drift.by_upstream_dit))
+    torch.testing.assert_close(found[:, :120], expected[:, :120], atol=1e-4, rtol=0)
+    assert (found[:, 120:] - expected[:, 120:]).abs().max() > 1e-3

@@ -26,12 +26,8 @@ from common.server.tritonserver import Ports, TritonServer
 from common.voice.audio import load_audio, save_audio
 from common.voice.encoders import ReferenceEncoder, SpeakerEncoder
 from tools.demo_model.make import VOICES_DIR
-from tools.voice_evaluation import HELD_OUT, measures, report
+from tools.voice_evaluation import HELD_OUT, HUMAN, HUMAN_TEXT, measures, report
 from tools.voice_evaluation.takes import Series, Take, copy_synthesis, from_tokens, read_teacher, request_takes, seeded
-
-ROOT = Path(__file__).resolve().parents[2]
-HUMAN = ROOT / "tests" / "assets" / "reference_en.wav"
-HUMAN_TEXT = "Your call is now first in line and will be answered by the next available representative."
 
 
 class Evaluation:
