@@ -4,33 +4,27 @@ A voice's recording is sent with each request, so that a Triton on another machi
 voice is requested by name, and so is one that this folder lacks.
 """
 
-import os
 from pathlib import Path
-from threading import Lock
-
-import numpy as np
 
 from common.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.recordings import decode
 from common.text import clean_line
-from common.voice.audio import save_audio
 from common.voice.book import VoiceBook
-from common.voice.files import is_voice_name
+from common.voice.files import is_voice_name, save_recording
 from common.voice.prompt import Prompt, Recording
 
 MAX_VOICES = 1000
 
 
 class VoiceFolder:
-    """All methods access files, so do not call them on an event loop. Thread-safe."""
+    """All methods access files, so do not call them on an event loop. Threads and several services may share it."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         # Transcripts in a spk2info.pt are token ids of the LLM; only the models need them.
         self._book = VoiceBook(folder, folder, decode=lambda ids: "")
-        self._lock = Lock()  # held while changing files
 
     def names(self) -> list[str]:
         """The names of the voices, sorted; UnavailableError if the folder cannot be read."""
@@ -58,39 +52,27 @@ class VoiceFolder:
             wav = decode(data, self._max_bytes)
         except ValueError as error:
             raise invalid(error, "audio_sample") from None
-        with self._lock:
-            names = self.names()
+        names = self.names()
+        if len(names) >= MAX_VOICES:
+            raise ApiError(409, f"the limit of {len(names)} voices is reached: delete some first")
+        try:
             if name in names:
-                raise ApiError(
-                    409, f"the voice {name!r} already exists: delete it first, or choose another name", param="name"
-                )
-            if len(names) >= MAX_VOICES:
-                raise ApiError(409, f"the limit of {len(names)} voices is reached: delete some first")
-            self._write(name, wav, text)
+                raise FileExistsError
+            save_recording(self._folder / f"{name}.safetensors", Recording(wav, text))
+        except FileExistsError:
+            raise ApiError(
+                409, f"the voice {name!r} already exists: delete it first, or choose another name", param="name"
+            ) from None
+        except OSError as error:
+            raise ApiError(507, f"the voice cannot be stored: {error.strerror}") from error
         return len(wav) / PROMPT_SAMPLE_RATE
 
     def remove(self, name: str) -> None:
         """Delete a voice's files. ApiError if it has none."""
-        with self._lock:
-            if name not in self.names():
-                raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
-            files = [self._folder / f"{name}{ending}" for ending in (".safetensors", ".wav", ".txt")]
-            if not is_voice_name(name) or not any(file.exists() for file in files):
-                raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name")
-            for file in files:
-                file.unlink(missing_ok=True)
-
-    def _write(self, name: str, wav: np.ndarray, text: str) -> None:
-        """Write the transcript first, so that it exists once the recording does. Both are written atomically."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        work = self._folder / f".{os.getpid()}.{os.urandom(4).hex()}"
-        try:
-            transcript = self._folder / f"{name}.txt"
-            transcript.unlink(missing_ok=True)  # left over if only the recording was deleted
-            if text:
-                work.write_text(text, encoding="utf-8")
-                work.replace(transcript)
-            save_audio(work, wav, PROMPT_SAMPLE_RATE)
-            work.replace(self._folder / f"{name}.wav")
-        finally:
-            work.unlink(missing_ok=True)
+        if name not in self.names():
+            raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
+        files = [self._folder / f"{name}{ending}" for ending in (".safetensors", ".wav", ".txt")]
+        if not is_voice_name(name) or not any(file.exists() for file in files):
+            raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name")
+        for file in files:
+            file.unlink(missing_ok=True)

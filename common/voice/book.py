@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 SPK2INFO = "spk2info.pt"
 UPSTREAM_DEFAULT = "001"  # the speaker of a spk2info.pt that upstream's server uses for a request without a voice
-MAX_FILE_BYTES = 64 << 20  # a voice takes less than 1 MB; spk2info.pt holds some hundred of them
+MAX_FILE_BYTES = 64 << 20  # a voice takes less than 2 MB; spk2info.pt holds some hundred of them
 CACHED_FILES = 64  # contents kept in memory, a few MB each at most except for spk2info.pt
 NAMES_SHOWN = 20
 
@@ -71,8 +71,8 @@ class VoiceBook:
 
     def _find(self, name: str) -> Voice | None:
         if self._folder is not None and is_voice_name(name):
-            prompt = self._cached(self._folder / f"{name}.safetensors", read_voice)
-            voice = prompt or self._cached(self._folder / f"{name}.wav", read_recording)
+            voice = self._cached(self._folder / f"{name}.safetensors", read_voice)
+            voice = voice or self._cached(self._folder / f"{name}.wav", read_recording)
             if voice is not None:
                 return voice
         return self._of_spk2info(name)

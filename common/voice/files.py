@@ -1,13 +1,14 @@
 """The file formats of registered voices. Each is read here and nowhere else.
 
-NAME.safetensors   a Prompt, encoded in advance
+NAME.safetensors   a Prompt, encoded in advance, or an uploaded recording with its transcript
 NAME.wav           a recording, and its transcript in NAME.txt (without one the voice is cloned cross-lingually)
 spk2info.pt        upstream's speakers by name: with a recording's tokens and mel, or an x-vector alone
 """
 
+import contextlib
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from common.constants import MAX_REFERENCE_SECONDS, MAX_TRANSCRIPT_CHARS, MEL_BINS, TOKEN_MEL_RATIO, TOKEN_RATE
 from common.text import clean_line
-from common.voice.audio import load_reference
+from common.voice.audio import load_reference, validate_reference
 from common.voice.prompt import Prompt, Recording
 
 MAX_NAME_BYTES = 128
@@ -31,6 +32,7 @@ TOKENS, MEL, EMBEDDING, TRANSCRIPT = (
     "prompt_spk_embedding",
     "reference_text",
 )
+WAV = "reference_wav"  # of an uploaded recording, in place of the first three
 # Their keys in a speaker of spk2info.pt: first those of upstream's Triton runtime, then those that CosyVoice2 saves.
 _SPK2INFO_KEYS = {
     TOKENS: ("speech_token", "flow_prompt_speech_token"),
@@ -52,29 +54,53 @@ def is_voice_name(name: str) -> bool:
     )
 
 
-def read_voice(path: Path) -> Prompt:
-    """A file written by `save_voice`. ValueError naming the file if it is damaged."""
+def read_voice(path: Path) -> Prompt | Recording:
+    """A file written by `save_voice` or `save_recording`. ValueError naming the file if it is damaged."""
     tensors = _content(path, load)
-    if missing := [name for name in (TOKENS, MEL, EMBEDDING, TRANSCRIPT) if name not in tensors]:
+    needed = (WAV, TRANSCRIPT) if WAV in tensors else (TOKENS, MEL, EMBEDDING, TRANSCRIPT)
+    if missing := [name for name in needed if name not in tensors]:
         raise ValueError(f"{path.name} has no {', '.join(missing)}: not a voice file (see docs/voices.md)")
-    return _prompt(tensors, lambda: tensors[TRANSCRIPT].numpy().tobytes().decode(), path.name)
+
+    def transcript() -> str:
+        return tensors[TRANSCRIPT].numpy().tobytes().decode()
+
+    if WAV not in tensors:
+        return _prompt(tensors, transcript, path.name)
+    try:
+        wav = validate_reference(tensors[WAV].numpy())
+        return Recording(wav, clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
 
 
 def save_voice(path: Path, prompt: Prompt) -> None:
-    """Write a voice; readers see the complete file or none."""
-    content = save(
-        {
-            TOKENS: prompt.tokens.astype(np.int32),
-            MEL: np.ascontiguousarray(prompt.mel),
-            EMBEDDING: np.ascontiguousarray(prompt.embedding),
-            TRANSCRIPT: np.frombuffer(prompt.text.encode(), np.uint8),
-        }
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        work.write_bytes(content)
+    """Write a voice, in place of an older one; readers see a complete file or none."""
+    tensors = {
+        TOKENS: prompt.tokens.astype(np.int32),
+        MEL: np.ascontiguousarray(prompt.mel),
+        EMBEDDING: np.ascontiguousarray(prompt.embedding),
+    }
+    with _written(path, tensors, prompt.text) as work:
         work.replace(path)
+
+
+def save_recording(path: Path, recording: Recording) -> None:
+    """Write a recording and its transcript: one file, so that readers never see those of different voices.
+
+    FileExistsError if the file exists; of several processes that share the folder, one creates it.
+    """
+    with _written(path, {WAV: recording.wav}, recording.text) as work:
+        os.link(work, path)
+
+
+@contextlib.contextmanager
+def _written(path: Path, tensors: dict[str, np.ndarray], text: str) -> Iterator[Path]:
+    """A complete file next to `path`, under a name of its own that is no voice's; gone after the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f".{os.urandom(8).hex()}")
+    try:
+        work.write_bytes(save({**tensors, TRANSCRIPT: np.frombuffer(text.encode(), np.uint8)}))
+        yield work
     finally:
         work.unlink(missing_ok=True)
 

@@ -3,16 +3,20 @@
 import base64
 import io
 import json
+import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
 import numpy as np
 import pytest
 import soundfile as sf
 
-from common.constants import SAMPLE_RATE
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.speech_service.requests import SpeechRequest
 from common.speech_service.settings import Settings
+from common.voice.files import read_voice
+from common.voice.prompt import Recording
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub, serving
 from tools.bench.triton_stub import texts_of
 
@@ -185,7 +189,8 @@ def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe", "ref_text": "Hi."}, files=files)
     assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
     assert "zöe" in httpx.get(f"{served.url}/v1/audio/voices").json()["voices"]
-    assert sf.info(served.voices / "zöe.wav").frames == 24_000 and (served.voices / "zöe.txt").read_text() == "Hi."
+    stored = read_voice(served.voices / "zöe.safetensors")
+    assert isinstance(stored, Recording) and (stored.wav.size, stored.text) == (24_000, "Hi.")
     with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as restarted:
         assert "zöe" in httpx.get(f"{restarted}/v1/audio/voices").json()["voices"]
     again = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe"}, files=files)
@@ -219,6 +224,39 @@ def test_an_invalid_voice_is_rejected(served: StubbedService, name: str, data: b
     files = {"audio_sample": ("a.wav", data)} if data is not None else {"other": ("a", b"x")}
     answer = httpx.post(f"{served.url}/v1/audio/voices", data=fields, files=files)
     assert answer.status_code == 400 and answer.json()["error"]["param"] in (param, "other"), answer.text
+    assert list(served.voices.iterdir()) == []
+
+
+def test_of_two_services_with_one_folder_one_adds_a_voice_and_its_transcript(served: StubbedService) -> None:
+    def add(url: str, name: str, seconds: int) -> int:
+        files = {"audio_sample": ("a.wav", recording(seconds))}
+        data = {"name": name, "ref_text": f"This takes {seconds} s."}
+        return httpx.post(f"{url}/v1/audio/voices", data=data, files=files, timeout=20).status_code
+
+    names = [f"voice {number}" for number in range(10)]
+    with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as second, ThreadPoolExecutor(2) as pool:
+        try:
+            for name in names:
+                answers = list(pool.map(add, (served.url, second), (name, name), (1, 2)))
+                assert sorted(answers) == [201, 409]
+                stored = read_voice(served.voices / f"{name}.safetensors")
+                seconds = answers.index(201) + 1
+                assert isinstance(stored, Recording) and stored.text == f"This takes {seconds} s."
+                assert stored.wav.size == seconds * PROMPT_SAMPLE_RATE
+        finally:
+            for name in names:
+                (served.voices / f"{name}.safetensors").unlink(missing_ok=True)
+
+
+def test_a_voice_that_cannot_be_stored_leaves_nothing_behind(served: StubbedService) -> None:
+    files = {"audio_sample": ("a.wav", recording())}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, before[1]))  # as on a full disk, writing fails in the middle
+    try:
+        answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "anna", "ref_text": "Hi."}, files=files)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert answer.status_code == 507 and "cannot be stored" in answer.text
     assert list(served.voices.iterdir()) == []
 
 
