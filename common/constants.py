@@ -21,7 +21,9 @@ LOOKAHEAD_TOKENS = 3  # tokens after the last rendered one that the encoder need
 FLOW_CHUNK_TOKENS = 25  # training chunk of the UNet flow: its hops end on multiples of this
 EULER_STEPS = 10
 GUIDANCE = 0.7  # classifier-free guidance: (1 + g) * conditional - g * unconditional
-DIT_TAIL_FRAMES = 100  # generated frames that the DiT's caches keep in addition to the whole prompt
+# Generated frames that the DiT's caches keep in addition to the whole prompt. With fewer, the pitch of 30 s streams
+# drifts by more than another noise changes it; more buy little for 0.625 MiB a frame (docs/results/token2wav.md).
+DIT_TAIL_FRAMES = 100
 
 # --- limits of an utterance --------------------------------------------------------------------------------------
 MAX_STREAM_TOKENS = 3_000  # two minutes

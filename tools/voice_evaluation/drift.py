@@ -339,15 +339,16 @@ def drifts(stack: Stack, model_dir: Path, strategy: ChunkStrategy, of: Sequence[
 
 
 def table(rows: Sequence[Drift]) -> str:
-    """The figures of one stack as a Markdown table."""
+    """The figures of one stack as a Markdown table: the mels of each stretch, x-vector and tokens of the first and the
+    last one, loudness and pitch where they differ most."""
     spans = [f"{begin}–{begin + STRETCH} s" for begin in range(0, SECONDS, STRETCH)]
     columns = ["memory", "MiB per stream", "keys", *spans, "x-vector", "loudness", "pitch", "tokens"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         cells = [row.memory, "" if row.mib is None else f"{row.mib:.1f}", "" if row.keys is None else str(row.keys)]
         cells += [f"{value:.2f}" for value in row.mel]
-        cells += [f"{row.x_vector[0]:.3f} → {row.x_vector[-1]:.3f}", f"{row.loudness[-1]:+.2f} dB"]
-        cells += [f"{row.pitch[-1]:+.1f} %", f"{row.tokens[0]:.1%} → {row.tokens[-1]:.1%}"]
+        cells += [f"{row.x_vector[0]:.3f} → {row.x_vector[-1]:.3f}", f"{max(row.loudness, key=abs):+.2f} dB"]
+        cells += [f"{max(row.pitch, key=abs):+.1f} %", f"{row.tokens[0]:.1%} → {row.tokens[-1]:.1%}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
