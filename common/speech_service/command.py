@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DRAIN_SECONDS = 30
 ENVIRONMENT = "SPEECH_"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -49,6 +50,13 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("default_sample_rate", Settings.sample_rate, type=int, help="Hz of answers to requests without a sample_rate")
     add("api_keys", [], nargs="+", help="accepted keys; better set in SPEECH_API_KEYS")
     add("cors_origins", [], nargs="+", help="sites whose pages may use this service, such as https://example.org; *")
+    add(
+        "allowed_hosts",
+        [],
+        nargs="+",
+        help="names by which this service may be addressed, such as speech.example.org or *.example.org; default: "
+        "localhost with a --host of this machine only, otherwise any",
+    )
     add("max_streams", Settings.max_streams, type=int, help="concurrent streams; more are answered 429")
     add("max_sessions", Settings.max_sessions, type=int, help="limit of open WebSockets")
     add("max_input_chars", Settings.max_input_chars, type=int)
@@ -82,6 +90,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         sample_rate=args.default_sample_rate,
         api_keys=tuple(args.api_keys),
         cors_origins=tuple(args.cors_origins),
+        allowed_hosts=tuple(args.allowed_hosts) or (Settings.allowed_hosts if args.host in LOOPBACK else ("*",)),
         max_streams=args.max_streams,
         max_sessions=args.max_sessions,
         max_input_chars=args.max_input_chars,
@@ -105,7 +114,7 @@ def serve(args: argparse.Namespace, settings: Settings) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s [%(request)s] %(message)s", handlers=[log]
     )
-    if args.host not in ("127.0.0.1", "localhost", "::1") and not settings.api_keys:
+    if args.host not in LOOPBACK and not settings.api_keys:
         logging.warning("everyone who can reach %s:%d may speak and add voices: set --api_keys", args.host, args.port)
     runtime = None if args.runtime_port is None else Endpoint(args.host, args.runtime_port)
     server = http_server(settings, args.host, args.port, runtime)

@@ -8,6 +8,7 @@ import secrets
 import uuid
 from collections.abc import Iterable
 from contextvars import ContextVar
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -85,6 +86,7 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        self._check_host(headers.get("host", ""))
         self._check_origin(headers, scope.get("method", "websocket"))
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
@@ -92,6 +94,13 @@ class Guard:
         path = scope["path"]
         if not any(path == each or path.startswith(f"{each}/") and each != "/" for each in OPEN_PATHS):
             check_key(headers.get("authorization", ""), self._settings.api_keys)
+
+    def _check_host(self, host: str) -> None:
+        """Reject a name that is not ours: a page of that name, which its owner points at this machine (DNS rebinding),
+        would be of the same origin. Nobody else decides to what an IP address or localhost leads."""
+        name, allowed = _hostname(f"//{host}"), self._settings.allowed_hosts
+        if host and "*" not in allowed and not _is_address(name) and not any(_matches(name, each) for each in allowed):
+            raise ApiError(403, f"requests to {host!r} are refused: allow the name with --allowed_hosts", code="host")
 
     def _check_origin(self, headers: Headers, method: str) -> None:
         """Reject requests that a page of another site sends through a user's browser.
@@ -102,10 +111,30 @@ class Guard:
         if origin is None or method in ("GET", "HEAD", "OPTIONS"):
             return
         allowed = self._settings.cors_origins
-        if urlsplit(origin).netloc != headers.get("host") and "*" not in allowed and origin not in allowed:
+        own = origin.partition("://")[2] == headers.get("host")
+        if not own and "*" not in allowed and origin not in allowed:
             raise ApiError(
                 403, f"pages of {origin} may not use this service: allow them with --cors_origins", code="origin"
             )
+
+
+def _hostname(url: str) -> str:
+    """Empty if the URL has none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.endswith(pattern[1:].lower()) if pattern.startswith("*.") else name == pattern.lower()
 
 
 def check_key(authorization: str, keys: Iterable[str]) -> None:

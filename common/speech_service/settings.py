@@ -27,6 +27,7 @@ class Settings:
     sample_rate: int = SAMPLE_RATE
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ("localhost",)
     max_streams: int = 64
     max_sessions: int = 256
     max_input_chars: int = 4096

@@ -81,7 +81,8 @@ def test_a_client_that_disconnects_ends_the_work_within_a_second(served: Stubbed
     host, port = served.url.removeprefix("http://").split(":")
     body = json.dumps({**TEXT, "input": words})
     with socket.create_connection((host, int(port))) as client:
-        head = f"POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        kind = "Host: localhost\r\nContent-Type: application/json"
+        head = f"POST {SPEECH} HTTP/1.1\r\n{kind}\r\nContent-Length: {len(body)}"
         client.sendall(f"{head}\r\n\r\n{body}".encode())
         until(lambda: served.stub.live > 0)
     assert until(lambda: served.stub.cancelled > cancelled and not served.live()) < 1.0
@@ -232,7 +233,9 @@ KEYS = ("first key", "second")
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[str]:
     with stub_triton(TritonStub()) as address:
-        with serving(Settings(urls=(address,), api_keys=KEYS, cors_origins=("https://friend.example",))) as url:
+        hosts = (*Settings.allowed_hosts, "*.ours.example")
+        origins = ("https://friend.example",)
+        with serving(Settings(urls=(address,), api_keys=KEYS, cors_origins=origins, allowed_hosts=hosts)) as url:
             yield url
 
 
@@ -245,6 +248,13 @@ def guarded() -> Iterator[str]:
         ({"authorization": "Bearer second"}, 200),
         ({"authorization": "Bearer second", "origin": "https://evil.example"}, 403),
         ({"authorization": "Bearer second", "origin": "https://friend.example"}, 200),
+        ({"authorization": "Bearer second", "origin": "http://["}, 403),
+        ({"authorization": "Bearer second", "host": "evil.example", "origin": "http://evil.example"}, 403),
+        ({"authorization": "Bearer second", "host": "["}, 403),
+        ({"authorization": "Bearer second", "host": "localhost:80", "origin": "http://localhost:80"}, 200),
+        ({"authorization": "Bearer second", "host": "[::1]:80", "origin": "http://[::1]:80"}, 200),
+        ({"authorization": "Bearer second", "host": "A.Ours.example:1"}, 200),
+        ({"authorization": "Bearer second", "host": "ours.example.evil.example"}, 403),
     ],
 )
 def test_keys_and_foreign_pages(guarded: str, headers: dict[str, str], status: int) -> None:
