@@ -36,11 +36,11 @@ def hops_of(stack: stacks.Stack, tokens: int, prompt_tokens: int) -> Iterator[in
 
 
 # Frames of the chunks of streams of different lengths. The second chunk of `short` has less history than pitch depends
-# on, and all of its later ones are shorter than the overlap.
+# on, and all of its later ones but the final one are shorter than the overlap.
 SCHEDULES = {
     "dit": [*hops_of(stacks.DIT, 52, 80)],
     "unet": [*hops_of(stacks.UNET, 46, 83)],
-    "short": [10, 1, 2, 3, 5, 4, 7, 2, 1],
+    "short": [10, 1, 2, 3, 5, 4, 7, 2, 14],
 }
 
 

@@ -6,11 +6,21 @@ import numpy as np
 import pytest
 import torch
 
+from common import stacks
 from common.client.requests import Utterance
-from common.constants import MEL_RATE, PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
+from common.constants import (
+    HOP_SAMPLES,
+    MEL_RATE,
+    OVERLAP_FRAMES,
+    OVERLAP_SAMPLES,
+    PROMPT_SAMPLE_RATE,
+    SAMPLE_RATE,
+    TOKEN_RATE,
+)
+from common.hift import load_hift
 from common.orchestrator.chunking import Hop
 from common.voice.audio import load_audio, save_audio
-from common.voice.encoders import SpeakerEncoder
+from common.voice.encoders import SpeakerEncoder, reference_mel
 from common.voice.prompt import Prompt
 from tests.support.checkpoints import DIT_DIR
 from tests.support.speech_fixtures import stub_triton
@@ -21,7 +31,7 @@ from tools.demo_model.make import VOICES_DIR
 from tools.parity import flow_dit
 from tools.parity.fixture import Fixture
 from tools.voice_evaluation import __main__ as evaluate_voice
-from tools.voice_evaluation import drift, measures, report, segments
+from tools.voice_evaluation import drift, joints, measures, report, segments
 from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors, words
 from tools.voice_evaluation.takes import Series, Take, copy_synthesis, read_teacher, request_takes
 
@@ -74,17 +84,44 @@ def test_a_click_at_a_joint_is_found_and_a_smooth_joint_is_not_one() -> None:
     wave = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
     clicked = wave.copy()
     clicked[9000:] += 0.5
-    (smooth, click) = measures.joint_steps(Take("", clicked, joints=(4000, 9000)))
-    assert smooth.usual <= 1 < click.usual and click.usual == pytest.approx(10, rel=0.2)
-    assert click.clicks and not smooth.clicks
+    for clicking in (9000, 9000 - OVERLAP_SAMPLES):  # at the beginning and at the end of a cross-fade
+        found = measures.joint_steps(Take("", clicked, joints=(4000, clicking)))
+        (click,) = (joint for joint in found if joint.usual > 1)
+        assert click.usual == pytest.approx(10, rel=0.2) and click.sharpness > 10
+        assert [joint.clicks for joint in found] == [joint is click for joint in found]
+        assert all(joint.sharpness < 2 for joint in found if joint is not click)
     assert measures.joint_steps(Take("", wave)) == []
 
 
 def test_a_joint_within_an_equally_steep_pulse_is_no_click() -> None:
     wave = 0.01 * np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
     wave[8990:9010:4] += 0.3
-    (joint,) = measures.joint_steps(Take("", wave, joints=(8994,)))
+    joint, _ = measures.joint_steps(Take("", wave, joints=(8994,)))
     assert joint.usual > 1 and not joint.clicks
+
+
+def test_a_bend_without_a_step_is_sharp_and_spectra_differ_where_waveforms_do() -> None:
+    wave = np.sin(np.arange(SAMPLE_RATE) * 0.05).astype(np.float32)
+    bent = np.concatenate([wave[:9000], wave[8999 - np.arange(SAMPLE_RATE - 9000) % 9000]])  # turns back at 9000
+    assert measures.sharpness(bent, 9000) > 10 > 2 > measures.sharpness(wave, 9000)
+    assert measures.spectral_distance(bent, wave, 8000) == 0.0
+    noise = np.random.default_rng(0).standard_normal(1000)
+    assert measures.spectral_distance(1.12202 * noise, noise, 500) == pytest.approx(1.0, abs=0.01)
+
+
+def test_served_chunks_join_as_one_piece_and_upstreams_do_not() -> None:
+    hift = load_hift(TRAINED / DIT_DIR / "hift.pt")
+    mel = torch.from_numpy(reference_mel(recording("slt").waveform)).T[:, 40:110]
+    spoken = joints.Vocoders(hift).speak(stacks.DIT, mel.split([30, 40], dim=1))
+    assert spoken.joints == [(30 - OVERLAP_FRAMES) * HOP_SAMPLES]
+    lines = joints.table([spoken]).splitlines()
+    assert lines[0].startswith("1 voiced joints of the dit stack")
+    rows = {
+        cells[1].strip(): [float(cell) for cell in cells[2:-1]] for cells in (line.split("|") for line in lines[4:])
+    }
+    assert rows[joints.SERVED][:2] == pytest.approx(rows[joints.WHOLE][:2], rel=0.1)
+    (_, _, *served), (_, _, *before) = rows[joints.SERVED], rows[joints.BEFORE]
+    assert max(served[0], served[2]) < 0.1 and min(before[0], before[2]) > 1
 
 
 def test_a_recording_is_nearest_to_its_own_voice() -> None:
@@ -139,7 +176,7 @@ def rows(teacher: Series | None) -> list[dict]:
 def test_the_report_shows_which_targets_were_reached() -> None:
     teacher = Series("teacher", "", "slt", [Take("", np.zeros(SAMPLE_RATE, np.float32))])
     text = report.markdown(rows(teacher), {"dit": (30, 40)}, "one sentence")
-    assert "| text to audio, streamed | dit | slt | 20.0% | 1.00 (1.00–1.00) | 0 of 1, largest" in text
+    assert "| text to audio, streamed | dit | slt | 20.0% | 1.00 (1.00–1.00) | 0 of 2, largest" in text
     assert "| 0.60 | 300 ms, p95 300 ms |" in text
     for line in (
         "| WER, streamed, at most 20% | 20.0% (the worst stack and voice) | reached |",

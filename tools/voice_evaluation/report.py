@@ -32,7 +32,7 @@ def markdown(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]], a
         "voice",
         "WER",
         "length / teacher's",
-        "joints above the usual step",
+        "ends of cross-fades above the usual step",
         "RTF",
         "first chunk",
     )
@@ -62,7 +62,11 @@ def joints_cell(joints: Mapping[str, Any] | None) -> str:
     """The table cell for the joints of `measures.figures`."""
     if not joints:
         return ""
-    return f"{joints['above']} of {joints['count']}, largest {joints['worst']:.2f}×, {joints['clicks']} clicks"
+    sharp = joints["sharpness"]
+    return (
+        f"{joints['above']} of {joints['count']}, largest {joints['worst']:.2f}×, {joints['clicks']} clicks, "
+        f"sharpness p90 {sharp['p90']:.2f}, max {sharp['max']:.2f}"
+    )
 
 
 def _verdicts(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]]) -> list[tuple[str, str, bool | None]]:
@@ -90,7 +94,9 @@ def _verdicts(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]]) 
     joints = [row["joints"] for row in streamed if "joints" in row]
     clicks, above, count = (sum(each[name] for each in joints) for name in ("clicks", "above", "count"))
     counted = f"{clicks} of {count} ({above} are above it within a pulse of the voice that is as steep near the joint)"
-    found.append(("no click: a step at a joint above the 99.9th percentile that stands out", counted, clicks == 0))
+    found.append(
+        ("no click: a step at an end of a cross-fade above the 99.9th percentile that stands out", counted, clicks == 0)
+    )
     for stack, (near, of) in nearness.items():
         found.append((f"nearest to the voice of its reference, {stack}", f"{near} of {of}", near >= NEAR_SHARE * of))
     timed = [row for row in streamed if row["stack"] == TIMED_STACK]
