@@ -18,13 +18,20 @@ STOP_SECONDS = 40.0  # longer than the service waits for its own streams
 _REAPER = 'read -r _ || kill -s TERM "$1"'
 
 
-@contextlib.contextmanager
-def speech_service(triton: str, voices: Path, host: str, port: int) -> Iterator[threading.Event]:
-    """Serve speech over HTTP while the block runs. ServerError if the port is in use.
+def speech_service(
+    triton: str, voices: Path, host: str, port: int
+) -> contextlib.AbstractContextManager[threading.Event]:
+    """`with speech_service(...) as ended:` serves speech over HTTP while the block runs.
 
-    If the service ends unexpectedly, the yielded event is set and this process gets SIGTERM.
+    ServerError if the port is in use, at the call: the block may begin minutes later, once the models are loaded. If
+    the service ends unexpectedly, `ended` is set and this process gets SIGTERM.
     """
     require_free(port, host)
+    return _running(triton, voices, host, port)
+
+
+@contextlib.contextmanager
+def _running(triton: str, voices: Path, host: str, port: int) -> Iterator[threading.Event]:
     command = ("--url", triton, "--ref_audios_dir", str(voices), "--host", host, "--port", str(port))
     service = subprocess.Popen([sys.executable, "-m", "common.speech_service", *command])
     reaper = subprocess.Popen(

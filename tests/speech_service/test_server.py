@@ -85,8 +85,9 @@ def test_the_sidecar_starts_and_stops_with_the_block_and_signals_its_unexpected_
             with speech_service(address, tmp_path, "127.0.0.1", port):
                 until(lambda: answers(url), 60)
                 with pytest.raises(ServerError, match=f"port {port} is in use"):
-                    with speech_service(address, tmp_path, "127.0.0.1", port):
-                        pass
+                    speech_service(
+                        address, tmp_path, "127.0.0.1", port
+                    )  # before its block, that is, before models load
             assert not answers(url) and not signalled.is_set()
         with speech_service("no address", tmp_path, "127.0.0.1", port):  # it ends by itself
             assert signalled.wait(20)

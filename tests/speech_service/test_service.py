@@ -255,6 +255,7 @@ def guarded() -> Iterator[str]:
         ({"authorization": "Bearer second", "host": "[::1]:80", "origin": "http://[::1]:80"}, 200),
         ({"authorization": "Bearer second", "host": "A.Ours.example:1"}, 200),
         ({"authorization": "Bearer second", "host": "ours.example.evil.example"}, 403),
+        ({"authorization": "Bearer second", "host": "localhost.evil.example"}, 403),
     ],
 )
 def test_keys_and_foreign_pages(guarded: str, headers: dict[str, str], status: int) -> None:
