@@ -17,6 +17,7 @@ from common.constants import (
     SAMPLE_RATE,
     TOKEN_RATE,
 )
+from common.flow.cache import KeyValues
 from common.hift import load_hift
 from common.orchestrator.chunking import Hop
 from common.voice.audio import load_audio, save_audio
@@ -226,7 +227,7 @@ def test_the_tokens_of_silent_and_other_frames_are_counted_apart() -> None:
 
 
 def test_drift_is_measured_against_unlimited_memory_and_the_recording() -> None:
-    """Louder audio of the same pitch, of which the tokenizer finds every second token again."""
+    """Louder audio of the same pitch, of which the tokenizer finds four of five tokens again."""
     seconds, rate = drift.SECONDS, SAMPLE_RATE
     wave = np.sin(2 * np.pi * 200 * np.arange(seconds * rate) / rate).astype(np.float32) / 4
     mel = np.zeros((80, seconds * MEL_RATE), np.float32)
@@ -236,19 +237,32 @@ def test_drift_is_measured_against_unlimited_memory_and_the_recording() -> None:
     parts = seconds // drift.STRETCH
 
     def encode(_: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.full((parts, 192), 192**-0.5), np.stack(drift.stretches(tokens * (tokens % 2), TOKEN_RATE))
+        return np.full((parts, 192), 192**-0.5), np.stack(drift.stretches(tokens * (tokens % 5 > 0), TOKEN_RATE))
 
     unlimited = drift.Rendered(speech, mel, wave)
     found = drift.Rendered(speech, mel + 0.5, 2 * wave).compared(unlimited, encode)
-    for name, value in {"mel": 4.343, "x_vector": 192**-0.5, "loudness": 6.021, "pitch": 0.0, "tokens": 0.5}.items():
+    for name, value in {"mel": 4.343, "x_vector": 192**-0.5, "loudness": 6.021, "pitch": 0.0, "tokens": 0.8}.items():
         assert found[name] == pytest.approx([value] * parts, abs=0.01), name
     row = drift.Drift("dit", "100 frames", mib=62.5, keys=400, **found)
     cells = drift.table([row]).splitlines()[-1].strip("| ").split(" | ")
     assert cells[:-2] == ["100 frames", "62.5", "400", *["4.34"] * 6, "0.072 → 0.072", "+6.02 dB"]
 
 
+def test_upstreams_memory_keeps_the_newest_frames_and_the_prompts_last_ones() -> None:
+    prompt, first, second, third = np.split(np.arange(310), [120, 180, 250])
+    memory = torch.zeros(1, 0, 1)
+    kept = []
+    for new in (prompt, first, second, third):
+        frames = torch.cat([memory, torch.from_numpy(new)[None, :, None]], dim=1)
+        memory = drift.by_upstreams_rule(KeyValues(frames, -frames), len(new), 120).keys
+        kept.append(memory[0, :, 0].tolist())
+    assert kept[1] == [*first, *prompt]
+    assert kept[2] == [*second, *first[:50], *prompt[-100:]]
+    assert kept[3] == [*third, *second[:60], *prompt[-100:]]
+
+
 def test_upstreams_memory_of_a_short_stream_is_unlimited() -> None:
-    """It drops the first frames once the stream has 100 frames of its own."""
+    """Of a prompt of 24 frames it keeps 124 in all."""
     network = flow_dit.build(Fixture(GOLDEN / f"{DIT}.json"), "stepaudio2_flow_tiny.weights.safetensors")
     hops = [Hop(0, 20, False), Hop(20, 20, False), Hop(40, 20, False), Hop(60, 10, True)]
     expected, found = (render(network, prompt(1), ids(1, 70), hops) for render in (drift.by_dit, drift.by_upstream_dit))

@@ -4,8 +4,8 @@
 
 The checkpoint's LLM makes the speech tokens of everyday sentences, one voice after another; the sentences of a stream
 are rendered without a break. Every stream is rendered by the flow in this process with several lengths of memory and
-with unlimited memory, then vocoded. Each second stretch of 5 s is compared with unlimited memory (distance of the mels,
-loudness, pitch), with the recording of the voice (x-vectors) and, tokenised again, with the tokens that it was made of.
+with unlimited memory, then vocoded. Every 5 s are compared with unlimited memory (distance of the mels, loudness,
+pitch), with the recording of the voice (x-vectors) and, tokenised again, with the tokens that it was made of.
 
 A row "other noise" has unlimited memory and another initial noise of the flow: it shows how far two renderings of the
 same tokens differ that are equally good. Writes drift.md, drift.json and drift.png.
@@ -40,6 +40,7 @@ from common.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
+from common.flow.cache import KeyValues
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
@@ -186,8 +187,7 @@ def by_dit(
 
 
 def by_upstream_dit(network: Network, prompt: Prompt, tokens: np.ndarray, hops: Sequence[Hop]) -> Tensor:
-    """With upstream's rule, except for the noise: the memory holds the newest chunk first and the prompt last, and
-    keeps as many frames from its start as the prompt has, and 100 from its end."""
+    """With upstream's rule (`by_upstreams_rule`), except for the noise, which serving reads by absolute frame."""
     assert isinstance(network, DiTFlow)
     noise, P = flow_noise(), len(prompt.mel)
     inputs = (torch.from_numpy(x)[None] for x in (prompt.tokens, prompt.mel, prompt.embedding))
@@ -198,13 +198,20 @@ def by_upstream_dit(network: Network, prompt: Prompt, tokens: np.ndarray, hops: 
         of_chunk = noise.read(P + TOKEN_MEL_RATIO * hop.offset, frames).T[None]
         mel, cache = dit_flow.inference_chunk(network, part, cache, final=hop.final, noise=of_chunk)
         mels.append(mel[0])
-        attention = cache.estimator.attention
-        newest_first = replace(
-            attention, keys=attention.keys.roll(frames, dims=-2), values=attention.values.roll(frames, dims=-2)
-        )
-        kept = dit_flow.trimmed(newest_first, P, UPSTREAM_PROMPT_FRAMES)
+        kept = by_upstreams_rule(cache.estimator.attention, frames, P)
         cache = replace(cache, estimator=replace(cache.estimator, attention=kept))
     return torch.cat(mels, dim=1)
+
+
+def by_upstreams_rule(memory: KeyValues, new: int, prompt: int) -> KeyValues:
+    """What is kept of a memory after a chunk of `new` frames, which are its last ones.
+
+    They are put first, so that the prompt is last; kept are as many frames from the start as the prompt has, and the
+    last UPSTREAM_PROMPT_FRAMES. (Step-Audio2's `forward_chunk` concatenates in this order, and its trim expects the
+    prompt first.)
+    """
+    newest_first = KeyValues(memory.keys.roll(new, dims=-2), memory.values.roll(new, dims=-2))
+    return dit_flow.trimmed(newest_first, prompt, UPSTREAM_PROMPT_FRAMES)
 
 
 def by_unet(
