@@ -9,7 +9,8 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from common.constants import EULER_STEPS, SPEECH_VOCAB
 
@@ -19,6 +20,26 @@ ChunkStrategy = Literal["exponential", "equal", "time_based"]  # see common/orch
 LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"]  # see common/llm/engines/loading.py
 FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"]  # see common/accel/loading.py
 InstanceKind = Literal["KIND_AUTO", "KIND_CPU", "KIND_GPU"]
+SamplingName = Literal["cosyvoice2", "triton"]
+
+
+class SamplingPreset(NamedTuple):
+    """Values of sampling parameters that belong together, see `Sampling` in common/llm/interface.py."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    ras_window: int
+    ras_tau: float = 0.1
+
+
+# cosyvoice2: `sampling` of upstream's cosyvoice2.yaml. triton: upstream's Triton runtime, whose backend has no
+# repetition-aware sampling.
+SAMPLING_PRESETS: dict[SamplingName, SamplingPreset] = {
+    "cosyvoice2": SamplingPreset(1.0, 0.8, 25, repetition_penalty=1.0, ras_window=10),
+    "triton": SamplingPreset(0.8, 0.95, 50, repetition_penalty=1.1, ras_window=0),
+}
 
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
@@ -30,11 +51,15 @@ _PLACEHOLDER = re.compile(r"\$\{\w*\}?")
 def parse_setting(key: str, value: str, kind: Any) -> Any:
     """`value` as `kind`: str, int, float, bool, Literal of strings, or a tuple of one of these.
 
-    The entries of a tuple are separated by commas or spaces.
+    The entries of a tuple are separated by commas or spaces. A kind may be optional: then empty text is None.
     ValueError with key and value if it is an unfilled placeholder or not of that kind.
     """
     if _PLACEHOLDER.search(value):
         raise ValueError(f"parameter {key!r} was never filled in: {value!r}")
+    if get_origin(kind) is UnionType:
+        if not value:
+            return None
+        (kind,) = (member for member in get_args(kind) if member is not NoneType)
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ValueError(f"parameter {key!r} must be one of {', '.join(get_args(kind))}, not {value!r}")
@@ -50,6 +75,8 @@ def parse_setting(key: str, value: str, kind: Any) -> Any:
 
 def format_setting(value: object) -> str:
     """The parameter text that `parse_setting` reads back as `value`."""
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -239,7 +266,8 @@ class OrchestratorConfig(HopConfig):
     llm_transport: "triton" calls the model `llm_model` of the same server, which `llm_backend` runs; "openai" calls the
         servers at `llm_urls` (base URLs) in their `llm_dialect`, see common/llm/openai_dialects.py.
     dynamic_chunk_strategy, first_hop_tokens, max_hop_tokens: see common/orchestrator/chunking.py.
-    temperature to ras_tau: defaults of the request parameters of the same names.
+    sampling, temperature to ras_tau, max_tokens: defaults of the request parameters of the same names; None is the
+        value of the preset `sampling`.
     min_token_ratio, max_token_ratio: fewest and most speech tokens per text token.
     silent_tokens: the speech tokens 0..6560 that are silent; of a run of them, max_silent_tokens are spoken (0: all).
         Empty for the stacks of this repository, see docs/voices.md.
@@ -256,13 +284,14 @@ class OrchestratorConfig(HopConfig):
     llm_backend: LLMBackend = "python"
     llm_dialect: Literal["auto", "vllm", "trtllm", "text", "transformers", "chat"] = "auto"
     dynamic_chunk_strategy: ChunkStrategy = "exponential"
-    temperature: float = 0.8
-    top_p: float = 0.95
-    top_k: int = 50
-    repetition_penalty: float = 1.1
+    sampling: SamplingName = "cosyvoice2"
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    ras_window: int | None = None
+    ras_tau: float | None = None
     max_tokens: int = 750
-    ras_window: int = 0
-    ras_tau: float = 0.1
     min_token_ratio: float = 2.0
     max_token_ratio: float = 20.0
     silent_tokens: tuple[int, ...] = ()
@@ -278,17 +307,12 @@ class OrchestratorConfig(HopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive(
-            "top_p",
-            "top_k",
-            "repetition_penalty",
             "max_tokens",
             "first_token_timeout",
             "token_timeout",
             "model_timeout",
             "max_text_chars",
         )
-        if self.temperature < 0:
-            raise ValueError(f"parameter 'temperature' must not be negative, not {self.temperature!r}")
         if self.max_silent_tokens < 0:
             raise ValueError(f"parameter 'max_silent_tokens' must not be negative, not {self.max_silent_tokens}")
         if stray := [token for token in self.silent_tokens if not 0 <= token < SPEECH_VOCAB]:

@@ -102,7 +102,8 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     running: list[tuple[StackOptions, TritonServer]] = []
 
     def start(stack: str = "dit", decoupled: bool = True, **options: object) -> TritonServer:
-        options["settings"] = {"flow_precision": "float32"} | options.get("settings", {})  # see `float32_on_every_cpu`
+        # See `float32_on_every_cpu`, and `demo_models`: repetition-aware sampling would change the utterances' lengths.
+        options["settings"] = {"flow_precision": "float32", "sampling": "triton"} | options.get("settings", {})
         wanted = StackOptions(models_dir=demo_models, stack=stack, decoupled=decoupled, device="cpu", **options)
         current = next((server for known, server in running if known == wanted), None)
         if current is not None:

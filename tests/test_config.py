@@ -12,7 +12,7 @@ from common.config import (
     format_setting,
     parse_setting,
 )
-from common.llm.interface import LengthRatios, Sampling, Timeouts
+from common.llm.interface import LengthRatios, Sampling, Timeouts, preset_values
 from common.orchestrator.chunking import HopRules
 
 
@@ -68,8 +68,8 @@ def test_urls_are_separated_by_commas_or_spaces(text):
         ({"model_dir": "${model_dir}"}, "'model_dir' was never filled in: '\\${model_dir}'"),
         ({"model_dir": "/m", "colour": "red"}, "unknown parameter 'colour' \\(value 'red'\\)"),
         ({"model_dir": "/m", "top_k": "many"}, "'top_k' must be an integer, not 'many'"),
-        ({"model_dir": "/m", "top_k": "0"}, "'top_k' must be above 0, not 0"),
-        ({"model_dir": "/m", "temperature": "-1"}, "'temperature' must not be negative, not -1.0"),
+        ({"model_dir": "/m", "max_tokens": "0"}, "'max_tokens' must be above 0, not 0"),
+        ({"model_dir": "/m", "sampling": "best"}, "'sampling' must be one of cosyvoice2, triton, not 'best'"),
         ({"model_dir": "/m", "llm_transport": "pigeon"}, "must be one of triton, openai, not 'pigeon'"),
         ({"model_dir": "/m", "llm_transport": "openai"}, "'llm_urls' is empty"),
         ({"model_dir": "/m", "silent_tokens": "1 x"}, "'silent_tokens' must be an integer, not 'x'"),
@@ -92,6 +92,13 @@ def test_booleans_are_read_back_from_their_text(value):
     assert parse_setting("flag", format_setting(value), bool) is value
 
 
+def test_an_optional_setting_is_none_if_it_is_empty():
+    assert parse_setting("n", format_setting(None), int | None) is None
+    assert parse_setting("n", "3", int | None) == 3
+    with pytest.raises(ValueError, match="'n' must be an integer, not 'x'"):
+        parse_setting("n", "x", int | None)
+
+
 def test_other_words_are_not_booleans():
     with pytest.raises(ValueError, match="'flag' must be true or false, not 'maybe'"):
         parse_setting("flag", "maybe", bool)
@@ -100,15 +107,7 @@ def test_other_words_are_not_booleans():
 def test_policy_objects_have_the_defaults_of_the_settings() -> None:
     """Defaults are defined in `config` only; objects that tools and tests build without it must not differ."""
     config = OrchestratorConfig(model_dir="/m")
-    assert Sampling() == Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        repetition_penalty=config.repetition_penalty,
-        max_tokens=config.max_tokens,
-        ras_window=config.ras_window,
-        ras_tau=config.ras_tau,
-    )
+    assert Sampling() == Sampling(**preset_values("triton"), max_tokens=config.max_tokens)
     assert LengthRatios() == LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
     assert Timeouts() == Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
     rules = HopRules(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from common import stacks
+from common.config import SAMPLING_PRESETS
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.voice.audio import load_audio, save_audio
 
@@ -236,6 +237,7 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
     default, others = stacks.DEFAULT.orchestrator, stacks.orchestrators()[1:]
     parser.add_argument("--model-name", default=default, help=" or ".join([f"{default} (default)", *others]))
     parser.add_argument("--seed", type=int, help="makes the audio reproducible")
+    parser.add_argument("--sampling", choices=SAMPLING_PRESETS, help="preset of sampling parameters, see docs/llm.md")
     parser.add_argument(
         "--parameter",
         type=_parameter,
@@ -251,7 +253,7 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
 
 def request_parameters(args: argparse.Namespace) -> Parameters:
     """The request parameters of a command line, see `add_voice_arguments`."""
-    named = {"seed": args.seed, "cross_lingual": args.cross_lingual or None}
+    named = {"seed": args.seed, "sampling": args.sampling, "cross_lingual": args.cross_lingual or None}
     return {name: value for name, value in named.items() if value is not None} | dict(args.parameter)
 
 

@@ -5,9 +5,9 @@ import math
 import random
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from common.config import OrchestratorConfig
+from common.config import SAMPLING_PRESETS, OrchestratorConfig
 from common.constants import MAX_STREAM_TOKENS
 from common.text.duration import expected_seconds
 
@@ -42,7 +42,7 @@ class LLMPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of one request. The defaults are those of CosyVoice2's Triton runtime.
+    """Sampling parameters of one request. The defaults are the preset `triton`, which every engine can run.
 
     temperature 0 is greedy, top_k 0 is unlimited, seed None chooses one at random. max_tokens is limited by what
     token2wav can render; no end token is sampled before min_tokens others. ras_window 0 disables repetition-aware
@@ -52,14 +52,14 @@ class Sampling:
     RAS is VALL-E 2's (arXiv:2406.05370) as in upstream's `ras_sampling`, which excludes the repeated token.
     """
 
-    temperature: float = OrchestratorConfig.temperature
-    top_p: float = OrchestratorConfig.top_p
-    top_k: int = OrchestratorConfig.top_k
-    repetition_penalty: float = OrchestratorConfig.repetition_penalty
+    temperature: float = SAMPLING_PRESETS["triton"].temperature
+    top_p: float = SAMPLING_PRESETS["triton"].top_p
+    top_k: int = SAMPLING_PRESETS["triton"].top_k
+    repetition_penalty: float = SAMPLING_PRESETS["triton"].repetition_penalty
     max_tokens: int = OrchestratorConfig.max_tokens
     min_tokens: int = 0
-    ras_window: int = OrchestratorConfig.ras_window
-    ras_tau: float = OrchestratorConfig.ras_tau
+    ras_window: int = SAMPLING_PRESETS["triton"].ras_window
+    ras_tau: float = SAMPLING_PRESETS["triton"].ras_tau
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -86,6 +86,14 @@ class Sampling:
     def seeded(self) -> "Sampling":
         """With a random seed if it has none: for runtimes that otherwise give every request the same one."""
         return self if self.seed is not None else dataclasses.replace(self, seed=random.randrange(MAX_SEED))
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    """The values of the preset `name` by their names in `Sampling`. ValueError for an unknown one."""
+    for known, preset in SAMPLING_PRESETS.items():
+        if name == known:
+            return preset._asdict()
+    raise ValueError(f"sampling {name!r} is not a preset; there are {', '.join(SAMPLING_PRESETS)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ def generation_request(
     end_id = scalar(tensors, "end_id", end_ids[0])
     sampling = Sampling(
         max_tokens=scalar(tensors, "request_output_len"),
-        ras_window=_parameter(parameters, "ras_window", int, Sampling.ras_window),
+        ras_window=_parameter(parameters, "ras_window", int, 0),
         ras_tau=_parameter(parameters, "ras_tau", float, Sampling.ras_tau),
         **given,
     )

@@ -15,14 +15,14 @@ import torch
 from common import triton_io
 from common.config import OrchestratorConfig
 from common.llm.checkpoint import read_limits, speech_bias
-from common.llm.interface import LengthRatios, Sampling, SpeechLM, Timeouts
+from common.llm.interface import LengthRatios, SpeechLM, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.llm.speech_tokens import LLMTokenizer
 from common.llm.triton_client import TritonLM
 from common.llm.triton_tensors import RESPONSE_OUTPUTS
 from common.orchestrator.chunking import HopRules
 from common.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav
-from common.orchestrator.request import RequestInputs
+from common.orchestrator.request import RequestInputs, default_sampling
 from common.orchestrator.silence import SilenceRules
 from common.orchestrator.synthesis import Synthesizer
 from common.process.drain import DrainFile
@@ -93,15 +93,7 @@ class Orchestrator:
             ),
             silence=SilenceRules(tokens=frozenset(config.silent_tokens), most=config.max_silent_tokens),
         )
-        self._sampling = Sampling(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            repetition_penalty=config.repetition_penalty,
-            max_tokens=config.max_tokens,
-            ras_window=config.ras_window,
-            ras_tau=config.ras_tau,
-        )
+        self._sampling = default_sampling(config)
         self._max_text_chars = config.max_text_chars
         self._decoupled = config.decoupled
         self._drain = DrainFile(ModelEnvironment.read().drain_file)

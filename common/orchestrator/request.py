@@ -1,6 +1,7 @@
 """A request for speech, validated before any model is called."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from common.config import OrchestratorConfig
 from common.constants import MAX_SPEED, MIN_SPEED
-from common.llm.interface import Sampling
+from common.llm.interface import Sampling, preset_values
 from common.text import clean_line, clean_text
 from common.voice import audio
 from common.voice.prompt import Recording
+
+logger = logging.getLogger(__name__)
 
 # Request parameters that set the sampling, and their types. Others are ignored: Triton adds its own.
 _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
@@ -100,12 +104,33 @@ class RequestInputs:
         return clean_line(getattr(self, name) or "", name=name, max_chars=max_text_chars)
 
 
+def default_sampling(config: OrchestratorConfig) -> Sampling:
+    """The sampling of requests that ask for none: the preset `triton` if the LLM may lack repetition-aware sampling."""
+    preset = preset_values(config.sampling)
+    own = {name: value for name in preset if (value := getattr(config, name)) is not None}
+    sampling = Sampling(**preset | own, max_tokens=config.max_tokens)
+    # A server of unknown dialect may be any.
+    able = config.llm_dialect == "vllm" if config.llm_transport == "openai" else config.llm_backend == "python"
+    if able or not sampling.ras_window:
+        return sampling
+    logger.warning(
+        "requests without sampling parameters get the sampling 'triton': ras_window %d needs the python backend of "
+        "tensorrt_llm, or `vllm serve` with llm_dialect vllm",
+        sampling.ras_window,
+    )
+    return dataclasses.replace(sampling, **preset_values("triton"))
+
+
 def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
-    """`defaults`, replaced by the request's parameters. Raises ValueError naming the parameter and its value."""
+    """`defaults`, replaced by the request's preset, and both by its single parameters.
+
+    Raises ValueError naming the parameter and its value.
+    """
+    preset = preset_values(str(parameters["sampling"])) if "sampling" in parameters else {}
     given = {
         name: _number(name, parameters[name], kind) for name, kind in _SAMPLING_KINDS.items() if name in parameters
     }
-    return dataclasses.replace(defaults, **given)
+    return dataclasses.replace(defaults, **preset | given)
 
 
 def _speed_of(parameters: Mapping[str, Any]) -> float:

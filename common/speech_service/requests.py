@@ -8,6 +8,8 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.client.requests import Utterance
+from common.config import SamplingPreset
+from common.llm.interface import preset_values
 from common.speech_service.errors import invalid
 from common.speech_service.recordings import decode_base64
 from common.speech_service.settings import Settings
@@ -18,7 +20,7 @@ from common.voice.prompt import Recording
 # OpenAI's model names are accepted for the default model, so that programs work unchanged.
 OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))
 
-_SAMPLING = ("seed", "temperature", "top_p", "top_k", "repetition_penalty", "max_tokens")
+_SAMPLING = ("seed", "sampling", *SamplingPreset._fields, "max_tokens")
 
 # What a JSON body may consist of besides base64: punctuation, which takes the parser a hundred times as long per byte.
 _BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"+/="
@@ -61,11 +63,20 @@ class SpeechRequest(BaseModel):
     language: Name = Field("", description="of the input: zh, en, ja; a voice of another one is cloned cross-lingually")
     sample_rate: Int64 | None = Field(None, description="of the answer, in Hz")
     seed: Int64 | None = Field(None, description="the same seed gives the same audio")
+    sampling: Name | None = Field(None, description="preset of the next six fields: cosyvoice2 or triton")
     temperature: Finite | None = None
     top_p: Finite | None = None
     top_k: Int64 | None = None
     repetition_penalty: Finite | None = None
+    ras_window: Int64 | None = Field(None, description="tokens that repetition-aware sampling looks back; 0 is off")
+    ras_tau: Finite | None = Field(None, description="share of these from which a token is replaced")
     max_tokens: Int64 | None = Field(None, description="speech tokens per request to the LLM, 25 per second")
+
+    @field_validator("sampling")
+    @classmethod
+    def _is_preset(cls, sampling: str) -> str:
+        preset_values(sampling)
+        return sampling
 
     @field_validator("language")
     @classmethod

@@ -118,7 +118,18 @@ def test_a_streamed_answer_is_written_and_its_latencies_are_printed(
     output = tmp_path / "deep" / "speech.wav"
     with serving(triton) as address:
         code = client_grpc.main(
-            command(address, output, "--reference-audio", str(recording), "--reference-text", "hi", "--seed", "7")
+            command(
+                address,
+                output,
+                "--reference-audio",
+                str(recording),
+                "--reference-text",
+                "hi",
+                "--seed",
+                "7",
+                "--sampling",
+                "triton",
+            )
         )
     assert code == 0
     written, rate = sf.read(output, dtype="float32")
@@ -134,7 +145,7 @@ def test_a_streamed_answer_is_written_and_its_latencies_are_printed(
         "reference_text": ("BYTES", [1, 1]),
         "target_text": ("BYTES", [1, 1]),
     }
-    assert request.parameters["seed"].int64_param == 7
+    assert request.parameters["seed"].int64_param == 7 and request.parameters["sampling"].string_param == "triton"
 
 
 def test_without_a_reference_only_the_target_text_is_sent(tmp_path: Path) -> None:

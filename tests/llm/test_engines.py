@@ -14,7 +14,7 @@ from common.errors import UnavailableError
 from common.llm.engines.batching import BatchingEngine
 from common.llm.engines.interface import GenerationRequest, candidate_ids
 from common.llm.engines.loading import load_engine
-from common.llm.interface import LLMPrompt, Sampling
+from common.llm.interface import LLMPrompt, Sampling, preset_values
 from common.llm.speech_tokens import LLMTokenizer
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tests.support.llm_fixtures import FAKES, genai_dir, install, llm_dir  # noqa: F401
@@ -139,23 +139,40 @@ def test_tensorrt_llm_gets_the_sampling_and_a_bias_that_excludes_text(install, l
     assert engine._llm.requests[1].sampling.seed != engine._llm.requests[2].sampling.seed  # its default is a constant
 
 
-def test_repetition_aware_sampling_in_tensorrt_llm_has_upstreams_probabilities(install, llm_dir, tokenizer):  # noqa: F811
+@pytest.fixture
+def ras_in_tensorrt_llm(install, llm_dir, tokenizer):  # noqa: F811
+    """Speech tokens of a request with RAS, and its `SamplingParams`."""
     install("tensorrt_llm")
     engine = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS)
     engine._llm.logits = torch.full((engine._limits.vocab_size,), -60.0)
     engine._llm.logits[:9] = 99.0  # text
     first = tokenizer.first_speech_id
-    engine._llm.logits[first : first + 40] = torch.from_numpy(CASES["spread"]).float()
-    nucleus = {"top_p": 0.8, "top_k": 25}
-    request = make_request(
-        tokenizer, temperature=1.0, repetition_penalty=1.0, ras_window=10, seed=1, max_tokens=700, **nucleus
+    engine._bias[first + int(CASES["spread"].argmax())] = 3.0  # learned
+    engine._llm.logits[first : first + 40] = (
+        torch.from_numpy(CASES["spread"]).float() - engine._bias[first : first + 40]
     )
-    chunks = asyncio.run(collect(engine, request))
-    sampled = tokenizer.to_speech_ids([token for chunk in chunks for token in chunk.tokens])
-    expected = [
-        ras_probabilities(CASES["spread"], sampled[:step], window=10, tau=0.1, **nucleus) for step in range(700)
-    ]
+
+    def run(**sampling):
+        ras = preset_values("cosyvoice2") | sampling
+        chunks = asyncio.run(collect(engine, make_request(tokenizer, **ras)))
+        ids = tokenizer.to_speech_ids([token for chunk in chunks for token in chunk.tokens])
+        return ids, engine._llm.requests[-1].sampling
+
+    return run
+
+
+def test_repetition_aware_sampling_in_tensorrt_llm_has_upstreams_probabilities(ras_in_tensorrt_llm):
+    sampled, params = ras_in_tensorrt_llm(seed=1, max_tokens=700)
+    rule = {"top_p": 0.8, "top_k": 25, "window": 10, "tau": 0.1}
+    expected = [ras_probabilities(CASES["spread"], sampled[:step], **rule) for step in range(700)]
     assert len(sampled) == 700 and deviation(expected, sampled) < 4.5
+    # Nothing else changes the logits: whether that would be before or after the processor is up to TensorRT-LLM.
+    assert (params.embedding_bias, params.repetition_penalty, params.min_tokens, params.top_k) == (None, 1.0, 0, 1)
+
+
+def test_the_seed_of_a_request_with_repetition_aware_sampling_in_tensorrt_llm(ras_in_tensorrt_llm):
+    first, second, other, unseeded = (ras_in_tensorrt_llm(seed=seed, max_tokens=20)[0] for seed in (1, 1, None, None))
+    assert first == second and len({tuple(first), tuple(other), tuple(unseeded)}) == 3
 
 
 # --- choice of the engine ------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
+from common.config import OrchestratorConfig
 from common.constants import PROMPT_SAMPLE_RATE
-from common.llm.interface import Sampling
-from common.orchestrator.request import RequestInputs, SynthesisRequest
+from common.llm.interface import Sampling, preset_values
+from common.orchestrator.request import RequestInputs, SynthesisRequest, default_sampling
 
 WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
 
@@ -24,6 +26,44 @@ def test_parameters_replace_the_defaults_and_those_of_triton_are_ignored() -> No
     parameters = {"seed": 7, "temperature": 0, "top_p": "0.5", "top_k": 3, "repetition_penalty": 1.5, "max_tokens": "9"}
     sampling = check(parameters=parameters | {"triton_enable_empty_final_response": True, "speed": 1}).sampling
     assert sampling == Sampling(seed=7, temperature=0.0, top_p=0.5, top_k=3, repetition_penalty=1.5, max_tokens=9)
+
+
+def test_a_preset_replaces_the_defaults_and_single_parameters_replace_its_values() -> None:
+    cosyvoice2 = Sampling(temperature=1.0, top_p=0.8, top_k=25, repetition_penalty=1.0, ras_window=10, ras_tau=0.1)
+    assert check(Sampling(top_k=9), parameters={"sampling": "cosyvoice2"}).sampling == cosyvoice2
+    defaults = dataclasses.replace(cosyvoice2, max_tokens=99)
+    sampling = check(defaults, parameters={"top_k": 7, "sampling": "triton", "ras_tau": "0.5"}).sampling
+    assert sampling == Sampling(top_k=7, ras_tau=0.5, max_tokens=99)
+    with pytest.raises(ValueError, match="sampling 'best' is not a preset; there are cosyvoice2, triton"):
+        check(parameters={"sampling": "best"})
+
+
+SERVERS = {"llm_transport": "openai", "llm_urls": ("http://a",)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "warned"),
+    [
+        ({"sampling": "triton"}, Sampling(), False),
+        ({"sampling": "triton", "top_k": 7, "max_tokens": 9}, Sampling(top_k=7, max_tokens=9), False),
+        ({"sampling": "cosyvoice2"}, Sampling(**preset_values("cosyvoice2")), False),
+        (
+            {"sampling": "cosyvoice2", "ras_window": 0},
+            Sampling(**preset_values("cosyvoice2") | {"ras_window": 0}),
+            False,
+        ),
+        ({"sampling": "cosyvoice2", "llm_backend": "tensorrtllm"}, Sampling(), True),
+        ({"sampling": "triton", "llm_backend": "tensorrtllm"}, Sampling(), False),
+        ({"sampling": "cosyvoice2", "max_tokens": 9, **SERVERS}, Sampling(max_tokens=9), True),
+        ({"sampling": "cosyvoice2", "llm_dialect": "chat", **SERVERS}, Sampling(), True),
+        ({"sampling": "cosyvoice2", "llm_dialect": "vllm", **SERVERS}, Sampling(**preset_values("cosyvoice2")), False),
+    ],
+)
+def test_the_default_sampling_is_one_that_the_llm_can_run(
+    settings: dict[str, Any], expected: Sampling, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert default_sampling(OrchestratorConfig(model_dir="/m", **settings)) == expected
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 
 @pytest.mark.parametrize(

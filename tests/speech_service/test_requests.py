@@ -59,6 +59,7 @@ BAD_BODIES = {
     "a rate that the format lacks": ({**TEXT, "response_format": "opus", "sample_rate": 44_100}, "sample_rate"),
     "a seed that is a word": ({**TEXT, "seed": "lucky"}, "seed"),
     "a temperature that is a list": ({**TEXT, "temperature": [1]}, "temperature"),
+    "an unknown sampling": ({**TEXT, "sampling": "best"}, "sampling"),
     "max_tokens with a fraction": ({**TEXT, "max_tokens": 1.5}, "max_tokens"),
     "an invalid language": ({**TEXT, "language": "<en>"}, "language"),
     "a voice that is a number": ({**TEXT, "voice": 3}, "voice"),
@@ -158,6 +159,7 @@ def test_an_unknown_path_or_method_is_answered_in_the_same_format(
 
 def test_fields_are_sent_to_the_model_under_its_own_names(served: StubbedService) -> None:
     body = {**TEXT, "voice": {"id": "zoe"}, "instructions": "Slowly.", "seed": 3, "temperature": 0.5, "max_tokens": 9}
+    body |= {"sampling": "cosyvoice2", "ras_window": 20, "ras_tau": 0.2}
     answer = served.post(body, "/audio/speech")
     assert answer.status_code == 200 and len(answer.content) == 2 * served.stub.chunks * served.stub.samples
     assert answer.headers["content-type"] == "audio/pcm" and answer.headers["x-sample-rate"] == str(SAMPLE_RATE)
@@ -165,6 +167,8 @@ def test_fields_are_sent_to_the_model_under_its_own_names(served: StubbedService
     assert texts_of(request) == {"target_text": "Hello.", "speaker": "zoe", "instruct_text": "Slowly."}
     assert request.parameters["seed"].int64_param == 3 and request.parameters["max_tokens"].int64_param == 9
     assert request.parameters["temperature"].string_param == "0.5"
+    assert request.parameters["sampling"].string_param == "cosyvoice2"
+    assert request.parameters["ras_window"].int64_param == 20 and request.parameters["ras_tau"].string_param == "0.2"
 
 
 @pytest.mark.parametrize("form", [False, True], ids=["base64", "upload"])

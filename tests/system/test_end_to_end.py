@@ -196,7 +196,7 @@ def test_a_small_max_tokens_cuts_nothing_off(stack: str, serve: Serve, voice: np
 @pytest.mark.parametrize("stack", ["dit"], indirect=True)
 def test_repetition_aware_sampling_reaches_the_llm(stack: str, serve: Serve, voice: np.ndarray) -> None:
     address, arrays = serve(stack=stack).grpc_url, request_arrays(voice)
-    narrow = {"seed": 1, "top_k": 1, "repetition_penalty": "1.0"}
+    narrow = {"seed": 1, "sampling": "cosyvoice2", "top_k": 1}
     looping, free = (send(address, MODELS[stack], arrays, narrow | {"ras_window": window}) for window in (0, 10))
     assert looping.error is free.error is None
     assert looping.waveform.shape != free.waveform.shape or not np.array_equal(looping.waveform, free.waveform)

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from common.config import OrchestratorConfig
 from common.constants import SPEECH_VOCAB
+from common.llm.interface import Sampling
 from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer, added_tokens, chat_template
 
 TEXT_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|endofprompt|>")
@@ -160,7 +160,7 @@ def random_weights(sizes: LLMSizes, vocab: int, offset: int, end_id: int, seed: 
 
 def _configs(sizes: LLMSizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str) -> dict[str, dict]:
     """The JSON files next to the weights. Sampling defaults are those of a request to the orchestrator."""
-    sampling = {name: getattr(OrchestratorConfig, name) for name in ("temperature", "top_p", "top_k")}
+    sampling = {name: getattr(Sampling, name) for name in ("temperature", "top_p", "top_k")}
     return {
         "config.json": {
             "architectures": ["Qwen2ForCausalLM"],
@@ -186,7 +186,7 @@ def _configs(sizes: LLMSizes, tokenizer: Tokenizer, end_ids: list[int], dtype: s
         "generation_config.json": {
             "do_sample": True,
             **sampling,
-            "repetition_penalty": OrchestratorConfig.repetition_penalty,
+            "repetition_penalty": Sampling.repetition_penalty,
             "eos_token_id": end_ids,
             "pad_token_id": end_ids[0],
         },

@@ -25,7 +25,7 @@ from tools.load.samples import SampleError
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        if args.seed is not None or args.parameter or args.cross_lingual:
+        if args.seed is not None or args.sampling or args.parameter or args.cross_lingual:
             raise ClientError("perf_analyzer has its own option for request parameters: --request-parameter seed:7:int")
         jobs = Jobs.from_arguments(args)
         requests = [_request(job.utterance()) for job in jobs.take(args.num_requests or len(jobs))]

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from common.checkpoint import read_state, shape_differences, shapes_of
-from common.config import OrchestratorConfig
 from common.constants import SPEECH_VOCAB
 from common.llm.checkpoint import HEAD_BIAS
+from common.llm.interface import Sampling
 from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer, added_tokens, chat_template
 
 # Tokens that CosyVoice2's tokenizer adds to CosyVoice-BlankEN's, in this order.
@@ -106,7 +106,7 @@ def _configs(blank_dir: Path, vocab: int, end_ids: list[int], dtype: torch.dtype
     """The JSON files next to the weights. Sampling defaults are those of the orchestrator."""
     config = json.loads((blank_dir / "config.json").read_text())
     config.pop("torch_dtype", None)
-    sampling = {name: getattr(OrchestratorConfig, name) for name in ("temperature", "top_p", "top_k")}
+    sampling = {name: getattr(Sampling, name) for name in ("temperature", "top_p", "top_k")}
     return {
         "config.json": config
         | {
@@ -120,7 +120,7 @@ def _configs(blank_dir: Path, vocab: int, end_ids: list[int], dtype: torch.dtype
         "generation_config.json": {
             "do_sample": True,
             **sampling,
-            "repetition_penalty": OrchestratorConfig.repetition_penalty,
+            "repetition_penalty": Sampling.repetition_penalty,
             "eos_token_id": end_ids,
             "pad_token_id": end_ids[0],
         },
