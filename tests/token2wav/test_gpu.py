@@ -141,6 +141,7 @@ def test_the_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.
 
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
     hift.conv_post.weight *= 0.1  # with random weights samples would be clamped at the limit, which would hide errors
+    hift.f0_predictor.classifier.bias += 200.0  # Hz: voiced, so that the audio depends on the phases that are carried
     noise = source_noise(hift.config.harmonics + 1, "cuda")
     pools = [OverlapPool(3, hift.config, torch.device("cuda")) for _ in range(2)]
     limits = BatchLimits(max_streams=4)
@@ -154,7 +155,7 @@ def test_the_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.
         for row, count in enumerate(lengths):
             assert relative_error(actual[row, : 480 * count], expected[row, : 480 * count]) < bound
         turned = (pools[0].phases[:3] - pools[1].phases[:3] + 0.5) % 1 - 0.5  # cycles
-        assert turned.abs().max() < 1e-3
+        assert turned.abs().max() < 1e-2
         starts = starts + frames - (OVERLAP_FRAMES if stage == "first" else 0)
 
 
