@@ -6,8 +6,9 @@ Pure policy: it counts tokens and reads a clock; it uses no network and no serve
     equal         every hop has the same length
     time_based    hops follow the number of tokens that are ready and the audio that the listener still has buffered
 
-The hops of `exponential` and `equal` depend on the number of tokens alone, never on when they arrive, so an utterance
-always sounds the same.
+Later segments of a text do not start again with the smallest hop: their listener has audio left. The hops of
+`exponential` and `equal` depend on the numbers of tokens alone, never on when they arrive, so a text always sounds the
+same.
 """
 
 import math
@@ -83,22 +84,34 @@ class HopRules:
         return math.ceil(self.first_hop / self.boundary) * self.boundary
 
     def schedule(self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic) -> "HopSchedule":
-        """The schedule of a new stream whose prompt has `prompt_tokens` tokens."""
+        """The schedule of a text, spoken with a prompt of `prompt_tokens` tokens."""
         if self.strategy == "time_based":
             return TimeBasedSchedule(self, prompt_tokens, clock)
         return HopSchedule(self, prompt_tokens)
 
 
 class HopSchedule:
-    """The hops of one stream: strategies `exponential` and `equal`."""
+    """The hops of a text, which may have several segments: strategies `exponential` and `equal`."""
 
     def __init__(self, rules: HopRules, prompt_tokens: int):
         self._rules = rules
-        self._hops = 0
+        self._prompt_tokens = prompt_tokens
+        self._doublings = 0  # of `rules.unit`, for the next hop
+        self._before = 0  # tokens of the segments before this one
         self._offset = 0
         self._finished = False
         # Extended to a boundary, so the first hop is never shorter than configured.
         self._first_hop = rules.first_hop + -(prompt_tokens + rules.first_hop) % rules.boundary
+
+    def begin_segment(self) -> None:
+        """The hops after this are those of the text's next segment, whose tokens are counted from 0.
+
+        Its first hop is the longest one of at most as many tokens as the segments before it had. An LLM of twice the
+        real-time rate makes them before the listener, who has half of that audio left at least, has played it.
+        """
+        self._before += self._offset
+        self._offset, self._finished = 0, False
+        self._doublings = max(0, (self._before // self._rules.unit).bit_length() - 1)
 
     def next_hop(self, available: int, ended: bool) -> Hop | None:
         """The next hop to render, given that the LLM has made `available` tokens and may have `ended`.
@@ -109,26 +122,41 @@ class HopSchedule:
         pending = available - self._offset
         if self._finished or pending == 0:
             return None
-        length = self._first_hop if self._hops == 0 else self._later_hop(pending - LOOKAHEAD_TOKENS)
+        rules = self._rules
+        length = self._length(pending - LOOKAHEAD_TOKENS)
         if pending >= length + LOOKAHEAD_TOKENS:
             hop = Hop(self._offset, length, final=False)
         elif ended:
             hop = Hop(self._offset, pending, final=True)
         else:
             return None
-        self._hops += 1
+        # The length of a first hop that was extended to a boundary is arbitrary: the doubling then starts after it.
+        if not self._is_first or rules.boundary == 1:
+            self._doublings += 1
         self._offset = hop.end
         self._finished = hop.final
         return hop
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether the next hop is the first one of the text."""
+        return self._before + self._offset == 0
+
+    def _length(self, ready: int) -> int:
+        """Length of the next hop, given that `ready` tokens could be rendered now."""
+        if self._is_first:
+            return self._first_hop
+        length = self._later_hop(ready)
+        # The tokens of a segment follow the prompt, which may end between two boundaries.
+        beyond = (self._prompt_tokens + self._offset + length) % self._rules.boundary
+        return max(length - beyond, self._first_hop) if beyond else length
+
     def _later_hop(self, ready: int) -> int:
-        """Length of a hop that is not the first, given that `ready` tokens could be rendered now."""
+        """Length of a hop that is not the first of the text, before it is cut to a boundary."""
         rules = self._rules
         if rules.strategy == "equal":
             return rules.unit
-        # The length of a first hop that was extended to a boundary is arbitrary: the doubling then starts after it.
-        doublings = self._hops if rules.boundary == 1 else self._hops - 1
-        return min(rules.unit << doublings, rules.max_hop)
+        return min(rules.unit << self._doublings, rules.max_hop)
 
 
 class TimeBasedSchedule(HopSchedule):
@@ -140,6 +168,7 @@ class TimeBasedSchedule(HopSchedule):
     def __init__(self, rules: HopRules, prompt_tokens: int, clock: Callable[[], float]):
         super().__init__(rules, prompt_tokens)
         self._clock = clock
+        self._hops = 0
         self._rendering_since: float | None = None
         self._rendering_seconds = 0.0
         self._playing_since: float | None = None
@@ -154,6 +183,7 @@ class TimeBasedSchedule(HopSchedule):
             self._playing_since = now
         hop = super().next_hop(available, ended)
         if hop is not None:
+            self._hops += 1
             self._rendering_since = now
             self._target = None
         return hop
@@ -172,7 +202,7 @@ class TimeBasedSchedule(HopSchedule):
     def _spare_chunks(self) -> float:
         """How many chunks could be rendered before the listener has played all audio."""
         assert self._playing_since is not None
-        sent_seconds = (self._offset - WITHHELD_TOKENS) / TOKEN_RATE
+        sent_seconds = (self._before + self._offset - WITHHELD_TOKENS) / TOKEN_RATE
         buffered_seconds = sent_seconds - (self._clock() - self._playing_since)
         chunk_seconds = self._rendering_seconds / self._hops
         return buffered_seconds / max(chunk_seconds, 1e-3)

@@ -151,6 +151,17 @@ class Token2Wav:
         mel = np.full((TOKEN_MEL_RATIO * tokens, MEL_BINS), SILENT_MEL, np.float32)
         return Prompt(ids, mel, np.ones(self._flow.speaker_dim, np.float32), text=""), ids
 
+    def prefill_frames(self, prompt: Prompt) -> int:
+        """Mel frames that opening a stream in that voice prefills: 0 if its prompt cache is there. ValueError for an
+        invalid prompt."""
+        self._check(prompt)
+        return self._flow.prefill_frames(prompt)
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        """Build the prompt caches of different voices in one batch; each is kept while there is room."""
+        self._flow.prefill(prompts)
+
     @torch.inference_mode()
     def open(self, prompt: Prompt) -> Stream:
         """Start a stream in a voice; builds the voice's prompt cache if it is not there yet."""

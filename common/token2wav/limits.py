@@ -38,6 +38,7 @@ HIFT_FRAMES_PER_FRAME = 0.6
 # A batch of this many tokens takes about 80 ms on an H200 (docs/results/token2wav.md), which bounds how long a first
 # chunk may wait.
 DIT_BATCH_TOKENS = 1600
+PREFILL_FRAMES = 2048
 UNET_BATCH_TOKENS = 2500
 
 
@@ -114,6 +115,11 @@ class BatchLimits:
     @property
     def dit_frames(self) -> int:
         return (self.batch_memory_mb << 20) // DIT_FRAME_BYTES
+
+    @property
+    def prefill_frames(self) -> int:
+        """Of the prompts that one batch prefills: one of the longest, or several shorter ones."""
+        return min(self.dit_frames, PREFILL_FRAMES)
 
     @property
     def unet_frames(self) -> int:

@@ -28,6 +28,8 @@ class Token2WavRequest:
     final: the tokens are the stream's last (tensor `finalize`). None on a request that both starts and ends a stream
         and has no offset: a whole utterance, rendered at once.
     speed: speaking rate of a whole utterance; a stream is rendered at 1.
+    audio_left: seconds of audio that the listener still has when the stream starts, if it continues what they are
+        listening to; None if they have heard nothing yet.
     """
 
     stream_id: str
@@ -38,6 +40,7 @@ class Token2WavRequest:
     offset: int | None = None
     final: bool | None = None
     speed: float = 1.0
+    audio_left: float | None = None
 
     @property
     def whole(self) -> bool:
@@ -66,7 +69,8 @@ def read_request(
     """The request in `tensors`, which are given by name and with the batch dimension.
 
     target_speech_tokens (1, n), prompt_speech_tokens (1, P), prompt_speech_feat (1, T, 80), prompt_spk_embedding
-    (1, 192), token_offset, finalize and speed (1, 1). `prompt`: the voice, if the caller made it from a recording.
+    (1, 192), token_offset, finalize, speed and audio_left (1, 1). `prompt`: the voice, if the caller made it from a
+    recording.
 
     With a correlation id the request belongs to a sequence of Triton's, of which `start` and `end` are the flags.
     Without one (0 or empty) it is a request as upstream's BLS sends it, with the voice each time: a whole utterance if
@@ -97,6 +101,7 @@ def read_request(
         offset=offset,
         final=final,
         speed=speed,
+        audio_left=float(_one(tensors, "audio_left")) if "audio_left" in tensors else None,
     )
 
 

@@ -1,4 +1,5 @@
-"""Which of the queued chunks are rendered next, in one batch. Pure policy: no streams, no tensors, no clock."""
+"""Which queued streams are opened next, and which chunks are rendered in one batch. Pure policy: no streams, no
+tensors, no clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,26 @@ START_TOKENS = 300
 # way, listeners soon have less audio left, and batches grow.
 PLENTY_SECONDS = 1.0
 UNHURRIED_SHARE = 0.25
+# While a listener with a queued chunk has less audio left than this, one voice at a time is prefilled.
+NEARLY_DRY_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Start:
+    """A queued start of a stream.
+
+    voice: what starts of one voice have in common. frames: mel frames to prefill, 0 if the voice's prompt cache is
+    there. audio_left: as in `Candidate`; a later segment's listener may still play the one before. arrived: likewise.
+    """
+
+    voice: bytes
+    frames: int
+    audio_left: float | None
+    arrived: int
+
+    @property
+    def urgency(self) -> tuple[bool, float, int]:
+        return _urgency(self.audio_left, self.arrived)
 
 
 @dataclass(frozen=True)
@@ -19,7 +40,7 @@ class Candidate:
 
     audio_left: seconds until its listener runs out of audio, negative after that; None before the first audio.
     arrived: its number in the order of arrival.
-    tokens: how many are computed for it; None if it is served alone (a stream's start or end, an invalid chunk).
+    tokens: how many are computed for it; None if it is served alone (a whole utterance, an invalid chunk).
     """
 
     stream_id: str
@@ -29,12 +50,35 @@ class Candidate:
 
     @property
     def urgency(self) -> tuple[bool, float, int]:
-        """Sort key: streams without audio first, then by when the listener runs out of audio, then by arrival."""
-        return self.audio_left is not None, self.audio_left or 0.0, self.arrived
+        return _urgency(self.audio_left, self.arrived)
 
     @property
     def urgent(self) -> bool:
         return self.audio_left is None or self.audio_left < PLENTY_SECONDS
+
+
+def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_frames: int) -> list[int]:
+    """Indices of the streams to open before the next batch of chunks, most urgent first. `waiting` is not empty.
+
+    audio_left: of the queued chunks' listeners. A start whose prompt cache is there costs nothing and is never held
+    back; neither is another start of a voice that is chosen. Voices that need a prefill are chosen as long as the
+    padded prompts of all have at most `max_frames` frames, but only one of them while a listener is nearly dry: the
+    chunks wait for the prefill.
+    """
+    nearly_dry = any(left is not None and left < NEARLY_DRY_SECONDS for left in audio_left)
+    chosen: list[int] = []
+    voices: set[bytes] = set()
+    longest = 0
+    for index in sorted(range(len(waiting)), key=lambda index: waiting[index].urgency):
+        start = waiting[index]
+        if start.frames and start.voice not in voices:
+            padded = max(longest, start.frames) * (len(voices) + 1)
+            if voices and (nearly_dry or padded > max_frames):
+                continue
+            voices.add(start.voice)
+            longest = max(longest, start.frames)
+        chosen.append(index)
+    return chosen
 
 
 def pick(waiting: Sequence[Candidate], max_chunks: int, max_tokens: int) -> list[int]:
@@ -63,3 +107,8 @@ def pick(waiting: Sequence[Candidate], max_chunks: int, max_tokens: int) -> list
                 longest, own = max(longest, request.tokens), own + request.tokens
         streams.add(request.stream_id)
     return batch
+
+
+def _urgency(audio_left: float | None, arrived: int) -> tuple[bool, float, int]:
+    """Sort key: streams without audio first, then by when the listener runs out of audio, then by arrival."""
+    return audio_left is not None, audio_left or 0.0, arrived

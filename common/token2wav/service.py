@@ -2,7 +2,8 @@
 
 `Token2WavService` has a thread that renders and a thread that sends replies. A stream's state, its queued requests and
 its end belong to the first; `submit` only adds to the queue. A stream is freed in `_close`, whatever ends it: its final
-chunk, an abort, an error, a cancellation, or `idle_seconds` without a request. `scheduler` picks the chunks of a batch.
+chunk, an abort, an error, a cancellation, or `idle_seconds` without a request. `scheduler` picks the streams to open
+and the chunks of a batch.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 
 from common.constants import SAMPLE_RATE
 from common.errors import FatalError, UnavailableError
+from common.playback import Playback
 from common.process.metrics import (
     BATCHES,
     CACHE,
@@ -31,8 +33,9 @@ from common.process.metrics import (
     Values,
 )
 from common.token2wav.engine import Token2Wav
+from common.token2wav.request_queue import QueuedRequest, Reply, RequestQueue
 from common.token2wav.requests import Token2WavRequest
-from common.token2wav.scheduler import Candidate, pick
+from common.token2wav.scheduler import Candidate, Start, pick, starts
 from common.token2wav.stream import Chunk, Stream
 from common.voice.prompt import Prompt
 
@@ -47,37 +50,25 @@ MAX_WAITING = 1024  # requests in the queue besides two for each stream: new str
 
 @dataclass
 class LiveStream:
-    """A live stream: the engine's part, and how much audio its listener has left."""
+    """A live stream: the engine's part, its voice, and what its listener still has to play."""
 
     stream: Stream
     prompt: Prompt
     used_at: float
-    first_audio_at: float | None = None
-    audio_seconds: float = 0.0
-
-    def audio_left(self, now: float) -> float | None:
-        """Seconds of audio that are not played yet, if playback began with the first chunk; None before that."""
-        return None if self.first_audio_at is None else self.first_audio_at + self.audio_seconds - now
+    playback: Playback
 
     def add(self, samples: int, now: float) -> None:
         """Count audio that was rendered."""
         self.used_at = now
-        if samples:
-            self.first_audio_at = now if self.first_audio_at is None else self.first_audio_at
-            self.audio_seconds += samples / SAMPLE_RATE
+        self.playback.add(samples / SAMPLE_RATE, now)
 
 
-@dataclass(eq=False)
-class QueuedRequest:
-    """A request in the queue. `chunk` is made once its turn within the stream has come."""
+class Starting(NamedTuple):
+    """A queued request that opens a stream: its voice, and what decides when its turn comes."""
 
-    request: Token2WavRequest
-    reply: Callable[[np.ndarray | BaseException], None]
-    is_cancelled: Callable[[], bool]
-    arrived: int  # its number in the order of arrival
-    arrived_at: float
-    chunk: Chunk | None = None
-    replied: bool = False
+    queued: QueuedRequest
+    prompt: Prompt
+    start: Start
 
 
 class Stats(NamedTuple):
@@ -104,7 +95,11 @@ class Stats(NamedTuple):
 
 
 class Token2WavService:
-    """Renders the chunks of all live streams in batches, most urgent first."""
+    """Renders the chunks of all live streams in batches, most urgent first.
+
+    Each turn frees the streams that were aborted, opens new ones, and renders one batch, which includes first chunks of
+    the streams that it opened. While all slots are taken, new streams wait for one.
+    """
 
     def __init__(
         self,
@@ -119,13 +114,11 @@ class Token2WavService:
         self._clock = clock
         self._streams: dict[str, LiveStream] = {}
         self._idled: deque[str] = deque(maxlen=self._limits.max_streams)  # those freed last because they were idle
-        self._queue: list[QueuedRequest] = []
-        self._arrivals = 0
+        self._queue = RequestQueue(2 * self._limits.max_streams + MAX_WAITING, clock)
+        self._served: list[QueuedRequest] = []  # in this turn, taken from the queue
         self._batches = 0
         self._chunks = 0
         self._waited_seconds = 0.0
-        self._refusal: UnavailableError | None = None  # why requests are refused
-        self._wake = threading.Condition()
         # Replies are sent in order while the next batch is rendered: passing one to tritonserver takes milliseconds.
         self._replies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token2wav-replies")
         self._warm: Future[None] = Future()
@@ -133,38 +126,25 @@ class Token2WavService:
         self._thread.start()
         self._warm.result()
 
-    def submit(
-        self,
-        request: Token2WavRequest,
-        reply: Callable[[np.ndarray | BaseException], None],
-        is_cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def submit(self, request: Token2WavRequest, reply: Reply, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Queue a request. `reply` is called exactly once, from a thread of the service, with audio or an exception.
 
         Raises UnavailableError at once when the queue is full or the service is closed.
         """
-        with self._wake:
-            if self._refusal:
-                raise self._refusal
-            if len(self._queue) >= 2 * self._limits.max_streams + MAX_WAITING:
-                raise UnavailableError(f"token2wav's queue is full: {len(self._queue)} requests wait")
-            self._arrivals += 1
-            self._queue.append(QueuedRequest(request, reply, is_cancelled, self._arrivals, self._clock()))
-            self._wake.notify()
+        self._queue.add(request, reply, is_cancelled)
 
     def stats(self) -> Stats:
         contexts, context_waited_seconds = self._engine.contexts
-        with self._wake:
-            return Stats(
-                live_streams=len(self._streams),
-                queued=len(self._queue),
-                cache_bytes=self._engine.cache_bytes,
-                batches=self._batches,
-                chunks=self._chunks,
-                waited_seconds=self._waited_seconds,
-                contexts=contexts,
-                context_waited_seconds=context_waited_seconds,
-            )
+        return Stats(
+            live_streams=len(self._streams),
+            queued=len(self._queue),
+            cache_bytes=self._engine.cache_bytes,
+            batches=self._batches,
+            chunks=self._chunks,
+            waited_seconds=self._waited_seconds,
+            contexts=contexts,
+            context_waited_seconds=context_waited_seconds,
+        )
 
     def test(self) -> None:
         """Render a small stream through the queue. Raises what a client would get, UnavailableError without a slot."""
@@ -179,9 +159,7 @@ class Token2WavService:
 
     def close(self) -> None:
         """Refuse what is queued with UnavailableError, free every stream, end the thread."""
-        with self._wake:
-            self._refusal = self._refusal or UnavailableError("token2wav is shutting down")
-            self._wake.notify()
+        self._queue.close(UnavailableError("token2wav is shutting down"))
         self._thread.join()
 
     # --- the service's thread ------------------------------------------------------------------------------------
@@ -193,80 +171,143 @@ class Token2WavService:
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)
-        batch: list[QueuedRequest] = []
         try:
-            while batch := self._next():
-                if wanted := [queued for queued in batch if not self._cancelled(queued)]:
-                    self._serve(wanted)
+            while self._queue.refusal is None:
+                version = self._queue.version
+                self._reap()
+                if not self._turn():
+                    self._queue.wait_for_change(version, REAP_SECONDS)
         except Exception as error:
             logger.exception("token2wav has failed and refuses all requests")
-            self._refusal = FatalError(f"token2wav has failed: {error}")
-        with self._wake:
-            left, self._queue = [*batch, *self._queue], []
-        for queued in left:
+            self._queue.close(FatalError(f"token2wav has failed: {error}"))
+        for queued in [*self._served, *self._queue.waiting()]:
             if not queued.replied:
-                self._reply(queued, self._refusal or FatalError("token2wav has ended"))
+                self._reply(queued, self._queue.refusal or FatalError("token2wav has ended"))
         self._replies.shutdown()
         for stream_id in list(self._streams):
             self._close(stream_id)
 
-    def _next(self) -> list[QueuedRequest]:
-        """The next requests to serve together; none when the service closes. Frees idle streams while it waits."""
-        with self._wake:
-            while not self._refusal:
-                self._reap()
-                if ready := self._ready():
-                    chosen = pick(self._candidates(ready), self._limits.max_chunks, self._engine.batch_tokens)
-                    batch = [ready[index] for index in chosen]
-                    taken = set(batch)
-                    self._queue = [queued for queued in self._queue if queued not in taken]
-                    return batch
-                self._wake.wait(REAP_SECONDS)
-            return []
+    def _turn(self) -> bool:
+        """Serve aborts, starts and a batch; False if there was nothing that could be served."""
+        self._served.clear()
+        self._serve_aborts()
+        opened = self._serve_starts()
+        self._serve_batch()
+        return opened or bool(self._served)
 
-    def _ready(self) -> list[QueuedRequest]:
-        """What can be served now: everything, except that while all slots are taken, new streams wait for one."""
-        if len(self._streams) < self._limits.max_streams:
-            return self._queue
-        waiting: set[str] = set()  # streams, whose later requests wait as well
-        ready = []
-        for queued in self._queue:
-            if queued.request.stream_id in waiting or self._opens(queued.request):
-                waiting.add(queued.request.stream_id)
-            else:
-                ready.append(queued)
-        return ready
+    def _serve_aborts(self) -> None:
+        """First of all: an abort takes no time, and frees a slot for a stream that waits for one."""
+        for queued in self._queue.firsts():
+            if queued.request.aborts:
+                self._take([queued])
+                self._close(queued.stream_id)
+                self._reply(queued, SILENCE)
 
-    def _opens(self, request: Token2WavRequest) -> bool:
-        """Whether it opens a stream that is not live."""
-        return request.start is not False and not request.whole and request.stream_id not in self._streams
+    def _serve_starts(self) -> bool:
+        """Open the streams that `scheduler.starts` chooses, new voices prefilled in one batch; False if there is none.
 
-    def _candidates(self, ready: Sequence[QueuedRequest]) -> list[Candidate]:
-        """The scheduler's view of queued requests, which are in the order of arrival."""
+        A stream that is opened for a chunk stays in the queue with that chunk.
+        """
+        firsts = self._queue.firsts()
+        waiting = [one for queued in firsts if self._opens(queued) and (one := self._starting(queued)) is not None]
+        if not waiting:
+            return False
         now = self._clock()
-        candidates, seen = [], set()
-        for queued in ready:
-            stream_id = queued.request.stream_id
+        live = (self._streams.get(queued.stream_id) for queued in firsts)
+        listeners = [stream.playback.left(now) for stream in live if stream is not None]
+        order = starts([one.start for one in waiting], listeners, self._limits.prefill_frames)
+        chosen = [waiting[index] for index in order[: self._limits.max_streams - len(self._streams)]]
+        chosen = [one for one in chosen if not self._cancelled(one.queued)]
+        self._prefill({one.start.voice: one.prompt for one in chosen if one.start.frames})
+        for queued, prompt, _ in chosen:
+            try:
+                stream, now = self._engine.open(prompt), self._clock()
+            except Exception as error:
+                self._fail(queued, error)
+                continue
+            playback = Playback(queued.request.audio_left, now)
+            self._streams[queued.stream_id] = LiveStream(stream, prompt, now, playback)
+            queued.opened = True
+            if not queued.request.has_chunk:
+                self._take([queued])
+                self._reply(queued, SILENCE)
+        return bool(chosen)
+
+    def _opens(self, queued: QueuedRequest) -> bool:
+        """Whether a stream is to be opened for a request, the first one of its stream in the queue."""
+        request = queued.request
+        if request.whole or request.aborts or queued.opened or request.start is False:
+            return False
+        return bool(request.start) or request.stream_id not in self._streams
+
+    def _starting(self, queued: QueuedRequest) -> Starting | None:
+        """A start as the scheduler sees it; None if it is invalid, and has its reply."""
+        request = queued.request
+        self._close(request.stream_id)  # START on a live stream restarts it
+        try:
+            if request.start is None and request.stream_id in self._idled:
+                self._idled.remove(request.stream_id)  # the sender knows now: the next request opens a stream
+                raise ValueError(f"{request.stream_id} was idle for {self._idle_seconds:g} s and was freed")
+            _check_speed(request)
+            prompt = _prompt_of(request)
+            frames = self._engine.prefill_frames(prompt)
+        except Exception as error:
+            self._fail(queued, error)
+            return None
+        return Starting(queued, prompt, Start(prompt.digest, frames, request.audio_left, queued.arrived))
+
+    def _prefill(self, voices: Mapping[bytes, Prompt]) -> None:
+        """Prefill new voices in one batch; a single one is prefilled by opening its stream."""
+        if len(voices) < 2:
+            return
+        try:
+            self._engine.prefill(list(voices.values()))
+        except Exception:
+            logger.exception("%d voices could not be prefilled in one batch; each is tried alone", len(voices))
+
+    def _serve_batch(self) -> None:
+        """Render the most urgent chunks in one batch, or serve one request of another kind."""
+        candidates, requests = self._candidates()
+        if not candidates:
+            return
+        chosen = pick(candidates, self._limits.max_chunks, self._engine.batch_tokens)
+        batch = [requests[index] for index in chosen]
+        self._take(batch)
+        if wanted := [queued for queued in batch if not self._cancelled(queued)]:
+            self._serve(wanted)
+
+    def _candidates(self) -> tuple[list[Candidate], list[QueuedRequest]]:
+        """The queued requests as the scheduler sees them, and themselves; none of streams that are not opened yet."""
+        now = self._clock()
+        candidates: list[Candidate] = []
+        requests: list[QueuedRequest] = []
+        seen: set[str] = set()
+        unopened: set[str] = set()
+        for queued in self._queue.waiting():
+            stream_id = queued.stream_id
             live = self._streams.get(stream_id)
             first = stream_id not in seen  # later ones wait for it: their chunks cannot be checked yet
             seen.add(stream_id)
-            candidates.append(
-                Candidate(
-                    stream_id=stream_id,
-                    audio_left=live.audio_left(now) if live else None,
-                    arrived=queued.arrived,
-                    tokens=self._computed(queued, live) if first and live else None,
+            if first and self._opens(queued):
+                unopened.add(stream_id)
+            if stream_id not in unopened:
+                requests.append(queued)
+                candidates.append(
+                    Candidate(
+                        stream_id=stream_id,
+                        audio_left=live.playback.left(now) if live else None,
+                        arrived=queued.arrived,
+                        tokens=self._computed(queued, live) if first and live else None,
+                    )
                 )
-            )
-        return candidates
+        return candidates, requests
 
     def _computed(self, queued: QueuedRequest, live: LiveStream) -> int | None:
         """How many tokens are computed for the request; None if it is to be served alone."""
-        request = queued.request
-        if request.start or not request.has_chunk or request.speed != 1.0:
+        if not queued.request.has_chunk or queued.request.speed != 1.0:
             return None
         try:
-            queued.chunk = queued.chunk or self._chunk(live, request)
+            queued.chunk = queued.chunk or self._chunk(live, queued.request)
         except ValueError:
             return None  # served alone, which raises it again for the sender
         return queued.chunk.computed
@@ -280,8 +321,7 @@ class Token2WavService:
         waited = self._clock() - queued.arrived_at
         if not ((queued.request.whole or waited > CANCEL_CHECK_SECONDS) and _client_has_gone(queued)):
             return False
-        self._close(queued.request.stream_id)
-        self._reply(queued, asyncio.CancelledError())
+        self._fail(queued, asyncio.CancelledError())
         return True
 
     def _serve(self, batch: list[QueuedRequest]) -> None:
@@ -291,10 +331,9 @@ class Token2WavService:
             try:
                 audio = self._without_rendering(queued.request)
                 if audio is None and queued.chunk is None:
-                    queued.chunk = self._chunk(self._streams[queued.request.stream_id], queued.request)
+                    queued.chunk = self._chunk(self._streams[queued.stream_id], queued.request)
             except Exception as error:
-                self._close(queued.request.stream_id)
-                self._reply(queued, error)
+                self._fail(queued, error)
                 return
             if audio is not None:
                 self._reply(queued, audio)
@@ -314,33 +353,38 @@ class Token2WavService:
         except Exception as error:  # one that no batch would survive
             results = [error] * len(batch)
         for queued, result in zip(batch, results, strict=True):
-            live = self._streams[queued.request.stream_id]
+            live = self._streams[queued.stream_id]
             if isinstance(result, Exception) or queued.request.final:
-                self._close(queued.request.stream_id)
+                self._close(queued.stream_id)
             if not isinstance(result, Exception):
                 live.add(len(result), self._clock())
             self._reply(queued, result)
+
+    def _take(self, requests: Sequence[QueuedRequest]) -> None:
+        """Take requests from the queue, to be replied to in this turn."""
+        self._queue.take(requests)
+        self._served += requests
+
+    def _fail(self, queued: QueuedRequest, error: BaseException) -> None:
+        """Reply with an error that ends the stream."""
+        self._take([queued])
+        self._close(queued.stream_id)
+        self._reply(queued, error)
 
     def _reply(self, queued: QueuedRequest, result: np.ndarray | BaseException) -> None:
         queued.replied = True
         self._replies.submit(_send, queued, result)
 
     def _without_rendering(self, request: Token2WavRequest) -> np.ndarray | None:
-        """The reply to a request that renders no chunk: a whole utterance, a start or an end. None if there is one."""
+        """The reply to a request that renders no chunk: a whole utterance or nothing. None if it is a chunk's."""
         if request.whole:
             return self._engine.whole(_prompt_of(request), request.tokens, request.speed)
-        if request.speed != 1.0:
-            raise ValueError(f"speed {request.speed} is for whole utterances; a stream is rendered at speed 1")
-        if request.start or self._opens(request):
-            self._open(request)
-        if request.aborts:
-            self._close(request.stream_id)
-            return SILENCE
         if request.stream_id not in self._streams:
             raise ValueError(
                 f"{request.stream_id} is not live: it was not opened, has ended or failed, or was idle for "
                 f"{self._idle_seconds:g} s"
             )
+        _check_speed(request)
         return None if request.has_chunk else SILENCE
 
     def _chunk(self, live: LiveStream, request: Token2WavRequest) -> Chunk:
@@ -348,16 +392,8 @@ class Token2WavService:
             raise ValueError(f"{request.stream_id} began with another prompt: two streams have the same id")
         return self._engine.chunk(live.stream, request.tokens, final=bool(request.final), offset=request.offset)
 
-    def _open(self, request: Token2WavRequest) -> None:
-        self._close(request.stream_id)  # START on a live stream restarts it
-        if request.start is None and request.stream_id in self._idled:
-            self._idled.remove(request.stream_id)  # the sender knows now: the next request opens a stream
-            raise ValueError(f"{request.stream_id} was idle for {self._idle_seconds:g} s and was freed")
-        prompt = _prompt_of(request)
-        self._streams[request.stream_id] = LiveStream(self._engine.open(prompt), prompt, used_at=self._clock())
-
     def _reap(self) -> None:
-        waiting = {queued.request.stream_id for queued in self._queue}
+        waiting = {queued.stream_id for queued in self._queue.waiting()}
         oldest = self._clock() - self._idle_seconds
         for stream_id in [i for i, s in self._streams.items() if s.used_at < oldest and i not in waiting]:
             logger.warning("%s was idle for %.0f s and was freed", stream_id, self._idle_seconds)
@@ -386,6 +422,11 @@ def _send(queued: QueuedRequest, result: np.ndarray | BaseException) -> None:
 
 def _same_voice(one: Prompt, other: Prompt) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.embedding, other.embedding)
+
+
+def _check_speed(request: Token2WavRequest) -> None:
+    if request.speed != 1.0:
+        raise ValueError(f"speed {request.speed} is for whole utterances; a stream is rendered at speed 1")
 
 
 def _prompt_of(request: Token2WavRequest) -> Prompt:

@@ -137,6 +137,13 @@ class StreamingFlow(ABC, Generic[StreamT]):
     def cache_bytes(self) -> int:
         """Memory reserved for streams and taken by prompt caches."""
 
+    def prefill_frames(self, prompt: Prompt) -> int:
+        """Mel frames that `open` has to prefill for a stream in that voice."""
+        return 0
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        """Build what `open` would build for different voices, in one batch."""
+
     @abstractmethod
     def open(self, prompt: Prompt, vocoder: VocoderState) -> StreamT:
         """A new stream in the voice of `prompt`. Raises UnavailableError when there is no room for one."""

@@ -6,6 +6,7 @@ Imports numpy only: most processes handle prompts and never encode one.
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -54,6 +55,14 @@ class Prompt:
             embedding=embedding.astype(np.float32),
             text=text,
         )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of what token2wav gets: equal for equal voices, whatever the transcript."""
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.mel, self.embedding):
+            digest.update(array.tobytes())
+        return digest.digest()
 
 
 class RecordingCache:

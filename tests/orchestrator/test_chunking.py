@@ -42,6 +42,25 @@ def test_with_a_boundary_the_first_hop_reaches_it_and_doubling_starts_at_one_flo
     assert lengths(rules, first + 25 + 50 + 100 + 100 + 7, prompt_tokens) == [first, 25, 50, 100, 100, 7]
 
 
+@pytest.mark.parametrize(
+    ("segments", "boundary", "expected"),
+    [
+        ([20, 200, 150], 1, [[15, 5], [15, 30, 60, 95], [100, 50]]),
+        ([95, 120], 1, [[15, 30, 50], [60, 60]]),
+        ([40, 300], FLOW_CHUNK_TOKENS, [[15, 25], [15, 50, 100, 100, 35]]),  # a prompt of 10 tokens
+        ([212, 130], FLOW_CHUNK_TOKENS, [[15, 25, 50, 100, 22], [90, 40]]),
+    ],
+)
+def test_later_segments_begin_with_a_hop_of_at_most_what_was_spoken_before(segments, boundary, expected) -> None:
+    schedule = HopRules(boundary=boundary).schedule(10)
+    found = []
+    for index, total in enumerate(segments):
+        if index:
+            schedule.begin_segment()
+        found.append([hop.length for hop in drain(schedule, total)])
+    assert found == expected
+
+
 def test_a_hop_waits_for_its_look_ahead() -> None:
     schedule = HopRules().schedule(0)
     assert schedule.next_hop(15 + LOOKAHEAD_TOKENS - 1, ended=False) is None
@@ -97,14 +116,22 @@ def test_time_based_takes_all_that_is_ready_when_rendering_is_slow() -> None:
     boundary=st.sampled_from([1, FLOW_CHUNK_TOKENS]),
     first_hop=st.integers(5, 60),
     prompt_tokens=st.integers(0, 800),
+    before=st.integers(0, 300),
     arrivals=st.lists(st.tuples(st.integers(1, 120), st.floats(0, 2)), min_size=1, max_size=60),
 )
 def test_every_token_is_rendered_once_and_in_order_whenever_it_arrives(
-    strategy: str, boundary: int, first_hop: int, prompt_tokens: int, arrivals: list[tuple[int, float]]
+    strategy: str, boundary: int, first_hop: int, prompt_tokens: int, before: int, arrivals: list[tuple[int, float]]
 ) -> None:
+    """In the first segment of a text, or after one of `before` tokens."""
     clock = Clock()
     rules = HopRules(strategy=strategy, boundary=boundary, first_hop=first_hop)
-    schedule = rules.schedule(prompt_tokens, clock)
+
+    def after_a_segment(schedule: HopSchedule) -> HopSchedule:
+        if drain(schedule, before):
+            schedule.begin_segment()
+        return schedule
+
+    schedule = after_a_segment(rules.schedule(prompt_tokens, clock))
     hops: list[Hop] = []
     available = 0
     for tokens, wait in arrivals:
@@ -124,7 +151,7 @@ def test_every_token_is_rendered_once_and_in_order_whenever_it_arrives(
     assert all((prompt_tokens + hop.end) % boundary == 0 for hop in hops[:-1])
     assert all(hop.length <= rules.max_hop for hop in hops[1:-1])
     if strategy != "time_based":
-        assert hops == drain(rules.schedule(prompt_tokens), available)
+        assert hops == drain(after_a_segment(rules.schedule(prompt_tokens)), available)
 
 
 @pytest.mark.parametrize(

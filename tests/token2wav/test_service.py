@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import queue
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -39,6 +39,8 @@ class FakeEngine:
     gate: threading.Event = field(default_factory=threading.Event)
     entered: threading.Event = field(default_factory=threading.Event)
     batches: list[list[int]] = field(default_factory=list)
+    known: set[bytes] = field(default_factory=set)  # voices that need no prefill
+    prefills: list[int] = field(default_factory=list)  # voices that were prefilled together
     live: int = 0
     batch_tokens: int = 1600
     cache_bytes: int = 4096
@@ -51,7 +53,15 @@ class FakeEngine:
     def warm_up(self):
         pass
 
+    def prefill_frames(self, prompt):
+        return 0 if prompt.digest in self.known else len(prompt.mel)
+
+    def prefill(self, prompts):
+        self.prefills.append(len(prompts))
+        self.known |= {prompt.digest for prompt in prompts}
+
     def open(self, prompt):
+        self.known.add(prompt.digest)
         self.live += 1
         return FakeStream()
 
@@ -272,8 +282,10 @@ def test_a_live_stream_restarts_while_all_slots_are_taken(service, client):
     assert len(client.start(3, [4])) and service.stats().live_streams == 4
 
 
-def test_a_full_queue_is_refused_at_once(client, engine, monkeypatch):
+def test_a_full_queue_is_refused_at_once(engine, clock, monkeypatch):
     monkeypatch.setattr("common.token2wav.service.MAX_WAITING", 3)
+    service = Token2WavService(engine, idle_seconds=5.0, clock=clock)
+    client = Client(service)
     client.start(1)
     engine.gate.clear()
     waiting = [client.post(1, [4], final=False)]
@@ -283,6 +295,7 @@ def test_a_full_queue_is_refused_at_once(client, engine, monkeypatch):
         client.post(1, [4], final=False)
     engine.gate.set()
     assert all(len(replies.get(timeout=10)) for replies in waiting)
+    service.close()
 
 
 def test_a_stream_without_a_start_opens_with_its_first_request(service, client):
@@ -362,6 +375,80 @@ def test_first_chunks_are_rendered_first_then_those_of_listeners_who_run_out_of_
     for replies in waiting:
         assert isinstance(replies.get(timeout=10), np.ndarray)
     assert engine.batches == [[40], [3, 2, 1]]
+
+
+def other_voice(number):
+    return replace(PROMPT, embedding=np.full(SPEAKER_DIM, number, np.float32))
+
+
+def test_starts_that_wait_together_are_prefilled_together_and_their_first_chunks_share_a_batch(client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    for stream in (1, 2, 3):
+        waiting.append(client.post(stream, start=True, prompt=other_voice(stream)))
+        waiting.append(client.post(stream, [stream], final=False))
+    engine.gate.set()
+    assert all(isinstance(replies.get(timeout=10), np.ndarray) for replies in waiting)
+    assert engine.prefills == [3]
+    assert engine.batches == [[40], [1, 2, 3]]
+
+
+def test_many_starts_do_not_hold_up_a_listener_who_runs_out_of_audio(client, engine, clock):
+    """Of two new voices, one is prefilled before the chunk of the listener who has no audio left."""
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1]})
+    engine.gate.set()
+    [replies.get(timeout=10) for replies in waiting]
+    clock.now += 2
+    engine.gate.clear()
+    engine.entered.clear()
+    running = client.post(0, [41], final=False)
+    assert engine.entered.wait(10)
+    opened = []
+    engine.open = lambda prompt, open=engine.open: (opened.append(len(engine.batches)), open(prompt))[1]
+    late = client.post(1, [2], final=True, end=True)
+    starts = [client.post(stream, start=True, prompt=other_voice(stream)) for stream in (2, 3)]
+    engine.gate.set()
+    for replies in (running, late, *starts):
+        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert engine.batches[-2:] == [[41], [2]]
+    assert opened == [3, 4]  # the second one after the late listener's batch
+
+
+def test_voices_that_cannot_be_prefilled_together_are_prefilled_one_by_one(client, engine):
+    def broken(prompts):
+        raise RuntimeError("out of memory")
+
+    engine.prefill = broken
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    waiting += [client.post(stream, start=True, prompt=other_voice(stream)) for stream in (1, 2)]
+    engine.gate.set()
+    assert all(isinstance(replies.get(timeout=10), np.ndarray) for replies in waiting)
+
+
+def test_an_abort_is_served_before_everything_else(client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    closed = []
+    engine.close = lambda stream, close=engine.close: (closed.append(len(engine.batches)), close(stream))[1]
+    new = client.post(4, start=True, prompt=PROMPT)
+    gone = client.post(5, end=True, final=False)
+    aborted = client.post(0, end=True, final=False)
+    engine.gate.set()
+    for replies in [*waiting, new, gone, aborted]:
+        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert closed[0] == 1  # after the batch that was running, before the others
+    assert engine.batches == [[40], [1, 2, 3]]
+
+
+def test_a_later_segment_waits_for_listeners_with_less_audio(client, engine, clock):
+    """Stream 1 begins while its listener still has three seconds of the segment before it."""
+    client.start(2, [2] * 50)  # two seconds of audio
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    engine.batches.clear()
+    waiting.append(client.post(1, [1] * 10, start=True, prompt=PROMPT, final=False, audio_left=3.0))
+    waiting.append(client.post(2, [3] * 10, final=False))
+    engine.gate.set()
+    for replies in waiting:
+        replies.get(timeout=10)
+    assert engine.batches == [[40], [3, 1]]
 
 
 def test_a_whole_utterance_needs_no_stream(service, client):

@@ -1,12 +1,13 @@
 """The DiT's solve on a GPU: fused kernels that read each stream's own memory, as CUDA graphs by batch and length."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from common import kernels
-from common.flow.cache import KeyValues
 from common.flow.dit import NORM_EPS, DiTFlow
-from common.token2wav.dit.memory import DiTChunk, TailPool, first_frame
+from common.token2wav.dit.memory import DiTChunk, Prefilled, TailPool, first_frame, prefilled
 from common.token2wav.dit.solver import Context, DiTSolver, Scratch
 from common.token2wav.graphs import Graphs
 from common.token2wav.limits import BatchLimits
@@ -69,19 +70,21 @@ class GraphedSolve:
         self._noise = noise
         sizes = limits.sizes(limits.chunk_frames, limits.dit_frames)
         self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow")
-        prompts = [(T,) for T in limits.prompt_frames if T <= limits.dit_frames]
+        prompts = limits.sizes(limits.prompt_frames, limits.prefill_frames)
         self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts")
 
-    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> tuple[KeyValues, Tensor]:
-        T = mu.shape[1]
-        table = torch.tensor(self._padding_column(frames=T))[:, None].pin_memory()  # (8,) -> (8, 1)
-        size = self._prompts.fitting(T)
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
+        B, T, _ = mu.shape
+        size = self._prompts.fitting(B, T)
+        if size is None and B > 1:
+            halves = slice(0, B // 2), slice(B // 2, B)
+            return [left for part in halves for left in self.prefill(mu[part], speaker[part], mel[part], frames[part])]
+        columns = [self._own_frames_column(count) for count in frames]
+        columns += [self._own_frames_column(1)] * ((size[0] if size else B) - B)
+        table = torch.tensor(columns).T.contiguous().pin_memory()  # (B, 8) -> (8, B)
         if size is None:
-            left = self._prefill(mu, mel, speaker, table.to(mu.device))
-        else:
-            left = self._prompts.run(size, mu, mel, speaker, table)
-        keys, values, history = (x.clone() for x in (left[0][..., :T, :], left[1][..., :T, :], left[2]))
-        return KeyValues(keys.contiguous(), values.contiguous()), history
+            return prefilled(self._prefill(mu, mel, speaker, table.to(mu.device)), frames)
+        return prefilled(self._prompts.run(size, mu, mel, speaker, table), frames)
 
     def run(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
         B, T, _ = mu.shape
@@ -99,13 +102,13 @@ class GraphedSolve:
             self._pool.advance(chunk)
         return mel[:B, :T]
 
-    def _prefill(self, mu: Tensor, mel: Tensor, speaker: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """mu and mel (1, T, mel), speaker (1, mel), table (TABLE_ROWS, 1) -> keys, values, history of a prompt"""
-        solver, T = self._solver, mu.shape[1]
-        scratch = solver.scratch(solver.no_history(2), T)
+    def _prefill(self, mu: Tensor, mel: Tensor, speaker: Tensor, table: Tensor) -> Scratch:
+        """mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B): fills a scratch of B prompts"""
+        solver, (B, T, _) = self._solver, mu.shape
+        scratch = solver.scratch(solver.no_history(2 * B), T)
         conditions = solver.conditions(mu, speaker, mel)
         solver.solve(self._noise.gather(table[7], T), conditions, table[5], PagedContext(self._pool, table), scratch)
-        return scratch.keys, scratch.values, scratch.next_history
+        return scratch
 
     def _solve(self, mu: Tensor, speaker: Tensor, table: Tensor) -> Tensor:
         """mu (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); updates rings and histories"""
@@ -127,11 +130,11 @@ class GraphedSolve:
             addresses = prompt.keys.data_ptr(), prompt.values.data_ptr()
             lengths = prompt.frames, tail.slot, tail.frames, chunk.frames, tail.next, first_frame(chunk)
             columns.append([*addresses, *lengths])
-        columns += [self._padding_column(frames=1)] * (batch - len(chunks))
+        columns += [self._own_frames_column(1)] * (batch - len(chunks))
         return torch.tensor(columns).T.contiguous().pin_memory()  # (B, 8) -> (8, B)
 
-    def _padding_column(self, frames: int) -> list[int]:
-        """The column of a row that attends to its own frames only."""
+    def _own_frames_column(self, frames: int) -> list[int]:
+        """The column of a row that attends to its own frames only: a prompt, or padding."""
         return [0, 0, 0, self._pool.slots, 0, frames, 0, 0]
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
@@ -139,6 +142,6 @@ class GraphedSolve:
         mu = torch.zeros(B, T, solver.mel_bins, device=solver.device, dtype=solver.dtype)
         return mu, torch.zeros_like(mu[:, 0]), self._table([], B).to(solver.device)
 
-    def _prompt_inputs(self, T: int) -> tuple[Tensor, ...]:
-        mu, speaker, table = self._inputs(1, T)
+    def _prompt_inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
+        mu, speaker, table = self._inputs(B, T)
         return mu, torch.zeros_like(mu), speaker, table

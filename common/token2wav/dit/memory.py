@@ -4,9 +4,9 @@ Attention uses no positions, so a tail is a ring: new frames overwrite the oldes
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +18,16 @@ from common.errors import UnavailableError
 from common.flow.cache import CONV_HISTORY, EstimatorCache, KeyValues
 from common.flow.config import DiTConfig
 from common.flow.dit import DiTFlow
-from common.token2wav.dit.solver import DiTSolver
+from common.token2wav.dit.solver import DiTSolver, Scratch
 from common.token2wav.noise import NoiseTape
 from common.token2wav.stream import Chunk, Stream
+
+
+class Prefilled(NamedTuple):
+    """What running the estimator over a prompt leaves."""
+
+    attention: KeyValues  # (steps, depth, 2, H, 2P, D): keys and values of the prompt
+    history: Tensor  # (steps, depth, convolution, guidance row, frame, C): the convolutions' at the prompt's end
 
 
 @dataclass(frozen=True)
@@ -57,14 +64,21 @@ class PromptCaches:
 
     def acquire(self, key: bytes, nbytes: int, prefill: Callable[[], PromptCache]) -> PromptCache:
         """The cache for one more stream, made by `prefill` if it is not there; UnavailableError if it does not fit."""
-        entry = self._entries.get(key)
-        if entry is None:
+        if key not in self._entries:
             self._make_room(nbytes)
-            entry = self._entries[key] = _Entry(prefill())
-            self.nbytes += entry.cache.nbytes
+            self._put(key, prefill())
+        entry = self._entries[key]
         self._entries.move_to_end(key)
         entry.streams += 1
         return entry.cache
+
+    def add(self, key: bytes, cache: PromptCache) -> None:
+        """Keep a cache that was made before the streams that will acquire it; dropped if there is no room."""
+        try:
+            self._make_room(cache.nbytes)
+        except UnavailableError:
+            return
+        self._put(key, cache)
 
     def release(self, key: bytes) -> None:
         """One of its streams has ended."""
@@ -72,6 +86,13 @@ class PromptCaches:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def _put(self, key: bytes, cache: PromptCache) -> None:
+        self._entries[key] = _Entry(cache)
+        self.nbytes += cache.nbytes
 
     def _make_room(self, nbytes: int) -> None:
         for key in [key for key, entry in self._entries.items() if entry.streams == 0]:
@@ -144,9 +165,10 @@ class TailPool:
         keys, history = self.keys[0], self.history[0]
         return 2 * keys.nbytes // self.frames * frames + history.nbytes
 
-    def empty_prompt(self) -> tuple[KeyValues, Tensor]:
+    def empty_prompt(self) -> Prefilled:
         """What `Solve.prefill` would leave of a prompt without frames."""
-        return KeyValues(self.keys[0, ..., :0, :], self.values[0, ..., :0, :]), torch.zeros_like(self.history[0])
+        attention = KeyValues(self.keys[0, ..., :0, :], self.values[0, ..., :0, :])
+        return Prefilled(attention, torch.zeros_like(self.history[0]))
 
     def acquire(self, prompt: PromptCache) -> Tail:
         """A slot for a stream that begins after its prompt. UnavailableError when all are taken."""
@@ -188,10 +210,11 @@ class TailPool:
 class Solve(Protocol):
     """A way to run the Euler solve of a batch whose streams keep their keys and values apart."""
 
-    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> tuple[KeyValues, Tensor]:
-        """Keys and values, and convolution history, of a prompt, shaped as in `PromptCache`.
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
+        """Of each prompt.
 
-        mu (1, T, mel): encoder output, speaker (1, mel): projected x-vector, mel (1, T, mel): the prompt's own.
+        mu (B, T, mel): encoder output, speaker (B, mel): projected x-vectors, mel (B, T, mel): the prompts' own.
+        frames (B): length of each; the rest of a row is padding.
         """
         ...
 
@@ -209,13 +232,13 @@ class GatheredSolve:
         self._pool = pool
         self._noise = noise
 
-    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> tuple[KeyValues, Tensor]:
-        T, solver = mu.shape[1], self._solver
-        scratch = solver.scratch(solver.no_history(2), T)
-        start, frames = torch.zeros(1, dtype=torch.int64, device=mu.device), torch.tensor([T], device=mu.device)
-        conditions = solver.conditions(mu, speaker, mel)
-        solver.solve(self._noise.gather(start, T), conditions, frames, NoContext(), scratch)
-        return KeyValues(scratch.keys, scratch.values), scratch.next_history
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
+        (B, T, _), solver = mu.shape, self._solver
+        scratch = solver.scratch(solver.no_history(2 * B), T)
+        starts, lengths = torch.zeros(B, dtype=torch.int64, device=mu.device), torch.tensor(frames, device=mu.device)
+        context = NoContext(lengths, T)
+        solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), lengths, context, scratch)
+        return prefilled(scratch, frames)
 
     def run(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
         T, device = mu.shape[1], mu.device
@@ -233,11 +256,27 @@ class GatheredSolve:
         return mel
 
 
+def prefilled(scratch: Scratch, frames: Sequence[int]) -> list[Prefilled]:
+    """What a prefill of B prompts left in `scratch`, copied for each of them."""
+    B = len(scratch.history[0, 0, 0]) // 2
+    left = []
+    for index, count in enumerate(frames):
+        both = [index, B + index]  # the two guidance rows
+        keys, values = (x[:, :, both, :, :count].contiguous() for x in (scratch.keys, scratch.values))
+        left.append(Prefilled(KeyValues(keys, values), scratch.next_history[:, :, :, both]))
+    return left
+
+
 class NoContext:
-    """For prefill: a prompt attends to itself only."""
+    """For prefill: prompts attend to themselves only. frames (B,): their lengths in rows of `longest` frames."""
+
+    def __init__(self, frames: Tensor, longest: int):
+        visible = torch.arange(longest, device=frames.device) < frames.repeat(2)[:, None]  # (R, T)
+        self._mask = None if visible.all() else visible[:, None, None]  # (R, 1, 1, T)
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)  # (R, H, T, D) -> (R, T, H * D)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)
+        return attended.transpose(1, 2).flatten(2)  # (R, H, T, D) -> (R, T, H * D)
 
 
 class GatheredContext:
@@ -280,12 +319,16 @@ class ChunkwiseSolve:
         self._pool = pool
         self._noise = noise
 
-    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor) -> tuple[KeyValues, Tensor]:
-        steps = self._pool.keys.shape[1]
-        caches = self._decoder.estimator.empty_cache(steps, rows=2).with_room(mu.shape[1])
-        starts = torch.zeros(1, dtype=torch.int64, device=mu.device)
-        self._advance(caches, starts, mu, speaker, mel)
-        return caches.attention, caches.conv.transpose(-1, -2).contiguous()  # (.., C, frame) -> (.., frame, C)
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
+        left = []
+        for index, count in enumerate(frames):  # of different lengths, which the estimator cannot take in one batch
+            row = slice(index, index + 1)
+            caches = self._decoder.estimator.empty_cache(self._pool.keys.shape[1], rows=2).with_room(count)
+            starts = torch.zeros(1, dtype=torch.int64, device=mu.device)
+            self._advance(caches, starts, mu[row, :count], speaker[row], mel[row, :count])
+            history = caches.conv.transpose(-1, -2).contiguous()  # (.., C, frame) -> (.., frame, C)
+            left.append(Prefilled(caches.attention, history))
+        return left
 
     def run(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
         mel = torch.zeros(mu.shape, device=mu.device)

@@ -1,11 +1,12 @@
 """Step-Audio2's flow over many streams: one batched solve for their chunks, whatever their lengths and histories."""
 
-import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from common.constants import CONTEXT_TOKENS, DIT_TAIL_FRAMES, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.checkpoint import load_dit_flow
@@ -85,9 +86,17 @@ class DiTStreaming(StreamingFlow[DiTStream]):
     def cache_bytes(self) -> int:
         return self._pool.nbytes + self._prompts.nbytes
 
+    def prefill_frames(self, prompt: Prompt) -> int:
+        return 0 if prompt.digest in self._prompts else len(prompt.mel)
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        for prompt, cache in zip(prompts, self._prefill(prompts), strict=True):
+            self._prompts.add(prompt.digest, cache)
+
     def open(self, prompt: Prompt, vocoder: VocoderState) -> DiTStream:
-        key = _digest(prompt)
-        cache = self._prompts.acquire(key, self._pool.prompt_bytes(len(prompt.mel)), lambda: self._prefill(prompt))
+        key = prompt.digest
+        size = self._pool.prompt_bytes(len(prompt.mel))
+        cache = self._prompts.acquire(key, size, lambda: self._prefill([prompt])[0])
         try:
             tail = self._pool.acquire(cache)
         except BaseException:
@@ -103,16 +112,24 @@ class DiTStreaming(StreamingFlow[DiTStream]):
     def _computed(self, stream: DiTStream, new: int) -> int:
         return new
 
-    def _prefill(self, prompt: Prompt) -> PromptCache:
-        tokens, count, speaker = prompt.tokens, len(prompt.tokens), self._project_speaker(prompt)
-        if count == 0:  # a voice of an x-vector alone: its streams begin with empty caches
-            attention, history = self._pool.empty_prompt()
-            return PromptCache(tokens=tokens, attention=attention, history=history, speaker=speaker)
-        # As upstream's setup_cache does, the look-ahead after the prompt's last tokens is its own first ones.
-        window = Window(with_ahead(np.concatenate([tokens, tokens]), count), np.full(count, count))
-        mu = self._encoder.encode([window])[:, : TOKEN_MEL_RATIO * count]
-        attention, history = self._solve.prefill(mu, speaker, self._mel_of(prompt).to(mu.dtype))
-        return PromptCache(tokens=tokens, attention=attention, history=history, speaker=speaker)
+    def _prefill(self, prompts: Sequence[Prompt]) -> list[PromptCache]:
+        """The prompt caches of different voices, by one solve."""
+        speakers = [self._project_speaker(prompt) for prompt in prompts]
+        attended = [index for index, prompt in enumerate(prompts) if len(prompt.tokens)]
+        # The streams of a voice of an x-vector alone begin with empty caches.
+        left = dict.fromkeys(range(len(prompts)), self._pool.empty_prompt())
+        if attended:
+            voices = [prompts[index] for index in attended]
+            mu = self._encoder.encode([_prompt_window(prompt.tokens) for prompt in voices])
+            mel = pad_sequence([torch.from_numpy(prompt.mel) for prompt in voices], batch_first=True)  # (B, T, mel)
+            mu = mu[:, : mel.shape[1]]
+            frames = [len(prompt.mel) for prompt in voices]
+            speaker = torch.cat([speakers[index] for index in attended])
+            left |= zip(attended, self._solve.prefill(mu, speaker, mel.to(mu), frames), strict=True)
+        return [
+            PromptCache(tokens=prompt.tokens, attention=left[index][0], history=left[index][1], speaker=speakers[index])
+            for index, prompt in enumerate(prompts)
+        ]
 
     def _render(self, chunks: list[DiTChunk]) -> list[Tensor]:
         for chunk in chunks:
@@ -137,8 +154,14 @@ class DiTStreaming(StreamingFlow[DiTStream]):
         return mu.gather(1, frames[:, :, None].expand(-1, -1, mu.shape[2]))
 
 
+def _prompt_window(tokens: np.ndarray) -> Window:
+    """As in upstream's setup_cache, the look-ahead after the prompt's last tokens is its own first ones."""
+    count = len(tokens)
+    return Window(with_ahead(np.concatenate([tokens, tokens]), count), np.full(count, count))
+
+
 def _window(chunk: DiTChunk) -> Window:
-    """A chunk attends to itself and to all before it. The look-ahead after the prompt is as in `_prefill`."""
+    """A chunk attends to itself and to all before it. The look-ahead after the prompt is as in `_prompt_window`."""
     stream, prompt = chunk.stream, chunk.stream.prompt.tokens
     tokens = np.concatenate([stream.context, chunk.tokens])
     count = len(stream.context) + chunk.new
@@ -146,13 +169,6 @@ def _window(chunk: DiTChunk) -> Window:
     ends = np.array([*stream.chunk_ends, chunk.offset + chunk.new])
     ends = ends[np.searchsorted(ends, forgotten + np.arange(count), side="right")]  # the end of each token's chunk
     return Window(
-        tokens=np.concatenate([with_ahead(np.concatenate([prompt, prompt]), len(prompt)), with_ahead(tokens, count)]),
+        tokens=np.concatenate([_prompt_window(prompt).tokens, with_ahead(tokens, count)]),
         visible=len(prompt) + np.concatenate([np.zeros_like(prompt), ends - forgotten]),
     )
-
-
-def _digest(prompt: Prompt) -> bytes:
-    digest = hashlib.sha256()
-    for array in (prompt.tokens, prompt.mel, prompt.embedding):
-        digest.update(array.tobytes())
-    return digest.digest()
