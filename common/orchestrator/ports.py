@@ -139,8 +139,10 @@ class TritonToken2WavStream:
         self._open = False
         self._in_flight: asyncio.Task[np.ndarray] | None = None
 
-    async def start(self) -> None:
+    async def start(self, audio_left: float | None) -> None:
         inputs = self._token2wav.hop_inputs([], NO_TOKENS) | self._token2wav.prompt_inputs(self._prompt)
+        if audio_left is not None:
+            inputs["audio_left"] = np.array([[audio_left]], np.float32)
         await self._send(inputs, start=True)
 
     async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:

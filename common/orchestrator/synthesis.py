@@ -21,11 +21,12 @@ from typing import Protocol
 
 import numpy as np
 
-from common.constants import MAX_STREAM_TOKENS, TOKEN_MEL_RATIO, TOKEN_RATE
+from common.constants import MAX_STREAM_TOKENS, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
 from common.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
 from common.orchestrator.chunking import Hop, HopRules, HopSchedule
 from common.orchestrator.request import SynthesisRequest
 from common.orchestrator.silence import SilenceFilter, SilenceRules
+from common.playback import Playback
 from common.tasks import TaskScope
 from common.text.duration import expected_seconds
 from common.voice.prompt import Prompt, Recording, RecordingCache
@@ -56,8 +57,8 @@ class PromptEncoder(Protocol):
 class Token2WavStream(Protocol):
     """One utterance, rendered chunk by chunk: `start` once, then the hops in order, then `abort`."""
 
-    async def start(self) -> None:
-        """Prefill the prompt."""
+    async def start(self, audio_left: float | None) -> None:
+        """Prefill the prompt. audio_left: seconds that the listener still has of earlier segments; None: none yet."""
         ...
 
     async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
@@ -221,10 +222,14 @@ class Synthesizer:
             raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
         async with TaskScope() as scope:
             prompt, segments = await self._begin(request, scope, on_warning, on_stage)
+            schedule, playback = self._rules.schedule(len(prompt.tokens), self._clock), Playback()
             while (segment := await scope.result(segments.get())) is not None:
-                async with aclosing(self._render(prompt, segment, scope, on_stage)) as waveforms:
+                stream = self._token2wav.open(prompt)
+                async with aclosing(self._render(stream, segment, schedule, playback, scope, on_stage)) as waveforms:
                     async for waveform in waveforms:
+                        playback.add(len(waveform) / SAMPLE_RATE, self._clock())
                         yield waveform
+                schedule.begin_segment()
 
     async def offline(self, request: SynthesisRequest, on_warning: OnWarning = _ignore) -> np.ndarray:
         """The whole utterance, (N,) float32. Warns and raises like `stream`."""
@@ -237,14 +242,18 @@ class Synthesizer:
             return np.concatenate(waveforms)
 
     async def _render(
-        self, prompt: Prompt, segment: TokenBuffer, scope: TaskScope, on_stage: OnStage
+        self,
+        stream: Token2WavStream,
+        segment: TokenBuffer,
+        schedule: HopSchedule,
+        playback: Playback,
+        scope: TaskScope,
+        on_stage: OnStage,
     ) -> AsyncGenerator[np.ndarray, None]:
         """The waveforms of one segment."""
-        stream = self._token2wav.open(prompt)
         try:
-            await scope.result(stream.start())
+            await scope.result(stream.start(playback.left(self._clock())))
             on_stage("vocoder")
-            schedule = self._rules.schedule(len(prompt.tokens), self._clock)
             final = False
             while not final:
                 hop = await scope.result(_next_hop(schedule, segment))

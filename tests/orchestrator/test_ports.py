@@ -71,7 +71,7 @@ def token2wav(call: FakeCall, *, cumulative: bool) -> TritonToken2Wav:
 
 async def two_chunks(stream: TritonToken2WavStream) -> None:
     """An utterance of 13 tokens: 6, then 7."""
-    await stream.start()
+    await stream.start(None)
     await stream.render(list(range(9)), Hop(0, 6, final=False))
     await stream.render(list(range(13)), Hop(6, 7, final=True))
     await stream.abort()
@@ -118,7 +118,7 @@ def test_tokens_beyond_the_look_ahead_are_not_sent(cumulative: bool) -> None:
     stream = token2wav(call, cumulative=cumulative).open(PROMPT)
 
     async def main() -> None:
-        await stream.start()
+        await stream.start(None)
         await stream.render(list(range(50)), Hop(0, 6, final=False))
         await stream.abort()
 
@@ -126,9 +126,16 @@ def test_tokens_beyond_the_look_ahead_are_not_sent(cumulative: bool) -> None:
     assert len(call.sent[1]["target_speech_tokens"]) == 9
 
 
+def test_a_later_segment_tells_token2wav_how_much_audio_its_listener_has_left() -> None:
+    call = FakeCall()
+    asyncio.run(token2wav(call, cumulative=False).open(PROMPT).start(1.5))
+    assert call.sent[0]["audio_left"] == [1.5]
+    assert call.sent[0].inputs["audio_left"].dtype == np.float32
+
+
 def test_prompt_tensors_have_the_types_and_shapes_of_the_contract() -> None:
     call = FakeCall()
-    asyncio.run(token2wav(call, cumulative=True).open(PROMPT).start())
+    asyncio.run(token2wav(call, cumulative=True).open(PROMPT).start(None))
     assert {name: (value.dtype.name, value.shape) for name, value in call.sent[0].inputs.items()} == {
         "target_speech_tokens": ("int32", (1, 0)),
         "token_offset": ("int32", (1, 1)),
@@ -204,7 +211,7 @@ def test_an_abort_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureF
     stream = token2wav(call, cumulative=False).open(PROMPT)
 
     async def main() -> None:
-        await stream.start()
+        await stream.start(None)
         await stream.abort()
 
     asyncio.run(main())
@@ -215,7 +222,7 @@ def test_an_abort_waits_for_the_chunk_in_flight() -> None:
     async def main() -> None:
         call = FakeCall(gate=asyncio.Event())
         stream = token2wav(call, cumulative=False).open(PROMPT)
-        starting = asyncio.create_task(stream.start())
+        starting = asyncio.create_task(stream.start(None))
         await asyncio.sleep(0.01)
         starting.cancel()
         aborting = asyncio.create_task(stream.abort())

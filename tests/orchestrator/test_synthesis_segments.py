@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt
 from common.voice.prompt import Prompt
@@ -50,6 +51,17 @@ def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offl
     assert pipeline.llm.prompts == [LLMPrompt(text, *voice) for text in ("0-40", "100-101", "200-260")]
     assert pipeline.llm.samplings == [request.sampling] * 3
     assert len(pipeline.encoder.started) == 3  # the voice is encoded once
+
+
+def test_a_later_segment_starts_with_the_audio_that_its_listener_has_left_and_with_a_longer_hop() -> None:
+    """The fake makes one sample per token, and its clock stands still: nothing has been played."""
+    pipeline = Pipeline(CountingLM(), clock=lambda: 7.0)
+    pipeline.run(pipeline.synthesize(speech_request(text="0-70|100-180|200-300")))
+    first, second, third = pipeline.token2wav.streams
+    assert first.audio_left is None
+    assert second.audio_left == pytest.approx(70 / SAMPLE_RATE)
+    assert third.audio_left == pytest.approx(150 / SAMPLE_RATE)
+    assert [[hop.length for hop in stream.hops][0] for stream in (first, second, third)] == [15, 60, 100]
 
 
 def test_a_recording_that_was_encoded_before_is_not_encoded_again() -> None:

@@ -163,10 +163,12 @@ class FakeToken2WavStream:
         self.started = False
         self.live = False
         self.aborts = 0
+        self.audio_left: float | None = None
         self._token2wav = token2wav
 
-    async def start(self) -> None:
+    async def start(self, audio_left: float | None) -> None:
         assert not self.started
+        self.audio_left = audio_left
         self.started = self.live = True
         await asyncio.sleep(0)
         if "start" in self._token2wav.failures:

@@ -254,6 +254,30 @@ def test_the_dit_equals_its_reference_also_after_frames_leave_the_cache(dit_netw
         torch.testing.assert_close(flow.render([chunk])[0], expected[0], atol=1e-4, rtol=0)
 
 
+def test_voices_prefilled_together_equal_each_prefilled_alone(dit, dit_network, vocoder):
+    """Of different lengths, one without a prompt; and their streams need no prefill."""
+    limits = BatchLimits(max_streams=8)
+    caches = PromptCaches(VOICES_BYTES)
+    together = Token2Wav(DiTStreaming(dit_network, flow_noise(), caches, limits=limits, steps=4), vocoder)
+    voices = [prompt(1, 12), prompt(2, 30), prompt(3, 0), prompt(4, 7)]
+    together.prefill(voices)
+    assert [together.prefill_frames(voice) for voice in [*voices, prompt(5, 9)]] == [0, 0, 0, 0, 18]
+    for voice in voices:
+        stream, alone = together.open(voice), dit.open(voice)
+        torch.testing.assert_close(stream.prompt.attention.keys, alone.prompt.attention.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(stream.prompt.attention.values, alone.prompt.attention.values, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(stream.prompt.history, alone.prompt.history, atol=1e-4, rtol=1e-4)
+        together.close(stream)
+        dit.close(alone)
+
+
+def test_a_voice_prefilled_ahead_is_dropped_if_there_is_no_room(dit_network, vocoder):
+    caches = PromptCaches(1)
+    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), caches, limits=BatchLimits(max_streams=2)), vocoder)
+    engine.prefill([prompt(1), prompt(2)])
+    assert (len(caches), caches.nbytes) == (0, 0)
+
+
 def test_streams_of_one_voice_share_its_prompt_cache(dit, prompts):
     first, second = dit.open(prompt(5)), dit.open(prompt(5))
     assert len(prompts) == 1

@@ -1,6 +1,7 @@
 """Fused kernels and CUDA graphs compared with the plain form, on a GPU. Weights are random."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,6 +101,30 @@ def test_the_dit_on_a_gpu_equals_its_plain_form_up_to_rounding(dit: DiTFlow, dty
     served = copy.deepcopy(dit).to(dtype)
     fused = DiTStreaming(served, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS)
     assert worst_error(plain, fused, [(15, 15, 15), (25, 4, 22), (100, 60, 1), (104, 110, 30)]) < bound
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
+def test_voices_prefilled_together_on_a_gpu_equal_each_in_plain_form(
+    dit: DiTFlow, dtype: torch.dtype, bound: float
+) -> None:
+    """More voices than a graph holds, of different lengths."""
+    limits = BatchLimits(max_streams=3)
+    plain = DiTStreaming(dit, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS, graphs=False)
+    plain._solve = GatheredSolve(DiTSolver(dit, STEPS), plain._pool, flow_noise("cuda"))
+    served = copy.deepcopy(dit).to(dtype)
+    fused = DiTStreaming(served, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS)
+    voices = [replace(prompt, embedding=prompt.embedding + shift) for shift in range(3) for prompt in prompts()]
+    fused.prefill(voices)
+    assert [fused.prefill_frames(voice) for voice in voices] == [0] * len(voices)
+    for voice in voices:
+        ours, theirs = opened(fused, voice), opened(plain, voice)
+        if len(voice.tokens):
+            pairs = [(getattr(of.prompt.attention, name) for of in (ours, theirs)) for name in ("keys", "values")]
+            pairs.append((ours.prompt.history, theirs.prompt.history))
+            assert max(relative_error(*pair) for pair in pairs) < bound
+        fused.close(ours)
+        plain.close(theirs)
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from common.token2wav.engine import Token2Wav
 from common.token2wav.requests import PROMPT_TENSORS, read_request
 from common.token2wav.service import Token2WavService
 
-INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, "token_offset", "finalize", "speed")
+INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, "token_offset", "finalize", "speed", "audio_left")
 
 
 class TritonPythonModel:

@@ -13,7 +13,7 @@ from common.token2wav.service import Token2WavService
 from common.voice.encoders import ReferenceEncoder
 
 REFERENCE = ("reference_wav", "reference_wav_len")
-INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "speed")
+INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "speed", "audio_left")
 
 
 class TritonPythonModel:
