@@ -18,6 +18,7 @@ SPEECH_PORT ?= 10086
 # A package index with CPU builds of torch, if pip's own index offers only the much larger CUDA builds.
 TORCH_INDEX ?=
 FOLDER ?= tests/assets/golden
+DEVICE ?= cpu
 PYTEST_ARGS ?=
 ROOM ?=
 
@@ -108,8 +109,8 @@ check: $(VENV)/.dev ## formatting, lint and types
 bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's batching on this CPU, write out/bench.json
 	@$(IN_VENV) -m tools.bench.token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
 
-parity: $(VENV)/.server ## compare the networks with the recorded outputs in FOLDER (tests/assets/golden)
-	@$(IN_VENV) -m tools.parity $(FOLDER)
+parity: $(VENV)/.server ## compare the served engine with the recorded outputs in FOLDER (tests/assets/golden), on DEVICE (cpu)
+	@$(IN_VENV) -m tools.parity --device $(DEVICE) $(FOLDER)
 
 pictures: docs/architecture.svg ## render the pictures of docs/ from their text sources (graphviz)
 

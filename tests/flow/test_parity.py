@@ -8,9 +8,10 @@ import torch
 
 from common.checkpoint import shapes_of
 from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
+from common.token2wav.encoder_window import WindowEncoder
 from tools.parity import flow_dit, flow_unet
 from tools.parity.fixture import Fixture
-from tools.parity.runner import run_fixture
+from tools.parity.runner import all_checks, run_fixture
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 CHECKS = flow_unet.CHECKS | flow_dit.CHECKS
@@ -23,6 +24,28 @@ def test_every_stored_output_is_computed_within_its_tolerance(name):
     results = list(run_fixture(Fixture(GOLDEN / f"{name}.json"), CHECKS[name]))
     assert results
     assert not [f"{result.name}: {result.detail}" for result in results if result.verdict != "PASS"]
+
+
+@pytest.mark.parametrize("name", ["item4_cosyvoice2_flow_inference", "item6d_stepaudio2_flow_streaming"])
+def test_the_served_engine_is_what_is_compared(name, monkeypatch):
+    """What serving computes, and networks alone do not, makes the fixture fail when it is wrong."""
+    encode = WindowEncoder.encode
+    monkeypatch.setattr(WindowEncoder, "encode", lambda self, windows, **kwargs: encode(self, windows, **kwargs) + 1e-3)
+    results = list(run_fixture(Fixture(GOLDEN / f"{name}.json"), CHECKS[name]))
+    of_engine = [result for result in results if result.detail.endswith(("[engine]", "[engine, tail_frames 202]"))]
+    assert len(of_engine) > 9 and {result.verdict for result in of_engine} == {"MISS"}
+    assert {result.verdict for result in results if result not in of_engine} == {"PASS"}
+
+
+@pytest.mark.parametrize("name", ["item6c_stepaudio2_flow_inference", "item8c_cosyvoice2_streaming_token2wav"])
+def test_the_engine_in_float16_is_compared_with_bounds_of_its_own(name):
+    fixture = Fixture(GOLDEN / f"{name}.json", "cpu", torch.float16)
+    results = list(run_fixture(fixture, all_checks()[name]))
+    assert results and {result.verdict for result in results} == {"PASS"}
+    assert all(" float16" in result.name for result in results)
+    key = next(key for key in fixture.outputs if fixture[key].is_floating_point())
+    largest = fixture[key].abs().max().item()
+    assert fixture.tolerance(key).atol == pytest.approx(1e-2 * largest) and fixture.tolerance(key).rms < 3e-3 * largest
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ streaming has
 
     CHECKS: dict[str, Check]      fixture name (the JSON's "name") -> its check
 
-A check computes a fixture's results and yields (key of the stored tensor, computed tensor). `reference` has upstream's
-algorithms where they differ from the served ones.
+A check computes a fixture's results and yields (key of the stored tensor, computed tensor). `served` runs flows as
+token2wav does, on a CPU or a GPU; `reference` has upstream's algorithms where serving differs from them.
 """
 
 from tools.parity.fixture import Check, Fixture

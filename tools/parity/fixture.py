@@ -22,14 +22,24 @@ class Tolerance:
     rms: float | None = None  # root mean square of the difference
 
 
+# Bounds of an engine that computes in float16: relative to the largest magnitude, and to the RMS, of the result.
+PRECISION = {torch.float16: Tolerance(1e-2, 3e-3)}
+
+
 class Fixture:
     """Inputs, expected results, weights and description of one fixture.
 
     `fixture["in/xs"]` is a stored tensor, `"in/xs" in fixture` whether it exists, `fixture.meta` the JSON.
     """
 
-    def __init__(self, json_path: Path) -> None:
-        """ValueError, KeyError or safetensors' own error if a file of the pair is malformed."""
+    def __init__(self, json_path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        """device, dtype: of the engine that computes it; networks alone are computed on the CPU in float32.
+
+        ValueError, KeyError or safetensors' own error if a file of the pair is malformed.
+        """
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.computed_by = "network"  # what computes the next results, set by checks
         self.folder = json_path.parent
         self.meta: dict[str, Any] = json.loads(json_path.read_text())
         self.name = json_path.stem
@@ -41,6 +51,11 @@ class Fixture:
         self._tensors_path = json_path.with_suffix(".safetensors")
         with safe_open(self._tensors_path, framework="pt") as file:
             self.keys = list(file.keys())
+
+    @property
+    def precision(self) -> str:
+        """The engine's precision as the results' names show it; nothing for float32."""
+        return "" if self.dtype == torch.float32 else f" {str(self.dtype).removeprefix('torch.')}"
 
     @cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -89,7 +104,16 @@ class Fixture:
         return generate_weights(shapes, self.meta["weight_check"])
 
     def tolerance(self, key: str) -> Tolerance:
-        """Tolerance of the stored tensor `key`. ValueError if the fixture gives none."""
+        """Tolerance of the stored tensor `key`, or what the engine's precision allows. ValueError if there is none."""
+        given = self._stored_tolerance(key)
+        relative = PRECISION.get(self.dtype)
+        if relative is None or relative.rms is None or not self[key].is_floating_point():
+            return given
+        reference = self[key].double()
+        rms = relative.rms * reference.square().mean().sqrt().item()
+        return Tolerance(relative.atol * reference.abs().max().item(), rms)
+
+    def _stored_tolerance(self, key: str) -> Tolerance:
         tensor = self.described.get(key, {})
         if "atol" in tensor:
             return Tolerance(tensor["atol"], tensor.get("rms_tol"))

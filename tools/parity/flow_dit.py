@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import load_strict, shapes_of
+from common.constants import TOKEN_MEL_RATIO
 from common.flow.cache import EstimatorCache, KeyValues
 from common.flow.config import DiTConfig, DiTFlowConfig, EncoderConfig
 from common.flow.dit import DiTEstimator, DiTFlow
 from common.flow.encoder import UpsampleConformerEncoder
+from common.voice.prompt import Prompt
 from tools.parity.fixture import Check, Fixture, prefixed
 from tools.parity.reference import dit_flow as reference
-from tools.parity.reference.dit_flow import DiTFlowCache
 from tools.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
-from tools.parity.tracing import evaluate, intermediates, steps_of
+from tools.parity.served import ServedFlow, ServedStream, is_served, prompt_of
+from tools.parity.tracing import evaluate, intermediates, recorded, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
 
@@ -83,7 +85,7 @@ def check_estimator(fixture: Fixture) -> Results:
         part = slice(start, stop)
         y = estimator.forward_chunk(x[..., part], t, mu[..., part], speaker, condition[..., part], cache)
         attention = estimator_attention(cache.attention, blocks)
-        yield from _stored(call["outputs"], {"x": y, "cnn_cache": estimator_conv(cache), "att_cache": attention})
+        yield from _stored(call["outputs"], {"x": y, "cnn_cache": estimator_conv(cache.conv), "att_cache": attention})
 
 
 def _whole_estimate(fixture: Fixture, estimator: DiTEstimator, call: dict[str, Any]) -> Results:
@@ -98,17 +100,26 @@ def _empty_cache(estimator: DiTEstimator, x: Tensor) -> EstimatorCache:
 
 
 def check_offline_flow(fixture: Fixture) -> Results:
-    flow = build(fixture)
+    """Rows as long as their batch by the engine, each with its own noise; shorter ones by `reference`, because upstream
+    lets them look ahead into their padding."""
+    network = build(fixture)
     names = ("token", "token_len", "prompt_feat", "prompt_feat_len", "embedding")
     for call in fixture.meta["calls"]:
         inputs = [fixture[f"in/{name}"][: call["batch"]] for name in names]
-        mu: list[Tensor] = []
-        hook = flow.encoder_proj.register_forward_hook(lambda module, args, output, mu=mu: mu.append(output))
-        mel = reference.inference(flow, *inputs, noise=fixture[call["noise"]], steps=call["n_timesteps"])
-        hook.remove()
-        yield from zip(call["outputs"], (mel, inputs[1] * flow.config.encoder.ratio), strict=True)
+        noise, steps = fixture[call["noise"]], call["n_timesteps"]
+        fixture.computed_by = "reference"
+        with recorded(network.encoder_proj, "forward") as projected:
+            mel = reference.inference(network, *inputs, noise=noise, steps=steps)
+        mu = projected[0]
+        for row, (token, count, feat, frames, embedding) in enumerate(zip(*inputs, strict=True)):
+            if is_served(network.config) and count == len(token):
+                served = ServedFlow(fixture, network, noise[row : row + 1], steps)
+                prompt = prompt_of(token, feat[:frames], embedding)
+                served.whole(prompt, token[len(prompt.tokens) :])
+                mel[row], mu[row] = served.mel[0], served.mu[0]
+        yield from zip(call["outputs"], (mel, inputs[1] * network.config.encoder.ratio), strict=True)
         if (key := f"mid/{call['tag']}/mu") in fixture:
-            yield key, mu[0]
+            yield key, mu
 
 
 def check_streamed_flow(fixture: Fixture) -> Results:
@@ -122,64 +133,90 @@ def check_full_size_flow(fixture: Fixture) -> Results:
     yield from _flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
 
 
-def _flow_calls(fixture: Fixture, flow: DiTFlow) -> Results:
-    """Streams (prefill, then chunks) and, in some fixtures, the whole utterance at once."""
-    cache: DiTFlowCache | None = None
+class _ReferenceStream:
+    """A stream with a look-ahead that the engine does not have, with the attributes of a served one."""
+
+    def __init__(self, fixture: Fixture, network: DiTFlow, prompt: Prompt, steps: int) -> None:
+        fixture.computed_by = "reference"
+        self._network, self._noise = network, fixture["in/rand_noise"]
+        arrays = (torch.from_numpy(array)[None] for array in (prompt.tokens, prompt.mel, prompt.embedding))
+        with recorded(network.encoder_proj, "forward") as projected:
+            self._cache = reference.prefill(network, *arrays, noise=self._noise, steps=steps)
+        self.mu = projected[0]
+
+    def chunk(self, tokens: Tensor, final: bool) -> Tensor:
+        config, cache = self._network.config.encoder, self._cache
+        frames = (len(tokens) - (0 if final else config.lookahead)) * config.ratio
+        noise = self._noise[:, :, cache.frames : cache.frames + frames]
+        with recorded(self._network.encoder_proj, "forward") as projected:
+            mel, self._cache = reference.inference_chunk(self._network, tokens[None], cache, final=final, noise=noise)
+        self.mu = projected[0]
+        return mel[0]
+
+    @property
+    def caches(self) -> tuple[KeyValues, Tensor]:
+        return self._cache.estimator.attention, self._cache.estimator.conv
+
+
+def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
+    """A stream (prefill, then chunks) and, in some fixtures, the whole utterance at once, by the engine.
+
+    The engine has no encoder cache: those that upstream's encoder leaves are computed by `reference`.
+    """
+    encoder_cache = EncoderCache.empty(network.encoder, 1)
+    stream: ServedStream | _ReferenceStream | None = None
     blocks: list[int] = []
     for call in fixture.meta["calls"]:
-        tag = call["tag"]
         if call.get("fn", "").startswith("inference("):
-            yield call["output"], _whole_utterance(fixture, flow, call)
+            yield call["output"], _whole_utterance(fixture, network, call)
             continue
-        mu: list[Tensor] = []
-        hook = flow.encoder_proj.register_forward_hook(lambda module, args, output, mu=mu: mu.append(output))
-        mel = None
-        if "last_chunk" in call:
-            assert cache is not None, "a stream has a prefill before its first chunk"
-            mel, cache = _chunk(fixture, flow, call, cache)
+        token, computed = evaluate(fixture, call["token"]), {}
+        if "last_chunk" not in call:
+            arguments = fixture, network, _prompt(fixture, network, call, token), steps_of(fixture, call)
+            stream, blocks = (ServedStream if is_served(network.config) else _ReferenceStream)(*arguments), []
         else:
-            cache, blocks = _prefill(fixture, flow, call), []
-        hook.remove()
-        blocks.append(mu[0].shape[1])
-        computed = {
-            "mu": mu[0].transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
-            "conformer_cnn_cache": encoder_conv(cache.encoder),
-            "conformer_att_cache": encoder_attention(cache.encoder),
-            "estimator_cnn_cache": estimator_conv(cache.estimator),
-            "estimator_att_cache": estimator_attention(cache.estimator.attention, blocks),
+            assert stream is not None, "a stream has a prefill before its first chunk"
+            computed["mel"] = stream.chunk(token[0], call["last_chunk"])[None]
+        embedded = network.input_embedding(token)
+        _, encoder_cache = encode_chunk(network.encoder, embedded, encoder_cache, call.get("last_chunk", False))
+        attention, history = stream.caches
+        blocks.append(stream.mu.shape[1])
+        computed |= {
+            "mu": stream.mu.transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
+            "estimator_cnn_cache": estimator_conv(history),
+            "estimator_att_cache": estimator_attention(attention, blocks),
         }
-        if mel is not None:
-            computed["mel"] = mel
-        yield from _stored((key for key in fixture.keys if key.split("/")[1] == tag), computed)
+        keys = [key for key in fixture.keys if key.split("/")[1] == call["tag"]]
+        yield from _stored(keys, computed)
+        by_engine, fixture.computed_by = fixture.computed_by, "network"
+        caches = {
+            "conformer_cnn_cache": encoder_conv(encoder_cache),
+            "conformer_att_cache": encoder_attention(encoder_cache),
+        }
+        yield from _stored(keys, caches)
+        fixture.computed_by = by_engine
 
 
-def _prefill(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> DiTFlowCache:
-    token, feat = evaluate(fixture, call["token"]), fixture[call.get("mel", "in/prompt_feat")]
-    frames = feat.shape[1]
-    prompt = token[:, : frames // flow.config.encoder.ratio]
-    if not torch.equal(token[:, prompt.shape[1] :], prompt[:, : flow.config.encoder.lookahead]):
+def _prompt(fixture: Fixture, network: DiTFlow, call: dict[str, Any], token: Tensor) -> Prompt:
+    """The prompt of a prefill, whose tokens are followed by their look-ahead."""
+    feat = fixture[call.get("mel", "in/prompt_feat")]
+    prompt = token[:, : feat.shape[1] // TOKEN_MEL_RATIO]
+    if not torch.equal(token[:, prompt.shape[1] :], prompt[:, : network.config.encoder.lookahead]):
         raise ValueError(f"{fixture.name}: look-ahead of the prefill is not the head of the prompt")
-    embedding = fixture[call.get("spk", "in/embedding")]
-    return reference.prefill(
-        flow, prompt, feat, embedding, noise=fixture["in/rand_noise"], steps=steps_of(fixture, call)
-    )
+    return prompt_of(prompt[0], feat[0], fixture[call.get("spk", "in/embedding")][0])
 
 
-def _chunk(fixture: Fixture, flow: DiTFlow, call: dict[str, Any], cache: DiTFlowCache) -> tuple[Tensor, DiTFlowCache]:
-    token, final = evaluate(fixture, call["token"]), call["last_chunk"]
-    frames = (token.shape[1] - (0 if final else flow.config.encoder.lookahead)) * flow.config.encoder.ratio
-    noise = fixture["in/rand_noise"][:, :, cache.frames : cache.frames + frames]
-    return reference.inference_chunk(flow, token, cache, final=final, noise=noise)
-
-
-def _whole_utterance(fixture: Fixture, flow: DiTFlow, call: dict[str, Any]) -> Tensor:
-    token = torch.cat([fixture["in/prompt_token"], fixture["in/token"]], dim=1)
-    feat = fixture["in/prompt_feat"]
-    token_len, feat_len = (torch.full(x.shape[:1], x.shape[1]) for x in (token, feat))
-    noise, steps = fixture[call["noise"]], steps_of(fixture, call)
-    return reference.inference(
-        flow, token, token_len, feat, feat_len, fixture["in/embedding"], noise=noise, steps=steps
-    )
+def _whole_utterance(fixture: Fixture, network: DiTFlow, call: dict[str, Any]) -> Tensor:
+    """The mel of an utterance with its prompt."""
+    prompt_token, token, feat = (fixture[f"in/{name}"] for name in ("prompt_token", "token", "prompt_feat"))
+    noise, steps, embedding = fixture[call["noise"]], steps_of(fixture, call), fixture["in/embedding"]
+    if is_served(network.config):
+        served = ServedFlow(fixture, network, noise, steps)
+        served.whole(prompt_of(prompt_token[0], feat[0], embedding[0]), token[0])
+        return served.mel
+    tokens = torch.cat([prompt_token, token], dim=1)
+    token_len, feat_len = (torch.full(x.shape[:1], x.shape[1]) for x in (tokens, feat))
+    return reference.inference(network, tokens, token_len, feat, feat_len, embedding, noise=noise, steps=steps)
 
 
 def encoder_conv(cache: EncoderCache) -> Tensor:
@@ -194,9 +231,9 @@ def encoder_attention(cache: EncoderCache) -> Tensor:
     return torch.cat([tokens.repeat(1, 1, 1, ratio, 1), frames])
 
 
-def estimator_conv(cache: EstimatorCache) -> Tensor:
-    """(..., rows, 2 C, 2): channels of the first convolution, then those of the second."""
-    return cache.conv.transpose(-4, -3).flatten(-3, -2)  # (..., 2, rows, C, 2) -> (..., rows, 2 C, 2)
+def estimator_conv(history: Tensor) -> Tensor:
+    """(..., 2, rows, C, 2) -> (..., rows, 2 C, 2): channels of the first convolution, then those of the second."""
+    return history.transpose(-4, -3).flatten(-3, -2)
 
 
 def estimator_attention(cache: KeyValues, blocks: list[int]) -> Tensor:

@@ -15,6 +15,7 @@ from common.flow.unet import UNetEstimator, UNetFlow
 from tools.parity.fixture import Check, Fixture, prefixed
 from tools.parity.reference import unet_flow as reference
 from tools.parity.reference.encoder import encode_whole
+from tools.parity.served import ServedFlow, is_served, prompt_of
 from tools.parity.tracing import intermediates, steps_of
 
 Results = Iterator[tuple[str, Tensor]]
@@ -113,28 +114,32 @@ def check_full_size_flow(fixture: Fixture) -> Results:
     yield from _flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
 
 
-def _flow_calls(fixture: Fixture, flow: UNetFlow) -> Results:
+def _flow_calls(fixture: Fixture, network: UNetFlow) -> Results:
+    """A prefix of a stream as one chunk, or a whole utterance, by the engine; a prefix under full attention, which
+    serving never computes, by `reference`."""
     if "mid/spk" in fixture:
-        yield "mid/spk", flow.project_speaker(fixture["in/embedding"])
+        yield "mid/spk", network.project_speaker(fixture["in/embedding"])
     for call in fixture.meta["calls"]:
         token, prompt_token, prompt_feat = _tokens(fixture, call)
-        flags = {"streaming": call["streaming"], "final": call["finalize"]}
-        yield (
-            call["output"],
-            reference.inference(
-                flow,
-                token,
-                prompt_token,
-                prompt_feat,
-                fixture["in/embedding"],
-                noise=fixture["in/rand_noise"],
-                steps=steps_of(fixture, call),
-                **flags,
-            ),
-        )
+        noise, steps = fixture["in/rand_noise"], steps_of(fixture, call)
+        streaming, final = call["streaming"], call["finalize"]
+        if not is_served(network.config) or not (streaming or final):
+            fixture.computed_by = "reference"
+            inputs = network, token, prompt_token, prompt_feat, fixture["in/embedding"]
+            flags = {"streaming": streaming, "final": final}
+            yield call["output"], reference.inference(*inputs, noise=noise, steps=steps, **flags)
+            mu = reference.encode(network, torch.cat([prompt_token, token], dim=1), **flags).transpose(1, 2)
+        else:
+            served = ServedFlow(fixture, network, noise, steps)
+            prompt = prompt_of(prompt_token[0], prompt_feat[0], fixture["in/embedding"][0])
+            if streaming:
+                mel = served.chunk(served.open(prompt), token[0], final=final)
+            else:
+                mel = served.whole(prompt, token[0])
+            yield call["output"], mel[None]
+            mu = served.mu
         if (key := f"mid/{call['tag']}/mu") in fixture:
-            mu = reference.encode(flow, torch.cat([prompt_token, token], dim=1), **flags)
-            yield key, mu.transpose(1, 2)  # (B, mel, T) -> (B, T, mel)
+            yield key, mu
 
 
 def _tokens(fixture: Fixture, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,18 @@ import torch
 
 from tools.parity.fixture import Check, Fixture, Tolerance
 
+# Fixtures that the served engine computes, in whole or in part.
+SERVED = frozenset(
+    (
+        "item4_cosyvoice2_flow_inference",
+        "item6c_stepaudio2_flow_inference",
+        "item6d_stepaudio2_flow_streaming",
+        "item8b_dit_streaming_token2wav",
+        "item8c_cosyvoice2_streaming_token2wav",
+        "fullsize_cosyvoice2_flow",
+        "fullsize_stepaudio2_flow",
+    )
+)
 MODULES = ("hift", "features", "flow_unet", "flow_dit", "streaming")
 
 
@@ -71,16 +83,20 @@ def run_fixture(fixture: Fixture, check: Check) -> Iterator[ParityResult]:
 
 
 def _compare_stored(fixture: Fixture, key: str, actual: torch.Tensor) -> ParityResult:
-    name = f"{fixture.name} {key}"
+    name = f"{fixture.name} {key}{fixture.precision}"
     try:
         passed, detail = compare(fixture[key], actual, fixture.tolerance(key))
+        detail = f"{detail}  [{fixture.computed_by}]"
     except ValueError as error:
         return ParityResult(name, "MISS", str(error))
     return ParityResult(name, "PASS" if passed else "MISS", detail)
 
 
-def run_folder(folder: Path) -> Iterator[ParityResult]:
-    """Results of every fixture of a folder; one without a check or without tensors is a miss."""
+def run_folder(folder: Path, device: torch.device | str = "cpu") -> Iterator[ParityResult]:
+    """Results of every fixture of a folder; one without a check or without tensors is a miss.
+
+    device: of the engine; on a GPU its fixtures are computed in float32 and again in float16.
+    """
     checks = all_checks()
     described = {path.stem for path in folder.glob("*.json") if not path.stem.endswith(".weights")}
     stored = {path.stem for path in folder.glob("*.safetensors") if not path.stem.endswith(".weights")}
@@ -88,15 +104,19 @@ def run_folder(folder: Path) -> Iterator[ParityResult]:
         if stem not in described or stem not in stored:
             yield ParityResult(stem, "MISS", f"{stem}.{'json' if stem in stored else 'safetensors'} is missing")
             continue
-        yield from _run_file(folder / f"{stem}.json", checks)
+        yield from _run_file(folder / f"{stem}.json", checks, device, torch.float32)
+        if torch.device(device).type == "cuda" and stem in SERVED:
+            yield from _run_file(folder / f"{stem}.json", checks, device, torch.float16)
 
 
-def _run_file(path: Path, checks: dict[str, Check]) -> Iterator[ParityResult]:
+def _run_file(
+    path: Path, checks: dict[str, Check], device: torch.device | str, dtype: torch.dtype
+) -> Iterator[ParityResult]:
     if path.stem not in checks:
         yield ParityResult(path.stem, "MISS", "unknown fixture: no check has this name")
         return
     try:
-        fixture = Fixture(path)
+        fixture = Fixture(path, device, dtype)
     except Exception as error:
         yield ParityResult(path.stem, "MISS", f"unreadable: {one_line(error)}")
         return

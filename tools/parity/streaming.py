@@ -7,6 +7,7 @@ trimming) takes effect, our vocoder in the first chunk; what comes later is comp
 rules.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,27 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.constants import LOOKAHEAD_TOKENS, OVERLAP_SAMPLES, TOKEN_MEL_RATIO
+from common.constants import OVERLAP_SAMPLES
 from common.flow.cache import KeyValues
-from common.flow.config import FlowConfig
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
-from common.token2wav.dit.memory import PromptCaches
-from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.dit.memory import DiTStream
 from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
-from common.token2wav.stream import Chunk, Stream, VocoderState
-from common.token2wav.unet.streaming import UNetStreaming
+from common.token2wav.stream import Chunk, Stream
 from common.voice.prompt import Prompt
 from tools.parity import flow_dit, flow_unet, hift
 from tools.parity.fixture import Check, Fixture
 from tools.parity.reference import dit_flow, unet_flow
 from tools.parity.reference.vocoder import ReferenceVocoder, hamming_window
+from tools.parity.served import LIMITS, ServedFlow, is_served, prompt_of
 from tools.parity.tracing import steps_of
 
 Outputs = Iterator[tuple[str, Tensor]]
-LIMITS = BatchLimits(max_streams=2)
 
 
 class _Vocoder:
@@ -44,21 +41,36 @@ class _Vocoder:
     def __init__(self, fixture: Fixture) -> None:
         network = hift.build(fixture, _file(fixture, "hift"))
         noise = NoiseTape(fixture["in/noise_table"])
-        self._served = StreamingVocoder(network, noise, limits=LIMITS)
+        served = copy.deepcopy(network).to(fixture.device).body_to(fixture.dtype)
+        self._served = StreamingVocoder(served, NoiseTape(fixture["in/noise_table"].to(fixture.device)), limits=LIMITS)
         self._stream = Stream(vocoder=self._served.open())
+        self._fixture = fixture
         self.reference = ReferenceVocoder(
             network, hamming_window(OVERLAP_SAMPLES), lambda _, samples: noise.read(0, samples)
         )
 
-    def step(self, mel: Tensor, final: bool) -> Tensor:
+    def speech(self, key: str, mel: Tensor, theirs: Tensor, final: bool) -> Outputs:
+        """The audio (1, N) of the next mel frames (80, T), under `key`.
+
+        In float16 of upstream's: a mel's error of 1e-3 moves f0, whose integral over the chunk is the phase.
+        """
+        before = of_mel = self._fixture.computed_by
+        if self._fixture.dtype != torch.float32:
+            mel, of_mel = theirs, "reference"
+        self._fixture.computed_by = f"mel: {of_mel}; vocoder: {'reference' if self._stream.vocoder.begun else 'engine'}"
+        yield key, self._step(mel, final)[None]
+        self._fixture.computed_by = before
+
+    def _step(self, mel: Tensor, final: bool) -> Tensor:
         """The audio (N,) of the next mel frames (80, T)."""
-        speech = self.reference.step(mel, final)
+        speech = self.reference.step(mel.cpu().float(), final)
         state = self._stream.vocoder
         if not state.begun:
+            mel = mel.to(self._served.pool.mel.device)
             (served,) = self._served.step([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
             assert isinstance(served, Tensor), served
             speech = served
-            self.reference.speech = self._served.pool.speech[state.slot]
+            self.reference.speech = self._served.pool.speech[state.slot].cpu()
         return speech
 
 
@@ -70,25 +82,12 @@ def _file(fixture: Fixture, part: str) -> str:
     raise ValueError(f"{fixture.name}: none of {fixture.meta['weights_files']} describes a {part!r}")
 
 
-def _served(config: FlowConfig) -> bool:
-    """Whether our engine serves networks with this look-ahead; others are computed by `reference` throughout."""
-    return config.encoder.lookahead == LOOKAHEAD_TOKENS
-
-
 def _flow_noise(fixture: Fixture) -> NoiseTape:
     return NoiseTape(fixture["in/rand_noise"][0].T)  # (1, C, T) -> (T, C)
 
 
 def _prompt(fixture: Fixture, mel: str) -> Prompt:
-    """The prompt cut to whole tokens, as both loops do before they start."""
-    tokens, frames = fixture["in/prompt_token"].reshape(-1), fixture[mel][0]
-    length = min(len(tokens), len(frames) // TOKEN_MEL_RATIO)
-    return Prompt(
-        tokens=tokens[:length].numpy(),
-        mel=frames[: length * TOKEN_MEL_RATIO].numpy(),
-        embedding=fixture["in/embedding"][0].numpy(),
-        text="",
-    )
+    return prompt_of(fixture["in/prompt_token"].reshape(-1), fixture[mel][0], fixture["in/embedding"][0])
 
 
 def _tokens(fixture: Fixture, call: dict[str, Any]) -> np.ndarray:
@@ -107,24 +106,23 @@ def check_dit(fixture: Fixture) -> Outputs:
     noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_mel")
     steps = steps_of(fixture)
-    flow = DiTStreaming(network, noise, PromptCaches(1 << 30), limits=LIMITS, steps=steps)
-    ours, upstream = flow.open(prompt, VocoderState(0)), _UpstreamDiT(network, noise, prompt, steps)
-    same_rules = _served(network.config)
+    served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps)
+    ours, upstream = served.open(prompt), _UpstreamDiT(network, noise, prompt, steps)
+    same_rules, by_engine = is_served(network.config), fixture.computed_by
     for call in fixture.meta["calls"]:
         tag, tokens, last = call["tag"], _tokens(fixture, call), call["last_chunk"]
-        mel = upstream.step(tokens, last, call.get("flow_cache_frames_after_trim"))
+        mel = theirs = upstream.step(tokens, last, call.get("flow_cache_frames_after_trim"))
+        fixture.computed_by = by_engine if same_rules else "reference"
         if same_rules:
-            (mel,) = flow.render([flow.chunk(ours, tokens, final=last)])
+            mel = served.chunk(ours, torch.from_numpy(tokens), final=last)
+            assert isinstance(ours, DiTStream)
             same_rules = upstream.cache.estimator.attention.frames == upstream.cache.frames and ours.complete
-        yield f"out/{tag}/speech", vocoder.step(mel, last)[None]
-        yield from _where_stored(
-            fixture,
-            {
-                f"out/{tag}/cache_source": vocoder.reference.source[None, None],
-                f"out/{tag}/cache_speech": vocoder.reference.speech[None],
-                f"mid/{tag}/mel": mel[None],
-            },
-        )
+        yield from vocoder.speech(f"out/{tag}/speech", mel, theirs, last)
+        yield from _where_stored(fixture, {f"mid/{tag}/mel": mel[None]})
+        fixture.computed_by = "vocoder: reference"
+        source, speech = vocoder.reference.source, vocoder.reference.speech
+        caches = {f"out/{tag}/cache_source": source[None, None], f"out/{tag}/cache_speech": speech[None]}
+        yield from _where_stored(fixture, caches)
 
 
 class _UpstreamDiT:
@@ -168,15 +166,14 @@ def check_unet(fixture: Fixture) -> Outputs:
     """token2wav: chunks are the engine's until upstream renders one without the streaming mask."""
     network: UNetFlow = flow_unet.build(fixture, _file(fixture, "estimator"))
     vocoder = _Vocoder(fixture)
-    noise = _flow_noise(fixture)
     prompt = _prompt(fixture, "in/prompt_feat")
     steps = steps_of(fixture)
-    flow = UNetStreaming(network, noise, limits=LIMITS, steps=steps)
-    ours = flow.open(prompt, VocoderState(0))
-    same_rules = _served(network.config)
+    served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps)
+    ours = served.open(prompt)
+    same_rules, by_engine = is_served(network.config), fixture.computed_by
     for call in fixture.meta["calls"]:
         tag, tokens, offset, last = call["tag"], _tokens(fixture, call), call["token_offset"], call["finalize"]
-        mel = unet_flow.inference(
+        mel = theirs = unet_flow.inference(
             network,
             torch.from_numpy(tokens)[None],
             torch.from_numpy(prompt.tokens)[None],
@@ -188,10 +185,11 @@ def check_unet(fixture: Fixture) -> Outputs:
             steps=steps,
         )[0, :, offset * network.config.encoder.ratio :]
         same_rules = same_rules and call["stream"]
+        fixture.computed_by = by_engine if same_rules else "reference"
         if same_rules:
-            (mel,) = flow.render([flow.chunk(ours, tokens, final=last, offset=offset)])
-        rendered = torch.cat([vocoder.reference.mel, mel], dim=1)
-        yield f"out/{tag}/speech", vocoder.step(mel, last)[None]
+            mel = served.chunk(ours, torch.from_numpy(tokens), final=last, offset=offset)
+        rendered = torch.cat([vocoder.reference.mel, mel.cpu().float()], dim=1)
+        yield from vocoder.speech(f"out/{tag}/speech", mel, theirs, last)
         yield from _where_stored(fixture, {f"mid/{tag}/vocoder_mel": rendered[None]})
 
 

@@ -33,6 +33,23 @@ def intermediates(module: nn.Module, fixture: Fixture, tag: str) -> Iterator[dic
             handle.remove()
 
 
+@contextmanager
+def recorded(owner: object, method: str) -> Iterator[list[Tensor]]:
+    """Collect copies of what a method of `owner` returns. Unlike a hook, it also sees what a CUDA graph computes."""
+    original, results = getattr(owner, method), []
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        result = original(*args, **kwargs)
+        results.append(result.clone())
+        return result
+
+    setattr(owner, method, call)
+    try:
+        yield results
+    finally:
+        delattr(owner, method)
+
+
 def _keep(found: dict[str, Tensor], key: str):
     def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
         found.setdefault(key, output)

@@ -1,0 +1,126 @@
+"""The flows as token2wav serves them, on a fixture's device: windowed encoder, batched solve with its caches.
+
+On a GPU this is the form with fused kernels and CUDA graphs.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from common.flow.cache import KeyValues
+from common.flow.config import FlowConfig
+from common.flow.dit import DiTFlow
+from common.flow.unet import UNetFlow
+from common.token2wav.dit.memory import DiTStream, PromptCaches
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import NoiseTape
+from common.token2wav.stream import Stream, VocoderState
+from common.token2wav.streaming import StreamingFlow
+from common.token2wav.unet.streaming import UNetStreaming
+from common.voice.prompt import Prompt
+from tools.parity.fixture import Fixture
+from tools.parity.tracing import recorded
+
+LIMITS = BatchLimits(max_streams=2)
+PROMPT_BYTES = 1 << 30
+KERNEL_HEAD_DIM = 16  # the fused kernels need heads of this width or more; some fixtures have smaller ones
+
+
+def is_served(config: FlowConfig) -> bool:
+    """Whether serving has networks with this look-ahead; others are computed by `reference` throughout."""
+    return config.encoder.lookahead == LOOKAHEAD_TOKENS
+
+
+class ServedFlow:
+    """A flow of `token2wav` and what passed inside it at the last call.
+
+    mu: the encoder's output (1, T, mel), of `whole` and of a UNet chunk with the prompt's. mel: (1, mel, T), of `whole`
+    with the prompt's.
+    """
+
+    mu: Tensor
+    mel: Tensor
+
+    def __init__(self, fixture: Fixture, network: DiTFlow | UNetFlow, noise: Tensor, steps: int) -> None:
+        """noise: (1, mel, T) from the prompt's first frame on."""
+        if (fixture.device.type, fixture.dtype) != ("cpu", torch.float32):
+            network = copy.deepcopy(network).to(fixture.device, fixture.dtype)
+        tape = NoiseTape(noise[0].T.contiguous().to(fixture.device))  # (1, C, T) -> (T, C)
+        graphs = network.config.estimator.head_dim >= KERNEL_HEAD_DIM
+        self.flow: StreamingFlow[Any]
+        fixture.computed_by = "engine" if graphs or fixture.device.type == "cpu" else "engine, eager"
+        if isinstance(network, DiTFlow):
+            frames = TOKEN_MEL_RATIO * fixture["in/token"].shape[-1]  # upstream's flow forgets nothing by itself
+            self.flow = DiTStreaming(
+                network, tape, PromptCaches(PROMPT_BYTES), limits=LIMITS, steps=steps, tail_frames=frames, graphs=graphs
+            )
+            fixture.computed_by += f", tail_frames {frames}"
+        else:
+            self.flow = UNetStreaming(network, tape, limits=LIMITS, steps=steps, graphs=graphs)
+
+    def open(self, prompt: Prompt) -> Stream:
+        with recorded(self.flow._encoder, "encode") as encoded:
+            stream = self.flow.open(prompt, VocoderState(0))
+        if encoded:
+            self.mu = encoded[-1][:, : len(prompt.mel)]
+        return stream
+
+    def chunk(self, stream: Stream, tokens: Tensor, *, final: bool, offset: int | None = None) -> Tensor:
+        """The mel (80, T) that the tokens (n,) add."""
+        chunk = self.flow.chunk(stream, tokens.numpy(), final=final, offset=offset)
+        of_new = isinstance(self.flow, DiTStreaming)
+        with recorded(*((self.flow, "_encode") if of_new else (self.flow._encoder, "encode"))) as encoded:
+            (mel,) = self.flow.render([chunk])
+        self.mu = encoded[-1][:, : TOKEN_MEL_RATIO * (chunk.new if of_new else chunk.computed)]
+        return mel.clone()
+
+    def whole(self, prompt: Prompt, tokens: Tensor) -> Tensor:
+        """The mel (80, T) of an utterance's tokens (n,)."""
+        with recorded(self.flow._encoder, "encode") as encoded, recorded(self.flow._network, "solve") as solved:
+            (mel,) = self.flow.whole([(prompt, tokens.numpy())])
+        self.mel = solved[-1]
+        self.mu = encoded[-1][:, : self.mel.shape[2]]
+        return mel
+
+
+class ServedStream:
+    """A stream of a fixture's DiT flow, with what upstream's caches hold after its last call."""
+
+    def __init__(self, fixture: Fixture, network: DiTFlow, prompt: Prompt, steps: int) -> None:
+        self._served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps)
+        self._stream = self._served.open(prompt)
+
+    def chunk(self, tokens: Tensor, final: bool) -> Tensor:
+        return self._served.chunk(self._stream, tokens, final=final)
+
+    @property
+    def mu(self) -> Tensor:
+        return self._served.mu
+
+    @property
+    def caches(self) -> tuple[KeyValues, Tensor]:
+        """Keys and values, the prompt's first, (steps, depth, 2, H, T, D), and the convolutions' history
+        (steps, depth, convolution, 2, C, frame)."""
+        assert isinstance(self._stream, DiTStream) and isinstance(self._served.flow, DiTStreaming)
+        prompt, tail, pool = self._stream.prompt.attention, self._stream.tail, self._served.flow._pool
+        attention = (
+            torch.cat([of_prompt, ring[tail.slot, ..., : tail.frames, :]], dim=-2)
+            for of_prompt, ring in ((prompt.keys, pool.keys), (prompt.values, pool.values))
+        )
+        return KeyValues(*attention), pool.history[tail.slot].transpose(-1, -2)
+
+
+def prompt_of(tokens: Tensor, mel: Tensor, embedding: Tensor) -> Prompt:
+    """tokens (P,), mel (T, 80) and embedding (D,) cut to whole tokens, as upstream's callers do."""
+    length = min(len(tokens), len(mel) // TOKEN_MEL_RATIO)
+    return Prompt(
+        tokens=tokens[:length].numpy().astype(np.int64),
+        mel=mel[: length * TOKEN_MEL_RATIO].numpy(),
+        embedding=embedding.numpy(),
+        text="",
+    )
