@@ -265,11 +265,12 @@ def test_a_chat_server_gets_the_template_as_messages(tokenizer):
     delta = {"choices": [{"index": 0, "delta": {"content": "<|s_4|>"}, "finish_reason": None}]}
     last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
     events = [b"data: " + json.dumps(content).encode() + b"\n\n" for content in (delta, last)]
-    result, server = ask(tokenizer, (STREAM, *events), dialect="chat")
+    continued = dataclasses.replace(PROMPT, generated=(9,))
+    result, server = ask(tokenizer, (STREAM, *events), prompt=continued, dialect="chat")
     assert result == ([4], "length")
     assert server.bodies[0]["messages"] == [
         {"role": "user", "content": "A reference.Hello there."},
-        {"role": "assistant", "content": speech_token_text([1, 2, 3])},
+        {"role": "assistant", "content": speech_token_text([1, 2, 3, 9])},
     ]
 
 

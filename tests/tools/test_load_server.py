@@ -23,16 +23,13 @@ pytestmark = pytest.mark.server
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MANIFEST = ASSETS / "manifest.jsonl"
-SHORT = ("--parameter", "max_tokens=60")  # one or two seconds of speech per segment, to keep the tests short
 
 Serve = Callable[..., Any]
 
 
 def measure(address: str, log_dir: Path, *more: object) -> int:
     host, port = address.split(":")
-    return client_grpc.main(
-        ["--server-addr", host, "--server-port", port, "--log-dir", str(log_dir), *SHORT, *map(str, more)]
-    )
+    return client_grpc.main(["--server-addr", host, "--server-port", port, "--log-dir", str(log_dir), *map(str, more)])
 
 
 def summary(log_dir: Path) -> dict[str, Any]:
@@ -85,7 +82,7 @@ def test_a_sweep_over_two_addresses_writes_tables_and_two_sweeps_are_compared(
 ) -> None:
     port = serve(stack="dit").grpc_url.split(":")[1]
     servers = ["--servers", f"127.0.0.1:{port}", f"localhost:{port}", "--token2wav-gpus", "2", "--llm-gpus", "1"]
-    more = [*SHORT, "--num-requests", "4", "--warmup-requests", "1", "--concurrency", "1", "2", "--title", "A run"]
+    more = ["--num-requests", "4", "--warmup-requests", "1", "--concurrency", "1", "2", "--title", "A run"]
     assert benchmark.main([*servers, *more, "--output", str(tmp_path / "a")]) == 0
     tables = (tmp_path / "a.md").read_text()
     for title in ("Total Request Latency", "First Chunk Latency", "Playback", "Disaggregated Server"):
@@ -105,7 +102,7 @@ def test_a_sweep_over_two_addresses_writes_tables_and_two_sweeps_are_compared(
 
 
 def test_the_table_of_a_sweep_over_rates_is_labelled_with_the_rates(serve: Serve, tmp_path: Path) -> None:
-    more = ["--request-rates", "2", "4", "--num-requests", "4", "--output", str(tmp_path / "rates"), *SHORT]
+    more = ["--request-rates", "2", "4", "--num-requests", "4", "--output", str(tmp_path / "rates")]
     assert benchmark.main(["--servers", serve(stack="dit").grpc_url, *more]) == 0
     assert "| Requests per Second | RTF |" in (tmp_path / "rates.md").read_text()
     other = ["--compare", str(tmp_path / "rates.json"), str(tmp_path / "nothing.json")]
