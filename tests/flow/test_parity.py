@@ -37,6 +37,15 @@ def test_the_served_engine_is_what_is_compared(name, monkeypatch):
     assert {result.verdict for result in results if result not in of_engine} == {"PASS"}
 
 
+@pytest.mark.parametrize("name", ["item4_cosyvoice2_flow_inference", "item6d_stepaudio2_flow_streaming"])
+def test_networks_with_another_look_ahead_than_serving_are_computed_by_the_reference(name, monkeypatch):
+    for module in (flow_dit, flow_unet):
+        monkeypatch.setattr(module, "is_served", lambda config: False)
+    results = list(run_fixture(Fixture(GOLDEN / f"{name}.json"), CHECKS[name]))
+    assert {result.verdict for result in results} == {"PASS"}
+    assert {result.detail.rpartition("[")[2] for result in results} == {"reference]", "network]"}
+
+
 @pytest.mark.parametrize("name", ["item6c_stepaudio2_flow_inference", "item8c_cosyvoice2_streaming_token2wav"])
 def test_the_engine_in_float16_is_compared_with_bounds_of_its_own(name):
     fixture = Fixture(GOLDEN / f"{name}.json", "cpu", torch.float16)
