@@ -16,6 +16,7 @@ from common.llm.speech_tokens import (
     speech_token_text,
 )
 from common.stacks import TokenizerRules
+from tests.support.qwen_vocabulary import qwen2_tokenizer
 from tools.demo_model.llm import build_tokenizer
 
 
@@ -84,29 +85,35 @@ def test_the_template_is_the_same_as_ids_and_as_text(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def merging_tokenizer(tmp_path_factory):
-    """Qwen2's pre-tokenizer and the merges of `.The`: Qwen2's vocabulary has such tokens for most English openings."""
-    directory = tmp_path_factory.mktemp("merging")
-    build_tokenizer([("T", "h"), ("Th", "e"), (".", "The"), ("Ġ", "The")]).save(str(directory / "tokenizer.json"))
+def qwen2(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("qwen2")
+    qwen2_tokenizer().save(str(directory / "tokenizer.json"))
     return LLMTokenizer.from_dir(directory)
 
 
-def test_the_transcript_and_the_text_share_no_token(merging_tokenizer):
+@pytest.mark.parametrize("text", ["The end.", "Hello there.", "We know.", "It was so.", "A cat sat.", "No, thanks."])
+def test_the_transcript_and_the_text_share_no_token(qwen2, text):
     """Upstream tokenizes `prompt_text` and `tts_text` one by one and joins the ids."""
-    tokenizer, prompt = merging_tokenizer, LLMPrompt("The end.", "So it was.")
-    assert len(encode(tokenizer, ".The")) == 1
-    apart = encode(tokenizer, "So it was.") + encode(tokenizer, "The end.")
-    assert tokenizer.encode_prompt(prompt) == [tokenizer.sos_id, *apart, tokenizer.task_id]
-    assert tokenizer.joined_text(prompt) == "So it was. The end."  # as near as one text comes to that
-    assert encode(tokenizer, "So it was. The end.") == encode(tokenizer, "So it was.") + encode(tokenizer, " The end.")
+    prompt = LLMPrompt(text, "So it was.")
+    apart = encode(qwen2, prompt.prompt_text) + encode(qwen2, text)
+    assert encode(qwen2, prompt.prompt_text + text) != apart  # Qwen2 has tokens such as `.The` and `.H`
+    assert qwen2.encode_prompt(prompt) == [qwen2.sos_id, *apart, qwen2.task_id]
+    joined = qwen2.joined_text(prompt)  # as near as one text comes to that
+    assert joined == f"So it was. {text}"
+    assert encode(qwen2, joined) == encode(qwen2, prompt.prompt_text) + encode(qwen2, " " + text)
 
 
 @pytest.mark.parametrize(
-    "prompt", [LLMPrompt("The end."), LLMPrompt("The end.", instruction="Slowly."), LLMPrompt("好。", "是。")]
+    "prompt",
+    [
+        LLMPrompt("The end."),
+        LLMPrompt("The end.", instruction="Slowly."),
+        LLMPrompt("你好，请问你叫什么？", "希望你以后能够做得比我还好哟。"),
+        LLMPrompt("こんにちは。", "そうです。"),
+    ],
 )
-def test_texts_that_share_no_token_anyway_are_joined_without_a_blank(merging_tokenizer, prompt):
-    text = merging_tokenizer.prompt_string(prompt)
-    assert encode(merging_tokenizer, text) == merging_tokenizer.encode_prompt(prompt)
+def test_texts_that_share_no_token_anyway_are_joined_without_a_blank(qwen2, prompt):
+    assert encode(qwen2, qwen2.prompt_string(prompt)) == qwen2.encode_prompt(prompt)
 
 
 @pytest.mark.parametrize(
