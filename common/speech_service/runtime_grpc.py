@@ -13,7 +13,7 @@ from common.speech_service.encoding import AudioEncoder
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.guard import check_key
 from common.speech_service.recordings import from_pcm16
-from common.speech_service.requests import SpeechRequest
+from common.speech_service.requests import SpeechRequest, parse
 from common.speech_service.service import Service
 
 logger = logging.getLogger(__name__)
@@ -98,4 +98,4 @@ class RuntimeServicer:
             if field in payload.DESCRIPTOR.fields_by_name:
                 values[name] = getattr(payload, field)
         recording = payload.prompt_audio if "prompt_audio" in payload.DESCRIPTOR.fields_by_name else None
-        return await self._service.job(SpeechRequest(**values), recording, from_pcm16)
+        return await self._service.job(parse(SpeechRequest, values), recording, from_pcm16)

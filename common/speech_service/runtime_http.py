@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from common.speech_service.encoding import AudioEncoder
 from common.speech_service.errors import invalid
-from common.speech_service.requests import SpeechRequest
+from common.speech_service.requests import SpeechRequest, parse
 from common.speech_service.responses import AudioResponse
 from common.speech_service.service import Service
 from common.speech_service.speech_routes import read_fields
@@ -43,7 +43,7 @@ async def infer(request: Request) -> Response:
             raise invalid(f"{field} is missing", field)
         else:
             values[name] = str(fields[field])
-    job = await service.job(SpeechRequest(**values), upload)
+    job = await service.job(parse(SpeechRequest, values), upload)
     encoder = AudioEncoder("pcm")
     return AudioResponse(service.audio(job, encoder), encoder.format.media_type, service.settings.stall, encoder.rate)
 

@@ -157,6 +157,11 @@ def test_an_unknown_path_or_method_is_answered_in_the_same_format(
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
 
 
+def test_an_invalid_field_of_the_plain_runtime_is_rejected(served: StubbedService) -> None:
+    answer = httpx.post(f"{served.url}/inference_sft", data={"tts_text": "Hello.", "spk_id": "a" * 300})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "voice"
+
+
 def test_fields_are_sent_to_the_model_under_its_own_names(served: StubbedService) -> None:
     body = {**TEXT, "voice": {"id": "zoe"}, "instructions": "Slowly.", "seed": 3, "temperature": 0.5, "max_tokens": 9}
     body |= {"sampling": "cosyvoice2", "ras_window": 20, "ras_tau": 0.2}

@@ -30,9 +30,9 @@ def client(stub: TritonStub) -> Iterator[Any]:
             yield services.CosyVoiceStub(channel).Inference
 
 
-def sft(text: str) -> Any:
+def sft(text: str, voice: str = "zoe") -> Any:
     messages, _ = grpc.protos_and_services(PROTO)
-    return messages.Request(sft_request={"spk_id": "zoe", "tts_text": text})
+    return messages.Request(sft_request={"spk_id": voice, "tts_text": text})
 
 
 def test_speech_is_streamed(client: Any, stub: TritonStub) -> None:
@@ -55,6 +55,12 @@ def test_an_error_ends_the_call_with_its_status(client: Any, text: str, metadata
     with pytest.raises(grpc.RpcError) as error:
         list(client(sft(text), metadata=metadata, timeout=20))
     assert error.value.code() == code and error.value.details()
+
+
+def test_an_invalid_field_is_the_callers_error(client: Any) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        list(client(sft("Hello.", "a" * 300), metadata=KEY, timeout=20))
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT and "voice" in str(error.value.details())
 
 
 def test_one_stream_too_many_is_rejected_and_a_cancelled_call_ends_its_stream(client: Any, stub: TritonStub) -> None:
