@@ -133,8 +133,9 @@ def speeches(models: Path, model_dir: Path, sentences: Sequence[str], count: int
     """`count` streams of at least `SECONDS` in each voice."""
     from tools.offline.transformers_lm import TransformersLM  # takes seconds to import
 
-    tokenizer = LLMTokenizer.from_dir(models / "cosyvoice2_llm")
-    llm = TransformersLM.load(models / "cosyvoice2_llm", tokenizer, batch_size=len(sentences), device="cpu")
+    directory = models / stacks.DEFAULT.llm.directory
+    tokenizer = LLMTokenizer.from_dir(directory)
+    llm = TransformersLM.load(directory, tokenizer, batch_size=len(sentences), device="cpu")
     for voice, text, prompt in prompts(models, model_dir):
         asked = [LLMPrompt(sentence, text, prompt.tokens.tolist()) for sentence in sentences]
         generated = [each for each in llm.generate(asked, Sampling(seed=0)) if not isinstance(each, Exception)]
