@@ -72,3 +72,21 @@ def test_one_stream_too_many_is_rejected_and_a_cancelled_call_ends_its_stream(cl
     assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     endless.cancel()
     assert until(lambda: stub.cancelled > cancelled and stub.live == 0) < 1.0
+
+
+def test_calls_are_limited_and_idle_connections_are_closed(stub: TritonStub) -> None:
+    _, services = grpc.protos_and_services(PROTO)
+    endpoint = Endpoint("127.0.0.1", free_port())
+    states: list[grpc.ChannelConnectivity] = []
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), max_connections=1, idle=0.5), endpoint):
+        with grpc.insecure_channel(f"{endpoint.host}:{endpoint.port}") as channel:
+            channel.subscribe(states.append)
+            infer = services.CosyVoiceStub(channel).Inference
+            endless = infer(sft("endless"), timeout=20)
+            next(endless)
+            with pytest.raises(grpc.RpcError) as error:
+                list(infer(sft("Hello."), timeout=20))
+            assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert states[-1] == grpc.ChannelConnectivity.READY
+            endless.cancel()
+            until(lambda: states[-1] == grpc.ChannelConnectivity.IDLE, 5)
