@@ -2,6 +2,7 @@
 
 TTS_METRICS_DIR     directory in which each model instance writes its metrics; unset: none are written
 TTS_DRAIN_FILE      once this file exists, orchestrators refuse new requests; unset: never
+TTS_TEST_FAULTS     for tests: directory of faults to produce, see common/process/faults.py; unset: none
 TTS_GRPC_ADDRESS    host:port of this tritonserver's gRPC endpoint, as orchestrators call it; unset: 127.0.0.1:8001
 """
 
@@ -16,6 +17,7 @@ from common.constants import GRPC_PORT
 METRICS_DIRECTORY = "TTS_METRICS_DIR"
 DRAIN_FILE = "TTS_DRAIN_FILE"
 GRPC_ADDRESS = "TTS_GRPC_ADDRESS"
+TEST_FAULTS = "TTS_TEST_FAULTS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +27,21 @@ class ModelEnvironment:
     metrics_directory: Path | None = None
     drain_file: Path | None = None
     grpc_address: str = f"127.0.0.1:{GRPC_PORT}"
+    faults: Path | None = None
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> "ModelEnvironment":
-        """From the environment of this process. An empty variable counts as unset."""
+        """From the environment of this process. An empty variable counts as unset. ValueError for faults from a
+        directory that does not exist."""
         metrics_directory, drain_file = variables.get(METRICS_DIRECTORY), variables.get(DRAIN_FILE)
+        faults = Path(variables[TEST_FAULTS]) if variables.get(TEST_FAULTS) else None
+        if faults is not None and not faults.is_dir():
+            raise ValueError(f"{TEST_FAULTS}={faults} is not a directory")
         return cls(
             metrics_directory=Path(metrics_directory) if metrics_directory else None,
             drain_file=Path(drain_file) if drain_file else None,
             grpc_address=variables.get(GRPC_ADDRESS) or cls.grpc_address,
+            faults=faults,
         )
 
     def variables(self) -> dict[str, str]:
@@ -42,6 +50,7 @@ class ModelEnvironment:
             METRICS_DIRECTORY: self.metrics_directory,
             DRAIN_FILE: self.drain_file,
             GRPC_ADDRESS: self.grpc_address,
+            TEST_FAULTS: self.faults,
         }
         return {name: str(value) for name, value in values.items() if value is not None}
 

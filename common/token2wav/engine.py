@@ -20,6 +20,7 @@ from common.accel.loading import flow_runtime
 from common.batches import isolated
 from common.config import FlowRuntime, Token2WavConfig
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from common.process import faults
 from common.stacks import Stack
 from common.token2wav.limits import BatchLimits
 from common.token2wav.stream import Chunk, Stream
@@ -72,6 +73,7 @@ class Token2Wav:
         self._flow = flow
         self._vocoder = vocoder
         self._device = device
+        self._bad_chunk: Chunk | None = None
 
     @classmethod
     def load(
@@ -220,13 +222,28 @@ class Token2Wav:
         """
 
         def flow(part: Sequence[Chunk]) -> list[Tensor]:
+            self._fail_if_asked(part)
             mels = self._flow.render(part)
             return mels if len(part) == len(chunks) else [mel.clone() for mel in mels]  # the next part overwrites them
 
         mels = isolated(flow, chunks)
         good = [(chunk, mel) for chunk, mel in zip(chunks, mels, strict=True) if isinstance(mel, Tensor)]
-        audio = iter(self._vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
-        return [_finite(mel if isinstance(mel, Exception) else next(audio)) for mel in mels]
+        audio = self._vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good])
+        if audio and faults.take("nan_audio"):
+            audio[0] = torch.full((1,), torch.nan)
+        rendered = iter(audio)
+        return [_finite(mel if isinstance(mel, Exception) else next(rendered)) for mel in mels]
+
+    def _fail_if_asked(self, chunks: Sequence[Chunk]) -> None:
+        """The faults of tests."""
+        if faults.take("gpu_error"):
+            raise RuntimeError(faults.GPU_ERROR)
+        if len(chunks) > 1 and faults.take("out_of_memory"):
+            raise MemoryError("out of memory")
+        if faults.take("bad_chunk"):
+            self._bad_chunk = chunks[0]
+        if self._bad_chunk in chunks:
+            raise RuntimeError("a bad chunk")
 
     def whole(self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0) -> np.ndarray:
         """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz.

@@ -21,6 +21,7 @@ import numpy as np
 from common.constants import SAMPLE_RATE
 from common.errors import FatalError, UnavailableError
 from common.playback import Playback
+from common.process import faults
 from common.process.metrics import (
     BATCHES,
     CACHE,
@@ -189,6 +190,8 @@ class Token2WavService:
 
     def _turn(self) -> bool:
         """Serve aborts, starts and a batch; False if there was nothing that could be served."""
+        if faults.take("token2wav_thread"):
+            raise RuntimeError("a fault of a test")
         self._served.clear()
         self._serve_aborts()
         opened = self._serve_starts()

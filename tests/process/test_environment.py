@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from common.errors import UnavailableError
+from common.process import faults
 from common.process.drain import DrainFile
-from common.process.environment import ModelEnvironment, tritonserver_environment
+from common.process.environment import TEST_FAULTS, ModelEnvironment, tritonserver_environment
 
-FULL = ModelEnvironment(metrics_directory=Path("/m"), drain_file=Path("/d"), grpc_address="10.0.0.1:9001")
+FULL = ModelEnvironment(
+    metrics_directory=Path("/m"), drain_file=Path("/d"), grpc_address="10.0.0.1:9001", faults=Path("/")
+)
 
 
 @pytest.mark.parametrize("environment", [FULL, ModelEnvironment()])
@@ -23,13 +26,14 @@ def test_the_names_of_the_variables_are_a_contract() -> None:
         "TTS_METRICS_DIR": "/m",
         "TTS_DRAIN_FILE": "/d",
         "TTS_GRPC_ADDRESS": "10.0.0.1:9001",
+        "TTS_TEST_FAULTS": "/",
     }
 
 
 @pytest.mark.parametrize("variables", [{}, {"TTS_METRICS_DIR": "", "TTS_DRAIN_FILE": "", "TTS_GRPC_ADDRESS": ""}])
 def test_without_variables_models_publish_nothing_and_call_tritons_default_port(variables: dict[str, str]) -> None:
     environment = ModelEnvironment.read(variables)
-    assert (environment.metrics_directory, environment.drain_file) == (None, None)
+    assert (environment.metrics_directory, environment.drain_file, environment.faults) == (None, None, None)
     assert environment.grpc_address == "127.0.0.1:8001"
 
 
@@ -55,3 +59,20 @@ def test_a_server_without_a_drain_file_is_never_drained() -> None:
     drain = DrainFile(None)
     drain.create()
     drain.check()
+
+
+def test_a_fault_happens_once_for_each_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
+    assert not faults.take("nan_audio")
+    (tmp_path / "nan_audio").touch()
+    assert not faults.take("nan_logits")
+    assert faults.take("nan_audio") and not faults.take("nan_audio")
+
+
+def test_unknown_faults_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
+    (tmp_path / "earthquake").touch()
+    with pytest.raises(ValueError, match="no fault 'earthquake'; there are gpu_error, "):
+        faults.take("nan_audio")
+    with pytest.raises(ValueError, match="TTS_TEST_FAULTS=/nowhere is not a directory"):
+        ModelEnvironment.read({"TTS_TEST_FAULTS": "/nowhere"})

@@ -14,6 +14,7 @@ from common.errors import FatalError, UnavailableError, is_fatal
 from common.llm.engines.interface import GenerationRequest
 from common.llm.engines.sampler import TokenSampler
 from common.llm.interface import FinishReason, TokenChunk
+from common.process import faults
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +167,10 @@ class BatchingEngine:
         tokens = np.array([generation.last_token for generation in self._rows])
         lengths = np.array([generation.length for generation in self._rows])
         logits = self._model.decode(tokens, lengths)  # (B, V)
+        if faults.take("llm_thread"):
+            raise RuntimeError("a fault of a test")
+        if faults.take("nan_logits"):
+            logits[0] = np.nan
         # From the last row down: a release moves the last row into the gap, and that row has been advanced already.
         for row in reversed(range(len(self._rows))):
             self._advance(row, logits[row])

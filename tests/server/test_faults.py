@@ -1,0 +1,160 @@
+"""Faults in the models of a real server, and processes that are killed and stopped: nothing hangs, one fault is one
+stream's, and a server that cannot go on ends at once and says why.
+"""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc.aio as triton
+
+from common.process.environment import TEST_FAULTS
+from common.process.faults import GPU_ERROR, Fault
+from common.server.tritonserver import free_port
+from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, synthesize
+
+pytestmark = [pytest.mark.server, pytest.mark.serial]
+
+TEXT = "word " * 20
+STREAMS = 3
+END_SECONDS = 8.0  # 1.4 on an idle machine; 12 to 43 before
+
+
+@pytest.fixture(scope="module")
+def repository(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rendered(demo_models, tmp_path_factory.mktemp("faults") / "repository", flow_precision="float32")
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("asked")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TEST_FAULTS, str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def speech_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def servers(
+    repository: Path, faults: Path, demo_models: Path, speech_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], ServeProcess]]:
+    """Returns the running server; a new one if a test has ended it."""
+    running: list[ServeProcess] = []
+    options = ("--speech-port", str(speech_port), "--voices", str(demo_models / "voices"))
+    with contextlib.ExitStack() as stack:
+
+        def current() -> ServeProcess:
+            if not running or running[-1].process.poll() is not None:
+                log = tmp_path_factory.mktemp("log") / "log"
+                running.append(stack.enter_context(serve_process(repository, log, *options)))
+            return running[-1]
+
+        yield current
+
+
+@pytest.fixture
+def server(servers: Callable[[], ServeProcess]) -> ServeProcess:
+    return servers()
+
+
+async def speak(server: ServeProcess, streams: int, meanwhile: Callable[[], None] = lambda: None) -> list[StreamResult]:
+    """The results of streams that run together; `meanwhile` is called once all have begun."""
+    async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
+        results = [StreamResult() for _ in range(streams)]
+        speaking = [asyncio.create_task(synthesize(connection, TEXT, result)) for result in results]
+        await asyncio.gather(*(result.begun.wait() for result in results))
+        meanwhile()
+        await asyncio.wait_for(asyncio.gather(*speaking), 60)
+    return results
+
+
+def process_of(server: ServeProcess, model: str) -> int:
+    tritonserver = subprocess.run(["pgrep", "-P", str(server.process.pid), "tritonserver"], capture_output=True)
+    command = ["pgrep", "-P", tritonserver.stdout.decode().strip(), "-f", f"/{model}/1/model.py"]
+    return int(subprocess.run(command, capture_output=True, check=True).stdout)
+
+
+def ended(server: ServeProcess, begun: float) -> str:
+    """What serve.py has printed when it ended by itself, which is soon after the fault."""
+    assert server.process.wait(END_SECONDS) == 1
+    assert time.monotonic() - begun < END_SECONDS
+    assert server.process.stderr is not None
+    return server.process.stderr.read()
+
+
+@pytest.mark.parametrize("fault", ["nan_audio", "nan_logits", "bad_chunk", "out_of_memory"])
+def test_a_fault_of_one_chunk_or_row_ends_its_stream_alone(fault: Fault, server: ServeProcess, faults: Path) -> None:
+    (faults / fault).touch()
+    results = asyncio.run(speak(server, STREAMS))
+    assert not list(faults.iterdir()), "it did not happen"
+    errors = [result.error for result in results if result.error is not None]
+    assert len(errors) == (0 if fault == "out_of_memory" else 1), errors
+    assert all(result.samples for result in results if result.error is None)
+    assert asyncio.run(speak(server, 1))[0].error is None
+    assert server.readiness() == (200, "ready")
+
+
+def test_a_stopped_model_is_not_ready_and_may_go_on(server: ServeProcess) -> None:
+    stopped = process_of(server, "speaker_embedding")
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        wait_for_readiness(server, (503, "speaker_embedding hangs"))
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_for_readiness(server, (200, "ready"))
+
+
+def wait_for_readiness(server: ServeProcess, wanted: tuple[int, str]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while (now := server.readiness()) != wanted:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.1)
+
+
+def test_a_gpu_error_ends_the_server_with_its_reason(server: ServeProcess, faults: Path) -> None:
+    begun = 0.0
+
+    def fail() -> None:
+        nonlocal begun
+        begun = time.monotonic()
+        (faults / "gpu_error").touch()
+
+    results = asyncio.run(speak(server, STREAMS, fail))
+    assert all(result.error is not None for result in results)
+    reason = f"model token2wav_dit has failed and cannot recover: {GPU_ERROR}; tritonserver has to be restarted"
+    assert reason in ended(server, begun)
+
+
+def test_when_the_orchestrator_dies_every_request_ends_at_once(server: ServeProcess, speech_port: int) -> None:
+    url = f"http://127.0.0.1:{speech_port}"
+    while get(f"{url}/health")[0] != 200:
+        time.sleep(0.1)
+    body = json.dumps({"model": "tts-1", "input": TEXT * 5, "voice": "rms", "response_format": "pcm"}).encode()
+    request = urllib.request.Request(f"{url}/v1/audio/speech", body, {"Content-Type": "application/json"})
+    begun = 0.0
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.read(1)
+
+        def kill() -> None:
+            nonlocal begun
+            begun = time.monotonic()
+            os.kill(process_of(server, "cosyvoice2_dit"), signal.SIGKILL)
+
+        results = asyncio.run(speak(server, STREAMS, kill))
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+    assert all(result.error is not None for result in results)
+    assert "the process of model cosyvoice2_dit has died" in ended(server, begun)
