@@ -22,7 +22,8 @@ def read_state(path: str | Path, device: str = "cpu") -> dict[str, Tensor]:
     except FileNotFoundError:
         raise ValueError(f"checkpoint {path} does not exist") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"checkpoint {path} is not a file of tensors: {str(error).splitlines()[0]}") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"checkpoint {path} is not a file of tensors: {reason}") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"checkpoint {path} is not a dictionary of tensors")
     return state

@@ -17,14 +17,19 @@ from pathlib import Path
 
 from common.constants import HEALTH_PORT
 from common.server import serving
-from common.server.tritonserver import CACHE_MIB, Ports, ServerError, TritonServer
+from common.server.tritonserver import CACHE_MIB, LOOPBACK, Ports, ServerError, TritonServer
 from common.speech_service.sidecar import speech_sidecar
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", type=Path, help="the directory that scripts.render wrote")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to accept connections from other machines")
+    parser.add_argument("--host", default=LOOPBACK, help="0.0.0.0 to accept connections from other machines")
+    parser.add_argument(
+        "--http-host",
+        default=LOOPBACK,
+        help="address of Triton's HTTP endpoint; another one only behind the gateway, see docs/deployment.md#security",
+    )
     parser.add_argument("--http-port", type=int, default=Ports.http, help="0: any free port, also for the others")
     parser.add_argument("--grpc-port", type=int, default=Ports.grpc)
     parser.add_argument("--metrics-port", type=int, default=Ports.metrics)
@@ -64,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.repository.resolve(),
             ports=Ports(args.http_port, args.grpc_port, args.metrics_port),
             host=args.host,
+            http_host=args.http_host,
             cache=serving.cache_option(args.redis, args.cache_mib),
             log_file=args.log_file,
         )

@@ -55,7 +55,10 @@ class LLMTokenizer:
         path = Path(tokenizer_dir) / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"LLM tokenizer: no file {path}")
-        tokenizer = Tokenizer.from_file(str(path))
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # what the library raises is no more specific
+            raise ValueError(f"{path} is not a tokenizer, or is damaged: {error}") from None
 
         def token_id(token: str) -> int:
             found = tokenizer.token_to_id(token)

@@ -4,6 +4,7 @@ environment.py   the environment variables by which the process that starts trit
 drain.py         the file that makes them refuse new requests
 metrics.py       what they count, and the page over all of them
 health.py        whether they still do their work
+logs.py          the format of their log
 faults.py        faults that tests produce in them
 
 Not in `server/`, which starts and supervises tritonserver: the models import this room, and `server/` is above them.

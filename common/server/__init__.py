@@ -3,6 +3,8 @@
 rendering.py      templates of config.pbtxt -> a model repository
 installation.py   finds the tritonserver to run
 tritonserver.py   a tritonserver as a context manager
+logs.py           the server's log file, rotated
+watch.py          notices models that die, hang or fail
 supervisor.py     the health page, and draining before a stop
 serving.py        all of it as the main process of a container
 readiness.py      waits for pages to be ready, from outside

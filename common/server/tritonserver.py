@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from common.process import metrics
 from common.process.drain import DrainFile
 from common.process.environment import ModelEnvironment, tritonserver_environment
 from common.server.installation import Installation, ServerError
+from common.server.logs import MAX_BYTES, rotate
 from common.server.readiness import fault
 from common.server.watch import WATCH_SECONDS, ModelWatch
 
@@ -31,16 +33,21 @@ logger = logging.getLogger(__name__)
 
 READY_POLL_SECONDS = 0.1
 INHERITED = Path("-")
+LOOPBACK = "127.0.0.1"
+# No client of ours needs these calls, and a caller could name a region of shared memory that is the models' own
+# (CVE-2025-23319, -23320, -23334, in releases before 25.07). Loading and unloading models is off by default.
+CLOSED_APIS = "shared-memory,trace,logging"
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 EPHEMERAL_DEFAULT = 32768, 60999  # Linux's
 CACHE_MIB = 64  # default size of the local response cache
 LOAD_SECONDS = 600  # for all models to load, and for each of them
-STOP_SECONDS = 12.0  # to finish running requests and unload the models; then the process group is killed
+STOP_SECONDS = 12  # to finish running requests and unload the models; then the process group is killed
 
-# Kills what is left of a server and removes its shared memory, even if the process that started both was killed. Then
-# no server keeps the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix of the
-# shared memory regions, seconds of grace. A line on stdin: the server was stopped; end of file: the parent is dead.
-# (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's fork handlers occasionally abort the child.)
+# Kills what is left of a server and removes its shared memory and files, even if the process that started both was
+# killed. Then no server keeps the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix
+# of the shared memory regions, seconds of grace, temporary directory. A line on stdin: the server was stopped; end of
+# file: the parent is dead. (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's fork handlers occasionally abort the
+# child.)
 _SWEEP = """
 if ! read -r _; then
     kill -s TERM "$1"
@@ -48,6 +55,7 @@ if ! read -r _; then
 fi
 kill -s KILL -- "-$1"
 rm -f /dev/shm/"$2"*
+rm -rf "$4"
 """
 
 
@@ -105,6 +113,9 @@ def require_free(port: int, host: str) -> None:
 class TritonServer:
     """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
 
+    http_host: the address of Triton's HTTP endpoint, which one request of many small parts can crash (CVE-2025-23310):
+    only where a gateway collects requests in front of it should it be another than this machine's own.
+
     cache: Triton's --cache-config, for the response cache of the prompt models. log_file: the server's output; by
     default in a temporary directory that `stop` removes; INHERITED: this process's output. The server and its stubs are
     one process group, which ends with this process.
@@ -115,12 +126,14 @@ class TritonServer:
         repository: Path,
         *,
         ports: Ports = Ports(),
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
+        http_host: str = LOOPBACK,
         cache: str = f"local,size={CACHE_MIB << 20}",
         log_file: Path | None = None,
     ) -> None:
         self.repository = repository
         self.host = host
+        self.http_host = http_host
         chosen = [port or free_port() for port in (ports.http, ports.grpc, ports.metrics)]
         self.ports = Ports(*chosen)
         self._cache = cache
@@ -139,7 +152,7 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        return f"{self.host}:{self.ports.http}"
+        return f"{self.http_host}:{self.ports.http}"
 
     @property
     def grpc_url(self) -> str:
@@ -166,13 +179,15 @@ class TritonServer:
     def start(self) -> None:
         """Start the process. ServerError if a port is in use or something is missing on this machine."""
         installation = Installation.find()
-        for port in (self.ports.http, self.ports.grpc, self.ports.metrics):
+        require_free(self.ports.http, self.http_host)
+        for port in (self.ports.grpc, self.ports.metrics):
             require_free(port, self.host)
         backends = installation.backend_directory(self._work)
         self.metrics_directory.mkdir()
         command = [str(installation.binary), *self._options(backends, installation.caches)]
         with ExitStack() as files:
-            log = None if self.log_file == INHERITED else files.enter_context(self.log_file.open("wb"))
+            rotate(self.log_file)  # what an earlier server wrote before it ended
+            log = None if self.log_file == INHERITED else files.enter_context(self.log_file.open("ab"))
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -182,7 +197,13 @@ class TritonServer:
                 start_new_session=True,
             )
         self._sweeper = subprocess.Popen(
-            ["/bin/sh", "-c", _SWEEP, "sweep", str(self._process.pid), self._shm_prefix, f"{STOP_SECONDS:.0f}"],
+            [
+                "/bin/sh",
+                "-c",
+                _SWEEP,
+                "sweep",
+                *map(str, (self._process.pid, self._shm_prefix, STOP_SECONDS, self._work)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -235,6 +256,7 @@ class TritonServer:
     def check_models(self) -> None:
         """To be called every WATCH_SECONDS: kills the server and raises ServerError if a model has died, hangs or has
         failed."""
+        rotate(self.log_file, above=MAX_BYTES)
         fault = self._watch.look()
         if fault is None and (dead := self._models.keys() - self.model_processes().keys()):
             self._unloading += WATCH_SECONDS  # a server that is being stopped is not ready while it ends its models
@@ -284,23 +306,27 @@ class TritonServer:
         shutil.rmtree(self._work, ignore_errors=True)
 
     def _options(self, backends: Path, caches: Path) -> list[str]:
+        nobody = f"{CLOSED_APIS}:nobody={secrets.token_hex(16)}"  # the header that callers of these would have to send
         return [
             f"--model-repository={self.repository}",
             f"--backend-directory={backends}",
             f"--cache-directory={caches}",
             f"--cache-config={self._cache}",
-            f"--http-address={self.host}",
+            f"--http-address={self.http_host}",
             f"--http-port={self.ports.http}",
             f"--grpc-address={self.host}",
             f"--grpc-port={self.ports.grpc}",
+            f"--metrics-address={self.host}",
             f"--metrics-port={self.ports.metrics}",
+            f"--http-restricted-api={nobody}",
+            f"--grpc-restricted-protocol={nobody}",
             # Our configurations are complete; auto-completion would start every stub a second time.
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             f"--backend-config=python,thread-pool-size={CALL_THREADS}",
             # The default 30 s are too short for a checkpoint.
             f"--backend-config=python,stub-timeout-seconds={LOAD_SECONDS}",
-            f"--exit-timeout-secs={int(STOP_SECONDS) - 4}",
+            f"--exit-timeout-secs={STOP_SECONDS - 4}",
         ]
 
     def _failure(self) -> str:

@@ -7,6 +7,7 @@ streams.py    streamed calls, over gRPC; imported only where used, because it ne
 requests.py   requests answered at once, later by a thread, or by tasks of an asyncio loop
 """
 
+from common.process import logs
 from common.triton_io.calls import call
 from common.triton_io.errors import error_response
 from common.triton_io.requests import DeferredAnswer, Handler, RequestLoop, Responder, answer_later, respond_batch
@@ -22,6 +23,8 @@ from common.triton_io.tensors import (
     to_response,
     to_tensor,
 )
+
+logs.configure()  # each model's process imports this room first
 
 __all__ = [
     "Handler",

@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 from common.constants import CALLS_AT_ONCE
 from common.errors import LostAnswerError, UnavailableError
+from common.process.logs import request_id
 from common.triton_io.errors import to_exception
 from common.triton_io.tensors import to_tensor
 
@@ -52,6 +53,7 @@ async def call(
         requested_output_names=list(outputs),
         inputs=[to_tensor(name, array) for name, array in inputs.items()],
         correlation_id=correlation_id,
+        request_id=request_id.get(),
         flags=flags,
     )
     try:

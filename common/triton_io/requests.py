@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from common.errors import UnavailableError
 from common.process.health import health
+from common.process.logs import request_id
 from common.triton_io.errors import error_response
 from common.triton_io.tensors import to_response
 
@@ -111,13 +112,16 @@ class DeferredAnswer:
     be sent later.
     """
 
-    def __init__(self, responder: Responder, output: str, model: str) -> None:
+    def __init__(self, responder: Responder, output: str, model: str, request: str = "") -> None:
+        """`request`: its id, for the log."""
+        self._request = request
         self.is_cancelled = responder.is_cancelled
         self._responder = responder
         self._output = output
         self._model = model
 
     def __call__(self, result: np.ndarray | BaseException) -> None:
+        request_id.set(self._request)  # of this thread, until it answers the next one
         error = result if isinstance(result, BaseException) else None
         try:
             if not isinstance(result, BaseException):
@@ -140,7 +144,9 @@ class DeferredAnswer:
 
 def answer_later(request: Any, output: str, *, model: str) -> DeferredAnswer:
     """For `execute` of a model that is not decoupled and hands the request to another thread."""
-    return DeferredAnswer(Responder(request.get_response_sender(), decoupled=False), output, model)
+    return DeferredAnswer(
+        Responder(request.get_response_sender(), decoupled=False), output, model, request.request_id()
+    )
 
 
 Handler = Callable[[Any, Responder], Awaitable[None]]
@@ -208,6 +214,7 @@ class RequestLoop:
 
     async def _serve(self, request: Any, responder: Responder) -> None:
         """The error boundary of one request."""
+        request_id.set(request.request_id())  # for this task
         failure: Any = None
         try:
             if self._closing:

@@ -146,7 +146,10 @@ def _load_s3_model(s3: ModuleType, path: Path) -> Any:
     """Like `s3tokenizer.load_model`, but with the sizes of the file instead of the official ones."""
     from s3tokenizer.model_v2 import ModelConfig, S3TokenizerV2
 
-    state = s3.onnx2torch(str(path))
+    try:
+        state = s3.onnx2torch(str(path))
+    except Exception as error:  # protobuf's, and the package's own assertions
+        raise ValueError(f"{path} is not a speech tokenizer, or is damaged: {error}") from None
     width, n_mels, _ = state["encoder.conv1.weight"].shape
     config = ModelConfig(
         n_mels=n_mels,

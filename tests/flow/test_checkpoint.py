@@ -120,3 +120,9 @@ def test_dit_flow_computes_in_the_precision_it_is_loaded_in(dtype, tmp_path):
         mels.append(mel.float())
     assert cache.estimator.attention.keys.dtype == dtype
     torch.testing.assert_close(mels[1], mels[0], atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0)
+
+
+def test_an_empty_file_is_named(tmp_path):
+    (tmp_path / "flow.pt").touch()
+    with pytest.raises(ValueError, match="flow.pt is not a file of tensors: EOFError"):
+        read_state(tmp_path / "flow.pt")

@@ -198,3 +198,9 @@ def test_unfinished_text_does_not_accumulate():
     for _ in range(100):
         parser.feed("<|never a token ")
     assert len(parser._pending) < 20
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    with pytest.raises(ValueError, match=f"{tmp_path}/tokenizer.json is not a tokenizer, or is damaged: EOF"):
+        LLMTokenizer.from_dir(tmp_path)

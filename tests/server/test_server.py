@@ -10,10 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpc_client
+from tritonclient.utils import InferenceServerException
 
 from common.server import installation
 from common.server.tritonserver import Ports, ServerError, TritonServer
@@ -83,12 +86,28 @@ def stubs_of(server: TritonServer) -> list[str]:
     return subprocess.run(["pgrep", "-f", server._shm_prefix], capture_output=True, text=True).stdout.split()
 
 
+def assert_closed(server: TritonServer) -> None:
+    """HTTP is this machine's own, unlike gRPC, and no endpoint registers shared memory."""
+    socket.create_connection(("127.0.0.2", server.ports.grpc)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.ports.http))
+    body = json.dumps({"key": f"/{server._shm_prefix}", "offset": 0, "byte_size": 1}).encode()
+    register = f"http://{server.http_url}/v2/systemsharedmemory/region/r/register"
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(register, body)
+    with grpc_client.InferenceServerClient(f"127.0.0.1:{server.ports.grpc}") as connection:
+        with pytest.raises(InferenceServerException, match="does not have permission|UNAVAILABLE|restricted|header"):
+            connection.register_system_shared_memory("r", f"/{server._shm_prefix}", 1)
+        assert connection.is_model_ready("idle")
+
+
 @pytest.mark.server
 def test_a_server_answers_while_it_runs_and_leaves_nothing_behind(repository):
-    with TritonServer(repository, ports=FREE) as server:
+    with TritonServer(repository, ports=FREE, host="0.0.0.0") as server:
         assert urllib.request.urlopen(f"http://{server.http_url}/v2/models/idle/ready").status == 200
         assert urllib.request.urlopen(f"http://{server.metrics_url}/metrics").status == 200
         assert stubs_of(server)
+        assert_closed(server)
     assert stubs_of(server) == []
     assert not server.log_file.exists()
     assert list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
@@ -158,12 +177,12 @@ def test_no_process_outlives_a_killed_parent(victims, repository):
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom common.server.tritonserver import Ports, TritonServer\n"
         "server = TritonServer(Path(sys.argv[1]), ports=Ports(0, 0, 0)).__enter__()\n"
-        "print(server._shm_prefix, server._process.pid, flush=True)\ntime.sleep(60)\n"
+        "print(server._shm_prefix, server._process.pid, server._work, flush=True)\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-c", code, str(repository)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        prefix, tritonserver = parent.stdout.readline().split()
+        prefix, tritonserver, work = parent.stdout.readline().split()
         os.kill(parent.pid, signal.SIGKILL)
         if victims != "parent":
             os.kill(int(tritonserver), signal.SIGKILL)
@@ -172,6 +191,9 @@ def test_no_process_outlives_a_killed_parent(victims, repository):
         assert time.monotonic() < deadline, "the server outlived its parent"
         time.sleep(0.1)
     assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
+    while Path(work).exists():  # the last thing to go
+        assert time.monotonic() < deadline, "a directory was left behind"
+        time.sleep(0.1)
 
 
 @pytest.mark.server

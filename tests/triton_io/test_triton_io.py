@@ -1,14 +1,20 @@
 """Inputs, outputs, batches, and the error boundary of each request."""
 
 import asyncio
+import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from common import triton_io
-from common.errors import UnavailableError
+from common.errors import FatalError, UnavailableError
+from common.process import logs
+from common.process.environment import METRICS_DIRECTORY
+from common.process.health import Health, reported_failures
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, wait_until
 
 
@@ -277,3 +283,59 @@ def test_a_request_that_cannot_be_handed_over_is_answered_with_the_error():
     with triton_io.answer_later(sent, "waveform", model="m"):
         raise UnavailableError("the queue is full")
     assert sent.sender.responses[0].error().code() == TritonError.UNAVAILABLE
+
+
+# --- health, failures and the log --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a process that reads what this one publishes."""
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "error", [FatalError("the engine is dead"), RuntimeError("CUDA error: an illegal memory access was encountered")]
+)
+def test_an_error_that_the_process_does_not_survive_is_reported_and_unavailable(published: Path, error: Exception):
+    response = triton_io.error_response(error, "m")
+    assert response.error().code() == TritonError.UNAVAILABLE
+    assert response.error().message() == f"unavailable: m has failed and is restarted: {error}"
+    assert reported_failures(published) == {"m": str(error)}
+
+
+def test_other_errors_are_not_reported(published: Path):
+    for error in (RuntimeError("a bug"), UnavailableError("full"), ValueError("a bad value"), asyncio.CancelledError()):
+        triton_io.error_response(error, "m")
+    assert reported_failures(published) == {}
+
+
+def test_an_answer_proves_that_the_model_works_and_a_bug_makes_it_test_itself(monkeypatch: pytest.MonkeyPatch):
+    tested: list[int] = []
+    now = Health(lambda: 100.0)
+    for module in ("errors", "requests"):
+        monkeypatch.setattr(f"common.triton_io.{module}.health", now)
+    triton_io.error_response(ValueError("a bad value"), "m")
+    now.test_if_due(lambda: tested.append(1), "m")
+    assert not tested
+    triton_io.error_response(RuntimeError("a bug"), "m")
+    now.test_if_due(lambda: tested.append(1), "m")
+    assert tested
+    triton_io.error_response(RuntimeError("a bug"), "m")
+    sent = request(x=np.ones(1))
+    triton_io.answer_later(sent, "y", model="m")(np.ones(1))
+    now.test_if_due(lambda: tested.append(2), "m")
+    assert tested == [1]
+
+
+def test_lines_in_the_log_have_time_model_and_request(published: Path, monkeypatch: pytest.MonkeyPatch):
+    root = logging.Logger("root")
+    monkeypatch.setattr(logging, "root", root)
+    logs.configure()
+    (handler,) = root.handlers
+    token = logs.request_id.set("r-1")
+    record = logging.LogRecord("common.x", logging.ERROR, "", 1, "it failed: %s", ("why",), None)
+    assert handler.filter(record)
+    assert re.fullmatch(r"E\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ common\.x\] \[r-1\] it failed: why", handler.format(record))
+    logs.request_id.reset(token)

@@ -94,3 +94,9 @@ def test_speaker_vector_ignores_loudness(encoder: SpeakerEncoder) -> None:
     """Features are normalised by their mean over time; a gain is a constant in their logarithm."""
     wave = np.random.default_rng(0).normal(0, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)
     np.testing.assert_allclose(encoder([wave])[0], encoder([wave * 0.5])[0], atol=1e-3)
+
+
+def test_a_damaged_speech_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "speech_tokenizer_v2.onnx").write_bytes(b"half a file")
+    with pytest.raises(ValueError, match="speech_tokenizer_v2.onnx is not a speech tokenizer, or is damaged"):
+        AudioTokenizer(tmp_path)
