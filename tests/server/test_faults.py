@@ -19,8 +19,9 @@ import tritonclient.grpc.aio as triton
 
 from common.process.environment import TEST_FAULTS
 from common.process.faults import GPU_ERROR, Fault
+from common.server import readiness
 from common.server.tritonserver import free_port
-from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, synthesize
+from tests.support.serve_process import ServeProcess, StreamResult, rendered, serve_process, synthesize
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
@@ -98,7 +99,7 @@ def ended(server: ServeProcess, begun: float) -> str:
 @pytest.mark.parametrize("fault", ["nan_audio", "nan_logits", "bad_chunk", "out_of_memory"])
 def test_a_fault_of_one_chunk_or_row_ends_its_stream_alone(fault: Fault, server: ServeProcess, faults: Path) -> None:
     (faults / fault).touch()
-    results = asyncio.run(speak(server, STREAMS))
+    results = asyncio.run(speak(server, 2 * STREAMS if fault == "out_of_memory" else STREAMS))  # it needs a batch
     assert not list(faults.iterdir()), "it did not happen"
     errors = [result.error for result in results if result.error is not None]
     assert len(errors) == (0 if fault == "out_of_memory" else 1), errors
@@ -140,8 +141,7 @@ def test_a_gpu_error_ends_the_server_with_its_reason(server: ServeProcess, fault
 
 def test_when_the_orchestrator_dies_every_request_ends_at_once(server: ServeProcess, speech_port: int) -> None:
     url = f"http://127.0.0.1:{speech_port}"
-    while get(f"{url}/health")[0] != 200:
-        time.sleep(0.1)
+    assert readiness.wait([f"{url}/health"], 30) == []
     body = json.dumps({"model": "tts-1", "input": TEXT * 5, "voice": "rms", "response_format": "pcm"}).encode()
     request = urllib.request.Request(f"{url}/v1/audio/speech", body, {"Content-Type": "application/json"})
     begun = 0.0

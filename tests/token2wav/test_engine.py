@@ -196,6 +196,14 @@ def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(kind,
         engine.close(stream)
 
 
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_the_sample_of_a_models_own_test_is_audible_work(kind, request):
+    engine = request.getfixturevalue(kind)
+    voice, tokens = engine.sample()
+    audio = synthesize(engine, voice, [Piece(tokens, final=True)])
+    assert len(audio) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
+
+
 def test_a_dead_gpu_is_an_error_for_the_whole_batch(dit, monkeypatch):
     chunks = [Piece(ids(1, 20), final=True).of(dit, dit.open(prompt(seed))) for seed in range(2)]
     error = RuntimeError("CUDA error: an illegal memory access was encountered")

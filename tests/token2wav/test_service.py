@@ -188,6 +188,16 @@ def test_a_chunk_that_fails_alone_ends_no_other_stream_of_its_batch(service, cli
     assert engine.batches[-1] == [12, 5] and len(client.send(2, [6], final=True, end=True))
 
 
+def test_the_service_tests_itself_through_its_queue(service, engine):
+    engine.sample = lambda: (PROMPT, np.arange(3))
+    service.test()
+    assert engine.batches == [[0]] and engine.live == 0
+    engine.sample = lambda: (PROMPT, np.array([13]))
+    with pytest.raises(RuntimeError, match="broken chunk"):
+        service.test()
+    assert engine.live == 0
+
+
 def test_a_failed_batch_is_an_error_for_each_of_its_chunks(service, client, engine):
     waiting = queue_behind_a_running_chunk(client, engine, {1: [13], 2: [5]})
     engine.gate.set()
