@@ -1,7 +1,7 @@
 """Errors across the boundary of a model: exceptions to error responses, and error responses of other models back.
 
 ValueError        <-> INVALID_ARG      the caller's mistake
-UnavailableError  <-> UNAVAILABLE      full, timed out, or a part of the service is down
+UnavailableError  <-> UNAVAILABLE      full, timed out, out of memory, or a part of the service is down
 fatal errors       -> UNAVAILABLE      this process is reported and ended: another server can serve the request
 CancelledError     -> CANCELLED        the client disconnected
 anything else      -> INTERNAL         a bug, logged with its traceback
@@ -12,6 +12,7 @@ import logging
 import re
 from typing import Any
 
+import torch
 import triton_python_backend_utils as pb_utils
 
 from common.errors import INVALID, UNAVAILABLE, ModelCallError, UnavailableError, is_fatal
@@ -34,7 +35,7 @@ def error_response(error: BaseException, model: str) -> Any:
     elif is_fatal(error):
         code, message = pb_utils.TritonError.UNAVAILABLE, f"{UNAVAILABLE}{model} has failed and is restarted: {error}"
         report_failure(model, error)
-    elif isinstance(error, UnavailableError):
+    elif isinstance(error, (UnavailableError, MemoryError, torch.OutOfMemoryError)):
         code, message = pb_utils.TritonError.UNAVAILABLE, f"{UNAVAILABLE}{error}"
         logger.warning("%s: %s", model, error)
     elif isinstance(error, asyncio.CancelledError):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from common import triton_io
 from common.errors import FatalError, UnavailableError
@@ -308,6 +309,12 @@ def test_an_error_that_the_process_does_not_survive_is_reported_and_unavailable(
 def test_other_errors_are_not_reported(published: Path):
     for error in (RuntimeError("a bug"), UnavailableError("full"), ValueError("a bad value"), asyncio.CancelledError()):
         triton_io.error_response(error, "m")
+    assert reported_failures(published) == {}
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_too_little_memory_is_unavailable_so_that_another_server_can_be_asked(published: Path, error: Exception):
+    assert triton_io.error_response(error, "m").error().code() == TritonError.UNAVAILABLE
     assert reported_failures(published) == {}
 
 
