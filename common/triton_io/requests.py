@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from common.batches import isolated
 from common.errors import UnavailableError
 from common.process.health import health
 from common.process.logs import request_id
@@ -35,8 +36,8 @@ def respond_batch(
 ) -> list[Any]:
     """One response per request, in order: `compute` runs once, over the inputs that `parse` accepted.
 
-    A request that `parse` rejects gets its own error and the others are served. An error of `compute` goes to all
-    accepted requests, because no single input can be blamed.
+    A request that `parse` rejects gets its own error and the others are served; so does one whose input `compute` fails
+    for alone, after it has failed for the batch. `compute` must have no effect if it raises.
     """
     responses: list[Any] = [None] * len(requests)
     accepted: dict[int, InputT] = {}
@@ -47,15 +48,19 @@ def respond_batch(
             responses[index] = error_response(error, model)
     if not accepted:
         return responses
-    try:
-        results = compute(list(accepted.values()))
-        answers = [to_response(outputs) for outputs in results]
-        assert len(answers) == len(accepted), f"{len(accepted)} inputs gave {len(answers)} results"
+
+    def answer(inputs: Sequence[InputT]) -> list[Any]:
+        answers = [to_response(outputs) for outputs in compute(list(inputs))]
+        assert len(answers) == len(inputs), f"{len(inputs)} inputs gave {len(answers)} results"
         health.succeeded()
-    except Exception as error:
-        answers = [error_response(error, model) for _ in accepted]
-    for index, answer in zip(accepted, answers, strict=True):
-        responses[index] = answer
+        return answers
+
+    try:
+        answers = isolated(answer, list(accepted.values()))
+    except Exception as error:  # one that no input would survive
+        answers = [error] * len(accepted)
+    for index, result in zip(accepted, answers, strict=True):
+        responses[index] = error_response(result, model) if isinstance(result, Exception) else result
     return responses
 
 

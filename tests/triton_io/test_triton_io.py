@@ -106,12 +106,24 @@ def test_nothing_is_computed_if_no_request_is_valid():
 def test_a_failing_computation_answers_every_request_with_the_error(results):
     def compute(values: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
         if results is None:
-            raise MemoryError("full")
+            raise RuntimeError("the network does not fit")
         return results
 
     requests = [request(x=np.ones(1)), request(x=np.ones(1))]
     responses = triton_io.respond_batch(requests, lambda r: triton_io.require(r, "x"), compute, model="m")
     assert [response.error().code() for response in responses] == [TritonError.INTERNAL] * 2
+
+
+def test_an_input_that_cannot_be_computed_fails_alone():
+    def compute(values: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
+        if any(value[0] == 3 for value in values):
+            raise RuntimeError("a bad recording")
+        return [{"y": 2 * value} for value in values]
+
+    requests = [request(x=np.full(1, float(n))) for n in range(5)]
+    responses = triton_io.respond_batch(requests, lambda r: triton_io.require(r, "x"), compute, model="m")
+    assert [response.has_error() for response in responses] == [False, False, False, True, False]
+    assert [r.arrays()["y"][0] for r in responses if not r.has_error()] == [0, 2, 4, 8]
 
 
 # --- requests answered later -------------------------------------------------------------------------------------
