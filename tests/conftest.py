@@ -2,7 +2,6 @@
 
 import filecmp
 import importlib.util
-import os
 import shutil
 import signal
 import sys
@@ -134,5 +133,5 @@ def speech_stack(serve: Callable[..., object], demo_models: Path) -> Iterator[ob
 def _stop(running: list) -> None:
     while running:
         server = running.pop()[1]
-        os.killpg(server._process.pid, signal.SIGKILL)  # unloading takes 4 s and is tested in test_server.py
+        server.kill()  # unloading takes 4 s and is tested in test_server.py
         server.stop()

@@ -65,7 +65,7 @@ class Health:
 
     def values(self) -> Values:
         """As metrics."""
-        return {SUCCESS_AGE: round(self._clock() - self._succeeded_at, 3), FAILING: self._failing}
+        return {SUCCESS_AGE: round(self._clock() - self._succeeded_at, 3), FAILING: int(self._failing)}
 
 
 health = Health()  # of this process: Triton runs each model instance in one of its own

@@ -51,7 +51,7 @@ STOP_SECONDS = 12  # to finish running requests and unload the models; then the 
 _SWEEP = """
 if ! read -r _; then
     kill -s TERM "$1"
-    while [ "$3" -gt 0 ] && kill -s 0 -- "-$1"; do sleep 1; set -- "$1" "$2" $(($3 - 1)); done
+    while [ "$3" -gt 0 ] && kill -s 0 -- "-$1"; do sleep 1; set -- "$1" "$2" $(($3 - 1)) "$4"; done
 fi
 kill -s KILL -- "-$1"
 rm -f /dev/shm/"$2"*

@@ -7,7 +7,16 @@ import pytest
 
 from common.errors import FatalError, ModelCallError, UnavailableError, is_fatal
 from common.process.environment import METRICS_DIRECTORY
-from common.process.health import FAILING, SUCCESS_AGE, TEST_SECONDS, Health, report_failure, reported_failures
+from common.process.health import (
+    FAILING,
+    SUCCESS_AGE,
+    TEST_SECONDS,
+    Health,
+    ModelMonitor,
+    report_failure,
+    reported_failures,
+)
+from common.process.metrics import page, sum_of
 
 
 class Clock:
@@ -110,3 +119,10 @@ def test_without_a_directory_a_failure_is_only_logged(
 )
 def test_errors_after_which_a_process_cannot_serve(error: Exception, fatal: bool) -> None:
     assert is_fatal(error) == fatal
+
+
+def test_the_health_is_numbers_on_the_metrics_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    ModelMonitor({"model_name": "m", "model_instance_name": "m_0"}, test=dict).close()
+    published = page(tmp_path)
+    assert sum_of(published, FAILING.name) == 0 and 0 <= sum_of(published, SUCCESS_AGE.name) < 5

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -21,12 +22,13 @@ from common.process.environment import TEST_FAULTS
 from common.process.faults import GPU_ERROR, Fault
 from common.server import readiness
 from common.server.tritonserver import free_port
-from tests.support.serve_process import ServeProcess, StreamResult, rendered, serve_process, synthesize
+from tests.support.serve_process import VOICE, ServeProcess, StreamResult, rendered, serve_process, synthesize
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
 TEXT = "word " * 20
 STREAMS = 3
+SPEECH_PORT = free_port()
 END_SECONDS = 8.0  # 1.4 on an idle machine; 12 to 43 before
 
 
@@ -44,17 +46,14 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def speech_port() -> int:
-    return free_port()
-
-
-@pytest.fixture(scope="module")
 def servers(
-    repository: Path, faults: Path, demo_models: Path, speech_port: int, tmp_path_factory: pytest.TempPathFactory
+    repository: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], ServeProcess]]:
     """Returns the running server; a new one if a test has ended it."""
     running: list[ServeProcess] = []
-    options = ("--speech-port", str(speech_port), "--voices", str(demo_models / "voices"))
+    voices = tmp_path_factory.mktemp("voices")
+    shutil.copy(VOICE, voices / "anna.wav")
+    options = ("--speech-port", str(SPEECH_PORT), "--voices", str(voices))
     with contextlib.ExitStack() as stack:
 
         def current() -> ServeProcess:
@@ -139,10 +138,10 @@ def test_a_gpu_error_ends_the_server_with_its_reason(server: ServeProcess, fault
     assert reason in ended(server, begun)
 
 
-def test_when_the_orchestrator_dies_every_request_ends_at_once(server: ServeProcess, speech_port: int) -> None:
-    url = f"http://127.0.0.1:{speech_port}"
+def test_when_the_orchestrator_dies_every_request_ends_at_once(server: ServeProcess) -> None:
+    url = f"http://127.0.0.1:{SPEECH_PORT}"
     assert readiness.wait([f"{url}/health"], 30) == []
-    body = json.dumps({"model": "tts-1", "input": TEXT * 5, "voice": "rms", "response_format": "pcm"}).encode()
+    body = json.dumps({"model": "tts-1", "input": TEXT * 5, "voice": "anna", "response_format": "pcm"}).encode()
     request = urllib.request.Request(f"{url}/v1/audio/speech", body, {"Content-Type": "application/json"})
     begun = 0.0
     with urllib.request.urlopen(request, timeout=60) as answer:
