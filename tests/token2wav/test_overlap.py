@@ -172,3 +172,16 @@ def test_a_chunk_is_rendered_once_it_has_more_than_the_overlap(vocoder: Streamin
     (audio,) = streamed(vocoder, [mel], [[OVERLAP_FRAMES, 1, 3]])
     assert [len(part) for part in audio] == [0, HOP_SAMPLES, (OVERLAP_FRAMES + 3) * HOP_SAMPLES]
     assert all(np.isfinite(part).all() for part in audio)
+
+
+def test_what_a_last_chunk_without_frames_releases_is_not_changed_by_the_next_stream(
+    vocoder: StreamingVocoder, speech: Tensor
+) -> None:
+    mel = speech[:, :20]
+    stream = StreamedMel(vocoder, mel, [20, 0])
+    for _ in range(2):
+        (audio,) = vocoder.step(*([each] for each in stream.next()))
+    before = audio.clone()
+    vocoder.close(stream.stream.vocoder)
+    streamed(vocoder, [-mel], [[20]])
+    assert len(audio) == OVERLAP_SAMPLES and torch.equal(audio, before)

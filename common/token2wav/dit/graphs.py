@@ -1,6 +1,8 @@
 """The DiT's solve on a GPU: fused kernels that read each stream's own memory, as CUDA graphs by batch and length."""
 
+import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,7 +73,9 @@ class GraphedSolve:
         sizes = limits.sizes(limits.chunk_frames, limits.dit_frames)
         self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow")
         prompts = limits.sizes(limits.prompt_frames, limits.prefill_frames)
-        self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts")
+        # Graphs share all memory but that of their results. Those of a prefill are large: all get the same place.
+        memory = self._solver.memory(max(map(math.prod, prompts), default=0))
+        self._prompts = Graphs(partial(self._prefill, memory=memory), self._prompt_inputs, prompts, "prompts")
 
     def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
         B, T, _ = mu.shape
@@ -102,10 +106,13 @@ class GraphedSolve:
             self._pool.advance(chunk)
         return mel[:B, :T]
 
-    def _prefill(self, mu: Tensor, mel: Tensor, speaker: Tensor, table: Tensor) -> Scratch:
-        """mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B): fills a scratch of B prompts"""
+    def _prefill(
+        self, mu: Tensor, mel: Tensor, speaker: Tensor, table: Tensor, memory: Tensor | None = None
+    ) -> Scratch:
+        """mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B): fills a scratch of B prompts, see
+        `DiTSolver.scratch`"""
         solver, (B, T, _) = self._solver, mu.shape
-        scratch = solver.scratch(solver.no_history(2 * B), T)
+        scratch = solver.scratch(solver.no_history(2 * B), T, memory)
         conditions = solver.conditions(mu, speaker, mel)
         solver.solve(self._noise.gather(table[7], T), conditions, table[5], PagedContext(self._pool, table), scratch)
         return scratch

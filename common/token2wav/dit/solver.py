@@ -7,6 +7,7 @@ same in every step is computed once per solve.
 A batch of B streams has R = 2 B rows, the conditional ones first.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -129,11 +130,20 @@ class DiTSolver:
         like = self._static
         return like.new_zeros(self.steps, self.depth, 2, rows, CONV_HISTORY, like.shape[0])
 
-    def scratch(self, history: Tensor, frames: int) -> Scratch:
-        """Buffers for a solve over `frames` frames of R rows, given their convolution history."""
+    def memory(self, frames: int) -> Tensor:
+        """Memory (2, N) for the keys and values of a batch of that many frames, padding included."""
+        return self._static.new_empty(2, self.steps * self.depth * 2 * self.heads * frames * self.head_dim)
+
+    def scratch(self, history: Tensor, frames: int, memory: Tensor | None = None) -> Scratch:
+        """Buffers for a solve over `frames` frames of R rows, given their convolution history.
+
+        memory: for keys and values, of this batch's size or larger; without it, it is allocated.
+        """
         rows = history.shape[3]
-        keys = history.new_empty(self.steps, self.depth, rows, self.heads, frames, self.head_dim)
-        return Scratch(keys, torch.empty_like(keys), history, torch.empty_like(history))
+        shape = self.steps, self.depth, rows, self.heads, frames, self.head_dim
+        memory = self.memory(rows // 2 * frames) if memory is None else memory[:, : math.prod(shape)]
+        keys, values = memory.unflatten(1, shape)
+        return Scratch(keys, values, history, torch.empty_like(history))
 
     def solve(self, noise: Tensor, conditions: Tensor, frames: Tensor, context: Context, scratch: Scratch) -> Tensor:
         """noise (B, T, mel) float32, conditions (R, T, C), frames (B,) -> mel (B, T, mel) float32.

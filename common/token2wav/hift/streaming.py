@@ -72,12 +72,12 @@ class StreamingVocoder:
             ready.append(mel if state.pending is None else torch.cat([state.pending, mel], dim=1))
             frames = ready[index].shape[1]
             if frames == 0 and chunk.final and state.begun:
-                audio[index] = self.pool.speech[state.slot].cpu()
+                audio[index] = self.pool.speech[state.slot].to("cpu", copy=True)  # the slot's next stream writes there
             elif frames and (chunk.final or state.begun or frames > OVERLAP_FRAMES):
                 groups[self._length_class(frames), state.begun].append(index)
                 state.pending = None
             else:
-                state.pending = ready[index]
+                state.pending = ready[index].clone()  # the flow's next mel may be at the same place
         for (_, begun), members in groups.items():
             rows = [(chunks[index], ready[index]) for index in members]
             for index, speech in zip(members, isolated(partial(self._render, begun), rows), strict=True):
