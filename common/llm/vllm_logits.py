@@ -261,13 +261,14 @@ def _nucleus(
 
 
 def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Weights (R, C), numbers (R, 1) in [0, 1) -> columns (R, 1), sampled by weight.
+    """Weights (R, C), numbers (R, 1) in [0, 1) -> columns (R, 1), sampled by weight; the last one if a weight is NaN.
 
     In order of columns, not of weights, as by `sampler.TokenSampler`: near-equal weights may swap ranks when a batch of
     another size rounds differently.
     """
     cumulative = weights.cumsum(1, dtype=torch.float64)
-    return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    columns = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return columns.clamp(max=weights.shape[1] - 1)  # an index out of range ends a process that uses CUDA
 
 
 def _uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,18 @@ def test_removed_requests_leave_no_state_behind(batch):
         batch.remove(0)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("ras_window", [0, 10])
+def test_logits_that_are_not_finite_leave_the_other_requests_alone(batch, bad, ras_window):
+    """On a GPU an index out of range would end vLLM's process."""
+    batch.add({"ras_window": ras_window}, **FREE)
+    batch.add(**GREEDY)
+    logits = np.tile(peaked(batch, 3), (2, 1))
+    logits[0, 5] = bad
+    for _ in range(12):
+        assert batch.step(logits)[1] == 3
+
+
 def test_tokens_that_vllm_discards_do_not_count(batch):
     batch.add(**GREEDY, repetition_penalty=2.0)
     batch.add(**FREE, seed=5)
