@@ -1,5 +1,6 @@
 """The requests that wait for a token2wav service's thread, in the order of arrival."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ import numpy as np
 from common.errors import UnavailableError
 from common.token2wav.requests import Token2WavRequest
 from common.token2wav.stream import Chunk
+
+logger = logging.getLogger(__name__)
 
 Reply = Callable[[np.ndarray | BaseException], None]
 
@@ -30,12 +33,31 @@ class QueuedRequest:
     def stream_id(self) -> str:
         return self.request.stream_id
 
+    def client_has_gone(self) -> bool:
+        try:
+            return self.is_cancelled()
+        except Exception:  # an error with one request must not end the other streams
+            logger.exception("cannot find out whether a client has disconnected")
+            return False
+
+    def send(self, result: np.ndarray | BaseException) -> None:
+        """Reply; never raises."""
+        try:
+            self.reply(result)
+        except Exception:  # a receiver's error must not end the other streams
+            logger.exception("a reply failed")
+
 
 class RequestQueue:
-    """Any thread adds; the service's thread takes. `capacity`: requests that may wait."""
+    """Any thread adds; the service's thread takes.
 
-    def __init__(self, capacity: int, clock: Callable[[], float]):
-        self._capacity = capacity
+    max_new: requests for new listeners that may wait in addition to those for which there are slots. max_other: those
+    of the others, so that a crowd of new ones does not end what is being listened to.
+    """
+
+    def __init__(self, max_new: int, max_other: int, clock: Callable[[], float]):
+        self._max_new = max_new
+        self._max_other = max_other
         self._clock = clock
         self._waiting: list[QueuedRequest] = []
         self._arrivals = 0
@@ -46,13 +68,16 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Token2WavRequest, reply: Reply, is_cancelled: Callable[[], bool]) -> None:
-        """Raises UnavailableError if the queue is full or closed."""
+    def add(self, request: Token2WavRequest, reply: Reply, is_cancelled: Callable[[], bool], free: int) -> None:
+        """`free`: slots for new streams. Raises UnavailableError if the queue is full or closed."""
         with self._changed:
             if self.refusal:
                 raise self.refusal
-            if len(self._waiting) >= self._capacity:
-                raise UnavailableError(f"token2wav's queue is full: {len(self._waiting)} requests wait")
+            new = _is_new(request)
+            count = sum(_is_new(queued.request) == new for queued in self._waiting)
+            if count >= (self._max_new + free if new else self._max_other):
+                kind = "for new streams" if new else "of live streams"
+                raise UnavailableError(f"token2wav's queue is full: {count} requests {kind} wait")
             self._arrivals += 1
             self._waiting.append(QueuedRequest(request, reply, is_cancelled, self._arrivals, self._clock()))
             self._notify()
@@ -88,3 +113,8 @@ class RequestQueue:
     def _notify(self) -> None:
         self.version += 1
         self._changed.notify()
+
+
+def _is_new(request: Token2WavRequest) -> bool:
+    """Whether its listener has heard nothing yet; a later segment's start belongs to one who has."""
+    return request.start is not False and request.audio_left is None

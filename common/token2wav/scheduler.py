@@ -57,13 +57,14 @@ class Candidate:
         return self.audio_left is None or self.audio_left < PLENTY_SECONDS
 
 
-def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_frames: int) -> list[int]:
-    """Indices of the streams to open before the next batch of chunks, most urgent first. `waiting` is not empty.
+def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_frames: int, free: int) -> list[int]:
+    """Indices of the streams to open before the next batch of chunks, at most `free`. `waiting` is not empty.
 
     audio_left: of the queued chunks' listeners. A start whose prompt cache is there costs nothing and is never held
     back; neither is another start of a voice that is chosen. Voices that need a prefill are chosen as long as the
     padded prompts of all have at most `max_frames` frames, but only one of them while a listener is nearly dry: the
-    chunks wait for the prefill.
+    chunks wait for the prefill. The most urgent come first, but where there are fewer free slots than starts, the
+    listeners who already hear something: others would take the slot between two segments of a text.
     """
     nearly_dry = any(left is not None and left < NEARLY_DRY_SECONDS for left in audio_left)
     chosen: list[int] = []
@@ -78,7 +79,9 @@ def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_fra
             voices.add(start.voice)
             longest = max(longest, start.frames)
         chosen.append(index)
-    return chosen
+    if len(chosen) > free:
+        chosen.sort(key=lambda index: waiting[index].audio_left is None)
+    return chosen[:free]
 
 
 def pick(waiting: Sequence[Candidate], max_chunks: int, max_tokens: int) -> list[int]:

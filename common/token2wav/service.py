@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.constants import SAMPLE_RATE
+from common.constants import CALLS_AT_ONCE, SAMPLE_RATE
 from common.errors import FatalError, UnavailableError
 from common.playback import Playback
 from common.process import faults
@@ -46,7 +46,9 @@ SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
 TEST_STREAM = "test"  # no client can name it
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
-MAX_WAITING = 1024  # requests in the queue besides two for each stream: new streams that wait for a place
+# New streams that wait for a slot, at most. Each keeps one of the orchestrator's calls; the other half is for the
+# chunks and ends of the live streams, which free the slots.
+MAX_WAITING = CALLS_AT_ONCE // 2
 
 
 @dataclass
@@ -115,7 +117,7 @@ class Token2WavService:
         self._clock = clock
         self._streams: dict[str, LiveStream] = {}
         self._idled: deque[str] = deque(maxlen=self._limits.max_streams)  # those freed last because they were idle
-        self._queue = RequestQueue(2 * self._limits.max_streams + MAX_WAITING, clock)
+        self._queue = RequestQueue(MAX_WAITING, 2 * self._limits.max_streams, clock)
         self._served: list[QueuedRequest] = []  # in this turn, taken from the queue
         self._batches = 0
         self._chunks = 0
@@ -132,7 +134,12 @@ class Token2WavService:
 
         Raises UnavailableError at once when the queue is full or the service is closed.
         """
-        self._queue.add(request, reply, is_cancelled)
+        self._queue.add(request, reply, is_cancelled, self._free)
+
+    @property
+    def _free(self) -> int:
+        """Streams that can be opened now."""
+        return self._limits.max_streams - len(self._streams)
 
     def stats(self) -> Stats:
         contexts, context_waited_seconds = self._engine.contexts
@@ -148,13 +155,13 @@ class Token2WavService:
         )
 
     def test(self) -> None:
-        """Render a small stream through the queue. Raises what a client would get, UnavailableError without a slot."""
-        if (live := self.stats().live_streams) >= self._limits.max_streams:
-            raise UnavailableError(f"all {live} streams are taken")
+        """Render a small stream through the queue, or a whole utterance while all slots are taken: streams that idle in
+        all of them must not look like a failure. Raises what a client would get."""
+        final = True if self._free > 0 else None
         reply: Future[np.ndarray | BaseException] = Future()
         prompt, tokens = self._engine.sample()
-        stream = Token2WavRequest(TEST_STREAM, start=True, end=True, tokens=tokens, prompt=prompt, final=True)
-        self.submit(stream, reply.set_result)
+        request = Token2WavRequest(TEST_STREAM, start=True, end=True, tokens=tokens, prompt=prompt, final=final)
+        self.submit(request, reply.set_result)
         if isinstance(result := reply.result(), BaseException):
             raise result
 
@@ -199,8 +206,18 @@ class Token2WavService:
         return opened or bool(self._served)
 
     def _serve_aborts(self) -> None:
-        """First of all: an abort takes no time, and frees a slot for a stream that waits for one."""
+        """First of all: an abort takes no time, and frees a slot for a stream that waits for one.
+
+        A stream that waits for a slot and is aborted is not opened: until then it would only keep its senders waiting.
+        """
+        waiting = self._queue.waiting()
         for queued in self._queue.firsts():
+            if self._opens(queued) and queued.stream_id not in self._streams and self._free <= 0:
+                own = [other for other in waiting if other.stream_id == queued.stream_id]
+                end = next((index for index, other in enumerate(own) if other.request.aborts), 0)
+                for other in own[:end]:
+                    self._fail(other, UnavailableError(f"{other.stream_id} was ended before it was opened"))
+                queued = own[end]
             if queued.request.aborts:
                 self._take([queued])
                 self._close(queued.stream_id)
@@ -218,8 +235,8 @@ class Token2WavService:
         now = self._clock()
         live = (self._streams.get(queued.stream_id) for queued in firsts)
         listeners = [stream.playback.left(now) for stream in live if stream is not None]
-        order = starts([one.start for one in waiting], listeners, self._limits.prefill_frames)
-        chosen = [waiting[index] for index in order[: self._limits.max_streams - len(self._streams)]]
+        order = starts([one.start for one in waiting], listeners, self._limits.prefill_frames, self._free)
+        chosen = [waiting[index] for index in order]
         chosen = [one for one in chosen if not self._cancelled(one.queued)]
         self._prefill({one.start.voice: one.prompt for one in chosen if one.start.frames})
         for queued, prompt, _ in chosen:
@@ -322,7 +339,7 @@ class Token2WavService:
         can save much work.
         """
         waited = self._clock() - queued.arrived_at
-        if not ((queued.request.whole or waited > CANCEL_CHECK_SECONDS) and _client_has_gone(queued)):
+        if not ((queued.request.whole or waited > CANCEL_CHECK_SECONDS) and queued.client_has_gone()):
             return False
         self._fail(queued, asyncio.CancelledError())
         return True
@@ -376,7 +393,7 @@ class Token2WavService:
 
     def _reply(self, queued: QueuedRequest, result: np.ndarray | BaseException) -> None:
         queued.replied = True
-        self._replies.submit(_send, queued, result)
+        self._replies.submit(queued.send, result)
 
     def _without_rendering(self, request: Token2WavRequest) -> np.ndarray | None:
         """The reply to a request that renders no chunk: a whole utterance or nothing. None if it is a chunk's."""
@@ -406,21 +423,6 @@ class Token2WavService:
     def _close(self, stream_id: str) -> None:
         if live := self._streams.pop(stream_id, None):
             self._engine.close(live.stream)
-
-
-def _client_has_gone(queued: QueuedRequest) -> bool:
-    try:
-        return queued.is_cancelled()
-    except Exception:  # an error with one request must not end the other streams
-        logger.exception("cannot find out whether a client has disconnected")
-        return False
-
-
-def _send(queued: QueuedRequest, result: np.ndarray | BaseException) -> None:
-    try:
-        queued.reply(result)
-    except Exception:  # a receiver's error must not end the other streams
-        logger.exception("a reply failed")
 
 
 def _same_voice(one: Prompt, other: Prompt) -> bool:

@@ -83,28 +83,34 @@ def start(voice: bytes, *, frames: int = 250, audio_left: float | None = None, a
 
 def test_new_voices_are_prefilled_together_as_far_as_their_padded_prompts_fit() -> None:
     waiting = [start(b"%d" % voice, frames=200 + 50 * voice, arrived=voice) for voice in range(4)]
-    assert starts(waiting, [], max_frames=2048) == [0, 1, 2, 3]
-    assert starts(waiting, [], max_frames=3 * 300) == [0, 1, 2]
-    assert starts(waiting, [], max_frames=10) == [0]
+    assert starts(waiting, [], max_frames=2048, free=64) == [0, 1, 2, 3]
+    assert starts(waiting, [], max_frames=3 * 300, free=64) == [0, 1, 2]
+    assert starts(waiting, [], max_frames=10, free=64) == [0]
 
 
 def test_one_voice_at_a_time_is_prefilled_while_a_listener_is_nearly_dry() -> None:
     waiting = [start(b"%d" % voice, arrived=voice) for voice in range(32)]
-    assert starts(waiting, [5.0, 0.2], max_frames=4096) == [0]
-    assert starts(waiting, [5.0, None, -2.0], max_frames=4096) == [0]
-    assert len(starts(waiting, [5.0, None], max_frames=4096)) == 16
+    assert starts(waiting, [5.0, 0.2], max_frames=4096, free=64) == [0]
+    assert starts(waiting, [5.0, None, -2.0], max_frames=4096, free=64) == [0]
+    assert len(starts(waiting, [5.0, None], max_frames=4096, free=64)) == 16
 
 
 def test_starts_that_need_no_prefill_of_their_own_are_never_held_back() -> None:
     """The voice of the second is known, that of the third is prefilled for the first."""
     waiting = [start(b"a"), start(b"b", frames=0, arrived=1), start(b"a", arrived=2), start(b"c", arrived=3)]
-    assert starts(waiting, [0.1], max_frames=4096) == [0, 1, 2]
+    assert starts(waiting, [0.1], max_frames=4096, free=64) == [0, 1, 2]
 
 
 def test_the_start_of_a_later_segment_comes_after_those_of_listeners_without_audio() -> None:
     waiting = [start(b"a", audio_left=3.0), start(b"b", audio_left=0.5, arrived=1), start(b"c", arrived=2)]
-    assert starts(waiting, [], max_frames=4096) == [2, 1, 0]
-    assert starts(waiting, [0.0], max_frames=4096) == [2]
+    assert starts(waiting, [], max_frames=4096, free=64) == [2, 1, 0]
+    assert starts(waiting, [0.0], max_frames=4096, free=64) == [2]
+
+
+def test_a_later_segment_gets_a_slot_before_new_listeners() -> None:
+    """They would take it between two segments of a text, as long as new ones arrive."""
+    waiting = [start(b"a"), start(b"b", frames=0, audio_left=3.0, arrived=1), start(b"c", arrived=2)]
+    assert [starts(waiting, [], max_frames=4096, free=free) for free in range(4)] == [[], [1], [1, 0], [0, 2, 1]]
 
 
 class Listeners:
