@@ -69,14 +69,15 @@ class RequestQueue:
         return len(self._waiting)
 
     def add(self, request: Token2WavRequest, reply: Reply, is_cancelled: Callable[[], bool], free: int) -> None:
-        """`free`: slots for new streams. Raises UnavailableError if the queue is full or closed."""
+        """`free`: slots for new streams. Raises UnavailableError if the queue is full or closed; an abort only
+        if it is closed."""
         with self._changed:
             if self.refusal:
                 raise self.refusal
             new = _is_new(request)
             count = sum(_is_new(queued.request) == new for queued in self._waiting)
-            if count >= (self._max_new + free if new else self._max_other):
-                kind = "for new streams" if new else "of live streams"
+            if not request.aborts and count >= (self._max_new + free if new else self._max_other):
+                kind = "for new streams" if new else "of open streams"
                 raise UnavailableError(f"token2wav's queue is full: {count} requests {kind} wait")
             self._arrivals += 1
             self._waiting.append(QueuedRequest(request, reply, is_cancelled, self._arrivals, self._clock()))

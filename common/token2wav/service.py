@@ -117,7 +117,7 @@ class Token2WavService:
         self._clock = clock
         self._streams: dict[str, LiveStream] = {}
         self._idled: deque[str] = deque(maxlen=self._limits.max_streams)  # those freed last because they were idle
-        self._queue = RequestQueue(MAX_WAITING, 2 * self._limits.max_streams, clock)
+        self._queue = RequestQueue(MAX_WAITING, 2 * (self._limits.max_streams + MAX_WAITING), clock)
         self._served: list[QueuedRequest] = []  # in this turn, taken from the queue
         self._batches = 0
         self._chunks = 0
@@ -210,18 +210,21 @@ class Token2WavService:
 
         A stream that waits for a slot and is aborted is not opened: until then it would only keep its senders waiting.
         """
-        waiting = self._queue.waiting()
         for queued in self._queue.firsts():
             if self._opens(queued) and queued.stream_id not in self._streams and self._free <= 0:
-                own = [other for other in waiting if other.stream_id == queued.stream_id]
-                end = next((index for index, other in enumerate(own) if other.request.aborts), 0)
-                for other in own[:end]:
-                    self._fail(other, UnavailableError(f"{other.stream_id} was ended before it was opened"))
-                queued = own[end]
+                queued = self._drop_if_aborted(queued)
             if queued.request.aborts:
                 self._take([queued])
                 self._close(queued.stream_id)
                 self._reply(queued, SILENCE)
+
+    def _drop_if_aborted(self, start: QueuedRequest) -> QueuedRequest:
+        """Refuse the requests of a stream before its abort, which is returned; `start` itself if there is none."""
+        own = [queued for queued in self._queue.waiting() if queued.stream_id == start.stream_id]
+        end = next((index for index, queued in enumerate(own) if queued.request.aborts), 0)
+        for queued in own[:end]:
+            self._fail(queued, UnavailableError(f"{queued.stream_id} was ended before it was opened"))
+        return own[end]
 
     def _serve_starts(self) -> bool:
         """Open the streams that `scheduler.starts` chooses, new voices prefilled in one batch; False if there is none.
@@ -399,6 +402,9 @@ class Token2WavService:
         """The reply to a request that renders no chunk: a whole utterance or nothing. None if it is a chunk's."""
         if request.whole:
             return self._engine.whole(_prompt_of(request), request.tokens, request.speed)
+        if request.aborts:  # its turn came after `_serve_aborts`
+            self._close(request.stream_id)
+            return SILENCE
         if request.stream_id not in self._streams:
             raise ValueError(
                 f"{request.stream_id} is not live: it was not opened, has ended or failed, or was idle for "

@@ -326,12 +326,13 @@ def test_a_full_queue_is_refused_at_once_and_new_streams_leave_room_for_live_one
     waiting += [client.post(new, [4], start=True, prompt=PROMPT, final=True, end=True) for new in range(2, 7)]
     with pytest.raises(UnavailableError, match="queue is full: 5 requests for new streams wait"):
         client.post(7, start=True, prompt=PROMPT)
-    waiting += [client.post(1, [4], final=False) for _ in range(7)]
+    waiting += [client.post(1, [4], final=False) for _ in range(11)]
     waiting.append(client.post(8, [4], start=True, prompt=PROMPT, final=True, end=True, audio_left=1.0))
-    with pytest.raises(UnavailableError, match="queue is full: 8 requests of live streams wait"):
+    with pytest.raises(UnavailableError, match="queue is full: 12 requests of open streams wait"):
         client.post(1, [4], final=False)
+    ended = client.post(9, end=True)
     engine.gate.set()
-    assert all(len(replies.get(timeout=10)) for replies in waiting)
+    assert all(len(replies.get(timeout=10)) for replies in waiting) and len(ended.get(timeout=10)) == 0
     service.close()
 
 
@@ -473,6 +474,14 @@ def test_an_abort_is_served_before_everything_else(client, engine):
         assert isinstance(replies.get(timeout=10), np.ndarray)
     assert closed[0] == 1  # after the batch that was running, before the others
     assert engine.batches == [[40], [1, 2, 3]]
+
+
+def test_an_end_that_waits_behind_its_start_frees_the_stream(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    waiting += [client.post(5, start=True, prompt=PROMPT), client.post(5, end=True)]
+    engine.gate.set()
+    assert all(isinstance(replies.get(timeout=10), np.ndarray) for replies in waiting)
+    assert service.stats().live_streams == 1
 
 
 def test_a_later_segment_waits_for_listeners_with_less_audio(client, engine, clock):
