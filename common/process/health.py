@@ -104,8 +104,11 @@ def report_failure(model: str, error: BaseException) -> None:
     logger.critical("%s has to be restarted: %s: %s", model, type(error).__name__, error)
     if directory := ModelEnvironment.read().metrics_directory:
         work = directory / f"{model}.new"
-        work.write_text(str(error).strip().partition("\n")[0])
-        work.rename(directory / f"{model}{FAILED}")
+        try:
+            work.write_text(str(error).strip().partition("\n")[0])
+            work.rename(directory / f"{model}{FAILED}")
+        except OSError:  # such as a full disk: the caller still has to answer its request
+            logger.exception("the failure of %s cannot be reported", model)
 
 
 def reported_failures(directory: Path) -> dict[str, str]:

@@ -84,7 +84,8 @@ class Responder:
             else:
                 assert self._held is None, "second response from a model that is not decoupled"
                 self._held = response
-        health.succeeded()
+        if any(array.size for array in outputs.values()):  # an empty one, as to a stream's start, took no work
+            health.succeeded()
 
     def check_answered(self) -> None:
         """RuntimeError if a model that is not decoupled is about to end a request without a response."""

@@ -318,6 +318,12 @@ def test_an_error_that_the_process_does_not_survive_is_reported_and_unavailable(
     assert reported_failures(published) == {"m": str(error)}
 
 
+def test_a_failure_that_cannot_be_reported_is_still_answered(published: Path, caplog: pytest.LogCaptureFixture):
+    published.rmdir()
+    assert triton_io.error_response(FatalError("the engine is dead"), "m").error().code() == TritonError.UNAVAILABLE
+    assert "cannot be reported" in caplog.text
+
+
 def test_other_errors_are_not_reported(published: Path):
     for error in (RuntimeError("a bug"), UnavailableError("full"), ValueError("a bad value"), asyncio.CancelledError()):
         triton_io.error_response(error, "m")
@@ -346,6 +352,11 @@ def test_an_answer_proves_that_the_model_works_and_a_bug_makes_it_test_itself(mo
     triton_io.answer_later(sent, "y", model="m")(np.ones(1))
     now.test_if_due(lambda: tested.append(2), "m")
     assert tested == [1]
+    triton_io.error_response(RuntimeError("a bug"), "m")
+    sent = request(x=np.ones(1))
+    triton_io.answer_later(sent, "y", model="m")(np.ones(0))
+    now.test_if_due(lambda: tested.append(3), "m")
+    assert tested == [1, 3]
 
 
 def test_lines_in_the_log_have_time_model_and_request(published: Path, monkeypatch: pytest.MonkeyPatch):
