@@ -118,7 +118,8 @@ def default_sampling(config: OrchestratorConfig) -> Sampling:
         "tensorrt_llm, or `vllm serve` with llm_dialect vllm",
         sampling.ras_window,
     )
-    return dataclasses.replace(sampling, **preset_values("triton"))
+    without_ras = {name: value for name, value in own.items() if not name.startswith("ras_")}
+    return dataclasses.replace(sampling, **preset_values("triton") | without_ras)
 
 
 def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:

@@ -54,6 +54,7 @@ SERVERS = {"llm_transport": "openai", "llm_urls": ("http://a",)}
         ),
         ({"sampling": "cosyvoice2", "llm_backend": "tensorrtllm"}, Sampling(), True),
         ({"sampling": "triton", "llm_backend": "tensorrtllm"}, Sampling(), False),
+        ({"top_k": 7, "ras_window": 5, "llm_backend": "tensorrtllm"}, Sampling(top_k=7), True),
         ({"sampling": "cosyvoice2", "max_tokens": 9, **SERVERS}, Sampling(max_tokens=9), True),
         ({"sampling": "cosyvoice2", "llm_dialect": "chat", **SERVERS}, Sampling(), True),
         ({"sampling": "cosyvoice2", "llm_dialect": "vllm", **SERVERS}, Sampling(**preset_values("cosyvoice2")), False),
