@@ -14,6 +14,9 @@ WATCH_SECONDS = 0.5  # between two looks
 # After the first, the server is not ready; after the second it has to be restarted, because neither heals by itself.
 SILENT_SECONDS, HUNG_SECONDS = 3.0, 15.0  # without a renewed file; 15 s is also when calls of a model time out
 IDLE_SECONDS, USELESS_SECONDS = 30.0, 60.0  # without an answered request or a passed test
+# The second for a model that has not failed its test but does not come to it: a CPU renders a long utterance, as
+# upstream's clients send it, for minutes, and is sound.
+STUCK_SECONDS = 600.0
 
 
 @dataclass
@@ -43,7 +46,7 @@ class ModelWatch:
         for instance in self._instances.values():
             if instance.silent >= HUNG_SECONDS:
                 return f"the process of model {instance.model} hangs: no sign of life for {instance.silent:.0f} s"
-            if instance.success_age >= USELESS_SECONDS:
+            if instance.success_age >= (USELESS_SECONDS if instance.failing else STUCK_SECONDS):
                 return f"model {instance.model} has completed no request and no test for {instance.success_age:.0f} s"
         return None
 

@@ -15,6 +15,7 @@ from common.server.watch import (
     HUNG_SECONDS,
     IDLE_SECONDS,
     SILENT_SECONDS,
+    STUCK_SECONDS,
     USELESS_SECONDS,
     WATCH_SECONDS,
     ModelWatch,
@@ -64,7 +65,8 @@ def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(directory:
     for age, doubts, useless in (
         (IDLE_SECONDS - 1, "", False),
         (IDLE_SECONDS, "m completes nothing", False),
-        (USELESS_SECONDS, "m completes nothing", True),
+        (USELESS_SECONDS, "m completes nothing", False),  # perhaps a long utterance on a CPU
+        (STUCK_SECONDS, "m completes nothing", True),
     ):
         model.publish(age)
         assert (watch.look() is not None) == useless and watch.doubts() == doubts
@@ -79,6 +81,8 @@ def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(direc
     model.health.test_if_due(fail, "m")
     model.publish()
     assert watch.look() is None and watch.doubts() == "m fails its own test"
+    model.publish(USELESS_SECONDS)
+    assert watch.look() is not None
     model.health.succeeded()
     model.publish()
     assert watch.look() is None and watch.doubts() == ""
