@@ -27,7 +27,7 @@ OPTIONS = [
     *("--disable-background-networking", "--disable-sync"),
     *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),  # a microphone that beeps
 ]
-LONG = "This sentence is one of many that follow each other for quite a while. " * 12
+LONG = "This sentence is one of many that follow each other for quite a while. " * 50
 SECOND = 1000.0
 
 # Records the audio that is really played.
@@ -108,6 +108,14 @@ def test_stop_ends_playback_and_the_work(page: Any, speech_stack: SpeechStack, b
     page.wait_for_timeout(300)
     assert page.evaluate("window.played.length") == played
     assert page.get_by_role("button", name="Speak", exact=True).is_enabled()
+
+
+def test_stop_also_ends_the_playback_of_audio_that_has_arrived(page: Any) -> None:
+    page.get_by_label("Text", exact=True).fill(LONG[:200])
+    page.get_by_role("button", name="Speak", exact=True).click()
+    page.get_by_role("link", name="Download WAV").wait_for()
+    page.get_by_role("button", name="Stop", exact=True).click()
+    page.get_by_text("Stopped.").wait_for()
 
 
 def test_a_voice_is_recorded_used_saved_and_deleted(page: Any) -> None:

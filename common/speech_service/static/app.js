@@ -93,7 +93,7 @@ async function speak() {
     $("factor").textContent = (seconds / player.seconds).toFixed(2);
     offer();
     while (player.sounding && !current.signal.aborted) await new Promise((wait) => setTimeout(wait, 50));
-    if (!current.signal.aborted) say(`Done: ${player.seconds.toFixed(1)} seconds.`);
+    say(current.signal.aborted ? "Stopped." : `Done: ${player.seconds.toFixed(1)} seconds.`);
   } catch (error) {
     if (current.signal.aborted) say("Stopped.");
     else say(player?.samples ? `The answer was cut off: ${error.message}` : error.message, true);
