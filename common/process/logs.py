@@ -21,5 +21,6 @@ def configure() -> None:
 
 
 def _add_request(record: logging.LogRecord) -> bool:
-    record.request = f"[{request}] " if (request := request_id.get()) else ""
+    # Quoted, because clients choose it: it must not begin a line of its own.
+    record.request = f"[{request!r}] " if (request := request_id.get()) else ""
     return True

@@ -364,8 +364,9 @@ def test_lines_in_the_log_have_time_model_and_request(published: Path, monkeypat
     monkeypatch.setattr(logging, "root", root)
     logs.configure()
     (handler,) = root.handlers
-    token = logs.request_id.set("r-1")
+    token = logs.request_id.set("r-1\nE1122 forged")
     record = logging.LogRecord("common.x", logging.ERROR, "", 1, "it failed: %s", ("why",), None)
     assert handler.filter(record)
-    assert re.fullmatch(r"E\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ common\.x\] \[r-1\] it failed: why", handler.format(record))
+    line = r"E\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ common\.x\] \['r-1\\nE1122 forged'\] it failed: why"
+    assert re.fullmatch(line, handler.format(record))
     logs.request_id.reset(token)
