@@ -34,6 +34,8 @@ from tests.support.streams import VOICES_BYTES, dit_pieces, ids, prompt, tensors
 from tools.parity.reference import dit_flow, unet_flow
 from tools.parity.reference.encoder import encode_chunk
 
+pytestmark = pytest.mark.slow  # every test renders 30 s of audio or more
+
 TOKENS = 30 * TOKEN_RATE
 UNLIMITED = TOKENS
 LIMITS = BatchLimits(max_streams=2)
