@@ -1,7 +1,23 @@
-"""Fused GPU kernels in Triton (the language). Importing this package needs a GPU build of torch."""
+"""Fused GPU kernels in Triton (the language). Importing this package needs the package triton, which comes with CUDA
+builds of torch."""
 
 from common.kernels.attention import append, attend_blocks, attend_paged
+from common.kernels.decoder import attend_pages, gated, project_add, project_heads, project_normed
+from common.kernels.draw import draw
 from common.kernels.linear import add_norm_mish, linear
 from common.kernels.snake import snake
 
-__all__ = ["add_norm_mish", "append", "attend_blocks", "attend_paged", "linear", "snake"]
+__all__ = [
+    "add_norm_mish",
+    "append",
+    "attend_blocks",
+    "attend_paged",
+    "attend_pages",
+    "draw",
+    "gated",
+    "linear",
+    "project_add",
+    "project_heads",
+    "project_normed",
+    "snake",
+]

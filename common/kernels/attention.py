@@ -1,12 +1,13 @@
-"""Attention over keys and values where they are stored, and storing a stream's newest ones in its ring buffer."""
+"""Attention over keys and values where they are stored, and storing a stream's newest ones there."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.tiles import tiles
+
 LOG2_E = 1.4426950408889634
-FEW_QUERIES = 1024  # batches of at most this many queries use small tiles
 
 
 @triton.jit
@@ -84,10 +85,11 @@ def attend_paged(
     R, H, T, D = q.shape
     steps, depth = ring_keys.shape[1:3]
     out = torch.empty(R, T, H * D, device=q.device, dtype=k.dtype)
-    block_q = 16 if R * T <= FEW_QUERIES // 4 else 64
-    _attend_paged[(triton.cdiv(T, block_q), R * H)](
+    span = tiles(k.dtype).paged(R * T)
+    _attend_paged[(triton.cdiv(T, span.queries), R * H)](
         q, k, v, out, table, ring_keys, ring_values, R // 2, T, plane, steps * depth, D**-0.5 * LOG2_E,
-        H=H, D=D, RING=ring_keys.shape[-2], BLOCK_Q=block_q, BLOCK_K=64,
+        H=H, D=D, RING=ring_keys.shape[-2], BLOCK_Q=span.queries, BLOCK_K=span.keys,
+        num_warps=span.warps, num_stages=span.stages,
     )  # fmt: skip
     return out
 
@@ -122,38 +124,41 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, frames: Tensor, chunk: int) -
     """
     R, H, T, D = q.shape
     out = torch.empty(R, T, H * D, device=q.device, dtype=k.dtype)
-    block_q = 32 if R * T <= FEW_QUERIES else 64
-    _attend_blocks[(triton.cdiv(T, block_q), R * H)](
+    span = tiles(k.dtype).blocks(R * T)
+    _attend_blocks[(triton.cdiv(T, span.queries), R * H)](
         q, k, v, out, frames, len(frames), T, D**-0.5 * LOG2_E,
-        H=H, D=D, CHUNK=chunk, BLOCK_Q=block_q, BLOCK_K=64,
+        H=H, D=D, CHUNK=chunk, BLOCK_Q=span.queries, BLOCK_K=span.keys,
+        num_warps=span.warps, num_stages=span.stages,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["B", "T"])
-def _append(new_ptr, ring_ptr, table_ptr, B, T, planes, H, D: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr):
-    head, row, plane = tl.program_id(1) % H, tl.program_id(1) // H, tl.program_id(2)
+@triton.jit(do_not_specialize=["B", "T", "step"])
+def _append(keys_ptr, values_ptr, table_ptr, B, T, H, step, D: tl.constexpr, BLOCK: tl.constexpr):
+    head, row, layer = tl.program_id(1) % H, tl.program_id(1) // H, tl.program_id(2)
     stream, guidance = row % B, row // B
-    slot = tl.load(table_ptr + 3 * B + stream)
-    own = tl.load(table_ptr + 5 * B + stream).to(tl.int32)
-    place = tl.load(table_ptr + 6 * B + stream).to(tl.int32)
-    count = tl.minimum(own, RING)
+    own = tl.load(table_ptr + 5 * B + stream)
+    place = tl.load(table_ptr + 6 * B + stream)
+    length = tl.load(table_ptr + 10 * B + stream)
+    count = tl.minimum(own, length)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    lane = tl.arange(0, D)
+    lane = tl.arange(0, D)[None, :]
     mask = (at < count)[:, None]
-    chunk = ((plane * 2 * B + row).to(tl.int64) * H + head) * T * D
-    x = tl.load(new_ptr + chunk + (own - count + at)[:, None] * D + lane[None, :], mask=mask)
-    ring = (((slot * planes + plane) * 2 + guidance) * H + head) * RING * D
-    tl.store(ring_ptr + ring + ((place + at) % RING)[:, None] * D + lane[None, :], x, mask=mask)
+    chunk = ((layer * 2 * B + row).to(tl.int64) * H + head) * T * D
+    source = chunk + (own - count + at)[:, None] * D + lane
+    of_plane = (((step * tl.num_programs(2) + layer) * 2 + guidance) * H + head) * length * D
+    target = of_plane + ((place + at) % length)[:, None] * D + lane
+    keys = tl.load(table_ptr + 8 * B + stream).to(keys_ptr.dtype)
+    tl.store(keys + target, tl.load(keys_ptr + source, mask=mask), mask=mask)
+    values = tl.load(table_ptr + 9 * B + stream).to(values_ptr.dtype)
+    tl.store(values + target, tl.load(values_ptr + source, mask=mask), mask=mask)
 
 
-def append(new: Tensor, ring: Tensor, table: Tensor) -> None:
-    """Store the newest frames of each stream in its ring: new (steps, depth, R, H, T, D), ring and table as above.
+def append(keys: Tensor, values: Tensor, table: Tensor, step: int) -> None:
+    """Store the newest frames of each stream at one step, keys and values (depth, R, H, T, D), in its ring or prompt.
 
-    Row 6 of the table: index in its ring of a stream's next frame.
+    The table is that of `attend_paged` with further rows: 6 index of a stream's next frame there, 8 and 9 address of
+    its keys and of its values (steps, depth, 2, H, length, D), 10 length.
     """
-    steps, depth, R, H, T, D = new.shape
-    length = ring.shape[-2]
-    _append[(triton.cdiv(min(T, length), 32), R * H, steps * depth)](
-        new, ring, table, R // 2, T, steps * depth, H, D=D, RING=length, BLOCK=32
-    )
+    depth, R, H, T, D = keys.shape
+    _append[(triton.cdiv(T, 32), R * H, depth)](keys, values, table, R // 2, T, H, step, D=D, BLOCK=32)

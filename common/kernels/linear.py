@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_ROWS = 128  # at most this many rows use small tiles: large ones would leave multiprocessors idle
+from common.kernels.tiles import FEW_ROWS, tiles
 
 
 @triton.jit
@@ -192,31 +192,15 @@ def linear(
         D = out.shape[-1]
     else:
         out = keys = values = x.new_empty(R, T, N) if add_to is None else add_to
-    bm, bn, bk, warps, stages = _tiles(M, N, weight.shape[1], D)
-    _linear[(triton.cdiv(M, bm), triton.cdiv(N, bn))](
+    tile = tiles(x.dtype).linear(M, N, weight.shape[1], D)
+    _linear[(triton.cdiv(M, tile.rows), triton.cdiv(N, tile.columns))](
         x, weight, bias, out, scale, shift, gate, extra, keys, values, qk_norm, M, T, N, eps,
         C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None,
         BIAS=bias is not None, ACTIVATION=activation, RESIDUAL=add_to is not None, GATE=gate is not None,
         HEADS=N // (3 * D) if D else 0, QK_NORM=qk_norm is not None,
-        BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
+        BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def _tiles(M: int, N: int, K: int, D: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a tile, warps, pipeline stages; the best of those measured on an H200.
-
-    D: width of a head, if a tile is one head; else 0.
-    """
-    if M <= FEW_ROWS:
-        return (16, D, 128, 4, 4) if D else (16, 64 if N > 1024 else 32, 128, 4, 4)
-    if D:
-        return (64, D, 64, 4, 3) if M <= 1024 else (128, D, 64, 8, 3)
-    if M * N <= 512 * 512:
-        return 64, 32, 64, 4, 4
-    if M * N <= 4096 * 512:
-        return 64, 64, 64, 4, 4
-    return (128, 256, 64, 8, 3) if K >= 1536 and M >= 4096 else (128, 128, 64, 8, 3)
 
 
 @triton.jit(do_not_specialize=["M"])

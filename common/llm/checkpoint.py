@@ -35,6 +35,12 @@ def read_limits(model_dir: str | Path) -> LLMLimits:
         raise ValueError(f"{path} is not the configuration of a language model: it has no {missing}") from None
 
 
+def follows_instructions(model_dir: str | Path) -> bool:
+    """Whether the model was trained to follow instructions: not if its `config.json` says so, as the demo's does."""
+    path = Path(model_dir) / "config.json"
+    return not path.is_file() or bool(json.loads(path.read_text()).get("follows_instructions", True))
+
+
 def read_head_bias(model_dir: str | Path) -> np.ndarray | None:
     """`lm_head.bias` (vocabulary,) of the weights; None if they have none.
 

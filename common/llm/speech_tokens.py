@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 
 from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
 from common.llm.interface import LLMPrompt
-from common.stacks import COSYVOICE2_LLM, TokenizerRules
+from common.stacks import COSYVOICE2_TOKENS, COSYVOICE3_TOKENS, TokenizerRules
 from common.text.cleaning import strip_control_tokens
 
-COSYVOICE2 = COSYVOICE2_LLM.tokenizer
+COSYVOICE2, COSYVOICE3 = COSYVOICE2_TOKENS, COSYVOICE3_TOKENS
 
 
 def chat_template(rules: TokenizerRules = COSYVOICE2) -> str:
@@ -31,7 +31,7 @@ def speech_token_text(tokens: Sequence[int]) -> str:
 
 def added_tokens(rules: TokenizerRules = COSYVOICE2) -> list[str]:
     """The tokens that the LLM adds to Qwen2's vocabulary, in the order of their ids."""
-    return [*(f"<|s_{token}|>" for token in range(SPEECH_VOCAB)), *rules.ends, rules.sos, rules.task]
+    return [*(f"<|s_{token}|>" for token in range(SPEECH_VOCAB)), *rules.after_speech]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,11 @@ class LLMTokenizer:
     rules: TokenizerRules = COSYVOICE2
 
     @classmethod
-    def from_dir(cls, tokenizer_dir: str | Path, rules: TokenizerRules = COSYVOICE2) -> "LLMTokenizer":
-        """Read `tokenizer.json`. Raises ValueError if it is missing or not the tokenizer of a CosyVoice2 LLM."""
+    def from_dir(cls, tokenizer_dir: str | Path, rules: TokenizerRules | None = None) -> "LLMTokenizer":
+        """Read `tokenizer.json`. rules: by default CosyVoice3's if it has the last of their tokens, else CosyVoice2's.
+
+        Raises ValueError if the file is missing or not the tokenizer of such an LLM.
+        """
         path = Path(tokenizer_dir) / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"LLM tokenizer: no file {path}")
@@ -60,16 +63,19 @@ class LLMTokenizer:
         except Exception as error:  # what the library raises is no more specific
             raise ValueError(f"{path} is not a tokenizer, or is damaged: {error}") from None
 
+        if rules is None:
+            rules = COSYVOICE2 if tokenizer.token_to_id(COSYVOICE3.after_speech[-1]) is None else COSYVOICE3
+
         def token_id(token: str) -> int:
             found = tokenizer.token_to_id(token)
             if found is None:
-                raise ValueError(f"{path} has no token {token}: not the tokenizer of a CosyVoice2 LLM")
+                raise ValueError(f"{path} has no token {token}: not the tokenizer of a CosyVoice LLM")
             return found
 
         first, last = token_id("<|s_0|>"), SPEECH_VOCAB - 1
         if token_id(f"<|s_{last}|>") != first + last:
             raise ValueError(f"{path}: ids of <|s_0|>..<|s_{last}|> are not consecutive from {first}")
-        # The official vocabulary has all three end tokens, of which only the first is used in training.
+        # The official vocabularies have all end tokens, of which only the first is used in training.
         others = (tokenizer.token_to_id(token) for token in rules.ends[1:])
         end_ids = (token_id(rules.ends[0]), *(found for found in others if found is not None))
         token_id(rules.end_of_prompt)  # its id is not used, but its text must be one token
@@ -83,8 +89,8 @@ class LLMTokenizer:
     def encode_prompt(self, prompt: LLMPrompt) -> list[int]:
         """Token ids of the template `<|sos|>{prompt text}{target text}<|task_id|>{speech tokens}`.
 
-        The prompt text is the transcript or the instruction. It is tokenized apart from the target text, as by
-        upstream's `CosyVoiceFrontEnd`: no token spans both.
+        The prompt text is the transcript or the instruction, after CosyVoice3's system words. It is tokenized apart
+        from the target text, as by upstream's `CosyVoiceFrontEnd`: no token spans both.
         """
         before, target = self._texts(prompt)
         speech = self.to_llm_ids(prompt.speech_tokens)
@@ -110,10 +116,12 @@ class LLMTokenizer:
 
     def _texts(self, prompt: LLMPrompt) -> tuple[str, str]:
         """Prompt and target text, with no control token except the one that ends an instruction."""
-        before = strip_control_tokens(prompt.instruction or prompt.prompt_text)
-        if prompt.instruction:
-            before += self.rules.end_of_prompt
-        return before, strip_control_tokens(prompt.target_text)
+        instruction, transcript = strip_control_tokens(prompt.instruction), strip_control_tokens(prompt.prompt_text)
+        if instruction and self.rules.system:
+            instruction = f" {instruction.strip().removeprefix(self.rules.system).strip()}"
+        before = self.rules.system + instruction
+        before += self.rules.end_of_prompt if before else ""
+        return before + ("" if instruction else transcript), strip_control_tokens(prompt.target_text)
 
     def _text_ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -140,6 +148,7 @@ class SpeechTokenParser:
     """Reads speech ids from streamed text whose pieces may end anywhere inside a token. Other text is skipped."""
 
     def __init__(self, rules: TokenizerRules = COSYVOICE2) -> None:
+        self._ends = frozenset(rules.ends)
         ends = "|".join(re.escape(token) for token in rules.ends)
         self._token = re.compile(rf"<\|s_(\d{{1,4}})\|>|{ends}")
         self._longest = max(map(len, (*rules.ends, f"<|s_{SPEECH_VOCAB}|>")))
@@ -152,7 +161,7 @@ class SpeechTokenParser:
         tokens: list[int] = []
         consumed = 0
         for match in self._token.finditer(text):
-            self.ended = self.ended or match[1] is None
+            self.ended = self.ended or match[0] in self._ends
             if self.ended:
                 break
             if int(match[1]) < SPEECH_VOCAB:

@@ -11,7 +11,7 @@ here gets an infinite logit.
 
 import random
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,42 +20,15 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from common.llm.batch_sampler import BatchSampler, SamplingRow
 from common.llm.checkpoint import speech_bias
-from common.llm.interface import MAX_RAS_WINDOW, Sampling
+from common.llm.interface import Sampling
 from common.llm.speech_tokens import LLMTokenizer
 
 SAMPLING_KEY = "speech_sampling"  # of a request's `extra_args`: passes its sampling to the process that samples
-RECENT = MAX_RAS_WINDOW + 1  # sampled tokens that are kept of each request: a window, and the one that is being sampled
-NONE = -1  # no token
 GRAPH_TOP_K = 64  # the largest top_k of a step that is captured as a CUDA graph
 INTEGERS = ("top_k", "seed", "min_tokens", "max_tokens", "ras_window")
 UNSUPPORTED = ("frequency_penalty", "presence_penalty", "min_p")
-
-
-class SamplingRow(NamedTuple):
-    """One request's sampling as numbers; no value is a special case: greedy is a top_k of 1, no RAS a window of 0."""
-
-    temperature: float
-    penalty: float
-    top_k: float
-    top_p: float
-    min_tokens: float
-    ras_window: float
-    ras_limit: float
-
-    @classmethod
-    def of(cls, sampling: Sampling, width: int) -> "SamplingRow":
-        """`width`: the number of tokens that can be sampled."""
-        greedy = sampling.temperature == 0
-        return cls(
-            1.0 if greedy else sampling.temperature,
-            sampling.repetition_penalty,
-            1.0 if greedy else float(min(sampling.top_k or width, width)),
-            sampling.top_p,
-            float(sampling.min_tokens),
-            0.0 if greedy else float(sampling.ras_window),
-            float(sampling.ras_limit),
-        )
 
 
 @dataclass
@@ -119,8 +92,8 @@ class SpeechLogits(LogitsProcessor):
         bias = speech_bias(model.model, tokenizer, model.get_vocab_size())
         candidates = np.flatnonzero(np.isfinite(bias))
         self._first = int(candidates[0])
-        self._bias = torch.from_numpy(bias[self._first : candidates[-1] + 1]).to(device)
-        self._width = width = len(self._bias)  # C
+        speech = torch.from_numpy(bias[self._first : candidates[-1] + 1]).to(device)
+        self._width = width = len(speech)  # C
         self._ends = torch.zeros(width, dtype=torch.bool, device=device)
         self._ends[[end - self._first for end in tokenizer.end_ids]] = True
         self._device = device
@@ -132,10 +105,8 @@ class SpeechLogits(LogitsProcessor):
         # padding rows write to it.
         slots = 2 * max_requests + 1
         self._free = list(range(slots - 1))
-        self._seen = torch.zeros(slots, width, dtype=torch.bool, device=device)  # tokens of the prompt and sampled ones
-        # The columns sampled last, each at its position in the answer modulo the size. vLLM discards some tokens: then
-        # the position stays the same, and the next column takes the place of the discarded one.
-        self._recent = torch.full((slots, RECENT), NONE, device=device)
+        self._scratch = slots - 1
+        self._sampler = BatchSampler(speech, slots)
         self._keys_of_unseeded = random.Random()  # not the module's generator, which vLLM seeds
         # Inputs and outputs of a step, by row, at fixed addresses for the CUDA graphs
         rows = _padded(max_requests)
@@ -158,12 +129,11 @@ class SpeechLogits(LogitsProcessor):
             return
         batch = self._batch = [self._entries[index] for index in sorted(self._entries)]
         used = {row.slot for row in batch}
-        scratch = len(self._seen) - 1
-        self._free = [slot for slot in range(scratch) if slot not in used]
+        self._free = [slot for slot in range(self._scratch) if slot not in used]
         padding = _padded(len(batch)) - len(batch)
         sampling = [SamplingRow.of(row.sampling, self._width) for row in batch]
         self._max_top_k = max((int(each.top_k) for each in sampling), default=0)
-        self._copy(self._slots, [row.slot for row in batch] + [scratch] * padding)
+        self._copy(self._slots, [row.slot for row in batch] + [self._scratch] * padding)
         self._copy(self._keys, [row.key for row in batch])
         for values, target in zip(zip(*sampling, strict=True), self._sampling[:, :, 0], strict=False):
             self._copy(target, list(values))
@@ -186,37 +156,22 @@ class SpeechLogits(LogitsProcessor):
 
         Must not branch on the content of the batch, because a CUDA graph repeats it for other batches.
         """
-        slots, positions = self._slots[:rows], self._positions[:rows]
-        temperatures, penalties, top_ks, top_ps, min_tokens, windows, limits = self._sampling[:, :rows]  # (R, 1) each
-        last = self._recent[slots, (positions - 1) % RECENT]
-        marks = slots * self._width + last.clamp(min=0)
-        seen = self._seen.view(-1)
-        seen[marks] = seen[marks] | (last != NONE)
-        scores = self._logits[:rows] + self._bias
-        penalised = torch.where(scores > 0, scores / penalties, scores * penalties)
-        scores = torch.where(self._seen[slots], penalised, scores) / temperatures
-        scores = scores.masked_fill(self._ends & (positions[:, None] < min_tokens), -torch.inf)
-        first, second = _uniforms(self._keys[:rows], positions)
-        sampled = _pick(_nucleus(scores, max_top_k, top_ks, top_ps, windows > 0), first)
-        # Repetition-aware sampling: the token is replaced by any other one if the window holds it too often.
-        ages = (positions[:, None] - 1 - torch.arange(RECENT, device=self._device)) % RECENT  # 0: the last token
-        repeats = (self._recent[slots] == sampled) & (ages < windows)  # (R, RECENT)
-        others = scores.scatter(1, sampled, -torch.inf)
-        other = _pick(torch.exp(others - others.amax(1, keepdim=True)), second)
-        columns = torch.where(repeats.sum(1, keepdim=True) >= limits, other, sampled)
-        self._recent[slots, positions % RECENT] = columns.flatten()
+        columns = self._sampler.draw(
+            self._logits[:rows],
+            self._slots[:rows],
+            self._positions[:rows],
+            self._keys[:rows],
+            self._sampling[:, :rows],
+            self._ends,
+            max_top_k,
+        )
         self._chosen[:rows] = columns + self._first
 
     def _add(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> BatchEntry:
         slot = self._free.pop()
-        self._seen[slot] = False
-        columns = [token - self._first for token in (*(prompt_ids or ()), *output_ids)]
-        if seen := [column for column in columns if 0 <= column < self._width]:
-            self._seen[slot].index_fill_(0, self._tensor(seen), True)
-        recent = [NONE] * RECENT
-        for position in range(max(0, len(output_ids) - MAX_RAS_WINDOW), len(output_ids)):
-            recent[position % RECENT] = max(NONE, output_ids[position] - self._first)
-        self._copy(self._recent[slot], recent)
+        sampled = [token - self._first for token in output_ids]
+        seen = [token - self._first for token in prompt_ids or ()] + sampled
+        self._sampler.start(slot, seen, sampled)
         sampling = Sampling(**(params.extra_args or {})[SAMPLING_KEY])
         key = self._keys_of_unseeded.getrandbits(32) if sampling.seed is None else sampling.seed
         return BatchEntry(sampling, slot, key, output_ids)
@@ -235,52 +190,7 @@ class SpeechLogits(LogitsProcessor):
         """Copy `values` to the first elements of `target`."""
         target[: len(values)].copy_(torch.tensor(values, pin_memory=self._pinned), non_blocking=True)
 
-    def _tensor(self, values: list[Any]) -> torch.Tensor:
-        """`values` on the device, without synchronizing with it."""
-        return torch.tensor(values, pin_memory=self._pinned).to(self._device, non_blocking=True)
-
 
 def _padded(rows: int) -> int:
     """The number of rows that a step computes: a power of two."""
     return 1 << max(0, rows - 1).bit_length()
-
-
-def _nucleus(
-    scores: torch.Tensor, max_top_k: int, top_ks: torch.Tensor, top_ps: torch.Tensor, ras: torch.Tensor
-) -> torch.Tensor:
-    """Scores (R, C) -> weights (R, C) of the columns that top_k and top_p (R, 1) keep, 0 for others.
-
-    ras (R, 1): with it, top_p is a share of the whole distribution; otherwise of the tokens left by top_k.
-    """
-    highest, columns = scores.topk(max_top_k)  # (R, C) -> (R, K), descending
-    weights = torch.exp(highest - highest[:, :1]) * (torch.arange(max_top_k, device=scores.device) < top_ks)
-    everything = torch.exp(scores - highest[:, :1]).sum(1, keepdim=True)
-    whole = torch.where(ras, everything, weights.sum(1, keepdim=True))
-    weights = weights * (weights.cumsum(1) - weights < top_ps * whole)
-    return torch.zeros_like(scores).scatter(1, columns, weights)
-
-
-def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Weights (R, C), numbers (R, 1) in [0, 1) -> columns (R, 1), sampled by weight; the last one if a weight is NaN.
-
-    In order of columns, not of weights, as by `sampler.TokenSampler`: near-equal weights may swap ranks when a batch of
-    another size rounds differently.
-    """
-    cumulative = weights.cumsum(1, dtype=torch.float64)
-    columns = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    return columns.clamp(max=weights.shape[1] - 1)  # an index out of range ends a process that uses CUDA
-
-
-def _uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Keys (R,) and positions (R,) -> two numbers (2, R, 1) in [0, 1), float64, which depend on nothing else."""
-    draws = torch.arange(2, device=keys.device)[:, None]
-    counters = _mixed(keys + 0x9E3779B9) + 2 * positions + draws  # (R,) -> (2, R)
-    return (_mixed(counters).double() / 2**32)[:, :, None]
-
-
-def _mixed(bits: torch.Tensor) -> torch.Tensor:
-    """A 32-bit hash, for each of the integers: Wellons' "hash prospector", whose factors keep products below 2^63."""
-    bits = bits & 0xFFFFFFFF
-    bits = ((bits ^ (bits >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    bits = ((bits ^ (bits >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return bits ^ (bits >> 15)

@@ -2,15 +2,19 @@
 
 import asyncio
 import importlib
+import importlib.util
 import json
 import shutil
+import sys
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.config import planned_llm_gib
 from common.errors import UnavailableError
+from common.llm.engines import loading
 from common.llm.engines.batching import BatchingEngine
 from common.llm.engines.interface import GenerationRequest, candidate_ids
 from common.llm.engines.loading import load_engine
@@ -111,9 +115,11 @@ def test_a_dead_tensorrt_llm_is_unavailable(install, llm_dir, tokenizer, when): 
 def test_the_engines_on_a_gpu_use_their_share_of_its_memory(install, llm_dir, tokenizer):  # noqa: F811
     install("vllm")
     install("tensorrt_llm")
-    vllm = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS, 0.15)
-    tensorrt_llm = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS, 0.15)
-    assert vllm._llm.arguments.gpu_memory_utilization == 0.15
+    vllm = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS, memory_gib=6.0)
+    planned = load_engine("vllm", llm_dir, tokenizer, MAX_REQUESTS)
+    tensorrt_llm = load_engine("tensorrt_llm", llm_dir, tokenizer, MAX_REQUESTS, free_share=0.15)
+    assert vllm._llm.arguments.gpu_memory_utilization == 6 / 24
+    assert planned._llm.arguments.gpu_memory_utilization == planned_llm_gib(MAX_REQUESTS) / 24
     assert tensorrt_llm._llm.kv_cache_config.free_gpu_memory_fraction == 0.15
 
 
@@ -178,27 +184,50 @@ def test_the_seed_of_a_request_with_repetition_aware_sampling_in_tensorrt_llm(ra
 # --- choice of the engine ------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, genai_dir, tokenizer):  # noqa: F811
+def test_auto_takes_the_best_engine_that_reads_the_directory(install, llm_dir, genai_dir, tokenizer, monkeypatch):  # noqa: F811
     chosen = []
     engine = load_engine("auto", genai_dir, tokenizer, 1)
     assert isinstance(engine, BatchingEngine)
     engine.close()
-    for name in ("vllm", "tensorrt_llm"):
-        install(name)
-        chosen.append(type(load_engine("auto", llm_dir, tokenizer, 1)).__name__)
+    for name in ("cuda", "vllm", "tensorrt_llm"):
+        if name == "cuda":  # as on a GPU
+            monkeypatch.setattr(loading, "device_of", lambda kind: "cuda:0")
+        else:
+            install(name)
+        engine = load_engine("auto", llm_dir, tokenizer, 1, instance_kind="KIND_CPU")
+        chosen.append(type(engine).__name__)
+        engine.close()
     engine = load_engine("auto", genai_dir, tokenizer, 1)
     assert isinstance(engine, BatchingEngine)  # the only one that reads it
     engine.close()
-    assert chosen == ["VLLMEngine", "TensorRTLLMEngine"]
+    assert chosen == ["CudaEngine", "VLLMEngine", "TensorRTLLMEngine"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "kind", "gpu", "expected"),
+    [
+        ("vllm", "KIND_AUTO", False, True),
+        ("vllm", "KIND_CPU", True, False),
+        ("triton", "KIND_AUTO", True, True),
+        ("triton", "KIND_AUTO", False, False),
+        ("triton", "KIND_GPU", False, True),
+        ("", "KIND_GPU", True, False),
+    ],
+)
+def test_a_huggingface_directory_is_rendered_where_an_engine_reads_it(monkeypatch, installed, kind, gpu, expected):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == installed or None)
+    monkeypatch.setattr(loading, "has_gpu", lambda: gpu)
+    assert loading.reads_huggingface(kind) == expected
 
 
 def test_no_engine_is_an_error_with_the_reason_for_each(llm_dir, tokenizer):  # noqa: F811
     with pytest.raises(ValueError) as error:
-        load_engine("auto", llm_dir, tokenizer, 1)
+        load_engine("auto", llm_dir, tokenizer, 1, instance_kind="KIND_CPU")
     for part in (
         "a directory of HuggingFace",
         "tensorrt_llm cannot be imported (No module named 'tensorrt_llm')",
         "vllm cannot be imported (No module named 'vllm')",
+        "cuda is taken for a GPU only, unless it is named",
         "onnxruntime_genai reads a directory of onnxruntime-genai",
         "docs/llm.md describes how to convert",
     ):
@@ -233,3 +262,23 @@ def test_built_engines_have_their_own_limits(install, llm_dir, tokenizer, tmp_pa
     assert isinstance(engine._llm, fake_tensorrt_llm.BuiltLLM)
     with pytest.raises(ValueError, match="context of 100"):
         asyncio.run(collect(engine, make_request(tokenizer)))
+
+
+def test_built_engines_are_served_as_the_version_of_tensorrt_llm_can(
+    install,  # noqa: F811
+    llm_dir,  # noqa: F811
+    tokenizer,
+    tmp_path,
+    monkeypatch,
+):
+    """Before 1.0 one class serves both kinds of directory; in mid-2026 that for engines was removed."""
+    install("tensorrt_llm")
+    build = {"pretrained_config": {"vocab_size": 6826}, "build_config": {"max_seq_len": 100}}
+    (tmp_path / "config.json").write_text(json.dumps(build))
+    (tmp_path / "rank0.engine").touch()
+    monkeypatch.setattr(sys.modules["tensorrt_llm"], "__version__", "0.20.0")
+    assert type(load_engine("tensorrt_llm", tmp_path, tokenizer, 1)._llm) is fake_tensorrt_llm.LLM
+    monkeypatch.setattr(sys.modules["tensorrt_llm"], "__version__", "1.3.0")
+    monkeypatch.setitem(sys.modules, "tensorrt_llm._tensorrt_engine", None)
+    with pytest.raises(ValueError, match=r"TensorRT-LLM 1\.3\.0 serves no engine directories"):
+        load_engine("tensorrt_llm", tmp_path, tokenizer, 1)

@@ -8,6 +8,7 @@ from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
 from common.llm.interface import LLMPrompt
 from common.llm.speech_tokens import (
     COSYVOICE2,
+    COSYVOICE3,
     LLMTokenizer,
     SpeechTokenParser,
     added_tokens,
@@ -38,12 +39,48 @@ def encode(tokenizer, text):
 
 def test_other_control_tokens_are_a_matter_of_the_rules(tokenizer):
     """What another LLM calls its tokens is data: the template, the parser and the added tokens follow."""
-    rules = TokenizerRules(sos="<s>", task="<t>", ends=("<end>",), end_of_prompt="<p>")
+    rules = TokenizerRules(
+        sos="<s>", task="<t>", ends=("<end>",), end_of_prompt="<p>", after_speech=("<end>", "<s>", "<t>")
+    )
     own = dataclasses.replace(tokenizer, rules=rules)
     assert own.prompt_string(LLMPrompt("Hello", instruction="sadly")) == "<s>sadly<p>Hello<t>"
     assert added_tokens(rules)[-3:] == ["<end>", "<s>", "<t>"] and "<s>" in chat_template(rules)
     parser = SpeechTokenParser(rules)
     assert parser.feed("<|s_5|><|eos1|><|s_6|><end><|s_7|>") == [5, 6] and parser.ended
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        (LLMPrompt("Hi.", "Said."), "You are a helpful assistant.<|endofprompt|>Said.Hi."),
+        (LLMPrompt("Hi."), "You are a helpful assistant.<|endofprompt|>Hi."),
+        (LLMPrompt("Hi.", instruction="Whisper."), "You are a helpful assistant. Whisper.<|endofprompt|>Hi."),
+        (
+            LLMPrompt("Hi.", instruction="You are a helpful assistant. Whisper.<|endofprompt|>"),
+            "You are a helpful assistant. Whisper.<|endofprompt|>Hi.",
+        ),
+    ],
+)
+def test_cosyvoice3_prompts_begin_with_its_system_words_once(tokenizer, prompt, text):
+    own = dataclasses.replace(tokenizer, rules=COSYVOICE3)
+    assert own.prompt_string(prompt) == f"<|sos|>{text}<|task_id|>"
+    end = tokenizer.tokenizer.token_to_id("<|endofprompt|>")
+    assert own.encode_prompt(prompt).count(end) == 1
+
+
+def test_every_special_speech_token_of_cosyvoice3_ends_an_utterance():
+    assert added_tokens(COSYVOICE3)[SPEECH_VOCAB:][:5] == [
+        "<|sos|>",
+        "<|eos1|>",
+        "<|task_id|>",
+        "<|fill|>",
+        "<|s_6565|>",
+    ]
+    assert len(added_tokens(COSYVOICE3)) == SPEECH_VOCAB + 200 == len({*added_tokens(COSYVOICE3)})
+    assert {*COSYVOICE3.ends} == {*added_tokens(COSYVOICE3)[SPEECH_VOCAB:]}
+    for token in COSYVOICE3.ends:
+        parser = SpeechTokenParser(COSYVOICE3)
+        assert parser.feed(f"<|s_5|>{token}<|s_6|>") == [5] and parser.ended
 
 
 def test_an_end_token_longer_than_any_speech_token_may_arrive_in_pieces():

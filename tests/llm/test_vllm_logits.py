@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from common.llm.batch_sampler import uniforms
 from common.llm.checkpoint import read_limits
 from common.llm.engines.interface import candidate_ids
 from common.llm.engines.sampler import TokenSampler
@@ -17,6 +16,7 @@ from common.llm.speech_tokens import LLMTokenizer
 from tests.support import fake_vllm
 from tests.support.fake_vllm import BatchUpdate
 from tests.support.llm_fixtures import install, llm_dir  # noqa: F401
+from tests.support.recorded import Recorded
 from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities
 
 GREEDY = {"temperature": 0.0}
@@ -263,7 +263,6 @@ def test_the_same_random_numbers_give_the_same_tokens_as_on_the_cpu(batch, proce
         prompt_ids=(),
         end_ids=np.searchsorted(batch.candidates, batch.end_ids),
     )
-    uniforms = importlib.import_module("common.llm.vllm_logits")._uniforms
     for position in range(30):
         sampler._random = Numbers(uniforms(torch.tensor([5]), torch.tensor([position])).flatten().tolist())
         assert batch.step(logits) == [sampler.sample(logits)]
@@ -281,7 +280,6 @@ class Numbers:
 
 def test_the_numbers_of_requests_and_positions_are_independent(processor_class):
     """Chi-square over a grid of two numbers: of one position, of neighbouring positions and of neighbouring seeds."""
-    uniforms = importlib.import_module("common.llm.vllm_logits")._uniforms
     keys, positions = torch.arange(64).repeat_interleave(256), torch.arange(256).repeat(64)
     first, second = uniforms(keys, positions).numpy().reshape(2, 64, 256)
     pairs = [(first, second), (first[:, 1:], first[:, :-1]), (first[1:], first[:-1]), (first[:, 1:], second[:, :-1])]
@@ -289,26 +287,6 @@ def test_the_numbers_of_requests_and_positions_are_independent(processor_class):
         found, _, _ = np.histogram2d(one.flatten(), other.flatten(), bins=16, range=[[0, 1], [0, 1]])
         expected = one.size / 256
         assert abs(((found - expected) ** 2 / expected).sum() - 255) < 5 * np.sqrt(2 * 255)
-
-
-class Recorded(TorchFunctionMode):
-    """The tensor operations that are run within it. As in a CUDA graph, `replay` repeats them on the same tensors, and
-    everything that Python computed between them stays as it was."""
-
-    def __init__(self):
-        super().__init__()
-        self._calls = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self._calls.append((function, args, kwargs or {}, function(*args, **(kwargs or {}))))
-        return self._calls[-1][-1]
-
-    def replay(self):
-        made = {}  # by the identity of the tensor that the recording made
-        for function, args, kwargs, recorded in self._calls:
-            args, kwargs = tree_map(lambda value: made.get(id(value), value), (args, kwargs))
-            result = function(*args, **kwargs)
-            made.update(zip(map(id, tree_leaves(recorded)), tree_leaves(result), strict=True))
 
 
 def test_one_recorded_step_serves_every_batch_like_the_plain_one(processor_class, llm_dir):  # noqa: F811

@@ -14,6 +14,16 @@ from typing import Any, TypedDict
 FIRST_ID = 7  # of every answer
 
 
+class CudaPlatform:
+    """Of a GPU of 24 GiB."""
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return 24 << 30
+
+
+current_platform = CudaPlatform()
+
+
 class RequestOutputKind(enum.Enum):
     CUMULATIVE, DELTA, FINAL_ONLY = range(3)
 
@@ -169,6 +179,7 @@ MODULES = {
     "vllm.engine": [],
     "vllm.engine.arg_utils": ["AsyncEngineArgs"],
     "vllm.inputs": ["TokensPrompt"],
+    "vllm.platforms": ["current_platform"],
     "vllm.sampling_params": ["RequestOutputKind", "SamplingParams"],
     "vllm.v1": [],
     "vllm.v1.engine": [],

@@ -1,22 +1,16 @@
 """Continuous batching: one thread steps all live requests of a model; each may join and leave at any step."""
 
-import asyncio
-import logging
-import threading
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from common.errors import FatalError, UnavailableError, is_fatal
+from common.errors import is_fatal
 from common.llm.engines.interface import GenerationRequest
 from common.llm.engines.sampler import TokenSampler
+from common.llm.engines.threaded import Generation, OnTokens, ThreadedEngine
 from common.llm.interface import FinishReason, TokenChunk
 from common.process import faults
-
-logger = logging.getLogger(__name__)
 
 
 class DecoderModel(Protocol):
@@ -31,107 +25,37 @@ class DecoderModel(Protocol):
     def move(self, source: int, target: int, length: int) -> None: ...
 
 
-# Called by the engine's thread with each token; the last call has a finish reason or is an error. Must not block.
-OnToken = Callable[[TokenChunk | Exception], object]
+@dataclass(eq=False, kw_only=True)
+class RowGeneration(Generation):
+    """A request that is computed in a row of the model's cache."""
 
-
-@dataclass(eq=False)
-class Generation:
-    """A live request, from `submit` until its last token, its error or its cancellation."""
-
-    request: GenerationRequest
     sampler: TokenSampler
     columns: np.ndarray  # of the model's logits that may be sampled
-    on_token: OnToken
     length: int = 0  # tokens in its row of the cache
-    generated: int = 0
     last_token: int = -1
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        """Remove it at the next step, after which `on_token` is not called again. Thread-safe."""
-        self.cancelled = True
 
 
-class BatchingEngine:
-    """Serves up to `max_requests` live requests of one model in its own thread.
+class BatchingEngine(ThreadedEngine[RowGeneration]):
+    """Requests in the rows of one model's cache: a request's index in the list of rows is its row.
 
-    speech_ids: the ids that may be sampled in addition to a request's end ids. If the thread fails, all live and later
-    requests get FatalError.
+    speech_ids: the ids that may be sampled in addition to a request's end ids.
     """
 
     def __init__(self, model: DecoderModel, speech_ids: np.ndarray, max_requests: int) -> None:
         self._model = model
         self._speech_ids = speech_ids
-        self._max_requests = max_requests
-        self._waiting: deque[Generation] = deque()  # submitted, not yet prefilled
-        self._rows: list[Generation] = []  # index: row of the model's cache
-        self._wake = threading.Condition()  # guards the waiting queue, the list of rows and the failure
-        self._failure: UnavailableError | None = None
-        self._thread = threading.Thread(target=self._serve, name="llm-engine", daemon=True)
-        self._thread.start()
+        super().__init__(max_requests, [])
 
-    @property
-    def live(self) -> int:
-        """Requests that occupy or wait for a row of the cache; a cancelled one counts until the next step."""
-        with self._wake:
-            return len(self._waiting) + len(self._rows)
-
-    def submit(self, request: GenerationRequest, on_token: OnToken) -> Generation:
-        """Start a request. ValueError if it does not fit, UnavailableError if the engine is full, FatalError if it has
-        failed."""
+    def _accept(self, request: GenerationRequest, on_tokens: OnTokens) -> RowGeneration:
         request.check(self._model.vocab_size, self._model.context)
         allowed = np.union1d(self._speech_ids, np.asarray(request.end_ids))
         candidates, columns, _ = np.intersect1d(self._model.logit_ids, allowed, assume_unique=True, return_indices=True)
         sampler = TokenSampler(request.sampling, candidates, prompt_ids=request.input_ids, end_ids=request.end_ids)
-        generation = Generation(request, sampler, columns, on_token)
-        with self._wake:
-            if self._failure:
-                raise self._failure
-            if sum(not other.cancelled for other in (*self._waiting, *self._rows)) >= self._max_requests:
-                raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
-            self._waiting.append(generation)
-            self._wake.notify()
-        return generation
+        return RowGeneration(request, on_tokens, sampler=sampler, columns=columns)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
-        """The tokens of one request as they are sampled. Closing the generator cancels the request."""
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
-        generation = self.submit(request, lambda item: loop.call_soon_threadsafe(arrived.put_nowait, item))
-        try:
-            finished = False
-            while not finished:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-                finished = item.finish_reason is not None
-        finally:
-            generation.cancel()
-
-    def close(self) -> None:
-        """Fail all live requests and end the thread."""
-        self._fail(UnavailableError("the LLM engine is shut down"))
-        self._thread.join()
-
-    def _serve(self) -> None:
-        try:
-            while self._await_work():
-                self._prefill_one()
-                self._decode_all()
-        except Exception as error:
-            logger.exception("the LLM engine failed")
-            self._fail(FatalError(f"the LLM engine failed: {error}"))
-        finally:
-            with self._wake:
-                self._rows.clear()
-
-    def _await_work(self) -> bool:
-        """Wait for a request; False if the engine has failed or is closed."""
-        with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._rows or self._failure)
-            return self._failure is None
+    def _step(self) -> None:
+        self._prefill_one()
+        self._decode_all()
 
     def _prefill_one(self) -> None:
         """Prefill the oldest waiting request. One per step, so that many arrivals do not stall running streams."""
@@ -193,7 +117,7 @@ class BatchingEngine:
             finish = "length"
         if finish or generation.cancelled:
             self._release(row)  # before the end is reported: the caller may submit the next request at once
-        self._report(generation, TokenChunk([token], finish))
+        generation.report(TokenChunk([token], finish))
 
     def _release(self, row: int) -> None:
         """Free a row: the only place where a request leaves the batch. The last row moves into the gap."""
@@ -208,23 +132,5 @@ class BatchingEngine:
         """End a request that cannot go on; the others are not affected."""
         generation = self._rows[row]
         self._release(row)
-        self._report(generation, error)
+        generation.report(error)
         generation.cancel()
-
-    def _fail(self, reason: UnavailableError) -> None:
-        with self._wake:
-            self._failure = self._failure or reason
-            orphans = [*self._waiting, *self._rows]
-            self._waiting.clear()
-            self._wake.notify()
-        for generation in orphans:
-            self._report(generation, reason)
-            generation.cancel()
-
-    def _report(self, generation: Generation, item: TokenChunk | Exception) -> None:
-        if generation.cancelled:
-            return
-        try:
-            generation.on_token(item)
-        except RuntimeError:  # its event loop is closed
-            generation.cancel()

@@ -13,7 +13,7 @@ import onnxruntime
 
 from common.llm.checkpoint import MAX_CONTEXT
 from common.llm.engines.batching import BatchingEngine
-from common.llm.engines.interface import candidate_ids, require_speech_tokens
+from common.llm.engines.interface import Resources, candidate_ids, require_speech_tokens
 from common.llm.speech_tokens import LLMTokenizer
 
 
@@ -50,6 +50,8 @@ class GenAIModel:
             for layer in range(decoder["num_hidden_layers"])
             for past, new in zip(names, present, strict=True)
         ]
+        if not np.isfinite(self.prefill(0, np.zeros(1, np.int64)).max()):  # NaN, too
+            raise ValueError(f"{path}: its logits are not finite")
 
     def prefill(self, row: int, input_ids: np.ndarray) -> np.ndarray:
         """Start a sequence in `row` with ids (S,); returns the logits (V,) after its last token."""
@@ -82,9 +84,9 @@ class GenAIModel:
 
 
 def load_engine(
-    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float = 0.0
+    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources | None = None
 ) -> BatchingEngine:
-    """Serve `model_dir` on the CPU; `gpu_share` is ignored.
+    """Serve `model_dir` on the CPU; `resources` are those of a GPU.
 
     Raises ValueError if it was not converted, or lacks the speech tokens of `tokenizer`.
     """

@@ -4,16 +4,26 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from common.config import InstanceKind
 from common.constants import SPEECH_VOCAB
 from common.errors import UnavailableError
 from common.llm.interface import FinishReason, LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
 from common.llm.speech_tokens import LLMTokenizer
 
 WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 4
+
+
+class Resources(NamedTuple):
+    """What an engine may use: GiB of a GPU for everything (vllm, cuda), or the share of what is free for keys and
+    values (tensorrt_llm); the kind of device (cuda)."""
+
+    gib: float
+    free_share: float
+    instance_kind: InstanceKind
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,7 @@ def require_speech_tokens(tokenizer: LLMTokenizer, vocab_size: int, source: obje
     if vocab_size <= last:
         raise ValueError(
             f"{source} has a vocabulary of {vocab_size}, too small for the tokenizer's speech and end tokens "
-            f"{tokenizer.first_speech_id}..{last}: not the checkpoint of a CosyVoice2 LLM"
+            f"{tokenizer.first_speech_id}..{last}: not the checkpoint of a CosyVoice LLM"
         )
 
 

@@ -5,8 +5,8 @@ import importlib.util
 import logging
 from pathlib import Path
 
-from common.config import TensorrtLLMConfig
-from common.llm.engines.interface import Engine
+from common.config import InstanceKind, TensorrtLLMConfig, device_of, has_gpu, planned_llm_gib
+from common.llm.engines.interface import Engine, Resources
 from common.llm.speech_tokens import LLMTokenizer
 
 logger = logging.getLogger(__name__)
@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 _ENGINES = {
     "tensorrt_llm": ("common.llm.engines.trtllm", ("TensorRT engines", "HuggingFace")),
     "vllm": ("common.llm.engines.vllm", ("HuggingFace",)),
+    "cuda": ("common.llm.engines.cuda.engine", ("HuggingFace",)),
     "onnxruntime_genai": ("common.llm.engines.genai", ("onnxruntime-genai",)),
 }
 _KINDS = {"onnxruntime-genai": "genai_config.json", "TensorRT engines": "rank0.engine", "HuggingFace": "config.json"}
@@ -25,10 +26,12 @@ def load_engine(
     model_dir: str | Path,
     tokenizer: LLMTokenizer,
     max_requests: int,
-    gpu_share: float = TensorrtLLMConfig.gpu_share,
+    memory_gib: float | None = None,
+    free_share: float = TensorrtLLMConfig.gpu_share,
+    instance_kind: InstanceKind = TensorrtLLMConfig.instance_kind,
 ) -> Engine:
-    """Serve `model_dir` with the engine `name` or, for "auto", the best one. `gpu_share`: share of the GPU's memory for
-    the LLM; token2wav needs the rest.
+    """Serve `model_dir` with the engine `name` or, for "auto", the best one. memory_gib, free_share,
+    instance_kind: see `Resources`; None is what is planned beside token2wav.
 
     Raises ValueError if no engine can, or if the model lacks the speech tokens of `tokenizer`.
     """
@@ -40,22 +43,31 @@ def load_engine(
         if kind not in kinds:
             obstacles.append(f"{engine} reads a directory of {' or '.join(kinds)}")
             continue
+        if engine == "cuda" and name == "auto" and device_of(instance_kind) == "cpu":
+            obstacles.append("cuda is taken for a GPU only, unless it is named")
+            continue
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
             obstacles.append(f"{engine} cannot be imported ({error})")
             continue
         logger.info("the LLM in %s is served by %s", model_dir, engine)
-        return module.load_engine(model_dir, tokenizer, max_requests, gpu_share)
+        gib = planned_llm_gib(max_requests) if memory_gib is None else memory_gib
+        return module.load_engine(model_dir, tokenizer, max_requests, Resources(gib, free_share, instance_kind))
     raise ValueError(
         f"no engine for {model_dir}, a directory of {kind}: {'; '.join(obstacles)}. "
         "docs/llm.md describes how to convert a HuggingFace directory for the CPU"
     )
 
 
-def gpu_engine_installed() -> bool:
-    """Whether an engine is installed that reads a HuggingFace directory without conversion. Imports none."""
-    return any(importlib.util.find_spec(name) for name, (_, kinds) in _ENGINES.items() if "HuggingFace" in kinds)
+def reads_huggingface(instance_kind: InstanceKind) -> bool:
+    """Whether "auto" finds an engine there that reads a HuggingFace directory without conversion. Imports none."""
+    if instance_kind == "KIND_CPU":
+        return False
+    if any(map(importlib.util.find_spec, ("tensorrt_llm", "vllm"))):
+        return True
+    # The engine cuda: its kernels are written in Triton's language, which comes with CUDA builds of torch.
+    return importlib.util.find_spec("triton") is not None and (instance_kind == "KIND_GPU" or has_gpu())
 
 
 def _kind_of(model_dir: Path) -> str:

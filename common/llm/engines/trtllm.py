@@ -1,14 +1,17 @@
 """The engine `tensorrt_llm`: TensorRT-LLM's LLM API over a HuggingFace directory or built engines, on a GPU.
 
-Needs TensorRT-LLM 1.0 or newer, which is not a dependency of this project: NVIDIA's image has it. Never run with it.
+Written for TensorRT-LLM 1.0 and newer, which is not a dependency of this project: NVIDIA's images have it. Never run
+with it.
 """
 
 import dataclasses
+import importlib
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import tensorrt_llm
 import torch
 from tensorrt_llm import LLM, SamplingParams
 from tensorrt_llm.llmapi import KvCacheConfig
@@ -16,8 +19,9 @@ from tensorrt_llm.sampling_params import LogitsProcessor
 
 from common.errors import UnavailableError
 from common.llm.checkpoint import LLMLimits, read_limits, speech_bias
-from common.llm.engines.interface import GenerationRequest, finish_reason, require_speech_tokens
+from common.llm.engines.interface import GenerationRequest, Resources, finish_reason, require_speech_tokens
 from common.llm.engines.sampler import TokenSampler
+from common.llm.engines.trtllm_versions import needs_backend
 from common.llm.interface import TokenChunk
 from common.llm.speech_tokens import LLMTokenizer
 
@@ -93,11 +97,11 @@ class TensorRTLLMEngine:
 
 
 def load_engine(
-    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float
+    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources
 ) -> TensorRTLLMEngine:
-    """Serve `model_dir`. `gpu_share`: share of the free GPU memory for keys and values.
+    """Serve `model_dir`, with keys and values in `resources.free_share`.
 
-    Raises ValueError if it lacks the speech tokens of `tokenizer`.
+    Raises ValueError if it lacks the speech tokens of `tokenizer`, or if this TensorRT-LLM cannot serve it.
     """
     built = (Path(model_dir) / "rank0.engine").is_file()
     limits = _built_limits(Path(model_dir)) if built else read_limits(model_dir)
@@ -105,17 +109,24 @@ def load_engine(
     options: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,  # ids in, ids out
-        "kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=gpu_share),
+        "kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=resources.free_share),
     }
     if built:
-        import tensorrt_llm._tensorrt_engine
-
-        llm = tensorrt_llm._tensorrt_engine.LLM(**options)
+        llm = _engine_llm()(**options)
     else:
         llm = LLM(max_batch_size=max_requests, max_seq_len=limits.context, **options)
     # A directory of built engines has no learned bias: there it only excludes text.
     bias = torch.from_numpy(speech_bias(model_dir, tokenizer, limits.vocab_size))
     return TensorRTLLMEngine(llm, limits, bias, max_requests)
+
+
+def _engine_llm() -> type[LLM]:
+    """The class that serves built engines. ValueError if this version has none."""
+    try:
+        backend: Any = importlib.import_module("tensorrt_llm._tensorrt_engine")
+    except ImportError:
+        backend = None
+    return backend.LLM if needs_backend(tensorrt_llm.__version__, backend is not None) else LLM
 
 
 def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingParams:

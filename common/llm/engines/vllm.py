@@ -11,13 +11,14 @@ from pathlib import Path
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from common.errors import FatalError, UnavailableError
 from common.llm.checkpoint import LLMLimits, read_limits
-from common.llm.engines.interface import GenerationRequest, finish_reason, require_speech_tokens
+from common.llm.engines.interface import GenerationRequest, Resources, finish_reason, require_speech_tokens
 from common.llm.interface import TokenChunk
 from common.llm.speech_tokens import LLMTokenizer
 
@@ -60,11 +61,8 @@ class VLLMEngine:
         self._llm.shutdown()
 
 
-def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, gpu_share: float) -> VLLMEngine:
-    """Serve `model_dir`. `gpu_share`: share of the GPU's memory for weights, keys and values.
-
-    Raises ValueError if it lacks the speech tokens of `tokenizer`.
-    """
+def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources) -> VLLMEngine:
+    """Serve `model_dir` in `resources.gib`. Raises ValueError if it lacks the speech tokens of `tokenizer`."""
     limits = read_limits(model_dir)
     require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
     arguments = AsyncEngineArgs(
@@ -73,7 +71,7 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
         generation_config="vllm",  # the directory's own config would change values that a request leaves unset
         max_model_len=limits.context,
         max_num_seqs=max_requests,
-        gpu_memory_utilization=gpu_share,
+        gpu_memory_utilization=min(resources.gib * 2**30 / current_platform.get_device_total_memory(), 0.95),
         compilation_config=GRAPHS,
         logits_processors=[LOGITS_PROCESSOR],
         disable_log_stats=True,

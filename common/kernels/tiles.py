@@ -1,0 +1,122 @@
+"""Block sizes, warps and pipeline stages of the kernels: one table for all architectures.
+
+Triton computes matrix products of 16-bit numbers on tensor cores if the GPU's compute capability is at least 8.0. Other
+products, those of float32 and all of 7.5, are single multiply-adds (FMA): each thread keeps its operands in registers,
+so a tile must be small and not deep, or they spill to memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+FEW_ROWS = 128  # at most this many rows of a product use small tiles: large ones would leave multiprocessors idle
+FEW_QUERIES = 1024  # the same for attention, whose queries are fewer in a program
+FIRST_TENSOR_CORES = 80  # compute capability 8.0
+
+
+class ProductTile(NamedTuple):
+    """What a program computes of a matrix product: rows x columns, `depth` terms of each sum at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+class AttentionTile(NamedTuple):
+    """What a program computes of attention: this many queries, over this many keys at a time."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """Tiles by the size of the work; those of heads have a head's width instead of `columns`."""
+
+    few: ProductTile
+    few_wide: ProductTile  # also of heads
+    heads: ProductTile
+    many_heads: ProductTile
+    small: ProductTile
+    medium: ProductTile
+    large: ProductTile
+    deep: ProductTile
+    paged_few: AttentionTile
+    blocks_few: AttentionTile
+    queries: AttentionTile
+    decoder_few: ProductTile  # of a decoder, whose tiles may have two products
+    decoder_medium: ProductTile
+    decoder_many: ProductTile
+
+    def decoder(self, T: int) -> ProductTile:
+        """For T tokens."""
+        if T <= 32:
+            return self.decoder_few
+        return self.decoder_medium if T <= 2 * FEW_ROWS else self.decoder_many
+
+    def linear(self, M: int, N: int, K: int, D: int) -> ProductTile:
+        """For (M, K) x (K, N). D: width of a head, if a tile is one head; else 0."""
+        if M <= FEW_ROWS:
+            tile = self.few_wide if D or N > 1024 else self.few
+        elif D:
+            tile = self.heads if M <= 1024 else self.many_heads
+        elif M * N <= 512 * 512:
+            tile = self.small
+        elif M * N <= 4096 * 512:
+            tile = self.medium
+        else:
+            tile = self.deep if K >= 1536 and M >= 4096 else self.large
+        return tile._replace(columns=D) if D else tile
+
+    def paged(self, queries: int) -> AttentionTile:
+        return self.paged_few if queries <= FEW_QUERIES // 4 else self.queries
+
+    def blocks(self, queries: int) -> AttentionTile:
+        return self.blocks_few if queries <= FEW_QUERIES else self.queries
+
+
+# The best of those measured on an H200, except a decoder's, which have not been run on a GPU. Each fits the shared
+# memory of the smallest architecture, 99 KiB.
+TENSOR_CORES = Tiles(
+    few=ProductTile(16, 32, 128, 4, 4),
+    few_wide=ProductTile(16, 64, 128, 4, 4),
+    heads=ProductTile(64, 64, 64, 4, 3),
+    many_heads=ProductTile(128, 64, 64, 8, 3),
+    small=ProductTile(64, 32, 64, 4, 4),
+    medium=ProductTile(64, 64, 64, 4, 4),
+    large=ProductTile(128, 128, 64, 8, 3),
+    deep=ProductTile(128, 256, 64, 8, 3),
+    paged_few=AttentionTile(16, 64, 4, 3),
+    blocks_few=AttentionTile(32, 64, 4, 3),
+    queries=AttentionTile(64, 64, 4, 3),
+    decoder_few=ProductTile(16, 16, 128, 4, 4),
+    decoder_medium=ProductTile(64, 32, 64, 4, 3),
+    decoder_many=ProductTile(128, 64, 32, 8, 3),
+)
+# The largest of those tried that spill no registers or hardly any (docs/results/kernels.md); not yet tuned on a GPU.
+MULTIPLY_ADD = Tiles(
+    few=ProductTile(16, 32, 16, 4, 1),
+    few_wide=ProductTile(16, 64, 16, 4, 1),
+    heads=ProductTile(64, 64, 16, 8, 1),
+    many_heads=ProductTile(64, 64, 16, 8, 1),
+    small=ProductTile(64, 32, 16, 4, 1),
+    medium=ProductTile(64, 64, 16, 8, 1),
+    large=ProductTile(64, 64, 16, 8, 1),
+    deep=ProductTile(64, 64, 16, 8, 1),
+    paged_few=AttentionTile(16, 32, 4, 1),
+    blocks_few=AttentionTile(32, 32, 8, 1),
+    queries=AttentionTile(32, 32, 8, 1),
+    decoder_few=ProductTile(16, 16, 32, 4, 1),
+    decoder_medium=ProductTile(32, 32, 16, 4, 1),
+    decoder_many=ProductTile(64, 32, 16, 8, 1),
+)
+
+
+def tiles(dtype: torch.dtype) -> Tiles:
+    """For operands of that type on the current GPU."""
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return MULTIPLY_ADD if dtype == torch.float32 or arch < FIRST_TENSOR_CORES else TENSOR_CORES

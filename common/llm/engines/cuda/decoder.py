@@ -1,0 +1,180 @@
+"""The state of all requests on the device, and the two functions that change it: prefill and step."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.llm.batch_sampler import BatchSampler, SamplingRow, on_device
+from common.llm.engines.cuda.graphs import SizedGraphs
+from common.llm.engines.cuda.operations import PAGE, Operations, Places
+from common.llm.engines.cuda.pages import SCRATCH
+from common.llm.engines.cuda.scheduler import FAULT, NOTHING, PromptPiece
+from common.llm.engines.cuda.weights import Weights
+from common.llm.engines.interface import GenerationRequest
+
+RING = 16  # steps whose tokens are kept on the device until they are copied
+SMALLEST_PREFILL = 64  # tokens
+
+
+class DeviceBurst(NamedTuple):
+    """Tokens of some steps, on their way to the host."""
+
+    ring: Tensor
+    steps: list[int]  # their places in the ring
+    rows: int
+    arrived: torch.cuda.Event | None
+
+    def columns(self) -> np.ndarray:
+        """(steps, rows): columns, NOTHING or FAULT. Waits until the steps have been computed."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.ring.numpy()[self.steps, : self.rows]
+
+
+class Decoder:
+    """Up to `slots` requests with keys and values in `pages` pages. Owned by one thread.
+
+    max_prefill: tokens of a prefill at most. graphs: both functions are captured as CUDA graphs, one for each size.
+    """
+
+    def __init__(
+        self, weights: Weights, operations: Operations, slots: int, pages: int, max_prefill: int, *, graphs: bool
+    ) -> None:
+        self._weights, self._operations, self._scratch = weights, operations, slots
+        self.max_prefill, self.first = max_prefill, weights.first
+        sizes, device = weights.sizes, weights.embedding.device
+        self._device = device
+        shape = (sizes.layers, pages, sizes.kv_heads, PAGE, sizes.head_dim)
+        self._keys = torch.zeros(shape, dtype=weights.embedding.dtype, device=device)
+        self._values = torch.zeros_like(self._keys)
+        width, rows = len(weights.bias), slots + 1  # the last slot is for rows without a request
+        self._tables = self._integers(rows, -(-sizes.context // PAGE)).fill_(SCRATCH)
+        # By slot
+        self._last = self._integers(rows)  # id of the last token, which the next step computes
+        self._lengths = self._integers(rows)  # tokens before it
+        self._drawn = self._integers(rows)  # tokens of the answer
+        self._most = self._integers(rows)  # of these
+        self._seeds = self._integers(rows)
+        self._ended = torch.ones(rows, dtype=torch.bool, device=device)
+        self._ends = torch.zeros(rows, width, dtype=torch.bool, device=device)
+        self._sampling = torch.ones(rows, len(SamplingRow._fields), device=device)
+        self._sampler = BatchSampler(weights.bias, rows)
+        # Inputs and outputs at fixed addresses
+        self._batch = self._integers(slots).fill_(self._scratch)
+        self._prompts = self._integers(3, max_prefill)  # ids, slots, positions
+        self._ring = torch.zeros(RING, slots, dtype=torch.int32, device=device)
+        self._steps = self._integers(1)  # on the device; `_launched` counts the same on the host
+        self._launched = 0
+        self._run_step: Callable[[int], None] = self._step
+        self._run_prefill: Callable[[int], None] = self._prefill
+        if graphs:
+            batches = set(map(self._padded_rows, range(1, slots + 1)))
+            self._run_step = SizedGraphs(self._step, batches, "steps of the LLM").run
+            prefills = set(map(self._padded_tokens, range(1, max_prefill + 1)))
+            self._run_prefill = SizedGraphs(self._prefill, prefills, "prompts of the LLM").run
+            self._steps.zero_()  # the graphs have been tried
+
+    def start(self, slot: int, pages: Sequence[int], request: GenerationRequest) -> None:
+        """Put a request into a slot. It can be in the batch once all its tokens but the last one are prefilled."""
+        ids, first = request.input_ids, self.first
+        width = len(self._weights.bias)
+        seed = request.sampling.seed
+        sampling = SamplingRow.of(request.sampling, width)
+        self._tables[slot, : len(pages)] = on_device(pages, self._device)
+        self._last[slot] = ids[-1]
+        self._lengths[slot] = len(ids) - 1
+        self._drawn[slot] = 0
+        self._most[slot] = request.sampling.max_tokens
+        self._seeds[slot] = random.getrandbits(32) if seed is None else seed
+        self._ended[slot] = False
+        self._ends[slot] = False
+        self._sampling[slot] = on_device(sampling, self._device)
+        ends = [end - first for end in request.end_ids if 0 <= end - first < width]
+        self._ends[slot].index_fill_(0, on_device(ends, self._device).long(), True)
+        self._sampler.start(slot, [token - first for token in ids])
+
+    def prefill(self, pieces: Sequence[PromptPiece]) -> None:
+        """Write the keys and values of these tokens, which are at most `max_prefill`."""
+        columns = [(token, slot, begin + offset) for slot, begin, ids in pieces for offset, token in enumerate(ids)]
+        columns += [(0, self._scratch, 0)] * (self._padded_tokens(len(columns)) - len(columns))
+        self._prompts[:, : len(columns)] = on_device(np.array(columns).T, self._device)
+        self._run_prefill(len(columns))
+
+    def select(self, slots: Sequence[int]) -> None:
+        """The batch of the next steps."""
+        rows = self._padded_rows(len(slots))
+        filled = [*slots, *[self._scratch] * (rows - len(slots))]
+        self._batch[:rows] = on_device(filled, self._device)
+
+    def step(self, rows: int, count: int) -> DeviceBurst:
+        """Launch `count` steps of the selected batch, which has that many rows."""
+        assert count <= RING
+        for _ in range(count):
+            self._run_step(self._padded_rows(rows))
+        steps = [(self._launched + i) % RING for i in range(count)]
+        self._launched += count
+        if self._device.type != "cuda":
+            return DeviceBurst(self._ring.clone(), steps, rows, None)
+        copy = torch.empty_like(self._ring, device="cpu", pin_memory=True).copy_(self._ring, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return DeviceBurst(copy, steps, rows, arrived)
+
+    def spoil(self, page: int) -> None:
+        """Make keys and values of a page numbers that are not finite, as a fault of the GPU would."""
+        self._keys[:, page] = torch.nan
+        self._values[:, page] = torch.nan
+
+    def _prefill(self, count: int) -> None:
+        ids, slots, positions = self._prompts[:, :count]
+        self._hidden(ids, slots, positions)
+
+    def _step(self, rows: int) -> None:
+        """One token of each of the first rows of the batch. Must not branch on values of the device."""
+        batch = self._batch[:rows]
+        slots = batch.masked_fill(self._ended[batch], self._scratch)
+        lengths, drawn = self._lengths[slots], self._drawn[slots]
+        x = self._hidden(self._last[slots], slots, lengths)
+        logits = self._operations.head(x, self._weights.head, self._weights.sizes.eps)
+        broken = ~(logits + self._weights.bias).amax(1).isfinite()
+        columns = self._operations.draw(
+            logits, self._sampler, slots, drawn, self._seeds[slots], self._sampling[slots], self._ends
+        )
+        idle = slots == self._scratch
+        stops = self._ends[slots, columns]
+        self._last[slots] = (columns + self.first).masked_fill(idle, 0)
+        self._lengths[slots] = (lengths + 1).masked_fill(idle, 0)
+        self._drawn[slots] = (drawn + 1).masked_fill(idle, 0)
+        self._ended[slots] = idle | broken | stops | (drawn + 1 >= self._most[slots])
+        told = columns.masked_fill(broken, FAULT).masked_fill(idle, NOTHING)
+        self._ring[:, :rows].index_copy_(0, self._steps % RING, told[None].int())
+        self._steps += 1
+
+    def _hidden(self, ids: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Ids (T,) in these slots (T,) at these positions (T,) -> (T, hidden), not normalised"""
+        weights, operations, eps = self._weights, self._operations, self._weights.sizes.eps
+        places = Places(slots, positions, self._keys, self._values, self._tables, weights.rotary)
+        x = weights.embedding[ids].float()
+        for index, layer in enumerate(weights.layers):
+            q = operations.project_heads(x, layer.qkv, layer.qkv_bias, eps, places, index)
+            operations.project_add(operations.attend(q, places, index), layer.out, x)
+            operations.project_add(operations.gated(x, layer.gate_up, eps), layer.down, x)
+        return x
+
+    def _padded_rows(self, rows: int) -> int:
+        return min(padded(rows, 32), self._scratch)
+
+    def _padded_tokens(self, tokens: int) -> int:
+        return min(padded(max(tokens, SMALLEST_PREFILL), 256), self.max_prefill)
+
+    def _integers(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.long, device=self._device)
+
+
+def padded(count: int, doubled: int) -> int:
+    """The next power of two up to `doubled`, beyond it the next multiple of it."""
+    return 1 << (count - 1).bit_length() if count <= doubled else -(-count // doubled) * doubled

@@ -1,0 +1,103 @@
+"""Loads the decoder and serves requests with it in a thread."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from common.config import device_of
+from common.llm.engines.cuda.decoder import Decoder
+from common.llm.engines.cuda.operations import PAGE, Operations, Plain
+from common.llm.engines.cuda.pages import Pages
+from common.llm.engines.cuda.scheduler import Scheduler, SequenceRow
+from common.llm.engines.cuda.weights import Qwen2Sizes, Weights
+from common.llm.engines.interface import GenerationRequest, Resources
+from common.llm.engines.threaded import OnTokens, ThreadedEngine
+from common.llm.speech_tokens import LLMTokenizer
+from common.process import faults
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+MAX_PREFILL = {"cuda": 1024, "cpu": 256}  # tokens of prompts between two steps
+# Of a GPU's memory, beside weights and pages: CUDA's context, graphs and temporary tensors. Not measured yet.
+PROCESS_GIB = 1.0
+
+
+class CudaEngine(ThreadedEngine[SequenceRow]):
+    """Up to `max_requests` live requests; those for which there are no pages wait."""
+
+    def __init__(self, decoder: Decoder, sizes: Qwen2Sizes, pages: Pages, max_requests: int) -> None:
+        self._decoder = decoder
+        self._sizes = sizes
+        self._pages = pages
+        self._scheduler = Scheduler(decoder, max_requests, pages)
+        super().__init__(max_requests, self._scheduler.rows)
+
+    def _serve(self) -> None:
+        # On a CPU, more threads for such small products take more time, and the cores from token2wav.
+        torch.set_num_threads(1)
+        super()._serve()
+
+    def _accept(self, request: GenerationRequest, on_tokens: OnTokens) -> SequenceRow:
+        request.check(self._sizes.vocab, self._sizes.context)
+        needed = self._scheduler.pages_of(request)
+        if needed > self._pages.total:
+            raise ValueError(
+                f"{len(request.input_ids)} prompt tokens and {request.sampling.max_tokens} new ones exceed the LLM's "
+                f"memory for {self._pages.total * PAGE}"
+            )
+        return SequenceRow(request, on_tokens)
+
+    def _step(self) -> None:
+        if faults.take("llm_thread"):
+            raise RuntimeError("a fault of a test")
+        with self._wake:
+            self._scheduler.admit(self._waiting)
+        speaking = [row for row in self._rows if row.generated]
+        if speaking and faults.take("nan_logits"):
+            self._decoder.spoil(speaking[0].pages[0])
+        answers = self._scheduler.compute()
+        with self._wake:  # before the end is reported: the caller may submit the next request at once
+            for answer in answers:
+                if answer.ends:
+                    self._scheduler.remove(answer.sequence)
+        for answer in answers:
+            answer.sequence.report(answer.item)
+
+
+def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources) -> CudaEngine:
+    """Serve `model_dir` on that kind of device, in `resources.gib`.
+
+    Raises ValueError if it lacks the speech tokens of `tokenizer`, or if the memory is too small for one request.
+    """
+    device = torch.device(device_of(resources.instance_kind))
+    on_gpu = device.type == "cuda"
+    weights = Weights.read(model_dir, tokenizer, device, _dtype(device))
+    sizes = weights.sizes
+    longest = -(-sizes.context // PAGE)
+    page = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * PAGE * weights.embedding.element_size()
+    rest = int(GIB * (resources.gib - PROCESS_GIB * on_gpu)) - weights.nbytes
+    count = min(rest // page, max_requests * longest + 1)
+    if count <= longest:
+        raise ValueError(
+            f"llm_memory_gib {resources.gib:g} is too small: the LLM needs "
+            f"{resources.gib + (page * (longest + 1) - rest) / GIB:.2f} for one request of {sizes.context} tokens"
+        )
+    decoder = Decoder(weights, _operations(on_gpu), max_requests, count, MAX_PREFILL[device.type], graphs=on_gpu)
+    logger.info("the LLM runs on %s with keys and values of %d tokens", device, (count - 1) * PAGE)
+    return CudaEngine(decoder, sizes, Pages(count), max_requests)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def _operations(on_gpu: bool) -> Operations:
+    if not on_gpu:
+        return Plain()
+    from common.llm.engines.cuda.fused import Fused  # needs the language Triton, which comes with CUDA builds of torch
+
+    return Fused()

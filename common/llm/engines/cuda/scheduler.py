@@ -1,0 +1,166 @@
+"""Which requests are computed next, and in which slots and pages. Knows nothing of tensors, threads and clocks."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from common.config import HopConfig
+from common.constants import LOOKAHEAD_TOKENS
+from common.llm.engines.cuda.operations import PAGE
+from common.llm.engines.cuda.pages import Pages
+from common.llm.engines.interface import GenerationRequest
+from common.llm.engines.threaded import Generation
+from common.llm.interface import FinishReason, TokenChunk
+
+# In place of a column of the logits: the row's request had ended before; its logits are not finite.
+NOTHING, FAULT = -1, -2
+URGENT_TOKENS = HopConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # of an answer: its listener hears nothing before
+STEPS_PER_LOOK = 3  # where no answer is urgent
+
+
+class PromptPiece(NamedTuple):
+    """Tokens of a prompt to prefill, from position `begin`."""
+
+    slot: int
+    begin: int
+    ids: Sequence[int]
+
+
+class Burst(Protocol):
+    """Steps that were launched."""
+
+    def columns(self) -> np.ndarray:
+        """(steps, rows): a column of the logits, NOTHING or FAULT. Waits until the steps have been computed."""
+        ...
+
+
+class StepModel(Protocol):
+    """What computes. See `decoder.Decoder`."""
+
+    max_prefill: int
+    first: int
+
+    def start(self, slot: int, pages: Sequence[int], request: GenerationRequest) -> None: ...
+    def prefill(self, pieces: Sequence[PromptPiece]) -> None: ...
+    def select(self, slots: Sequence[int]) -> None: ...
+    def step(self, rows: int, count: int) -> Burst: ...
+
+
+@dataclass(eq=False)
+class SequenceRow(Generation):
+    """A request. slot, pages: while it is computed. prefilled: tokens of its prompt."""
+
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    prefilled: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next token can be computed by a step: all of the prompt but the last token is prefilled."""
+        return self.prefilled == len(self.request.input_ids) - 1
+
+
+class Answer(NamedTuple):
+    """New tokens of a request, or the error that ends it."""
+
+    sequence: SequenceRow
+    item: TokenChunk | Exception
+
+    @property
+    def ends(self) -> bool:
+        return isinstance(self.item, Exception) or self.item.finish_reason is not None
+
+
+class Scheduler:
+    """Computes up to `slots` requests at once."""
+
+    def __init__(self, model: StepModel, slots: int, pages: Pages) -> None:
+        self._model = model
+        self._slots = list(reversed(range(slots)))  # free ones
+        self._pages = pages
+        self.rows: list[SequenceRow] = []  # what is computed, oldest first
+        self._selected: list[SequenceRow] = []
+        self._launched: tuple[Burst, list[SequenceRow]] | None = None
+
+    def pages_of(self, request: GenerationRequest) -> int:
+        """Pages of the longest answer."""
+        return -(-(len(request.input_ids) + request.sampling.max_tokens) // PAGE)
+
+    def admit(self, waiting: deque[SequenceRow]) -> None:
+        """Remove what was cancelled, and start waiting requests in their order while there are slots and pages."""
+        for sequence in [row for row in self.rows if row.cancelled]:
+            self.remove(sequence)
+        while waiting and self._slots:
+            sequence = waiting[0]
+            if sequence.cancelled:
+                waiting.popleft()
+                continue
+            pages = self._pages.take(self.pages_of(sequence.request))
+            if pages is None:
+                return
+            waiting.popleft()
+            sequence.slot, sequence.pages = self._slots.pop(), pages
+            self.rows.append(sequence)
+            self._model.start(sequence.slot, pages, sequence.request)
+
+    def remove(self, sequence: SequenceRow) -> None:
+        """Free slot and pages: the only place where a request leaves. Steps that are already launched do not disturb
+        the next one there: the device computes everything in the order of the launches."""
+        assert sequence.slot is not None
+        self.rows.remove(sequence)
+        self._slots.append(sequence.slot)
+        self._pages.give_back(sequence.pages)
+        sequence.slot, sequence.pages = None, []
+
+    def compute(self) -> list[Answer]:
+        """Launch prefills and steps; returns what the steps launched by the call before have drawn."""
+        self._prefill()
+        ready = [row for row in self.rows if row.ready]
+        launched = self._launched
+        self._launched = self._step(ready) if ready else None
+        return self._answers(*launched) if launched else []
+
+    def _prefill(self) -> None:
+        room = self._model.max_prefill
+        pieces = []
+        for row in self.rows:
+            if row.ready or not room:
+                continue
+            assert row.slot is not None
+            ids = row.request.input_ids[row.prefilled : -1][:room]
+            pieces.append(PromptPiece(row.slot, row.prefilled, ids))
+            row.prefilled += len(ids)
+            room -= len(ids)
+        if pieces:
+            self._model.prefill(pieces)
+
+    def _step(self, ready: list[SequenceRow]) -> tuple[Burst, list[SequenceRow]]:
+        if ready != self._selected:
+            self._selected = ready
+            self._model.select([row.slot for row in ready if row.slot is not None])
+        urgent = len(ready) < len(self.rows) or any(row.generated < URGENT_TOKENS for row in ready)
+        return self._model.step(len(ready), 1 if urgent else STEPS_PER_LOOK), ready
+
+    def _answers(self, burst: Burst, rows: list[SequenceRow]) -> list[Answer]:
+        found = burst.columns().T.tolist()  # (steps, rows) -> (rows, steps)
+        live = [(row, columns) for row, columns in zip(rows, found, strict=True) if row.slot is not None]
+        return [answer for row, columns in live if (answer := self._answer(row, columns))]
+
+    def _answer(self, row: SequenceRow, columns: list[int]) -> Answer | None:
+        request, tokens = row.request, []
+        reason: FinishReason | None = None
+        for column in columns:
+            if column == FAULT:
+                return Answer(row, FloatingPointError("the LLM's logits are not finite"))
+            if column == NOTHING or reason:
+                break
+            tokens.append(column + self._model.first)
+            row.generated += 1
+            if tokens[-1] in request.end_ids:
+                reason = "stop"
+            elif row.generated == request.sampling.max_tokens:
+                reason = "length"
+        return Answer(row, TokenChunk(tokens, reason)) if tokens else None

@@ -1,0 +1,136 @@
+"""What engines with a thread of their own have in common: a queue of requests, their answers, the end of the thread."""
+
+import asyncio
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from common.errors import FatalError, UnavailableError
+from common.llm.engines.interface import GenerationRequest
+from common.llm.interface import TokenChunk
+
+logger = logging.getLogger(__name__)
+
+# Called by the engine's thread with new tokens; the last call has a finish reason or is an error. Must not block.
+OnTokens = Callable[[TokenChunk | Exception], object]
+
+
+@dataclass(eq=False)
+class Generation:
+    """A live request, from `submit` until its last token, its error or its cancellation."""
+
+    request: GenerationRequest
+    on_tokens: OnTokens
+    generated: int = 0
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Remove it at the next step, after which `on_tokens` is not called again. Thread-safe."""
+        self.cancelled = True
+
+    def report(self, item: TokenChunk | Exception) -> None:
+        if self.cancelled:
+            return
+        try:
+            self.on_tokens(item)
+        except RuntimeError:  # its event loop is closed
+            self.cancel()
+
+
+GenerationT = TypeVar("GenerationT", bound=Generation)
+
+
+class ThreadedEngine(ABC, Generic[GenerationT]):
+    """Serves up to `max_requests` live requests in its own thread, which calls `_step` while there are any.
+
+    If the thread fails, all live and later requests get FatalError.
+    """
+
+    def __init__(self, max_requests: int, rows: list[GenerationT]) -> None:
+        """Starts the thread: what `_step` uses must be there already. rows: an empty list, which it keeps."""
+        self._max_requests = max_requests
+        self._waiting: deque[GenerationT] = deque()  # submitted, not yet in a row
+        self._rows = rows  # those that are computed
+        self._wake = threading.Condition()  # guards the waiting queue, the list of rows and the failure
+        self._failure: UnavailableError | None = None
+        self._thread = threading.Thread(target=self._serve, name="llm-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def live(self) -> int:
+        """Requests that occupy or wait for a row; a cancelled one counts until the next step."""
+        with self._wake:
+            return len(self._waiting) + len(self._rows)
+
+    @abstractmethod
+    def _accept(self, request: GenerationRequest, on_tokens: OnTokens) -> GenerationT:
+        """The request as it will be computed. ValueError if it cannot be."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Start waiting requests and compute those in rows; remove the finished and cancelled ones."""
+
+    def submit(self, request: GenerationRequest, on_tokens: OnTokens) -> GenerationT:
+        """Start a request. ValueError if it does not fit, UnavailableError if the engine is full, FatalError if it has
+        failed."""
+        generation = self._accept(request, on_tokens)
+        with self._wake:
+            if self._failure:
+                raise self._failure
+            if sum(not other.cancelled for other in (*self._waiting, *self._rows)) >= self._max_requests:
+                raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
+            self._waiting.append(generation)
+            self._wake.notify()
+        return generation
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The tokens of one request as they are sampled. Closing the generator cancels the request."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
+        generation = self.submit(request, lambda item: loop.call_soon_threadsafe(arrived.put_nowait, item))
+        try:
+            finished = False
+            while not finished:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                finished = item.finish_reason is not None
+        finally:
+            generation.cancel()
+
+    def close(self) -> None:
+        """Fail all live requests and end the thread."""
+        self._fail(UnavailableError("the LLM engine is shut down"))
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while self._await_work():
+                self._step()
+        except Exception as error:
+            logger.exception("the LLM engine failed")
+            self._fail(FatalError(f"the LLM engine failed: {error}"))
+        finally:
+            with self._wake:
+                self._rows.clear()
+
+    def _await_work(self) -> bool:
+        """Wait for a request; False if the engine has failed or is closed."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._waiting or self._rows or self._failure)
+            return self._failure is None
+
+    def _fail(self, reason: UnavailableError) -> None:
+        with self._wake:
+            self._failure = self._failure or reason
+            orphans = [*self._waiting, *self._rows]
+            self._waiting.clear()
+            self._wake.notify()
+        for generation in orphans:
+            generation.report(reason)
+            generation.cancel()

@@ -1,0 +1,74 @@
+"""Every kernel that serving launches is compiled for every GPU architecture, by Triton's assembler, without a GPU."""
+
+import pytest
+import torch
+
+from common.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, tiles
+from tools.bench import kernels
+from tools.bench.kernels import SHARED_KIB, Launch, compiled, launches, pretended
+
+FLOW = {"add_norm_mish", "append", "attend_blocks", "attend_paged", "linear", "prepare", "snake"}
+DECODER = {"attend_pages", "draw", "gated", "join_parts", "project", "project_heads"}
+
+
+def of_each_size(capability: int) -> list[Launch]:
+    """One launch of each kernel and tile."""
+    found = launches(torch.float16, capability)
+    assert {launch.name for launch in found} == FLOW | DECODER
+    return list({(launch.name, launch.size): launch for launch in found}.values())
+
+
+def elements(launch: Launch) -> int:
+    given = dict(launch.constants)
+    return given.get("BM", 1) * given.get("BN", 1)
+
+
+def too_large(some: list[Launch], capability: int) -> dict[str, int]:
+    """Bytes of shared memory of those that need more than a block can have. Raises if one does not compile."""
+    needs = {f"{launch.name} {launch.size}": compiled(launch, capability) for launch in some}
+    return {name: need.shared for name, need in needs.items() if not need.fits(capability)}
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_the_largest_product_compiles_for_every_architecture_and_fits_its_shared_memory(capability: int) -> None:
+    products = [launch for launch in of_each_size(capability) if launch.name == "linear"]
+    assert too_large([max(products, key=elements)], capability) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_every_kernel_compiles_for_every_architecture_and_fits_its_shared_memory(capability: int) -> None:
+    assert too_large([launch for launch in of_each_size(capability) if launch.name in FLOW], capability) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [75, 120])  # the least shared memory, without and with tensor cores
+def test_the_largest_kernels_of_the_llm_compile_and_fit_the_least_shared_memory(capability: int) -> None:
+    largest: dict[str, Launch] = {}
+    for launch in sorted(of_each_size(capability), key=elements):
+        largest[launch.name] = launch
+    assert too_large([largest[name] for name in sorted(DECODER)], capability) == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "expected"),
+    [
+        (torch.float16, 75, MULTIPLY_ADD),
+        (torch.float16, 80, TENSOR_CORES),
+        (torch.bfloat16, 120, TENSOR_CORES),
+        (torch.float32, 90, MULTIPLY_ADD),
+    ],
+)
+def test_products_that_no_tensor_core_computes_have_small_tiles(dtype, capability, expected) -> None:
+    with pretended(capability):
+        assert tiles(dtype) is expected
+
+
+def test_the_table_names_architectures_that_a_kernel_does_not_fit(monkeypatch, capsys) -> None:
+    prepare = next(launch for launch in launches(torch.float32, 86) if launch.name == "prepare")
+    monkeypatch.setattr(kernels, "launches", lambda dtype, capability: [prepare])
+    assert kernels.main(["--architectures", "86", "--dtypes", "float32"]) == 0
+    assert "| float32 | prepare 2x512, norm | " in capsys.readouterr().out
+    monkeypatch.setitem(SHARED_KIB, 86, 0)
+    assert kernels.main(["--architectures", "86", "--dtypes", "float32"]) == 1
+    assert "need more shared memory than these have: [86]" in capsys.readouterr().err

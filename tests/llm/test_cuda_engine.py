@@ -1,0 +1,286 @@
+"""The engine cuda on a CPU: its network against transformers, its sampling against the definition, its memory."""
+
+import asyncio
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2ForCausalLM
+
+from common.llm.engines.cuda.decoder import Decoder
+from common.llm.engines.cuda.engine import load_engine
+from common.llm.engines.cuda.operations import PAGE, Places, Plain
+from common.llm.engines.cuda.scheduler import FAULT, NOTHING, PromptPiece
+from common.llm.engines.cuda.weights import Weights
+from common.llm.engines.interface import GenerationRequest, Resources, candidate_ids
+from common.llm.interface import LLMPrompt, Sampling
+from common.llm.speech_tokens import LLMTokenizer
+from tests.support.llm_fixtures import llm_dir  # noqa: F401
+from tests.support.recorded import Recorded
+from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities
+
+GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0}
+RAS = {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llm_dir):  # noqa: F811
+    return LLMTokenizer.from_dir(llm_dir)
+
+
+@pytest.fixture(scope="module")
+def weights(llm_dir, tokenizer):  # noqa: F811
+    """With a context of 256 tokens, four pages."""
+    read = Weights.read(llm_dir, tokenizer, torch.device("cpu"), torch.float32)
+    return dataclasses.replace(read, sizes=dataclasses.replace(read.sizes, context=256))
+
+
+class Observed(Plain):
+    """Keeps the logits of each step."""
+
+    def __init__(self):
+        self.logits = []
+
+    def head(self, x, weight, eps):
+        self.logits.append(super().head(x, weight, eps))
+        return self.logits[-1]
+
+
+class Scripted(Plain):
+    """Without a network: the logits (C,) are 0 but for some columns."""
+
+    def __init__(self, weights, columns):
+        self._logits = torch.zeros(len(weights.bias))
+        self._logits[list(columns)] = torch.tensor(list(columns.values()), dtype=torch.float32)
+
+    def project_heads(self, x, weight, bias, eps, places, layer):
+        return x
+
+    def attend(self, q, places, layer):
+        return q
+
+    def project_add(self, y, weight, x):
+        pass
+
+    def gated(self, x, weight, eps):
+        return x
+
+    def head(self, x, weight, eps):
+        return self._logits.expand(len(x), -1)
+
+
+class Slots:
+    """A decoder, used without a scheduler: a request for each slot, with pages of its own."""
+
+    def __init__(self, weights, requests, operations=None, prefill=256):
+        self.operations = operations or Observed()
+        self.decoder = Decoder(weights, self.operations, len(requests), 4 * len(requests) + 1, prefill, graphs=False)
+        for slot, request in enumerate(requests):
+            self.decoder.start(slot, range(4 * slot + 1, 4 * slot + 5), request)
+            ids = request.input_ids[:-1]
+            for begin in range(0, len(ids), prefill):
+                self.decoder.prefill([PromptPiece(slot, begin, ids[begin : begin + prefill])])
+        self.select(range(len(requests)))
+
+    def select(self, slots):
+        self._rows = len(slots)
+        self.decoder.select(list(slots))
+
+    def step(self, count=1):
+        """(steps, rows)"""
+        return np.concatenate([self.decoder.step(self._rows, 1).columns() for _ in range(count)])
+
+
+def request_of(ids, *, end_ids=(0,), **sampling):
+    return GenerationRequest(ids, Sampling(**sampling), end_ids)
+
+
+def test_logits_and_greedy_tokens_equal_those_of_transformers(llm_dir, weights, tokenizer):  # noqa: F811
+    """Prompts of several pages and of one token; prefilled in pieces, and computed together."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, weights.sizes.vocab, length).tolist() for length in (150, 1, 64, 65)]
+    served = Slots(weights, [request_of(ids, **GREEDY, max_tokens=70) for ids in prompts], prefill=40)
+    found = served.step(70)  # across the ends of pages
+    logits = torch.stack(served.operations.logits)  # (steps, rows, C)
+    model = Qwen2ForCausalLM.from_pretrained(llm_dir, dtype=torch.float32)
+    candidates = torch.from_numpy(candidate_ids(tokenizer))
+    for row, ids in enumerate(prompts):
+        answer = (found[:, row] + weights.first).tolist()
+        with torch.no_grad():
+            expected = model(torch.tensor([ids + answer[:-1]])).logits[0, len(ids) - 1 :]
+        torch.testing.assert_close(logits[:, row], expected[:, candidates], atol=1e-4, rtol=1e-4)
+        assert answer == candidates[expected[:, candidates].argmax(1)].tolist()
+
+
+def test_the_bias_of_the_output_head_is_added(llm_dir, weights, tokenizer, tmp_path):  # noqa: F811
+    shutil.copytree(llm_dir, tmp_path / "biased")
+    tensors = load_file(llm_dir / "model.safetensors")
+    bias = torch.randn(weights.sizes.vocab, generator=torch.Generator().manual_seed(0))
+    bias[0] = 1000.0  # text is never drawn
+    save_file(tensors | {"lm_head.bias": bias}, tmp_path / "biased" / "model.safetensors", metadata={"format": "pt"})
+    biased = Weights.read(tmp_path / "biased", tokenizer, torch.device("cpu"), torch.float32)
+    served = Slots(biased, [request_of([7, 8], **GREEDY)])
+    (column,) = served.step()[0]
+    assert column == (served.operations.logits[0][0] + bias[candidate_ids(tokenizer)]).argmax()
+
+
+def test_a_tied_output_head_is_the_embedding(llm_dir, tokenizer, tmp_path):  # noqa: F811
+    shutil.copytree(llm_dir, tmp_path / "tied")
+    tensors = load_file(llm_dir / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "tied" / "model.safetensors", metadata={"format": "pt"})
+    head = Weights.read(tmp_path / "tied", tokenizer, torch.device("cpu"), torch.float32).head
+    norm = tensors["model.norm.weight"]
+    assert torch.equal(head, tensors["model.embed_tokens.weight"][candidate_ids(tokenizer)] * norm)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_repetition_aware_sampling_has_upstreams_probabilities(weights, case):
+    requests = [request_of([7], **RAS, ras_window=10, seed=seed, max_tokens=400) for seed in range(6)]
+    logits = dict(enumerate(CASES[case] + 60))  # of the other columns, nothing is left
+    found = Slots(weights, requests, Scripted(weights, logits)).step(250)
+    expected, sampled = [], []
+    for columns in found.T.tolist():
+        rule = {"top_p": 0.8, "top_k": 25, "window": 10, "tau": 0.1}
+        expected += [ras_probabilities(CASES[case], columns[:step], **rule) for step in range(250)]
+        sampled += columns
+    assert deviation(expected, sampled) < 4.5
+
+
+@pytest.mark.parametrize(("window", "tau", "positions"), WINDOWS)
+def test_the_window_ends_after_its_last_token(weights, window, tau, positions):
+    sampling = RAS | {"top_k": 1, "ras_window": window, "ras_tau": tau, "max_tokens": 300}
+    served = Slots(weights, [request_of([7], **sampling)], Scripted(weights, {7: 300.0}))
+    found = served.step(positions[-1] + 1)[:, 0]
+    assert np.flatnonzero(found == 7).tolist() == positions
+
+
+def test_a_row_ends_on_the_device_by_an_end_token_or_its_length(weights):
+    """The end token of one request is any other token to another one; none is drawn before min_tokens."""
+    end_ids = (weights.first + 7,)
+    requests = [
+        request_of([7], **GREEDY, end_ids=end_ids),
+        request_of([7], **GREEDY, end_ids=end_ids, min_tokens=2),
+        request_of([7], **GREEDY, max_tokens=3),
+    ]
+    served = Slots(weights, requests, Scripted(weights, {7: 5.0, 9: 4.0}))
+    assert served.step(5).T.tolist() == [[7] + [NOTHING] * 4, [9, 9, 7] + [NOTHING] * 2, [7] * 3 + [NOTHING] * 2]
+
+
+def test_the_repetition_penalty_counts_prompt_and_drawn_tokens_of_the_slots_own_request(weights):
+    penalised = request_of([weights.first + 7], temperature=0, repetition_penalty=2.0)
+    logits = Scripted(weights, {7: 4.0, 8: 3.0, 9: 2.5})
+    served = Slots(weights, [penalised, request_of([weights.first + 7], **GREEDY)], logits)
+    assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
+    served.decoder.start(0, range(1, 5), penalised)  # nothing of the slot's last request is left
+    assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
+
+
+def test_what_the_pages_held_before_does_not_matter(weights):
+    request = request_of(list(range(100)), **GREEDY)
+    clean, reused = Slots(weights, [request, request]), Slots(weights, [request, request])
+    for page in range(1, 9):
+        reused.decoder.spoil(page)
+    for slot in range(2):
+        reused.decoder.prefill([PromptPiece(slot, 0, request.input_ids[:-1])])
+    assert (reused.step(9) == clean.step(9)).all()
+
+
+def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
+    requests = [request_of([40, 50, 60], **sampling, seed=3) for sampling in (GREEDY, RAS, GREEDY)]
+    whole, served = Slots(weights, requests), Slots(weights, requests)
+    expected = whole.step(8)
+    served.step(2)
+    served.decoder.spoil(5)  # of the second slot
+    found = served.step(6)
+    assert found[:, 1].tolist() == [FAULT] + [NOTHING] * 5
+    assert (found[:, [0, 2]] == expected[2:, [0, 2]]).all()
+
+
+class FullTables(Plain):
+    """Attention that reads as many pages for short sequences as for the longest."""
+
+    def attend(self, q, places, layer):
+        longest = places.tables.shape[1] * PAGE - 1
+        slots = torch.cat([places.slots, places.slots.new_full((1,), len(places.tables) - 1)])
+        positions = torch.cat([places.positions, places.positions.new_full((1,), longest)])
+        whole = Places(slots, positions, places.keys, places.values, places.tables, places.rotary)
+        return super().attend(torch.cat([q, q[:1]]), whole, layer)[:-1]
+
+
+def test_one_recorded_step_serves_every_batch_like_the_plain_one(weights):
+    """As a CUDA graph does: all sampling, growing sequences, rows that end, slots that change."""
+    requests = [
+        request_of([1, 2, 3], **RAS, ras_window=10, seed=1, max_tokens=9),
+        request_of(list(range(90)), temperature=0.9, top_k=5, repetition_penalty=1.2, seed=2, min_tokens=20),
+        request_of([5], **GREEDY),
+        request_of([6, 7], temperature=0.7, top_p=0.5, seed=4),
+    ]
+    plain, recorded = Slots(weights, requests), Slots(weights, requests, FullTables())
+    for served in (plain, recorded):
+        served.select([3, 3])
+    graph = Recorded()
+    with graph:
+        recorded.decoder._step(2)
+    plain.decoder._step(2)
+    recorded.decoder._run_step = lambda rows: graph.replay()
+    for batch in ([0, 1], [2, 3], [1, 0], [3]):
+        for served in (plain, recorded):
+            served.select([*batch, *[len(requests)] * (2 - len(batch))])
+        expected = plain.step(7)
+        assert (recorded.step(7) == expected).all()
+    assert (expected[:, 1] == NOTHING).all()
+
+
+def load(directory, tokenizer, gib, requests=2):
+    return load_engine(directory, tokenizer, requests, Resources(gib, 0.5, "KIND_CPU"))
+
+
+async def collect(engine, request):
+    return [token async for chunk in engine.generate(request) for token in chunk.tokens]
+
+
+def test_memory_for_less_than_one_context_is_an_error_with_what_is_needed(llm_dir, weights, tokenizer):  # noqa: F811
+    with pytest.raises(ValueError, match=r"llm_memory_gib 0.001 is too small: the LLM needs 0.0\d for one request"):
+        load(llm_dir, tokenizer, 0.001)
+
+
+def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, weights, tokenizer):  # noqa: F811
+    """Memory for one whole context, as two requests use it together."""
+    page = 2 * 2 * 64 * PAGE * 4
+    gib = (weights.nbytes + page * (4096 // PAGE + 1.5)) / 2**30
+    engine = load(llm_dir, tokenizer, gib, requests=3)
+    ids = tokenizer.encode_prompt(LLMPrompt("Hello"))
+    long = GenerationRequest(ids, Sampling(max_tokens=2100, min_tokens=20, seed=1), tokenizer.end_ids)
+    short = GenerationRequest(ids, Sampling(max_tokens=200, min_tokens=20, seed=1), tokenizer.end_ids)
+
+    async def together():
+        return await asyncio.gather(*(collect(engine, request) for request in (short, long, long)))
+
+    try:
+        assert engine._pages.total == 64 and engine._scheduler.pages_of(long) * 2 > 64
+        alone, first, second = asyncio.run(together())
+        assert first == second and alone == asyncio.run(collect(engine, short)) and len(alone) > 20
+        assert engine._pages.free == 64 and engine.live == 0
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "the engine cuda runs models of type qwen2, not 'llama'"),
+        ({"num_hidden_layers": 3}, "not a complete Qwen2 network: its .* have no model.layers.2.self_attn.q_proj"),
+        ({"vocab_size": 500}, "vocabulary of 500, too small for the tokenizer's speech and end tokens"),
+    ],
+)
+def test_another_model_is_an_error(llm_dir, tokenizer, tmp_path, change, message):  # noqa: F811
+    shutil.copy(llm_dir / "model.safetensors", tmp_path)
+    config = json.loads((llm_dir / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, tokenizer, 1.0)

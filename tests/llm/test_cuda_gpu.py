@@ -1,0 +1,144 @@
+"""The engine cuda on a GPU: kernels in CUDA graphs compared with plain torch in float32. Weights are random."""
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from common.llm.engines.cuda.decoder import Decoder
+from common.llm.engines.cuda.operations import Plain
+from common.llm.engines.cuda.scheduler import PromptPiece
+from common.llm.engines.cuda.weights import Weights
+from common.llm.engines.interface import GenerationRequest
+from common.llm.engines.loading import load_engine
+from common.llm.interface import LLMPrompt, Sampling
+from common.llm.speech_tokens import LLMTokenizer
+from tests.support.llm_fixtures import llm_dir  # noqa: F401
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine"),
+]
+REQUESTS, STEPS = 40, 30
+SAMPLING = [
+    {"temperature": 0.0, "repetition_penalty": 1.0},
+    {"temperature": 1.0, "top_p": 0.8, "top_k": 25, "repetition_penalty": 1.0, "ras_window": 10},
+    {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1},
+    {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llm_dir):  # noqa: F811
+    return LLMTokenizer.from_dir(llm_dir)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.float16, torch.bfloat16])
+def weights(request, llm_dir, tokenizer):  # noqa: F811
+    return Weights.read(llm_dir, tokenizer, torch.device("cuda"), request.param)
+
+
+def prompts(weights):
+    """Of one token, of some pages, and around the ends of pages."""
+    rng = np.random.default_rng(0)
+    lengths = [1, 2, 63, 64, 65, 66, 128, 300, *rng.integers(1, 200, REQUESTS - 8)]
+    return [rng.integers(0, weights.sizes.vocab, length).tolist() for length in lengths]
+
+
+def started(weights, operations, requests, *, graphs):
+    decoder = Decoder(weights, operations, len(requests), 8 * len(requests) + 1, 512, graphs=graphs)
+    for slot, request in enumerate(requests):
+        decoder.start(slot, range(8 * slot + 1, 8 * slot + 9), request)
+        if ids := request.input_ids[:-1]:
+            decoder.prefill([PromptPiece(slot, 0, ids)])
+    return decoder
+
+
+class Keeping:
+    """Operations that keep the logits of the last step."""
+
+    def __init__(self, operations):
+        self.operations, self.logits = operations, None
+
+    def __getattr__(self, name):
+        return getattr(self.operations, name)
+
+    def head(self, x, weight, eps):
+        self.logits = self.operations.head(x, weight, eps)
+        return self.logits
+
+
+def fused():
+    from common.llm.engines.cuda.fused import Fused
+
+    return Fused()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_logits_of_the_kernels_equal_those_of_plain_torch_up_to_rounding(weights, llm_dir, tokenizer, rows):  # noqa: F811
+    requests = [GenerationRequest(ids, Sampling(), (0,)) for ids in prompts(weights)]
+    exact = Weights.read(llm_dir, tokenizer, torch.device("cuda"), torch.float32)
+    found = []
+    for of, operations in ((weights, Keeping(fused())), (exact, Keeping(Plain()))):
+        decoder = started(of, operations, requests, graphs=False)
+        decoder.select(range(rows))
+        decoder.step(rows, 1).columns()
+        found.append(operations.logits[:rows])
+    bounds = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+    error = (found[0] - found[1]).norm() / found[1].norm()
+    assert error < bounds[weights.embedding.dtype]
+
+
+def test_captured_steps_draw_the_tokens_of_eager_ones(weights):
+    """In batches that change, with rows that end; in float32 also those of plain torch."""
+    requests = [
+        GenerationRequest(ids, Sampling(**SAMPLING[i % 4], seed=i, max_tokens=20 + i % 30), (weights.first + 5,))
+        for i, ids in enumerate(prompts(weights))
+    ]
+    kinds = [(fused(), True), (fused(), False)]
+    if weights.embedding.dtype == torch.float32:
+        kinds.append((Plain(), False))
+    answers = []
+    for operations, graphs in kinds:
+        decoder = started(weights, operations, requests, graphs=graphs)
+        answers.append([])
+        for batch in (range(40), range(5), [39], range(39, 20, -1), range(40)):
+            decoder.select(batch)
+            answers[-1] += decoder.step(len(batch), 8).columns().tolist()
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_an_engine_on_the_gpu_gives_each_request_the_tokens_that_it_gets_alone(llm_dir, tokenizer):  # noqa: F811
+    engine = load_engine("cuda", llm_dir, tokenizer, 8, memory_gib=4.0, instance_kind="KIND_GPU")
+
+    async def speak(seed):
+        ids = tokenizer.encode_prompt(LLMPrompt("text " * (seed + 1)))
+        request = GenerationRequest(ids, Sampling(seed=seed), tokenizer.end_ids)
+        return [token async for chunk in engine.generate(request) for token in chunk.tokens]
+
+    async def together():
+        return await asyncio.gather(*map(speak, range(8)))
+
+    try:
+        alone = [asyncio.run(speak(seed)) for seed in range(8)]
+        answers = asyncio.run(together())
+        assert all(len(answer) > 20 for answer in alone)
+        # Another batch size rounds differently, which changes a few draws in 16 bits.
+        assert sum(one == other for one, other in zip(alone, answers, strict=True)) >= 4
+        assert engine.live == 0 and engine._pages.free == engine._pages.total
+    finally:
+        engine.close()
+
+
+def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
+    sampling = dataclasses.replace(Sampling(), seed=1, max_tokens=50)
+    requests = [GenerationRequest(ids, sampling, (0,)) for ids in prompts(weights)[2:6]]
+    clean, spoilt = (started(weights, fused(), requests, graphs=True) for _ in range(2))
+    spoilt.spoil(9)  # of the second slot
+    for decoder in (clean, spoilt):
+        decoder.select(range(4))
+    expected, found = clean.step(4, 8).columns(), spoilt.step(4, 8).columns()
+    assert found[0, 1] == -2 and (found[1:, 1] == -1).all()
+    assert (found[:, [0, 2, 3]] == expected[:, [0, 2, 3]]).all()

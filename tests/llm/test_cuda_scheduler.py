@@ -1,0 +1,212 @@
+"""Slots, pages and answers of the engine cuda, with a fake of the device that draws random tokens."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from common.llm.engines.cuda.operations import PAGE
+from common.llm.engines.cuda.pages import SCRATCH, Pages
+from common.llm.engines.cuda.scheduler import FAULT, NOTHING, STEPS_PER_LOOK, URGENT_TOKENS, Scheduler, SequenceRow
+from common.llm.engines.interface import GenerationRequest
+from common.llm.interface import Sampling
+
+FIRST, END, SLOTS = 1000, 1099, 16
+
+
+@dataclass
+class Occupant:
+    """What the device knows of a slot's request."""
+
+    request: GenerationRequest
+    pages: list[int]
+    prefilled: list[int] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
+    faulty: bool = False
+
+    @property
+    def ended(self) -> bool:
+        over = len(self.drawn) == self.request.sampling.max_tokens
+        return self.faulty or over or (bool(self.drawn) and self.drawn[-1] == END)
+
+
+class FakeBurst:
+    def __init__(self, found):
+        self._found = found
+
+    def columns(self):
+        return self._found
+
+
+class FakeModel:
+    """Draws what `draw` returns, columns or FAULT; like the device, nothing for requests that have ended."""
+
+    max_prefill, first = 100, FIRST
+
+    def __init__(self, draw):
+        self.draw = draw
+        self.occupants: dict[int, Occupant] = {}
+        self.of_request: dict[int, Occupant] = {}
+        self.selected: list[int] = []
+        self.prefills: list[int] = []
+        self.counts: list[int] = []
+
+    def start(self, slot, pages, request):
+        assert SCRATCH not in pages
+        self.occupants[slot] = self.of_request[id(request)] = Occupant(request, pages)
+
+    def prefill(self, pieces):
+        self.prefills.append(sum(len(piece.ids) for piece in pieces))
+        assert 0 < self.prefills[-1] <= self.max_prefill
+        for slot, begin, ids in pieces:
+            assert begin == len(self.occupants[slot].prefilled)
+            self.occupants[slot].prefilled += ids
+
+    def select(self, slots):
+        self.selected = slots
+
+    def step(self, rows, count):
+        assert rows == len(self.selected) == len(set(self.selected))
+        self.counts.append(count)
+        return FakeBurst(
+            np.array([[self._drawn(self.occupants[slot]) for slot in self.selected] for _ in range(count)])
+        )
+
+    def _drawn(self, occupant):
+        assert occupant.prefilled == list(occupant.request.input_ids[:-1])
+        if occupant.ended:
+            return NOTHING
+        column = self.draw()
+        occupant.faulty = column == FAULT
+        if not occupant.faulty:
+            occupant.drawn.append(FIRST + column)
+        return column
+
+
+class Served:
+    """A scheduler with a queue, as in the engine; `answers` by sequence."""
+
+    def __init__(self, draw, pages=100):
+        self.model = FakeModel(draw)
+        self.pages = Pages(pages + 1)
+        self.scheduler = Scheduler(self.model, SLOTS, self.pages)
+        self.waiting = deque()
+        self.answers: dict[SequenceRow, list] = {}
+
+    def add(self, prompt=10, max_tokens=20):
+        request = GenerationRequest(list(range(prompt)), Sampling(max_tokens=max_tokens), (END,))
+        sequence = SequenceRow(request, lambda item: None)
+        self.waiting.append(sequence)
+        self.answers[sequence] = []
+        return sequence
+
+    def step(self):
+        self.scheduler.admit(self.waiting)
+        answers = self.scheduler.compute()
+        for answer in answers:
+            self.answers[answer.sequence].append(answer.item)
+            if answer.ends:
+                self.scheduler.remove(answer.sequence)
+        return answers
+
+    def run(self):
+        while self.waiting or self.scheduler.rows:
+            self.step()
+
+    def tokens(self, sequence):
+        return [token for chunk in self.answers[sequence] for token in chunk.tokens]
+
+    def check_pages(self):
+        held = [page for row in self.scheduler.rows for page in row.pages]
+        assert len(held) == len(set(held)) and len(held) + self.pages.free == self.pages.total
+
+
+def test_a_hundred_thousand_random_changes_lose_no_page_and_no_token():
+    """Requests come, are cancelled, end by an end token, their length or a fault; more come than fit."""
+    rng = random.Random(0)
+
+    def draw():
+        number = rng.random()
+        return FAULT if number < 0.01 else END - FIRST if number < 0.2 else int(90 * number)
+
+    served = Served(draw, pages=40)
+    changes, ended, cancelled, most_waiting = 0, 0, 0, 0
+    while changes < 100_000:
+        for _ in range(rng.randrange(12)):
+            if len(served.waiting) < 20:
+                served.add(rng.randrange(1, 150), rng.randrange(1, 30))
+                changes += 1
+        live = [row for row in (*served.scheduler.rows, *served.waiting) if not row.cancelled]
+        for sequence in rng.sample(live, min(len(live), rng.randrange(3))):
+            sequence.cancelled = True
+            changes, cancelled = changes + 1, cancelled + 1
+        ends = [answer for answer in served.step() if answer.ends]
+        changes, ended = changes + len(ends), ended + len(ends)
+        most_waiting = max(most_waiting, len(served.waiting))
+        served.check_pages()
+        assert len(served.scheduler.rows) <= SLOTS
+    served.run()
+    assert served.pages.free == served.pages.total == 40 and most_waiting == 20
+    assert min(ended, cancelled) > 10_000
+    for sequence, items in served.answers.items():
+        device = served.model.of_request.get(id(sequence.request))
+        chunks = [item for item in items if not isinstance(item, Exception)]
+        told = [token for chunk in chunks for token in chunk.tokens]
+        if not sequence.cancelled:
+            assert told == device.drawn
+            reason = "stop" if told and told[-1] == END else "length"
+            assert device.faulty == isinstance(items[-1], FloatingPointError)
+            assert device.faulty or [chunk.finish_reason for chunk in chunks][-1] == reason
+        else:
+            assert device is None or told == device.drawn[: len(told)]
+
+
+def test_prompts_are_prefilled_in_pieces_together_with_others():
+    served = Served(lambda: 5)
+    sequences = [served.add(prompt) for prompt in (31, 121, 1)]
+    served.run()
+    assert served.model.prefills == [100, 50]
+    assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in sequences)
+
+
+def test_who_has_spoken_long_enough_gets_several_tokens_at_a_look():
+    served = Served(lambda: 5)
+    first = served.add(max_tokens=60)
+    while first.generated < URGENT_TOKENS:
+        served.step()
+    assert set(served.model.counts) == {1}
+    served.model.counts.clear()
+    served.step()
+    served.step()
+    assert served.model.counts == [STEPS_PER_LOOK] * 2
+    assert len(served.answers[first][-1].tokens) == STEPS_PER_LOOK
+    served.add(prompt=200, max_tokens=10)  # who waits for a first token
+    served.step()
+    assert served.model.counts[-1] == 1
+    served.run()
+    assert served.tokens(first) == [FIRST + 5] * 60
+
+
+def test_requests_wait_for_pages_in_the_order_of_their_arrival():
+    served = Served(lambda: 5, pages=4)
+    large = [served.add(prompt=2 * PAGE, max_tokens=10) for _ in range(2)]  # three pages each
+    small = served.add(max_tokens=10)
+    served.step()
+    assert served.scheduler.rows == [large[0]] and list(served.waiting) == [large[1], small]
+    large[0].cancelled = True
+    served.step()
+    assert served.scheduler.rows == [large[1], small]
+    served.run()
+    assert served.pages.free == 4 and served.tokens(small) == [FIRST + 5] * 10
+
+
+def test_a_page_is_not_given_back_twice():
+    pages = Pages(4)
+    taken = pages.take(2)
+    assert pages.take(2) is None
+    pages.give_back(taken)
+    with pytest.raises(AssertionError, match="are not all taken"):
+        pages.give_back(taken)
+    assert sorted(pages.take(3)) == [1, 2, 3]

@@ -1,0 +1,238 @@
+"""Compile every GPU kernel that serving launches, for each architecture, and print what it needs. Needs no GPU.
+
+    python -m tools.bench.kernels --dtypes float16 bfloat16 float32
+
+The networks run at official sizes over tensors without memory ("meta"), once for each size of the CUDA graphs, so that
+the launches have the constants and types of serving. Triton's own assembler makes the machine code.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from common import kernels
+from common.constants import DIT_TAIL_FRAMES, MEL_BINS, SPEECH_VOCAB
+from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
+from common.flow.config import DiTConfig, EncoderConfig, UNetConfig
+from common.hift.config import HiFTConfig
+from common.llm.batch_sampler import RECENT
+from common.llm.engines.cuda.operations import PAGE
+from common.token2wav.dit import graphs as dit_graphs
+from common.token2wav.dit.memory import TailPool
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import NoiseTape
+from common.token2wav.unet import graphs as unet_graphs
+from tools.demo_model.llm import OFFICIAL as LLM_SIZES
+
+# Shared memory that one block can use, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+BLOCK = ("BM", "BN", "BK", "BLOCK_Q", "BLOCK_K", "BLOCK", "WIDE")  # constants that are a block's dimensions
+NO_LAYERS = EncoderConfig(blocks=1, up_blocks=1)  # the encoder launches none of our kernels
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it is launched: `constants` include warps and stages."""
+
+    kernel: JITFunction
+    arguments: tuple[Any, ...]
+    constants: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__.removeprefix("_")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Launches of equal keys are compiled once."""
+        types = tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in self.arguments)
+        return self.name, types, self.constants
+
+    @property
+    def size(self) -> str:
+        """Of its block, as "16x32x128, 4 warps, 4 stages"; launches of the same size need about the same."""
+        given = dict(self.constants)
+        block = "x".join(str(given[name]) for name in BLOCK if name in given)
+        parts = [block, *(f"{given[f'num_{name}']} {name}" for name in ("warps", "stages") if f"num_{name}" in given)]
+        return ", ".join([*parts, "norm"] if given.get("NORM") else parts)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of a compiled kernel: bytes of shared memory of a block; registers of a thread, and bytes of its stack, which
+    holds what the registers do not (and in `snake` 32 bytes of the sine of large angles)."""
+
+    shared: int
+    registers: int
+    stack: int
+
+    def fits(self, capability: int) -> bool:
+        return self.shared <= SHARED_KIB[capability] * 1024
+
+
+class Architecture:
+    """Triton's driver for a GPU that is not there."""
+
+    def __init__(self, capability: int):
+        self.get_current_device = lambda: capability  # compiled kernels are kept by device
+        self.get_current_stream = lambda device: 0
+        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+
+
+@contextmanager
+def pretended(capability: int) -> Iterator[None]:
+    with patch.object(driver, "_active", Architecture(capability)):
+        yield
+
+
+def launches(dtype: torch.dtype, capability: int) -> list[Launch]:
+    """Every launch of serving that has code of its own."""
+    found: dict[Any, Launch] = {}
+
+    def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        launch = Launch(kernel, arguments, tuple(sorted(constants.items())))
+        found.setdefault(launch.key, launch)
+
+    with pretended(capability), patch.object(JITFunction, "run", record), torch.inference_mode():
+        _run_networks(dtype)
+    return list(found.values())
+
+
+def compiled(launch: Launch, capability: int) -> Needs:
+    """Triton's error if the kernel does not compile there."""
+    with pretended(capability):
+        result = launch.kernel.run(*launch.arguments, grid=None, warmup=True, **dict(launch.constants))
+    return Needs(result.metadata.shared, *_usage(result.asm["cubin"]))
+
+
+def _usage(machine_code: bytes) -> tuple[int, int]:
+    """Registers and bytes of the stack, as `cuobjdump` of Triton's wheel reads them."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        shown = subprocess.run([program, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    fields = dict(field.split(":") for field in shown.split() if field.count(":") == 1 and field[-1].isdigit())
+    return int(fields["REG"]), int(fields["STACK"])
+
+
+def _run_networks(dtype: torch.dtype) -> None:
+    """Call every kernel as serving does: one layer of each kind, one Euler step, all graph sizes."""
+    limits = BatchLimits()
+    with torch.device("meta"):
+        dit = DiTFlow(DiTFlowConfig(encoder=NO_LAYERS, estimator=DiTConfig(depth=1))).to(dtype)
+        unet = UNetFlow(UNetFlowConfig(encoder=NO_LAYERS, estimator=UNetConfig(mid_stages=1, blocks=1))).to(dtype)
+        noise = NoiseTape(torch.empty(1, MEL_BINS))
+    pool = TailPool(dit.config.estimator, dit.encoder_proj.weight, 1, limits.max_streams, DIT_TAIL_FRAMES)
+    with (
+        patch.object(dit_graphs, "Graphs", _every_size),
+        patch.object(unet_graphs, "Graphs", _every_size),
+        patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
+    ):
+        dit_graphs.GraphedSolve(dit, pool, noise, limits, 1)
+        unet_graphs.GraphedUNetSolve(unet, noise, limits, 1)
+    channels, frames = HiFTConfig().channels // 2, limits.chunk_frames[-1]  # after the first upsampling
+    for lengths in (None, torch.empty(1, dtype=torch.int64, device="meta")):
+        kernels.snake(
+            torch.empty(1, channels, frames, dtype=dtype, device="meta"),
+            torch.empty(channels, dtype=dtype, device="meta"),
+            lengths,
+        )
+    _run_decoder(dtype)
+
+
+def _run_decoder(dtype: torch.dtype) -> None:
+    """One layer of the LLM, its head and the draw, for every size of its graphs that has kernels of its own."""
+    sizes, D = LLM_SIZES, LLM_SIZES.hidden // LLM_SIZES.heads
+    heads, width = sizes.heads + 2 * sizes.kv_heads, SPEECH_VOCAB + 3
+    with torch.device("meta"):
+        keys = torch.empty(9, sizes.kv_heads, PAGE, D, dtype=dtype)
+        tables, rotary = torch.empty(9, 64, dtype=torch.int64), torch.empty(2, 4096, D // 2)
+        weights = {
+            name: torch.empty(*shape, dtype=dtype)
+            for name, shape in {
+                "qkv": (heads * D, sizes.hidden),
+                "qkv_bias": (heads * D,),
+                "out": (sizes.hidden, sizes.heads * D),
+                "gate_up": (2 * sizes.mlp, sizes.hidden),
+                "down": (sizes.hidden, sizes.mlp),
+                "head": (width, sizes.hidden),
+            }.items()
+        }
+        bias, seen = torch.empty(width), torch.empty(9, width, dtype=torch.bool)
+        recent = torch.empty(9, RECENT, dtype=torch.int64)
+    for T in (1, 16, 64, 1024):
+        x, slots = torch.empty(T, sizes.hidden, device="meta"), torch.empty(T, dtype=torch.int64, device="meta")
+        q = kernels.project_heads(
+            x, weights["qkv"], weights["qkv_bias"], 1e-6, keys, keys, tables, slots, slots, rotary
+        )  # fmt: skip
+        kernels.project_add(kernels.attend_pages(q, keys, keys, tables, slots, slots), weights["out"], x)
+        kernels.project_add(kernels.gated(x, weights["gate_up"], 1e-6), weights["down"], x)
+        logits = kernels.project_normed(x, weights["head"], 1e-6)
+    kernels.draw(logits, bias, seen, recent, seen, slots, slots, slots, torch.empty(T, 7, device="meta"))
+
+
+def _every_size(function: Any, inputs: Any, sizes: Any, name: str) -> None:
+    """In place of `Graphs`: calls the function instead of capturing it."""
+    for size in sizes:
+        function(*inputs(*size))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    jobs = [
+        (name, arch, launch)
+        for name in args.dtypes
+        for arch in args.architectures
+        for launch in launches(getattr(torch, name), arch)
+    ]
+    rows: dict[tuple[str, str, str], dict[int, list[Needs]]] = {}
+    for name, arch, launch in tqdm(jobs, unit="kernel"):
+        row = rows.setdefault((name, launch.name, launch.size), {})
+        row.setdefault(arch, []).append(compiled(launch, arch))
+    print("| type | kernel, tile | " + " | ".join(f"sm_{arch}" for arch in args.architectures) + " |")
+    print("|---|---|" + "---|" * len(args.architectures))
+    print(
+        "| | *shared memory of a block* | " + " | ".join(f"*{SHARED_KIB[arch]}*" for arch in args.architectures) + " |"
+    )
+    for (name, kernel, size), row in rows.items():
+        print(f"| {name} | {kernel} {size} | " + " | ".join(_cell(row.get(arch)) for arch in args.architectures) + " |")
+    over = [arch for row in rows.values() for arch, of in row.items() if any(not n.fits(arch) for n in of)]
+    if over:
+        print(f"error: kernels need more shared memory than these have: {sorted(set(over))}", file=sys.stderr)
+    return bool(over)
+
+
+def _cell(variants: list[Needs] | None) -> str:
+    """The largest of a tile's variants: KiB of shared memory, registers, bytes of stack."""
+    if not variants:
+        return ""
+    shared, registers, stack = (max(getattr(of, name) for of in variants) for name in ("shared", "registers", "stack"))
+    return f"{round(shared / 1024, 1):g} · {registers} · {stack}"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architectures", type=int, nargs="+", choices=SHARED_KIB, default=list(SHARED_KIB))
+    names = ("float16", "bfloat16", "float32")
+    parser.add_argument("--dtypes", nargs="+", choices=names, default=["float16"], help="of the networks")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
