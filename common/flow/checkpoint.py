@@ -1,11 +1,14 @@
-"""Loads `flow.pt` of either network: sizes are read from its tensors, and keys and shapes must match exactly."""
+"""Loads `flow.pt` of each network: sizes are read from its tensors, and keys and shapes must match exactly."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from common.checkpoint import load_strict, read_state, shapes_of
-from common.flow.config import DiTFlowConfig, UNetFlowConfig
+from common.flow.config import CosyVoice3FlowConfig, DiTFlowConfig, UNetFlowConfig
+from common.flow.cosyvoice3 import CosyVoice3Flow, rotary_frequencies
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
 
@@ -26,3 +29,30 @@ def load_dit_flow(path: Path | str, device: torch.device | str = "cpu", dtype: t
     with torch.device("meta"):
         flow = DiTFlow(DiTFlowConfig.from_shapes(shapes_of(state)))
     return load_strict(flow, state, device, dtype)
+
+
+ROTARY_KEY = "decoder.estimator.rotary_embed.inv_freq"
+
+
+def load_cosyvoice3_flow(
+    path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> CosyVoice3Flow:
+    """CosyVoice3's `flow.pt`. ValueError names the file, or every key and shape that does not fit."""
+    state = read_state(path)
+    with torch.device("meta"):
+        flow = CosyVoice3Flow(CosyVoice3FlowConfig.from_shapes(shapes_of(state)))
+    return load_strict(flow, without_rotary(state), device, dtype)
+
+
+def without_rotary(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state_dict without the rotary frequencies, which the network computes, so that they are float32 in every
+    precision. ValueError if the file's differ from those."""
+    given = state[ROTARY_KEY].float()
+    if not torch.allclose(given, rotary_frequencies(2 * len(given)), rtol=1e-4):
+        raise ValueError(f"checkpoint: {ROTARY_KEY} is not 10000^(-2i / {2 * len(given)})")
+    return {key: tensor for key, tensor in state.items() if key != ROTARY_KEY}
+
+
+def with_rotary(state: Mapping[str, Tensor], config: CosyVoice3FlowConfig) -> dict[str, Tensor]:
+    """The reverse, as in the official file."""
+    return {**state, ROTARY_KEY: rotary_frequencies(config.estimator.head_dim)}

@@ -121,7 +121,7 @@ class DiTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig:
-    """What both flows share: token embedding, speaker projection, encoder, guidance.
+    """What all flows share: token embedding, speaker projection, guidance.
 
     guidance: weight of classifier-free guidance (upstream's `inference_cfg_rate`); no tensor shows it.
     """
@@ -130,11 +130,17 @@ class FlowConfig:
     speaker_dim: int = SPEAKER_DIM
     mel_bins: int = MEL_BINS
     guidance: float = GUIDANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformerFlowConfig(FlowConfig):
+    """A flow with the conformer encoder."""
+
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UNetFlowConfig(FlowConfig):
+class UNetFlowConfig(ConformerFlowConfig):
     """The flow of CosyVoice2's `flow.pt`."""
 
     estimator: UNetConfig = field(default_factory=UNetConfig)
@@ -151,7 +157,7 @@ class UNetFlowConfig(FlowConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiTFlowConfig(FlowConfig):
+class DiTFlowConfig(ConformerFlowConfig):
     """The flow of Step-Audio2's `token2wav/flow.pt`."""
 
     estimator: DiTConfig = field(default_factory=DiTConfig)
@@ -164,4 +170,77 @@ class DiTFlowConfig(FlowConfig):
             mel_bins=_size(shapes, "encoder_proj.weight"),
             encoder=EncoderConfig.from_shapes(shapes),
             estimator=DiTConfig.from_shapes(shapes),
+        )
+
+
+@dataclass(frozen=True)
+class LookaheadConfig:
+    """CosyVoice3's encoder: the look-ahead layer alone, then each token `ratio` times.
+
+    ratio, chunk_tokens: as in `EncoderConfig`; no tensor shows them.
+    """
+
+    width: int = MEL_BINS
+    hidden: int = 1024
+    lookahead: int = LOOKAHEAD_TOKENS
+    ratio: int = TOKEN_MEL_RATIO
+    chunk_tokens: int = FLOW_CHUNK_TOKENS
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "LookaheadConfig":
+        conv = "pre_lookahead_layer.conv1.weight"
+        return cls(width=_size(shapes, conv, 1), hidden=_size(shapes, conv), lookahead=_size(shapes, conv, 2) - 1)
+
+
+@dataclass(frozen=True)
+class RotaryDiTConfig:
+    """Diffusion transformer estimator of CosyVoice3.
+
+    conv_groups, chunk_frames (upstream's `static_chunk_size`): no tensor shows them.
+    """
+
+    in_channels: int = 4 * MEL_BINS  # noisy mel, prompt mel, encoder output, speaker
+    out_channels: int = MEL_BINS
+    width: int = 1024
+    depth: int = 22
+    heads: int = 16
+    head_dim: int = 64
+    feed_forward: int = 2048
+    time_frequencies: int = 256
+    conv_kernel: int = 31
+    conv_groups: int = 16
+    chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "RotaryDiTConfig":
+        prefix = "decoder.estimator."
+        head_dim = 2 * _size(shapes, f"{prefix}rotary_embed.inv_freq")
+        return cls(
+            in_channels=_size(shapes, f"{prefix}input_embed.proj.weight", 1),
+            out_channels=_size(shapes, f"{prefix}proj_out.weight"),
+            width=_size(shapes, f"{prefix}input_embed.proj.weight"),
+            depth=_count(shapes, f"{prefix}transformer_blocks"),
+            heads=_size(shapes, f"{prefix}transformer_blocks.0.attn.to_q.weight") // head_dim,
+            head_dim=head_dim,
+            feed_forward=_size(shapes, f"{prefix}transformer_blocks.0.ff.ff.0.0.weight"),
+            time_frequencies=_size(shapes, f"{prefix}time_embed.time_mlp.0.weight", 1),
+            conv_kernel=_size(shapes, f"{prefix}input_embed.conv_pos_embed.conv1.0.weight", 2),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosyVoice3FlowConfig(FlowConfig):
+    """The flow of CosyVoice3's `flow.pt`."""
+
+    encoder: LookaheadConfig = field(default_factory=LookaheadConfig)
+    estimator: RotaryDiTConfig = field(default_factory=RotaryDiTConfig)
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "CosyVoice3FlowConfig":
+        return cls(
+            vocab=_size(shapes, "input_embedding.weight"),
+            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
+            mel_bins=_size(shapes, "spk_embed_affine_layer.weight"),
+            encoder=LookaheadConfig.from_shapes(shapes),
+            estimator=RotaryDiTConfig.from_shapes(shapes),
         )

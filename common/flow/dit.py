@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.flow.base import MelFlow
+from common.flow.base import ConformerFlow
 from common.flow.cache import CONV_HISTORY, EstimatorCache, KeyValues
 from common.flow.config import DiTConfig, DiTFlowConfig
-from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads
+from common.flow.layers import TIME_SCALE, CausalConv1d, attention_mask, merge_heads, split_heads
 
-TIME_SCALE = 1000  # flow time 0..1 is embedded as diffusion steps 0..1000
 NORM_EPS = 1e-6  # of the norms that adaLN modulates
 CONV_KERNEL = CONV_HISTORY + 1
 
@@ -187,7 +186,7 @@ def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
-class DiTFlow(MelFlow[DiTEstimator]):
+class DiTFlow(ConformerFlow[DiTEstimator]):
     """Encoder and DiT estimator; `common.token2wav.dit` streams it with caches."""
 
     def __init__(self, config: DiTFlowConfig) -> None:

@@ -1,4 +1,5 @@
-"""Upsampling conformer encoder: embeddings of speech tokens in, features at mel rate out. Both flows use it.
+"""Upsampling conformer encoder of CosyVoice2's and Step-Audio2's flows: embeddings of speech tokens in, features at mel
+rate out.
 
 It computes a stream's whole window for every chunk and keeps no caches: it is small next to the estimator. Which tokens
 a token may attend to is the caller's choice, so that one `forward` serves whole utterances and any division into
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from common.flow.config import EncoderConfig
 from common.flow.layers import CausalConv1d, Conv1d, merge_heads, split_heads
+
+SCORES_AT_ONCE = 1 << 26  # 128 MiB in float16
+QUERIES_AT_ONCE = 64  # a tile of the attention kernel
 
 
 class InputEmbedding(nn.Module):
@@ -30,10 +34,10 @@ class InputEmbedding(nn.Module):
 class LookaheadLayer(nn.Module):
     """Mixes the next `lookahead` tokens into each token: a convolution over them, then a causal convolution."""
 
-    def __init__(self, width: int, lookahead: int) -> None:
+    def __init__(self, width: int, hidden: int, lookahead: int) -> None:
         super().__init__()
-        self.conv1 = Conv1d(width, width, lookahead + 1)
-        self.conv2 = CausalConv1d(width, width, 3)
+        self.conv1 = Conv1d(width, hidden, lookahead + 1)
+        self.conv2 = CausalConv1d(hidden, width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token followed by the tokens ahead of it, (B, T, 1 + lookahead, C) -> (B, T, C)"""
@@ -71,14 +75,21 @@ class RelativeAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """x (B, T, C); positions (2T - 1, C) from `relative_positions`; mask (B, 1, T or 1, T) bool -> (B, T, C)"""
+        B, T, _ = x.shape
         q = split_heads(self.linear_q(x), self.heads)  # (B, T, C) -> (B, H, T, D)
         k = split_heads(self.linear_k(x), self.heads)
         v = split_heads(self.linear_v(x), self.heads)
         p = split_heads(self.linear_pos(positions), self.heads)  # (2T - 1, C) -> (H, 2T - 1, D)
-        bias = relative_shift((q + self.pos_bias_v[:, None]) @ p.transpose(1, 2)) / math.sqrt(q.shape[-1])
-        bias = bias.masked_fill(~mask, -torch.inf)
-        y = F.scaled_dot_product_attention(q + self.pos_bias_u[:, None], k, v, attn_mask=bias)
-        return self.linear_out(merge_heads(y))
+        of_content = q + self.pos_bias_u[:, None]
+        of_distance = (q + self.pos_bias_v[:, None]) / math.sqrt(q.shape[-1])
+        hidden = ~mask
+        attended = []
+        for first, end in query_blocks(T, B * self.heads):
+            near = p[:, T - end : 2 * T - 1 - first]  # the distances from these queries
+            bias = relative_shift(of_distance[:, :, first:end] @ near.transpose(1, 2))
+            bias = bias.masked_fill(hidden if hidden.shape[2] == 1 else hidden[:, :, first:end], -torch.inf)
+            attended.append(F.scaled_dot_product_attention(of_content[:, :, first:end], k, v, attn_mask=bias))
+        return self.linear_out(merge_heads(torch.cat(attended, dim=2)))
 
 
 class ConformerFeedForward(nn.Module):
@@ -114,7 +125,7 @@ class UpsampleConformerEncoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = InputEmbedding(config.width)
-        self.pre_lookahead_layer = LookaheadLayer(config.width, config.lookahead)
+        self.pre_lookahead_layer = LookaheadLayer(config.width, config.width, config.lookahead)
         self.encoders = nn.ModuleList(ConformerLayer(config) for _ in range(config.blocks))
         self.up_layer = Upsample(config.width, config.ratio)
         self.up_embed = InputEmbedding(config.width)
@@ -164,9 +175,25 @@ def relative_positions(queries: int, keys: int, width: int, like: Tensor) -> Ten
 
 
 def relative_shift(x: Tensor) -> Tensor:
-    """Scores by distance -> scores by key: (B, H, T, K + T - 1) -> (B, H, T, K).
+    """Scores by distance -> scores by key: (B, H, T, K + T - 1) -> (B, H, T, K), without a copy.
 
-    Row i takes its entries from T - 1 - i on; one column of padding turns that into a change of strides.
+    Row i takes its entries from T - 1 - i on: each row begins one entry earlier than the one before.
     """
-    B, H, T, R = x.shape
-    return F.pad(x, (1, 0)).flatten(2)[..., T:].view(B, H, T, R)[..., : R - T + 1]
+    T, R = x.shape[2:]
+    if T == 1:
+        return x
+    return x.flatten(2)[..., T - 1 : T * R - 1].unflatten(2, (T, R - 1))[..., : R - T + 1]
+
+
+def query_blocks(length: int, rows: int) -> list[tuple[int, int]]:
+    """(first, end) of the queries whose scores are computed at once: for `rows` rows of `length` keys, at most
+    SCORES_AT_ONCE scores by distance, and QUERIES_AT_ONCE or more queries.
+
+    Without blocks, the scores of 64 windows of 400 tokens take 1.4 GB in float16 at mel rate, several times. An
+    exported network has one block: it is made for every length.
+    """
+    if torch.compiler.is_exporting():
+        return [(0, length)]
+    most = SCORES_AT_ONCE // (rows * 2 * length) // QUERIES_AT_ONCE * QUERIES_AT_ONCE
+    size = max(most, QUERIES_AT_ONCE)
+    return [(first, min(first + size, length)) for first in range(0, length, size)]

@@ -1,8 +1,12 @@
 """Layers that the encoder and both estimators share. Layouts: (B, C, T) for convolutions, (B, T, C) for attention."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+TIME_SCALE = 1000
 
 
 class Conv1d(nn.Conv1d):
@@ -37,6 +41,14 @@ class CausalConv1d(Conv1d):
         x = torch.cat([history, x], dim=2)
         history.copy_(x[:, :, -self.reach :])
         return super().forward(x)
+
+
+def time_angles(t: Tensor, frequencies: int) -> Tensor:
+    """Flow times (B,) float32 -> sines, then cosines, (B, frequencies) float32, of time 0..1 as diffusion steps."""
+    half = frequencies // 2
+    frequency = torch.exp(torch.arange(half, device=t.device) * -(math.log(10_000) / (half - 1)))
+    angle = TIME_SCALE * t[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -4,17 +4,14 @@ The official network has one level and changes the frame rate nowhere; only the 
 remain.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.flow.base import MelFlow
+from common.flow.base import ConformerFlow
 from common.flow.config import UNetConfig, UNetFlowConfig
-from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads
+from common.flow.layers import CausalConv1d, attention_mask, merge_heads, split_heads, time_angles
 
-TIME_SCALE = 1000  # flow time 0..1 is embedded as diffusion steps 0..1000
 TIME_WIDENING = 4  # width of the time embedding / width of the network
 
 
@@ -29,11 +26,7 @@ class UNetTimeEmbedding(nn.Module):
 
     def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         """(B,) float32 -> (B, width) of the given dtype; the angles are computed in float32."""
-        half = self.frequencies // 2
-        frequency = torch.exp(torch.arange(half, device=t.device) * -(math.log(10_000) / (half - 1)))
-        angle = TIME_SCALE * t[:, None] * frequency
-        x = torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
-        return self.linear_2(F.silu(self.linear_1(x)))
+        return self.linear_2(F.silu(self.linear_1(time_angles(t, self.frequencies).to(dtype))))
 
 
 class CausalBlock(nn.Module):
@@ -194,7 +187,7 @@ class UNetEstimator(nn.Module):
         return self.final_proj(self.final_block(x, mask) * mask) * mask
 
 
-class UNetFlow(MelFlow[UNetEstimator]):
+class UNetFlow(ConformerFlow[UNetEstimator]):
     """Encoder and UNet estimator; `common.token2wav.unet` streams it, computing each chunk's window again."""
 
     def __init__(self, config: UNetFlowConfig) -> None:

@@ -1,10 +1,27 @@
-"""HiFT, the vocoder of both stacks: log mel -> waveform by a harmonic source, convolutions and an inverse STFT.
+"""HiFT, the vocoders: log mel -> waveform by a harmonic source, convolutions and an inverse STFT.
 
-HiFT-Net (Li et al., arXiv:2309.09493) as CosyVoice2 has it, in its `hift.pt`. Inference only.
+HiFT-Net (Li et al., arXiv:2309.09493) as CosyVoice2 has it in its `hift.pt`, and of causal convolutions as CosyVoice3
+has it. Inference only.
 """
 
-from common.hift.checkpoint import fuse_weight_norm, load_hift, split_weight_norm
+from common.hift.causal import CausalHiFTGenerator
+from common.hift.checkpoint import (
+    build_causal_hift,
+    fuse_weight_norm,
+    load_causal_hift,
+    load_hift,
+    split_weight_norm,
+)
 from common.hift.config import HiFTConfig
 from common.hift.generator import HiFTGenerator
 
-__all__ = ["HiFTConfig", "HiFTGenerator", "fuse_weight_norm", "load_hift", "split_weight_norm"]
+__all__ = [
+    "CausalHiFTGenerator",
+    "HiFTConfig",
+    "HiFTGenerator",
+    "build_causal_hift",
+    "fuse_weight_norm",
+    "load_causal_hift",
+    "load_hift",
+    "split_weight_norm",
+]

@@ -1,4 +1,4 @@
-"""`hift.pt`: convolutions have weight norm in the official file and plain kernels in `HiFTGenerator`."""
+"""`hift.pt`: convolutions have weight norm in the official file and plain kernels in the networks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import load_strict, read_state, shapes_of
+from common.hift.causal import CausalHiFTGenerator
 from common.hift.config import HiFTConfig
 from common.hift.generator import HiFTGenerator
 
@@ -20,7 +21,7 @@ def _norm(kernel: Tensor) -> Tensor:
 
 
 def fuse_weight_norm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Official state_dict -> state_dict of `HiFTGenerator`: each pair of magnitude and direction becomes one kernel.
+    """Official state_dict -> state_dict of the network: each pair of magnitude and direction becomes one kernel.
 
     Other tensors stay as they are. ValueError if one half of a pair is missing.
     """
@@ -58,7 +59,25 @@ def load_hift(path: str | Path, device: str | torch.device = "cpu") -> HiFTGener
 
     ValueError if the file is missing or no HiFT checkpoint, or naming every key and shape that does not fit.
     """
-    state = {key.removeprefix("generator."): value for key, value in read_state(path).items()}
-    fused = fuse_weight_norm(state)
+    fused = _fused(path)
     hift = HiFTGenerator(HiFTConfig.from_shapes(shapes_of(fused)))
     return load_strict(hift, fused, device, torch.float32).to(device)  # again, for the STFT window, which is no weight
+
+
+def load_causal_hift(path: str | Path, device: str | torch.device = "cpu") -> CausalHiFTGenerator:
+    """The same of CosyVoice3's `hift.pt`."""
+    fused = _fused(path)
+    return build_causal_hift(HiFTConfig.from_shapes(shapes_of(fused)), fused, device)
+
+
+def build_causal_hift(
+    config: HiFTConfig, fused: Mapping[str, Tensor], device: str | torch.device = "cpu"
+) -> CausalHiFTGenerator:
+    """The network with the weights of `fuse_weight_norm`. ValueError naming every key and shape that does not fit."""
+    hift = load_strict(CausalHiFTGenerator(config), fused, device, torch.float32).to(device)
+    hift.f0_predictor.double()
+    return hift
+
+
+def _fused(path: str | Path) -> dict[str, Tensor]:
+    return fuse_weight_norm({key.removeprefix("generator."): value for key, value in read_state(path).items()})

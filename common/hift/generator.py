@@ -1,6 +1,5 @@
 """HiFT generator, inference only, with weight norm folded into plain convolutions. Upstream's `HiFTGenerator`."""
 
-import math
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -12,15 +11,7 @@ from torch import Tensor, nn
 from common.hift.config import HiFTConfig
 from common.hift.f0 import F0_REACH, F0Predictor, silenced
 from common.hift.source import HarmonicSource
-
-_MAX_LOG_MAGNITUDE = math.log(100.0)  # of one STFT bin
-
-
-def _overlap_add(frames: Tensor, hop: int) -> Tensor:
-    """(B, n_fft, T) -> (B, (T - 1) * hop + n_fft)"""
-    _, n_fft, T = frames.shape
-    length = (T - 1) * hop + n_fft
-    return F.fold(frames, (1, length), (1, n_fft), stride=(1, hop)).flatten(1)
+from common.hift.spectrum import istft, stft
 
 
 class Snake(nn.Module):
@@ -135,9 +126,20 @@ class HiFTGenerator(nn.Module):
         """
         config, dtype = self.config, self.conv_pre.weight.dtype
         bins = None if frames is None else frames * (config.hop // config.istft_hop) + 1
-        excitation = silenced(self._stft(self._mirrored(source.squeeze(1), frames)), bins).to(dtype)
-        x = self.conv_pre(silenced(mel, frames).to(dtype))
-        lengths = frames
+        wave = self._mirrored(source.squeeze(1), frames)
+        excitation = silenced(stft(wave, self.stft_window, config.istft_hop), bins).to(dtype)
+        spectrum = self.body(silenced(mel, frames).to(dtype), excitation, frames).float()
+        wave = istft(spectrum, self.stft_window, config.istft_hop, bins)
+        return wave.clamp(-config.audio_limit, config.audio_limit)
+
+    def body(self, mel: Tensor, excitation: Tensor, frames: Tensor | None = None) -> Tensor:
+        """The convolutions: mel (B, mel_bins, T), the source's STFT (B, n_fft + 2, bins) -> spectrum of its shape.
+
+        bins: T * hop / istft_hop + 1. frames (B,): length of each row, as in `forward`.
+        """
+        config, lengths = self.config, frames
+        bins = None if frames is None else frames * (config.hop // config.istft_hop) + 1
+        x = self.conv_pre(mel)
         for stage, (up, rate) in enumerate(zip(self.ups, config.upsample_rates, strict=True)):
             x = up(silenced(F.leaky_relu(x, config.leaky_slope), lengths))
             lengths = None if lengths is None else lengths * rate
@@ -146,8 +148,7 @@ class HiFTGenerator(nn.Module):
                 lengths = bins
             x = x + self.source_resblocks[stage](self.source_downs[stage](excitation), lengths)
             x = self._parallel_resblocks(stage, x, lengths)
-        spectrum = self.conv_post(silenced(F.leaky_relu(x), lengths)).float()
-        return self._istft(spectrum, bins).clamp(-config.audio_limit, config.audio_limit)
+        return self.conv_post(silenced(F.leaky_relu(x), lengths))
 
     def forward(
         self, mel: Tensor, noise: Tensor, frames: Tensor | None = None, past: Past | None = None
@@ -184,25 +185,3 @@ class HiFTGenerator(nn.Module):
         last = frames[:, None] * self.config.hop - 1
         index = torch.arange(wave.shape[1], device=wave.device)
         return wave.gather(1, torch.where(index <= last, index, 2 * last - index).clamp(min=0))
-
-    def _stft(self, wave: Tensor) -> Tensor:
-        """wave (B, N) -> (B, n_fft + 2, N / istft_hop + 1): real parts, then imaginary parts."""
-        n_fft = self.config.n_fft
-        spectrum = torch.stft(wave, n_fft, self.config.istft_hop, window=self.stft_window, return_complex=True)
-        return torch.cat([spectrum.real, spectrum.imag], dim=1)
-
-    def _istft(self, x: Tensor, bins: Tensor | None) -> Tensor:
-        """(B, n_fft + 2, T), log magnitudes, then values whose sines are the phases -> (B, (T - 1) * istft_hop).
-
-        bins (B,): number of valid frames of each row. torch.istft is not used because it checks the sum of its windows
-        on the host, which a CUDA graph cannot capture.
-        """
-        n_fft, hop, window = self.config.n_fft, self.config.istft_hop, self.stft_window
-        log_magnitude, phase = x.chunk(2, dim=1)
-        magnitude = log_magnitude.clamp(max=_MAX_LOG_MAGNITUDE).exp()  # bounded before it can overflow
-        frames = torch.fft.irfft(torch.polar(magnitude, phase.sin()), n_fft, dim=1) * window[:, None]  # (B, n_fft, T)
-        length = (frames.shape[2] - 1) * hop
-        weight = window.square()[None, :, None].expand(1 if bins is None else len(x), -1, frames.shape[2])
-        frames, weight = silenced(frames, bins), silenced(weight, bins)
-        wave, total = (_overlap_add(part, hop)[:, n_fft // 2 : n_fft // 2 + length] for part in (frames, weight))
-        return wave / (total if bins is None else total.clamp(min=1e-8))  # after a row's end the sum is 0

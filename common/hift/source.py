@@ -18,13 +18,15 @@ class HarmonicSource(nn.Module):
     also draws an initial phase per harmonic that its interpolation never reads; it is omitted.
     """
 
-    def __init__(self, config: HiFTConfig) -> None:
+    def __init__(self, config: HiFTConfig, *, held: bool = False) -> None:
+        """held: the phase stays constant within a frame, as in CosyVoice3; otherwise it is linear between frames."""
         super().__init__()
         self.config = config
+        self._held = held
         self.l_linear = nn.Linear(config.harmonics + 1, 1)
 
     def forward(self, f0: Tensor, noise: Tensor, carried: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """f0 (B, T) in Hz, noise (B, T*hop, harmonics+1) of unit variance -> source (B, 1, T*hop) in -1..1, and the
+        """f0 (B, T) in Hz, noise (B, T*hop, harmonics+1) -> source (B, 1, T*hop) in -1..1, and the
         phases (B, harmonics+1, T) at the middles of the frames, in cycles.
 
         carried (B, harmonics+1): the phases at the middle of the frame before the first one, which the source then
@@ -56,6 +58,11 @@ class HarmonicSource(nn.Module):
             (f0[:, None].double() * harmonic[:, None] / self.config.sample_rate) % 1 * hop
         )  # (B, H, T) cycles per frame
         total = step.cumsum(dim=2)
+        if self._held:
+            middles = (total if carried is None else carried[..., None] + total) % 1
+            return middles.float().repeat_interleave(hop, dim=2).transpose(
+                1, 2
+            ), middles  # (B, H, T*hop) -> (B, T*hop, H)
         if carried is None:
             middles = total % 1
             first, slope = middles[..., :1], nn.functional.pad(step[..., 1:], (1, 1))

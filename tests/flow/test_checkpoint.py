@@ -16,7 +16,7 @@ from common.flow import (
     load_dit_flow,
     load_unet_flow,
 )
-from tools.parity.reference import dit_flow, unet_flow
+from tools.parity.reference import dit_flow, window_flow
 
 ENCODER = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=1)
 UNET = UNetFlowConfig(
@@ -102,8 +102,8 @@ def test_unet_flow_computes_in_the_precision_it_is_loaded_in(dtype, tmp_path):
         "streaming": True,
         "final": True,
     }
-    expected = unet_flow.inference(load_unet_flow(path), **inputs)
-    mel = unet_flow.inference(load_unet_flow(path, dtype=dtype), **inputs)
+    expected = window_flow.inference(load_unet_flow(path), **inputs)
+    mel = window_flow.inference(load_unet_flow(path, dtype=dtype), **inputs)
     assert mel.shape == (1, 80, 18)
     torch.testing.assert_close(mel.float(), expected, atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0)
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from common.checkpoint import load_strict
+from common.flow import encoder as encoder_module
 from common.flow.encoder import UpsampleConformerEncoder
 from tools.parity import flow_unet
 from tools.parity.fixture import Fixture
@@ -64,6 +65,29 @@ def test_encoder_over_a_window_equals_the_reference_over_the_sequence(encoder, c
     ends = (torch.arange(T) // chunk + 1) * chunk if chunk else torch.full((T,), T)
     features = encoder(windows, present, ends.clamp(max=T).expand(2, T))
     torch.testing.assert_close(features, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("visible", ["all", "chunks"])
+def test_scores_in_blocks_of_queries_equal_those_at_once(encoder, visible, monkeypatch):
+    """The last block is shorter, with an odd number of scores; one block has a single query."""
+    T, ahead = 17, encoder.config.lookahead
+    windows = torch.randn(2, T, 1 + ahead, encoder.config.width, generator=torch.Generator().manual_seed(5))
+    present = torch.ones(2, T, 1 + ahead, dtype=torch.bool)
+    ends = torch.full((2, T), T) if visible == "all" else ((torch.arange(T) // 5 + 1) * 5).clamp(max=T).expand(2, T)
+    expected = encoder(windows, present, ends)
+    monkeypatch.setattr(encoder_module, "SCORES_AT_ONCE", 1)
+    for queries in (4, 11):
+        monkeypatch.setattr(encoder_module, "QUERIES_AT_ONCE", queries)
+        assert len(encoder_module.query_blocks(T, 8)) > 1
+        torch.testing.assert_close(encoder(windows, present, ends), expected, atol=2e-5, rtol=0)
+
+
+def test_few_scores_are_computed_at_once_and_many_in_whole_tiles():
+    assert encoder_module.query_blocks(832, 8) == [(0, 832)]
+    blocks = encoder_module.query_blocks(832, 64 * 8)
+    first, end = blocks[0]
+    assert blocks[-1][1] == 832 and (end - first) % encoder_module.QUERIES_AT_ONCE == 0
+    assert 64 * 8 * (end - first) * 2 * 832 <= encoder_module.SCORES_AT_ONCE
 
 
 def test_encoder_padding_affects_valid_frames_through_the_look_ahead_only(encoder):

@@ -5,7 +5,7 @@ import torch
 
 from tools.parity import flow_unet
 from tools.parity.fixture import Fixture
-from tools.parity.reference.unet_flow import inference
+from tools.parity.reference.window_flow import inference
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 MEL = 80

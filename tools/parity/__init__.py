@@ -1,7 +1,7 @@
 """Golden fixtures of upstream's results, compared with our networks.
 
-`fixture` reads a fixture and `runner` runs its check. Each of the modules hift, features, flow_unet, flow_dit and
-streaming has
+`fixture` reads a fixture and `runner` runs its check. Each of the modules hift, features, flow_unet, flow_dit,
+streaming, cosyvoice3 and llm has
 
     CHECKS: dict[str, Check]      fixture name (the JSON's "name") -> its check
 

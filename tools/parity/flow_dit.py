@@ -251,7 +251,7 @@ def _part(x: Tensor, names: list[str]) -> Tensor:
     for name in names:
         if match := re.fullmatch(r"(?:step|layer)s?_(first_last|first|last)", name):
             if match[1] == "first_last":
-                x = x.index_select(axis, torch.tensor([0, x.shape[axis] - 1]))
+                x = x.index_select(axis, torch.tensor([0, x.shape[axis] - 1], device=x.device))
                 axis += 1
             else:
                 x = x.select(axis, 0 if match[1] == "first" else -1)

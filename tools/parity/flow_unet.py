@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import load_strict, shapes_of
+from common.constants import TOKEN_MEL_RATIO
 from common.flow.config import EncoderConfig, UNetConfig, UNetFlowConfig
+from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.encoder import UpsampleConformerEncoder
 from common.flow.matching import FlowMatching, time_schedule
 from common.flow.unet import UNetEstimator, UNetFlow
 from tools.parity.fixture import Check, Fixture, prefixed
-from tools.parity.reference import unet_flow as reference
+from tools.parity.reference import window_flow as reference
 from tools.parity.reference.encoder import encode_whole
 from tools.parity.served import ServedFlow, is_served, prompt_of
 from tools.parity.tracing import intermediates, steps_of
@@ -80,7 +82,10 @@ def check_estimator(fixture: Fixture) -> Results:
 def check_solve(fixture: Fixture) -> Results:
     guidance = fixture.weights_meta()["config"]["cfm"]["cfm_params"]["inference_cfg_rate"]
     decoder = FlowMatching(_estimator(fixture, "decoder."), guidance)
-    load_strict(decoder, fixture.weights(), "cpu", torch.float32)
+    yield from solve_calls(fixture, load_strict(decoder, fixture.weights(), "cpu", torch.float32))
+
+
+def solve_calls(fixture: Fixture, decoder: FlowMatching) -> Results:
     for call in fixture.meta["calls"]:
         mu, mask, speaker, condition = (fixture[key] for key in call["inputs"])
         states: list[Tensor] = []
@@ -104,33 +109,37 @@ def check_solve(fixture: Fixture) -> Results:
 
 
 def check_flow(fixture: Fixture) -> Results:
-    yield from _flow_calls(fixture, build(fixture))
+    yield from flow_calls(fixture, build(fixture))
 
 
 def check_full_size_flow(fixture: Fixture) -> Results:
     with torch.device("meta"):
         flow = UNetFlow(UNetFlowConfig())
     state = fixture.generated_weights({key: tuple(shape) for key, shape in shapes_of(flow.state_dict()).items()})
-    yield from _flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
+    yield from flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
 
 
-def _flow_calls(fixture: Fixture, network: UNetFlow) -> Results:
-    """A prefix of a stream as one chunk, or a whole utterance, by the engine; a prefix under full attention, which
-    serving never computes, by `reference`."""
+def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
+    """A prefix of a stream as one chunk, or a whole utterance, by the engine; a prefix under full attention, or
+    a prompt whose mel is not two frames per token, which serving never computes, by `reference`."""
+    noise = fixture["in/rand_noise"]
+    flows: dict[int, ServedFlow] = {}  # by Euler steps: on a GPU each captures its graphs
     if "mid/spk" in fixture:
         yield "mid/spk", network.project_speaker(fixture["in/embedding"])
     for call in fixture.meta["calls"]:
         token, prompt_token, prompt_feat = _tokens(fixture, call)
-        noise, steps = fixture["in/rand_noise"], steps_of(fixture, call)
+        steps = steps_of(fixture, call)
         streaming, final = call["streaming"], call["finalize"]
-        if not is_served(network.config) or not (streaming or final):
+        whole_tokens = prompt_feat.shape[1] == TOKEN_MEL_RATIO * prompt_token.shape[1]
+        if not is_served(network.config) or not (streaming or final) or not whole_tokens:
             fixture.computed_by = "reference"
             inputs = network, token, prompt_token, prompt_feat, fixture["in/embedding"]
             flags = {"streaming": streaming, "final": final}
             yield call["output"], reference.inference(*inputs, noise=noise, steps=steps, **flags)
             mu = reference.encode(network, torch.cat([prompt_token, token], dim=1), **flags).transpose(1, 2)
         else:
-            served = ServedFlow(fixture, network, noise, steps)
+            served = flows.get(steps) or ServedFlow(fixture, network, noise, steps)
+            flows[steps], fixture.computed_by = served, served.computed_by
             prompt = prompt_of(prompt_token[0], prompt_feat[0], fixture["in/embedding"][0])
             if streaming:
                 mel = served.chunk(served.open(prompt), token[0], final=final)
@@ -146,10 +155,14 @@ def _tokens(fixture: Fixture, call: dict[str, Any]) -> tuple[Tensor, Tensor, Ten
     """Target tokens, prompt tokens and prompt mel of a call; some calls have no prompt."""
     prompt_token, prompt_feat = fixture["in/prompt_token"], fixture["in/prompt_feat"]
     if "prompt" in call:
-        if not call["prompt"].startswith("empty"):
+        if "prompt_feat_frames" in call:
+            prompt_feat = prompt_feat[:, : call["prompt_feat_frames"]]
+        elif call["prompt"].startswith("empty"):
+            prompt_token, prompt_feat = prompt_token[:, :0], prompt_feat[:, :0]
+        else:
             raise ValueError(f"{fixture.name}: cannot read the prompt {call['prompt']!r}")
-        prompt_token, prompt_feat = prompt_token[:, :0], prompt_feat[:, :0]
-    return fixture["in/token"][:, : call["n_token"]], prompt_token, prompt_feat
+    token = fixture[call.get("token", "in/token")].clamp(min=0)  # upstream takes ids below 0 as 0; serving refuses them
+    return token[:, : call["n_token"]], prompt_token, prompt_feat
 
 
 CHECKS: dict[str, Check] = {

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from common.checkpoint import Shapes, shape_differences, shapes_of
-from common.flow.config import DiTFlowConfig, UNetFlowConfig
+from common.flow.checkpoint import with_rotary
+from common.flow.config import CosyVoice3FlowConfig, DiTFlowConfig, UNetFlowConfig
+from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
-from common.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, split_weight_norm
+from common.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, fuse_weight_norm, split_weight_norm
 from tools.parity.runner import ParityResult, one_line
 
 
@@ -22,9 +24,17 @@ def _on_meta(build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def _hift(listed: Shapes) -> Shapes:
+    return _vocoder(listed, HiFTGenerator)
+
+
+def _causal_hift(listed: Shapes) -> Shapes:
+    return _vocoder(listed, CausalHiFTGenerator)
+
+
+def _vocoder(listed: Shapes, network: Callable[[HiFTConfig], nn.Module]) -> Shapes:
     empty = {key: torch.empty(shape, device="meta") for key, shape in listed.items()}
     config = HiFTConfig.from_shapes(shapes_of(fuse_weight_norm(empty)))
-    return shapes_of(split_weight_norm(_on_meta(lambda: HiFTGenerator(config))))
+    return shapes_of(split_weight_norm(_on_meta(lambda: network(config))))
 
 
 def _unet_flow(listed: Shapes) -> Shapes:
@@ -35,14 +45,21 @@ def _dit_flow(listed: Shapes) -> Shapes:
     return shapes_of(_on_meta(lambda: DiTFlow(DiTFlowConfig.from_shapes(listed))))
 
 
+def _cosyvoice3_flow(listed: Shapes) -> Shapes:
+    config = CosyVoice3FlowConfig.from_shapes(listed)
+    return shapes_of(with_rotary(_on_meta(lambda: CosyVoice3Flow(config)), config))
+
+
 # Keys and shapes of our network of the listed sizes, by the manifest's file name.
 NETWORKS: dict[str, Callable[[Shapes], Shapes]] = {
     "cosyvoice2_hift_pt.json": _hift,
     "cosyvoice2_flow_pt.json": _unet_flow,
     "stepaudio2_token2wav_flow_pt.instantiated.json": _dit_flow,
+    "cosyvoice3_hift_pt.instantiated.json": _causal_hift,
+    "cosyvoice3_flow_pt.instantiated.json": _cosyvoice3_flow,
 }
 # Not loaded by any network of ours: the LLM is served from its Hugging Face form by an engine.
-NOT_OURS = ("cosyvoice2_llm_pt.json",)
+NOT_OURS = ("cosyvoice2_llm_pt.json", "cosyvoice3_llm_pt.instantiated.json")
 
 
 def run_manifests(folder: Path) -> Iterator[ParityResult]:

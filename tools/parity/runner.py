@@ -20,9 +20,14 @@ SERVED = frozenset(
         "item8c_cosyvoice2_streaming_token2wav",
         "fullsize_cosyvoice2_flow",
         "fullsize_stepaudio2_flow",
+        "item3_cosyvoice3_flow_inference",
+        "item6a_cosyvoice3_streaming_cli",
+        "item6b_cosyvoice3_streaming_script",
+        "item6c_cosyvoice3_streaming_triton",
+        "fullsize_cosyvoice3_flow",
     )
 )
-MODULES = ("hift", "features", "flow_unet", "flow_dit", "streaming")
+MODULES = ("hift", "features", "flow_unet", "flow_dit", "streaming", "cosyvoice3", "llm")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from common.flow.cache import KeyValues
-from common.flow.config import FlowConfig
+from common.flow.config import ConformerFlowConfig, CosyVoice3FlowConfig
+from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
+from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.memory import DiTStream, PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.limits import BatchLimits
@@ -26,12 +28,12 @@ from common.voice.prompt import Prompt
 from tools.parity.fixture import Fixture
 from tools.parity.tracing import recorded
 
-LIMITS = BatchLimits(max_streams=2)
+LIMITS = BatchLimits(max_streams=1)  # the fewest CUDA graphs
 PROMPT_BYTES = 1 << 30
 KERNEL_HEAD_DIM = 16  # the fused kernels need heads of this width or more; some fixtures have smaller ones
 
 
-def is_served(config: FlowConfig) -> bool:
+def is_served(config: ConformerFlowConfig | CosyVoice3FlowConfig) -> bool:
     """Whether serving has networks with this look-ahead; others are computed by `reference` throughout."""
     return config.encoder.lookahead == LOOKAHEAD_TOKENS
 
@@ -39,29 +41,35 @@ def is_served(config: FlowConfig) -> bool:
 class ServedFlow:
     """A flow of `token2wav` and what passed inside it at the last call.
 
-    mu: the encoder's output (1, T, mel), of `whole` and of a UNet chunk with the prompt's. mel: (1, mel, T), of `whole`
+    mu: the encoder's output (1, T, mel), of `whole` and of the chunk of a flow without caches with
+    the prompt's. mel: (1, mel, T), of `whole`
     with the prompt's.
     """
 
     mu: Tensor
     mel: Tensor
 
-    def __init__(self, fixture: Fixture, network: DiTFlow | UNetFlow, noise: Tensor, steps: int) -> None:
+    def __init__(
+        self, fixture: Fixture, network: CosyVoice3Flow | DiTFlow | UNetFlow, noise: Tensor, steps: int
+    ) -> None:
         """noise: (1, mel, T) from the prompt's first frame on."""
         if (fixture.device.type, fixture.dtype) != ("cpu", torch.float32):
             network = copy.deepcopy(network).to(fixture.device, fixture.dtype)
         tape = NoiseTape(noise[0].T.contiguous().to(fixture.device))  # (1, C, T) -> (T, C)
         graphs = network.config.estimator.head_dim >= KERNEL_HEAD_DIM
         self.flow: StreamingFlow[Any]
-        fixture.computed_by = "engine" if graphs or fixture.device.type == "cpu" else "engine, eager"
+        self.computed_by = "engine" if graphs or fixture.device.type == "cpu" else "engine, eager"
         if isinstance(network, DiTFlow):
             frames = TOKEN_MEL_RATIO * fixture["in/token"].shape[-1]  # upstream's flow forgets nothing by itself
             self.flow = DiTStreaming(
                 network, tape, PromptCaches(PROMPT_BYTES), limits=LIMITS, steps=steps, tail_frames=frames, graphs=graphs
             )
-            fixture.computed_by += f", tail_frames {frames}"
+            self.computed_by += f", tail_frames {frames}"
+        elif isinstance(network, CosyVoice3Flow):
+            self.flow = CosyVoice3Streaming(network, tape, limits=LIMITS, steps=steps, graphs=graphs)
         else:
             self.flow = UNetStreaming(network, tape, limits=LIMITS, steps=steps, graphs=graphs)
+        fixture.computed_by = self.computed_by
 
     def open(self, prompt: Prompt) -> Stream:
         with recorded(self.flow._encoder, "encode") as encoded:

@@ -27,7 +27,7 @@ from common.token2wav.stream import Chunk, Stream
 from common.voice.prompt import Prompt
 from tools.parity import flow_dit, flow_unet, hift
 from tools.parity.fixture import Check, Fixture
-from tools.parity.reference import dit_flow, unet_flow
+from tools.parity.reference import dit_flow, window_flow
 from tools.parity.reference.vocoder import ReferenceVocoder, hamming_window
 from tools.parity.served import LIMITS, ServedFlow, is_served, prompt_of
 from tools.parity.tracing import steps_of
@@ -173,7 +173,7 @@ def check_unet(fixture: Fixture) -> Outputs:
     same_rules, by_engine = is_served(network.config), fixture.computed_by
     for call in fixture.meta["calls"]:
         tag, tokens, offset, last = call["tag"], _tokens(fixture, call), call["token_offset"], call["finalize"]
-        mel = theirs = unet_flow.inference(
+        mel = theirs = window_flow.inference(
             network,
             torch.from_numpy(tokens)[None],
             torch.from_numpy(prompt.tokens)[None],

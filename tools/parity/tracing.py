@@ -16,16 +16,16 @@ from tools.parity.fixture import Fixture
 def intermediates(module: nn.Module, fixture: Fixture, tag: str) -> Iterator[dict[str, Tensor]]:
     """Collect the outputs of submodules for the fixture's `mid/<tag>/<submodule>` tensors, under those keys.
 
-    Of a submodule that runs more than once, the first output.
+    Of a submodule that runs more than once, the first output; of `<submodule>_first_N_frames`, the first N frames.
     """
     found: dict[str, Tensor] = {}
     handles = []
     prefix = f"mid/{tag}/"
     modules = dict(module.named_modules())
     for key in fixture.keys:
-        name = key.removeprefix(prefix)
+        name, _, frames = key.removeprefix(prefix).removesuffix("_frames").partition("_first_")
         if key.startswith(prefix) and name in modules:
-            handles.append(modules[name].register_forward_hook(_keep(found, key)))
+            handles.append(modules[name].register_forward_hook(_keep(found, key, int(frames) if frames else None)))
     try:
         yield found
     finally:
@@ -50,9 +50,9 @@ def recorded(owner: object, method: str) -> Iterator[list[Tensor]]:
         delattr(owner, method)
 
 
-def _keep(found: dict[str, Tensor], key: str):
+def _keep(found: dict[str, Tensor], key: str, frames: int | None):
     def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
-        found.setdefault(key, output)
+        found.setdefault(key, output[..., :frames])
 
     return hook
 

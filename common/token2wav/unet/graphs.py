@@ -10,9 +10,9 @@ from common.constants import TOKEN_MEL_RATIO
 from common.flow.matching import time_schedule
 from common.flow.unet import CausalBlock, ResnetBlock, TransformerBlock, UNetEstimator, UNetFlow
 from common.token2wav.graphs import Graphs
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import UNET_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
-from common.token2wav.unet.window import UNetChunk, noise_indices
+from common.token2wav.window.window import WindowChunk, noise_indices
 
 
 class ConvWeights(NamedTuple):
@@ -99,16 +99,14 @@ class GraphedUNetSolve:
         self._unet = FusedUNet(network.decoder.estimator, times)
         self._guidance = network.decoder.guidance
         self._noise = noise
-        weight = network.encoder_proj.weight
+        weight = network.spk_embed_affine_layer.weight
         self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
-        self._graphs = Graphs(
-            self._solve, self._inputs, limits.sizes(limits.window_frames, limits.unet_frames), "the flow"
-        )
+        self._graphs = Graphs(self._solve, self._inputs, limits.sizes(limits.window_frames, UNET_FRAMES), "the flow")
 
-    def run(self, chunks: list[UNetChunk], mu: Tensor) -> Tensor:
+    def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
         return self._run(chunks, mu, max(TOKEN_MEL_RATIO * chunk.computed for chunk in chunks))
 
-    def _run(self, chunks: list[UNetChunk], mu: Tensor, frames: int) -> Tensor:
+    def _run(self, chunks: list[WindowChunk], mu: Tensor, frames: int) -> Tensor:
         """Their mel (B, >= frames, mel)."""
         size = self._graphs.fitting(len(chunks), frames)
         if size is None and len(chunks) > 1:

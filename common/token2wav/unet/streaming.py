@@ -1,127 +1,35 @@
-"""CosyVoice2's flow over many streams. Each chunk computes the window of its stream again and keeps what is new.
+"""CosyVoice2's flow over many streams.
 
 Caches would take 2.3 MB per frame (56 transformer blocks, 10 Euler steps, guidance, float16), which would limit streams
-to a few seconds of context; computing the window again bounds the cost of a chunk and needs no memory per stream.
+to a few seconds of context.
 """
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.checkpoint import load_unet_flow
-from common.flow.layers import valid_frames
 from common.flow.unet import UNetEstimator, UNetFlow
-from common.token2wav.encoder_window import Window, with_ahead
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import UNET_BATCH_TOKENS
 from common.token2wav.noise import NoiseTape, flow_noise
-from common.token2wav.stream import VocoderState
-from common.token2wav.streaming import FlowOptions, StreamingFlow
-from common.token2wav.unet.window import UNetChunk, UNetStream, forgotten_tokens, noise_indices
-from common.voice.prompt import Prompt
+from common.token2wav.streaming import FlowOptions
+from common.token2wav.window.streaming import WindowStreaming
 
 
 def load(path: Path, options: FlowOptions) -> "UNetStreaming":
     """Load the flow of a `flow.pt`, and the runtime's files next to it. ValueError names what does not fit."""
-    network = load_unet_flow(path, options.device, options.dtype)
-    options.use_runtime(network, path.parent)
-    return UNetStreaming(
-        network, flow_noise(options.device), limits=options.limits, steps=options.steps, graphs=options.graphs
-    )
+    network, shared = options.load(load_unet_flow, path)
+    return UNetStreaming(network, flow_noise(options.device), **shared)
 
 
-class UNetSolve(Protocol):
-    def run(self, chunks: list[UNetChunk], mu: Tensor) -> Tensor:
-        """Encoder output of the windows, mu (B, T, mel) -> their mel (B, T, mel), valid until the next call."""
-        ...
+class UNetStreaming(WindowStreaming):
+    """On a GPU with `graphs`, the solve is one of fused kernels."""
 
+    batch_tokens = UNET_BATCH_TOKENS
 
-class UNetStreaming(StreamingFlow[UNetStream]):
-    """Where chunks end on 25-token boundaries counted from the prompt's start and no token has left the window yet, the
-    mel equals that of the finished utterance rendered at once under the training masks. `graphs`: CUDA graphs on a GPU.
-    """
-
-    cumulative = True
-
-    def __init__(
-        self,
-        network: UNetFlow,
-        noise: NoiseTape,
-        *,
-        limits: BatchLimits,
-        steps: int = EULER_STEPS,
-        max_tokens: int = MAX_STREAM_TOKENS,
-        context_tokens: int = CONTEXT_TOKENS,
-        graphs: bool = True,
-    ):
-        super().__init__(network, noise, limits=limits, steps=steps, max_tokens=max_tokens, graphs=graphs)
-        self.batch_tokens = limits.unet_batch_tokens
-        self._chunk_tokens = network.config.encoder.chunk_tokens
-        self._context = context_tokens
-        self._solve: UNetSolve = PlainUNetSolve(network, noise, steps)
+    def __init__(self, network: UNetFlow, noise: NoiseTape, *, graphs: bool = True, **options: Any):
+        super().__init__(network, noise, graphs=graphs, **options)
         ours = isinstance(network.decoder.estimator, UNetEstimator)
-        if graphs and ours and network.encoder_proj.weight.is_cuda:
+        if graphs and ours and network.spk_embed_affine_layer.weight.is_cuda:
             from common.token2wav.unet.graphs import GraphedUNetSolve  # its kernels need Triton
 
-            self._solve = GraphedUNetSolve(network, noise, limits, steps)
-
-    @property
-    def cache_bytes(self) -> int:
-        return 0
-
-    def open(self, prompt: Prompt, vocoder: VocoderState) -> UNetStream:
-        speaker, mel = self._project_speaker(prompt), self._mel_of(prompt)
-        return UNetStream(vocoder=vocoder, prompt=prompt, mel=mel, speaker=speaker)
-
-    def _computed(self, stream: UNetStream, new: int) -> int:
-        return len(stream.prompt.tokens) + stream.rendered + new - self._forgotten(stream)
-
-    def _forgotten(self, stream: UNetStream) -> int:
-        """Tokens between the prompt and the window: whole training chunks, so that their boundaries stay in place."""
-        return max(0, -(-(stream.rendered - self._context) // self._chunk_tokens)) * self._chunk_tokens
-
-    def _render(self, chunks: list[UNetChunk]) -> list[Tensor]:
-        mel = self._solve.run(chunks, self._encoder.encode([self._window(chunk) for chunk in chunks]))
-        ends = [TOKEN_MEL_RATIO * chunk.computed for chunk in chunks]
-        return [
-            mel[index, end - chunk.frames : end].T  # (T, C) -> (C, T)
-            for index, (end, chunk) in enumerate(zip(ends, chunks, strict=True))
-        ]
-
-    def _window(self, chunk: UNetChunk) -> Window:
-        tokens = np.concatenate([chunk.stream.prompt.tokens, chunk.tokens[forgotten_tokens(chunk) :]])
-        training_chunk = np.arange(chunk.computed) // self._chunk_tokens
-        visible = np.minimum((training_chunk + 1) * self._chunk_tokens, chunk.computed)
-        return Window(with_ahead(tokens, chunk.computed), visible)
-
-
-class PlainUNetSolve:
-    """The network's own solve over padded windows, on any device."""
-
-    def __init__(self, network: UNetFlow, noise: NoiseTape, steps: int):
-        self._network = network
-        self._noise = noise
-        self._steps = steps
-
-    def run(self, chunks: list[UNetChunk], mu: Tensor) -> Tensor:
-        T, device = mu.shape[1], mu.device
-        frames = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks], device=device)
-        valid = valid_frames(frames, T).repeat(2, 1, 1)  # rows of the guidance batch
-        prompts = [chunk.stream.mel[0].to(mu.dtype) for chunk in chunks]
-        condition = torch.stack([F.pad(prompt.T, (0, T - len(prompt))) for prompt in prompts])  # (B, mel, T)
-        noise = self._noise.at(noise_indices(chunks, T).to(device)).transpose(1, 2)  # (B, T, C) -> (B, C, T)
-        speaker = torch.cat([chunk.stream.speaker for chunk in chunks])
-        estimator = self._network.decoder.estimator
-        mel = self._network.decoder.solve(
-            lambda _, *inputs: estimator(*inputs, valid=valid, streaming=True),
-            noise,
-            mu.transpose(1, 2),
-            speaker,
-            condition,
-            self._steps,
-        )
-        return mel.transpose(1, 2)  # (B, C, T) -> (B, T, C)
+            self._solve = GraphedUNetSolve(network, noise, self.limits, self._steps)

@@ -1,17 +1,20 @@
-"""CosyVoice2's flow as upstream runs it: without state, every chunk of a stream rendered from the stream's start."""
+"""CosyVoice2's and CosyVoice3's flows as upstream runs them: without state, every chunk of a stream rendered from the
+stream's start."""
 
 import torch
 from torch import Tensor
 
 from common.constants import EULER_STEPS
+from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.layers import valid_frames
 from common.flow.unet import UNetFlow
+from common.token2wav.encoder_window import with_ahead
 from tools.parity.reference.encoder import encode_whole
 
 
 @torch.no_grad()
 def inference(
-    flow: UNetFlow,
+    flow: UNetFlow | CosyVoice3Flow,
     token: Tensor,
     prompt_token: Tensor,
     prompt_feat: Tensor,
@@ -44,8 +47,12 @@ def inference(
     return mel[:, :, prompt_feat.shape[1] :]
 
 
-def encode(flow: UNetFlow, token: Tensor, *, streaming: bool, final: bool) -> Tensor:
+def encode(flow: UNetFlow | CosyVoice3Flow, token: Tensor, *, streaming: bool, final: bool) -> Tensor:
     """Prompt and target tokens (B, T) -> encoder output (B, mel, 2T), or 6 frames less unless `final`."""
+    if isinstance(flow, CosyVoice3Flow):
+        length = token.shape[1] - (0 if final else flow.config.encoder.lookahead)
+        windows = torch.stack([torch.tensor(with_ahead(row.numpy(), length)) for row in token])
+        return flow.encode_window(windows, windows[..., 0]).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
     x = flow.input_embedding(token)
     context = None
     if not final:

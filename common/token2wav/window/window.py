@@ -1,4 +1,4 @@
-"""A stream of the UNet flow and the window of it that a chunk computes."""
+"""A stream of a flow that keeps no caches, and the window of it that a chunk computes."""
 
 from dataclasses import dataclass
 
@@ -11,21 +11,21 @@ from common.voice.prompt import Prompt
 
 
 @dataclass(kw_only=True)
-class UNetStream(Stream):
+class WindowStream(Stream):
     prompt: Prompt
     mel: Tensor  # (1, 2P, mel): the prompt's, on the device
     speaker: Tensor  # (1, mel): projected x-vector
 
 
-UNetChunk = Chunk[UNetStream]
+WindowChunk = Chunk[WindowStream]
 
 
-def forgotten_tokens(chunk: UNetChunk) -> int:
+def forgotten_tokens(chunk: WindowChunk) -> int:
     """Tokens of the stream that are older than the chunk's window."""
     return len(chunk.stream.prompt.tokens) + chunk.offset + chunk.new - chunk.computed
 
 
-def noise_indices(chunks: list[UNetChunk], frames: int) -> Tensor:
+def noise_indices(chunks: list[WindowChunk], frames: int) -> Tensor:
     """Absolute index of each window's frames: (B, frames)."""
     index = torch.arange(frames).repeat(len(chunks), 1)
     for position, chunk in zip(index, chunks, strict=True):

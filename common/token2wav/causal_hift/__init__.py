@@ -1,0 +1,1 @@
+"""CosyVoice3's causal HiFT over streams."""

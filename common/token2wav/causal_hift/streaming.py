@@ -1,0 +1,99 @@
+"""Streaming causal HiFT: each chunk continues its stream where the one before ended, so nothing is vocoded twice and
+there is nothing to cross-fade."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.hift.causal import WITHHELD_FRAMES, CausalHiFTGenerator, KeptPast
+from common.hift.checkpoint import load_causal_hift
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import NoiseTape, uniform_noise
+from common.token2wav.streaming import VocoderOptions
+from common.token2wav.vocoding import BatchVocoder, StreamSlots
+
+
+def load(path: Path, options: VocoderOptions) -> "CausalVocoder":
+    """Causal HiFT of a `hift.pt`. Raises ValueError naming what does not fit."""
+    hift = load_causal_hift(path, options.device).body_to(options.dtype)
+    noise = uniform_noise(hift.config.harmonics + 1, options.device)
+    load_exact = None if options.dtype == torch.float32 else partial(load_causal_hift, path, options.device)
+    return CausalVocoder(hift, noise, limits=options.limits, load_exact=load_exact)
+
+
+class PastPool(StreamSlots):
+    """The pasts of streams, allocated once: 0.6 MiB per stream at the official sizes."""
+
+    def __init__(self, slots: int, hift: CausalHiFTGenerator):
+        super().__init__(slots)
+        self.past = KeptPast(*(x.new_zeros(slots + 1, x.shape[1]) for x in empty_past(hift)))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.past)
+
+
+@torch.inference_mode()
+def empty_past(hift: CausalHiFTGenerator) -> KeptPast:
+    """What a stream keeps after its first frames, for its sizes."""
+    weight = hift.conv_pre.weight
+    mel = torch.zeros(1, hift.config.mel_bins, WITHHELD_FRAMES + 1, device=weight.device)
+    frames, ends = torch.tensor([mel.shape[2]], device=weight.device), torch.tensor([False], device=weight.device)
+    _, past = hift(mel, lambda n: mel.new_zeros(1, n, hift.config.harmonics + 1), frames, ends, ending=False)
+    return past
+
+
+class CausalVocoder(BatchVocoder):
+    """load_exact: loads the network in float32; without it, `hift` is that. pool: of another vocoder, whose streams are
+    rendered.
+    """
+
+    def __init__(
+        self,
+        hift: CausalHiFTGenerator,
+        noise: NoiseTape,
+        *,
+        limits: BatchLimits,
+        load_exact: Callable[[], CausalHiFTGenerator] | None = None,
+        pool: PastPool | None = None,
+    ):
+        self.pool = pool or PastPool(limits.max_streams, hift)
+        super().__init__(self.pool, limits, hift.conv_pre.weight.device, needs=WITHHELD_FRAMES + 1)
+        self._hift, self._noise, self._load_exact = hift, noise, load_exact
+
+    @property
+    def nbytes(self) -> int:
+        """Memory reserved for streams."""
+        return self.pool.nbytes
+
+    def exact(self) -> "CausalVocoder":
+        """The same vocoder in float32, over the same streams, loaded for a single use."""
+        hift = self._load_exact() if self._load_exact else self._hift
+        return CausalVocoder(hift, self._noise, limits=self._limits, pool=self.pool)
+
+    def _pass(
+        self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]
+    ) -> Tensor:
+        past = KeptPast(*(x[slots] for x in self.pool.past)) if begun else None
+        first = (starts + 1) * self._hift.config.hop if begun else starts
+        of_ends = torch.tensor(ends, device=mel.device)
+        speech, following = self._hift(
+            mel, lambda samples: self._noise.gather(first, samples), frames, of_ends, past, ending=any(ends)
+        )
+        # A row that is not finite leaves its stream as it was, so that it can be rendered again.
+        slots = torch.where(speech.sum(1).isfinite(), slots, self.pool.scratch)
+        for kept, new in zip(self.pool.past, following, strict=True):
+            kept.index_copy_(0, slots, new)
+        return speech
+
+    def _sent(self, frames: int, *, begun: bool, final: bool) -> tuple[int, int]:
+        of_hift = {"begins": not begun, "ends": final}
+        return self._hift.vocoded(frames, **of_hift), self._hift.samples(frames, **of_hift)
+
+    def _whole(self, mel: Tensor, frames: Tensor) -> Tensor:
+        starts = torch.zeros_like(frames)
+        ends = torch.ones_like(frames, dtype=torch.bool)
+        return self._hift(mel, lambda samples: self._noise.gather(starts, samples), frames, ends, ending=True)[0]

@@ -1,0 +1,1 @@
+"""CosyVoice3's flow over streams."""

@@ -1,0 +1,25 @@
+"""CosyVoice3's flow over many streams.
+
+Caches would take 1.8 MB per frame (22 transformer blocks, 10 Euler steps, guidance, float16). The window's frames have
+the positions that they would have in a shorter utterance: the prompt's, then the recent ones without a gap.
+"""
+
+from pathlib import Path
+
+from common.flow.checkpoint import load_cosyvoice3_flow
+from common.token2wav.limits import COSYVOICE3_BATCH_TOKENS
+from common.token2wav.noise import flow_noise
+from common.token2wav.streaming import FlowOptions
+from common.token2wav.window.streaming import WindowStreaming
+
+
+def load(path: Path, options: FlowOptions) -> "CosyVoice3Streaming":
+    """Load the flow of a `flow.pt`. ValueError names what does not fit, or a runtime that the flow does not have."""
+    network, shared = options.load(load_cosyvoice3_flow, path)
+    return CosyVoice3Streaming(network, flow_noise(options.device), **shared)
+
+
+class CosyVoice3Streaming(WindowStreaming):
+    """The encoder runs in CUDA graphs on a GPU; the estimator has no fused form."""
+
+    batch_tokens = COSYVOICE3_BATCH_TOKENS

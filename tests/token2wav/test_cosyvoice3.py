@@ -1,0 +1,289 @@
+"""CosyVoice3's flow and vocoder over streams; tests/assets/golden_cosyvoice3 has upstream's values of both."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from common import stacks
+from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, load_cosyvoice3_flow
+from common.flow.checkpoint import ROTARY_KEY, with_rotary
+from common.hift import CausalHiFTGenerator, load_causal_hift, split_weight_norm
+from common.hift.causal import WITHHELD_FRAMES
+from common.process.metrics import FAILED, RETRIED
+from common.token2wav.causal_hift.streaming import CausalVocoder
+from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
+from common.token2wav.engine import Token2Wav
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import flow_noise, uniform_noise
+from common.token2wav.precision import Precision
+from common.token2wav.stream import Chunk, Stream, VocoderState
+from tests.conftest import ROOT
+from tests.support.streams import ids, prompt, unet_pieces
+from tools.parity import cosyvoice3
+from tools.parity.fixture import Fixture
+from tools.parity.manifests import run_manifests
+from tools.parity.runner import all_checks, run_folder
+
+GOLDEN = ROOT / "tests" / "assets" / "golden_cosyvoice3"
+LIMITS = BatchLimits(max_streams=4)
+AUDIO = 1e-4  # largest difference of streamed audio from the whole's, which is in -0.99..0.99
+MEL = 1e-5
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Fixture:
+    return Fixture(GOLDEN / "item6c_cosyvoice3_streaming_triton.json")
+
+
+@pytest.fixture(scope="module")
+def network(recorded) -> CosyVoice3Flow:
+    return cosyvoice3.build(recorded, "cosyvoice3_flow_tiny.weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def hift(recorded) -> CausalHiFTGenerator:
+    return cosyvoice3.tiny_vocoder(recorded, "cosyvoice3_hift_tiny.weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def noise():
+    return uniform_noise(9)
+
+
+@pytest.fixture
+def vocoder(hift, noise) -> CausalVocoder:
+    return CausalVocoder(hift, noise, limits=LIMITS)
+
+
+@pytest.fixture
+def flow(network) -> CosyVoice3Streaming:
+    return CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
+
+
+def mels(*lengths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(80, length, generator=generator) for length in lengths]
+
+
+def spoken(vocoder: CausalVocoder, mels: Sequence[Tensor], schedules: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+    """The audio of each mel's chunks; the next chunks of all mels are one batch."""
+    streams = [Stream(vocoder=vocoder.open()) for _ in mels]
+    parts = [list(mel.split(list(hops), dim=1)) for mel, hops in zip(mels, schedules, strict=True)]
+    audio: list[list[Tensor]] = [[] for _ in mels]
+    while live := [index for index, left in enumerate(parts) if left]:
+        new = [parts[index].pop(0) for index in live]
+        chunks = [Chunk(streams[index], np.zeros(0, np.int64), not parts[index], 0, 0, 0) for index in live]
+        for index, speech in zip(live, vocoder.step(chunks, new), strict=True):
+            assert isinstance(speech, Tensor)
+            audio[index].append(speech)
+    for stream in streams:
+        vocoder.close(stream.vocoder)
+    return audio
+
+
+@torch.inference_mode()
+def test_every_stored_output_is_computed_within_its_tolerance():
+    results = list(run_folder(GOLDEN))
+    assert len(results) > 40
+    assert not [f"{result.name}: {result.detail}" for result in results if result.verdict != "PASS"]
+
+
+def test_default_sizes_are_those_of_the_official_checkpoint():
+    verdicts = [result.verdict for result in run_manifests(GOLDEN / "manifests")]
+    assert verdicts == ["PASS", "PASS"]
+    listed = json.loads((GOLDEN / "manifests" / "cosyvoice3_flow_pt.instantiated.json").read_text())
+    sizes = CosyVoice3FlowConfig.from_shapes({key: torch.Size(shape) for key, shape in listed.items()})
+    assert sizes == CosyVoice3FlowConfig()
+
+
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        ((30, 50, 100, 28), (60, 3, 1, 2, 44)),  # batches of rows of other lengths; one ends while the other goes on
+        ((8, 1, 1, 70), (7, 1, 2, 5)),  # as early as possible, and too early
+        ((40, 0), (3,)),  # nothing new at the end; shorter than what is withheld
+    ],
+)
+def test_audio_in_chunks_equals_that_of_the_whole_mel(vocoder, schedules):
+    whole = mels(*map(sum, schedules))
+    for parts, expected in zip(spoken(vocoder, whole, schedules), vocoder.whole(whole), strict=True):
+        assert len(expected) % HOP_SAMPLES == 0 and expected.abs().max() > 0.01
+        torch.testing.assert_close(torch.cat(parts), expected, atol=AUDIO, rtol=0)
+
+
+def test_a_chunk_gives_all_but_the_audio_that_later_frames_change(vocoder):
+    (parts,) = spoken(vocoder, mels(60), [(20, 10, 30)])
+    half = vocoder._hift.config.n_fft // 2
+    assert [len(part) for part in parts] == [
+        HOP_SAMPLES * (20 - WITHHELD_FRAMES) - half,
+        HOP_SAMPLES * 10,
+        HOP_SAMPLES * (30 + WITHHELD_FRAMES) + half,
+    ]
+
+
+def test_no_frame_is_vocoded_twice(vocoder, hift):
+    """In front of its new columns a chunk has those that the convolution needs, and no more."""
+    columns, of_frame = [], HOP_SAMPLES // hift.config.istft_hop
+    hook = hift.conv_post.register_forward_hook(lambda _, inputs, output: columns.append(output.shape[2]))
+    try:
+        spoken(vocoder, mels(130), [(30, 50, 50)])
+    finally:
+        hook.remove()
+    assert columns == [of_frame * (30 - WITHHELD_FRAMES) + 1, of_frame * 50, of_frame * (50 + WITHHELD_FRAMES)]
+
+
+def test_long_audio_in_chunks_keeps_the_phase_of_the_whole(vocoder):
+    """Pitch is integrated into phase over the whole stream, which no rounding may move."""
+    (whole,) = mels(600)
+    (parts,) = spoken(vocoder, [whole], [(30, *[50] * 11, 20)])
+    end, expected = (audio[-100 * HOP_SAMPLES :] for audio in (torch.cat(parts), vocoder.whole([whole])[0]))
+    torch.testing.assert_close(end, expected, atol=AUDIO, rtol=0)
+
+
+def test_the_pitch_is_computed_in_float64(hift, tmp_path):
+    assert {parameter.dtype for parameter in hift.f0_predictor.parameters()} == {torch.float64}
+    state = split_weight_norm(hift.state_dict())
+    torch.save({f"generator.{key}": tensor.float() for key, tensor in state.items()}, tmp_path / "hift.pt")
+    loaded = load_causal_hift(tmp_path / "hift.pt").body_to(torch.float16)
+    assert {parameter.dtype for parameter in loaded.f0_predictor.parameters()} == {torch.float64}
+    assert loaded.conv_pre.weight.dtype == torch.float16
+    torch.testing.assert_close(loaded.f0_predictor.classifier.weight, hift.f0_predictor.classifier.weight)
+
+
+def saved(network: CosyVoice3Flow, path, **changes: Tensor):
+    torch.save(with_rotary(network.state_dict(), network.config) | changes, path)
+    return path
+
+
+def test_the_flow_is_loaded_strictly_and_its_positions_stay_exact_in_every_precision(network, tmp_path):
+    loaded = load_cosyvoice3_flow(saved(network, tmp_path / "flow.pt"), dtype=torch.bfloat16)
+    assert loaded.config == network.config and loaded.decoder.estimator.proj_out.weight.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="unexpected: stray"):
+        load_cosyvoice3_flow(saved(network, tmp_path / "flow.pt", stray=torch.zeros(1)))
+    with pytest.raises(ValueError, match=r"inv_freq is not 10000\^"):
+        load_cosyvoice3_flow(saved(network, tmp_path / "flow.pt", **{ROTARY_KEY: torch.ones(4)}))
+
+
+OUTSIDE = replace(
+    stacks.UNET,
+    name="outside",
+    orchestrator="outside",
+    token2wav="token2wav_outside",
+    loader="common.token2wav.cosyvoice3.streaming:load",
+    vocoder_loader="common.token2wav.causal_hift.streaming:load",
+)
+
+
+@pytest.fixture
+def checkpoint(network, hift, tmp_path):
+    """flow.pt and hift.pt in the official layout."""
+    saved(network, tmp_path / "flow.pt")
+    state = {key: tensor.float() for key, tensor in split_weight_norm(hift.state_dict()).items()}
+    torch.save(state, tmp_path / "hift.pt")
+    return tmp_path
+
+
+def test_the_engine_of_a_stack_that_names_both_loads_the_official_files(checkpoint, network, hift, noise):
+    precision = Precision(torch.float32, torch.float32)
+    engine = Token2Wav.load(OUTSIDE, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
+    flow = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
+    own = Token2Wav(flow, CausalVocoder(hift, noise, limits=LIMITS))
+    audio, expected = (each.whole(prompt(3), ids(3, 40)) for each in (engine, own))
+    np.testing.assert_allclose(audio, expected, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_the_engine_in_bfloat16_is_near_the_one_in_float32(checkpoint, network, hift, noise):
+    """A mel's error moves the pitch, and with it the phase: the vocoder is compared on one mel."""
+    precision = Precision(torch.bfloat16, torch.bfloat16)
+    engine = Token2Wav.load(OUTSIDE, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
+    exact = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
+    mel, expected = (flow.whole([(prompt(3), ids(3, 40))])[0].float() for flow in (engine._flow, exact))
+    assert (mel - expected).norm() < 0.05 * expected.norm()
+    vocoders = engine._vocoder, CausalVocoder(hift, noise, limits=LIMITS)
+    audio, expected = (vocoder.whole(mels(40))[0] for vocoder in vocoders)
+    assert (audio - expected).norm() < 0.1 * expected.norm()
+
+
+def test_another_runtime_than_torch_is_refused(checkpoint):
+    precision = Precision(torch.float32, torch.float32)
+    with pytest.raises(ValueError, match="flow_runtime 'onnxruntime': the flow of the stack 'outside' runs in torch"):
+        Token2Wav.load(
+            OUTSIDE, checkpoint, device="cpu", limits=LIMITS, precision=precision, runtime="onnxruntime", steps=2
+        )
+
+
+def rendered(flow: CosyVoice3Streaming, seeds: Sequence[int], hops: list[int], tokens: int) -> list[Tensor]:
+    """The mels (80, T) of streams whose chunks are batched."""
+    pieces = [unet_pieces(ids(seed, tokens), hops) for seed in seeds]
+    streams = [flow.open(prompt(seed, tokens=13 + 7 * seed), VocoderState(0)) for seed in seeds]
+    parts: list[list[Tensor]] = [[] for _ in seeds]
+    for turn in range(len(pieces[0])):
+        chunks = [plan[turn].of(flow, stream) for plan, stream in zip(pieces, streams, strict=True)]
+        for index, mel in enumerate(flow.render(chunks)):
+            parts[index].append(mel.clone())
+    return [torch.cat(part, dim=1) for part in parts]
+
+
+@torch.inference_mode()
+def test_streams_in_a_batch_equal_each_alone(flow):
+    together = rendered(flow, [0, 1, 2], [15, 25], 60)
+    for seed, mel in enumerate(together):
+        (alone,) = rendered(flow, [seed], [15, 25], 60)
+        torch.testing.assert_close(mel, alone, atol=MEL, rtol=0)
+
+
+@torch.inference_mode()
+def test_chunks_that_end_on_boundaries_equal_the_finished_utterance_under_the_chunk_mask(flow):
+    """The prompt of 13 tokens and 12 more end on the first boundary; another division agrees as far as it does too."""
+    (streamed,) = rendered(flow, [0], [12, 25, 25], 70)
+    (at_once,) = rendered(flow, [0], [], 70)
+    torch.testing.assert_close(streamed, at_once, atol=MEL, rtol=0)
+    (elsewhere,) = rendered(flow, [0], [20], 70)
+    assert (elsewhere - at_once)[:, TOKEN_MEL_RATIO * 12 : TOKEN_MEL_RATIO * 20].abs().max() > 0.01
+
+
+@torch.inference_mode()
+def test_a_long_stream_computes_its_prompt_and_the_recent_tokens_only(network):
+    flow = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=1, context_tokens=50)
+    stream, tokens = flow.open(prompt(0, tokens=13), VocoderState(0)), ids(0, 300)
+    for end in range(25, 275, 25):
+        chunk = flow.chunk(stream, tokens[: end + LOOKAHEAD_TOKENS], final=False)
+        assert chunk.computed <= 13 + 50 + 25
+        (mel,) = flow.render([chunk])
+        assert mel.shape == (80, 50) and mel.isfinite().all()
+
+
+@torch.inference_mode()
+def test_the_engine_speaks_chunk_by_chunk_and_renders_a_bad_chunk_again(network, hift, noise, monkeypatch):
+    flow = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
+    engine = Token2Wav(flow, CausalVocoder(hift, noise, limits=LIMITS))
+    pieces = unet_pieces(ids(3, 60), [15, 25])
+
+    def audio() -> np.ndarray:
+        stream = engine.open(prompt(3))
+        parts = [engine.step([piece.of(engine, stream)])[0] for piece in pieces]
+        engine.close(stream)
+        return np.concatenate(parts)
+
+    expected, decode, calls = audio(), hift.decode, []
+    assert expected.shape == (60 * TOKEN_MEL_RATIO * HOP_SAMPLES,)
+
+    def spoiled(*args, **options):
+        calls.append(1)
+        return decode(*args, **options) * (torch.nan if len(calls) == 2 else 1)
+
+    monkeypatch.setattr(hift, "decode", spoiled)
+    np.testing.assert_allclose(audio(), expected, atol=AUDIO)
+    assert (engine.counts[RETRIED], engine.counts[FAILED], len(calls)) == (1, 0, 4)
+
+
+def test_every_committed_fixture_has_a_check():
+    names = {path.stem for path in GOLDEN.glob("*.json") if not path.stem.endswith(".weights")}
+    assert names and names <= all_checks().keys()

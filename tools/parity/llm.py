@@ -1,0 +1,80 @@
+"""The fixture of CosyVoice3's LLM: an official state dict, converted to a HuggingFace directory, gives the same logits.
+
+The recorded text vocabulary is one of numbers: a tokenizer of that size takes its place.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.checkpoint import shapes_of
+from common.llm.checkpoint import speech_bias
+from common.llm.speech_tokens import LLMTokenizer
+from tools.parity.fixture import Check, Fixture
+from tools.prepare.huggingface_llm import COSYVOICE3_LLM, convert
+
+TEXT, SPEECH = 0, 1  # the tables of recorded rows
+
+
+def check_llm(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
+    from transformers import Qwen2ForCausalLM
+
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = _converted(fixture, Path(scratch))
+        tokenizer = LLMTokenizer.from_dir(directory)
+        model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        bias = torch.from_numpy(speech_bias(directory, tokenizer, model.config.vocab_size))
+    first, rows = tokenizer.first_speech_id, COSYVOICE3_LLM.rows
+    ends = set(tokenizer.end_ids)
+    for call in fixture.meta["calls"]:
+        tag = call["tag"]
+        text = [*fixture[call["prompt_text"]].tolist(), *fixture[call["text"]].tolist()]
+        speech, sampled = (fixture[call[name]].tolist() for name in ("prompt_speech", "sampled"))
+        prompt = [tokenizer.sos_id, *text, tokenizer.task_id, *tokenizer.to_llm_ids(speech)]
+        ids = [*prompt, *(first + token for token in sampled[:-1])]
+        yield f"out/{tag}/hf_ids", torch.tensor(ids)
+        yield f"out/{tag}/fed", torch.tensor([(SPEECH, id - first) if id >= first else (TEXT, id) for id in ids])
+        yielded = [token for token in sampled if first + token not in ends]
+        yield f"out/{tag}/yielded", torch.tensor(yielded, dtype=torch.int64)
+        steps = slice(len(prompt) - 1, None)
+        states = model.model(torch.tensor([ids])).last_hidden_state[0, steps]
+        logits = model.lm_head(states)
+        if not torch.isneginf((logits + bias)[:, :first]).all() or not torch.isneginf(bias[first + rows :]).all():
+            raise ValueError("rows of text or padding can be sampled")
+        yield f"out/{tag}/logits", (logits + bias)[:, first : first + rows]
+        # Upstream keeps the head of the text model, whose rows are its embedding; ours are zero, and masked.
+        fixture.computed_by = "reference"
+        text_logits = states @ model.model.embed_tokens.weight[: fixture[f"out/{tag}/hf_logits_text"].shape[1]].T
+        yield f"out/{tag}/hf_logits_text", text_logits
+        fixture.computed_by = "network"
+
+
+def _converted(fixture: Fixture, scratch: Path) -> Path:
+    from tokenizers import Tokenizer, models
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes, blank = fixture.meta["config"]["qwen2"], scratch / "blank"
+    config = Qwen2Config(**sizes)
+    config.save_pretrained(blank)
+    known = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    count = fixture.meta["hf"]["metadata"]["original_vocab_size"]
+    tokenizer = Tokenizer(models.BPE(vocab={f"~{i}~": i for i in range(count - len(known))}, merges=[]))
+    tokenizer.add_special_tokens(known)
+    tokenizer.save(str(blank / "tokenizer.json"))
+    (blank / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+
+    with torch.device("meta"):
+        qwen2 = shapes_of(Qwen2ForCausalLM(config).state_dict())
+    shapes = {f"llm.model.{key}": tuple(shape) for key, shape in qwen2.items() if key != "lm_head.weight"}
+    shapes |= {key: tuple(shape) for key, shape in COSYVOICE3_LLM.shapes(config.hidden_size).items()}
+    state = fixture.generated_weights(shapes)
+    torch.save(state | {"llm.model.lm_head.weight": state["llm.model.model.embed_tokens.weight"]}, scratch / "llm.pt")
+    convert(scratch / "llm.pt", blank, scratch / "converted", torch.float32)
+    return scratch / "converted"
+
+
+CHECKS: dict[str, Check] = {"item5c_cosyvoice3_lm": check_llm}
