@@ -10,6 +10,7 @@ from common.accel.estimators import DiTOnRuntime, UNetOnRuntime
 from common.accel.network import Network
 from common.accel.workloads import PlanPrecision, Serving
 from common.config import FlowRuntime, Token2WavConfig
+from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
 from common.stacks import Stack
@@ -39,7 +40,7 @@ def flow_runtime(setting: FlowRuntime, device: torch.device | str) -> FlowRuntim
 
 
 def use_runtime(
-    flow: UNetFlow | DiTFlow,
+    flow: CosyVoice3Flow | DiTFlow | UNetFlow,
     stack: Stack,
     runtime: FlowRuntime,
     model_dir: str | Path,
@@ -57,7 +58,9 @@ def use_runtime(
     """
     if runtime not in ("onnxruntime", "tensorrt"):
         return
-    weight = flow.encoder_proj.weight
+    if isinstance(flow, CosyVoice3Flow):
+        raise ValueError(f"flow_runtime {runtime!r}: the flow of the stack {stack.name!r} runs in torch only; set auto")
+    weight = flow.spk_embed_affine_layer.weight
     serving = Serving(PRECISIONS[weight.dtype], max_streams, max_hop_tokens)
     uses = {workload.use: workload for workload in serving.workloads(stack)}
     loaded: dict[str, Network] = {}  # ONNX networks by file; each use has its own plan

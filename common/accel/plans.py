@@ -5,7 +5,6 @@ plan without a sidecar, or whose sidecar names another machine, is never passed 
 """
 
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from common.accel import editions
 from common.accel.workloads import Profile, Span, Workload
 
 FOLDER = "tensorrt"
@@ -32,31 +32,39 @@ class PlanError(RuntimeError):
 class Machine:
     """What a plan depends on besides its network."""
 
-    gpu: str  # name of the GPU
+    gpu: str  # its name, or ANY_GPU for the portable edition
     capability: str  # compute capability, such as "9.0"
-    tensorrt: str  # version
+    tensorrt: str  # edition and version
 
     @classmethod
     def here(cls, device: torch.device | str) -> "Machine":
         """This machine and one of its GPUs. What is missing is "none", which no plan fits."""
-        gpu, capability, version = "none", "none", "none"
+        edition = editions.installed()
+        gpu, capability = "none", "none"
         if torch.cuda.is_available():
             if (torch.device(device).index or 0) >= torch.cuda.device_count():
                 raise ValueError(f"there is no {device}: this machine has {torch.cuda.device_count()} GPU(s)")
             properties = torch.cuda.get_device_properties(device)
-            gpu, capability = properties.name, f"{properties.major}.{properties.minor}"
-        if importlib.util.find_spec("tensorrt") is not None:
-            version = importlib.import_module("tensorrt").__version__
-        return cls(gpu, capability, version)
+            gpu = editions.ANY_GPU if edition and edition.portable else properties.name
+            capability = f"{properties.major}.{properties.minor}"
+        return cls(gpu, capability, edition.version if edition else "none")
+
+    @classmethod
+    def ahead(cls, capability: str) -> "Machine":
+        """A machine with GPUs of a compute capability, of which this one may have none. ValueError if plans for it
+        cannot be built here, ImportError if TensorRT is not installed."""
+        edition = editions.required()
+        editions.target(edition, capability)
+        return cls(editions.ANY_GPU, capability, edition.version)
 
     @property
     def file_name(self) -> str:
         """The machine as part of a file name."""
         gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
-        return f"{gpu}.sm{self.capability.replace('.', '')}.trt{self.tensorrt}"
+        return f"{gpu}.sm{self.capability.replace('.', '')}.{self.tensorrt.replace(' ', '')}"
 
     def __str__(self) -> str:
-        return f"GPU {self.gpu}, compute capability {self.capability}, TensorRT {self.tensorrt}"
+        return f"GPU {self.gpu}, compute capability {self.capability}, {self.tensorrt}"
 
 
 @dataclass(frozen=True)
@@ -104,12 +112,14 @@ class Key:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan file and the content of its sidecar."""
+    """A plan file and the content of its sidecar. error: of its outputs against its ONNX file, relative to their root
+    mean square; None if it was never run, which is so for plans that were built ahead of time."""
 
     path: Path
     key: Key
     sha256: str
     built_seconds: float
+    error: float | None
 
     def read(self) -> bytes:
         """The plan's bytes; PlanError if their checksum differs from the sidecar's."""
@@ -120,16 +130,20 @@ class Plan:
             )
         return data
 
+    def withdraw(self) -> None:
+        """Make sure that it is never loaded."""
+        _sidecar(self.path).unlink()
 
-def write(model_dir: Path, key: Key, data: bytes, built_seconds: float) -> Plan:
+
+def write(model_dir: Path, key: Key, data: bytes, built_seconds: float, error: float | None) -> Plan:
     """Store a plan that was built for `key`. A file of that name is replaced atomically."""
     folder = model_dir / FOLDER
     folder.mkdir(exist_ok=True)
-    plan = Plan(folder / key.file_name, key, hashlib.sha256(data).hexdigest(), round(built_seconds, 1))
+    plan = Plan(folder / key.file_name, key, hashlib.sha256(data).hexdigest(), round(built_seconds, 1), error)
     _sidecar(plan.path).unlink(missing_ok=True)  # first: a plan without a sidecar is never loaded
     write_atomically(plan.path, data)
     try:
-        entry = {"key": asdict(key), "sha256": plan.sha256, "bytes": len(data), "built_seconds": plan.built_seconds}
+        entry = {name: value for name, value in asdict(plan).items() if name != "path"} | {"bytes": len(data)}
         write_atomically(_sidecar(plan.path), (json.dumps(entry, indent=1) + "\n").encode())
     except BaseException:
         plan.path.unlink()
@@ -197,6 +211,6 @@ def _read_sidecar(path: Path) -> Plan | None:
         fields = entry["key"]
         profile = {name: Span(**span) for name, span in fields["profile"].items()}
         key = Key(**(fields | {"machine": Machine(**fields["machine"]), "profile": profile}))
-        return Plan(path, key, entry["sha256"], entry["built_seconds"])
+        return Plan(path, key, entry["sha256"], entry["built_seconds"], entry["error"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

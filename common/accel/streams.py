@@ -66,5 +66,11 @@ def current_on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which the current stream is another than that of other threads, which by default share one: work on
+    it waits for nothing of theirs."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
 def stream_on(device: torch.device) -> WorkStream:
     return DeviceStream(device) if device.type == "cuda" else HostStream()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.accel import plans
+from common.accel import editions, plans
 from common.accel.contexts import ContextPool, PoolStatistics
 from common.accel.network import Network, ShapeLimits
 from common.accel.plans import Machine, PlanError
@@ -18,27 +18,18 @@ from common.accel.streams import WorkStream, current_on, stream_on
 from common.accel.workloads import Workload
 from common.errors import UnavailableError
 
-OLDEST = 10  # the first major version whose contexts share a profile and whose networks are strongly typed
 PROFILE = 0  # a plan has one
 
 logger = logging.getLogger(__name__)
 
 
-def import_tensorrt() -> Any:
-    """The package `tensorrt`. ImportError says what to install if it is missing or too old."""
-    try:
-        import tensorrt as trt
-    except ImportError as error:
-        raise ImportError(
-            "TensorRT is not installed; run in NVIDIA's tritonserver image or: pip install tensorrt-cu12"
-        ) from error
-    if int(trt.__version__.split(".")[0]) < OLDEST:
-        raise ImportError(f"TensorRT {trt.__version__} is too old: {OLDEST}.0 or newer is needed")
-    return trt
-
-
 @lru_cache(maxsize=1)
-def _log_type(trt: Any) -> type:
+def log_of(trt: Any) -> Any:
+    """The logger of all builders and runtimes, because TensorRT uses the first that it gets and ignores others.
+
+    Its `reason()` is why the last call failed.
+    """
+
     class Log(trt.ILogger):
         """Forwards TensorRT's messages to logging and keeps errors, since its calls only return that they failed."""
 
@@ -59,12 +50,7 @@ def _log_type(trt: Any) -> type:
             self._errors.clear()
             return errors or "TensorRT gave no reason"
 
-    return Log
-
-
-def new_log(trt: Any) -> Any:
-    """A TensorRT logger for one builder or runtime; its `reason()` is why the last call failed."""
-    return _log_type(trt)()
+    return Log()
 
 
 class TensorRTNetwork(Network):
@@ -83,11 +69,11 @@ class TensorRTNetwork(Network):
 
         PlanError if TensorRT refuses the engine, UnavailableError if there is no memory for the contexts.
         """
-        trt = import_tensorrt()
+        trt = editions.required().load()
         self.name = name
         self._device = torch.device(device)
         self._timeout = timeout
-        self._log = new_log(trt)
+        self._log = log_of(trt)
         with current_on(self._device):
             self._runtime = trt.Runtime(self._log)
             self._engine = self._runtime.deserialize_cuda_engine(engine)
@@ -117,8 +103,10 @@ class TensorRTNetwork(Network):
 
         PlanError if there is none, ImportError if TensorRT is not installed.
         """
-        import_tensorrt()
+        editions.required()
         plan = plans.find(workload, model_dir, Machine.here(device))
+        if plan.error is None:
+            logger.warning("%s was never compared with its ONNX file, see docs/tensorrt.md", plan.path.name)
         return cls(plan.read(), f"{workload.onnx} ({workload.use})", device, contexts=contexts, timeout=timeout)
 
     def statistics(self) -> PoolStatistics:

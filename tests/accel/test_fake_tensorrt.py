@@ -1,12 +1,14 @@
 """The fake TensorRT fails like the real one, so that tests that pass with it are meaningful."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from common.accel.workloads import Span, speaker
 from tests.support import fake_tensorrt as trt
 from tests.support import tiny_onnx
 
@@ -27,25 +29,15 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> bytes:
+def plan(tmp_path: Path) -> bytes:
     tiny_onnx.write_speaker(tmp_path / "campplus.onnx")
-    return (tmp_path / "campplus.onnx").read_bytes()
-
-
-def build(log: Log, model: bytes, least: Any = (1, 4, 80), most: Any = (2, 9, 80), flags: int = 2) -> Any:
-    builder = trt.Builder(log)
-    network = builder.create_network(flags)
-    assert trt.OnnxParser(network, log).parse(model)
-    profile = builder.create_optimization_profile()
-    profile.set_shape("input", least, least, most)
-    config = builder.create_builder_config()
-    config.add_optimization_profile(profile)
-    return builder.build_serialized_network(network, config)
+    profile = {"batch": Span(1, 1, 2), "frames": Span(4, 4, 9)}
+    return trt.plan(tmp_path / "campplus.onnx", replace(speaker(), profile=profile))
 
 
 @pytest.fixture
-def context(log: Log, model: bytes) -> Any:
-    engine = trt.Runtime(log).deserialize_cuda_engine(build(log, model))
+def context(log: Log, plan: bytes) -> Any:
+    engine = trt.Runtime(log).deserialize_cuda_engine(plan)
     assert engine is not None
     return engine.create_execution_context()
 
@@ -86,24 +78,9 @@ def test_use_of_a_context_by_two_threads_at_once_is_an_error(context: Any) -> No
     assert "two threads" in str(caught[0])
 
 
-def test_the_builder_returns_none_for_networks_it_cannot_build(log: Log, model: bytes) -> None:
-    assert build(log, model) is not None
-    assert build(log, model, flags=0) is None
-    assert build(log, model, least=(1, 4, 79)) is None and "static size 80" in log.errors[-1]
-    builder = trt.Builder(log)
-    network = builder.create_network(2)
-    assert builder.build_serialized_network(network, builder.create_builder_config()) is None
-    assert trt.OnnxParser(network, log).parse(model)
-    assert builder.build_serialized_network(network, builder.create_builder_config()) is None
-    assert "no optimization profile" in log.errors[-1]
-    with pytest.raises(ValueError, match="inconsistent"):
-        builder.create_optimization_profile().set_shape("input", (2,), (1,), (3,))
-
-
 def test_a_plan_of_another_version_or_machine_is_refused(
-    log: Log, model: bytes, monkeypatch: pytest.MonkeyPatch
+    log: Log, plan: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = build(log, model)
     assert trt.Runtime(log).deserialize_cuda_engine(plan) is not None
     monkeypatch.setattr(trt, "__version__", "10.12.0")
     assert trt.Runtime(log).deserialize_cuda_engine(plan) is None
@@ -111,19 +88,18 @@ def test_a_plan_of_another_version_or_machine_is_refused(
     assert trt.Runtime(log).deserialize_cuda_engine(b"\0\1") is None
 
 
-def test_base_classes_have_to_be_initialised() -> None:
+def test_the_base_class_of_loggers_has_to_be_initialised() -> None:
     class WithoutInit(trt.ILogger):
         def __init__(self) -> None:
             pass
 
-    with pytest.raises(TypeError, match="__init__ was called"):
-        trt.Builder(WithoutInit())
-    with pytest.raises(TypeError):
-        trt.Runtime(print)  # type: ignore[arg-type]
+    for logger in (WithoutInit(), print):
+        with pytest.raises(TypeError, match="__init__ was called"):
+            trt.Runtime(logger)  # type: ignore[arg-type]
 
 
-def test_the_parser_names_unsupported_operators(log: Log, model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    trt.install(monkeypatch).unsupported = {"MatMul"}
-    parser = trt.OnnxParser(trt.Builder(log).create_network(2), log)
-    assert not parser.parse(model)
-    assert [str(parser.get_error(index)) for index in range(parser.num_errors)] == ["no importer for operator MatMul"]
+def test_only_the_first_logger_is_used(log: Log) -> None:
+    other = Log()
+    kept = trt.Runtime(log), trt.Runtime(other)
+    assert kept[1].deserialize_cuda_engine(b"") is None
+    assert len(log.errors) == 1 and other.errors == []

@@ -1,6 +1,7 @@
 """ONNX files of the estimators: compared with torch, in the engine, and with upstream's frame order."""
 
 import dataclasses
+import json
 import shutil
 import sys
 import types
@@ -13,22 +14,34 @@ import torch
 
 from common import stacks
 from common.accel import onnx
+from common.accel import plans as plans_on_disk
 from common.accel.estimators import DiTOnRuntime
 from common.accel.loading import flow_runtime
 from common.accel.network import Network, ShapeLimits
 from common.accel.onnx import OnnxNetwork
-from common.accel.plans import Machine, PlanError
+from common.accel.plans import Key, Machine, PlanError
 from common.accel.signatures import CHUNK, SPEAKER, signature_of
+from common.accel.workloads import Serving, Workload
 from common.config import Token2WavConfig
-from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM
+from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM
 from common.flow.checkpoint import load_dit_flow
+from common.flow.config import EncoderConfig
+from common.flow.encoder import UpsampleConformerEncoder
+from common.hift import HiFTConfig, HiFTGenerator
 from common.token2wav import engine as engines
-from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav import precision as precisions
+from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits
+from common.token2wav.precision import Precision
+from common.voice.audio import load_audio
 from common.voice.prompt import Prompt
+from scripts import token2wav
+from tests.conftest import ROOT
 from tests.support import fake_tensorrt
-from tools.export import engines as build_engines
+from tools.bench import plans as bench_plans
+from tools.demo_model import speech_tokenizer
 from tools.export import onnx as export_onnx
+from tools.export.builder import Build
 
 pytestmark = pytest.mark.slow  # nearly all tests need the exported networks
 
@@ -103,13 +116,16 @@ def test_streams_are_equal_on_torch_and_onnxruntime(exported, stack):
 
 @pytest.fixture
 def plans(exported, stack, monkeypatch):
-    """Plans of the stack, built and loaded by the fake TensorRT on the CPU."""
+    """Plans of the stack for the fake TensorRT, which computes them on the CPU."""
     fake_tensorrt.install(monkeypatch)
-    here = Machine("NVIDIA Test", "9.0", fake_tensorrt.__version__)
+    here = Machine("NVIDIA Test", "9.0", f"tensorrt {fake_tensorrt.__version__}")
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: here))
-    monkeypatch.setattr(engines, "flow_runtime", lambda setting, device: setting)  # the original requires a GPU
-    directory = str(exported[stack])
-    assert build_engines.main(["--model-dir", directory, "--device", "cpu", "--precision", "float32"]) == 0
+    for module in (engines, precisions):  # the original requires a GPU
+        monkeypatch.setattr(module, "flow_runtime", lambda setting, device: setting)
+    directory = exported[stack]
+    for workload in Serving("float32").workloads(stacks.named(stack)):
+        plan = fake_tensorrt.plan(directory / workload.onnx, workload)
+        plans_on_disk.write(directory, Key.of(workload, directory, here), plan, 1.0, error=0.0)
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -119,6 +135,31 @@ def test_streams_are_equal_on_torch_and_the_fake_tensorrt(exported, stack, plans
     assert on_torch.contexts == (0, 0.0) and on_plans.contexts[0] == {"unet": 2, "dit": 3}[stack]
     for ours, theirs in zip(synthesize_together(stack, on_torch), synthesize_together(stack, on_plans), strict=True):
         np.testing.assert_allclose(theirs, ours, atol=1e-3)
+
+
+@pytest.mark.parametrize("stack", ["unet"])
+def test_the_offline_tools_render_from_plans(exported, stack, plans, tmp_path):
+    sample = {
+        "id": "one",
+        "prompt_audio": str(ROOT / "tests/assets/reference_en.wav"),
+        "prompt_text": "",
+        "target_text": "One.",
+    }
+    (tmp_path / "one.jsonl").write_text(json.dumps(sample | {"target_audio_cosy2_tokens": [*range(0, 1500, 50)]}))
+    options = ["--model-dir", str(exported[stack]), "--manifest-path", str(tmp_path / "one.jsonl"), "--device", "cpu"]
+    audio = []
+    for enable in ([], ["--enable-trt"]):
+        assert token2wav.main([*options, *enable, "--output-dir", str(tmp_path / "out")]) == 0
+        audio.append(load_audio(tmp_path / "out" / "one.wav", SAMPLE_RATE))
+    assert np.abs(audio[0]).max() > 0.01
+    np.testing.assert_allclose(audio[1], audio[0], atol=2e-3)
+
+
+def test_without_a_gpu_the_offline_tools_refuse_plans(demo_models, capsys):
+    assert (
+        token2wav.main(["--model-dir", str(demo_models / DIRECTORIES["unet"]), "--device", "cpu", "--enable-trt"]) == 1
+    )
+    assert "flow_runtime 'tensorrt' needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -232,9 +273,11 @@ def test_a_file_with_other_weights_fails_the_check_and_is_kept(exported, tmp_pat
     assert (directory / UNET.file).exists() and (directory / UNET_STREAMING.file).exists()
 
 
-def test_an_export_that_fails_its_check_is_renamed(exported, tmp_path, monkeypatch, capsys):
+def test_an_export_that_fails_its_check_is_renamed(exported, tmp_path, monkeypatch):
     directory = shutil.copytree(exported["unet"], tmp_path / "unet")
     (directory / UNET.file).unlink()
+    # An export takes seconds, and the other tests make them.
+    monkeypatch.setattr(export_onnx, "write", lambda export, path: shutil.copy(exported["unet"] / path.name, path))
     monkeypatch.setattr(export_onnx, "TOLERANCE", 0.0)
     assert export_onnx.main(["--model-dir", str(directory)]) == 1
     assert not (directory / UNET.file).exists()
@@ -301,3 +344,51 @@ def test_a_shape_outside_the_limits_names_input_shape_and_limits(shapes, message
     with pytest.raises(ValueError, match=message):
         limits.check(shapes)
     limits.check({"x": (8, 80, 4)})
+
+
+# --- plans, built by the real TensorRT for RTX; none can be run here -------------------------------------------------
+
+
+def assert_plan(path: Path, workload: Workload, most: dict[str, tuple[int, ...]]) -> None:
+    """It is built for L4 GPUs, has the weights, and its profile, as TensorRT holds it, ends at these shapes."""
+    build = Build.of(path, workload, "8.9")
+    assert {name: build.shapes.most[name] for name in most} == most
+    assert len(build.plan()) > path.stat().st_size / 2  # half precision
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_tensorrt_builds_the_plans_of_every_exported_estimator_and_of_the_speaker_encoder(exported, stack):
+    most = {
+        "whole": {"x": (2, 80, 7500), "t": (2,)},
+        "streaming": {"x": (32, 80, 2456), "mask": (32, 1, 2456)},
+        "prompt": {"x": (2, 80, 1500), "att_cache": (2, 2, 2, 0, 64)},
+        "chunk": {"x": (32, 80, 206), "att_cache": (2, 32, 2, 1600, 64)},
+        "speaker": {"input": (1, 3000, 80)},
+    }
+    for workload in Serving("float16").workloads(stacks.named(stack)):
+        assert_plan(exported[stack] / workload.onnx, workload, most[workload.use])
+
+
+def test_tensorrt_builds_a_plan_of_the_speech_tokenizer(tmp_path):
+    path, workload = bench_plans.tokenizer(tmp_path, speech_tokenizer.SMALL)
+    assert_plan(path, workload, {"feats": (1, 128, 3000), "feats_length": (1,)})
+
+
+def test_tensorrt_builds_a_plan_of_the_flows_encoder(tmp_path):
+    encoder = UpsampleConformerEncoder(EncoderConfig(width=64, heads=2, feed_forward=96, blocks=1, up_blocks=1))
+    workload, export = bench_plans.ENCODER, bench_plans.encoder_export(encoder)
+    path = tmp_path / workload.onnx
+    export_onnx.write(export, path)
+    inputs = export.inputs(2, 11)
+    (found,) = onnxruntime.InferenceSession(path).run(None, {name: x.numpy() for name, x in inputs.items()})
+    np.testing.assert_allclose(found, encoder(**inputs).numpy(), atol=1e-4)
+    assert_plan(path, workload, {"xs": (16, 1225, 4, 64), "visible": (16, 1225)})
+
+
+def test_tensorrt_builds_a_plan_of_hifts_convolutions(tmp_path, capsys):
+    config = HiFTConfig(channels=32, f0_channels=16, resblock_kernels=(3,), resblock_dilations=((1,),))
+    workload, export = bench_plans.BODY, bench_plans.body_export(HiFTGenerator(config))
+    path = tmp_path / workload.onnx
+    export_onnx.write(export, path)
+    assert export_onnx.check(export, path)
+    assert_plan(path, workload, {"mel": (16, 80, 208), "excitation": (16, 18, 120 * 208 + 1)})

@@ -12,7 +12,8 @@ from common.accel.plans import Key, Machine, Plan, PlanError
 from common.accel.workloads import Serving, Span, Workload
 from tests.support import tiny_onnx
 
-H200 = Machine("NVIDIA H200", "9.0", "10.11.0.33")
+H200 = Machine("NVIDIA H200", "9.0", "tensorrt 10.11.0.33")
+L4 = Machine("any", "8.9", "tensorrt_rtx 1.7.1.116")
 DATA = b"a plan's bytes"
 
 
@@ -26,7 +27,7 @@ def workload_of(use: str, **settings: object) -> Workload:
 
 
 def write(model_dir: Path, use: str = "chunk", machine: Machine = H200, **settings: object) -> Plan:
-    return plans.write(model_dir, Key.of(workload_of(use, **settings), model_dir, machine), DATA, 12.34)
+    return plans.write(model_dir, Key.of(workload_of(use, **settings), model_dir, machine), DATA, 12.34, error=0.01)
 
 
 def test_the_file_name_has_everything_that_a_plan_depends_on(model_dir: Path) -> None:
@@ -34,13 +35,13 @@ def test_the_file_name_has_everything_that_a_plan_depends_on(model_dir: Path) ->
     sha = plans.sha256_of(model_dir / workload_of("chunk").onnx)
     assert plan.path == model_dir / "tensorrt" / (
         "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.chunk.rows2-32.frames2-206.cached0-1600.float16."
-        f"nvidia-h200.sm90.trt10.11.0.33.{sha[:12]}.plan"
+        f"nvidia-h200.sm90.tensorrt10.11.0.33.{sha[:12]}.plan"
     )
     names = {plan.path.name}
     for machine in (
         dataclasses.replace(H200, gpu="NVIDIA H100"),
         dataclasses.replace(H200, capability="10.0"),
-        dataclasses.replace(H200, tensorrt="11.4.0.106"),
+        dataclasses.replace(H200, tensorrt="tensorrt 11.4.0.106"),
     ):
         names.add(write(model_dir, machine=machine).path.name)
     names.add(write(model_dir, precision="bfloat16").path.name)
@@ -70,8 +71,9 @@ def test_a_plan_for_larger_shapes_fits_and_the_smallest_is_chosen(model_dir: Pat
     [
         ({"gpu": "NVIDIA L20"}, "GPU: built for NVIDIA H200, here NVIDIA L20"),
         ({"capability": "8.9"}, "compute capability: built for 9.0, here 8.9"),
-        ({"tensorrt": "10.12.0"}, "TensorRT: built for 10.11.0.33, here 10.12.0"),
-        ({"gpu": "none", "tensorrt": "none"}, "here none; TensorRT: built for 10.11.0.33, here none"),
+        ({"tensorrt": "tensorrt 10.12.0"}, "TensorRT: built for tensorrt 10.11.0.33, here tensorrt 10.12.0"),
+        ({"tensorrt": L4.tensorrt}, "TensorRT: built for tensorrt 10.11.0.33, here tensorrt_rtx 1.7.1.116"),
+        ({"gpu": "none", "tensorrt": "none"}, "here none; TensorRT: built for tensorrt 10.11.0.33, here none"),
     ],
 )
 def test_a_plan_of_another_machine_is_named_with_the_difference(
@@ -102,6 +104,25 @@ def test_other_limits_precisions_and_networks_are_named_too(model_dir: Path) -> 
         plans.find(workload_of("chunk"), model_dir, H200)
     (model_dir / workload_of("chunk").onnx).unlink()
     with pytest.raises(PlanError, match="is missing; export it as docs/accelerators.md describes"):
+        plans.find(workload_of("chunk"), model_dir, H200)
+
+
+def test_a_plan_of_the_portable_edition_fits_every_gpu_of_its_compute_capability_and_version(model_dir: Path) -> None:
+    plan = write(model_dir, machine=L4)
+    assert ".any.sm89.tensorrt_rtx1.7.1.116." in plan.path.name
+    assert plans.find(workload_of("chunk"), model_dir, L4) == plan
+    for change, message in (
+        ({"capability": "8.6"}, "compute capability: built for 8.9, here 8.6"),
+        ({"tensorrt": "tensorrt_rtx 1.8.0"}, "TensorRT: built for tensorrt_rtx 1.7.1.116, here tensorrt_rtx 1.8.0"),
+        ({"gpu": "NVIDIA L4", "tensorrt": "tensorrt 10.11.0.33"}, "GPU: built for any, here NVIDIA L4; TensorRT"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            plans.find(workload_of("chunk"), model_dir, dataclasses.replace(L4, **change))
+
+
+def test_a_withdrawn_plan_is_never_found(model_dir: Path) -> None:
+    write(model_dir).withdraw()
+    with pytest.raises(PlanError, match="there is none"):
         plans.find(workload_of("chunk"), model_dir, H200)
 
 

@@ -1,9 +1,7 @@
 """TensorRTNetwork with plans of the fake TensorRT, which computes their ONNX networks."""
 
 import queue
-import sys
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +19,8 @@ from common.accel.tensorrt import TensorRTNetwork
 from common.accel.workloads import Serving, Workload
 from common.errors import UnavailableError
 from tests.support import fake_tensorrt, tiny_onnx
-from tools.export.builder import build
 
-HERE = Machine("NVIDIA Test", "9.0", fake_tensorrt.__version__)
+HERE = Machine("NVIDIA Test", "9.0", f"tensorrt {fake_tensorrt.__version__}")
 Inputs = dict[str, Tensor]
 
 
@@ -39,7 +36,7 @@ def engine(trt: fake_tensorrt.State, tmp_path: Path) -> Callable[..., bytes]:
 
     def make(use: str = "whole", precision: str = "float32") -> bytes:
         workload = workload_of(use, precision)
-        return build(model_dir / workload.onnx, workload, tmp_path / "timings")
+        return fake_tensorrt.plan(model_dir / workload.onnx, workload)
 
     return make
 
@@ -213,11 +210,17 @@ def test_a_plan_that_tensorrt_refuses_is_an_error_with_its_reason(
         TensorRTNetwork(data, "whole", "cpu")
 
 
+def test_the_reason_of_a_second_network_is_its_own(engine: Callable[..., bytes], trt: fake_tensorrt.State) -> None:
+    TensorRTNetwork(engine(), "first", "cpu")
+    with pytest.raises(PlanError, match="refuses the plan of second: the engine plan file is of"):
+        TensorRTNetwork(b"garbage", "second", "cpu")
+
+
 def test_a_plan_is_loaded_only_where_it_fits(
     engine: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = workload_of("whole")
-    plans.write(tmp_path, Key.of(workload, tmp_path, HERE), engine(), 1.0)
+    plans.write(tmp_path, Key.of(workload, tmp_path, HERE), engine(), 1.0, error=0.001)
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: HERE))
     network = TensorRTNetwork.load(workload, tmp_path, "cpu")
     assert network.run(estimator_inputs(4))["estimator_out"].shape == (2, 80, 4)
@@ -225,17 +228,6 @@ def test_a_plan_is_loaded_only_where_it_fits(
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: elsewhere))
     with pytest.raises(PlanError, match="GPU: built for NVIDIA Test, here NVIDIA L20"):
         TensorRTNetwork.load(workload, tmp_path, "cpu")
-
-
-def test_without_tensorrt_or_with_an_old_version_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(ImportError, match="TensorRT is not installed"):
-        tensorrt.import_tensorrt()
-    old = types.ModuleType("tensorrt")
-    old.__version__ = "8.6.1"
-    monkeypatch.setitem(sys.modules, "tensorrt", old)
-    with pytest.raises(ImportError, match=r"TensorRT 8.6.1 is too old: 10.0 or newer"):
-        tensorrt.import_tensorrt()
 
 
 class ThreadStream(HostStream):

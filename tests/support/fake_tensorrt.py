@@ -1,8 +1,9 @@
-"""A strict fake of the package `tensorrt` with only the parts that the library and tools.export.engines use.
+"""A strict fake of what needs a driver in the package `tensorrt`: loading a plan and running it.
 
-It fails like the real one (False, None or an exception) for shapes outside the profile, addresses that were not set,
-unknown names and plans of another machine. It raises where the behaviour of the real one is undefined: use of a context
-by two threads at once. A plan contains its ONNX network, which onnxruntime computes, so that outputs are correct.
+The tests build plans with the real library. This fake fails like the real one (False, None or an exception) for shapes
+outside the profile, addresses that were not set, unknown names and plans of another machine. It raises where the
+behaviour of the real one is undefined: use of a context by two threads at once. Its plans contain their ONNX network,
+which onnxruntime computes, so that outputs are correct.
 
 It was written from the docstrings of the real bindings; tests/assets/tensorrt_names.txt names their version.
 """
@@ -13,9 +14,11 @@ import importlib.machinery
 import pickle
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,9 @@ import onnx
 import onnx.reference
 import onnxruntime
 from onnx import TensorProto
+
+from common.accel.workloads import Workload
+from tools.export import precision
 
 __version__ = "10.11.0.33"
 
@@ -33,13 +39,14 @@ class State:
     def __init__(self) -> None:
         self.machine = "NVIDIA Test 9.0"
         self.context_memory = 100  # number of contexts that fit into memory
-        self.unsupported: set[str] = set()  # operators that the parser rejects
-        self.build_fails = ""
         self.runs_fail = 0  # number of next executions that fail
         self.wrong_by = 0.0  # added to every output
         self.streams: dict[int, Any] = {}  # by handle: streams for asynchronous work; other handles run it immediately
-        self.built: list[dict[str, Any]] = []
         self.contexts = 0
+        self.logger: ILogger | None = None
+        self.pause = 0.0  # seconds that an execution takes
+        self.running, self.most_at_once = 0, 0  # executions
+        self.lock = threading.Lock()
 
 
 state = State()
@@ -57,23 +64,19 @@ class Severity(enum.IntEnum):
     VERBOSE = 4
 
 
-class _Overridable:
+class ILogger:
+    Severity = Severity
+
     def __init__(self) -> None:
         self._constructed = True
 
 
-def _require(value: Any, kind: type) -> None:
-    constructed = not issubclass(kind, _Overridable) or getattr(value, "_constructed", False)
-    if not isinstance(value, kind) or not constructed:
-        raise TypeError(f"incompatible arguments: {value!r} is no {kind.__name__} whose __init__ was called")
-
-
-class ILogger(_Overridable):
-    Severity = Severity
-
-
-class IProgressMonitor(_Overridable):
-    pass
+def _logger(given: Any) -> ILogger:
+    """The first logger that a process creates an object with: the real library ignores all others."""
+    if not isinstance(given, ILogger) or not getattr(given, "_constructed", False):
+        raise TypeError(f"incompatible arguments: {given!r} is no ILogger whose __init__ was called")
+    state.logger = state.logger or given
+    return state.logger
 
 
 class DataType(enum.Enum):
@@ -89,177 +92,25 @@ class TensorIOMode(enum.Enum):
     OUTPUT = 2
 
 
-class NetworkDefinitionCreationFlag(enum.IntEnum):
-    STRONGLY_TYPED = 1
+def plan(path: Path, workload: Workload) -> bytes:
+    """What the real builder makes of an ONNX file, for this fake: the network in the plan's precision, and its profile.
 
-
-class ITensor:
-    def __init__(self, value: onnx.ValueInfoProto) -> None:
-        self.name = value.name
-        self.shape = Dims(dim.dim_value if dim.HasField("dim_value") else -1 for dim in _dims(value))
-
-
-class INetworkDefinition:
-    def __init__(self, strongly_typed: bool) -> None:
-        self._strongly_typed = strongly_typed
-        self._model: onnx.ModelProto | None = None
-
-    @property
-    def num_inputs(self) -> int:
-        return len(self._model.graph.input) if self._model else 0
-
-    def get_input(self, index: int) -> ITensor:
-        return ITensor(self._model.graph.input[index])
-
-
-class ParserError:
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-
-class OnnxParser:
-    def __init__(self, network: INetworkDefinition, logger: ILogger) -> None:
-        _require(network, INetworkDefinition)
-        _require(logger, ILogger)
-        self._network = network
-        self._errors: list[ParserError] = []
-
-    @property
-    def num_errors(self) -> int:
-        return len(self._errors)
-
-    def get_error(self, index: int) -> ParserError:
-        return self._errors[index]
-
-    def parse(self, model: bytes) -> bool:
-        parsed = onnx.load_from_string(model)
-        onnx.checker.check_model(parsed)
-        unknown = {node.op_type for node in parsed.graph.node} & state.unsupported
-        self._errors = [ParserError(f"no importer for operator {name}") for name in sorted(unknown)]
-        self._network._model = None if unknown else parsed
-        return not unknown
-
-
-class IOptimizationProfile:
-    def __init__(self) -> None:
-        self._shapes: dict[str, tuple[Dims, ...]] = {}
-
-    def set_shape(self, input: str, min: Any, opt: Any, max: Any) -> None:
-        bounds = tuple(Dims(shape) for shape in (min, opt, max))
-        if not all(0 <= a <= b <= c for a, b, c in zip(*bounds, strict=True)):
-            raise ValueError(f"{input}: {bounds} is inconsistent")
-        self._shapes[input] = bounds
-
-
-class ITimingCache:
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def serialize(self) -> memoryview:
-        return memoryview(self._data or f"timings of {state.machine}".encode())
-
-
-class IBuilderConfig:
-    def __init__(self) -> None:
-        self._profiles: list[IOptimizationProfile] = []
-        self._cache: ITimingCache | None = None
-        self._monitor: IProgressMonitor | None = None
-
-    def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
-        self._profiles.append(profile)
-        return len(self._profiles) - 1 if profile._shapes else -1
-
-    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache:
-        return ITimingCache(serialized_timing_cache)
-
-    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
-        _require(cache, ITimingCache)
-        if cache._data and cache._data != f"timings of {state.machine}".encode() and not ignore_mismatch:
-            return False
-        self._cache = cache
-        return True
-
-    @property
-    def progress_monitor(self) -> IProgressMonitor | None:
-        return self._monitor
-
-    @progress_monitor.setter
-    def progress_monitor(self, monitor: IProgressMonitor) -> None:
-        _require(monitor, IProgressMonitor)
-        self._monitor = monitor
-
-
-class Builder:
-    def __init__(self, logger: ILogger) -> None:
-        _require(logger, ILogger)
-        self._logger = logger
-
-    def create_network(self, flags: int = 0) -> INetworkDefinition:
-        return INetworkDefinition(bool(flags & 1 << int(NetworkDefinitionCreationFlag.STRONGLY_TYPED)))
-
-    def create_builder_config(self) -> IBuilderConfig:
-        return IBuilderConfig()
-
-    def create_optimization_profile(self) -> IOptimizationProfile:
-        return IOptimizationProfile()
-
-    def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> memoryview | None:
-        if problem := self._problem(network, config):
-            self._logger.log(Severity.ERROR, problem)
-            return None
-        if not self._report(config._monitor):
-            self._logger.log(Severity.WARNING, "the build was cancelled")
-            return None
-        plan = {
-            "version": __version__,
-            "machine": state.machine,
-            "profile": {
-                name: [tuple(shape) for shape in shapes] for name, shapes in config._profiles[0]._shapes.items()
-            },
-            "model": network._model.SerializeToString(),
-        }
-        state.built.append(plan | {"cache": config._cache and config._cache._data})
-        return memoryview(pickle.dumps(plan))
-
-    def _report(self, monitor: Any) -> bool:
-        """Whether the monitor continues the build. Its exceptions are only logged, as in the real one."""
-        if monitor is None:
-            return True
-        try:
-            monitor.phase_start("Building Engine", None, 2)
-            monitor.phase_start("Timing", "Building Engine", 1)
-            proceed = monitor.step_complete("Timing", 0)
-            monitor.phase_finish("Timing")
-            proceed = proceed and monitor.step_complete("Building Engine", 0)
-            monitor.phase_finish("Building Engine")
-        except BaseException as error:
-            self._logger.log(Severity.ERROR, f"Exception caught in step_complete(): {error}")
-            return True
-        return proceed
-
-    def _problem(self, network: INetworkDefinition, config: IBuilderConfig) -> str:
-        if state.build_fails or network._model is None:
-            return state.build_fails or "the network is empty"
-        if not network._strongly_typed:
-            return "the fake supports strongly typed networks only"
-        for index in range(network.num_inputs):
-            tensor = network.get_input(index)
-            bounds = config._profiles[0]._shapes.get(tensor.name) if config._profiles else None
-            if bounds is None:
-                return f"Input {tensor.name} is dynamic but has no optimization profile"
-            for size, *sizes in zip(tensor.shape, *bounds, strict=True):
-                if size >= 0 and set(sizes) != {size}:
-                    return f"Input {tensor.name} has the static size {size}, its profile {sizes}"
-        return ""
+    tests/tools/test_build_engines.py and tests/accel/test_real_plans.py build with the real one.
+    """
+    data = precision.read(path, workload.precision)
+    model = onnx.load_from_string(data)
+    shapes = {
+        value.name: [dim.dim_value if dim.HasField("dim_value") else -1 for dim in value.type.tensor_type.shape.dim]
+        for value in model.graph.input
+    }
+    limits = workload.limits(shapes)
+    profile = {name: [limits.least[name], limits.usual[name], limits.most[name]] for name in shapes}
+    return pickle.dumps({"version": __version__, "machine": state.machine, "profile": profile, "model": data})
 
 
 class Runtime:
     def __init__(self, logger: ILogger) -> None:
-        _require(logger, ILogger)
-        self._logger = logger
+        self._logger = _logger(logger)
 
     def deserialize_cuda_engine(self, serialized_engine: bytes) -> "ICudaEngine | None":
         try:
@@ -381,12 +232,22 @@ class IExecutionContext:
                 state.runs_fail -= 1
                 return self._refuse("enqueueV3: Cuda Runtime (an illegal memory access was encountered)")
             addresses, shapes = dict(self._addresses), dict(self._shapes)
+            self._pause()
         stream = state.streams.get(stream_handle)
         if stream is None:
             self._compute(addresses, shapes)
         else:
             stream.enqueue(set(addresses.values()), lambda: self._compute(addresses, shapes))
         return True
+
+    @staticmethod
+    def _pause() -> None:
+        with state.lock:
+            state.running += 1
+            state.most_at_once = max(state.most_at_once, state.running)
+        time.sleep(state.pause)
+        with state.lock:
+            state.running -= 1
 
     def _compute(self, addresses: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
         engine = self._engine
@@ -402,10 +263,6 @@ class IExecutionContext:
     def _refuse(self, why: str) -> bool:
         self._engine._logger.log(Severity.ERROR, why)
         return False
-
-
-def _dims(value: onnx.ValueInfoProto) -> Any:
-    return value.type.tensor_type.shape.dim
 
 
 def classes() -> dict[str, type]:

@@ -152,7 +152,9 @@ def modules() -> dict[str, types.ModuleType]:
         name: types.ModuleType(name) for name in ("tensorrt_llm", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params")
     }
     built = made["tensorrt_llm._tensorrt_engine"] = types.ModuleType("tensorrt_llm._tensorrt_engine")
-    made["tensorrt_llm"].__dict__.update(LLM=here.LLM, SamplingParams=here.SamplingParams, _tensorrt_engine=built)
+    made["tensorrt_llm"].__dict__.update(
+        __version__="1.0.0", LLM=here.LLM, SamplingParams=here.SamplingParams, _tensorrt_engine=built
+    )
     made["tensorrt_llm.llmapi"].__dict__.update(KvCacheConfig=here.KvCacheConfig)
     made["tensorrt_llm.sampling_params"].__dict__.update(LogitsProcessor=here.LogitsProcessor)
     built.__dict__.update(LLM=here.BuiltLLM)

@@ -1,5 +1,6 @@
 """Build one TensorRT plan from an ONNX network, and check it against onnxruntime."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common.accel import editions
 from common.accel.network import ShapeLimits
-from common.accel.plans import write_atomically
-from common.accel.tensorrt import TensorRTNetwork, import_tensorrt, new_log
+from common.accel.tensorrt import TensorRTNetwork, log_of
 from common.accel.workloads import Workload
 from tools.export import precision
 
@@ -21,33 +22,50 @@ class BuildError(RuntimeError):
     """TensorRT built no plan, or one with wrong outputs."""
 
 
-def build(onnx: Path, workload: Workload, timings: Path) -> bytes:
-    """The plan of `workload`. timings: TensorRT's timing cache, read if it exists, and written.
+@dataclass
+class Build:
+    """TensorRT's objects for one plan. shapes: its profile, as TensorRT holds it."""
 
-    BuildError with TensorRT's reason, ValueError if the ONNX file does not fit serving.
-    """
-    trt = import_tensorrt()
-    log = new_log(trt)
-    builder = trt.Builder(log)
-    # From version 11 on all networks are strongly typed, and the flag has no effect.
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, log)
-    if not parser.parse(precision.read(onnx, workload.precision)):
-        errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]
-        raise BuildError(f"TensorRT cannot read {onnx}: {'; '.join(errors) or log.reason()}")
-    inputs = [network.get_input(index) for index in range(network.num_inputs)]
-    limits = workload.limits({tensor.name: tuple(tensor.shape) for tensor in inputs})
-    config = builder.create_builder_config()
-    _add_profile(builder, config, limits, onnx)
-    cache = _read_timings(config, timings)
-    config.progress_monitor = monitor = _monitor(trt)
-    engine = builder.build_serialized_network(network, config)
-    if monitor.interrupted:
-        raise KeyboardInterrupt
-    if engine is None:
-        raise BuildError(f"TensorRT built no plan of {onnx.name}: {log.reason()}")
-    write_atomically(timings, bytes(cache.serialize()))
-    return bytes(engine)
+    workload: Workload
+    log: Any
+    builder: Any
+    network: Any
+    config: Any
+    shapes: ShapeLimits
+
+    @classmethod
+    def of(cls, onnx: Path, workload: Workload, capability: str) -> "Build":
+        """Parse and configure. BuildError with TensorRT's reason, ValueError if the ONNX file does not fit serving."""
+        edition = editions.required()
+        trt = edition.load()
+        log = log_of(trt)
+        builder = trt.Builder(log)
+        # From version 11 on all networks are strongly typed, and the flag has no effect.
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        parser = trt.OnnxParser(network, log)
+        if not parser.parse(precision.read(onnx, workload.precision)):
+            logged = log.reason()  # taken in any case, so that it is not the reason of a later failure
+            errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]
+            raise BuildError(f"TensorRT cannot read {onnx}: {'; '.join(errors) or logged}")
+        inputs = [network.get_input(index) for index in range(network.num_inputs)]
+        limits = workload.limits({tensor.name: tuple(tensor.shape) for tensor in inputs})
+        config = builder.create_builder_config()
+        if edition.portable:
+            config.num_compute_capabilities = 1
+            if not config.set_compute_capability(editions.target(edition, capability), 0):
+                raise BuildError(f"TensorRT refuses compute capability {capability}: {log.reason()}")
+        shapes = _add_profile(builder, config, limits, onnx)
+        return cls(workload, log, builder, network, config, shapes)
+
+    def plan(self) -> bytes:
+        """The plan's bytes; BuildError with TensorRT's reason."""
+        self.config.progress_monitor = monitor = _monitor(editions.required().load())
+        engine = self.builder.build_serialized_network(self.network, self.config)
+        if monitor.interrupted:
+            raise KeyboardInterrupt
+        if engine is None:
+            raise BuildError(f"TensorRT built no plan of {self.workload.onnx}: {self.log.reason()}")
+        return bytes(engine)
 
 
 def check(engine: bytes, onnx: Path, workload: Workload, device: torch.device | str) -> float:
@@ -76,20 +94,15 @@ def check(engine: bytes, onnx: Path, workload: Workload, device: torch.device | 
     return worst
 
 
-def _add_profile(builder: Any, config: Any, limits: ShapeLimits, onnx: Path) -> None:
+def _add_profile(builder: Any, config: Any, limits: ShapeLimits, onnx: Path) -> ShapeLimits:
+    """Returns the profile as read back."""
     profile = builder.create_optimization_profile()
     for name, least in limits.least.items():
         profile.set_shape(name, least, limits.usual[name], limits.most[name])
     if config.add_optimization_profile(profile) < 0:
         raise BuildError(f"TensorRT refuses the profile of {onnx.name}: {limits.least} to {limits.most}")
-
-
-def _read_timings(config: Any, path: Path) -> Any:
-    cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
-    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-        cache = config.create_timing_cache(b"")  # made by another driver, or damaged: start over
-        config.set_timing_cache(cache, ignore_mismatch=False)
-    return cache
+    held = {name: [tuple(shape) for shape in profile.get_shape(name)] for name in limits.least}
+    return ShapeLimits(*({name: shapes[kind] for name, shapes in held.items()} for kind in range(3)))
 
 
 def _monitor(trt: Any) -> Any:

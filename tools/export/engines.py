@@ -2,11 +2,15 @@
 
     python -m tools.export.engines --model-dir models/official/Step-Audio-2-mini/token2wav
     python -m tools.export.engines --model-dir models/official/CosyVoice2-0.5B --precision bfloat16
+    python -m tools.export.engines --model-dir models/official/CosyVoice2-0.5B --capability 8.9 12.0
     python -m tools.export.engines --model-dir models/official/CosyVoice2-0.5B --list
 
 The model directory holds the stack's ONNX files (python -m tools.export.onnx writes them); plans go to its folder
-tensorrt. Run it with the GPU and the TensorRT version that will serve: plans work with no other. Existing plans are
-kept, so an interrupted build continues where it stopped. Each plan takes minutes and needs the GPU to itself.
+tensorrt. Existing plans are kept, so an interrupted build continues where it stopped. With the package tensorrt run it
+with the GPU and the version that will serve: its plans work with no other, take minutes each and need the GPU to
+themselves. With tensorrt_rtx plans take seconds and are for all GPUs of a compute capability: this machine's, or those
+of --capability, for which no GPU is needed here. Such plans cannot be compared with their ONNX files where they are
+built; the same command without --capability does it on the machine that serves.
 
 Shapes follow from the limits of serving: give the options in which the rendered stack differs from the defaults.
 Exit code: 0 if all plans of the stack exist, 1 if one is missing, 130 if interrupted.
@@ -20,12 +24,11 @@ from pathlib import Path
 from typing import get_args
 
 from common import stacks
-from common.accel import plans
+from common.accel import editions, plans
 from common.accel.plans import Key, Machine, Plan, PlanError
-from common.accel.tensorrt import import_tensorrt
 from common.accel.workloads import PlanPrecision, Serving, Workload
 from common.stacks import Stack
-from tools.export.builder import build, check
+from tools.export.builder import Build, check
 
 FAILURES = (RuntimeError, ValueError, OSError)
 
@@ -37,7 +40,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=get_args(PlanPrecision), default=Serving.precision, help="of the flow")
     parser.add_argument("--max-streams", type=int, default=Serving.max_streams, help="as the stack was rendered")
     parser.add_argument("--max-hop-tokens", type=int, default=Serving.max_hop_tokens, help="as the stack was rendered")
-    parser.add_argument("--device", default="cuda:0", help="the GPU (default: cuda:0)")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--device", default="cuda:0", help="the GPU (default: cuda:0)")
+    target.add_argument(
+        "--capability", nargs="+", metavar="8.9", help="for all GPUs of these compute capabilities; tensorrt_rtx only"
+    )
     return parser
 
 
@@ -58,11 +65,12 @@ def describe(workload: Workload) -> str:
     return f"{workload.use}: {workload.onnx}, {workload.precision}, {sizes}"
 
 
-def build_all(model_dir: Path, workloads: Sequence[Workload], machine: Machine, device: str) -> int:
+def build_all(model_dir: Path, workloads: Sequence[Workload], machines: Sequence[Machine], device: str) -> int:
     """Build the missing plans; returns how many failed."""
+    jobs = [(machine, workload) for machine in machines for workload in workloads]
     failed = 0
-    for number, workload in enumerate(workloads, 1):
-        print(f"[{number}/{len(workloads)}] {describe(workload)}", flush=True)
+    for number, (machine, workload) in enumerate(jobs, 1):
+        print(f"[{number}/{len(jobs)}] {machine.capability} {describe(workload)}", flush=True)
         try:
             print(f"      {build_one(model_dir, workload, machine, device)}", flush=True)
         except FAILURES as error:
@@ -72,25 +80,28 @@ def build_all(model_dir: Path, workloads: Sequence[Workload], machine: Machine, 
 
 
 def build_one(model_dir: Path, workload: Workload, machine: Machine, device: str) -> str:
-    """Build one plan if it is missing; returns a line about it."""
+    """Build one plan if it is missing, and compare it if the GPU is here; returns a line about it."""
+    onnx = model_dir / workload.onnx
+    here = machine == Machine.here(device)
     try:
-        return f"exists already: {plans.find(workload, model_dir, machine).path.name}"
+        known = plans.find(workload, model_dir, machine)
+        if known.error is not None or not here:
+            return f"exists already: {known.path.name}"
+        key, engine, seconds, done = known.key, known.read(), known.built_seconds, "compared"
+        known.withdraw()  # until it has passed
     except PlanError:
-        key = Key.of(workload, model_dir, machine)
-    timings = model_dir / plans.FOLDER / f"{key.machine.file_name}.timings"
-    timings.parent.mkdir(exist_ok=True)
-    began = time.monotonic()
-    engine = build(model_dir / workload.onnx, workload, timings)
-    error = check(engine, model_dir / workload.onnx, workload, device)
-    plan = plans.write(model_dir, key, engine, time.monotonic() - began)
-    return (
-        f"built in {plan.built_seconds:g} s: {plan.path.name} ({len(engine) / 1e6:.1f} MB, "
-        f"{100 * error:.2f} % from the ONNX file)"
-    )
+        key, began = Key.of(workload, model_dir, machine), time.monotonic()
+        engine = Build.of(onnx, workload, machine.capability).plan()
+        seconds = time.monotonic() - began
+        done = f"built in {seconds:.1f} s"
+    error = check(engine, onnx, workload, device) if here else None
+    plan = plans.write(model_dir, key, engine, seconds, error)
+    compared = "not compared: no such GPU here" if error is None else f"{100 * error:.2f} % from the ONNX file"
+    return f"{done}: {plan.path.name} ({len(engine) / 1e6:.1f} MB, {compared})"
 
 
 def list_plans(model_dir: Path, workloads: Sequence[Workload], machine: Machine) -> int:
-    """Print whether each plan fits this machine; returns how many uses have none."""
+    """Print whether each plan fits the machine; returns how many uses have none."""
     wanted = {workload.use: Key.of(workload, model_dir, machine) for workload in workloads}
     for path, plan in plans.survey(model_dir):
         print(f"{path.name}  {path.stat().st_size / 1e6:.1f} MB\n      {_verdict(plan, wanted)}")
@@ -112,7 +123,8 @@ def _verdict(plan: Plan | None, wanted: dict[str, Key]) -> str:
         return f"not of this stack: {plan.key.use}"
     if differences := key.differences(plan.key):
         return f"does not fit: {'; '.join(differences)}"
-    return f"fits this machine: {plan.key.use}"
+    compared = "never compared with its ONNX file" if plan.error is None else f"{100 * plan.error:.2f} % from it"
+    return f"fits: {plan.key.use}, {compared}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,21 +132,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         stack = stack_of(args.model_dir)
         workloads = Serving(args.precision, args.max_streams, args.max_hop_tokens).workloads(stack)
-        machine = Machine.here(args.device)
-        print(f"{stack.name} stack in {args.model_dir}; {machine}")
+        machines = [Machine.ahead(capability) for capability in args.capability or ()] or [Machine.here(args.device)]
+        print(f"{stack.name} stack in {args.model_dir}; {'; '.join(map(str, machines))}")
         if args.list:
-            return min(1, list_plans(args.model_dir, workloads, machine))
-        import_tensorrt()
-        if machine.gpu == "none":
-            raise ValueError("there is no GPU: plans are built on the machine that serves")
-        failed = build_all(args.model_dir, workloads, machine, args.device)
+            return min(1, sum(list_plans(args.model_dir, workloads, machine) for machine in machines))
+        editions.required()
+        if machines[0].gpu == "none":
+            raise ValueError("there is no GPU: name the --capability of the one that will serve, or build there")
+        failed = build_all(args.model_dir, workloads, machines, args.device)
     except (*FAILURES, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; finished plans are kept", file=sys.stderr)
         return 130
-    print(f"{len(workloads) - failed} of {len(workloads)} plans exist")
+    wanted = len(machines) * len(workloads)
+    print(f"{wanted - failed} of {wanted} plans exist")
     return min(1, failed)
 
 

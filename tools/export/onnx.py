@@ -40,10 +40,12 @@ from common.constants import MEL_BINS, SPEAKER_DIM
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
+from common.hift import HiFTConfig
 from common.stacks import Stack
 from common.voice.torchaudio_stub import torchaudio_or_stub
 
 TOLERANCE = 1e-4  # largest difference over the largest value, float32
+BINS_PER_FRAME = HiFTConfig().hop // HiFTConfig().istft_hop  # of the source's STFT, which has one bin more
 MAX_ROWS, MAX_FRAMES = 128, 20_000  # for the exporter; the dimensions in the files are dynamic
 
 Inputs = dict[str, Tensor]
@@ -182,11 +184,14 @@ def write_and_check(export: Export, directory: Path) -> bool:
 
 def write(export: Export, path: Path) -> None:
     """Export with all varying dimensions dynamic."""
+    frames = torch.export.Dim("frames", min=1, max=MAX_FRAMES)
     dims = {
         "rows": torch.export.Dim("rows", min=1, max=MAX_ROWS),
         "batch": torch.export.Dim("batch", min=1, max=MAX_ROWS),
-        "frames": torch.export.Dim("frames", min=1, max=MAX_FRAMES),
+        "tokens": torch.export.Dim("tokens", min=1, max=MAX_FRAMES),
+        "frames": frames,
         "cached": torch.export.Dim("cached", min=0, max=MAX_FRAMES),
+        "bins": BINS_PER_FRAME * frames + 1,
     }
     axes = export.signature.axes
     shapes = {name: {axis: dims[dim] for axis, dim in varying.items()} for name, varying in axes.items()}

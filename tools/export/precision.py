@@ -20,7 +20,8 @@ from common.accel.workloads import PlanPrecision
 TIME = "t"
 _AFTER_TIME = {"MatMul", "Gemm", "Conv", "Shape", "Size"}  # their outputs no longer count as time
 _TYPES = {"float16": (TensorProto.FLOAT16, np.float16), "bfloat16": (TensorProto.BFLOAT16, ml_dtypes.bfloat16)}
-BFLOAT16_OPSET = 22  # the first in which convolutions and Mish support it
+BFLOAT16_OPSET = 22  # the first in which convolutions support it
+_NOT_IN_BFLOAT16 = {"Mish"}  # TensorRT's parser takes it in float32 and float16 only
 # Masks add -1e10, which is an infinity in float16; a fully masked row would then be NaN.
 LARGEST = 1e4
 
@@ -66,6 +67,8 @@ class _Retyping:
         for node in graph.node:
             if node.output[0] not in timed:
                 self._retype_attributes(node)
+        if self._kind == TensorProto.BFLOAT16:
+            self._keep_float32(_NOT_IN_BFLOAT16)
 
     def _time_nodes(self) -> list[NodeProto]:
         """The nodes between the time and the first matrix product, including constants that only they use."""
@@ -95,6 +98,22 @@ class _Retyping:
                 cast = helper.make_node("Cast", [name], [f"{name}_cast"], to=self._kind, name=f"{name}_cast")
                 _rename(outside, name, cast.output[0])
                 graph.node.insert(list(graph.node).index(node) + 1, cast)
+
+    def _keep_float32(self, operators: set[str]) -> None:
+        """Compute these operators, which have one input, in float32 between two casts."""
+        nodes = []
+        for node in self._graph.node:
+            if node.op_type not in operators:
+                nodes.append(node)
+                continue
+            result, wide = node.output[0], f"{node.output[0]}_float32"
+            nodes.append(
+                helper.make_node("Cast", [node.input[0]], [f"{wide}_input"], f"{wide}_input", to=TensorProto.FLOAT)
+            )
+            nodes.append(helper.make_node(node.op_type, [f"{wide}_input"], [wide], node.name))
+            nodes.append(helper.make_node("Cast", [wide], [result], wide, to=self._kind))
+        del self._graph.node[:]
+        self._graph.node.extend(nodes)
 
     def _retype_attributes(self, node: NodeProto) -> None:
         if node.op_type == "ConstantOfShape" and not node.attribute:  # float32 zeros by default
