@@ -2,7 +2,7 @@
 
 TTS_METRICS_DIR     directory in which each model instance writes its metrics; unset: none are written
 TTS_DRAIN_FILE      once this file exists, orchestrators refuse new requests; unset: never
-TTS_TEST_FAULTS     for tests: directory of faults to produce, see common/process/faults.py; unset: none
+TTS_TEST_FAULTS     directory of faults, see common/process/faults.py; only tests and soaks set it; unset: none
 TTS_GRPC_ADDRESS    host:port of this tritonserver's gRPC endpoint, as orchestrators call it; unset: 127.0.0.1:8001
 """
 
@@ -68,4 +68,6 @@ def tritonserver_environment(models: ModelEnvironment, libraries: Sequence[Path]
     # The models' processes share the cores. By default an OpenMP thread that waits for the others of its process spins,
     # while those may not get a core: a millisecond of work can then take a hundred.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Voices of 1 to 30 s come and go: torch's usual segments leave a GPU's memory in pieces too small for the next.
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return environment | models.variables()

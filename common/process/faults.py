@@ -1,4 +1,5 @@
-"""Faults that a test asks for in the models of a running server; without TTS_TEST_FAULTS there are none.
+"""Faults that a test asks for in the models of a running server; without TTS_TEST_FAULTS, which only tests and soaks
+set, there are none.
 
 A file of a fault's name in that directory makes the next possible place fail, once.
 """
@@ -11,9 +12,10 @@ Fault = Literal[
     "gpu_error",  # token2wav: a CUDA error after which nothing works
     "out_of_memory",  # token2wav: in a batch of several chunks
     "bad_chunk",  # token2wav: a chunk that fails in every batch
-    "nan_audio",  # token2wav: the audio of one chunk is not finite
+    "nan_mel",  # token2wav: the mel of one chunk is not finite
+    "nan_voice",  # token2wav: the prompt cache of one chunk's voice is not finite (DiT)
     "token2wav_thread",  # its thread ends
-    "nan_logits",  # the LLM on a CPU: one row's logits are not finite
+    "nan_logits",  # the engines onnxruntime_genai and cuda: one row's logits are not finite
     "llm_thread",  # the LLM's thread ends
 ]
 GPU_ERROR = "CUDA error: an illegal memory access was encountered"
@@ -29,5 +31,8 @@ def take(fault: Fault) -> bool:
         raise ValueError(f"no fault {unknown[0]!r}; there are {', '.join(get_args(Fault))}")
     if fault not in wanted:
         return False
-    wanted[fault].unlink()
+    try:
+        wanted[fault].unlink()
+    except FileNotFoundError:  # another process has taken it in the meantime
+        return False
     return True

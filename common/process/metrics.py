@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from common.constants import SAMPLE_RATE
-from common.errors import UnavailableError
+from common.errors import OverloadedError, UnavailableError
 from common.process.environment import ModelEnvironment
 
 logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 0.25
 
-RequestStatus = Literal["ok", "invalid", "unavailable", "cancelled", "error"]
+RequestStatus = Literal["ok", "invalid", "refused", "unavailable", "cancelled", "error"]
 OUTCOMES: tuple[RequestStatus, ...] = get_args(RequestStatus)
 
 
@@ -69,6 +69,20 @@ CHUNKS = Metric("tts_vocoder_chunks_total", "counter", "Chunks rendered; divided
 WAITED = Metric(
     "tts_vocoder_waited_seconds_total", "counter", "Seconds that chunks waited from arrival to the start of their batch"
 )
+RETRIED = Metric("tts_vocoder_chunks_retried_total", "counter", "Chunks that were not finite and rendered in float32")
+FAILED = Metric(
+    "tts_vocoder_chunks_failed_total", "counter", "Chunks that could not be rendered and ended their stream"
+)
+EVICTED = Metric("tts_vocoder_voices_evicted_total", "counter", "Prompt caches of voices that were evicted")
+FALLBACKS = Metric("tts_vocoder_precision_fallbacks", "gauge", "Networks in float32, because they fail in less")
+LIMIT = Metric("tts_vocoder_streams_limit", "gauge", "Live streams up to which new listeners are admitted now")
+REFUSED = Metric("tts_vocoder_refused_total", "counter", "New listeners refused, by the limit that was reached")
+STARTS = Metric("tts_vocoder_starts_total", "counter", "Streams opened")
+STARTS_WAITED = Metric(
+    "tts_vocoder_starts_waited_seconds_total", "counter", "Seconds from the request of a stream until it was open"
+)
+GAPS = Metric("tts_vocoder_gaps_total", "counter", "Chunks that came after the audio before had been played")
+GAP_SECONDS = Metric("tts_vocoder_gap_seconds_total", "counter", "Seconds of silence before these chunks")
 CONTEXTS = Metric("tts_vocoder_contexts", "gauge", "Execution contexts of the flow's TensorRT plans")
 CONTEXT_WAITED = Metric(
     "tts_vocoder_context_waited_seconds_total", "counter", "Seconds spent waiting for an execution context"
@@ -140,6 +154,8 @@ def outcome_of(error: BaseException) -> RequestStatus:
     """The outcome of a request that raised `error`; see `common.errors`."""
     if isinstance(error, ValueError):
         return "invalid"
+    if isinstance(error, OverloadedError):
+        return "refused"
     if isinstance(error, UnavailableError):
         return "unavailable"
     return "error" if isinstance(error, Exception) else "cancelled"

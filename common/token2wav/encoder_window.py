@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.constants import LOOKAHEAD_TOKENS
+from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from common.flow.base import MelFlow
 from common.token2wav.graphs import Graphs
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import ENCODER_TOKENS, BatchLimits
 
 ABSENT = -1
 
@@ -55,13 +55,13 @@ class WindowEncoder:
 
     def __init__(self, network: MelFlow, limits: BatchLimits, graphs: bool = True):
         self._network = network
-        self._device = network.encoder_proj.weight.device
+        self._device = network.spk_embed_affine_layer.weight.device
         self._graphs: Graphs | None = None
         if self._device.type == "cuda":
             # cuDNN plans every new attention shape for tens of milliseconds.
             torch.backends.cuda.enable_cudnn_sdp(False)
         if graphs and self._device.type == "cuda":
-            sizes = limits.sizes(limits.window_tokens, limits.encoder_tokens)
+            sizes = limits.sizes(limits.window_tokens, ENCODER_TOKENS)
             self._graphs = Graphs(network.encode_window, self._inputs, sizes, "the encoder")
 
     def encode(self, windows: Sequence[Window], *, warn: bool = True) -> Tensor:
@@ -69,8 +69,16 @@ class WindowEncoder:
 
         warn: log a length beyond every graph; whole utterances may be of such lengths.
         """
-        B, longest = len(windows), max(len(window) for window in windows)
+        return self._encode(windows, max(len(window) for window in windows), warn)
+
+    def _encode(self, windows: Sequence[Window], longest: int, warn: bool) -> Tensor:
+        B = len(windows)
         size = self._graphs.fitting(B, longest, warn=warn) if self._graphs else None
+        if self._graphs and size is None and B > 1:
+            # The first half is copied: the second one's graph overwrites it.
+            first = self._encode(windows[: B // 2], longest, warn)[:, : TOKEN_MEL_RATIO * longest].clone()
+            second = self._encode(windows[B // 2 :], longest, warn)[:, : TOKEN_MEL_RATIO * longest]
+            return torch.cat([first, second])
         if self._graphs is None or size is None:
             return self._network.encode_window(*(x.to(self._device) for x in stacked(windows, longest)))
         values = (x.pin_memory() for x in stacked(windows, longest))

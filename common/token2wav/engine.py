@@ -4,12 +4,10 @@ The engine owns the networks and the prompt caches of voices. The caller owns ea
 chunks and closes it.
 """
 
-import importlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,60 +18,50 @@ from common.accel.loading import flow_runtime
 from common.batches import isolated
 from common.config import FlowRuntime, Token2WavConfig
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from common.errors import is_fatal
 from common.process import faults
+from common.process.metrics import EVICTED, FAILED, FALLBACKS, RETRIED, Values
 from common.stacks import Stack
 from common.token2wav.limits import BatchLimits
-from common.token2wav.stream import Chunk, Stream
-from common.token2wav.streaming import FlowOptions, StreamingFlow, Vocoder, VocoderOptions
+from common.token2wav.memory_plan import (
+    GIB,
+    PROCESS,
+    UNPLANNED_VOICES,
+    Networks,
+    other_models,
+    plan_memory,
+    voices_on_host,
+)
+from common.token2wav.precision import Precision
+from common.token2wav.stream import Chunk, NotFiniteError, Stream
+from common.token2wav.streaming import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
 from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
-NOT_FINITE = "the rendered audio is not finite"
 SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Number formats of the flow, and of HiFT between its source and its spectrum."""
-
-    flow: torch.dtype
-    vocoder: torch.dtype
-
-    @classmethod
-    def named(cls, flow: str, vocoder: str, device: str, runtime: FlowRuntime = "auto") -> "Precision":
-        """From names of torch's dtypes. "auto" is the fastest that does not harm the audio (docs/accelerators.md):
-        float16 on a GPU; on a CPU float32, except for a flow in torch, which uses bfloat16 if the CPU supports it.
-
-        runtime: of the flow's estimator, as the setting names it.
-        """
-        on_gpu = torch.device(device).type == "cuda"
-        auto_flow = auto_vocoder = torch.float16 if on_gpu else torch.float32
-        if not on_gpu and flow_runtime(runtime, device) == "torch" and _multiplies_bfloat16():
-            auto_flow = torch.bfloat16
-        precision = cls(_dtype(flow, auto_flow), _dtype(vocoder, auto_vocoder))
-        logger.info("the flow computes in %s, HiFT in %s", precision.flow, precision.vocoder)
-        return precision
-
-
-def _dtype(name: str, auto: torch.dtype) -> torch.dtype:
-    return auto if name == "auto" else getattr(torch, name)
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 instructions. Without them every value is converted: slower than float32."""
-    has = torch.cpu.get_capabilities()
-    return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 class Token2Wav:
     """A flow and a vocoder. Not thread-safe: one thread renders."""
 
-    def __init__(self, flow: StreamingFlow, vocoder: Vocoder, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        flow: StreamingFlow,
+        vocoder: Vocoder,
+        device: torch.device | str = "cpu",
+        *,
+        files: tuple[str | Path, str | Path] = ("flow.pt", "hift.pt"),
+        fallbacks: int = 0,
+    ):
+        """files: that the networks are from. fallbacks: how many of them compute in float32 because they must."""
         self._flow = flow
         self._vocoder = vocoder
         self._device = device
+        self._files = files
+        self._fallbacks = fallbacks
         self._bad_chunk: Chunk | None = None
+        self._retried = self._failed = 0
 
     @classmethod
     def load(
@@ -86,16 +74,19 @@ class Token2Wav:
         precision: Precision,
         runtime: FlowRuntime = "auto",
         steps: int = EULER_STEPS,
-        prompt_cache_bytes: int = Token2WavConfig.voice_cache_mb << 20,
+        voice_bytes: Callable[[Precision], int] = lambda _: UNPLANNED_VOICES,
         contexts: int = Token2WavConfig.flow_contexts,
     ) -> "Token2Wav":
         """The networks of a stack from its checkpoint directory, and the runtime's own files.
 
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
-        memory stays free, which suits whole utterances. contexts: execution contexts of each TensorRT plan.
+        memory stays free, which suits whole utterances. voice_bytes: memory for prompt caches. contexts: execution
+        contexts of each TensorRT plan.
+        ValueError for a checkpoint that does not fit, see also `Precision.checked`.
         """
         _use(device)
         runtime = flow_runtime(runtime, device)
+        asked, precision = precision, precision.checked(stack, model_dir, device, limits=limits, steps=steps)
         options = FlowOptions(
             stack=stack,
             device=device,
@@ -103,17 +94,19 @@ class Token2Wav:
             runtime=runtime,
             steps=steps,
             limits=limits,
-            prompt_cache_bytes=prompt_cache_bytes,
+            prompt_cache_bytes=voice_bytes(precision),
             contexts=contexts,
         )
-        flow: StreamingFlow = _function(stack.loader)(Path(model_dir) / stack.flow, options)
+        files = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
+        flow: StreamingFlow = loader(stack.loader)(files[0], options)
         if flow.cumulative != stack.cumulative:
             raise ValueError(f"stack {stack.name!r} has cumulative {stack.cumulative}, its flow {flow.cumulative}")
-        vocoder: Vocoder = _function(stack.vocoder_loader)(
-            Path(model_dir) / stack.hift,
+        vocoder: Vocoder = loader(stack.vocoder_loader)(
+            files[1],
             VocoderOptions(device=device, dtype=precision.vocoder, limits=limits, graphs=options.graphs),
         )
-        return cls(flow, vocoder, device)
+        fallbacks = (asked.flow != precision.flow) + (asked.vocoder != precision.vocoder)
+        return cls(flow, vocoder, device, files=files, fallbacks=fallbacks)
 
     @classmethod
     def from_config(cls, stack: Stack, config: Token2WavConfig) -> "Token2Wav":
@@ -123,7 +116,6 @@ class Token2Wav:
             first_hop_tokens=config.first_hop_tokens,
             max_hop_tokens=config.max_hop_tokens,
             chunk_boundary=stack.chunk_boundary,
-            batch_memory_mb=config.batch_memory_mb,
         )
         names = config.flow_precision, config.vocoder_precision
         return cls.load(
@@ -134,18 +126,24 @@ class Token2Wav:
             precision=Precision.named(*names, config.device, config.flow_runtime),
             runtime=config.flow_runtime,
             steps=config.n_timesteps,
-            prompt_cache_bytes=config.voice_cache_mb << 20,
+            voice_bytes=partial(_voice_bytes, stack, config, limits),
             contexts=config.flow_contexts,
         )
 
     def warm_up(self) -> None:
-        """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run."""
+        """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run.
+        ValueError with the file whose network speaks no numbers."""
         _use(self._device)
         prompt, tokens = self.sample(FLOW_CHUNK_TOKENS)
-        stream = self.open(prompt)
-        self.step([self.chunk(stream, tokens, final=False)])
-        self.close(stream)
-        self.whole(prompt, tokens)
+        try:
+            stream = self.open(prompt)
+            self.step([self.chunk(stream, tokens, final=False)])
+            self.close(stream)
+            self.whole(prompt, tokens)
+        except NotFiniteError as error:
+            with torch.inference_mode():
+                (mel,) = self._flow.exact().whole([(prompt, tokens)])
+            raise ValueError(f"checkpoint {self._files[bool(mel.isfinite().all())]}: {error}") from error
 
     def sample(self, tokens: int = LOOKAHEAD_TOKENS) -> tuple[Prompt, np.ndarray]:
         """A silent voice of that many tokens, and as many tokens to speak."""
@@ -159,9 +157,13 @@ class Token2Wav:
         self._check(prompt)
         return self._flow.prefill_frames(prompt)
 
+    def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
+        """See `StreamingFlow.fitting`: streams of the other voices wait until some end."""
+        return self._flow.fitting(prompts)
+
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Prompt]) -> None:
-        """Build the prompt caches of different voices in one batch; each is kept while there is room."""
+        """Build the prompt caches of different voices in one batch, if there is room for all."""
         self._flow.prefill(prompts)
 
     @torch.inference_mode()
@@ -198,6 +200,16 @@ class Token2Wav:
         """TensorRT contexts of the flow, and how many seconds calls have waited for one; 0 without TensorRT."""
         return self._flow.contexts
 
+    @property
+    def counts(self) -> Values:
+        """What went wrong since the start, as metrics."""
+        return {
+            RETRIED: self._retried,
+            FAILED: self._failed,
+            FALLBACKS: self._fallbacks,
+            EVICTED: self._flow.evicted,
+        }
+
     def close(self, stream: Stream) -> None:
         """Free what the stream holds. To be called once."""
         self._flow.close(stream)
@@ -206,7 +218,8 @@ class Token2Wav:
     def step(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
 
-        The chunks are of different streams; batching does not change the audio of any of them.
+        The chunks are of different streams; batching changes the audio of each by rounding only (docs/accelerators.md,
+        Precision).
         """
         audio = []
         for result in self.render(chunks):
@@ -218,7 +231,8 @@ class Token2Wav:
     @torch.inference_mode()
     def render(self, chunks: Sequence[Chunk]) -> list[np.ndarray | Exception]:
         """As `step`, but a chunk that cannot be rendered gets an exception, and its stream cannot go on; the others get
-        their audio. A batch for which the memory is not enough is rendered in parts.
+        their audio. A batch for which the memory is not enough is rendered in parts. A chunk whose audio is not finite
+        is rendered again in float32.
         """
 
         def flow(part: Sequence[Chunk]) -> list[Tensor]:
@@ -228,11 +242,27 @@ class Token2Wav:
 
         mels = isolated(flow, chunks)
         good = [(chunk, mel) for chunk, mel in zip(chunks, mels, strict=True) if isinstance(mel, Tensor)]
-        audio = self._vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good])
-        if audio and faults.take("nan_audio"):
-            audio[0] = torch.full((1,), torch.nan)
-        rendered = iter(audio)
-        return [_finite(mel if isinstance(mel, Exception) else next(rendered)) for mel in mels]
+        if good and faults.take("nan_mel"):
+            good[0][1].fill_(torch.nan)
+        audio = iter(self._vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
+        results = [mel if isinstance(mel, Exception) else next(audio) for mel in mels]
+        for index, result in enumerate(results):
+            if isinstance(result, NotFiniteError):
+                results[index] = self._again(chunks[index], result)
+        self._failed += sum(isinstance(result, Exception) for result in results)
+        return [result if isinstance(result, Exception) else result.numpy() for result in results]
+
+    def _again(self, chunk: Chunk, reason: NotFiniteError) -> Tensor | Exception:
+        """The audio (N,) of a chunk in float32. Other streams wait meanwhile."""
+        logger.warning("%s: a chunk is rendered again in float32", reason)
+        self._retried += 1
+        try:
+            (audio,) = self._vocoder.exact().step([chunk], [self._flow.again(chunk)])
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            return error
+        return audio
 
     def _fail_if_asked(self, chunks: Sequence[Chunk]) -> None:
         """The faults of tests."""
@@ -261,12 +291,14 @@ class Token2Wav:
             self._flow.check_ids(tokens)
             if len(tokens) == 0:
                 raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-        mels = self._flow.whole(utterances)
-        if speed != 1.0:
-            mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
-        audio = self._vocoder.whole(mels)
-        if not all(torch.isfinite(row).all() for row in audio):
-            raise FloatingPointError(NOT_FINITE)
+        audio = _whole(self._flow, self._vocoder, utterances, speed)
+        if not all(row.isfinite().all() for row in audio):
+            logger.warning("the audio is not finite: whole utterances are rendered again in float32")
+            self._retried += len(utterances)
+            audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed)
+        if not all(row.isfinite().all() for row in audio):
+            self._failed += len(utterances)
+            raise NotFiniteError("the audio is not finite")
         return [row.numpy() for row in audio]
 
     def _check(self, prompt: Prompt) -> None:
@@ -276,17 +308,35 @@ class Token2Wav:
             raise ValueError(f"the prompt has {count} speech tokens; it needs {LOOKAHEAD_TOKENS} or more, or none")
 
 
-def _finite(audio: Tensor | Exception) -> np.ndarray | Exception:
-    """(N,) as an array; an exception if it is one, or contains a value that is not a number."""
-    if isinstance(audio, Exception) or torch.isfinite(audio).all():
-        return audio if isinstance(audio, Exception) else audio.numpy()
-    return FloatingPointError(NOT_FINITE)
+def _whole(
+    flow: StreamingFlow, vocoder: Vocoder, utterances: Sequence[tuple[Prompt, np.ndarray]], speed: float
+) -> list[Tensor]:
+    mels = flow.whole(utterances)
+    if speed != 1.0:
+        mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
+    return vocoder.whole(mels)
 
 
-def _function(name: str) -> Callable[..., Any]:
-    """The function that `name`, "module:function", names."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+def _voice_bytes(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision: Precision) -> int:
+    """Memory for prompt caches; on a GPU what the plan leaves, which is then all that this process can take."""
+    networks = Networks.read(
+        stack,
+        Path(config.model_dir),
+        flow_size=precision.flow.itemsize,
+        vocoder_size=precision.vocoder.itemsize,
+        steps=config.n_timesteps,
+    )
+    if torch.device(config.device).type != "cuda":
+        return voices_on_host(networks, limits)
+    free, has = torch.cuda.mem_get_info(config.device)
+    if config.gpu_memory_gib is not None:
+        may_take = int(config.gpu_memory_gib * GIB)
+    else:  # of the parts of the plan, this process's own is taken, and the other models' may be
+        may_take = free + PROCESS + sum(other_models(config.max_streams, config.llm_memory_gib).values())
+    made = plan_memory(networks, limits, min(may_take, has), config.llm_memory_gib)
+    made.log()
+    torch.cuda.set_per_process_memory_fraction(made.own / has, config.device)
+    return made.voices
 
 
 def _use(device: torch.device | str) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,19 +20,40 @@ logger = logging.getLogger(__name__)
 WARM_UPS = 2
 
 
+@cache
+def _pool() -> torch.cuda.CUDAGraph:
+    """The owner of the memory in which all graphs of the process compute.
+
+    They share it because one is replayed at a time, on one stream, and nothing stays there between two replays: inputs
+    and results are outside. The first graph, which does nothing, keeps it: torch frees a pool with its last graph, and
+    then nothing can be captured into it.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device="cuda")
+    return graph
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """Where functions run before they are captured. One: on each new stream cuBLAS takes 32 MiB of work space, and what
+    another stream has freed is not used again."""
+    return torch.cuda.Stream()
+
+
 @dataclass(frozen=True)
 class _Graph:
     inputs: tuple[Tensor, ...]
+    result: Tensor
     graph: torch.cuda.CUDAGraph
-    output: Any  # a tensor, or a tuple of them
 
 
 class Graphs:
-    """The graphs of one function, one per size. One replay at a time: they share their memory."""
+    """The graphs of one function, one per size. One replay at a time, those of other functions included."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Tensor],
         inputs: Callable[..., tuple[Tensor, ...]],
         sizes: Iterable[Size],
         name: str,
@@ -40,11 +61,18 @@ class Graphs:
         """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log."""
         self._name = name
         self._warned = False
-        self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[Size, _Graph] = {}
         # Largest first: the smaller ones then fit into the memory that its graph took.
-        for size in tqdm(sorted(sizes, key=math.prod, reverse=True), desc=f"capturing {name}", unit="graph"):
-            self._graphs[size] = self._capture(function, inputs(*size))
+        given = {size: inputs(*size) for size in sorted(sizes, key=math.prod, reverse=True)}
+        shapes: dict[Size, torch.Size] = {}
+        for size in tqdm(given, desc=f"compiling {name}", unit="size"):
+            sample = _warm_up(function, given[size])
+            shapes[size] = sample.shape
+        # Where all sizes leave their results.
+        memory = sample.new_empty(max(map(math.prod, shapes.values())))
+        for size, shape in tqdm(shapes.items(), desc=f"capturing {name}", unit="graph"):
+            result = memory[: math.prod(shape)].view(shape)
+            self._graphs[size] = _Graph(given[size], result, _capture(function, given[size], result))
 
     @property
     def sizes(self) -> Iterable[Size]:
@@ -65,14 +93,14 @@ class Graphs:
             self._warned = True
             logger.warning(
                 "%s: a length of %d is beyond the largest CUDA graph, %d, and is computed by eager kernels, which is "
-                "slow; set max_hop_tokens and first_hop_tokens to the hops that clients use, or raise batch_memory_mb",
+                "slow; set max_hop_tokens and first_hop_tokens to the hops that clients use",
                 self._name,
                 needed[-1],
                 longest,
             )
         return min(holding, key=math.prod, default=None)
 
-    def run(self, size: Size, *values: Tensor) -> Any:
+    def run(self, size: Size, *values: Tensor) -> Tensor:
         """The function's result for `values`, copied to the leading corner of each input; the rest keeps older values.
 
         The result has the shape of the graph's size and is valid until the next call.
@@ -81,16 +109,23 @@ class Graphs:
         for tensor, value in zip(captured.inputs, values, strict=False):
             tensor[tuple(slice(length) for length in value.shape)].copy_(value, non_blocking=True)
         captured.graph.replay()
-        return captured.output
+        return captured.result
 
-    def _capture(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> _Graph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                function(*inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            output = function(*inputs)
-        return _Graph(inputs, graph, output)
+
+def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+    """Compile and initialise what the function uses; returns its result."""
+    side = _side_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            result = function(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    return result
+
+
+def _capture(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> torch.cuda.CUDAGraph:
+    """The graph that writes the function's result to `result`."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_pool().pool()):
+        result.copy_(function(*inputs))
+    return graph

@@ -2,7 +2,7 @@
 
 A CUDA graph has fixed sizes: batches are padded to a batch size and their rows to a length class. The classes cover
 every chunk that the configured hops can make, so that none of them falls back to eager kernels, and no graph is larger
-than what `batch_memory_mb` allows or `max_streams` can fill.
+than what `max_streams` can fill. What they take of the memory is computed in `memory_plan`.
 """
 
 import math
@@ -29,17 +29,17 @@ WINDOW_TOKENS = (160, 208, 256, 320, 416, 512, 768, 1024)  # of encoder windows
 WINDOW_FRAMES = (320, 416, 512, 640, 832, 1024, 1536)  # of the same windows in the UNet
 STEP = 8  # the largest class of each kind is a multiple of it
 
-# Temporary memory of the DiT's solve per mel frame of a batch: keys and values (2) of 10 Euler steps x 16 blocks x 2
-# guidance rows x 8 heads x 64 x 2 bytes. The other networks take less; the factors keep their batches in proportion.
-DIT_FRAME_BYTES = 655_360
-ENCODER_TOKENS_PER_FRAME = 4.0
-UNET_FRAMES_PER_FRAME = 2.0
-HIFT_FRAMES_PER_FRAME = 0.6
-# A batch of this many tokens takes about 80 ms on an H200 (docs/results/token2wav.md), which bounds how long a first
-# chunk may wait.
+# Most of a whole batch, padding included: larger ones gain no speed, and their temporary tensors take 0.5 to 1 GB.
+DIT_FRAMES = 6656
+ENCODER_TOKENS = 26_624
+UNET_FRAMES = 13_312
+HIFT_FRAMES = 4096
+PREFILL_FRAMES = 2048  # one prompt of the longest, or several shorter ones
+# A batch of this many new tokens takes about 80 ms on an H200 (docs/results/token2wav.md), which bounds how long a
+# first chunk may wait.
 DIT_BATCH_TOKENS = 1600
-PREFILL_FRAMES = 2048
-UNET_BATCH_TOKENS = 2500
+UNET_BATCH_TOKENS = 2500  # of windows
+COSYVOICE3_BATCH_TOKENS = 1000  # of windows; an estimate from its 7.4 GFLOP per frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +47,21 @@ class BatchLimits:
     """The limits of a token2wav model, and the batch and graph sizes that follow from them.
 
     max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
-    chunks end on its multiples (`Stack.chunk_boundary`). batch_memory_mb: MiB for the temporary tensors of one batch.
-    ValueError if a chunk of the largest hop alone needs more.
+    chunks end on its multiples (`Stack.chunk_boundary`). ValueError if a chunk of the largest hop alone is beyond them.
     """
 
     max_streams: int = Token2WavConfig.max_streams
     first_hop_tokens: int = Token2WavConfig.first_hop_tokens
     max_hop_tokens: int = Token2WavConfig.max_hop_tokens
     chunk_boundary: int = 1
-    batch_memory_mb: int = Token2WavConfig.batch_memory_mb
+    prefill_frames = PREFILL_FRAMES
 
     def __post_init__(self) -> None:
         largest = self.chunk_frames[-1]
-        if largest > min(self.dit_frames, self.hift_frames):
+        if largest > HIFT_FRAMES:
             hop = "max_hop_tokens" if self.max_hop_tokens >= self._longest_first_hop else "first_hop_tokens"
             raise ValueError(
-                f"{hop} {getattr(self, hop)} makes chunks of {largest} mel frames, but batch_memory_mb "
-                f"{self.batch_memory_mb} holds {min(self.dit_frames, self.hift_frames)}: lower one or raise the other"
+                f"{hop} {getattr(self, hop)} makes chunks of {largest} mel frames; a batch holds {HIFT_FRAMES}"
             )
 
     @property
@@ -110,42 +108,9 @@ class BatchLimits:
         prompt = int(TOKEN_RATE * MAX_REFERENCE_SECONDS)
         return prompt + CONTEXT_TOKENS + self._longest_hop + LOOKAHEAD_TOKENS - 1
 
-    # --- of a whole batch, padding included ---
-
-    @property
-    def dit_frames(self) -> int:
-        return (self.batch_memory_mb << 20) // DIT_FRAME_BYTES
-
-    @property
-    def prefill_frames(self) -> int:
-        """Of the prompts that one batch prefills: one of the longest, or several shorter ones."""
-        return min(self.dit_frames, PREFILL_FRAMES)
-
-    @property
-    def unet_frames(self) -> int:
-        return int(UNET_FRAMES_PER_FRAME * self.dit_frames)
-
-    @property
-    def hift_frames(self) -> int:
-        return int(HIFT_FRAMES_PER_FRAME * self.dit_frames)
-
-    @property
-    def encoder_tokens(self) -> int:
-        return int(ENCODER_TOKENS_PER_FRAME * self.dit_frames)
-
-    @property
-    def dit_batch_tokens(self) -> int:
-        """New tokens that the scheduler puts into one batch of the DiT flow."""
-        return min(DIT_BATCH_TOKENS, self.dit_frames // TOKEN_MEL_RATIO)
-
-    @property
-    def unet_batch_tokens(self) -> int:
-        """Window tokens that the scheduler puts into one batch of the UNet flow."""
-        return min(UNET_BATCH_TOKENS, self.unet_frames // TOKEN_MEL_RATIO)
-
     def sizes(self, lengths: tuple[int, ...], most: int) -> list[Size]:
         """Batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all."""
-        batches = _up_to(BATCHES, self.max_chunks)
+        batches = [*(B for B in BATCHES if B < self.max_chunks), self.max_chunks]
         return [(B, T) for B, T in product(batches, lengths) if B * T <= most]
 
 

@@ -12,6 +12,8 @@ import numpy as np
 from common.constants import MAX_SPEED, MIN_SPEED
 from common.voice.prompt import Prompt
 
+TEST_STREAM = "test"  # the id of a service's own tests; no client can name it
+
 Tensors = Mapping[str, np.ndarray]
 
 PROMPT_TENSORS = ("prompt_speech_tokens", "prompt_speech_feat", "prompt_spk_embedding")
@@ -23,7 +25,8 @@ class Token2WavRequest:
 
     stream_id: which stream, as errors name it: "sequence 17" by its correlation id or "request abc" by its request id.
     start: opens the stream in the voice of `prompt`; `tokens` may be empty, then only the prompt cache is built. None:
-        opens the stream unless it is live.
+        opens the stream unless it is live. Without voice and tokens it reserves a place for the listener; the stream's
+        next request then opens it.
     end: closes the stream. Unless `final`, the stream is dropped and no audio is made (an abort).
     final: the tokens are the stream's last (tensor `finalize`). None on a request that both starts and ends a stream
         and has no offset: a whole utterance, rendered at once.
@@ -49,6 +52,40 @@ class Token2WavRequest:
     @property
     def aborts(self) -> bool:
         return self.end and not self.final and not self.whole
+
+    @property
+    def reserves(self) -> bool:
+        return bool(self.start) and not self.end and self.prompt is None and not len(self.tokens)
+
+    @property
+    def first_of_listener(self) -> bool:
+        """Whether it may be the first request of somebody who has heard nothing yet. The start of a later segment
+        belongs to one who has, and nobody listens to a whole utterance yet."""
+        starts = self.start is not False and not self.whole and not self.aborts
+        return starts and self.audio_left is None and self.stream_id != TEST_STREAM
+
+    @property
+    def voice(self) -> Prompt:
+        """ValueError if there is none."""
+        if self.prompt is None:
+            raise ValueError(
+                "the first request of a stream needs a voice: prompt_speech_tokens, prompt_speech_feat and "
+                "prompt_spk_embedding"
+            )
+        return self.prompt
+
+    def check_voice(self, voice: Prompt) -> None:
+        """ValueError if it has another voice than its stream began with."""
+        own = self.prompt
+        if own is not None and not (
+            np.array_equal(own.tokens, voice.tokens) and np.array_equal(own.embedding, voice.embedding)
+        ):
+            raise ValueError(f"{self.stream_id} began with another prompt: two streams have the same id")
+
+    def check_speed(self) -> None:
+        """ValueError for a stream's request at another speed than 1."""
+        if self.speed != 1.0:
+            raise ValueError(f"speed {self.speed} is for whole utterances; a stream is rendered at speed 1")
 
     @property
     def has_chunk(self) -> bool:

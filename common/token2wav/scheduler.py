@@ -14,6 +14,9 @@ PLENTY_SECONDS = 1.0
 UNHURRIED_SHARE = 0.25
 # While a listener with a queued chunk has less audio left than this, one voice at a time is prefilled.
 NEARLY_DRY_SECONDS = 0.25
+# Nobody listens to a whole utterance while it is rendered: it waits this long for the listeners, and after that for
+# those who are nearly dry.
+WHOLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Candidate:
     @property
     def urgent(self) -> bool:
         return self.audio_left is None or self.audio_left < PLENTY_SECONDS
+
+
+def patience(waited: float) -> float:
+    """Of a whole utterance that has waited so long: the audio that an equally urgent listener has left."""
+    return max(NEARLY_DRY_SECONDS, WHOLE_SECONDS - waited)
 
 
 def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_frames: int, free: int) -> list[int]:

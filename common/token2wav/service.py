@@ -14,29 +14,23 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
-from common.constants import CALLS_AT_ONCE, SAMPLE_RATE
+from common.config import AdmissionName, Token2WavConfig
+from common.constants import SAMPLE_RATE
 from common.errors import FatalError, UnavailableError
 from common.playback import Playback
 from common.process import faults
-from common.process.metrics import (
-    BATCHES,
-    CACHE,
-    CHUNKS,
-    CONTEXT_WAITED,
-    CONTEXTS,
-    QUEUED,
-    STREAMS,
-    WAITED,
-    Values,
-)
+from common.token2wav.admission import Admission
+from common.token2wav.costs import costs, measure
 from common.token2wav.engine import Token2Wav
-from common.token2wav.request_queue import QueuedRequest, Reply, RequestQueue
-from common.token2wav.requests import Token2WavRequest
-from common.token2wav.scheduler import Candidate, Start, pick, starts
+from common.token2wav.request_queue import MAX_WAITING, QueuedRequest, Reply, RequestQueue
+from common.token2wav.requests import TEST_STREAM, Token2WavRequest
+from common.token2wav.scheduler import Candidate, Start, patience, pick, starts
+from common.token2wav.stats import Stats
 from common.token2wav.stream import Chunk, Stream
 from common.voice.prompt import Prompt
 
@@ -44,11 +38,8 @@ logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
-TEST_STREAM = "test"  # no client can name it
+ADMIT_SECONDS = 0.02  # between two looks at the listeners who wait to be admitted
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
-# New streams that wait for a slot, at most. Each keeps one of the orchestrator's calls; the other half is for the
-# chunks and ends of the live streams, which free the slots.
-MAX_WAITING = CALLS_AT_ONCE // 2
 
 
 @dataclass
@@ -60,10 +51,10 @@ class LiveStream:
     used_at: float
     playback: Playback
 
-    def add(self, samples: int, now: float) -> None:
-        """Count audio that was rendered."""
+    def add(self, seconds: float, now: float) -> float:
+        """Count audio that was rendered; returns the gap before it, see `Playback.add`."""
         self.used_at = now
-        self.playback.add(samples / SAMPLE_RATE, now)
+        return self.playback.add(seconds, now)
 
 
 class Starting(NamedTuple):
@@ -74,34 +65,11 @@ class Starting(NamedTuple):
     start: Start
 
 
-class Stats(NamedTuple):
-    """`live_streams`, `queued`, `cache_bytes` and `contexts` are current values, the others sums since the start.
-
-    `chunks` / `batches` is the mean batch size, `waited_seconds` / `chunks` the mean wait from a chunk's arrival to the
-    start of its batch. `cache_bytes`: memory of streams and prompt caches. `contexts`: of the flow's TensorRT plans;
-    `context_waited_seconds`: waiting for one of them.
-    """
-
-    live_streams: int
-    queued: int
-    cache_bytes: int
-    batches: int
-    chunks: int
-    waited_seconds: float
-    contexts: int
-    context_waited_seconds: float
-
-    def values(self) -> Values:
-        """The same by metric."""
-        metrics = (STREAMS, QUEUED, CACHE, BATCHES, CHUNKS, WAITED, CONTEXTS, CONTEXT_WAITED)
-        return dict(zip(metrics, self, strict=True))
-
-
 class Token2WavService:
     """Renders the chunks of all live streams in batches, most urgent first.
 
     Each turn frees the streams that were aborted, opens new ones, and renders one batch, which includes first chunks of
-    the streams that it opened. While all slots are taken, new streams wait for one.
+    the streams that it opened. New listeners are admitted by `Admission`.
     """
 
     def __init__(
@@ -109,6 +77,8 @@ class Token2WavService:
         engine: Token2Wav,
         *,
         idle_seconds: float,
+        admission: AdmissionName = Token2WavConfig.admission,
+        max_start_wait_seconds: float = Token2WavConfig.max_start_wait_seconds,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine
@@ -117,7 +87,10 @@ class Token2WavService:
         self._clock = clock
         self._streams: dict[str, LiveStream] = {}
         self._idled: deque[str] = deque(maxlen=self._limits.max_streams)  # those freed last because they were idle
-        self._queue = RequestQueue(MAX_WAITING, 2 * (self._limits.max_streams + MAX_WAITING), clock)
+        self._admission = Admission(self._limits.max_streams, engine.batch_tokens, clock(), by=admission)
+        self._queue = RequestQueue(
+            self._admission, 2 * (self._limits.max_streams + MAX_WAITING), max_start_wait_seconds, clock
+        )
         self._served: list[QueuedRequest] = []  # in this turn, taken from the queue
         self._batches = 0
         self._chunks = 0
@@ -130,11 +103,14 @@ class Token2WavService:
         self._warm.result()
 
     def submit(self, request: Token2WavRequest, reply: Reply, is_cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Queue a request. `reply` is called exactly once, from a thread of the service, with audio or an exception.
+        """Queue a request. `reply` is called exactly once, with audio or an exception: from a thread of the service, or
+        at once for a place that is reserved.
 
-        Raises UnavailableError at once when the queue is full or the service is closed.
+        Raises UnavailableError at once when the queue is full or the service is closed, OverloadedError for a listener
+        who is not admitted.
         """
-        self._queue.add(request, reply, is_cancelled, self._free)
+        if not self._queue.add(request, reply, is_cancelled, self._streams):
+            reply(SILENCE)
 
     @property
     def _free(self) -> int:
@@ -152,14 +128,15 @@ class Token2WavService:
             waited_seconds=self._waited_seconds,
             contexts=contexts,
             context_waited_seconds=context_waited_seconds,
+            admission=self._admission.values(),
         )
 
     def test(self) -> None:
         """Render a small stream through the queue, or a whole utterance while all slots are taken: streams that idle in
         all of them must not look like a failure. Raises what a client would get."""
-        final = True if self._free > 0 else None
         reply: Future[np.ndarray | BaseException] = Future()
         prompt, tokens = self._engine.sample()
+        final = True if self._free > 0 and self._engine.fitting([prompt])[0] else None
         request = Token2WavRequest(TEST_STREAM, start=True, end=True, tokens=tokens, prompt=prompt, final=final)
         self.submit(request, reply.set_result)
         if isinstance(result := reply.result(), BaseException):
@@ -175,6 +152,7 @@ class Token2WavService:
     def _run(self) -> None:
         try:
             self._engine.warm_up()  # in this thread: the GPU libraries cache per thread
+            measure(self._engine, self._admission, self._clock)
         except BaseException as error:
             self._warm.set_exception(error)
             return
@@ -183,8 +161,9 @@ class Token2WavService:
             while self._queue.refusal is None:
                 version = self._queue.version
                 self._reap()
+                self._learn()
                 if not self._turn():
-                    self._queue.wait_for_change(version, REAP_SECONDS)
+                    self._queue.wait_for_change(version, ADMIT_SECONDS if self._queue.admits_later else REAP_SECONDS)
         except Exception as error:
             logger.exception("token2wav has failed and refuses all requests")
             self._queue.close(FatalError(f"token2wav has failed: {error}"))
@@ -195,12 +174,18 @@ class Token2WavService:
         for stream_id in list(self._streams):
             self._close(stream_id)
 
+    def _learn(self) -> None:
+        now = self._clock()
+        left = [live.playback.left(now) for live in self._streams.values()]
+        self._admission.update(self._queue.listeners(self._streams), [each for each in left if each is not None], now)
+
     def _turn(self) -> bool:
         """Serve aborts, starts and a batch; False if there was nothing that could be served."""
         if faults.take("token2wav_thread"):
             raise RuntimeError("a fault of a test")
         self._served.clear()
         self._serve_aborts()
+        self._admit_waiting()
         opened = self._serve_starts()
         self._serve_batch()
         return opened or bool(self._served)
@@ -208,10 +193,13 @@ class Token2WavService:
     def _serve_aborts(self) -> None:
         """First of all: an abort takes no time, and frees a slot for a stream that waits for one.
 
-        A stream that waits for a slot and is aborted is not opened: until then it would only keep its senders waiting.
+        A stream that waits for its place and is aborted is not opened: until then it would only keep its senders
+        waiting.
         """
         for queued in self._queue.firsts():
-            if self._opens(queued) and queued.stream_id not in self._streams and self._free <= 0:
+            prompt = queued.request.prompt if self._opens(queued) else None
+            waits = not queued.admitted or self._free <= 0 or (prompt and not self._engine.fitting([prompt])[0])
+            if waits and self._opens(queued) and queued.stream_id not in self._streams:
                 queued = self._drop_if_aborted(queued)
             if queued.request.aborts:
                 self._take([queued])
@@ -226,13 +214,19 @@ class Token2WavService:
             self._fail(queued, UnavailableError(f"{queued.stream_id} was ended before it was opened"))
         return own[end]
 
-    def _serve_starts(self) -> bool:
-        """Open the streams that `scheduler.starts` chooses, new voices prefilled in one batch; False if there is none.
+    def _admit_waiting(self) -> None:
+        for queued, refusal in self._queue.admit_waiting(self._streams):
+            self._take([queued])
+            self._reply(queued, SILENCE if refusal is None else refusal)
 
-        A stream that is opened for a chunk stays in the queue with that chunk.
+    def _serve_starts(self) -> bool:
+        """Open the streams that `scheduler.starts` chooses of those whose voices have room, new voices prefilled in
+        one batch; False if there is none. One that is opened for a chunk stays in the queue with that chunk.
         """
         firsts = self._queue.firsts()
-        waiting = [one for queued in firsts if self._opens(queued) and (one := self._starting(queued)) is not None]
+        opening = [queued for queued in firsts if queued.admitted and self._opens(queued)]
+        waiting = [one for queued in opening if (one := self._starting(queued)) is not None]
+        waiting = list(compress(waiting, self._engine.fitting([one.prompt for one in waiting])))
         if not waiting:
             return False
         now = self._clock()
@@ -241,6 +235,7 @@ class Token2WavService:
         order = starts([one.start for one in waiting], listeners, self._limits.prefill_frames, self._free)
         chosen = [waiting[index] for index in order]
         chosen = [one for one in chosen if not self._cancelled(one.queued)]
+        begun = self._clock()
         self._prefill({one.start.voice: one.prompt for one in chosen if one.start.frames})
         for queued, prompt, _ in chosen:
             try:
@@ -248,12 +243,14 @@ class Token2WavService:
             except Exception as error:
                 self._fail(queued, error)
                 continue
+            self._admission.opened(now - queued.arrived_at)
             playback = Playback(queued.request.audio_left, now)
             self._streams[queued.stream_id] = LiveStream(stream, prompt, now, playback)
             queued.opened = True
             if not queued.request.has_chunk:
                 self._take([queued])
                 self._reply(queued, SILENCE)
+        self._admission.prefilled(self._clock() - begun)
         return bool(chosen)
 
     def _opens(self, queued: QueuedRequest) -> bool:
@@ -271,8 +268,8 @@ class Token2WavService:
             if request.start is None and request.stream_id in self._idled:
                 self._idled.remove(request.stream_id)  # the sender knows now: the next request opens a stream
                 raise ValueError(f"{request.stream_id} was idle for {self._idle_seconds:g} s and was freed")
-            _check_speed(request)
-            prompt = _prompt_of(request)
+            request.check_speed()
+            prompt = request.voice
             frames = self._engine.prefill_frames(prompt)
         except Exception as error:
             self._fail(queued, error)
@@ -318,12 +315,19 @@ class Token2WavService:
                 candidates.append(
                     Candidate(
                         stream_id=stream_id,
-                        audio_left=live.playback.left(now) if live else None,
+                        audio_left=self._audio_left(queued, now),
                         arrived=queued.arrived,
                         tokens=self._computed(queued, live) if first and live else None,
                     )
                 )
         return candidates, requests
+
+    def _audio_left(self, queued: QueuedRequest, now: float) -> float | None:
+        """Of the request's listener."""
+        if queued.request.whole:
+            return patience(now - queued.arrived_at)
+        live = self._streams.get(queued.stream_id)
+        return live.playback.left(now) if live else None
 
     def _computed(self, queued: QueuedRequest, live: LiveStream) -> int | None:
         """How many tokens are computed for the request; None if it is to be served alone."""
@@ -371,17 +375,27 @@ class Token2WavService:
         self._batches += 1
         self._chunks += len(batch)
         self._waited_seconds += sum(self._clock() - queued.arrived_at for queued in batch)
+        begun = self._clock()
         try:
             results = self._engine.render(chunks)
         except Exception as error:  # one that no batch would survive
             results = [error] * len(batch)
+        if batch[0].stream_id != TEST_STREAM:  # small, and alone: it tells nothing about the others
+            self._admission.rendered(*costs(chunks, results), self._clock() - begun)
         for queued, result in zip(batch, results, strict=True):
             live = self._streams[queued.stream_id]
             if isinstance(result, Exception) or queued.request.final:
                 self._close(queued.stream_id)
             if not isinstance(result, Exception):
-                live.add(len(result), self._clock())
+                self._deliver(queued, live, len(result) / SAMPLE_RATE)
             self._reply(queued, result)
+
+    def _deliver(self, queued: QueuedRequest, live: LiveStream, seconds: float) -> None:
+        """Count a chunk's audio for its listener, and how narrowly it came."""
+        now, awaited = self._clock(), max(0.0, queued.arrived_at - live.used_at)
+        left, gap = live.playback.left(now), live.add(seconds, now)
+        if left is not None:
+            self._admission.delivered(left, awaited, seconds, gap, now)
 
     def _take(self, requests: Sequence[QueuedRequest]) -> None:
         """Take requests from the queue, to be replied to in this turn."""
@@ -401,7 +415,10 @@ class Token2WavService:
     def _without_rendering(self, request: Token2WavRequest) -> np.ndarray | None:
         """The reply to a request that renders no chunk: a whole utterance or nothing. None if it is a chunk's."""
         if request.whole:
-            return self._engine.whole(_prompt_of(request), request.tokens, request.speed)
+            begun = self._clock()
+            audio = self._engine.whole(request.voice, request.tokens, request.speed)
+            self._admission.rendered_whole(self._clock() - begun)
+            return audio
         if request.aborts:  # its turn came after `_serve_aborts`
             self._close(request.stream_id)
             return SILENCE
@@ -410,12 +427,11 @@ class Token2WavService:
                 f"{request.stream_id} is not live: it was not opened, has ended or failed, or was idle for "
                 f"{self._idle_seconds:g} s"
             )
-        _check_speed(request)
+        request.check_speed()
         return None if request.has_chunk else SILENCE
 
     def _chunk(self, live: LiveStream, request: Token2WavRequest) -> Chunk:
-        if request.prompt is not None and not _same_voice(request.prompt, live.prompt):
-            raise ValueError(f"{request.stream_id} began with another prompt: two streams have the same id")
+        request.check_voice(live.prompt)
         return self._engine.chunk(live.stream, request.tokens, final=bool(request.final), offset=request.offset)
 
     def _reap(self) -> None:
@@ -425,25 +441,9 @@ class Token2WavService:
             logger.warning("%s was idle for %.0f s and was freed", stream_id, self._idle_seconds)
             self._close(stream_id)
             self._idled.append(stream_id)
+        self._queue.drop_reserved(oldest)
 
     def _close(self, stream_id: str) -> None:
         if live := self._streams.pop(stream_id, None):
             self._engine.close(live.stream)
-
-
-def _same_voice(one: Prompt, other: Prompt) -> bool:
-    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.embedding, other.embedding)
-
-
-def _check_speed(request: Token2WavRequest) -> None:
-    if request.speed != 1.0:
-        raise ValueError(f"speed {request.speed} is for whole utterances; a stream is rendered at speed 1")
-
-
-def _prompt_of(request: Token2WavRequest) -> Prompt:
-    if request.prompt is None:
-        raise ValueError(
-            "the first request of a stream needs a voice: prompt_speech_tokens, prompt_speech_feat and "
-            "prompt_spk_embedding"
-        )
-    return request.prompt
+            self._admission.ended()

@@ -13,6 +13,10 @@ from torch import Tensor
 from common.constants import TOKEN_MEL_RATIO
 
 
+class NotFiniteError(FloatingPointError):
+    """A mel or audio with values that are infinite or no numbers."""
+
+
 @dataclass
 class VocoderState:
     """The vocoder's part of a stream: its slot in the overlap pool and its position."""

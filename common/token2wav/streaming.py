@@ -1,10 +1,12 @@
 """The interfaces of a flow and a vocoder as the engine drives them: chunks of streams -> mels (80, T) -> audio (N,)."""
 
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from common.accel.estimators import OnRuntime
 from common.accel.loading import use_runtime
 from common.config import FlowRuntime
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.dit import DiTFlow
 from common.flow.layers import valid_frames
 from common.flow.unet import UNetFlow
@@ -24,6 +27,8 @@ from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
 from common.token2wav.stream import Chunk, StreamT, VocoderState
 from common.voice.prompt import Prompt
+
+FlowT = TypeVar("FlowT", CosyVoice3Flow, DiTFlow, UNetFlow)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +53,28 @@ class FlowOptions:
         """Whether to capture CUDA graphs, on a GPU."""
         return self.runtime != "torch"
 
-    def use_runtime(self, network: DiTFlow | UNetFlow, model_dir: Path) -> None:
-        """Replace the estimator of `network` by the runtime's files in `model_dir`, unless torch runs it."""
+    @property
+    def exact(self) -> bool:
+        """Whether the network that is served is the checkpoint's own in float32."""
+        return self.dtype == torch.float32 and self.runtime in ("torch", "cuda_graph")
+
+    def load(self, load_network: Callable[..., FlowT], path: Path) -> tuple[FlowT, dict[str, Any]]:
+        """The network of a `flow.pt` and the arguments that every `StreamingFlow` takes. Unless torch runs it, the
+        network's estimator is replaced by the runtime's files next to it. ValueError names what does not fit."""
+        network = load_network(path, self.device, self.dtype)
         use_runtime(
             network,
             self.stack,
             self.runtime,
-            model_dir,
+            path.parent,
             device=self.device,
             max_streams=self.limits.max_streams,
             max_hop_tokens=self.limits.max_hop_tokens,
             contexts=self.contexts,
         )
+        load_exact = None if self.exact else partial(load_network, path, self.device)
+        options = {"limits": self.limits, "steps": self.steps, "graphs": self.graphs, "load_exact": load_exact}
+        return network, options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +95,10 @@ class Vocoder(Protocol):
         """Memory reserved for streams."""
         ...
 
+    def exact(self) -> "Vocoder":
+        """The same vocoder in float32, over the same streams, loaded for a single use."""
+        ...
+
     def open(self) -> VocoderState:
         """The vocoder's part of a new stream. Raises UnavailableError when all streams are taken."""
         ...
@@ -90,12 +109,18 @@ class Vocoder(Protocol):
 
     def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
         """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each; an
-        exception for a chunk that cannot be rendered."""
+        exception for a chunk that cannot be rendered. NotFiniteError leaves the stream as it was before."""
         ...
 
     def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
         """The audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
         ...
+
+
+def loader(name: str) -> Callable[..., Any]:
+    """The function that `name`, "module:function", names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 class StreamingFlow(ABC, Generic[StreamT]):
@@ -106,31 +131,50 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     def __init__(
         self,
-        network: DiTFlow | UNetFlow,
+        network: CosyVoice3Flow | DiTFlow | UNetFlow,
         noise: NoiseTape,
         *,
         limits: BatchLimits,
         steps: int,
         max_tokens: int,
         graphs: bool,
+        load_exact: Callable[[], Any] | None,
     ):
+        """load_exact: loads the network in float32; without it, `network` is that."""
         self.limits = limits
         self._network = network
         estimator = network.decoder.estimator
         self._runtimes = estimator.networks if isinstance(estimator, OnRuntime) else ()
         self.vocab_size = network.config.vocab
         self.speaker_dim = network.config.speaker_dim
-        self._device = network.encoder_proj.weight.device
+        self._device = network.spk_embed_affine_layer.weight.device
         self._encoder = WindowEncoder(network, limits, graphs)
         self._noise = noise
         self._steps = steps
         self._max_tokens = max_tokens
+        self._load_exact = load_exact
+
+    def exact(self) -> Self:
+        """The same flow in float32 by plain operations, with room for one stream, loaded for a single use: it is needed
+        rarely and the GPU's memory has no place for it. Idle prompt caches make way for it."""
+        if self._load_exact is None:
+            return self._plain(self._network)
+        self._evict_idle()
+        return self._plain(self._load_exact())
+
+    def _evict_idle(self) -> None:
+        """Free the prompt caches that no stream uses."""
 
     @property
     def contexts(self) -> tuple[int, float]:
         """TensorRT contexts of the estimator's runtime, and how many seconds calls have waited for one."""
         of_each = [network.contexts() for network in set(self._runtimes)]
         return sum(count for count, _ in of_each), sum(waited for _, waited in of_each)
+
+    @property
+    def evicted(self) -> int:
+        """Prompt caches that were evicted since the start."""
+        return 0
 
     @property
     @abstractmethod
@@ -141,8 +185,12 @@ class StreamingFlow(ABC, Generic[StreamT]):
         """Mel frames that `open` has to prefill for a stream in that voice."""
         return 0
 
+    def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
+        """Which streams in those voices could be opened now, together, as far as prompt caches are concerned."""
+        return [True] * len(prompts)
+
     def prefill(self, prompts: Sequence[Prompt]) -> None:
-        """Build what `open` would build for different voices, in one batch."""
+        """Build what `open` would build for different voices, in one batch, if there is room for all."""
 
     @abstractmethod
     def open(self, prompt: Prompt, vocoder: VocoderState) -> StreamT:
@@ -185,6 +233,11 @@ class StreamingFlow(ABC, Generic[StreamT]):
             chunk.stream.rendered += chunk.new
         return rendered
 
+    def again(self, chunk: Chunk[StreamT]) -> Tensor:
+        """The mel (80, T) of a chunk that was rendered but is not finite: in float32, from its stream's prompt and
+        tokens. It replaces what the stream keeps and, for new streams, the prompt cache of its voice."""
+        return self._again(chunk) if chunk.new else torch.zeros(MEL_BINS, 0, device=self._device)
+
     def whole(self, utterances: Sequence[tuple[Prompt, np.ndarray]]) -> list[Tensor]:
         """The mels (80, 2N) of whole utterances of N tokens each, in one batch, under full attention."""
         for _, tokens in utterances:
@@ -212,6 +265,13 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     @abstractmethod
     def _render(self, chunks: list[Chunk[StreamT]]) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _again(self, chunk: Chunk[StreamT]) -> Tensor: ...
+
+    @abstractmethod
+    def _plain(self, network: Any) -> Self:
+        """This flow with that network, without graphs, for one stream."""
 
     def _project_speaker(self, prompt: Prompt) -> Tensor:
         """The prompt's x-vector as the estimator takes it, (1, mel)."""

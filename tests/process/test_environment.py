@@ -41,6 +41,7 @@ def test_tritonserver_gets_this_interpreter_the_libraries_and_the_variables(monk
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     environment = tritonserver_environment(FULL, [Path("/lib/a"), Path("/lib/b")])
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert environment["LD_LIBRARY_PATH"] == "/lib/a:/lib/b:/mine"
     assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     assert environment["OMP_WAIT_POLICY"] == "ACTIVE"  # the caller's choice wins
@@ -63,16 +64,22 @@ def test_a_server_without_a_drain_file_is_never_drained() -> None:
 
 def test_a_fault_happens_once_for_each_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
-    assert not faults.take("nan_audio")
-    (tmp_path / "nan_audio").touch()
+    assert not faults.take("nan_mel")
+    (tmp_path / "nan_mel").touch()
     assert not faults.take("nan_logits")
-    assert faults.take("nan_audio") and not faults.take("nan_audio")
+    assert faults.take("nan_mel") and not faults.take("nan_mel")
+
+
+def test_a_fault_that_two_processes_see_happens_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
+    monkeypatch.setattr(Path, "iterdir", lambda directory: iter([directory / "nan_mel"]))  # the other one was faster
+    assert not faults.take("nan_mel")
 
 
 def test_unknown_faults_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TEST_FAULTS, str(tmp_path))
     (tmp_path / "earthquake").touch()
     with pytest.raises(ValueError, match="no fault 'earthquake'; there are gpu_error, "):
-        faults.take("nan_audio")
+        faults.take("nan_mel")
     with pytest.raises(ValueError, match="TTS_TEST_FAULTS=/nowhere is not a directory"):
         ModelEnvironment.read({"TTS_TEST_FAULTS": "/nowhere"})

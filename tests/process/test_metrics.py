@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.constants import SAMPLE_RATE
-from common.errors import UnavailableError
+from common.errors import OverloadedError, UnavailableError
 from common.process import metrics
 from common.process.environment import METRICS_DIRECTORY
 from common.process.metrics import MetricsPublisher, RequestStats
@@ -18,6 +18,7 @@ from common.process.metrics import MetricsPublisher, RequestStats
         (None, "ok"),
         (ValueError("a bad value"), "invalid"),
         (UnavailableError("full"), "unavailable"),
+        (OverloadedError("9 listeners", 1.0), "refused"),
         (asyncio.CancelledError(), "cancelled"),
         (RuntimeError("a bug"), "error"),
     ],

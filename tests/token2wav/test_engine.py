@@ -1,5 +1,6 @@
 """The engine with the small networks of the fixtures: upstream's streaming loops, isolation of streams, limits."""
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -36,7 +37,7 @@ from tests.support.streams import (
 )
 from tools.parity import streaming
 from tools.parity.fixture import Fixture
-from tools.parity.reference import dit_flow, unet_flow
+from tools.parity.reference import dit_flow, window_flow
 from tools.parity.runner import run_fixture
 
 
@@ -323,6 +324,58 @@ def test_prompt_caches_are_limited_in_bytes_and_the_least_recently_used_idle_one
     assert len(prompts) == 2
 
 
+def test_a_voice_without_room_waits_for_it_in_turn_and_one_that_never_has_room_is_refused(dit_network, vocoder):
+    limits = BatchLimits(max_streams=9)
+    size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes
+    prompts = PromptCaches(2 * size(24))
+    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
+    first, short = prompt(0), prompt(3, 5)
+    assert engine.fitting([first, prompt(1), first, prompt(2)]) == [True, True, True, False]
+    live, idle = engine.open(first), engine.open(prompt(1))
+    assert engine.fitting([prompt(2), first, short, prompt(1)]) == [False, True, False, True]
+    engine.close(idle)
+    assert engine.fitting([prompt(2), prompt(1)]) == [True, False]  # the idle voice would be evicted
+    assert engine.fitting([short, prompt(2)]) == [True, False]
+    assert engine.fitting([prompt(4, 20), short, first]) == [False, False, True]  # it takes nobody's turn
+    engine.close(live)
+    assert engine.fitting([prompt(2), prompt(1)]) == [True, True]
+    assert engine.fitting([prompt(4, 60)]) == [True]
+    with pytest.raises(UnavailableError, match="no room for another voice"):
+        engine.open(prompt(4, 60))
+
+
+def test_room_for_new_voices_is_made_before_they_are_prefilled_and_evicted_ones_are_freed(
+    dit_network, vocoder, monkeypatch
+):
+    """At no time is there more than the limit, whoever still refers to a stream that has ended."""
+    limits, prefill, before = BatchLimits(max_streams=9), DiTStreaming._prefill, []
+    size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes(24)
+    prompts = PromptCaches(2 * size)
+    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
+    ended = engine.open(prompt(0))
+    cache = weakref.ref(ended.prompt)
+    engine.close(ended)
+    monkeypatch.setattr(DiTStreaming, "_prefill", lambda *of: before.append((prompts.nbytes, cache())) or prefill(*of))
+    engine.prefill([prompt(1), prompt(2)])
+    assert before == [(0, None)] and len(prompts) == 2
+
+
+def test_idle_voices_are_evicted_if_the_free_memory_is_in_pieces(dit, prompts, monkeypatch):
+    live = dit.open(prompt(0))
+    dit.close(dit.open(prompt(1)))
+    prefill, left = DiTStreaming._prefill, [torch.OutOfMemoryError("CUDA out of memory"), None]
+
+    def fail_once(*of):
+        if error := left.pop(0):
+            raise error
+        return prefill(*of)
+
+    monkeypatch.setattr(DiTStreaming, "_prefill", fail_once)
+    dit.close(dit.open(prompt(2)))
+    assert left == [] and len(prompts) == 2 and dit.fitting([prompt(0)]) == [True]
+    dit.close(live)
+
+
 def test_a_stream_that_gets_no_slot_releases_its_prompt_cache(dit_network, vocoder):
     prompts, limits = PromptCaches(VOICES_BYTES), BatchLimits(max_streams=1)
     engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
@@ -381,7 +434,7 @@ def test_a_whole_utterance_equals_the_output_of_the_networks(dit_network, unet_n
         DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(), steps=4): dit_flow.inference(
             dit_network, all_tokens, *lengths, embedding, noise=noise, steps=4
         )[0, :, feat.shape[1] :],
-        UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4): unet_flow.inference(
+        UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4): window_flow.inference(
             unet_network, tokens, prompt_tokens, feat, embedding, noise=noise, streaming=False, final=True, steps=4
         )[0],
     }

@@ -1,7 +1,9 @@
 """Fused kernels and CUDA graphs compared with the plain form, on a GPU. Weights are random."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,19 +12,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.constants import LOOKAHEAD_TOKENS, OVERLAP_FRAMES
-from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
+from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, encoder
 from common.flow.config import DiTConfig, EncoderConfig, UNetConfig
 from common.hift.config import HiFTConfig
 from common.hift.generator import HiFTGenerator
+from common.process.metrics import FAILED, RETRIED
+from common.token2wav import encoder_window
 from common.token2wav.dit.memory import GatheredSolve, PromptCaches
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.encoder_window import Window, WindowEncoder, with_ahead
+from common.token2wav.engine import Token2Wav
+from common.token2wav.graphs import Graphs
 from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
 from common.token2wav.stream import Chunk, Stream, VocoderState
-from common.token2wav.unet.streaming import PlainUNetSolve, UNetStreaming
+from common.token2wav.unet.streaming import UNetStreaming
+from common.token2wav.window.streaming import PlainWindowSolve
 from common.voice.prompt import Prompt
 from tools.bench.token2wav import randomise
 
@@ -135,7 +143,7 @@ def test_the_unet_on_a_gpu_equals_its_plain_form_up_to_rounding(
     """Streams become longer than the context window."""
     limits = BatchLimits(max_streams=3)
     plain = UNetStreaming(unet, flow_noise("cuda"), limits=limits, steps=STEPS, context_tokens=50, graphs=False)
-    plain._solve = PlainUNetSolve(unet, flow_noise("cuda"), STEPS)
+    plain._solve = PlainWindowSolve(unet, flow_noise("cuda"), STEPS)
     served = copy.deepcopy(unet).to(dtype)
     fused = UNetStreaming(served, flow_noise("cuda"), limits=limits, steps=STEPS, context_tokens=50)
     assert worst_error(plain, fused, [(10, 18, 25), (25, 5, 25), (50, 60, 50), (100, 2, 100)]) < bound
@@ -239,3 +247,108 @@ def test_more_mels_than_a_graph_holds_are_rendered_in_parts() -> None:
         together = vocoder.step(chunks[:40], list(part))
         (alone,) = vocoder.step(chunks[40:], [part[39]])
         assert relative_error(together[39], alone) < 1e-2
+
+
+@pytest.fixture(scope="module")
+def hift() -> HiFTGenerator:
+    network = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
+    with torch.no_grad():
+        network.conv_post.weight *= 0.1
+        network.f0_predictor.classifier.bias += 200.0  # Hz: voiced
+    return network
+
+
+def engine(flow: DiTFlow, hift: HiFTGenerator, dtype: torch.dtype) -> Token2Wav:
+    """By graphs in float16, without them in float32."""
+    graphs, limits = dtype == torch.float16, BatchLimits(max_streams=4)
+    served, body = copy.deepcopy(flow).to(dtype), copy.deepcopy(hift).body_to(dtype)
+    caches, noise = PromptCaches(1 << 33), source_noise(hift.config.harmonics + 1, "cuda")
+    streaming = DiTStreaming(
+        served, flow_noise("cuda"), caches, limits=limits, steps=STEPS, graphs=graphs, load_exact=lambda: flow
+    )
+    vocoder = StreamingVocoder(body, noise, limits=limits, graphs=graphs, load_exact=lambda: hift)
+    return Token2Wav(streaming, vocoder, "cuda")
+
+
+def spoken(engine: Token2Wav, spoil: Callable[[Any], None] = lambda stream: None) -> list[Tensor]:
+    """The audio of three streams. `spoil` is called with the third one before their second chunks."""
+    tokens, parts = np.random.default_rng(0).integers(0, 6561, (3, 100)), []
+    streams = [engine.open(prompt) for prompt in prompts()]
+    for begin, end in ((0, 20), (20, 50), (50, 90)):
+        ahead = tokens[:, begin : end + LOOKAHEAD_TOKENS]
+        chunks = [engine.chunk(stream, row, final=False) for stream, row in zip(streams, ahead, strict=True)]
+        if begin == 20:
+            spoil(streams[2])
+        parts.append([torch.from_numpy(audio) for audio in engine.step(chunks)])
+    for stream in streams:
+        engine.close(stream)
+    return [torch.cat(of) for of in zip(*parts, strict=True)]
+
+
+@torch.inference_mode()
+def test_a_chunk_that_is_not_finite_beside_graphs_is_rendered_again(dit: DiTFlow, hift: HiFTGenerator) -> None:
+    subject: Any = engine(dit, hift, torch.float16)
+    expected = spoken(subject)
+    in_ring = spoken(subject, lambda stream: subject._flow._pool.keys[stream.tail.slot].fill_(torch.nan))
+    in_voice = spoken(subject, lambda stream: stream.prompt.attention.keys.fill_(torch.nan))
+    for of_stream in zip(expected, in_ring, in_voice, strict=True):
+        assert all(relative_error(audio, of_stream[0]) < 0.1 for audio in of_stream)
+    assert subject.counts[RETRIED] == 2 and subject.counts[FAILED] == 0
+
+
+@torch.inference_mode()
+def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit: DiTFlow, hift: HiFTGenerator) -> None:
+    network = copy.deepcopy(dit)
+    attention: Any = network.decoder.estimator.blocks[0].attn
+    attention.to_v.weight *= 2.0**24
+    attention.to_v.bias *= 2.0**24
+    attention.proj.weight *= 2.0**-24
+    half = engine(network, hift, torch.float16)
+    for ours, theirs in zip(spoken(half), spoken(engine(network, hift, torch.float32)), strict=True):
+        assert relative_error(ours, theirs) < 0.1
+    assert half.counts[RETRIED] == 9
+
+
+@torch.inference_mode()
+def test_a_result_stays_until_its_own_function_is_replayed(dit: DiTFlow) -> None:
+    """All graphs compute in the same memory: each leaves its result where no other one writes."""
+    makers = [lambda *size: (torch.zeros(size, device="cuda"),)] * 2
+    sizes = [(4, 1 << 20), (1, 1 << 20), (2, 1 << 18)]
+    doubled, shifted = (
+        Graphs(function, make, sizes, name)
+        for function, make, name in zip(
+            (lambda x: (x * 3).sin() * 2, lambda x: (x + 1).cos() + x.flip(0)), makers, ("one", "two"), strict=True
+        )
+    )
+    for size in sizes:
+        values = torch.randn(size, device="cuda")
+        kept = doubled.run(size, values)
+        for other in sizes:
+            shifted.run(other, torch.randn(other, device="cuda"))
+        torch.testing.assert_close(kept, (values * 3).sin() * 2)
+
+
+@torch.inference_mode()
+def test_windows_beyond_a_graph_are_encoded_in_parts(dit: DiTFlow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_window, "ENCODER_TOKENS", 320)
+    graphed = WindowEncoder(dit, BatchLimits(max_streams=8))
+    plain = WindowEncoder(dit, BatchLimits(max_streams=8), graphs=False)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 6561, count) for count in (20, 150, 40, 160, 7)]
+    windows = [Window(with_ahead(row, len(row)), np.full(len(row), len(row))) for row in rows]
+    actual, expected = graphed.encode(windows), plain.encode(windows)
+    for index, row in enumerate(rows):
+        frames = 2 * len(row)
+        assert relative_error(actual[index, :frames], expected[index, :frames]) < 1e-4
+
+
+@torch.inference_mode()
+def test_scores_in_blocks_of_queries_equal_those_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = ready(DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=1)))).half()
+    plain = WindowEncoder(network, BatchLimits(max_streams=8), graphs=False)
+    row = np.random.default_rng(0).integers(0, 6561, 200)
+    windows = [Window(with_ahead(row, 200), np.minimum(np.arange(200) // 25 * 25 + 25, 200))] * 3
+    expected = plain.encode(windows).float()
+    monkeypatch.setattr(encoder, "SCORES_AT_ONCE", 1)
+    assert len(encoder.query_blocks(400, 24)) == 7
+    assert relative_error(plain.encode(windows), expected) < 3e-3

@@ -1,8 +1,7 @@
 """The engine's use of CUDA graphs, with a stand-in for their replay that runs on a CPU. Kernels are in `test_gpu`."""
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +11,11 @@ import torch
 from torch import Tensor
 
 from common.flow import DiTFlow
+from common.flow.cache import KeyValues
+from common.token2wav import graphs as graphs_module
 from common.token2wav.dit.memory import GatheredSolve, NoContext, TailPool
 from common.token2wav.dit.solver import DiTSolver
-from common.token2wav.graphs import Graphs
+from common.token2wav.hift import graphs as hift_graphs
 from common.token2wav.hift.graphs import GraphedRenderer
 from common.token2wav.hift.overlap import OverlapPool
 from common.token2wav.hift.streaming import StreamingVocoder
@@ -26,50 +27,51 @@ STEPS = 2
 
 
 class Replayed:
-    """A function of fixed tensors. Its result is always at the same place, and those of other sizes become invalid."""
+    """A function of fixed tensors that leaves its result where those of other sizes were."""
 
     made: list["Replayed"] = []
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
-        self.graph, self.inputs, self._function = self, inputs, function
-        self.output: Any = None
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], result: Tensor) -> None:
+        self._function, self._inputs, self._result = function, inputs, result
         self.made.append(self)
 
     def replay(self) -> None:
+        result = self._function(*self._inputs)
         for other in self.made:
-            for tensor in tensors(other.output):
-                tensor.fill_(torch.nan)
-        result = self._function(*self.inputs)
-        if self.output is None:
-            self.output = result
-        for place, value in zip(tensors(self.output), tensors(result), strict=True):
-            place.copy_(value)
-
-
-def tensors(output: Any) -> list[Tensor]:
-    if is_dataclass(output):
-        return [getattr(output, field.name) for field in fields(output)]
-    return [] if output is None else [output]
+            if other._result.untyped_storage().data_ptr() == self._result.untyped_storage().data_ptr():
+                other._result.fill_(torch.nan)
+        self._result.copy_(result)
 
 
 @pytest.fixture(autouse=True)
-def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replayed]]:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as from a GPU
-    monkeypatch.setattr(Graphs, "_capture", lambda _, function, inputs: Replayed(function, inputs))
+    monkeypatch.setattr(graphs_module, "_warm_up", lambda function, inputs: function(*inputs))
+    monkeypatch.setattr(graphs_module, "_capture", Replayed)
     monkeypatch.setattr(Replayed, "made", [])
-    return Replayed.made
 
 
 class OwnFrames:
-    """In place of the kernel: rows attend to the frames of their own that the table counts."""
+    """In place of the kernels: rows attend to the frames of their own that the table counts, which go to where it says.
+
+    `places`: those that a table may name, by the address of their keys.
+    """
+
+    places: dict[int, KeyValues] = {}
 
     def __init__(self, pool: TailPool, table: Tensor) -> None:
-        self._frames = table[5]
+        self._frames, self._into = table[5], table[8].tolist()
+        self.places[pool.keys[-1].data_ptr()] = KeyValues(pool.keys[-1], pool.values[-1])
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return NoContext(self._frames, q.shape[2]).attend(step, layer, q, k, v)
+        return NoContext(self._frames, q.shape[2], []).attend(step, layer, q, k, v)
+
+    def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
+        for row, (address, count) in enumerate(zip(self._into, self._frames.tolist(), strict=True)):
+            place = self.places[address]
+            for kept, new in ((place.keys, keys), (place.values, values)):
+                kept[step, ..., :count, :] = new[:, row :: len(self._into), :, :count]
 
 
 @pytest.fixture
@@ -88,11 +90,18 @@ def dit_solves(monkeypatch: pytest.MonkeyPatch, dit_network: DiTFlow) -> tuple[A
 
 
 @torch.inference_mode()
-def test_prompts_prefilled_by_graphs_equal_the_plain_ones_and_share_their_memory(
-    dit_solves: tuple[Any, GatheredSolve], dit_network: DiTFlow, replayed: list[Replayed]
+def test_prompts_prefilled_by_graphs_equal_the_plain_ones(
+    dit_solves: tuple[Any, GatheredSolve], dit_network: DiTFlow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs keep what they return: 20 of them would keep ten times the memory of the largest."""
     graphed, plain = dit_solves
+    empty = TailPool.empty_attention
+
+    def noted(pool: TailPool, frames: int) -> KeyValues:
+        place = empty(pool, frames)
+        OwnFrames.places[place.keys.data_ptr()] = place
+        return place
+
+    monkeypatch.setattr(TailPool, "empty_attention", noted)
     bins = dit_network.decoder.estimator.config.out_channels
     generator = torch.Generator().manual_seed(0)
     for frames in ([130, 20], [50, 40, 30, 10, 20, 7], [12]):
@@ -103,18 +112,18 @@ def test_prompts_prefilled_by_graphs_equal_the_plain_ones_and_share_their_memory
             torch.testing.assert_close(ours.attention.keys, theirs.attention.keys, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(ours.attention.values, theirs.attention.values, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(ours.history, theirs.history, atol=1e-4, rtol=1e-4)
-    used = [graph.output for graph in replayed if graph.output is not None]
-    assert len(used) == 3
-    assert len({output.keys.untyped_storage().data_ptr() for output in used}) == 1
 
 
 @torch.inference_mode()
-def test_chunks_vocoded_by_graphs_equal_the_plain_ones_whatever_was_vocoded_before(vocoder: StreamingVocoder) -> None:
+def test_chunks_vocoded_by_graphs_equal_the_plain_ones_whatever_was_vocoded_before(
+    vocoder: StreamingVocoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More rows than a graph holds; a mel of the batch before is not finite; the flow overwrites mels it returned."""
-    network, limits = vocoder._plain.hift, BatchLimits(max_streams=3, max_hop_tokens=20, batch_memory_mb=120)
+    network, limits = vocoder._plain.hift, BatchLimits(max_streams=3, max_hop_tokens=20)
     noise = source_noise(network.config.harmonics + 1)
     graphed, plain = (StreamingVocoder(network, noise, limits=limits) for _ in range(2))
     graphed.pool = OverlapPool(limits.max_streams, network.config, torch.device("cpu"))
+    monkeypatch.setattr(hift_graphs, "HIFT_FRAMES", 95)
     graphed._renderer = GraphedRenderer(network, graphed.pool, noise, limits)
     assert max(graphed._renderer._later.sizes)[0] < 3
     generator = torch.Generator().manual_seed(0)

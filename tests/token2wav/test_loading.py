@@ -11,8 +11,9 @@ from torch import Tensor
 
 from common import stacks
 from common.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
-from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits
+from common.token2wav.precision import Precision
 from common.token2wav.stream import Chunk, VocoderState
 from common.token2wav.streaming import VocoderOptions
 from common.voice.prompt import Prompt

@@ -31,7 +31,7 @@ from common.token2wav.streaming import StreamingFlow
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
 from tests.support.streams import VOICES_BYTES, dit_pieces, ids, prompt, tensors, unet_pieces
-from tools.parity.reference import dit_flow, unet_flow
+from tools.parity.reference import dit_flow, window_flow
 from tools.parity.reference.encoder import encode_chunk
 
 pytestmark = pytest.mark.slow  # every test renders 30 s of audio or more
@@ -131,7 +131,7 @@ def unet_reference(network: UNetFlow, plan: Plan, end: int, forgotten: int) -> T
     by its tokens from `forgotten` on; every frame has the noise of its place in the whole stream."""
     P = TOKEN_MEL_RATIO * len(plan.voice.tokens)
     own = NOISE.read(P + TOKEN_MEL_RATIO * forgotten, TOKEN_MEL_RATIO * (end - forgotten))
-    (mel,) = unet_flow.inference(
+    (mel,) = window_flow.inference(
         network,
         torch.from_numpy(plan.tokens[forgotten : end + LOOKAHEAD_TOKENS])[None],
         *tensors(plan.voice),

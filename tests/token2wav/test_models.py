@@ -34,7 +34,7 @@ class Served:
         self.inputs = frozenset(module.INPUTS) | {"reference_wav", "reference_wav_len"}
         self.first_speech_id = read_first_speech_id(str(models / LLM_DIR))
         parameters = {"model_dir": str(models / directory), "llm_tokenizer_dir": str(models / LLM_DIR)}
-        parameters |= {"n_timesteps": "2", "max_streams": "3"}
+        parameters |= {"n_timesteps": "2", "max_streams": "3", "admission": "count", "max_start_wait_seconds": "30"}
         config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
         self.model = module.TritonPythonModel()
         self.model.initialize(

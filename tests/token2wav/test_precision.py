@@ -1,16 +1,25 @@
 """Precision of flow and vocoder; bfloat16, which `auto` selects on some CPUs, changes the mel only slightly."""
 
+import copy
+import logging
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common import stacks
+from common.hift.checkpoint import split_weight_norm
+from common.process.metrics import FALLBACKS, RETRIED
 from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Precision
+from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise
+from common.token2wav.precision import LIMITS, Precision
 from common.token2wav.stream import VocoderState
 from common.token2wav.streaming import StreamingFlow
 from common.token2wav.unet.streaming import UNetStreaming
@@ -51,6 +60,16 @@ def test_a_named_precision_is_used(with_bfloat16):
     assert Precision.named("float32", "bfloat16", "cpu") == Precision(torch.float32, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("flow", "vocoder", "named"), [("bfloat16", "auto", "flow"), ("auto", "bfloat16", "vocoder")])
+def test_bfloat16_is_refused_on_a_gpu_that_does_not_compute_in_it(monkeypatch, flow, vocoder, named):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match=f"^{named}_precision bfloat16: a GPU of compute capability 7.5 "):
+        Precision.named(flow, vocoder, "cuda:0")
+    assert Precision.named("auto", "auto", "cuda:0") == HALF
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert getattr(Precision.named(flow, vocoder, "cuda:0"), named) == torch.bfloat16
+
+
 def flow_of(stack: str, dtype: torch.dtype) -> StreamingFlow:
     if stack == "dit":
         fixture = Fixture(GOLDEN / "item8b_dit_streaming_token2wav.json")
@@ -84,3 +103,82 @@ def test_bfloat16_changes_the_mel_of_ten_steps_only_slightly(stack):
     for exact, rounded in zip(mels(flow_of(stack, torch.float32)), mels(flow_of(stack, torch.bfloat16)), strict=True):
         error = (rounded - exact).norm() / exact.norm()
         assert rounded.dtype == torch.float32 and 0 < error < TOLERANCE
+
+
+def overflowing(network: torch.nn.Module) -> torch.nn.Module:
+    """The same function with values beyond float16 in its first attention."""
+    network = copy.deepcopy(network)
+    attention: Any = network.get_submodule("decoder.estimator.blocks.0.attn")
+    attention.to_v.weight *= 2.0**24
+    attention.to_v.bias *= 2.0**24
+    attention.proj.weight *= 2.0**-24
+    return network
+
+
+def saved(directory: Path, flow: torch.nn.Module, hift: torch.nn.Module) -> Path:
+    torch.save(flow.state_dict(), directory / "flow.pt")
+    torch.save(split_weight_norm(hift.state_dict()), directory / "hift.pt")
+    return directory
+
+
+def checked(directory: Path, precision: Precision) -> Precision:
+    return precision.checked(stacks.DIT, directory, "cpu", limits=BatchLimits(max_streams=2), steps=2)
+
+
+AUTO_HALF = replace(HALF, automatic=frozenset({"flow", "vocoder"}))
+
+
+def test_a_network_whose_error_is_small_keeps_its_precision(tmp_path, dit_network, vocoder, caplog):
+    caplog.set_level(logging.INFO)
+    assert checked(saved(tmp_path, dit_network, vocoder._hift), AUTO_HALF) == HALF
+    figures = [float(re.search(r"RMS error (\S+) of", line)[1]) for line in caplog.messages]
+    assert len(figures) == 2 and all(0 < figure < 0.01 for figure in figures)
+
+
+def test_a_flow_that_overflows_computes_in_float32_unless_it_was_asked_for(tmp_path, dit_network, vocoder, caplog):
+    directory = saved(tmp_path, overflowing(dit_network), vocoder._hift)
+    assert checked(directory, AUTO_HALF) == Precision(torch.float32, torch.float16)
+    assert "flow.pt in torch.float16: RMS error nan of a fixed utterance, limit 0.05: the flow computes in float32" in (
+        caplog.text
+    )
+    with pytest.raises(ValueError, match=r"flow\.pt in torch\.float16: RMS error nan .*: set flow_precision to auto"):
+        checked(directory, HALF)
+
+
+def test_a_precision_that_was_asked_for_is_obeyed_with_a_warning(tmp_path, dit_network, vocoder, caplog, monkeypatch):
+    directory = saved(tmp_path, dit_network, vocoder._hift)
+    monkeypatch.setitem(LIMITS, "vocoder", 1e-9)
+    assert checked(directory, HALF) == HALF
+    assert "limit 1e-09; vocoder_precision asks for it" in caplog.text
+    assert checked(directory, AUTO_HALF) == Precision(torch.float16, torch.float32)
+
+
+def test_the_engine_uses_the_precision_that_was_checked_and_counts_the_fallbacks(tmp_path, dit_network, vocoder):
+    directory = saved(tmp_path, overflowing(dit_network), vocoder._hift)
+    limits = BatchLimits(max_streams=2)
+    engine = Token2Wav.load(stacks.DIT, directory, device="cpu", limits=limits, precision=AUTO_HALF, steps=2)
+    engine.warm_up()
+    assert engine.counts[FALLBACKS] == 1 and engine.counts[RETRIED] == 0
+
+
+@pytest.mark.parametrize("file", ["flow.pt", "hift.pt"])
+@pytest.mark.parametrize("precision", [FLOAT32, AUTO_HALF])
+def test_a_checkpoint_that_speaks_no_numbers_does_not_load(file, precision, tmp_path, dit_network, vocoder):
+    """All its weights are numbers."""
+    flow, hift = copy.deepcopy(dit_network), copy.deepcopy(vocoder._hift)
+    bias: Any = flow.decoder.estimator.final_layer.linear.bias if file == "flow.pt" else hift.conv_pre.bias
+    bias[:2] = torch.tensor([3e38, -3e38])
+    directory, limits = saved(tmp_path, flow, hift), BatchLimits(max_streams=2)
+    with pytest.raises(ValueError, match=rf"checkpoint .*{file}: .* not finite"):
+        Token2Wav.load(stacks.DIT, directory, device="cpu", limits=limits, precision=precision, steps=2).warm_up()
+
+
+@pytest.mark.parametrize(("file", "tensor"), [("flow.pt", "encoder_proj.bias"), ("hift.pt", "conv_post.bias")])
+def test_a_checkpoint_with_weights_that_are_no_numbers_is_named(file, tensor, tmp_path, dit_network, vocoder):
+    saved(tmp_path, dit_network, vocoder._hift)
+    state = torch.load(tmp_path / file)
+    state[tensor][0] = torch.nan
+    torch.save(state, tmp_path / file)
+    limits = BatchLimits(max_streams=2)
+    with pytest.raises(ValueError, match=rf"{file} has values that are not finite in '{tensor}'"):
+        Token2Wav.load(stacks.DIT, tmp_path, device="cpu", limits=limits, precision=FLOAT32, steps=2)

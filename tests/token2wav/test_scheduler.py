@@ -1,14 +1,10 @@
 """Which chunks are rendered next and together."""
 
-import heapq
-import itertools
-import random
-
 import numpy as np
 import pytest
 
-from common.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
-from common.token2wav.scheduler import Candidate, Start, pick, starts
+from common.token2wav.scheduler import Candidate, Start, patience, pick, starts
+from tests.support.listeners import Listeners, arrivals, batch_seconds
 
 
 def chunk(stream: int, *, audio_left: float | None = None, tokens: int | None = 15, arrived: int = 0) -> Candidate:
@@ -101,6 +97,10 @@ def test_starts_that_need_no_prefill_of_their_own_are_never_held_back() -> None:
     assert starts(waiting, [0.1], max_frames=4096, free=64) == [0, 1, 2]
 
 
+def test_a_whole_utterance_is_as_urgent_as_a_listener_who_is_nearly_dry_at_most() -> None:
+    assert [patience(waited) for waited in (0.0, 4.0, 5.0, 60.0)] == [5.0, 1.0, 0.25, 0.25]
+
+
 def test_the_start_of_a_later_segment_comes_after_those_of_listeners_without_audio() -> None:
     waiting = [start(b"a", audio_left=3.0), start(b"b", audio_left=0.5, arrived=1), start(b"c", arrived=2)]
     assert starts(waiting, [], max_frames=4096, free=64) == [2, 1, 0]
@@ -113,98 +113,13 @@ def test_a_later_segment_gets_a_slot_before_new_listeners() -> None:
     assert [starts(waiting, [], max_frames=4096, free=free) for free in range(4)] == [[], [1], [1, 0], [0, 2, 1]]
 
 
-class Listeners:
-    """Clients that play utterances of 212 tokens to the end before the next request, in front of a token2wav as fast as
-    the one measured on an H200 next to an LLM (docs/results/token2wav.md). Events in order of time; no clock is read.
-    """
-
-    HOPS = (15, 30, 60, 100, 7)
-    PLAYER_SECONDS = 0.25  # a player's buffer, as in docs/results/token2wav.md
-    WITHHELD = 4  # tokens of the first chunk that are played with the second
-
-    def __init__(self, count: int, token_rate: float, slower: float) -> None:
-        self.rate, self.slower = token_rate, slower
-        self.order = itertools.count()
-        self.events: list[tuple[float, int, str, int]] = []
-        self.waiting: list[tuple[int, int]] = []  # stream and number of arrival
-        self.first: list[float] = []  # latencies
-        self.gaps: list[float] = []  # the worst of each utterance
-        self.begun, self.chunk, self.played_until, self.requested = (
-            [0.0] * count,
-            [0] * count,
-            [0.0] * count,
-            [0.0] * count,
-        )
-        self.worst = [0.0] * count
-        spread = random.Random(0)
-        for stream in range(count):
-            self._at(spread.uniform(0, 8), "begin", stream)
-
-    def simulate(self, seconds: float) -> None:
-        batch: list[int] = []
-        while True:
-            now, _, event, stream = heapq.heappop(self.events)
-            if now > seconds:
-                return
-            if event == "begin":
-                self.begun[stream], self.chunk[stream], self.worst[stream] = now, 0, 0.0
-                self._await_tokens(now, stream)
-            elif event == "request":
-                self.requested[stream] = now
-                self.waiting.append((stream, next(self.order)))
-            else:
-                for stream in batch:
-                    self._receive(now, stream)
-                batch = []
-            if self.waiting and not batch:
-                batch = self._next(now)
-
-    def _next(self, now: float) -> list[int]:
-        chunks = [Candidate(stream, self._left(now, stream), at, self._tokens(stream)) for stream, at in self.waiting]
-        chosen = pick(chunks, max_chunks=64, max_tokens=1600)
-        padded = len(chosen) * max(self._tokens(self.waiting[index][0]) for index in chosen)
-        self._at(now + self.slower * (0.012 + 42e-6 * padded), "done", -1)
-        batch = [self.waiting[index][0] for index in chosen]
-        self.waiting = [each for each in self.waiting if each[0] not in batch]
-        return batch
-
-    def _receive(self, now: float, stream: int) -> None:
-        seconds = self.HOPS[self.chunk[stream]] / TOKEN_RATE
-        if self.chunk[stream] == 0:
-            self.first.append(now - self.requested[stream])
-            self.played_until[stream] = now + seconds - self.WITHHELD / TOKEN_RATE
-        else:
-            self.worst[stream] = max(self.worst[stream], now - self.played_until[stream] - self.PLAYER_SECONDS)
-            self.played_until[stream] += seconds
-        self.chunk[stream] += 1
-        if self.chunk[stream] == len(self.HOPS):
-            self.gaps.append(self.worst[stream])
-            self._at(max(now, self.played_until[stream]), "begin", stream)
-        else:
-            self._await_tokens(now, stream)
-
-    def _await_tokens(self, now: float, stream: int) -> None:
-        tokens = sum(self.HOPS[: self.chunk[stream]]) + self._tokens(stream)
-        self._at(max(now, self.begun[stream] + tokens / self.rate), "request", stream)
-
-    def _tokens(self, stream: int) -> int:
-        hop = self.HOPS[self.chunk[stream]]
-        return hop if hop == self.HOPS[-1] else hop + LOOKAHEAD_TOKENS
-
-    def _left(self, now: float, stream: int) -> float | None:
-        return None if self.chunk[stream] == 0 else self.played_until[stream] - now
-
-    def _at(self, time: float, event: str, stream: int) -> None:
-        heapq.heappush(self.events, (time, next(self.order), event, stream))
-
-
 @pytest.mark.parametrize(
     ("count", "token_rate", "slower", "most_ms"), [(256, 300, 1.5, 170), (320, 300, 1.2, 140), (320, 50, 1.0, 110)]
 )
 def test_hundreds_of_listeners_have_no_gap(count, token_rate, slower, most_ms) -> None:
     """An LLM far ahead of the listeners, whose GPU it shares; one that is hardly ahead. Where batches mix lengths
     whatever it costs, more than half of the first two's utterances have gaps, for all that is computed as padding."""
-    listeners = Listeners(count, token_rate, slower)
-    listeners.simulate(40.0)
-    assert max(listeners.gaps) <= 0
-    assert np.percentile(listeners.first, 95) < most_ms / 1e3
+    listeners = Listeners(arrivals(count, 40.0), token_rate, cost=lambda tokens, now: slower * batch_seconds(tokens))
+    listeners.simulate(50.0)
+    assert len(listeners.first) == len(listeners.admitted) and listeners.without_gap() == 1
+    assert np.percentile(list(listeners.first.values()), 95) < most_ms / 1e3

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from common.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
-from common.errors import FatalError, UnavailableError
+from common.errors import FatalError, OverloadedError, UnavailableError
+from common.process.metrics import GAP_SECONDS, GAPS, REFUSED, STARTS, STARTS_WAITED
 from common.token2wav.limits import BatchLimits
+from common.token2wav.request_queue import MAX_WAITING
 from common.token2wav.requests import Token2WavRequest
 from common.token2wav.service import Token2WavService
 from common.token2wav.stream import Chunk
@@ -41,6 +43,7 @@ class FakeEngine:
     batches: list[list[int]] = field(default_factory=list)
     known: set[bytes] = field(default_factory=set)  # voices that need no prefill
     prefills: list[int] = field(default_factory=list)  # voices that were prefilled together
+    room: int = 99  # for streams, each in a voice of its own
     live: int = 0
     batch_tokens: int = 1600
     cache_bytes: int = 4096
@@ -53,8 +56,14 @@ class FakeEngine:
     def warm_up(self):
         pass
 
+    def sample(self, tokens=3):
+        return PROMPT, np.zeros(tokens, np.int64)
+
     def prefill_frames(self, prompt):
         return 0 if prompt.digest in self.known else len(prompt.mel)
+
+    def fitting(self, prompts):
+        return [self.live < self.room for _ in prompts]
 
     def prefill(self, prompts):
         self.prefills.append(len(prompts))
@@ -136,9 +145,18 @@ def clock():
     return Clock()
 
 
+def started(engine, clock, **settings):
+    """A service that has measured its engine."""
+    service = Token2WavService(engine, idle_seconds=5.0, clock=clock, **settings)
+    engine.batches.clear()
+    engine.entered.clear()
+    engine.known.clear()
+    return service
+
+
 @pytest.fixture
 def service(engine, clock):
-    service = Token2WavService(engine, idle_seconds=5.0, clock=clock)
+    service = started(engine, clock, max_start_wait_seconds=60.0)
     yield service
     engine.gate.set()
     service.close()
@@ -291,6 +309,30 @@ def test_its_own_test_needs_no_slot(service, client, engine):
     assert rendered and service.stats().live_streams == 4
 
 
+def test_a_new_stream_waits_for_room_for_its_voice_and_is_not_refused(service, client, engine):
+    """Slots are free all the while. The service's own test takes none of the room."""
+    engine.room = 2
+    engine.sample = lambda: (PROMPT, np.arange(3))
+    client.start(1), client.start(2)
+    waiting = client.post(3, [7], start=True, prompt=PROMPT, final=False)
+    assert len(client.send(1, [5], final=False)) == 2 * HOP_SAMPLES
+    test = threading.Thread(target=service.test, daemon=True)
+    test.start()
+    test.join(5)
+    assert waiting.empty() and not test.is_alive()
+    client.send(1, [6], final=True, end=True)
+    assert len(waiting.get(timeout=10)) == 2 * HOP_SAMPLES
+    client.send(2, end=True), client.send(3, end=True)
+
+
+def test_a_stream_that_is_aborted_while_it_waits_for_room_ends_at_once(service, client, engine):
+    engine.room = 1
+    client.start(1)
+    waiting = client.post(2, [7], start=True, prompt=PROMPT, final=False)
+    client.send(2, end=True)
+    assert isinstance(waiting.get(timeout=10), UnavailableError) and engine.live == 1
+
+
 def test_the_next_segment_of_a_text_does_not_wait_for_new_streams(service, client):
     for stream_id in range(4):
         client.start(stream_id)
@@ -315,25 +357,131 @@ def test_a_live_stream_restarts_while_all_slots_are_taken(service, client):
     assert len(client.start(3, [4])) and service.stats().live_streams == 4
 
 
-def test_a_full_queue_is_refused_at_once_and_new_streams_leave_room_for_live_ones(engine, clock, monkeypatch):
-    monkeypatch.setattr("common.token2wav.service.MAX_WAITING", 2)
-    service = Token2WavService(engine, idle_seconds=5.0, clock=clock)
+@pytest.fixture
+def full(engine, clock):
+    """A client of a service with four streams, which is all that it admits; it is rendering."""
+    service = started(engine, clock)
     client = Client(service)
-    client.start(1)
-    engine.gate.clear()
-    waiting = [client.post(1, [4], final=False)]
-    assert engine.entered.wait(10)
-    waiting += [client.post(new, [4], start=True, prompt=PROMPT, final=True, end=True) for new in range(2, 7)]
-    with pytest.raises(UnavailableError, match="queue is full: 5 requests for new streams wait"):
-        client.post(7, start=True, prompt=PROMPT)
-    waiting += [client.post(1, [4], final=False) for _ in range(11)]
-    waiting.append(client.post(8, [4], start=True, prompt=PROMPT, final=True, end=True, audio_left=1.0))
-    with pytest.raises(UnavailableError, match="queue is full: 12 requests of open streams wait"):
-        client.post(1, [4], final=False)
-    ended = client.post(9, end=True)
+    queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    yield client
     engine.gate.set()
-    assert all(len(replies.get(timeout=10)) for replies in waiting) and len(ended.get(timeout=10)) == 0
     service.close()
+    assert engine.live == 0
+
+
+NEW = {"start": True, "prompt": PROMPT}
+
+
+def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_rendered(full, engine):
+    for request in (NEW, {"start": True}, {**NEW, "tokens": [4], "final": True, "end": True}):
+        with pytest.raises(OverloadedError, match="of 4 listeners .* there is room for 4"):
+            full.post(5, **request)
+    with pytest.raises(OverloadedError):
+        full.post("request a", [6], start=None, prompt=PROMPT, final=False)
+    assert full.service.stats().values()[REFUSED.sample(reason="streams")] == 4
+    assert not engine.gate.is_set()
+
+
+def test_those_who_listen_already_are_never_refused(full, engine):
+    """A later segment, a stream that is begun again, the requests of one, and its end."""
+    replies = [full.post(5, [5], **NEW, final=True, end=True, audio_left=1.0), full.post(3, [7], **NEW, final=False)]
+    replies += [full.post(2, [8], final=False), full.post(1, end=True), full.post(9, end=True)]
+    replies.append(full.post(6, [9], start=True, end=True, prompt=PROMPT))  # nobody listens to a whole utterance yet
+    engine.gate.set()
+    assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in replies)
+
+
+def test_a_place_is_reserved_at_once_and_the_voice_comes_later(service, client, engine):
+    replies = queue_behind_a_running_chunk(client, engine, {1: [1]})
+    assert len(client.send(2, start=True)) == 0, "answered while a batch is rendered"
+    client.send(3, start=True)
+    with pytest.raises(queue.Empty):  # waits, because four have a place
+        client.post(4, start=True).get(timeout=0.05)
+    voice, chunk = client.post(2, prompt=PROMPT), client.post(2, [2], final=False)
+    engine.gate.set()
+    assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in [*replies, voice, chunk])
+    assert service.stats().live_streams == 3
+
+
+@pytest.mark.parametrize("end", ["the sender gives it up", "nothing comes"])
+def test_a_place_that_is_not_used_is_free_again(service, client, clock, end):
+    for stream_id in range(4):
+        client.send(stream_id, start=True)
+    waits = client.post(4, start=True)
+    if end == "nothing comes":
+        clock.now += 6
+    else:
+        client.send(0, end=True)
+    assert len(waits.get(timeout=10)) == 0
+    with pytest.raises(ValueError, match="sequence 0 is not live"):
+        client.send(0, prompt=PROMPT)
+
+
+def test_a_listener_waits_for_a_place_no_longer_than_is_set(engine, clock):
+    service = started(engine, clock, max_start_wait_seconds=3.0)
+    client = Client(service)
+    for stream_id in range(4):
+        client.start(stream_id)
+    waiting = [client.post(4, start=True), client.post(5, **NEW)]
+    clock.now += 2.9
+    client.send(0, [1], final=True, end=True)
+    assert len(waiting[0].get(timeout=10)) == 0 and waiting[1].empty()
+    clock.now += 0.2
+    assert isinstance(waiting[1].get(timeout=10), OverloadedError)
+    assert service.stats().queued == 0
+    service.close()
+
+
+def test_a_listener_whose_wait_would_be_too_long_is_refused_at_once(service, client, monkeypatch):
+    monkeypatch.setattr("common.token2wav.request_queue.MAX_WAITING", 2)
+    for stream_id in range(4):
+        client.start(stream_id)
+    [client.post(stream_id, **NEW) for stream_id in (4, 5)]
+    with pytest.raises(OverloadedError):
+        client.post(6, **NEW)
+
+
+def test_a_queue_that_is_full_refuses_all_but_ends(full, engine, monkeypatch):
+    limit = 2 * (4 + MAX_WAITING)
+    replies = [full.post(1, [4], final=False) for _ in range(limit - 3)]
+    with pytest.raises(UnavailableError, match=f"queue is full: {limit} requests wait"):
+        full.post(1, [4], final=False)
+    ended = full.post(9, end=True)
+    engine.gate.set()
+    assert all(len(reply.get(timeout=10)) for reply in replies) and len(ended.get(timeout=10)) == 0
+
+
+def test_a_whole_utterance_waits_for_listeners(client, engine, clock):
+    whole = []
+    engine.whole = lambda *_: whole.append(len(engine.batches)) or np.zeros(1, np.float32)
+    client.start(1, [1] * 50)  # two seconds of audio
+    client.start(2, [2] * 50)
+    replies = queue_behind_a_running_chunk(client, engine, {})
+    replies.append(client.post(3, [9], start=True, end=True, prompt=PROMPT))
+    replies += [client.post(1, [1], final=False)]
+    engine.gate.set()
+    assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in replies)
+    assert whole == [4], "after the chunk of the first"
+
+
+def test_gaps_of_the_listeners_and_the_wait_of_starts_are_counted(service, client, engine, clock):
+    client.start(1, [1] * 25)  # a second
+    clock.now += 1.0
+    client.send(1, [1] * 25, final=False)  # another one, in time for a player that begins 0.25 s after the first audio
+    clock.now += 1.75
+    client.send(1, [1], final=False)
+    values = service.stats().values()
+    assert (values[GAPS], values[GAP_SECONDS]) == (1, pytest.approx(0.5))
+    engine.gate.clear()
+    engine.entered.clear()
+    running = client.post(1, [1], final=False)
+    assert engine.entered.wait(10)
+    start = client.post(2, **NEW)
+    clock.now += 0.3
+    engine.gate.set()
+    assert len(running.get(timeout=10)) and len(start.get(timeout=10)) == 0
+    values = service.stats().values()
+    assert (values[STARTS], values[STARTS_WAITED]) == (2, pytest.approx(0.3))
 
 
 def test_a_stream_without_a_start_opens_with_its_first_request(service, client):

@@ -89,7 +89,7 @@ class Client:
 def server(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """It has the token2wav models of both stacks and nothing else."""
     directory = tmp_path_factory.mktemp("models")
-    settings = {"n_timesteps": "2", "flow_precision": "float32"}
+    settings = {"n_timesteps": "2", "flow_precision": "float32", "admission": "count"}
     for stack in stacks.BUILT_IN:
         options = StackOptions(models_dir=demo_models, stack=stack.name, device="cpu", settings=settings)
         render(options, directory / stack.name)

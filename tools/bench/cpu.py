@@ -23,10 +23,10 @@ from common.accel.loading import use_runtime
 from common.constants import EULER_STEPS, MEL_BINS, MEL_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.flow import DiTFlow, DiTFlowConfig
 from common.hift.generator import HiFTGenerator
-from common.token2wav.engine import Precision
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.precision import Precision
 from tools.bench.token2wav import randomise
 from tools.export.onnx import dit_exports, write
 from tools.parity.reference import dit_flow

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from common import stacks
+from common.config import AdmissionName, Token2WavConfig
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, load_dit_flow, load_unet_flow
 from common.hift.checkpoint import load_hift
@@ -25,16 +26,18 @@ from common.hift.generator import HiFTGenerator
 from common.stacks import Stack
 from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.precision import Precision
 from common.token2wav.stream import Stream
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
 from tools.bench.token2wav_load import LoadResult, Piece, run_load
 from tools.bench.token2wav_plot import plot
-from tools.parity.reference import dit_flow, unet_flow
+from tools.load.host import host_ms
+from tools.parity.reference import dit_flow, window_flow
 
 DESCRIPTION = """\
 Time token2wav's engine and scheduler.
@@ -46,7 +49,8 @@ Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens. Each run also ti
 in the same process: eager, in float32, one stream at a time. In the load tests utterances start at random times within
 a window, their tokens arrive at twice real time, and a chunk is requested when its tokens and the previous chunk have
 arrived. Latency is from that moment to audio on the host; a gap is an underrun of a player that starts 250 ms after the
-first audio. "Listeners" are concurrent streams in real time. Voices are warm: their prompt caches exist already.
+first audio. "Listeners" are concurrent streams in real time. Voices are warm: their prompt caches exist already. "Host"
+is a fixed loop of Python on this machine's CPU, by which runs on several machines can be compared.
 """
 PROMPT_TOKENS, UTTERANCE_TOKENS = 125, 212
 HOPS = (15, 25, 50, 100)
@@ -55,7 +59,7 @@ UTTERANCE_SECONDS = UTTERANCE_TOKENS / TOKEN_RATE
 BURSTS = (1, 4, 16, 32)  # utterances that start within one second
 ROUNDS = 1.5  # duration of the load, in lengths of an utterance
 BATCHES = (1, 4, 16, 32, 64)
-CPU_STREAMS = 8
+CPU_LISTENERS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def plain_first_chunk(subject: Subject) -> float:
             assert cache is not None
             rendered, _ = dit_flow.inference_chunk(flow, tokens, cache, final=False, noise=noise[:, :, : 2 * HOPS[0]])
         else:
-            rendered = unet_flow.inference(
+            rendered = window_flow.inference(
                 flow, tokens, prompt_tokens, mel, embedding, noise=noise, streaming=True, final=False
             )
         samples = rendered.shape[2] * subject.hift.config.hop
@@ -214,24 +218,23 @@ def batches(subject: Subject) -> list[dict[str, float]]:
     return rows
 
 
-def cpu_ratio(subject: Subject) -> float:
-    """CPU time of 8 streams rendered together, relative to the same 8 rendered one by one."""
+def steady(listeners: int) -> tuple[int, float]:
+    """Utterances, and the seconds in which they start, so that this many are heard at any moment."""
+    return int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS
 
-    def cpu_seconds(groups: list[list[int]]) -> float:
-        begun = time.process_time()
-        for group in groups:
-            streams = [(subject.engine.open(voice(i)), utterance(i, subject.cumulative)) for i in group]
-            for index in range(len(HOPS) + 1):
-                subject.step([(stream, chunks[index]) for stream, chunks in streams])
-            for stream, _ in streams:
-                subject.engine.close(stream)
-        return time.process_time() - begun
 
-    everyone = list(range(CPU_STREAMS))
-    cpu_seconds([everyone])  # fills the prompt caches
-    single = min(cpu_seconds([[i] for i in everyone]) for _ in range(3))
-    together = min(cpu_seconds([everyone]) for _ in range(3))
-    return together / single
+def loaded(
+    subject: Subject, utterances: int, window: float, admission: AdmissionName = Token2WavConfig.admission
+) -> LoadResult:
+    return run_load(
+        subject.engine,
+        [utterance(seed, subject.cumulative) for seed in range(utterances)],
+        [voice(seed % VOICES) for seed in range(utterances)],
+        hops=HOPS,
+        tokens=UTTERANCE_TOKENS,
+        window=window,
+        admission=admission,
+    )
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -241,6 +244,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("out/bench"), help="OUTPUT.json and OUTPUT.png are written")
     parser.add_argument("--max-streams", type=int, default=400)
+    parser.add_argument(
+        "--listeners", type=int, nargs="+", help="measure nothing but loads of this many, such as 256 512 1024"
+    )
     args = parser.parse_args(argv)
     if stacks.named(args.stack) not in CASES:
         parser.error(f"--stack {args.stack}: there is no benchmark for it yet")
@@ -252,36 +258,39 @@ def main(argv: list[str] | None = None) -> int:
     stack = stacks.named(args.stack)
     weights = f"checkpoint {args.models}" if args.models else "full size, RANDOM weights"
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "no GPU"
-    print(f"{args.stack} stack, {weights}, {args.device} ({gpu}), torch {torch.__version__}", flush=True)
+    host = host_ms()
+    print(
+        f"{args.stack} stack, {weights}, {args.device} ({gpu}), torch {torch.__version__}, host {host:.1f} ms",
+        flush=True,
+    )
     subject = Subject.build(stack, args.models, args.device, args.max_streams)
     result: dict[str, Any] = {"stack": args.stack, "weights": weights, "device": gpu, "torch": torch.__version__}
     result |= {"machine": platform.processor() or platform.machine(), "hops": HOPS, "prompt_tokens": PROMPT_TOKENS}
+    result["host_ms"] = host
+    loads: list[LoadResult] = []
+    if args.listeners:
+        for listeners in args.listeners:
+            print(f"  {listeners} listeners: {loaded(subject, *steady(listeners)).line()}", flush=True)
+        return 0
     result["plain_first_chunk_ms"] = 1e3 * plain_first_chunk(subject)
     print(f"first chunk, plain form: {result['plain_first_chunk_ms']:.1f} ms")
     subject.engine.warm_up()
     result["first_chunk_ms"] = 1e3 * first_chunk(subject)
     print(f"first chunk, engine:     {result['first_chunk_ms']:.1f} ms", flush=True)
-    loads: list[LoadResult] = []
-    if subject.device.type == "cpu":
-        result["cpu_time_batch8_over_8_single"] = cpu_ratio(subject)
-        print(f"CPU time of 8 streams together relative to one by one: {result['cpu_time_batch8_over_8_single']:.2f}")
-    else:
+    on_cpu = subject.device.type == "cpu"
+    if not on_cpu:
         result["batches"] = batches(subject)
-        steady = [(int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS) for listeners in CASES[stack].listeners]
-        for utterances, window in [*((burst, 1.0) for burst in BURSTS), *steady]:
-            loads.append(
-                run_load(
-                    subject.engine,
-                    [utterance(seed, subject.cumulative) for seed in range(utterances)],
-                    [voice(seed % VOICES) for seed in range(utterances)],
-                    hops=HOPS,
-                    tokens=UTTERANCE_TOKENS,
-                    window=window,
-                )
-            )
-            listeners = utterances / window * UTTERANCE_SECONDS if window > 1 else None
-            print(f"  {f'{listeners:.0f} listeners: ' if listeners else ''}{loads[-1].line()}", flush=True)
-            result.setdefault("loads", []).append({"listeners": listeners, **loads[-1].summary()})
+        for burst in BURSTS:
+            loads.append(loaded(subject, burst, 1.0, "count"))
+            print(f"  {loads[-1].line()}", flush=True)
+            result.setdefault("bursts", []).append(loads[-1].summary())
+    for listeners in CPU_LISTENERS if on_cpu else CASES[stack].listeners:
+        loads.append(loaded(subject, *steady(listeners), "count"))
+        print(f"  {listeners} listeners: {loads[-1].line()}", flush=True)
+        result.setdefault("loads", []).append({"listeners": listeners, **loads[-1].summary()})
+    most = [each["listeners"] for each in result["loads"] if each["share_without_gap"] == 1]
+    result["listeners_without_gap"] = max(most, default=0)
+    print(f"most listeners without a gap, of those tried: {result['listeners_without_gap']}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, loads, args.output.with_suffix(".png"))

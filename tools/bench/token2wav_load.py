@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.config import AdmissionName
 from common.constants import LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_RATE
+from common.errors import OverloadedError
 from common.token2wav.engine import Token2Wav
 from common.token2wav.requests import Token2WavRequest
 from common.token2wav.service import Stats, Token2WavService
@@ -40,12 +42,16 @@ class Listener:
     latencies: list[float] = field(default_factory=list)
     player: Player = field(default_factory=Player)
     error: str = ""
+    refused_after: float | None = None
 
     @property
     def done(self) -> bool:
-        return bool(self.error) or self.next == len(self.chunks)
+        return bool(self.error) or self.refused_after is not None or self.next == len(self.chunks)
 
     def receive(self, now: float, answer: Any) -> None:
+        if isinstance(answer, OverloadedError):
+            self.refused_after = now - self.requested_at
+            return
         if isinstance(answer, BaseException):
             self.error = repr(answer)
             return
@@ -66,10 +72,16 @@ class LoadResult:
         return f"{len(self.listeners) / self.window:.0f}"
 
     def summary(self) -> dict[str, float]:
+        """`errors` and the times are of the listeners who were admitted, as is `share_without_gap`."""
         first = [1e3 * listener.latencies[0] for listener in self.listeners if listener.latencies]
         later = [1e3 * latency for listener in self.listeners for latency in listener.latencies[1:]]
-        gaps = [listener.player.worst_gap for listener in self.listeners if not listener.error]
+        refusals = [x.refused_after for x in self.listeners if x.refused_after is not None]
+        admitted = [x for x in self.listeners if x.refused_after is None]
+        gaps = [listener.player.worst_gap for listener in admitted if not listener.error]
+        times = 1e3 * np.percentile(refusals or [0.0], (50, 95, 100))
         return {
+            "refused": len(refusals),
+            **dict(zip(("refusal_p50_ms", "refusal_p95_ms", "refusal_max_ms"), times.tolist(), strict=True)),
             "utterances": len(self.listeners),
             "window_seconds": self.window,
             "errors": sum(bool(listener.error) for listener in self.listeners),
@@ -77,9 +89,9 @@ class LoadResult:
             "first_chunk_p95_ms": float(np.percentile(first, 95)),
             "later_chunk_p50_ms": float(np.percentile(later, 50)),
             "later_chunk_p95_ms": float(np.percentile(later, 95)),
-            "share_without_gap": sum(gap <= 0 for gap in gaps) / len(self.listeners),
+            "share_without_gap": sum(gap <= 0 for gap in gaps) / len(admitted),
             "worst_gap_ms": 1e3 * max(gaps),
-            "least_slack_p5_ms": 1e3 * float(np.percentile([x.player.least_slack for x in self.listeners], 5)),
+            "least_slack_p5_ms": 1e3 * float(np.percentile([x.player.least_slack for x in admitted], 5)),
             "mean_batch": self.stats.chunks / max(self.stats.batches, 1),
             "mean_wait_ms": 1e3 * self.stats.waited_seconds / max(self.stats.chunks, 1),
         }
@@ -91,7 +103,8 @@ class LoadResult:
             f"{s['utterances']:3.0f} utterances within {self.window:.3g} s: {first}; "
             f"later p95 {s['later_chunk_p95_ms']:.1f} ms; without a gap {100 * s['share_without_gap']:.1f} %, "
             f"worst {s['worst_gap_ms']:.0f} ms; least slack p5 {s['least_slack_p5_ms']:.0f} ms; "
-            f"errors {s['errors']:.0f}; mean batch {s['mean_batch']:.1f}"
+            f"errors {s['errors']:.0f}; refused {s['refused']:.0f} after p50 {s['refusal_p50_ms']:.2f}, "
+            f"p95 {s['refusal_p95_ms']:.2f}, max {s['refusal_max_ms']:.2f} ms; mean batch {s['mean_batch']:.1f}"
         )
 
 
@@ -103,11 +116,12 @@ def run_load(
     hops: Sequence[int],
     tokens: int,
     window: float,
+    admission: AdmissionName,
 ) -> LoadResult:
     """Render every utterance of `tokens` tokens in `hops` with its voice; they start within `window` seconds."""
     for prompt in voices:  # fill the prompt caches before timing
         engine.close(engine.open(prompt))
-    service = Token2WavService(engine, idle_seconds=600)
+    service = Token2WavService(engine, idle_seconds=600, admission=admission)
     rng, begun = random.Random(0), time.perf_counter() + 0.2
     listeners = []
     for chunks in utterances:
@@ -154,4 +168,7 @@ def _submit_next(
             f"sequence {index + 1}", start=False, end=chunk.final, tokens=chunk.tokens, final=chunk.final
         )
     listener.requested_at = time.perf_counter()
-    service.submit(request, lambda answer: answers.put((time.perf_counter(), index, answer)))
+    try:
+        service.submit(request, lambda answer: answers.put((time.perf_counter(), index, answer)))
+    except OverloadedError as error:
+        answers.put((time.perf_counter(), index, error))

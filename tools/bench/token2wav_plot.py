@@ -23,9 +23,9 @@ def plot(result: dict[str, Any], loads: list[LoadResult], path: Path) -> None:
         right.set(xlabel="streams in a batch", ylabel="audio seconds per second", title="throughput", xscale="log")
         right.legend(title="chunk")
     else:
-        ratio = result["cpu_time_batch8_over_8_single"]
-        right.bar(["one by one", "together"], [1.0, ratio])
-        right.set(title="CPU time of 8 streams", ylabel="relative")
+        rows = result["loads"]
+        right.plot([row["listeners"] for row in rows], [100 * row["share_without_gap"] for row in rows], marker="o")
+        right.set(title="streams without a gap", xlabel="listeners", ylabel="%", ylim=(0, 102))
     save(picture, path)
 
 

@@ -58,12 +58,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ServerLiveResponse(live=True)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return service_pb2.ModelReadyResponse(ready=True)
-
-    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
-        answer = service_pb2.RepositoryIndexResponse()
-        answer.models.add(name=self.model, version="1", state="READY")
-        return answer
+        return service_pb2.ModelReadyResponse(ready=request.name == self.model)
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
         config = model_config_pb2.ModelConfig(name=self.model)

@@ -1,21 +1,22 @@
 """The DiT's solve on a GPU: fused kernels that read each stream's own memory, as CUDA graphs by batch and length."""
 
-import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from common import kernels
+from common.flow.cache import KeyValues
 from common.flow.dit import NORM_EPS, DiTFlow
 from common.token2wav.dit.memory import DiTChunk, Prefilled, TailPool, first_frame, prefilled
 from common.token2wav.dit.solver import Context, DiTSolver, Scratch
 from common.token2wav.graphs import Graphs
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import DIT_FRAMES, PREFILL_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
 
-TABLE_ROWS = 8  # those of `kernels.attend_paged`, the ring's next position, the first frame's index
+# Those of `kernels.attend_paged`; where in its place the next frame goes; the first frame's index; `kernels.append`'s
+# addresses of that place, for keys and for values, and its length.
+TABLE_ROWS = 11
 
 
 class FusedDiTSolver(DiTSolver):
@@ -25,7 +26,7 @@ class FusedDiTSolver(DiTSolver):
         """(R, T, C) -> the same tensor"""
         R, T, _ = h.shape
         w, m = self._blocks[layer], self._modulation[step][layer]
-        keys, values = scratch.keys[step, layer], scratch.values[step, layer]
+        keys, values = scratch.keys[layer], scratch.values[layer]
         q = torch.empty_like(keys)
         attn, conv, mlp = (m.attn_scale, m.attn_shift), (m.conv_scale, m.conv_shift), (m.mlp_scale, m.mlp_shift)
         kernels.linear(
@@ -62,6 +63,9 @@ class PagedContext:
         plane = step * self._depth + layer
         return kernels.attend_paged(q, k, v, self._table, self._pool.keys, self._pool.values, plane)
 
+    def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
+        kernels.append(keys, values, self._table, step)
+
 
 class GraphedSolve:
     """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory."""
@@ -70,12 +74,10 @@ class GraphedSolve:
         self._solver = FusedDiTSolver(network, steps)
         self._pool = pool
         self._noise = noise
-        sizes = limits.sizes(limits.chunk_frames, limits.dit_frames)
+        sizes = limits.sizes(limits.chunk_frames, DIT_FRAMES)
         self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow")
-        prompts = limits.sizes(limits.prompt_frames, limits.prefill_frames)
-        # Graphs share all memory but that of their results. Those of a prefill are large: all get the same place.
-        memory = self._solver.memory(max(map(math.prod, prompts), default=0))
-        self._prompts = Graphs(partial(self._prefill, memory=memory), self._prompt_inputs, prompts, "prompts")
+        prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
+        self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts")
 
     def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
         B, T, _ = mu.shape
@@ -83,12 +85,12 @@ class GraphedSolve:
         if size is None and B > 1:
             halves = slice(0, B // 2), slice(B // 2, B)
             return [left for part in halves for left in self.prefill(mu[part], speaker[part], mel[part], frames[part])]
-        columns = [self._own_frames_column(count) for count in frames]
-        columns += [self._own_frames_column(1)] * ((size[0] if size else B) - B)
-        table = torch.tensor(columns).T.contiguous().pin_memory()  # (B, 8) -> (8, B)
+        prompts = [self._pool.empty_attention(count) for count in frames]
+        columns = [self._own_frames_column(count, into) for count, into in zip(frames, prompts, strict=True)]
+        table = self._padded(columns, size[0] if size else B)
         if size is None:
-            return prefilled(self._prefill(mu, mel, speaker, table.to(mu.device)), frames)
-        return prefilled(self._prompts.run(size, mu, mel, speaker, table), frames)
+            return prefilled(prompts, self._prefill(mu, mel, speaker, table.to(mu.device)))
+        return prefilled(prompts, self._prompts.run(size, mu, mel, speaker, table))
 
     def run(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
         B, T, _ = mu.shape
@@ -106,16 +108,14 @@ class GraphedSolve:
             self._pool.advance(chunk)
         return mel[:B, :T]
 
-    def _prefill(
-        self, mu: Tensor, mel: Tensor, speaker: Tensor, table: Tensor, memory: Tensor | None = None
-    ) -> Scratch:
-        """mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B): fills a scratch of B prompts, see
-        `DiTSolver.scratch`"""
+    def _prefill(self, mu: Tensor, mel: Tensor, speaker: Tensor, table: Tensor) -> Tensor:
+        """mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> convolution history of B prompts, see
+        `Scratch`; their keys and values go where the table says."""
         solver, (B, T, _) = self._solver, mu.shape
-        scratch = solver.scratch(solver.no_history(2 * B), T, memory)
+        scratch = solver.scratch(solver.no_history(2 * B), T)
         conditions = solver.conditions(mu, speaker, mel)
         solver.solve(self._noise.gather(table[7], T), conditions, table[5], PagedContext(self._pool, table), scratch)
-        return scratch
+        return scratch.next_history
 
     def _solve(self, mu: Tensor, speaker: Tensor, table: Tensor) -> Tensor:
         """mu (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); updates rings and histories"""
@@ -125,24 +125,29 @@ class GraphedSolve:
         conditions = solver.conditions(mu, speaker)
         mel = solver.solve(self._noise.gather(starts, T), conditions, frames, PagedContext(pool, table), scratch)
         pool.keep_history(slots, scratch.next_history)
-        kernels.append(scratch.keys, pool.keys, table)
-        kernels.append(scratch.values, pool.values, table)
         return mel
 
     def _table(self, chunks: list[DiTChunk], batch: int) -> Tensor:
-        """Pinned. Padding rows attend to one frame of their own and write to the scratch slot."""
         columns = []
         for chunk in chunks:
             prompt, tail = chunk.stream.prompt.attention, chunk.stream.tail
-            addresses = prompt.keys.data_ptr(), prompt.values.data_ptr()
             lengths = prompt.frames, tail.slot, tail.frames, chunk.frames, tail.next, first_frame(chunk)
-            columns.append([*addresses, *lengths])
-        columns += [self._own_frames_column(1)] * (batch - len(chunks))
-        return torch.tensor(columns).T.contiguous().pin_memory()  # (B, 8) -> (8, B)
+            columns.append([*_addresses(prompt), *lengths, *self._ring(tail.slot)])
+        return self._padded(columns, batch)
 
-    def _own_frames_column(self, frames: int) -> list[int]:
-        """The column of a row that attends to its own frames only: a prompt, or padding."""
-        return [0, 0, 0, self._pool.slots, 0, frames, 0, 0]
+    def _padded(self, columns: list[list[int]], batch: int) -> Tensor:
+        """(TABLE_ROWS, batch), pinned. Padding rows attend to one frame of their own and write to the scratch slot."""
+        columns = columns + [self._own_frames_column(1)] * (batch - len(columns))
+        return torch.tensor(columns).T.contiguous().pin_memory()  # (B, TABLE_ROWS) -> (TABLE_ROWS, B)
+
+    def _own_frames_column(self, frames: int, into: KeyValues | None = None) -> list[int]:
+        """The column of a row that attends to its own frames only: a prompt, kept in `into`, or padding."""
+        slot = self._pool.slots
+        place = (*_addresses(into), into.frames) if into else self._ring(slot)
+        return [0, 0, 0, slot, 0, frames, 0, 0, *place]
+
+    def _ring(self, slot: int) -> tuple[int, int, int]:
+        return *_addresses(KeyValues(self._pool.keys[slot], self._pool.values[slot])), self._pool.frames
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
         solver = self._solver
@@ -152,3 +157,7 @@ class GraphedSolve:
     def _prompt_inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
         mu, speaker, table = self._inputs(B, T)
         return mu, torch.zeros_like(mu), speaker, table
+
+
+def _addresses(attention: KeyValues) -> tuple[int, int]:
+    return attention.keys.data_ptr(), attention.values.data_ptr()

@@ -18,9 +18,10 @@ from common.errors import UnavailableError
 from common.flow.cache import CONV_HISTORY, EstimatorCache, KeyValues
 from common.flow.config import DiTConfig
 from common.flow.dit import DiTFlow
-from common.token2wav.dit.solver import DiTSolver, Scratch
+from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.noise import NoiseTape
 from common.token2wav.stream import Chunk, Stream
+from common.voice.prompt import Prompt
 
 
 class Prefilled(NamedTuple):
@@ -34,7 +35,7 @@ class Prefilled(NamedTuple):
 class PromptCache:
     """What prefill leaves of a voice's prompt: shared by all streams of the voice, never changed."""
 
-    tokens: np.ndarray  # (P,) of the prompt
+    voice: Prompt
     attention: KeyValues  # (steps, depth, 2, H, 2P, D): keys and values of the prompt
     history: Tensor  # (steps, depth, convolution, guidance row, frame, C): the convolutions' at the prompt's end
     speaker: Tensor  # (1, mel): projected x-vector
@@ -61,28 +62,58 @@ class PromptCaches:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self.nbytes = 0
+        self.evicted = 0  # since the start
+        self._used = 0  # bytes of those with streams
+
+    def fitting(self, wanted: Sequence[tuple[bytes, int]]) -> list[bool]:
+        """Which of these streams there is room for, together, given the key and the size of each one's cache.
+
+        They come in order: after a voice that has to wait, no other one takes the room that it waits for. One that
+        could wait for ever counts as fitting: `acquire` refuses it.
+        """
+        room = self._max_bytes - self._used
+        fits: list[bool] = []
+        added: set[bytes] = set()
+        for key, nbytes in wanted:
+            entry = self._entries.get(key)
+            taken = 0 if key in added or (entry and entry.streams) or nbytes > self._max_bytes else nbytes
+            fits.append(taken <= room)
+            room = room - taken if fits[-1] else 0
+            added |= {key} if fits[-1] else set()
+        return fits
 
     def acquire(self, key: bytes, nbytes: int, prefill: Callable[[], PromptCache]) -> PromptCache:
         """The cache for one more stream, made by `prefill` if it is not there; UnavailableError if it does not fit."""
         if key not in self._entries:
-            self._make_room(nbytes)
+            if not self.make_room(nbytes):
+                raise UnavailableError(
+                    f"no room for another voice: its prompt cache takes {nbytes / 2**20:.1f} MiB, and the {len(self)} "
+                    f"voices with live streams take {self.nbytes / 2**20:.1f} of {self._max_bytes / 2**20:.1f} MiB"
+                )
             self._put(key, prefill())
         entry = self._entries[key]
         self._entries.move_to_end(key)
+        self._used += 0 if entry.streams else entry.cache.nbytes
         entry.streams += 1
         return entry.cache
 
     def add(self, key: bytes, cache: PromptCache) -> None:
-        """Keep a cache that was made before the streams that will acquire it; dropped if there is no room."""
-        try:
-            self._make_room(cache.nbytes)
-        except UnavailableError:
-            return
+        """Keep a cache that was made before the streams that will acquire it."""
         self._put(key, cache)
+
+    def replace(self, key: bytes, bad: PromptCache, good: PromptCache) -> PromptCache:
+        """Evict `bad` for new streams, unless that was done before; returns the cache that they get."""
+        entry = self._entries[key]
+        if entry.cache is bad:
+            entry.cache = good
+            self.evicted += 1
+        return entry.cache
 
     def release(self, key: bytes) -> None:
         """One of its streams has ended."""
-        self._entries[key].streams -= 1
+        entry = self._entries[key]
+        entry.streams -= 1
+        self._used -= 0 if entry.streams else entry.cache.nbytes
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -94,16 +125,17 @@ class PromptCaches:
         self._entries[key] = _Entry(cache)
         self.nbytes += cache.nbytes
 
-    def _make_room(self, nbytes: int) -> None:
-        for key in [key for key, entry in self._entries.items() if entry.streams == 0]:
-            if self.nbytes + nbytes > self._max_bytes:
-                self.nbytes -= self._entries.pop(key).cache.nbytes
-        if self.nbytes + nbytes > self._max_bytes:
-            raise UnavailableError(
-                f"no room for another voice: its prompt cache takes {nbytes / 2**20:.1f} MiB, and the {len(self)} "
-                f"voices with live streams take {self.nbytes / 2**20:.1f} of {self._max_bytes / 2**20:.1f} MiB "
-                "(voice_cache_mb)"
-            )
+    def evict_idle(self, most: int = 0) -> None:
+        """Evict caches without a stream, least recently used first, until all take `most` bytes or none is left."""
+        idle = [key for key, entry in self._entries.items() if entry.streams == 0]
+        while idle and self.nbytes > most:
+            self.nbytes -= self._entries.pop(idle.pop(0)).cache.nbytes
+            self.evicted += 1
+
+    def make_room(self, nbytes: int) -> bool:
+        """Evict idle voices until that many bytes fit; False if they do not when none is left."""
+        self.evict_idle(self._max_bytes - nbytes)
+        return self.nbytes + nbytes <= self._max_bytes
 
 
 @dataclass
@@ -165,10 +197,14 @@ class TailPool:
         keys, history = self.keys[0], self.history[0]
         return 2 * keys.nbytes // self.frames * frames + history.nbytes
 
+    def empty_attention(self, frames: int) -> KeyValues:
+        """Memory for the keys and values of a prompt."""
+        *shape, _, D = self.keys.shape[1:]
+        return KeyValues(*(self.keys.new_empty(*shape, frames, D) for _ in range(2)))
+
     def empty_prompt(self) -> Prefilled:
         """What `Solve.prefill` would leave of a prompt without frames."""
-        attention = KeyValues(self.keys[0, ..., :0, :], self.values[0, ..., :0, :])
-        return Prefilled(attention, torch.zeros_like(self.history[0]))
+        return Prefilled(self.empty_attention(0), torch.zeros_like(self.history[0]))
 
     def acquire(self, prompt: PromptCache) -> Tail:
         """A slot for a stream that begins after its prompt. UnavailableError when all are taken."""
@@ -180,6 +216,12 @@ class TailPool:
     def release(self, tail: Tail) -> None:
         self._free.append(tail.slot)
 
+    def replace(self, tail: Tail, other: "TailPool", theirs: Tail) -> None:
+        """Copy what a stream of another pool, with rings of the same length, keeps over what this one does."""
+        for ours, source in ((self.keys, other.keys), (self.values, other.values), (self.history, other.history)):
+            ours[tail.slot] = source[theirs.slot]
+        tail.frames, tail.next, tail.total = theirs.frames, theirs.next, theirs.total
+
     def history_of(self, slots: Tensor) -> Tensor:
         """Convolution histories of B streams, slots (B,) -> (steps, depth, convolution, R, frame, C)."""
         history = self.history[slots]  # (B, steps, depth, convolution, guidance row, frame, C)
@@ -189,13 +231,13 @@ class TailPool:
         """Store them, shaped as `history_of` returns them."""
         self.history.index_copy_(0, slots, history.unflatten(3, (2, -1)).permute(4, 0, 1, 2, 3, 5, 6))
 
-    def append(self, chunk: DiTChunk, index: int, keys: Tensor, values: Tensor) -> None:
-        """Copy the frames of row `index` of a solve, (steps, depth, 2 B, H, T, D), into the ring of its stream."""
-        B = keys.shape[2] // 2  # the two guidance rows of a stream are B apart
+    def append(self, chunk: DiTChunk, index: int, step: int, keys: Tensor, values: Tensor) -> None:
+        """Copy the frames of row `index` of one step of a solve, (depth, 2 B, H, T, D), into its stream's ring."""
+        B = keys.shape[1] // 2  # the two guidance rows of a stream are B apart
         count, tail = min(chunk.frames, self.frames), chunk.stream.tail
         first = min(count, self.frames - tail.next)  # up to the ring's end; the rest goes to its start
         for ring, new in ((self.keys, keys), (self.values, values)):
-            slot, new = ring[tail.slot], new[:, :, index::B, :, chunk.frames - count : chunk.frames]
+            slot, new = ring[tail.slot, step], new[:, index::B, :, chunk.frames - count : chunk.frames]
             slot[..., tail.next : tail.next + first, :] = new[..., :first, :]
             slot[..., : count - first, :] = new[..., first:, :]
 
@@ -236,9 +278,10 @@ class GatheredSolve:
         (B, T, _), solver = mu.shape, self._solver
         scratch = solver.scratch(solver.no_history(2 * B), T)
         starts, lengths = torch.zeros(B, dtype=torch.int64, device=mu.device), torch.tensor(frames, device=mu.device)
-        context = NoContext(lengths, T)
+        prompts = [self._pool.empty_attention(count) for count in frames]
+        context = NoContext(lengths, T, prompts)
         solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), lengths, context, scratch)
-        return prefilled(scratch, frames)
+        return prefilled(prompts, scratch.next_history)
 
     def run(self, chunks: list[DiTChunk], mu: Tensor) -> Tensor:
         T, device = mu.shape[1], mu.device
@@ -250,33 +293,41 @@ class GatheredSolve:
         context = GatheredContext(self._pool, chunks, T)
         mel = self._solver.solve(self._noise.gather(starts, T), conditions, frames, context, scratch)
         self._pool.keep_history(slots, scratch.next_history)
-        for index, chunk in enumerate(chunks):
-            self._pool.append(chunk, index, scratch.keys, scratch.values)
+        for chunk in chunks:
             self._pool.advance(chunk)
         return mel
 
 
-def prefilled(scratch: Scratch, frames: Sequence[int]) -> list[Prefilled]:
-    """What a prefill of B prompts left in `scratch`, copied for each of them."""
-    B = len(scratch.history[0, 0, 0]) // 2
-    left = []
-    for index, count in enumerate(frames):
-        both = [index, B + index]  # the two guidance rows
-        keys, values = (x[:, :, both, :, :count].contiguous() for x in (scratch.keys, scratch.values))
-        left.append(Prefilled(KeyValues(keys, values), scratch.next_history[:, :, :, both]))
-    return left
+def prefilled(prompts: Sequence[KeyValues], history: Tensor) -> list[Prefilled]:
+    """What a prefill of B prompts, or more rows of which the first B count, leaves of each: its keys and values, and
+    its part of the convolutions' history (steps, depth, convolution, R, frame, C), copied."""
+    B = history.shape[3] // 2
+    return [
+        Prefilled(attention, history[:, :, :, [index, B + index]])  # the two guidance rows
+        for index, attention in enumerate(prompts)
+    ]
 
 
 class NoContext:
-    """For prefill: prompts attend to themselves only. frames (B,): their lengths in rows of `longest` frames."""
+    """For prefill: prompts attend to themselves only, and are kept in `prompts`.
 
-    def __init__(self, frames: Tensor, longest: int):
+    frames (B,): their lengths in rows of `longest` frames.
+    """
+
+    def __init__(self, frames: Tensor, longest: int, prompts: Sequence[KeyValues]):
         visible = torch.arange(longest, device=frames.device) < frames.repeat(2)[:, None]  # (R, T)
         self._mask = None if visible.all() else visible[:, None, None]  # (R, 1, 1, T)
+        self._prompts = prompts
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)
         return attended.transpose(1, 2).flatten(2)  # (R, H, T, D) -> (R, T, H * D)
+
+    def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
+        B = keys.shape[1] // 2
+        for index, prompt in enumerate(self._prompts):
+            prompt.keys[step] = keys[:, index::B, :, : prompt.frames]
+            prompt.values[step] = values[:, index::B, :, : prompt.frames]
 
 
 class GatheredContext:
@@ -284,6 +335,7 @@ class GatheredContext:
 
     def __init__(self, pool: TailPool, chunks: list[DiTChunk], frames: int):
         B = len(chunks)
+        self._pool, self._chunks = pool, chunks
         lengths = [chunk.stream.prompt.frames + chunk.stream.tail.frames for chunk in chunks]
         steps, depth, _, H, _, D = chunks[0].stream.prompt.attention.keys.shape
         shape = (steps, depth, 2 * B, H, max(lengths), D)
@@ -309,6 +361,10 @@ class GatheredContext:
         values = torch.cat([self._values[step, layer], v], dim=2)
         attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask)
         return attended.transpose(1, 2).flatten(2)  # (R, H, T, D) -> (R, T, H * D)
+
+    def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
+        for index, chunk in enumerate(self._chunks):
+            self._pool.append(chunk, index, step, keys, values)
 
 
 class ChunkwiseSolve:
@@ -351,7 +407,8 @@ class ChunkwiseSolve:
         pool.keep_history(slots, caches.conv.transpose(-1, -2))
         keys, values = (x[..., -T:, :] for x in (caches.attention.keys, caches.attention.values))
         for index, chunk in enumerate(chunks):
-            pool.append(chunk, index, keys, values)
+            for step in range(len(keys)):
+                pool.append(chunk, index, step, keys[step], values[step])
             pool.advance(chunk)
         return mel
 

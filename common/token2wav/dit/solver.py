@@ -7,7 +7,6 @@ same in every step is computed once per solve.
 A batch of B streams has R = 2 B rows, the conditional ones first.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -62,12 +61,17 @@ class Context(Protocol):
         """q, k, v (R, H, T, D) of the chunk -> (R, T, H * D)"""
         ...
 
+    def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
+        """Store what later chunks attend to: keys and values (depth, R, H, T, D) of the chunk at one step, after all
+        its layers have attended."""
+        ...
+
 
 @dataclass(frozen=True)
 class Scratch:
-    """Tensors of one solve: convolution history of the previous chunks, and what the next chunks need."""
+    """Tensors of one solve."""
 
-    keys: Tensor  # (steps, depth, R, H, T, D)
+    keys: Tensor  # (depth, R, H, T, D) of the present step; those of all ten would take 0.66 MB a frame
     values: Tensor
     history: Tensor  # (steps, depth, 2 convolutions, R, 2, C)
     next_history: Tensor
@@ -130,25 +134,15 @@ class DiTSolver:
         like = self._static
         return like.new_zeros(self.steps, self.depth, 2, rows, CONV_HISTORY, like.shape[0])
 
-    def memory(self, frames: int) -> Tensor:
-        """Memory (2, N) for the keys and values of a batch of that many frames, padding included."""
-        return self._static.new_empty(2, self.steps * self.depth * 2 * self.heads * frames * self.head_dim)
-
-    def scratch(self, history: Tensor, frames: int, memory: Tensor | None = None) -> Scratch:
-        """Buffers for a solve over `frames` frames of R rows, given their convolution history.
-
-        memory: for keys and values, of this batch's size or larger; without it, it is allocated.
-        """
-        rows = history.shape[3]
-        shape = self.steps, self.depth, rows, self.heads, frames, self.head_dim
-        memory = self.memory(rows // 2 * frames) if memory is None else memory[:, : math.prod(shape)]
-        keys, values = memory.unflatten(1, shape)
+    def scratch(self, history: Tensor, frames: int) -> Scratch:
+        """Buffers for a solve over `frames` frames of R rows, given their convolution history."""
+        keys, values = history.new_empty(2, self.depth, history.shape[3], self.heads, frames, self.head_dim)
         return Scratch(keys, values, history, torch.empty_like(history))
 
     def solve(self, noise: Tensor, conditions: Tensor, frames: Tensor, context: Context, scratch: Scratch) -> Tensor:
         """noise (B, T, mel) float32, conditions (R, T, C), frames (B,) -> mel (B, T, mel) float32.
 
-        frames: of each stream's own; the rest of a row is padding. Fills `scratch`.
+        frames: of each stream's own; the rest of a row is padding. Fills `scratch.next_history`.
         """
         x = noise
         for step, width in enumerate(self._widths):
@@ -156,6 +150,7 @@ class DiTSolver:
             h = (h + conditions.unflatten(0, (2, -1))).flatten(0, 1)  # (B, T, C) -> (2, B, T, C) -> (R, T, C)
             for layer in range(self.depth):
                 h = self._block(h, step, layer, frames, context, scratch)
+            context.keep(step, scratch.keys, scratch.values)
             conditional, unconditional = self._velocity(h, step).float().chunk(2)
             x = x + width * ((1 + self._guidance) * conditional - self._guidance * unconditional)
         return x
@@ -167,7 +162,7 @@ class DiTSolver:
         qkv = F.linear(_modulate(h, m.attn_shift, m.attn_scale), w.qkv, w.qkv_bias)
         q, k, v = qkv.view(R, T, 3, -1, D).permute(2, 0, 3, 1, 4)  # (R, T, 3, H, D) -> (3, R, H, T, D)
         (q_scale, q_shift), (k_scale, k_shift) = w.qk_norm
-        keys, values = scratch.keys[step, layer], scratch.values[step, layer]
+        keys, values = scratch.keys[layer], scratch.values[layer]
         keys.copy_(F.layer_norm(k, (D,), k_scale, k_shift))
         values.copy_(v)
         attended = context.attend(step, layer, F.layer_norm(q, (D,), q_scale, q_shift), keys, values)

@@ -12,7 +12,7 @@ from common.constants import OVERLAP_FRAMES
 from common.hift.generator import HiFTGenerator
 from common.token2wav.graphs import Graphs
 from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import HIFT_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
 
 
@@ -21,8 +21,8 @@ class GraphedRenderer(OverlapRenderer):
 
     def __init__(self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape, limits: BatchLimits):
         super().__init__(hift, pool, noise)
-        sizes = limits.sizes(limits.chunk_frames, limits.hift_frames)
-        first = limits.sizes(limits.first_chunk_frames, limits.hift_frames)
+        sizes = limits.sizes(limits.chunk_frames, HIFT_FRAMES)
+        first = limits.sizes(limits.first_chunk_frames, HIFT_FRAMES)
         self._later = Graphs(super().later, self._inputs, sizes, "the vocoder")
         self._first = Graphs(super().first, self._inputs, first, "the vocoder's first chunks")
 
@@ -43,11 +43,11 @@ class GraphedRenderer(OverlapRenderer):
             return torch.cat([speech, self._run(graphs, plain, *second)[:, :samples]])
         if size is None:
             return plain(*inputs)
-        graphs.inputs(size)[1][len(mel) :] = len(self.pool.mel) - 1  # padding rows write to the scratch slot
+        graphs.inputs(size)[1][len(mel) :] = self.pool.scratch  # padding rows write to the scratch slot
         return graphs.run(size, *inputs)[: len(mel)]
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
         device = self.pool.mel.device
-        scratch = torch.full((B,), len(self.pool.mel) - 1, device=device)
+        scratch = torch.full((B,), self.pool.scratch, device=device)
         mel = torch.zeros(B, self.hift.config.mel_bins, T, device=device)
         return mel, scratch, torch.zeros_like(scratch), torch.full_like(scratch, T)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from common.constants import OVERLAP_FRAMES
-from common.errors import UnavailableError
 from common.hift.config import HiFTConfig
 from common.hift.f0 import F0_REACH
 from common.hift.generator import HiFTGenerator, Past
 from common.token2wav.noise import NoiseTape
+from common.token2wav.vocoding import StreamSlots
 
 
 def falling_half(samples: int) -> Tensor:
@@ -26,32 +26,21 @@ def falling_half(samples: int) -> Tensor:
     return torch.cos(math.pi / 2 * position).square().float()
 
 
-class OverlapPool:
-    """What streams carry from chunk to chunk: 20 kB per stream at the official sizes, allocated once.
-
-    The last slot is scratch: padding rows of a batch write to it.
-    """
+class OverlapPool(StreamSlots):
+    """What streams carry from chunk to chunk: 20 kB per stream at the official sizes, allocated once."""
 
     def __init__(self, slots: int, config: HiFTConfig, device: torch.device):
+        super().__init__(slots)
         samples = OVERLAP_FRAMES * config.hop
         # Frames that the next chunk repeats, after those that the f0 of the first one depends on.
         self.mel = torch.zeros(slots + 1, config.mel_bins, F0_REACH + OVERLAP_FRAMES, device=device)
         # Phases of the source, in cycles, at the middle of the frame before the repeated ones.
         self.phases = torch.zeros(slots + 1, config.harmonics + 1, dtype=torch.float64, device=device)
         self.speech = torch.zeros(slots + 1, samples, device=device)  # audio of the repeated frames, withheld
-        self._free = list(range(slots))
 
     @property
     def nbytes(self) -> int:
         return self.mel.nbytes + self.phases.nbytes + self.speech.nbytes
-
-    def acquire(self) -> int:
-        if not self._free:
-            raise UnavailableError(f"all {len(self.mel) - 1} streams of the vocoder are taken")
-        return self._free.pop()
-
-    def release(self, slot: int) -> None:
-        self._free.append(slot)
 
 
 class OverlapRenderer:
@@ -91,6 +80,8 @@ class OverlapRenderer:
     def _keep(self, slots: Tensor, mel: Tensor, speech: Tensor, phases: Tensor, frames: Tensor) -> None:
         """Replace the rows of the pool. mel may begin with frames of context, which the others do not have."""
         pool = self.pool
+        # A row that is not finite leaves its stream as it was, so that it can be rendered again.
+        slots = torch.where(speech.sum(1).isfinite(), slots, pool.scratch)
         at = _tail_indices(frames + (mel.shape[2] - phases.shape[2]), pool.mel.shape[2])
         pool.mel.index_copy_(0, slots, mel.gather(2, at[:, None].expand(-1, mel.shape[1], -1)))
         at = _tail_indices(frames - OVERLAP_FRAMES, 1)

@@ -17,7 +17,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self._name = args["model_name"]
         config = SpeakerEmbeddingConfig.from_triton(args)
-        self._encoder = SpeakerEncoder(config.model_dir, config.runtime, config.device)
+        self._encoder = SpeakerEncoder(config.model_dir, config.runtime, config.device, config.speaker_contexts)
         second = np.zeros(PROMPT_SAMPLE_RATE, np.float32)
         self._monitor = ModelMonitor(args, test=lambda: self._compute([second]))
 

@@ -23,8 +23,15 @@ class TritonPythonModel:
         self._name = args["model_name"]
         self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
         engine = Token2Wav.from_config(self.stack, config)
-        self._service = Token2WavService(engine, idle_seconds=config.idle_seconds)
-        self._monitor = ModelMonitor(args, test=self._service.test, read=lambda: self._service.stats().values())
+        self._service = Token2WavService(
+            engine,
+            idle_seconds=config.idle_seconds,
+            admission=config.admission,
+            max_start_wait_seconds=config.max_start_wait_seconds,
+        )
+        self._monitor = ModelMonitor(
+            args, test=self._service.test, read=lambda: {**self._service.stats().values(), **engine.counts}
+        )
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:

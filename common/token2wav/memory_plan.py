@@ -1,0 +1,251 @@
+"""What a token2wav model takes of a GPU, computed from its settings and its networks' sizes before they are loaded.
+
+A GPU's memory is shared by the LLM, the prompt models and token2wav, which needs, whatever happens, its process,
+weights, the temporary tensors of the largest batches, `max_streams` streams, and for each of them a voice of
+VOICE_SECONDS, or one of the longest. What remains is for more and longer voices.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common.checkpoint import Shapes, read_state, shapes_of
+from common.config import SPARE_REQUESTS, planned_llm_gib
+from common.constants import (
+    DIT_TAIL_FRAMES,
+    HOP_SAMPLES,
+    MAX_REFERENCE_SECONDS,
+    MEL_RATE,
+    TOKEN_MEL_RATIO,
+)
+from common.flow.cache import CONV_HISTORY
+from common.flow.config import DiTConfig, DiTFlowConfig, UNetFlowConfig
+from common.flow.encoder import SCORES_AT_ONCE
+from common.stacks import Stack
+from common.token2wav.limits import (
+    DIT_FRAMES,
+    ENCODER_TOKENS,
+    HIFT_FRAMES,
+    PREFILL_FRAMES,
+    UNET_FRAMES,
+    BatchLimits,
+    Size,
+)
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)  # of the models' logs, which are warnings otherwise, the plan is a part
+
+MIB, GIB = 1 << 20, 1 << 30
+VOICE_SECONDS = 5.0  # of its recording
+UNPLANNED_VOICES = 4 * GIB  # for prompt caches where nothing is planned: in offline tools
+
+# Measured on a GPU (docs/results/memory.md).
+PROCESS = 700 * MIB  # CUDA's context, kernels, the libraries' work space
+PROMPT_MODELS = 1 * GIB  # the processes of `audio_tokenizer` and `speaker_embedding`
+GRAPH = 4 * MIB  # inputs and launches of one
+NOISE = 14 * MIB
+OVERLAP = 20_000  # the vocoder's part of a stream
+# Values that are alive at once for a token or frame of a batch, per unit of the network's width.
+ENCODER_VALUES = 20
+DIT_VALUES = 24
+UNET_VALUES = 28
+HIFT_VALUES = 250  # per sample
+SCORE_VALUES = 3
+FRAGMENTS = 1.25  # the tensors of one network do not fill the places of another's exactly
+
+
+@dataclass(frozen=True, kw_only=True)
+class Networks:
+    """Sizes of a stack's networks.
+
+    shapes: of the flow's tensors. vocoder: most values that its file can hold. flow_size, vocoder_size: bytes per value
+    in which they compute. steps: of the Euler solve.
+    """
+
+    flow: DiTFlowConfig | UNetFlowConfig
+    shapes: Shapes
+    vocoder: int
+    flow_size: int
+    vocoder_size: int
+    steps: int
+
+    @classmethod
+    def read(cls, stack: Stack, model_dir: Path, *, flow_size: int, vocoder_size: int, steps: int) -> "Networks":
+        """From the files of a checkpoint, of which only the sizes are read."""
+        shapes = shapes_of(read_state(model_dir / stack.flow, "meta"))
+        kind = UNetFlowConfig if stack.cumulative else DiTFlowConfig
+        return cls(
+            flow=kind.from_shapes(shapes),
+            shapes=shapes,
+            vocoder=(model_dir / stack.hift).stat().st_size // 2,  # or half as many, in float32
+            flow_size=flow_size,
+            vocoder_size=vocoder_size,
+            steps=steps,
+        )
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights, of the copies of some in a fused form, and of the noise."""
+        values = sum(map(math.prod, self.shapes.values()))
+        values += sum(math.prod(shape) for name, shape in self.shapes.items() if _is_fused(name, shape))
+        return values * self.flow_size + self.vocoder * self.vocoder_size + NOISE
+
+    @property
+    def frame(self) -> int:
+        """Bytes of keys and values of a mel frame, which the UNet does not keep."""
+        if isinstance(self.flow, UNetFlowConfig):
+            return 0
+        return kept_per_frame(self.flow.estimator, self.steps, self.flow_size)
+
+    @property
+    def history(self) -> int:
+        """Bytes of the convolutions' history of a stream or a voice."""
+        if isinstance(self.flow, UNetFlowConfig):
+            return 0
+        dit = self.flow.estimator
+        return self.steps * dit.depth * 2 * 2 * CONV_HISTORY * dit.width * self.flow_size
+
+    def voice(self, seconds: float) -> int:
+        """Bytes of the prompt cache of a recording."""
+        return int(seconds * MEL_RATE) * self.frame + self.history
+
+    def longest_voice(self, limits: BatchLimits) -> int:
+        return self.voice(limits.prompt_frames[-1] / MEL_RATE)
+
+    def streams(self, count: int) -> int:
+        """Bytes of that many streams: the most recent frames, history, and the overlap of their audio. One slot more is
+        for the padding of batches."""
+        return (count + 1) * (DIT_TAIL_FRAMES * self.frame + self.history + OVERLAP)
+
+    def batches(self, limits: BatchLimits) -> int:
+        """Bytes of temporary tensors: of the network that needs most, because they take turns."""
+        return int(FRAGMENTS * max(self._encoder(limits), self._solve(limits), self._vocode(limits)))
+
+    def _encoder(self, limits: BatchLimits) -> int:
+        config, sizes = self.flow.encoder, limits.sizes(limits.window_tokens, ENCODER_TOKENS)
+        scores = max(2 * config.heads * B * (TOKEN_MEL_RATIO * T) ** 2 for B, T in sizes)
+        values = ENCODER_VALUES * config.width * TOKEN_MEL_RATIO * _most(sizes)
+        return (values + SCORE_VALUES * min(SCORES_AT_ONCE, scores)) * self.flow_size
+
+    def _solve(self, limits: BatchLimits) -> int:
+        if isinstance(self.flow, UNetFlowConfig):
+            frames = _most(limits.sizes(limits.window_frames, UNET_FRAMES))
+            return 2 * UNET_VALUES * self.flow.estimator.channels * frames * self.flow_size
+        chunks, prompts = (limits.chunk_frames, DIT_FRAMES), (limits.prompt_frames, PREFILL_FRAMES)
+        frames = max(_most(limits.sizes(*chunks)), _most(limits.sizes(*prompts)))
+        values = 2 * DIT_VALUES * self.flow.estimator.width * frames * self.flow_size
+        return values + frames * self.frame // self.steps + 3 * limits.max_chunks * self.history
+
+    def _vocode(self, limits: BatchLimits) -> int:
+        return HIFT_VALUES * HOP_SAMPLES * _most(limits.sizes(limits.chunk_frames, HIFT_FRAMES)) * self.vocoder_size
+
+    @property
+    def whole(self) -> int:
+        """Bytes of temporary tensors outside of graphs: of whole utterances, up to the length of the longest voice."""
+        return int(HIFT_VALUES * HOP_SAMPLES * MEL_RATE * MAX_REFERENCE_SECONDS) * self.vocoder_size
+
+    def graphs(self, limits: BatchLimits) -> int:
+        """Bytes of the CUDA graphs apart from temporary tensors."""
+        vocoded = limits.sizes(limits.chunk_frames, HIFT_FRAMES), limits.sizes(limits.first_chunk_frames, HIFT_FRAMES)
+        solved = [limits.sizes(limits.window_frames, UNET_FRAMES)]
+        if not isinstance(self.flow, UNetFlowConfig):
+            prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
+            solved = [limits.sizes(limits.chunk_frames, DIT_FRAMES), prompts]
+        encoded = limits.sizes(limits.window_tokens, ENCODER_TOKENS)
+        return GRAPH * sum(map(len, (encoded, *solved, *vocoded)))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """memory: bytes of the GPU that the server may take. parts: bytes by what takes them. voice: bytes of a voice of
+    VOICE_SECONDS."""
+
+    memory: int
+    parts: Mapping[str, int]
+    voice: int
+
+    @property
+    def voices(self) -> int:
+        """Bytes that remain for prompt caches."""
+        return self.memory - sum(self.parts.values())
+
+    @property
+    def own(self) -> int:
+        """Bytes that torch may allocate in token2wav's process."""
+        return self.memory - sum(self.parts[name] for name in ("LLM", "prompt models", "process"))
+
+    def log(self) -> None:
+        logger.info("%s", self)
+
+    def __str__(self) -> str:
+        rows = {**self.parts, "voices": self.voices, "sum": self.memory}
+        lines = [f"  {name:<40}{size / GIB:8.2f} GiB" for name, size in rows.items()]
+        if self.voice:
+            lines[-2] += f", {self.voices // self.voice} of {VOICE_SECONDS:g} s"
+        return "\n".join(["memory of the GPU:", *lines])
+
+
+def other_models(streams: int, llm_gib: float | None) -> dict[str, int]:
+    """Bytes of the GPU that the other models take. llm_gib: the LLM's; None: `planned_llm_gib`."""
+    llm = planned_llm_gib(streams + SPARE_REQUESTS) if llm_gib is None else llm_gib
+    return {"LLM": int(GIB * llm), "prompt models": PROMPT_MODELS}
+
+
+def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: float | None) -> MemoryPlan:
+    """How the memory is used. ValueError with what would fit if `limits.max_streams` streams do not.
+
+    memory: bytes of the GPU that the server may take. llm_gib: of them, the LLM's, as in `other_models`.
+    """
+
+    def missing(streams: int) -> tuple[MemoryPlan, int]:
+        fewer = replace(limits, max_streams=streams)
+        parts = {
+            **other_models(streams, llm_gib),
+            "process": PROCESS,
+            "weights": networks.weights,
+            "temporary tensors": networks.batches(fewer),
+            "graphs": networks.graphs(fewer),
+            "streams": networks.streams(streams),
+            "whole utterances": networks.whole,
+        }
+        voices = max(streams * networks.voice(VOICE_SECONDS), networks.longest_voice(limits))
+        made = MemoryPlan(memory, parts, networks.voice(VOICE_SECONDS))
+        return made, voices - made.voices
+
+    streams = limits.max_streams
+    made, lacking = missing(streams)
+    if lacking <= 0:
+        return made
+    needed = math.ceil(10 * (memory + lacking) / GIB) / 10
+    fitting = next((fewer for fewer in range(streams - 1, 0, -1) if missing(fewer)[1] <= 0), 0)
+    raise ValueError(
+        f"max_streams {streams} needs {needed} GiB, and gpu_memory_gib is {memory / GIB:.1f}: set "
+        + (f"max_streams <= {fitting} or " if fitting else "")
+        + f"gpu_memory_gib >= {needed}\n{made}"
+    )
+
+
+def kept_per_frame(config: DiTConfig, steps: int, size: int) -> int:
+    """Bytes of the DiT's keys and values of a mel frame, in both rows of the guidance. size: bytes per value."""
+    return 2 * steps * config.depth * 2 * config.heads * config.head_dim * size
+
+
+def voices_on_host(networks: Networks, limits: BatchLimits) -> int:
+    """Bytes of prompt caches on a CPU: of half of the machine's memory what the rest leaves, one of the longest at
+    least."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return max(memory - networks.weights - networks.streams(limits.max_streams), networks.longest_voice(limits))
+
+
+def _most(sizes: list[Size]) -> int:
+    """Frames or tokens of the largest batch."""
+    return max(map(math.prod, sizes))
+
+
+def _is_fused(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether the estimator's solver keeps a fused copy: of convolutions, and of the projections of an attention."""
+    projection = name.endswith(("to_q.weight", "to_k.weight", "to_v.weight"))
+    return name.startswith("decoder.") and (projection or len(shape) == 3)

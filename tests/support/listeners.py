@@ -1,0 +1,164 @@
+"""Listeners in front of a token2wav as fast as the one measured on an H200 (docs/results/token2wav.md).
+
+Events in the order of their time; no clock is read. The scheduler and, if given, the admission are the real ones.
+"""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+from common.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
+from common.playback import Playback
+from common.token2wav.admission import Admission
+from common.token2wav.scheduler import Candidate, pick
+
+HOPS = (15, 25, 50, 100, 22)
+UTTERANCE_SECONDS = sum(HOPS) / TOKEN_RATE
+WITHHELD = 4  # tokens of the first chunk that are played with the last
+MAX_CHUNKS, MAX_TOKENS = 64, 1600
+
+
+def arrivals(listeners: float, seconds: float, seed: int = 0) -> list[float]:
+    """Random times at which so many listeners on average hear an utterance at any moment."""
+    generator, times, now = random.Random(seed), [], 0.0
+    while (now := now + generator.expovariate(listeners / UTTERANCE_SECONDS)) < seconds:
+        times.append(now)
+    return times
+
+
+def batch_seconds(tokens: int) -> float:
+    """Of the DiT stack on an H200."""
+    return 0.012 + 42e-6 * tokens
+
+
+class Listeners:
+    """Each begins at its time in `begins` and hears one utterance, unless admission refuses it.
+
+    token_rate: of each stream's LLM. llm_rate: of all together, divided evenly; None: no limit. cost: seconds of a
+    batch, from its padded tokens and the time.
+    """
+
+    def __init__(
+        self,
+        begins: Sequence[float],
+        token_rate: float,
+        cost: Callable[[int, float], float] = lambda tokens, now: batch_seconds(tokens),
+        admission: Admission | None = None,
+        llm_rate: float | None = None,
+    ) -> None:
+        self._begins, self._rate, self._cost = begins, token_rate, cost
+        self._admission, self._llm_rate = admission, llm_rate
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, str, int]] = []
+        self._queue: list[tuple[int, int]] = []  # stream and number of arrival
+        self._batch: tuple[list[int], int, float] | None = None  # streams, padded tokens, since when
+        count = len(begins)
+        self._chunk, self._tokens = [0] * count, [0.0] * count
+        self._playback = [Playback() for _ in begins]
+        self._requested, self._answered = [0.0] * count, [0.0] * count
+        self._awaiting: dict[int, int] = {}  # streams that wait for the LLM: for how many tokens
+        self.live: set[int] = set()
+        self.admitted: list[int] = []
+        self.refused: list[int] = []
+        self.first: dict[int, float] = {}  # latencies of first chunks
+        self.gaps = [0.0] * count  # the longest of each
+        for stream, at in enumerate(begins):
+            self._at(at, "begin", stream)
+        if llm_rate:
+            self._at(0.0, "llm", -1)
+
+    def simulate(self, seconds: float) -> "Listeners":
+        while self._events:
+            now, _, event, stream = heapq.heappop(self._events)
+            if now > seconds:
+                break
+            getattr(self, f"_{event}")(now, stream)
+            if self._queue and self._batch is None:
+                self._render(now)
+        return self
+
+    def without_gap(self) -> float:
+        """Share of those who were admitted."""
+        return sum(self.gaps[stream] <= 0 for stream in self.admitted) / len(self.admitted)
+
+    def _begin(self, now: float, stream: int) -> None:
+        if self._admission:
+            self._learn(now)
+            if self._admission.ask(len(self.live), 0, now):
+                self.refused.append(stream)
+                return
+        self.live.add(stream)
+        self.admitted.append(stream)
+        self._await_tokens(now, stream)
+
+    def _llm(self, now: float, _: int) -> None:
+        assert self._llm_rate
+        busy = [stream for stream in self.live if self._tokens[stream] < sum(HOPS)]
+        for stream in busy:
+            self._tokens[stream] += 0.02 * min(self._rate, self._llm_rate / len(busy))
+        for stream in [each for each, needed in self._awaiting.items() if self._tokens[each] >= needed]:
+            del self._awaiting[stream]
+            self._at(now, "request", stream)
+        self._at(now + 0.02, "llm", -1)
+
+    def _request(self, now: float, stream: int) -> None:
+        self._requested[stream] = now
+        self._queue.append((stream, next(self._order)))
+
+    def _render(self, now: float) -> None:
+        waiting = [
+            Candidate(str(each), self._playback[each].left(now), at, self._size(each)) for each, at in self._queue
+        ]
+        streams = [self._queue[index][0] for index in pick(waiting, MAX_CHUNKS, MAX_TOKENS)]
+        self._queue = [each for each in self._queue if each[0] not in streams]
+        padded = len(streams) * max(map(self._size, streams))
+        self._batch = streams, padded, now
+        self._at(now + self._cost(padded, now), "done", -1)
+
+    def _done(self, now: float, _: int) -> None:
+        assert self._batch
+        (streams, padded, since), self._batch = self._batch, None
+        seconds = [self._receive(now, stream) for stream in streams]
+        if self._admission:
+            self._admission.rendered(len(streams), padded, sum(seconds), now - since)
+            self._learn(now)
+
+    def _receive(self, now: float, stream: int) -> float:
+        number, playback = self._chunk[stream], self._playback[stream]
+        final = number == len(HOPS) - 1
+        seconds = (HOPS[number] - WITHHELD * (number == 0) + WITHHELD * final) / TOKEN_RATE
+        left, gap = playback.left(now), playback.add(seconds, now)
+        self.gaps[stream] = max(self.gaps[stream], gap)
+        if left is None:
+            self.first[stream] = now - self._requested[stream]
+        elif self._admission:
+            self._admission.delivered(left, self._requested[stream] - self._answered[stream], seconds, gap, now)
+        self._answered[stream] = now
+        self._chunk[stream] += 1
+        if not final:
+            self._await_tokens(now, stream)
+            return seconds
+        self.live.discard(stream)
+        if self._admission:
+            self._admission.ended()
+        return seconds
+
+    def _await_tokens(self, now: float, stream: int) -> None:
+        needed = sum(HOPS[: self._chunk[stream]]) + self._size(stream)
+        if self._llm_rate:
+            self._awaiting[stream] = needed
+        else:
+            self._at(max(now, self._begins[stream] + needed / self._rate), "request", stream)
+
+    def _size(self, stream: int) -> int:
+        hop = HOPS[self._chunk[stream]]
+        return hop if hop == HOPS[-1] else hop + LOOKAHEAD_TOKENS
+
+    def _learn(self, now: float) -> None:
+        assert self._admission
+        left = [self._playback[stream].left(now) for stream in self.live]
+        self._admission.update(len(self.live), [each for each in left if each is not None], now)
+
+    def _at(self, time: float, event: str, stream: int) -> None:
+        heapq.heappush(self._events, (time, next(self._order), event, stream))

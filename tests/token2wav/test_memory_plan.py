@@ -1,0 +1,120 @@
+"""The plan of a GPU's memory: real sizes, what fits, what is refused with what."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common import stacks
+from common.config import SPARE_REQUESTS, Token2WavConfig, planned_llm_gib
+from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
+from common.stacks import Stack
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.limits import BatchLimits
+from common.token2wav.memory_plan import GIB, NOISE, VOICE_SECONDS, Networks, plan_memory
+from common.voice.prompt import Prompt
+from tests.conftest import ROOT
+
+MODELS = ROOT / "tools" / "demo_model" / "trained"
+FLOAT32 = Precision(torch.float32, torch.float32)
+OFFICIAL = {
+    stacks.DIT: (DiTFlow, DiTFlowConfig()),
+    stacks.UNET: (UNetFlow, UNetFlowConfig()),
+}
+
+
+def official(stack: Stack) -> Networks:
+    kind, config = OFFICIAL[stack]
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in kind(config).named_parameters()}
+    return Networks(flow=config, shapes=shapes, vocoder=20_806_557, flow_size=2, vocoder_size=2, steps=10)
+
+
+def limits(stack: Stack, streams: int) -> BatchLimits:
+    return BatchLimits(max_streams=streams, chunk_boundary=stack.chunk_boundary)
+
+
+@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+def test_streams_voices_and_weights_have_the_planned_sizes(stack: Stack) -> None:
+    directory = MODELS / stack.checkpoint
+    planned = Networks.read(stack, directory, flow_size=4, vocoder_size=4, steps=2)
+    engine = Token2Wav.load(
+        stack, directory, device="cpu", limits=limits(stack, 3), precision=FLOAT32, runtime="torch", steps=2
+    )
+    assert engine.cache_bytes == pytest.approx(planned.streams(3), rel=0.03)
+    flow = engine._flow
+    if isinstance(flow, DiTStreaming):
+        weights = {tensor.data_ptr(): tensor.nbytes for tensor in flow._network.parameters()}
+        stream = engine.open(Prompt(np.arange(30), np.zeros((60, 80), np.float32), np.ones(192, np.float32), text=""))
+        assert stream.prompt.nbytes == planned.voice(60 / 50)
+        solver = flow._solve._solver
+        weights |= {tensor.data_ptr(): tensor.nbytes for block in solver._blocks for tensor in block}
+        vocoder = sum(tensor.nbytes for tensor in engine._vocoder._plain.hift.parameters())
+        assert planned.weights - NOISE == pytest.approx(sum(weights.values()) + vocoder, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("stack", "gib", "streams"),
+    [
+        *((stacks.DIT, gib, streams) for gib, streams in ((8, 4), (12, 16), (16, 32), (24, 64), (48, 128))),
+        (stacks.UNET, 8, 4),
+        (stacks.UNET, 24, 32),
+    ],
+    ids=str,
+)
+def test_each_gpu_holds_its_streams_in_as_many_voices(
+    stack: Stack, gib: int, streams: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    networks = official(stack)
+    made = plan_memory(networks, limits(stack, streams), gib * GIB, None)
+    assert made.voices >= streams * networks.voice(VOICE_SECONDS)
+    assert sum(made.parts.values()) + made.voices == gib * GIB
+    made.log()
+    (table,) = caplog.messages  # whatever the level of the other loggers
+    assert table.splitlines()[-1].split() == ["sum", f"{gib}.00", "GiB"]
+
+
+def test_streams_that_do_not_fit_are_refused_with_the_numbers_that_do() -> None:
+    networks = official(stacks.DIT)
+    with pytest.raises(
+        ValueError, match=r"^max_streams 64 needs [\d.]+ GiB, and gpu_memory_gib is 12.0: set "
+    ) as refused:
+        plan_memory(networks, limits(stacks.DIT, 64), 12 * GIB, None)
+    found = re.search(r"max_streams <= (\d+) or gpu_memory_gib >= ([\d.]+)", str(refused.value))
+    assert found is not None
+    fewer, more = int(found[1]), float(found[2])
+    assert 16 <= fewer < 64 and 12 < more < 24
+    plan_memory(networks, limits(stacks.DIT, fewer), 12 * GIB, None)
+    plan_memory(networks, limits(stacks.DIT, 64), int(more * GIB), None)
+    for streams, gib in ((fewer + 1, 12), (64, more - 0.2)):
+        with pytest.raises(ValueError, match="gpu_memory_gib"):
+            plan_memory(networks, limits(stacks.DIT, streams), int(gib * GIB), None)
+    with pytest.raises(ValueError, match="set gpu_memory_gib >= "):  # no number of streams fits
+        plan_memory(networks, limits(stacks.DIT, 64), 4 * GIB, None)
+
+
+def test_without_an_llm_on_the_gpu_its_share_is_for_voices() -> None:
+    networks = official(stacks.DIT)
+    alone, beside = (plan_memory(networks, limits(stacks.DIT, 64), 24 * GIB, llm) for llm in (0.0, None))
+    assert alone.voices - beside.voices == int(planned_llm_gib(64 + SPARE_REQUESTS) * GIB) == beside.parts["LLM"]
+    assert beside.own == beside.voices + sum(
+        size for name, size in beside.parts.items() if name not in ("LLM", "prompt models", "process")
+    )
+
+
+def test_on_a_cpu_the_longest_voice_always_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = MODELS / stacks.DIT.checkpoint
+    config = Token2WavConfig(model_dir=str(directory), max_streams=2, n_timesteps=1, flow_precision="float32")
+    monkeypatch.setattr("os.sysconf", lambda _: 1)  # a machine with a byte
+    engine = Token2Wav.from_config(stacks.DIT, config)
+    longest = Prompt(np.arange(752), np.zeros((1504, 80), np.float32), np.ones(192, np.float32), text="")
+    assert engine.fitting([longest, replace(longest, embedding=np.zeros(192, np.float32))]) == [True, False]
+
+
+def test_the_settings_have_the_models_names(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'gpu_memory_gib' must be above 0, not -1"):
+        Token2WavConfig(model_dir=str(tmp_path), gpu_memory_gib=-1)

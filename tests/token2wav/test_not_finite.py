@@ -1,0 +1,220 @@
+"""Values that are not finite: such a chunk is rendered again in float32, such a voice is made again, such a checkpoint
+does not load."""
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from common.process.metrics import EVICTED, FAILED, RETRIED
+from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.engine import Token2Wav
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import flow_noise
+from common.token2wav.stream import NotFiniteError, Stream
+from common.token2wav.unet.streaming import UNetStreaming
+from tests.support.streams import VOICES_BYTES, Piece, dit_pieces, ids, prompt, unet_pieces
+
+LIMITS = BatchLimits(max_streams=8)
+TOLERANCE = 1e-3  # between batches, as in test_engine
+HOPS = [8, 12, 10]
+SEEDS = [1, 2, 3]
+TOKENS = 47
+
+
+@pytest.fixture
+def dit(dit_network, vocoder) -> Token2Wav:
+    flow = DiTStreaming(dit_network, flow_noise(), PromptCaches(VOICES_BYTES), limits=LIMITS, steps=4)
+    return Token2Wav(flow, vocoder)
+
+
+@pytest.fixture
+def unet(unet_network, vocoder) -> Token2Wav:
+    return Token2Wav(UNetStreaming(unet_network, flow_noise(), limits=LIMITS, steps=4), vocoder)
+
+
+def pieces(engine: Token2Wav, seed: int, tokens: int = TOKENS, hops: list[int] = HOPS) -> list[Piece]:
+    return (unet_pieces if engine._flow.cumulative else dit_pieces)(ids(seed, tokens), hops)
+
+
+def spoken(engine: Token2Wav, seeds: list[int], before: Callable[[int, list[Stream]], None]) -> list[np.ndarray]:
+    """The audio of streams that are rendered together. `before` is called before each of their chunks."""
+    plans = [pieces(engine, seed) for seed in seeds]
+    streams = [engine.open(prompt(seed)) for seed in seeds]
+    parts: list[list[np.ndarray]] = [[] for _ in seeds]
+    for turn in range(len(plans[0])):
+        before(turn, streams)
+        for part, audio in zip(
+            parts, engine.step([p[turn].of(engine, s) for p, s in zip(plans, streams, strict=True)]), strict=True
+        ):
+            part.append(audio)
+    for stream in streams:
+        engine.close(stream)
+    return [np.concatenate(part) for part in parts]
+
+
+def nothing(turn: int, streams: list[Stream]) -> None:
+    pass
+
+
+def once(monkeypatch: pytest.MonkeyPatch, subject: object, name: str, row: int) -> None:
+    """Let the next result of a method be no number in one row."""
+    method = getattr(subject, name)
+
+    def spoiled(*args, **options):
+        monkeypatch.setattr(subject, name, method)
+        result = method(*args, **options)
+        (result[0] if isinstance(result, tuple) else result)[row] = torch.nan
+        return result
+
+    monkeypatch.setattr(subject, name, spoiled)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("kind", "fault", "turn"),
+    [
+        ("dit", "mel", 0),
+        ("dit", "ring", 2),
+        ("dit", "voice", 0),
+        ("dit", "voice", 3),
+        ("dit", "audio", 1),
+        ("unet", "mel", 2),
+        ("unet", "audio", 0),
+    ],
+)
+def test_a_chunk_that_is_not_finite_is_rendered_again_and_no_listener_notices(kind, fault, turn, request, monkeypatch):
+    engine = request.getfixturevalue(kind)
+    flow = engine._flow
+    expected = spoken(engine, SEEDS, nothing)
+
+    def spoil(now: int, streams: list[Stream]) -> None:
+        if now != turn:
+            return
+        if fault == "mel":
+            once(monkeypatch, flow._solve, "run", row=1)
+        elif fault == "audio":
+            once(monkeypatch, engine._vocoder._renderer.hift, "decode", row=1)
+        elif fault == "ring":
+            flow._pool.keys[streams[1].tail.slot] = torch.nan
+            flow._pool.history[streams[1].tail.slot] = torch.nan
+        else:
+            streams[1].prompt.attention.values[..., 5, :] = torch.nan
+
+    for actual, whole in zip(spoken(engine, SEEDS, spoil), expected, strict=True):
+        np.testing.assert_allclose(actual, whole, atol=TOLERANCE)
+    assert (engine.counts[RETRIED], engine.counts[FAILED]) == (1, 0)
+    assert engine.counts[EVICTED] == (1 if kind == "dit" else 0)
+
+
+@torch.inference_mode()
+def test_a_voice_that_is_not_finite_is_evicted_and_its_live_streams_go_on(dit):
+    """Both streams of the voice are rendered again; the second one and all later streams take the new prompt cache."""
+    plan = pieces(dit, 1)
+    first, second = dit.open(prompt(1)), dit.open(prompt(1))
+    bad = first.prompt
+    expected = bad.attention.keys.clone()
+    bad.attention.keys.fill_(torch.nan)
+    for stream in (first, second):
+        assert np.isfinite(dit.step([plan[0].of(dit, stream)])[0]).all()
+    assert first.prompt is second.prompt is dit.open(prompt(1)).prompt is not bad
+    torch.testing.assert_close(first.prompt.attention.keys, expected)
+    assert (dit.counts[RETRIED], dit.counts[EVICTED]) == (2, 1)
+    dit.step([plan[1].of(dit, stream) for stream in (first, second)])
+    assert dit.counts[RETRIED] == 2
+
+
+def test_a_prompt_cache_that_is_not_finite_is_made_again(dit, monkeypatch):
+    expected = spoken(dit, SEEDS, nothing)
+    dit._flow._prompts = PromptCaches(VOICES_BYTES)
+    spoil_history = dit._flow._solve.prefill
+
+    def spoiled(*args):
+        left = spoil_history(*args)
+        left[0].history[..., 0] = torch.nan
+        return left
+
+    monkeypatch.setattr(dit._flow._solve, "prefill", spoiled)
+    dit.prefill([prompt(seed) for seed in SEEDS])
+    for actual, whole in zip(spoken(dit, SEEDS, nothing), expected, strict=True):
+        np.testing.assert_allclose(actual, whole, atol=TOLERANCE)
+    assert dit.counts[RETRIED] == 0
+
+
+def overflowing(network: torch.nn.Module) -> torch.nn.Module:
+    """The same function, but the values of its first attention layer are beyond float16."""
+    network = copy.deepcopy(network)
+    attention = network.decoder.estimator.blocks[0].attn
+    attention.to_v.weight *= 2.0**24
+    attention.to_v.bias *= 2.0**24
+    attention.proj.weight *= 2.0**-24
+    return network
+
+
+def test_a_flow_that_overflows_in_float16_speaks_as_in_float32(dit, dit_network, vocoder):
+    network = overflowing(dit_network)
+    flow = DiTStreaming(
+        copy.deepcopy(network).half(),
+        flow_noise(),
+        PromptCaches(VOICES_BYTES),
+        limits=LIMITS,
+        steps=4,
+        load_exact=lambda: network,
+    )
+    half = Token2Wav(flow, vocoder)
+    half.prefill([prompt(9)])
+    for actual, expected in zip(spoken(half, [1, 2], nothing), spoken(dit, [1, 2], nothing), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+    assert half.counts[RETRIED] == 2 * (len(HOPS) + 1)
+    assert prompt(9).digest not in flow._prompts, "the float32 copy needs the memory of idle voices"
+
+
+@torch.inference_mode()
+def test_a_long_stream_is_rendered_again_from_its_recent_tokens(dit_network, vocoder):
+    """More tokens than the context holds: what is older can only be heard as a slightly different mel."""
+    flow = DiTStreaming(
+        dit_network, flow_noise(), PromptCaches(VOICES_BYTES), limits=LIMITS, steps=4, context_tokens=60
+    )
+    engine, mels = Token2Wav(flow, vocoder), []
+    for poisoned in (False, True):
+        stream = engine.open(prompt(1))
+        for piece in pieces(engine, 1, 100, [20, 20, 20, 20])[:-1]:
+            engine.step([piece.of(engine, stream)])
+        if poisoned:
+            flow._pool.history[stream.tail.slot] = torch.nan
+        chunk = pieces(engine, 1, 100, [20, 20, 20, 20])[-1].of(engine, stream)
+        (mel,) = flow.render([chunk])
+        mels.append(flow.again(chunk) if poisoned else mel.clone())
+        assert stream.tail.total == 200
+    assert 0 < (mels[1] - mels[0]).norm() / mels[0].norm() < 0.05
+
+
+@torch.inference_mode()
+def test_a_mel_too_short_for_audio_is_not_kept_if_it_is_not_finite(dit):
+    plan = pieces(dit, 1, 20, [2])
+    expected = spoken_alone(dit, plan)
+    stream = dit.open(prompt(1))
+    dit._flow._pool.history[stream.tail.slot] = torch.nan
+    actual = [dit.step([piece.of(dit, stream)])[0] for piece in plan]
+    np.testing.assert_allclose(np.concatenate(actual), expected, atol=TOLERANCE)
+
+
+def spoken_alone(engine: Token2Wav, plan: list[Piece]) -> np.ndarray:
+    stream = engine.open(prompt(1))
+    return np.concatenate([engine.step([piece.of(engine, stream)])[0] for piece in plan])
+
+
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_a_whole_utterance_that_is_not_finite_is_rendered_again(kind, request, monkeypatch):
+    engine = request.getfixturevalue(kind)
+    expected = engine.whole(prompt(1), ids(1, 20))
+    once(monkeypatch, engine._flow._network, "solve", row=0)
+    np.testing.assert_array_equal(engine.whole(prompt(1), ids(1, 20)), expected)
+    assert engine.counts[RETRIED] == 1
+    monkeypatch.setattr(engine._flow._network, "solve", lambda *_, **__: torch.full((1, 80, 64), torch.nan))
+    with pytest.raises(NotFiniteError, match="the audio is not finite"):
+        engine.whole(prompt(1), ids(1, 20))
+    assert engine.counts[FAILED] == 1
