@@ -3,11 +3,17 @@
 import re
 import unicodedata
 
+from common.constants import SYSTEM_WORDS
+from common.text.markdown import without_emoji
+
 # Every control token of the LLM's vocabulary is written <|name|>. The length limit keeps the prose between a stray "<|"
 # and a distant "|>"; names are short.
 _CONTROL_TOKEN = re.compile(r"<\|[^<|>]{0,64}\|>")
 
-# Letters, numbers and symbols. Text without any of them, such as "?!" or a zero-width space, is silent.
+# CosyVoice3's clients put it before a text or a transcript; a prompt gets it whether they do or not.
+_SYSTEM_PREFIX = re.compile(rf"\s*{re.escape(SYSTEM_WORDS)}\s*<\|endofprompt\|>")
+
+# Letters, numbers and symbols but emoji. Text without any of them, such as "?!" or a zero-width space, is silent.
 _SPEAKABLE = ("L", "N", "S")
 
 
@@ -24,17 +30,21 @@ def strip_control_tokens(text: str) -> str:
 
 def is_speakable(text: str) -> bool:
     """Whether `text` contains anything that can be spoken."""
-    return any(unicodedata.category(char)[0] in _SPEAKABLE for char in text)
+    return any(unicodedata.category(char)[0] in _SPEAKABLE for char in without_emoji(text))
 
 
 def clean_text(text: str, *, name: str, max_chars: int) -> str:
-    """The text without control tokens, surplus whitespace and empty lines; lines are separated by line feeds.
+    """The text without control tokens, surplus whitespace and empty lines; lines are separated by line feeds. Without
+    CosyVoice3's system words at its beginning too, if they end with their token.
 
     `name`: the input's name in messages. ValueError if the text is longer than `max_chars` or has nothing to speak.
     """
     if len(text) > max_chars:
         raise ValueError(f"{name} has {len(text)} characters, more than the limit of {max_chars}")
-    lines = (" ".join(line.split()) for line in strip_control_tokens(_printable(text)).split("\n"))
+    words = _printable(text)
+    prefix = _SYSTEM_PREFIX.match(words)
+    words = strip_control_tokens(words[prefix.end() :] if prefix else words)
+    lines = (" ".join(line.split()) for line in words.split("\n"))
     spoken = "\n".join(line for line in lines if line)
     if not is_speakable(spoken):
         shown = text if len(text) <= 80 else text[:80] + "..."

@@ -1,12 +1,14 @@
 """A text of any length -> the segments that are synthesized one after another."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache, partial
 
 from common.text import chinese
 from common.text.duration import expected_seconds
-from common.text.normalization import half_width, language_of, normalized
+from common.text.markdown import spoken
+from common.text.markup import Pause, parts
+from common.text.normalization import Language, Spelled, half_width, language_of, normalized
 from common.text.segments import Seconds, fitting, segment_limit, segments, sentences
 
 CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transcript takes about 10 ms
@@ -15,7 +17,8 @@ CACHED_TRANSCRIPTS = 256  # voices are used repeatedly, and normalizing a transc
 class TextFrontend:
     """Splits texts into segments. Texts must come from `clean_text`.
 
-    `normalize`: spell out numbers and symbols, and clean Chinese as CosyVoice2 does. Safe to use from several threads.
+    `normalize`: leave out Markdown, HTML and emoji, spell out numbers and symbols, clean Chinese as CosyVoice2 does.
+    `as_is`: what stays as it is written. Safe to use from several threads.
     """
 
     def __init__(self) -> None:
@@ -23,11 +26,31 @@ class TextFrontend:
         for language in ("zh", "en", "ja"):
             normalized("1", language)  # loads the grammar: half a second that no request should wait for
 
-    def segments(self, text: str, normalize: bool = True, request_seconds: float = math.inf) -> Iterator[str]:
-        """At least one segment; lazy. `request_seconds`: how much speech one LLM request can produce."""
-        seconds = _seconds_in(text)
-        spoken = _normalized(text, seconds) if normalize else sentences(text)
-        return segments(spoken, seconds, segment_limit(request_seconds))
+    def segments(
+        self,
+        text: str,
+        normalize: bool = True,
+        request_seconds: float = math.inf,
+        as_is: Collection[Spelled] = (),
+    ) -> Iterator[str | Pause]:
+        """Segments and pauses, at least one; lazy. `request_seconds`: how much speech one LLM request can produce.
+
+        ValueError if the text has nothing of either, and if its markup is not supported.
+        """
+        whole = list(parts(text))
+        words = "".join(part for part in whole if isinstance(part, str))
+        seconds, language, some = _seconds_in(words), language_of(words), False
+        for part in whole:
+            if isinstance(part, Pause):
+                found: Iterable[str | Pause] = (part,)
+            else:
+                spoken_words = _normalized(part, seconds, language, as_is=as_is) if normalize else sentences(part)
+                found = segments(spoken_words, seconds, segment_limit(request_seconds))
+            for each in found:
+                yield each
+                some = some or each != Pause(0.0)
+        if not some:
+            raise ValueError(f"target_text has nothing to speak: {text[:80]!r}")
 
     def transcript(self, text: str, normalize: bool = True) -> str:
         """A recording's transcript, spelled out as in the recording. Unlike a text it gets no full stop at its end."""
@@ -35,7 +58,7 @@ class TextFrontend:
 
 
 def _transcript(text: str) -> str:
-    return "".join(_normalized(text, _seconds_in(text), close=False)).strip()
+    return "".join(_normalized(text, _seconds_in(text), language_of(text), close=False)).strip()
 
 
 def _seconds_in(text: str) -> Seconds:
@@ -43,14 +66,15 @@ def _seconds_in(text: str) -> Seconds:
     return partial(expected_seconds, japanese=language_of(text) == "ja")
 
 
-def _normalized(text: str, seconds: Seconds, close: bool = True) -> Iterator[str]:
-    """The sentences of `text` in words, those of `sentences` with the same `close`."""
-    text = half_width(text)
-    language = language_of(text)  # for sentences without letters
+def _normalized(
+    text: str, seconds: Seconds, language: Language | None, close: bool = True, as_is: Collection[Spelled] = ()
+) -> Iterator[str]:
+    """The sentences of `text` in words, those of `sentences` with the same `close`. language: without letters."""
+    text = half_width(spoken(text))
     if language == "zh":
         text = chinese.closed(text)
     for sentence in sentences(text, close):
         own = language_of(sentence) if any(char.isalpha() for char in sentence) else language
         # In parts that fit a segment: normalizing a long sentence at once would block every stream of the process.
-        words = "".join(normalized(part, own) for part in fitting(sentence, seconds)) if own else sentence
+        words = "".join(normalized(part, own, as_is) for part in fitting(sentence, seconds)) if own else sentence
         yield chinese.cleaned(words) if own == "zh" else words

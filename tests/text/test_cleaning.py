@@ -39,7 +39,7 @@ def test_prose_between_distant_token_marks_is_kept():
 
 
 @pytest.mark.parametrize(
-    "text", ["", " \n\t", "<|s_1|>", "<|eos1|> <|s_2|>", "\x00\x1f", "\u200b\ufeff \u2060", "?! ...", "。"]
+    "text", ["", " \n\t", "<|s_1|>", "<|eos1|> <|s_2|>", "\x00\x1f", "\u200b\ufeff \u2060", "?! ...", "。", "😀 👍🏽!"]
 )
 def test_text_without_words_is_rejected_with_its_name_and_value(text):
     with pytest.raises(ValueError) as caught:
@@ -60,3 +60,15 @@ def test_an_optional_line_may_be_blank(text, line):
 def test_an_optional_line_of_control_tokens_alone_is_an_error():
     with pytest.raises(ValueError, match="reference_text has nothing to speak"):
         clean_line("<|s_1|>", name="reference_text", max_chars=100)
+
+
+@pytest.mark.parametrize(
+    "text", ["You are a helpful assistant.<|endofprompt|>Hi.", " You are a helpful assistant. <|endofprompt|> Hi."]
+)
+def test_the_system_words_of_cosyvoice3_are_not_spoken(text):
+    assert clean_text(text, name="text", max_chars=100) == "Hi."
+
+
+def test_the_same_words_without_their_token_are_text():
+    text = "You are a helpful assistant. Hi."
+    assert clean_text(text, name="text", max_chars=100) == text

@@ -1,12 +1,15 @@
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from common.text import TextFrontend, clean_text
 from common.text.duration import expected_seconds
+from common.text.markdown import spoken
 from common.text.normalization import half_width, language_of, normalized
 from common.text.segments import SEGMENT_SECONDS, segments, sentences
+from tools.prepare.huggingface_llm import PHONEMES, TEXT_SPECIALS
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,10 @@ def frontend() -> TextFrontend:
 @pytest.mark.parametrize(
     ("text", "spoken"),
     [
-        ("It costs $12.50, and 3.5% more.", "It costs twelve point five dollars, and three point five percent more."),
+        (
+            "It costs $12.50, and 3.5% more.",
+            "It costs twelve dollars and fifty cents, and three point five percent more.",
+        ),
         ("On 2023-11-05 at 5:30 p.m.", "On the fifth of november twenty twenty three at five thirty PM"),
         ("Dr. Smith ran 5 km at 20°C.", "doctor Smith ran five kilometers at twenty degrees Celsius."),
         (
@@ -28,6 +34,14 @@ def frontend() -> TextFrontend:
             "I have one million two hundred thirty four thousand five hundred and sixty seven items.",
         ),
         ("We are #1 for 100€.", "We are number one for one hundred euro."),
+        ("$5.50, $0.99, £2.01.", "five dollars and fifty cents, ninety nine cents, two pounds and one penny."),
+        ("$1.50 million, $3.00, $2.5.", "one point five million dollars, three dollars, two point five dollars."),
+        ("Call 555-1234.", "Call five five five, one two three four."),
+        ("+1 (555) 123-4567", "plus one, five five five, one two three, four five six seven"),
+        ("0800 123 456", "zero eight zero zero, one two three, four five six"),
+        ("+10 or 100-2000", "plus ten or one hundred to two thousand"),
+        ("See https://a.org/b now.", "See a dot org slash b now."),
+        ("Mail bob@a.org.", "Mail bob at a dot org."),
         ("价格是13.5元，涨了3.5%。", "价格是十三点五元，涨了百分之三点五。"),
         ("价格是￥１３．５，涨了３．５％。", "价格是十三点五元，涨了百分之三点五。"),
         ("会议在2023年11月5日12：30开始。", "会议在二零二三年十一月五日十二点三十分开始。"),
@@ -55,6 +69,13 @@ def test_numbers_dates_units_and_currencies_become_words(text: str, spoken: str)
 )
 def test_text_that_needs_no_words_or_would_be_misread_is_unchanged(text: str) -> None:
     assert normalized(text, "en") == text
+
+
+def test_what_a_request_wants_unchanged_is_not_spelled_out() -> None:
+    text = "See https://a.org/b or bob@a.org, 555-1234."
+    assert normalized(text, "en", ("urls",)).startswith("See https://a.org/b or bob at a dot org, five five five")
+    assert normalized(text, "en", ("emails",)).startswith("See a dot org slash b or bob@a.org, five five five")
+    assert "five hundred and fifty five to" in normalized(text, "en", ("phones",))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +203,7 @@ def test_segments_are_generated_lazily() -> None:
         "สวัสดี" * 60,
         "NASA/" * 60,
         "https://example.com/?id=123&q=%20" * 12,
-        "😀" * 90,
+        "word 😀 " * 90,
     ],
 )
 def test_no_word_is_lost_and_every_segment_fits_the_limit(text: str, normalize: bool, frontend: TextFrontend) -> None:
@@ -227,6 +248,45 @@ def test_a_number_without_letters_is_read_in_the_language_of_the_text(frontend: 
     assert list(frontend.segments("12")) == ["twelve."]
 
 
+# --- markup ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("*** bold ***", "bold."),
+        ("**Hello there.** How _are_ you? ~~No~~", "Hello there. How are you? No."),
+        ("**Hello there. How", "Hello there. How."),  # a sentence of the WebSocket: the end is in another one
+        ("# Title\n- one\n- two\n1. first\n> said", "Title. one. two. one. first. said."),
+        ("Run `make` or [read this](https://a.org/b) ![a cat](c.png)", "Run make or read this a cat."),
+        ("| a | b |\n|---|---|\n| c | d |", "a, b. c, d."),
+        ("```py\nhello\n```\nDone", "hello. Done."),
+        ("<b>Hi</b> <br/>you <!-- no --><a href='x'>there</a> &amp; me", "Hi you there and me."),
+        ("Good 😀 morning 👍🏽! 👨‍👩‍👧 🇩🇪 1️⃣", "Good morning! one."),
+        ("这是**重点。**好😀", "这是重点。好。"),
+        ("[laughter] <strong>so</strong> a < b", "[laughter] <strong>so</strong> a < b."),
+        ("Two * three, 2 * 3, C# and #fun", "Two three, two times three, C hash and fun."),
+        ("brand™ name", "brand trademark name."),
+    ],
+)
+def test_markup_is_not_spoken(text: str, spoken: str, frontend: TextFrontend) -> None:
+    assert " ".join(frontend.segments(clean_text(text, name="t", max_chars=100))) == spoken
+
+
+def test_a_text_of_markup_alone_has_nothing_to_speak(frontend: TextFrontend) -> None:
+    for text in ("<b></b>", "<!-- x -->", "[](https://a.org)"):
+        with pytest.raises(ValueError, match="nothing to speak"):
+            next(frontend.segments(text))
+    assert list(frontend.segments("*a* <b> 😀.", normalize=False)) == ["*a* <b> 😀."]
+
+
+@pytest.mark.parametrize("pattern", ["[", "![", "**a", "<a", "a|b\n", "[a](", "`", "&", "*a **b ", "😀", "> ", "~~a"])
+def test_hostile_markup_takes_bounded_time(pattern: str) -> None:
+    started = time.process_time()
+    spoken((pattern * 4096)[:4096])
+    assert time.process_time() - started < 3.0
+
+
 # --- Chinese -----------------------------------------------------------------------------------------------------
 
 
@@ -258,3 +318,16 @@ def test_chinese_is_cleaned_as_by_cosyvoice2(text: str, spoken: str, frontend: T
 
 def test_chinese_is_not_cleaned_without_normalization(frontend: TextFrontend) -> None:
     assert list(frontend.segments("你 好（吗），", normalize=False)) == ["你 好（吗），"]
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    ["报道{}予好评，有3个。", "He said {} to them.", "他说{}。It is {} here.", "{}因为[breath]他[laughter]笑。"],
+)
+def test_tags_of_sounds_and_phonemes_reach_the_llm_as_they_are(frontend, sentence):
+    """The tokens of CosyVoice2's and CosyVoice3's vocabularies for what letters do not say."""
+    sounds = [token for token in TEXT_SPECIALS if token[0] == "["]
+    for tag in (*sounds, *PHONEMES, "<strong>", "<laughter>"):
+        text = clean_text(sentence.format(tag + tag, tag), name="text", max_chars=1000)
+        spoken = "".join(frontend.segments(text))
+        assert spoken.count(tag) == text.count(tag), tag

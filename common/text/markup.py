@@ -1,0 +1,156 @@
+"""Pauses in a text, and the part of SSML that is supported.
+
+Anywhere: `[pause 1.2s]`, `[pause 300ms]`, `[pause]`, `<break time="500ms"/>`, `<break strength="strong"/>`, `<break/>`.
+A text that is a document `<speak>...</speak>` may also have p, s, sub and say-as; any other tag in it is an error, and
+so are tags that only SSML has outside of one. Other tags are HTML, see `markdown`.
+"""
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MAX_PAUSE_SECONDS = 10.0
+MAX_PAUSES_SECONDS = 60.0  # of a text: silence costs a caller few characters and the server memory
+STRENGTHS = {"none": 0.0, "x-weak": 0.1, "weak": 0.25, "medium": 0.5, "strong": 0.75, "x-strong": 1.0}  # seconds
+_SUPPORTED = ("break", "p", "s", "say-as", "speak", "sub")
+
+_MAX_DEPTH = 20
+_DOCUMENT = re.compile(r"<speak\b.*</speak\s*>", re.DOTALL)
+_PAUSE = re.compile(r"\[pause(?:\s+([^\[\]]*))?\]|(<break\b[^<>]*>)(?:\s*</break\s*>)?", re.IGNORECASE)
+_TIME = re.compile(r"\+?(\d+\.?\d*|\.\d+)\s*(ms|s)")
+# HTML has no such tags. p, s and sub are HTML's as well, and left to it outside of a document.
+_SSML_ONLY = re.compile(r"</?(speak|say-as|voice|prosody|emphasis|phoneme|lexicon)\b[^<>]*>", re.IGNORECASE)
+
+# What `say-as` reads one by one, and what the grammars for numbers read anyway.
+_SPELLED = ("characters", "spell-out", "verbatim", "digits", "telephone")
+_AS_WRITTEN = ("cardinal", "number", "date", "time", "currency", "unit", "address", "text")
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Silence between two parts of a text."""
+
+    seconds: float
+
+
+def parts(text: str) -> Iterator[str | Pause]:
+    """The parts of `text` in order, without this markup. ValueError naming a tag or value that is not supported."""
+    left = MAX_PAUSES_SECONDS
+    for part in _parts(text):
+        left -= part.seconds if isinstance(part, Pause) else 0.0
+        if left < 0:
+            raise ValueError(f"the pauses of the text are longer than {MAX_PAUSES_SECONDS:g} s together")
+        yield part
+
+
+def _parts(text: str) -> Iterator[str | Pause]:
+    if _DOCUMENT.fullmatch(text.strip()):
+        yield from _merged(_of_element(_document(text.strip()), 0))
+        return
+    if foreign := _SSML_ONLY.search(text):
+        raise _not_supported(foreign[1])
+    end = 0
+    for mark in _PAUSE.finditer(text):
+        yield from _spoken(text[end : mark.start()])
+        yield Pause(_seconds(mark[1] or "") if mark[2] is None else _break(_element(mark[2])))
+        end = mark.end()
+    yield from _spoken(text[end:])
+
+
+def _spoken(text: str) -> Iterator[str]:
+    if text.strip():
+        yield text
+
+
+def _merged(found: Iterator[str | Pause]) -> Iterator[str | Pause]:
+    """With neighbouring texts joined."""
+    text = ""
+    for part in found:
+        if isinstance(part, str):
+            text += part
+            continue
+        yield from _spoken(text)
+        yield part
+        text = ""
+    yield from _spoken(text)
+
+
+def _document(text: str) -> ET.Element:
+    if "<!DOCTYPE" in text.upper():
+        raise ValueError("SSML with a DOCTYPE is not supported")
+    try:
+        return ET.fromstring(text)
+    except ET.ParseError as error:
+        raise ValueError(f"the SSML is not well-formed: {error}") from None
+
+
+def _element(tag: str) -> ET.Element:
+    """A tag without content, closed or not."""
+    return _document(tag if tag.endswith("/>") else f"{tag[:-1]}/>")
+
+
+def _of_element(element: ET.Element, depth: int) -> Iterator[str | Pause]:
+    name = element.tag.rpartition("}")[2]  # without its namespace
+    if name not in _SUPPORTED or (name == "speak") != (depth == 0):
+        raise _not_supported(name)
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"SSML of more than {_MAX_DEPTH} levels")
+    if name == "break":
+        yield Pause(_break(element))
+    elif name == "sub":
+        yield _attribute(element, "alias")
+    elif name == "say-as":
+        yield _said_as("".join(element.itertext()), _attribute(element, "interpret-as"))
+    else:
+        around = "\n" if name in ("p", "s") else ""  # the end of a line ends a sentence
+        yield around + (element.text or "")
+        for child in element:
+            yield from _of_element(child, depth + 1)
+            yield child.tail or ""
+        yield around
+
+
+def _not_supported(tag: str) -> ValueError:
+    return ValueError(
+        f"the tag <{tag}> is not supported here: <break> is anywhere, and in a text that begins with <speak> and ends "
+        "with </speak> also p, s, say-as and sub"
+    )
+
+
+def _attribute(element: ET.Element, name: str) -> str:
+    if (value := element.get(name)) is None:
+        raise ValueError(f"the tag <{element.tag.rpartition('}')[2]}> has no {name}")
+    return value
+
+
+def _said_as(text: str, kind: str) -> str:
+    if kind in _SPELLED:
+        return " ".join("".join(text.split()))
+    if kind not in _AS_WRITTEN:
+        raise ValueError(f"interpret-as {kind!r} is not one of {', '.join((*_SPELLED, *_AS_WRITTEN))}")
+    return text
+
+
+def _break(element: ET.Element) -> float:
+    """The seconds of a `<break>`."""
+    if unknown := set(element.keys()) - {"time", "strength"}:
+        raise ValueError(f"<break> has no attribute {min(unknown)!r}: use time or strength")
+    if (time := element.get("time")) is not None:
+        return _seconds(time)
+    strength = element.get("strength", "medium")
+    if strength not in STRENGTHS:
+        raise ValueError(f"strength {strength!r} of <break> is not one of {', '.join(STRENGTHS)}")
+    return STRENGTHS[strength]
+
+
+def _seconds(time: str) -> float:
+    """The length of a pause; an empty text is that of `<break/>`."""
+    if not time.strip():
+        return STRENGTHS["medium"]
+    if (match := _TIME.fullmatch(time.strip())) is None:
+        raise ValueError(f"a pause of {time!r}: write its time like 1.2s or 500ms")
+    seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
+    if seconds > MAX_PAUSE_SECONDS:
+        raise ValueError(f"a pause of {time!r} is longer than {MAX_PAUSE_SECONDS:g} s")
+    return seconds

@@ -1,0 +1,77 @@
+import pytest
+
+from common.text import TextFrontend, clean_text
+from common.text.markup import MAX_PAUSES_SECONDS, Pause, parts
+
+
+@pytest.fixture(scope="module")
+def frontend() -> TextFrontend:
+    return TextFrontend()
+
+
+def spoken(frontend: TextFrontend, text: str, normalize: bool = True) -> list[str | float]:
+    """The segments, and the seconds of the pauses."""
+    found = frontend.segments(clean_text(text, name="t", max_chars=4096), normalize)
+    return [part.seconds if isinstance(part, Pause) else part for part in found]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello [pause 1.2s] there", ["Hello.", 1.2, "there."]),
+        ("Hello, [PAUSE 300ms] you", ["Hello,", 0.3, "you."]),
+        ("One.<break time='500ms'/> Two.<break/><break strength=\"strong\"></break>", ["One.", 0.5, "Two.", 0.5, 0.75]),
+        ("[pause] 5", [0.5, "five."]),
+        ("价格 [pause 1s] 25", ["价格。", 1.0, "二十五。"]),
+        ("[pause .25s]", [0.25]),
+        ("[laughter] <b>Ha</b>", ["[laughter] Ha."]),
+        ("<speak>Hi <break time='1s'/> there</speak>", ["Hi.", 1.0, "there."]),
+        (
+            "<speak version='1.1' xmlns='http://www.w3.org/2001/10/synthesis'><p>One</p><s>Two</s> "
+            "<sub alias='the web'>WWW</sub> &amp; <say-as interpret-as='characters'>ABC</say-as> "
+            "<say-as interpret-as='digits'>12</say-as></speak>",
+            ["One. Two. the web and A B C one two."],
+        ),
+    ],
+)
+def test_pauses_and_ssml_become_segments_and_silence(
+    text: str, expected: list[str | float], frontend: TextFrontend
+) -> None:
+    assert spoken(frontend, text) == expected
+
+
+def test_pauses_are_kept_without_normalization(frontend: TextFrontend) -> None:
+    assert spoken(frontend, "5 *a* [pause 1s] b", normalize=False) == ["5 *a*", 1.0, "b."]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<speak><prosody rate='slow'>x</prosody></speak>", "the tag <prosody> is not supported"),
+        ("<speak><voice name='anna'>x</voice></speak>", "the tag <voice>"),
+        ("<speak>a<speak>b</speak></speak>", "the tag <speak>"),
+        ("A <prosody rate='slow'>b</prosody>", "the tag <prosody>"),
+        ("Hi. <speak>a</speak>", "the tag <speak>"),
+        ("<speak>a", "the tag <speak>"),
+        ("<speak>a<b></speak>", "not well-formed"),
+        ("<speak><sub>a</sub></speak>", "the tag <sub> has no alias"),
+        ("<speak><say-as interpret-as='ordinal'>1</say-as></speak>", "interpret-as 'ordinal'"),
+        ("a <break times='1s'/>", "no attribute 'times'"),
+        ("a <break strength='big'/>", "strength 'big'"),
+        ("a [pause long]", "a pause of 'long'"),
+        ("a [pause 1]", "a pause of '1'"),
+        ("a [pause 11s]", "longer than 10 s"),
+        ("[pause 10s]" * 7, f"longer than {MAX_PAUSES_SECONDS:g} s together"),
+        ("<speak>" + "<s>" * 30 + "a" + "</s>" * 30 + "</speak>", "levels"),
+        ("<speak></speak>", "nothing to speak"),
+        ("[pause 0s]", "nothing to speak"),
+    ],
+)
+def test_what_is_not_supported_is_an_error_that_names_it(text: str, message: str, frontend: TextFrontend) -> None:
+    with pytest.raises(ValueError, match=message):
+        spoken(frontend, text)
+
+
+def test_an_entity_is_never_expanded() -> None:
+    with pytest.raises(ValueError, match="DOCTYPE"):
+        list(parts("<speak><!DOCTYPE a [<!ENTITY b 'c'>]>&b;</speak>"))
