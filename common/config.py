@@ -17,10 +17,12 @@ from common.constants import EULER_STEPS, SPEECH_VOCAB
 LLMTransport = Literal["triton", "openai"]
 LLMBackend = Literal["python", "tensorrtllm"]
 ChunkStrategy = Literal["exponential", "equal", "time_based"]  # see common/orchestrator/chunking.py
-LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "onnxruntime_genai"]  # see common/llm/engines/loading.py
+LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "cuda", "onnxruntime_genai"]  # see common/llm/engines/loading.py
+SpeakerRuntime = Literal["onnxruntime", "tensorrt"]
 FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"]  # see common/accel/loading.py
 InstanceKind = Literal["KIND_AUTO", "KIND_CPU", "KIND_GPU"]
 SamplingName = Literal["cosyvoice2", "triton"]
+AdmissionName = Literal["measured", "count"]  # see common/token2wav/admission.py
 
 
 class SamplingPreset(NamedTuple):
@@ -42,6 +44,17 @@ SAMPLING_PRESETS: dict[SamplingName, SamplingPreset] = {
 }
 
 ConfigT = TypeVar("ConfigT", bound="ModelConfig")
+
+
+# Requests to the LLM beside one for each stream: of streams that have just ended, of which it may hear a little later.
+SPARE_REQUESTS = 8
+
+
+def planned_llm_gib(requests: int) -> float:
+    """GiB of a GPU for the LLM, where `llm_memory_gib` is not set: CUDA's context, weights in bfloat16 and graphs, and
+    for each request 19 MB of keys and values (12 kB a token, 30 s of recording and 30 s of speech)."""
+    return 2.3 + 0.02 * requests
+
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -130,13 +143,18 @@ class ModelConfig:
 def _device(args: dict[str, str], kind: InstanceKind | None) -> str:
     """The torch device of this instance: "cpu" or "cuda:N". kind: where it computes, if its configuration says so."""
     if kind is not None:
-        return "cuda:0" if kind == "KIND_GPU" or (kind == "KIND_AUTO" and _has_gpu()) else "cpu"
+        return device_of(kind)
     if args.get("model_instance_kind") == "GPU":
         return f"cuda:{int(args['model_instance_device_id'])}"
     return "cpu"
 
 
-def _has_gpu() -> bool:
+def device_of(kind: InstanceKind) -> str:
+    """The torch device of a model that computes on the first GPU or on the CPU."""
+    return "cuda:0" if kind == "KIND_GPU" or (kind == "KIND_AUTO" and has_gpu()) else "cpu"
+
+
+def has_gpu() -> bool:
     import torch  # here: the programs that only render configurations do without it
 
     return torch.cuda.is_available()
@@ -153,11 +171,16 @@ class AudioTokenizerConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeakerEmbeddingConfig(ModelConfig):
-    """`model_dir` contains campplus.onnx. `runtime`: what runs it, see docs/accelerators.md."""
+    """`model_dir` contains campplus.onnx. `runtime`: what runs it, see docs/accelerators.md. `speaker_contexts`:
+    execution contexts of its TensorRT plan, which is how many recordings are encoded at once, see docs/tensorrt.md."""
 
     model_dir: str
-    runtime: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
+    runtime: SpeakerRuntime = "onnxruntime"
+    speaker_contexts: int = 1
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.require_positive("speaker_contexts")
 
 
 # Parameters of the C++ `tensorrtllm` backend, which shares its config.pbtxt with the python backend.
@@ -172,6 +195,8 @@ _TENSORRTLLM_PARAMETERS = frozenset(
         "batch_scheduler_policy",
         "cancellation_check_period_ms",
         "enable_kv_cache_reuse",
+        "guided_decoding_backend",
+        "xgrammar_tokenizer_info_path",
     )
 )
 
@@ -182,12 +207,13 @@ class TensorrtLLMConfig(ModelConfig):
 
     engine_dir: what the engine loads. engine: "auto" is the best one that can be imported and can load `engine_dir`,
         see common/llm/engines/loading.py. tokenizer_dir: HuggingFace directory; empty if it is `engine_dir`.
-    max_requests: requests generated at once; further ones are refused as unavailable. Equals the number of streams of
-        token2wav. Each has a row of key/value cache, which takes memory only for the tokens so far: 24 kB per token for
-        the official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37 MB for 30 s of recording and 30 s
-        of speech, and 2.4 GB for 64 requests.
-    gpu_share: fraction of GPU memory for an engine on the GPU: of the free memory for keys and values (tensorrt_llm),
-        or of all memory for everything (vllm). token2wav needs the rest.
+    max_requests: requests generated at once; further ones are refused as unavailable. Rendering sets the number of
+        token2wav's streams and SPARE_REQUESTS. Each has a row of key/value cache, which takes memory only for the
+        tokens so far: 24 kB per token for the official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37
+        MB for 30 s of recording and 30 s of speech, and 2.4 GB for 64 requests.
+    instance_kind: where the engine cuda computes; KIND_AUTO: on the first GPU if there is one.
+    llm_memory_gib: GiB of the GPU for vllm and cuda; None: `planned_llm_gib` of max_requests.
+    gpu_share: fraction of the free GPU memory for keys and values (tensorrt_llm).
     """
 
     foreign_parameters: ClassVar[frozenset[str]] = _TENSORRTLLM_PARAMETERS
@@ -196,9 +222,10 @@ class TensorrtLLMConfig(ModelConfig):
     engine_dir: str = dataclasses.field(metadata={"key": "gpt_model_path"})
     tokenizer_dir: str = ""
     engine: LLMEngine = "auto"
-    max_requests: int = 64
+    instance_kind: InstanceKind = "KIND_AUTO"
+    max_requests: int = 64 + SPARE_REQUESTS
+    llm_memory_gib: float | None = None
     gpu_share: float = dataclasses.field(default=0.5, metadata={"key": "kv_cache_free_gpu_mem_fraction"})
-    device: str = "cpu"
     decoupled: bool = False
 
     def __post_init__(self) -> None:
@@ -226,16 +253,19 @@ class Token2WavConfig(HopConfig):
 
     instance_kind: where the model computes, on the CPU or on the first GPU that it sees; KIND_AUTO: there if there is
         one. It has one instance, which has all streams.
-    model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: live streams; others wait.
+    model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: live streams.
+    admission: "measured": a new stream is refused if there is no place for it, or one more would cause gaps; "count":
+        only if there is no place. See docs/deployment.md.
+    max_start_wait_seconds: how long a new stream may wait instead; 0: it is refused at once.
     idle_seconds: a stream without requests for this long is freed.
-    voice_cache_mb: limit in MiB for the prompt caches of voices that streams are using; others are kept while there is
-        room. Used by the DiT flow only; on a GPU 33 MiB per second of prompt.
-    batch_memory_mb: MiB for the temporary tensors of one batch on a GPU. It limits the frames that a batch and a CUDA
-        graph hold, see common/token2wav/limits.py.
+    gpu_memory_gib: GiB of the GPU that all models of the server may take together; None: what is free. What remains
+        beside the others and `max_streams` streams is for prompt caches, see common/token2wav/memory_plan.py.
+    llm_memory_gib: of them, the LLM's; None: `planned_llm_gib`. 0 if it is not on this GPU.
     flow_runtime: what runs the flow's estimator, see docs/accelerators.md; "auto" needs only the checkpoint's files.
     flow_contexts: execution contexts of each TensorRT plan of the flow, see docs/tensorrt.md.
     flow_precision, vocoder_precision: precision of the networks. "auto": float16 on a GPU, float32 on a CPU, except
-        bfloat16 for a flow in torch on a CPU that supports it.
+        bfloat16 for a flow in torch on a CPU that supports it; float32 if the error at load is too large. See
+        docs/accelerators.md.
     """
 
     model_dir: str
@@ -243,9 +273,11 @@ class Token2WavConfig(HopConfig):
     instance_kind: InstanceKind = "KIND_AUTO"
     n_timesteps: int = EULER_STEPS
     max_streams: int = 64
+    admission: AdmissionName = "measured"
+    max_start_wait_seconds: float = 0.0
     idle_seconds: float = 60.0
-    voice_cache_mb: int = 4096
-    batch_memory_mb: int = 4352
+    gpu_memory_gib: float | None = None
+    llm_memory_gib: float | None = None
     flow_runtime: FlowRuntime = "auto"
     flow_contexts: int = 1
     flow_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -254,9 +286,13 @@ class Token2WavConfig(HopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive(
-            "n_timesteps", "max_streams", "idle_seconds", "voice_cache_mb", "batch_memory_mb", "flow_contexts"
-        )
+        self.require_positive("n_timesteps", "max_streams", "idle_seconds", "flow_contexts")
+        if self.gpu_memory_gib is not None:
+            self.require_positive("gpu_memory_gib")
+        if not self.max_start_wait_seconds >= 0:
+            raise ValueError(
+                f"parameter 'max_start_wait_seconds' must not be negative, not {self.max_start_wait_seconds}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,13 @@ MEL_BINS = 80
 # --- speech tokens -----------------------------------------------------------------------------------------------
 SPEECH_VOCAB = 3**8  # FSQ codebook of the S3 tokenizer: ids 0..6560
 SPEAKER_DIM = 192  # CAM++ x-vector
+SPECIAL_SPEECH_IDS = 200  # rows of CosyVoice3's speech embedding after those of the codebook
 # Id of <|s_0|> in the official LLM tokenizer. Serving reads it from the tokenizer's files (llm/speech_tokens.py);
 # this value is used only if a model is rendered without a tokenizer directory, as upstream's commands do.
 OFFICIAL_FIRST_SPEECH_ID = 151_663
+
+# What CosyVoice3's prompts begin with, before the token that ends an instruction; never spoken.
+SYSTEM_WORDS = "You are a helpful assistant."
 
 # --- flow --------------------------------------------------------------------------------------------------------
 LOOKAHEAD_TOKENS = 3  # tokens after the last rendered one that the encoder needs

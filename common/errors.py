@@ -2,6 +2,7 @@
 
     ValueError           the caller's mistake; the message names the value       INVALID_ARG   HTTP 400
     UnavailableError     a full queue, an LLM that does not answer               UNAVAILABLE   HTTP 503
+    OverloadedError      too many listeners: one more would cause gaps           UNAVAILABLE   HTTP 429
     FatalError           a dead engine or GPU; the process is ended              UNAVAILABLE   HTTP 503
     CancelledError       asyncio's: the caller disconnected                      CANCELLED
     anything else        a bug of ours                                           INTERNAL      HTTP 500
@@ -9,7 +10,10 @@
 `triton_io` maps them to Triton error codes, once, at the boundary of each request.
 """
 
+import math
 import re
+
+MAX_RETRY_SECONDS = 30
 
 
 class LostAnswerError(RuntimeError):
@@ -18,6 +22,18 @@ class LostAnswerError(RuntimeError):
 
 class UnavailableError(RuntimeError):
     """The service cannot do this now, although the request may be valid: full, timed out, or a part of it is down."""
+
+
+class OverloadedError(UnavailableError):
+    """Refused, so that those who listen already have no gaps.
+
+    retry_after: seconds after which another try may succeed. reason: which limit, as the metric names it.
+    """
+
+    def __init__(self, message: str, retry_after: float, reason: str = "") -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.reason = reason
 
 
 class FatalError(UnavailableError):
@@ -51,3 +67,25 @@ def is_fatal(error: BaseException) -> bool:
 # the rest may quote clients and LLM servers.
 INVALID = "invalid request: "
 UNAVAILABLE = "unavailable: "
+_OVERLOADED = re.compile(r"overloaded, retry after (\d+) s: ")
+
+
+def unavailable_message(error: BaseException) -> str:
+    """The message of an UnavailableError, from which `unavailable_error` makes it again."""
+    if not isinstance(error, OverloadedError):
+        return f"{UNAVAILABLE}{error}"
+    seconds = min(max(1, math.ceil(error.retry_after)), MAX_RETRY_SECONDS)
+    return f"{UNAVAILABLE}overloaded, retry after {seconds} s: {error}"
+
+
+def is_overloaded(message: str) -> bool:
+    """Whether a message quotes that of an OverloadedError."""
+    return bool(re.search(f"{UNAVAILABLE}{_OVERLOADED.pattern}", message))
+
+
+def unavailable_error(message: str, caller: str = "") -> UnavailableError:
+    """The error that a message stands for; `caller` goes before its text."""
+    text = message.removeprefix(UNAVAILABLE)
+    if found := _OVERLOADED.match(text):
+        return OverloadedError(f"{caller}{text[found.end() :]}", float(found[1]))
+    return UnavailableError(f"{caller}{text}")

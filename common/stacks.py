@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from common.constants import FLOW_CHUNK_TOKENS
+from common.constants import FLOW_CHUNK_TOKENS, SPECIAL_SPEECH_IDS, SPEECH_VOCAB, SYSTEM_WORDS
 
 SHARED_TEMPLATES = "model_repo"  # templates of the models that all stacks have; also the unet stack's own
 
@@ -19,20 +19,35 @@ class TokenizerRules:
     """The control tokens that an LLM adds to its text vocabulary, by name; their ids are read from its tokenizer.
 
     sos, task: before the text of a prompt, and between the text and the speech tokens. ends: end an utterance; training
-    uses the first. end_of_prompt: separates an instruction from the text to be spoken.
+    uses the first. end_of_prompt: separates an instruction from the text to be spoken. system: words before every
+    instruction, which every prompt then has. after_speech: all but `end_of_prompt`, in the order of their ids, which
+    follow those of the speech tokens.
     """
 
     sos: str = "<|sos|>"
     task: str = "<|task_id|>"
     ends: tuple[str, ...] = ("<|eos1|>", "<|eos2|>", "<|eos3|>")
     end_of_prompt: str = "<|endofprompt|>"
+    system: str = ""
+    after_speech: tuple[str, ...] = ("<|eos1|>", "<|eos2|>", "<|eos3|>", "<|sos|>", "<|task_id|>")
+
+
+COSYVOICE2_TOKENS = TokenizerRules()
+_NAMED = ("<|sos|>", "<|eos1|>", "<|task_id|>", "<|fill|>")
+_UNUSED = tuple(f"<|s_{SPEECH_VOCAB + number}|>" for number in range(len(_NAMED), SPECIAL_SPEECH_IDS))
+COSYVOICE3_TOKENS = TokenizerRules(
+    ends=("<|eos1|>", "<|sos|>", "<|task_id|>", "<|fill|>", *_UNUSED),
+    system=SYSTEM_WORDS,
+    after_speech=(*_NAMED, *_UNUSED),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechLLM:
     """The LLM of one or more stacks. All paths are below the directory with all checkpoints.
 
-    repository: the HuggingFace repository of the official files; it is downloaded to `download`.
+    repository: the HuggingFace repository of the official files; it is downloaded to `download`. modelscope: the same
+        on ModelScope, "" if it is not there.
     weights, base: the official state dict, and the folder of the text model that it extends.
     directory: the same as a HuggingFace model directory, with the tokenizer, from which the ids of its tokens are read.
     genai, engine: what onnxruntime-genai and TensorRT-LLM load, both made from `directory`.
@@ -40,13 +55,14 @@ class SpeechLLM:
     """
 
     repository: str
+    modelscope: str = ""
     download: str
     weights: str = "llm.pt"
     base: str = "CosyVoice-BlankEN"
     directory: str
     genai: str
     engine: str
-    tokenizer: TokenizerRules = TokenizerRules()
+    tokenizer: TokenizerRules = COSYVOICE2_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +75,7 @@ class Stack:
         model that the stacks share, that one is used instead of the one in SHARED_TEMPLATES.
     llm: its LLM.
     repository: the HuggingFace repository of the other official files, which are in its folder `repository_folder`; it
-        is downloaded to `download`, a folder below the directory with all checkpoints.
+        is downloaded to `download`, a folder below the directory with all checkpoints. modelscope: as in `SpeechLLM`.
     flow, hift, speaker_encoder, speech_tokenizer: these files.
     flow_tensors: prefix of tensor names that distinguish its `flow` from other stacks' files.
     networks: what of the flow can run outside torch: the use in serving (see common.accel.workloads) -> ONNX file.
@@ -69,6 +85,10 @@ class Stack:
     loader, vocoder_loader: "module:function" that load the flow and the vocoder in their streaming forms; imported by
         token2wav only. `hift` is the vocoder's file.
     settings: defaults of template keys, such as sampling, that differ from those of `common.config`.
+    speakers: where upstream's scripts get their spk2info.pt, "" if they have none for this stack. A branch of a third
+        party, so there is no checksum.
+    upstream: what upstream's deployment of the stack takes for granted about its LLM: defaults of template keys for
+        its commands, which fill in single templates.
     """
 
     name: str
@@ -78,6 +98,7 @@ class Stack:
     templates: str
     llm: SpeechLLM
     repository: str
+    modelscope: str = ""
     repository_folder: str = ""
     download: str
     flow: str = "flow.pt"
@@ -91,6 +112,8 @@ class Stack:
     loader: str
     vocoder_loader: str = "common.token2wav.hift.streaming:load"
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    speakers: str = ""
+    upstream: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def models(self) -> tuple[str, str]:
@@ -110,6 +133,7 @@ class Stack:
 
 COSYVOICE2_LLM = SpeechLLM(
     repository="FunAudioLLM/CosyVoice2-0.5B",
+    modelscope="iic/CosyVoice2-0.5B",
     download="CosyVoice2-0.5B",
     directory="cosyvoice2_llm",
     genai="cosyvoice2_llm_genai",
@@ -123,6 +147,7 @@ DIT = Stack(
     templates="model_repo_dit",
     llm=COSYVOICE2_LLM,
     repository="stepfun-ai/Step-Audio-2-mini",
+    modelscope="stepfun-ai/Step-Audio-2-mini",
     repository_folder="token2wav",
     download="Step-Audio-2-mini",
     speech_tokenizer="speech_tokenizer_v2_25hz.onnx",
@@ -135,6 +160,8 @@ DIT = Stack(
     cumulative=False,
     chunk_boundary=1,
     loader="common.token2wav.dit.streaming:load",
+    # trtllm-serve at its default port, which names the model after the engine's directory.
+    upstream={"llm_transport": "openai", "llm_urls": "http://localhost:8000/v1", "llm_model": COSYVOICE2_LLM.engine},
 )
 UNET = Stack(
     name="unet",
@@ -144,6 +171,7 @@ UNET = Stack(
     templates=SHARED_TEMPLATES,
     llm=COSYVOICE2_LLM,
     repository="FunAudioLLM/CosyVoice2-0.5B",
+    modelscope="iic/CosyVoice2-0.5B",
     download="CosyVoice2-0.5B",
     speech_tokenizer="speech_tokenizer_v2.onnx",
     flow_tensors="decoder.estimator.down_blocks.",
@@ -155,6 +183,8 @@ UNET = Stack(
     cumulative=True,
     chunk_boundary=FLOW_CHUNK_TOKENS,
     loader="common.token2wav.unet.streaming:load",
+    speakers="https://raw.githubusercontent.com/qi-hua/async_cosyvoice/main/CosyVoice2-0.5B/spk2info.pt",
+    upstream={"llm_backend": "tensorrtllm"},
 )
 BUILT_IN = (DIT, UNET)
 DEFAULT = DIT  # of every command and client

@@ -236,7 +236,7 @@ def add_voice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cross-lingual", action="store_true", help="keep a --speaker's timbre but not their language")
     default, others = stacks.DEFAULT.orchestrator, stacks.orchestrators()[1:]
     parser.add_argument("--model-name", default=default, help=" or ".join([f"{default} (default)", *others]))
-    parser.add_argument("--seed", type=int, help="makes the audio reproducible")
+    parser.add_argument("--seed", type=int, help="makes the speech tokens reproducible")
     parser.add_argument("--sampling", choices=SAMPLING_PRESETS, help="preset of sampling parameters, see docs/llm.md")
     parser.add_argument(
         "--parameter",

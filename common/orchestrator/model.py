@@ -1,10 +1,8 @@
 """The orchestrator of every stack: the Triton model that clients call."""
 
 import asyncio
+import dataclasses
 import gc
-import json
-import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 
 from common import triton_io
 from common.config import OrchestratorConfig
-from common.llm.checkpoint import read_limits, speech_bias
+from common.llm.checkpoint import follows_instructions, read_limits, speech_bias
 from common.llm.interface import LengthRatios, SpeechLM, Timeouts
 from common.llm.openai_client import OpenAILM
 from common.llm.speech_tokens import LLMTokenizer
@@ -23,6 +21,7 @@ from common.llm.triton_tensors import RESPONSE_OUTPUTS
 from common.orchestrator.chunking import HopRules
 from common.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav
 from common.orchestrator.request import RequestInputs, default_sampling
+from common.orchestrator.responses import Timeline, outputs
 from common.orchestrator.silence import SilenceRules
 from common.orchestrator.synthesis import Synthesizer
 from common.process.drain import DrainFile
@@ -94,6 +93,7 @@ class Orchestrator:
             silence=SilenceRules(tokens=frozenset(config.silent_tokens), most=config.max_silent_tokens),
         )
         self._sampling = default_sampling(config)
+        self._instructions = follows_instructions(config.llm_tokenizer_dir)
         self._max_text_chars = config.max_text_chars
         self._decoupled = config.decoupled
         self._drain = DrainFile(ModelEnvironment.read().drain_file)
@@ -106,10 +106,13 @@ class Orchestrator:
         with self.stats.request() as live:
             self._drain.check()
             speech = _inputs(request).check(self._sampling, self._max_text_chars)
+            if speech.instruct_text and not self._instructions:  # it would read them aloud
+                speech = dataclasses.replace(speech, instruct_text="")
+                warnings.append("instruct_text was left out: this LLM does not follow instructions")
 
             def send(waveform: np.ndarray) -> None:
                 stages = timeline.take()
-                responder.send(_outputs(waveform, warnings, stages if speech.timeline else []))
+                responder.send(outputs(waveform, warnings, stages if speech.timeline else []))
                 live.sent(waveform.size)
 
             if not self._decoupled:
@@ -134,39 +137,6 @@ def _inputs(request: Any) -> RequestInputs:
         instruct_text=triton_io.text(request, "instruct_text"),
         parameters=triton_io.parameters(request),
     )
-
-
-class Timeline:
-    """When each stage of a request was reached, in milliseconds since its processing started."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._stages: list[tuple[str, float]] = []
-
-    def add(self, stage: str) -> None:
-        self._stages.append((stage, round(1e3 * (time.perf_counter() - self._started), 3)))
-
-    def take(self) -> list[tuple[str, float]]:
-        """The stages added since the last call."""
-        stages, self._stages = self._stages, []
-        return stages
-
-
-def _outputs(
-    waveform: np.ndarray, warnings: list[str], stages: Sequence[tuple[str, float]] = ()
-) -> dict[str, np.ndarray]:
-    """The outputs of one response: waveform (N,) -> (1, N), and if there are any, warnings and stages as JSON.
-
-    `warnings` is emptied, so each is sent once. They are outputs because Triton 2.51's python backend cannot set
-    parameters of a response.
-    """
-    outputs = {"waveform": waveform[None]}
-    if stages:
-        outputs["timeline"] = np.array([[json.dumps(stages)]], np.object_)
-    if warnings:
-        outputs["warning"] = np.array([["; ".join(warnings)]], np.object_)
-        warnings.clear()
-    return outputs
 
 
 def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:

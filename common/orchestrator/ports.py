@@ -1,7 +1,9 @@
 """The ports of `synthesis` that call other models of the same Triton, through an injected `call`.
 
 A token2wav stream is a Triton sequence: START with the prompt and no tokens, then the chunks, and END exactly once,
-either with the final chunk or alone if the stream is aborted. Its correlation id is generated here, never by a client.
+either with the final chunk or alone if the stream is aborted. The first stream of a listener has one request more:
+START without the prompt, which reserves a place, and then the prompt. Its correlation id is generated here, never by a
+client.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from common.constants import PROMPT_SAMPLE_RATE
-from common.errors import LostAnswerError
+from common.errors import LostAnswerError, OverloadedError
 from common.orchestrator.chunking import Hop
 from common.voice.encoders import reference_mel
 from common.voice.prompt import Prompt
@@ -82,8 +84,8 @@ class TritonToken2Wav:
         self._cumulative = cumulative
         self._first_speech_id = first_speech_id
 
-    def open(self, prompt: Prompt) -> "TritonToken2WavStream":
-        return TritonToken2WavStream(self, prompt)
+    def open(self) -> "TritonToken2WavStream":
+        return TritonToken2WavStream(self)
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
         inputs = self.target_inputs(tokens) | self.prompt_inputs(prompt) | {"speed": np.array([[speed]], np.float32)}
@@ -132,18 +134,24 @@ NO_TOKENS = Hop(0, 0, final=False)
 class TritonToken2WavStream:
     """One sequence. Calls are made one after another; `abort` may be called while another call is in flight."""
 
-    def __init__(self, token2wav: TritonToken2Wav, prompt: Prompt):
+    def __init__(self, token2wav: TritonToken2Wav):
         self._token2wav = token2wav
-        self._prompt = prompt
         self._correlation_id = new_correlation_id()
         self._open = False
         self._in_flight: asyncio.Task[np.ndarray] | None = None
 
-    async def start(self, audio_left: float | None) -> None:
-        inputs = self._token2wav.hop_inputs([], NO_TOKENS) | self._token2wav.prompt_inputs(self._prompt)
+    async def reserve(self) -> None:
+        try:
+            await self._send(self._token2wav.hop_inputs([], NO_TOKENS), start=True)
+        except OverloadedError:
+            self._open = False  # a further call would only delay the refusal
+            raise
+
+    async def start(self, prompt: Prompt, audio_left: float | None) -> None:
+        inputs = self._token2wav.hop_inputs([], NO_TOKENS) | self._token2wav.prompt_inputs(prompt)
         if audio_left is not None:
             inputs["audio_left"] = np.array([[audio_left]], np.float32)
-        await self._send(inputs, start=True)
+        await self._send(inputs, start=not self._open)
 
     async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
         return await self._send(self._token2wav.hop_inputs(tokens, hop), end=hop.final)

@@ -13,12 +13,13 @@ from common.config import OrchestratorConfig
 from common.constants import MAX_SPEED, MIN_SPEED
 from common.llm.interface import Sampling, preset_values
 from common.text import clean_line, clean_text
+from common.text.normalization import Spelled
 from common.voice import audio
 from common.voice.prompt import Recording
 
 logger = logging.getLogger(__name__)
 
-# Request parameters that set the sampling, and their types. Others are ignored: Triton adds its own.
+# Request parameters that set the sampling, and their types.
 _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "seed": int,
     "temperature": float,
@@ -30,6 +31,15 @@ _SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "ras_tau": float,
 }
 
+# Request parameters that are flags, and what each leaves as it is written if it is false.
+_SPELLING: dict[str, Spelled] = {
+    "url_normalization": "urls",
+    "email_normalization": "emails",
+    "phone_normalization": "phones",
+}
+_PARAMETERS = {*_SAMPLING_KINDS, *_SPELLING, "sampling", "cross_lingual", "text_frontend", "speed", "timeline"}
+_TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
+
 
 @dataclass(frozen=True)
 class SynthesisRequest:
@@ -37,7 +47,7 @@ class SynthesisRequest:
 
     If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
-    `normalize`: spell out numbers and symbols of the text. `speed` above 1 is faster; whole utterances only.
+    `normalize`, `as_is`: see `TextFrontend`. `speed` above 1 is faster; whole utterances only.
     `timeline`: report when each stage of a streamed answer was reached.
     """
 
@@ -46,6 +56,7 @@ class SynthesisRequest:
     instruct_text: str = ""
     cross_lingual: bool = False
     normalize: bool = True
+    as_is: frozenset[Spelled] = frozenset()
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     speed: float = 1.0
     timeline: bool = False
@@ -67,6 +78,7 @@ class RequestInputs:
         """The validated request. Raises ValueError naming the invalid value."""
         if self.target_text is None:
             raise ValueError("target_text is missing")
+        self._check_parameters()
         target_text = clean_text(self.target_text, name="target_text", max_chars=max_text_chars)
         instruct_text = self._line("instruct_text", max_text_chars)
         cross_lingual = _flag("cross_lingual", self.parameters.get("cross_lingual", False))
@@ -82,10 +94,18 @@ class RequestInputs:
             instruct_text=instruct_text,
             cross_lingual=cross_lingual,
             normalize=_flag("text_frontend", self.parameters.get("text_frontend", True)),
+            as_is=frozenset(
+                kind for name, kind in _SPELLING.items() if not _flag(name, self.parameters.get(name, True))
+            ),
             sampling=sampling_of(self.parameters, defaults),
             speed=_speed_of(self.parameters),
             timeline=_flag("timeline", self.parameters.get("timeline", False)),
         )
+
+    def _check_parameters(self) -> None:
+        for name in self.parameters:
+            if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
+                raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
 
     def _voice(self, max_text_chars: int) -> Recording | str | None:
         """The recording or the speaker; None without either. ValueError if both are given."""

@@ -13,7 +13,7 @@ most one segment ahead of token2wav.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from common.constants import MAX_STREAM_TOKENS, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
+from common.constants import HOP_SAMPLES, MAX_STREAM_TOKENS, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
 from common.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
 from common.orchestrator.chunking import Hop, HopRules, HopSchedule
 from common.orchestrator.request import SynthesisRequest
@@ -29,6 +29,8 @@ from common.orchestrator.silence import SilenceFilter, SilenceRules
 from common.playback import Playback
 from common.tasks import TaskScope
 from common.text.duration import expected_seconds
+from common.text.markup import Pause
+from common.text.normalization import Spelled
 from common.voice.prompt import Prompt, Recording, RecordingCache
 
 logger = logging.getLogger(__name__)
@@ -57,7 +59,11 @@ class PromptEncoder(Protocol):
 class Token2WavStream(Protocol):
     """One utterance, rendered chunk by chunk: `start` once, then the hops in order, then `abort`."""
 
-    async def start(self, audio_left: float | None) -> None:
+    async def reserve(self) -> None:
+        """Before `start`, for a new listener: a place for them. OverloadedError, soon, if there is none."""
+        ...
+
+    async def start(self, prompt: Prompt, audio_left: float | None) -> None:
         """Prefill the prompt. audio_left: seconds that the listener still has of earlier segments; None: none yet."""
         ...
 
@@ -66,14 +72,14 @@ class Token2WavStream(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Free what is still held; a no-op before `start` and after the final hop. Never raises."""
+        """Free what is still held; a no-op before the first call and after the final hop. Never raises."""
         ...
 
 
 class Token2WavPort(Protocol):
     """Speech tokens -> 24 kHz audio, by flow and vocoder."""
 
-    def open(self, prompt: Prompt) -> Token2WavStream: ...
+    def open(self) -> Token2WavStream: ...
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
         """Audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
@@ -83,7 +89,9 @@ class Token2WavPort(Protocol):
 class TextPreparer(Protocol):
     """Makes the texts for the LLM, see `text.TextFrontend`. Called in a thread."""
 
-    def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]: ...
+    def segments(
+        self, text: str, normalize: bool, request_seconds: float, as_is: Collection[Spelled]
+    ) -> Iterator[str | Pause]: ...
 
     def transcript(self, text: str, normalize: bool) -> str: ...
 
@@ -108,9 +116,13 @@ def _ignore(message: str) -> None:
 
 
 class TokenBuffer:
-    """Speech tokens of one segment: the LLM's answers append them, the chunks read them."""
+    """Speech tokens of one segment: the LLM's answers append them, the chunks read them.
 
-    def __init__(self, on_warning: OnWarning, on_stage: OnStage, silence: SilenceRules) -> None:
+    pause: seconds of silence before it.
+    """
+
+    def __init__(self, on_warning: OnWarning, on_stage: OnStage, silence: SilenceRules, pause: float = 0.0) -> None:
+        self.pause = pause
         self.tokens: list[int] = []
         self.ended = False
         self._on_warning = on_warning
@@ -180,8 +192,9 @@ class TokenBuffer:
         self._changed.clear()
 
 
-# The segments of a request, None at the end. It has one slot, so that the LLM is at most one segment ahead.
-SegmentQueue = asyncio.Queue[TokenBuffer | None]
+# The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
+# one segment ahead.
+SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
 
 
 class Synthesizer:
@@ -220,62 +233,68 @@ class Synthesizer:
         """
         if request.speed != 1.0:
             raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
-        async with TaskScope() as scope:
-            prompt, segments = await self._begin(request, scope, on_warning, on_stage)
-            schedule, playback = self._rules.schedule(len(prompt.tokens), self._clock), Playback()
-            while (segment := await scope.result(segments.get())) is not None:
-                stream = self._token2wav.open(prompt)
-                async with aclosing(self._render(stream, segment, schedule, playback, scope, on_stage)) as waveforms:
-                    async for waveform in waveforms:
-                        playback.add(len(waveform) / SAMPLE_RATE, self._clock())
-                        yield waveform
-                schedule.begin_segment()
+        first = self._token2wav.open()
+        stream: Token2WavStream | None = first
+        try:
+            async with TaskScope() as scope:
+                reserved = scope.spawn(first.reserve())
+                prompt, segments = await self._begin(request, scope, on_warning, on_stage, reserved)
+                schedule, playback = self._rules.schedule(len(prompt.tokens), self._clock), Playback()
+                while (segment := await scope.result(segments.get())) is not None:
+                    if (silence := _silence(segment)).size:
+                        playback.add(len(silence) / SAMPLE_RATE, self._clock())
+                        yield silence
+                    if isinstance(segment, Pause):
+                        continue
+                    stream = stream or self._token2wav.open()
+                    await scope.result(stream.start(prompt, playback.left(self._clock())))
+                    on_stage("vocoder")
+                    async with aclosing(_render(stream, segment, schedule, scope, on_stage)) as waveforms:
+                        async for waveform in waveforms:
+                            playback.add(len(waveform) / SAMPLE_RATE, self._clock())
+                            yield waveform
+                    schedule.begin_segment()
+                    stream = None
+        finally:  # after the scope, and so after the LLM's request: whoever gets the place needs both
+            if stream is not None:
+                await stream.abort()
 
     async def offline(self, request: SynthesisRequest, on_warning: OnWarning = _ignore) -> np.ndarray:
         """The whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
-            prompt, segments = await self._begin(request, scope, on_warning, _ignore)
+            prompt, segments = await self._begin(request, scope, on_warning, _ignore, reserved=None)
             waveforms = []
             while (segment := await scope.result(segments.get())) is not None:
+                waveforms.append(_silence(segment))
+                if isinstance(segment, Pause):
+                    continue
                 await scope.result(segment.wait_for_end())
                 waveforms.append(await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed)))
             return np.concatenate(waveforms)
 
-    async def _render(
-        self,
-        stream: Token2WavStream,
-        segment: TokenBuffer,
-        schedule: HopSchedule,
-        playback: Playback,
-        scope: TaskScope,
-        on_stage: OnStage,
-    ) -> AsyncGenerator[np.ndarray, None]:
-        """The waveforms of one segment."""
-        try:
-            await scope.result(stream.start(playback.left(self._clock())))
-            on_stage("vocoder")
-            final = False
-            while not final:
-                hop = await scope.result(_next_hop(schedule, segment))
-                on_stage("tokens")
-                waveform = await scope.result(stream.render(segment.tokens, hop))
-                on_stage("audio")
-                yield waveform
-                final = hop.final
-        finally:
-            await stream.abort()
-
     async def _begin(
-        self, request: SynthesisRequest, scope: TaskScope, on_warning: OnWarning, on_stage: OnStage
+        self,
+        request: SynthesisRequest,
+        scope: TaskScope,
+        on_warning: OnWarning,
+        on_stage: OnStage,
+        reserved: asyncio.Task[None] | None,
     ) -> tuple[Prompt, SegmentQueue]:
-        """Look up or encode the voice, and start the LLM as soon as its part of the prompt is ready."""
-        texts = self._texts.segments(request.target_text, request.normalize, request.sampling.max_tokens / TOKEN_RATE)
-        first = scope.spawn(_next(texts))
+        """Look up or encode the voice, and start the LLM as soon as its part of the prompt is ready.
+
+        Nothing is computed for the text or the recording before a place is `reserved`: that work would be lost.
+        """
         voice: Recording | Prompt
         if isinstance(request.voice, Recording):
             voice = request.voice
         else:
             voice = await scope.result(asyncio.to_thread(self._voices, request.voice))
+        if reserved is not None:
+            await scope.result(reserved)
+        texts = self._texts.segments(
+            request.target_text, request.normalize, request.sampling.max_tokens / TOKEN_RATE, request.as_is
+        )
+        first = scope.spawn(_next(texts))
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.normalize))
         known = voice if isinstance(voice, Prompt) else self._prompts.get(voice)
         tokens, mel, embedding = self._encoded(known or voice, scope)
@@ -304,20 +323,25 @@ class Synthesizer:
 
     async def _generate(
         self,
-        first: asyncio.Task[str | None],
-        rest: Iterator[str],
+        first: asyncio.Task[str | Pause | None],
+        rest: Iterator[str | Pause],
         llm_prompt: LLMPrompt,
         sampling: Sampling,
         segments: SegmentQueue,
-        new_buffer: Callable[[], TokenBuffer],
+        new_buffer: Callable[[float], TokenBuffer],
     ) -> None:
-        """Queue a buffer for each text and fill it from the LLM, one after another."""
-        text = await first
+        """Queue a buffer for each text, with the pauses before it, and fill it from the LLM, one after another."""
+        text, pause = await first, 0.0
         while text is not None:
-            segment = new_buffer()
-            await segments.put(segment)
-            await segment.fill(self._llm, replace(llm_prompt, target_text=text), sampling)
+            if isinstance(text, Pause):
+                pause += text.seconds
+            else:
+                segment, pause = new_buffer(pause), 0.0
+                await segments.put(segment)
+                await segment.fill(self._llm, replace(llm_prompt, target_text=text), sampling)
             text = await _next(rest)
+        if pause:
+            await segments.put(Pause(pause))
         await segments.put(None)
 
 
@@ -327,6 +351,20 @@ def _most_tokens(text: str, sampling: Sampling) -> int:
     return min(MAX_STREAM_TOKENS, max(sampling.max_tokens, round(TOKEN_RATE * seconds)))
 
 
+async def _render(
+    stream: Token2WavStream, segment: TokenBuffer, schedule: HopSchedule, scope: TaskScope, on_stage: OnStage
+) -> AsyncGenerator[np.ndarray, None]:
+    """The waveforms of one segment."""
+    final = False
+    while not final:
+        hop = await scope.result(_next_hop(schedule, segment))
+        on_stage("tokens")
+        waveform = await scope.result(stream.render(segment.tokens, hop))
+        on_stage("audio")
+        yield waveform
+        final = hop.final
+
+
 async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
     """The next hop, once the LLM has made its tokens."""
     while (hop := schedule.next_hop(len(segment.tokens), segment.ended)) is None:
@@ -334,9 +372,15 @@ async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
     return hop
 
 
-async def _next(texts: Iterator[str]) -> str | None:
+async def _next(texts: Iterator[str | Pause]) -> str | Pause | None:
     """The next text, computed in a thread; None at the end."""
     return await asyncio.to_thread(next, texts, None)
+
+
+def _silence(segment: TokenBuffer | Pause) -> np.ndarray:
+    """(N,) float32 of the pause before a segment, or of a pause at the end: whole frames."""
+    seconds = segment.seconds if isinstance(segment, Pause) else segment.pause
+    return np.zeros(round(seconds * MEL_RATE) * HOP_SAMPLES, np.float32)
 
 
 async def _completed(part: np.ndarray) -> np.ndarray:

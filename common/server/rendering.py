@@ -19,7 +19,9 @@ from tritonclient.grpc import model_config_pb2
 
 from common import stacks
 from common.config import (
+    SPARE_REQUESTS,
     AudioTokenizerConfig,
+    InstanceKind,
     LLMBackend,
     LLMEngine,
     LLMTransport,
@@ -29,8 +31,9 @@ from common.config import (
     TensorrtLLMConfig,
     Token2WavConfig,
     format_setting,
+    parse_setting,
 )
-from common.llm.engines.loading import gpu_engine_installed
+from common.llm.engines.loading import reads_huggingface
 
 TEMPLATES = Path(__file__).resolve().parents[2]  # the checkout, which contains the template folders of the stacks
 Device = Literal["auto", "cpu", "gpu"]
@@ -51,7 +54,13 @@ _TEMPLATE_DEFAULTS = {
     # For the C++ LLM backend: running streams are never preempted, and cancelled ones free their slot soon.
     "batch_scheduler_policy": "guaranteed_no_evict",
     "cancellation_check_period_ms": "100",
+    # It does not load without these two; empty: no guided decoding.
+    "guided_decoding_backend": "",
+    "xgrammar_tokenizer_info_path": "",
 }
+
+# Keys whose value is the same whatever is given: tokens are streamed even if the orchestrator sends one response.
+FIXED: dict[str, dict[str, str]] = {"tensorrt_llm": {"decoupled_mode": "true"}}
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 
@@ -76,7 +85,8 @@ def settings_of(model: str) -> type[ModelConfig]:
 
 
 def defaults(model: str) -> dict[str, str]:
-    """The template keys of a model that have defaults, with their values.
+    """The template keys of a model that have defaults, with their values. About the LLM they are those of upstream's
+    deployment of the stack; `StackOptions` has its own.
 
     Of a model that no stack has, those that only Triton reads.
     """
@@ -84,7 +94,8 @@ def defaults(model: str) -> dict[str, str]:
         return dict(_TEMPLATE_DEFAULTS)
     fields = settings_of(model).parameters().values()
     own = {f.name: format_setting(f.default) for f in fields if f.default is not dataclasses.MISSING}
-    of_stack = {} if model in _SHARED else stacks.of_model(model).settings
+    stack = None if model in _SHARED else stacks.of_model(model)
+    of_stack = {**stack.settings, **stack.upstream} if stack else {}
     return _TEMPLATE_DEFAULTS | own | {key: value for key, value in of_stack.items() if key in own}
 
 
@@ -98,7 +109,8 @@ def fill(template: str, given: Mapping[str, str]) -> str:
     for key, value in given.items():
         if unsafe := set(value) & set('"\\\n'):
             raise ValueError(f"the value of {key!r} must not contain {sorted(unsafe)!r}: {value!r}")
-    values = defaults(model_name(template)) | dict(given)
+    name = model_name(template)
+    values = defaults(name) | dict(given) | FIXED.get(name, {})
     if missing := [key for key in wanted if key not in values]:
         raise ValueError(f"no value for {', '.join(map(repr, missing))}; give key:value for each")
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
@@ -179,13 +191,18 @@ class StackOptions:
         return self.models_dir.resolve() / "voices"
 
     @property
+    def instance_kind(self) -> InstanceKind:
+        kinds: dict[Device, InstanceKind] = {"auto": "KIND_AUTO", "cpu": "KIND_CPU", "gpu": "KIND_GPU"}
+        return kinds[self.device]
+
+    @property
     def engine_dir(self) -> Path:
         if self.llm_engine_dir is not None:
             return self.llm_engine_dir.resolve()
         if self.llm_backend == "tensorrtllm":
             return self.models_dir.resolve() / stacks.named(self.stack).llm.engine
-        if self.llm_engine in ("tensorrt_llm", "vllm") or (
-            self.llm_engine == "auto" and self.device != "cpu" and gpu_engine_installed()
+        if self.llm_engine in ("tensorrt_llm", "vllm", "cuda") or (
+            self.llm_engine == "auto" and reads_huggingface(self.instance_kind)
         ):
             return self.tokenizer_dir
         return self.models_dir.resolve() / stacks.named(self.stack).llm.genai
@@ -200,13 +217,15 @@ class StackOptions:
 
     def values(self) -> dict[str, str]:
         """The values of all template keys that follow from the options; a template uses those it has."""
+        streams = self.settings.get("max_streams", format_setting(Token2WavConfig.max_streams))
         return {
+            "max_requests": format_setting(parse_setting("max_streams", streams, int) + SPARE_REQUESTS),
             "model_dir": str(self.checkpoint_dir),
             "llm_tokenizer_dir": str(self.tokenizer_dir),
             "tokenizer_dir": str(self.tokenizer_dir),
             "engine_dir": str(self.engine_dir),
             "decoupled_mode": format_setting(self.decoupled),
-            "instance_kind": f"KIND_{self.device.upper()}",
+            "instance_kind": self.instance_kind,
             "engine": self.llm_engine,
             "llm_transport": self.llm_transport,
             "llm_backend": self.llm_backend,
@@ -264,9 +283,6 @@ def _filled_configs(options: StackOptions) -> dict[str, str]:
     values = options.values() | dict(options.settings)
     configs = {}
     for name, template in templates.items():
-        given = {key: values[key] for key in placeholders(template) if key in values}
-        if name == "tensorrt_llm":
-            given["decoupled_mode"] = "true"  # tokens are streamed even if the orchestrator sends one response
-        configs[name] = fill(template, given)
+        configs[name] = fill(template, {key: values[key] for key in placeholders(template) if key in values})
         parse(configs[name], name)
     return configs

@@ -40,6 +40,7 @@ CLOSED_APIS = "shared-memory,trace,logging"
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 EPHEMERAL_DEFAULT = 32768, 60999  # Linux's
 CACHE_MIB = 64  # default size of the local response cache
+STARTS = 3
 LOAD_SECONDS = 600  # for all models to load, and for each of them
 STOP_SECONDS = 12  # to finish running requests and unload the models; then the process group is killed
 
@@ -182,6 +183,7 @@ class TritonServer:
         require_free(self.ports.http, self.http_host)
         for port in (self.ports.grpc, self.ports.metrics):
             require_free(port, self.host)
+        self._work.mkdir(exist_ok=True)
         backends = installation.backend_directory(self._work)
         self.metrics_directory.mkdir()
         command = [str(installation.binary), *self._options(backends, installation.caches)]
@@ -211,11 +213,23 @@ class TritonServer:
         )
 
     def wait_ready(self, timeout: float = LOAD_SECONDS) -> None:
-        """Return when every model is ready. ServerError with the log's error lines if the server ends before that."""
+        """Return when every model is ready. ServerError with the log's error lines if the server ends before that.
+
+        A server that aborts is started again, STARTS times in all: on a busy machine, Triton's python backend sometimes
+        aborts while models load (triton-inference-server/server#8882).
+        """
         assert self._process is not None, "start() comes first"
         deadline = time.monotonic() + timeout
+        starts = 1
         while not self.answers_ready():
-            if self._process.poll() is not None:
+            if self._process.poll() == -signal.SIGABRT and starts < STARTS:
+                starts += 1
+                logger.warning(
+                    "tritonserver aborted while it loaded its models; starting it again: %s", self._failure()
+                )
+                self._end()
+                self.start()
+            elif self._process.poll() is not None:
                 raise ServerError(f"tritonserver ended with code {self._process.returncode}: {self._failure()}")
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
@@ -293,17 +307,22 @@ class TritonServer:
 
     def stop(self) -> None:
         """Stop the server and everything it started. Safe to call twice."""
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                logger.warning("tritonserver did not end within %.0f s of SIGTERM; killing it", STOP_SECONDS)
-            if self._sweeper is not None:
-                self._sweeper.communicate(b"\n")
-            self._process.wait()
-            self._process = None
+        self._end()
         shutil.rmtree(self._work, ignore_errors=True)
+
+    def _end(self) -> None:
+        """End the process, if there is one, its stubs and their shared memory."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("tritonserver did not end within %.0f s of SIGTERM; killing it", STOP_SECONDS)
+        if self._sweeper is not None:
+            self._sweeper.communicate(b"\n")
+        self._process.wait()
+        self._process = None
 
     def _options(self, backends: Path, caches: Path) -> list[str]:
         nobody = f"{CLOSED_APIS}:nobody={secrets.token_hex(16)}"  # the header that callers of these would have to send

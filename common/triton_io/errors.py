@@ -15,7 +15,16 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
-from common.errors import INVALID, UNAVAILABLE, ModelCallError, UnavailableError, is_fatal
+from common.errors import (
+    INVALID,
+    UNAVAILABLE,
+    ModelCallError,
+    OverloadedError,
+    UnavailableError,
+    is_fatal,
+    unavailable_error,
+    unavailable_message,
+)
 from common.process.health import health, report_failure
 
 logger = logging.getLogger(__name__)
@@ -36,8 +45,9 @@ def error_response(error: BaseException, model: str) -> Any:
         code, message = pb_utils.TritonError.UNAVAILABLE, f"{UNAVAILABLE}{model} has failed and is restarted: {error}"
         report_failure(model, error)
     elif isinstance(error, (UnavailableError, MemoryError, torch.OutOfMemoryError)):
-        code, message = pb_utils.TritonError.UNAVAILABLE, f"{UNAVAILABLE}{error}"
-        logger.warning("%s: %s", model, error)
+        code, message = pb_utils.TritonError.UNAVAILABLE, unavailable_message(error)
+        level = logging.INFO if isinstance(error, OverloadedError) else logging.WARNING  # thousands under load
+        logger.log(level, "%s: %s", model, error)
     elif isinstance(error, asyncio.CancelledError):
         code, message = pb_utils.TritonError.CANCELLED, "the request was cancelled"
     else:
@@ -58,5 +68,5 @@ def exception_of(model: str, message: str, code: Any = None) -> Exception:
     if code == pb_utils.TritonError.INVALID_ARG or message.startswith(INVALID):
         return ValueError(f"{model}: {message.removeprefix(INVALID)}")
     if code == pb_utils.TritonError.UNAVAILABLE or message.startswith(UNAVAILABLE) or MODEL_DOWN.match(message):
-        return UnavailableError(f"{model}: {message.removeprefix(UNAVAILABLE)}")
+        return unavailable_error(message, f"{model}: ")
     return ModelCallError(f"{model}: {message}")

@@ -12,17 +12,21 @@ Both networks are read from the official ONNX files, of any size. Recordings are
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from common.accel.network import Network
 from common.accel.signatures import SPEAKER
+from common.accel.streams import own_stream
+from common.checkpoint import require_finite
+from common.config import SpeakerRuntime
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.voice import audio
 from common.voice.prompt import Prompt, Recording, RecordingCache
@@ -59,9 +63,11 @@ class SpeakerEncoder:
     def __init__(
         self,
         model_dir: str | Path,
-        runtime: Literal["onnxruntime", "tensorrt"] = "onnxruntime",
+        runtime: SpeakerRuntime = "onnxruntime",
         device: str = "cpu",
+        contexts: int = 1,
     ) -> None:
+        """contexts: of the TensorRT plan, each used by a thread of its own."""
         path = _only_file(model_dir, SPEAKER.file)
         self._device = torch.device(device if runtime == "tensorrt" else "cpu")
         # Imported here: each needs a package that the other does without.
@@ -69,7 +75,7 @@ class SpeakerEncoder:
             from common.accel.tensorrt import TensorRTNetwork
             from common.accel.workloads import speaker
 
-            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device)
+            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device, contexts=contexts)
         else:
             from common.accel.onnx import OnnxNetwork
 
@@ -78,6 +84,10 @@ class SpeakerEncoder:
                 logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/tensorrt.md)")
         self._input = next(iter(self._network.limits.most))
         self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
+        self._workers = ThreadPoolExecutor(contexts if runtime == "tensorrt" else 1, "speaker")
+        (silence,) = self([np.zeros(PROMPT_SAMPLE_RATE, np.float32)])
+        if not np.isfinite(silence).all():
+            raise ValueError(f"{path}: its x-vector of a second of silence is not finite")
 
     def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Float32 waves (N_i,) to x-vectors (192,) float32. Recordings of equal length share a run.
@@ -88,11 +98,16 @@ class SpeakerEncoder:
         groups: dict[int, list[int]] = defaultdict(list)
         for index, feature in enumerate(features):
             groups[len(feature) if self._batches else -1 - index].append(index)
-        vectors: dict[int, np.ndarray] = {}
-        for members in groups.values():
+
+        def run(members: list[int]) -> np.ndarray:
             batch = np.stack([features[index] for index in members])  # (B, T, 80)
-            (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
-            vectors.update(zip(members, output.float().cpu().numpy(), strict=True))
+            with own_stream(self._device):
+                (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
+                return output.float().cpu().numpy()
+
+        vectors: dict[int, np.ndarray] = {}
+        for members, output in zip(groups.values(), self._workers.map(run, groups.values()), strict=True):
+            vectors.update(zip(members, output, strict=True))
         return [vectors[index] for index in range(len(waves))]
 
 
@@ -105,15 +120,19 @@ def reference_mel(wav: np.ndarray) -> np.ndarray:
 class ReferenceEncoder:
     """A recording to its Prompt. Loads its networks on first use, because most processes receive finished prompts."""
 
-    def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
+    def __init__(
+        self, model_dir: str | Path, device: str = "cpu", speaker_runtime: SpeakerRuntime = "onnxruntime"
+    ) -> None:
         self._model_dir = model_dir
         self._device = device
+        self._speaker_runtime = speaker_runtime
         self._prompts = RecordingCache()
         self._lock = Lock()  # one recording at a time, also while the networks are loading
 
     @cached_property
     def _networks(self) -> tuple[AudioTokenizer, SpeakerEncoder]:
-        return AudioTokenizer(self._model_dir, self._device), SpeakerEncoder(self._model_dir)
+        tokenizer = AudioTokenizer(self._model_dir, self._device)
+        return tokenizer, SpeakerEncoder(self._model_dir, self._speaker_runtime, self._device)
 
     def __call__(self, wav: np.ndarray) -> Prompt:
         """wav: 16 kHz (T,) float32, checked by `audio.validate_reference`. The prompt has no transcript."""
@@ -150,6 +169,7 @@ def _load_s3_model(s3: ModuleType, path: Path) -> Any:
         state = s3.onnx2torch(str(path))
     except Exception as error:  # protobuf's, and the package's own assertions
         raise ValueError(f"{path} is not a speech tokenizer, or is damaged: {error}") from None
+    require_finite(state, path)  # its tokens would be valid ids all the same
     width, n_mels, _ = state["encoder.conv1.weight"].shape
     config = ModelConfig(
         n_mels=n_mels,

@@ -170,8 +170,6 @@ def _prompt(tensors: Mapping[str, Tensor], transcript: Callable[[], str], where:
         text = clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
         _check_lengths(len(tokens), len(mel), text)
         prompt = Prompt.aligned(tokens, mel, embedding, text)
-        if not (np.isfinite(prompt.mel).all() and np.isfinite(prompt.embedding).all()):
-            raise ValueError("it contains values that are not finite")
     except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of torch, for tensors of unusable shapes
         raise ValueError(f"{where}: {error}") from error
     return prompt

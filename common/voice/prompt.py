@@ -49,6 +49,8 @@ class Prompt:
         stray = tokens[(tokens < 0) | (tokens >= SPEECH_VOCAB)]
         if len(stray):
             raise ValueError(f"prompt speech token {stray[0]} is not in 0..{SPEECH_VOCAB - 1}")
+        if not (np.isfinite(mel).all() and np.isfinite(embedding).all()):
+            raise ValueError("the prompt's mel or x-vector has values that are not finite")
         return cls(
             tokens=tokens,
             mel=mel[: length * TOKEN_MEL_RATIO].astype(np.float32),

@@ -1,6 +1,7 @@
 """`cosyvoice2` and `cosyvoice2_dit` as Triton loads them, over fakes of the other models."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from tokenizers.models import WordLevel
 
 from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from common.errors import UnavailableError
+from common.llm.checkpoint import follows_instructions
 from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer
 from common.orchestrator.model import Orchestrator
 from common.voice.files import save_voice
@@ -72,6 +74,7 @@ class FakeModels:
 
     pause: float = 0.0
     token2wav_fails: bool = False
+    token2wav_refuses: bool = False
     llm_tokens: int = TOKENS
     llm_ends: bool = True  # with an end token; otherwise by reaching max_tokens
     llm_requests: list[dict[str, np.ndarray]] = field(default_factory=list)
@@ -106,6 +109,11 @@ class FakeModels:
         end = request.flags() & fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
         if start:
             assert sequence not in self.sequences
+            if self.token2wav_refuses:
+                message = "unavailable: overloaded, retry after 3 s: 9 listeners are served"
+                return InferenceResponse(error=TritonError(message, TritonError.UNAVAILABLE))
+            self.sequences[sequence] = 0.0
+        if "prompt_spk_embedding" in inputs:
             self.sequences[sequence] = float(inputs["prompt_spk_embedding"][0, 0])
         voice = self.sequences[sequence]
         if end:
@@ -247,6 +255,28 @@ def test_a_registered_voice_and_an_instruction_reach_the_llm_and_token2wav(
     zero_shot, instructed = (request["input_ids"][0].tolist() for request in models.llm_requests)
     assert zero_shot[-PROMPT_TOKENS:] == [FIRST_SPEECH_ID + 2] * PROMPT_TOKENS
     assert instructed[-1] == LLMTokenizer.from_dir(tokenizer_dir).task_id
+
+
+def test_an_llm_that_does_not_follow_instructions_never_gets_one(
+    tokenizer_dir: Path, triton_models: dict[str, Callee], tmp_path: Path
+) -> None:
+    models = FakeModels()
+    models.install(triton_models)
+    shutil.copytree(tokenizer_dir, tmp_path / "llm")
+    (tmp_path / "llm" / "config.json").write_text('{"follows_instructions": false}')
+    save_voice(tmp_path / "anna.safetensors", fake_prompt(2, "word7"))
+    asked, plain = (
+        client_request(reference_wav=None, speaker="anna", reference_text="", instruct_text=words)
+        for words in ("word8", "")
+    )
+    with started("cosyvoice2_dit", tmp_path / "llm", voices_dir=str(tmp_path)) as model:
+        serve(model, asked)
+        serve(model, plain)
+    first, second = (request["input_ids"].tolist() for request in models.llm_requests)
+    assert first == second
+    warnings = [r.arrays()["warning"].item() for r in asked.sender.responses if "warning" in r.arrays()]
+    assert warnings == ["instruct_text was left out: this LLM does not follow instructions"]
+    assert not follows_instructions(ROOT / "tools/demo_model/trained/cosyvoice2_llm")
 
 
 @pytest.mark.parametrize(

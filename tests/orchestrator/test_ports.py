@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.constants import MEL_BINS, SPEAKER_DIM
-from common.errors import LostAnswerError
+from common.errors import LostAnswerError, OverloadedError
 from common.orchestrator.chunking import Hop
 from common.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav, TritonToken2WavStream, new_correlation_id
 from common.voice.prompt import Prompt
@@ -71,7 +71,7 @@ def token2wav(call: FakeCall, *, cumulative: bool) -> TritonToken2Wav:
 
 async def two_chunks(stream: TritonToken2WavStream) -> None:
     """An utterance of 13 tokens: 6, then 7."""
-    await stream.start(None)
+    await stream.start(PROMPT, None)
     await stream.render(list(range(9)), Hop(0, 6, final=False))
     await stream.render(list(range(13)), Hop(6, 7, final=True))
     await stream.abort()
@@ -80,7 +80,7 @@ async def two_chunks(stream: TritonToken2WavStream) -> None:
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_a_stream_is_one_sequence_with_the_voice_at_its_start_and_end_on_its_final_chunk(cumulative: bool) -> None:
     call = FakeCall()
-    asyncio.run(two_chunks(token2wav(call, cumulative=cumulative).open(PROMPT)))
+    asyncio.run(two_chunks(token2wav(call, cumulative=cumulative).open()))
     assert [(sent.start, sent.end, sent["finalize"]) for sent in call.sent] == [
         (True, False, [False]),
         (False, False, [False]),
@@ -92,7 +92,7 @@ def test_a_stream_is_one_sequence_with_the_voice_at_its_start_and_end_on_its_fin
 
 def test_the_unet_model_gets_all_tokens_so_far_and_the_offset() -> None:
     call = FakeCall()
-    asyncio.run(two_chunks(token2wav(call, cumulative=True).open(PROMPT)))
+    asyncio.run(two_chunks(token2wav(call, cumulative=True).open()))
     assert [sent["target_speech_tokens"] for sent in call.sent] == [
         [],
         list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 9)),
@@ -103,7 +103,7 @@ def test_the_unet_model_gets_all_tokens_so_far_and_the_offset() -> None:
 
 def test_the_dit_model_gets_the_new_tokens_and_their_look_ahead() -> None:
     call = FakeCall()
-    asyncio.run(two_chunks(token2wav(call, cumulative=False).open(PROMPT)))
+    asyncio.run(two_chunks(token2wav(call, cumulative=False).open()))
     assert [sent["target_speech_tokens"] for sent in call.sent] == [
         [],
         list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + 9)),
@@ -115,10 +115,10 @@ def test_the_dit_model_gets_the_new_tokens_and_their_look_ahead() -> None:
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_tokens_beyond_the_look_ahead_are_not_sent(cumulative: bool) -> None:
     call = FakeCall()
-    stream = token2wav(call, cumulative=cumulative).open(PROMPT)
+    stream = token2wav(call, cumulative=cumulative).open()
 
     async def main() -> None:
-        await stream.start(None)
+        await stream.start(PROMPT, None)
         await stream.render(list(range(50)), Hop(0, 6, final=False))
         await stream.abort()
 
@@ -126,16 +126,46 @@ def test_tokens_beyond_the_look_ahead_are_not_sent(cumulative: bool) -> None:
     assert len(call.sent[1]["target_speech_tokens"]) == 9
 
 
+def test_a_new_listener_has_a_place_before_the_voice_is_known() -> None:
+    call = FakeCall()
+    stream = token2wav(call, cumulative=False).open()
+
+    async def main() -> None:
+        await stream.reserve()
+        await two_chunks(stream)
+
+    asyncio.run(main())
+    assert [(sent.start, sent.end, "prompt_speech_tokens" in sent.inputs) for sent in call.sent] == [
+        (True, False, False),
+        (False, False, True),
+        (False, False, False),
+        (False, True, False),
+    ]
+
+
+def test_a_refused_listener_is_told_without_another_call() -> None:
+    call = FakeCall(failing={0: OverloadedError("9 listeners are served", 3.0)})
+    stream = token2wav(call, cumulative=False).open()
+
+    async def main() -> None:
+        with pytest.raises(OverloadedError):
+            await stream.reserve()
+        await stream.abort()
+
+    asyncio.run(main())
+    assert len(call.sent) == 1
+
+
 def test_a_later_segment_tells_token2wav_how_much_audio_its_listener_has_left() -> None:
     call = FakeCall()
-    asyncio.run(token2wav(call, cumulative=False).open(PROMPT).start(1.5))
+    asyncio.run(token2wav(call, cumulative=False).open().start(PROMPT, 1.5))
     assert call.sent[0]["audio_left"] == [1.5]
     assert call.sent[0].inputs["audio_left"].dtype == np.float32
 
 
 def test_prompt_tensors_have_the_types_and_shapes_of_the_contract() -> None:
     call = FakeCall()
-    asyncio.run(token2wav(call, cumulative=True).open(PROMPT).start(None))
+    asyncio.run(token2wav(call, cumulative=True).open().start(PROMPT, None))
     assert {name: (value.dtype.name, value.shape) for name, value in call.sent[0].inputs.items()} == {
         "target_speech_tokens": ("int32", (1, 0)),
         "token_offset": ("int32", (1, 1)),
@@ -174,7 +204,7 @@ def test_a_failure_that_the_response_cache_kept_does_not_disable_a_voice() -> No
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_stream_whose_request_failed_is_still_ended_once(failing: int) -> None:
     call = FakeCall(failing={failing: RuntimeError("out of memory")})
-    stream = token2wav(call, cumulative=False).open(PROMPT)
+    stream = token2wav(call, cumulative=False).open()
 
     async def main() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -189,7 +219,7 @@ def test_a_stream_whose_request_failed_is_still_ended_once(failing: int) -> None
 
 def test_end_is_not_repeated_after_a_final_chunk_that_failed() -> None:
     call = FakeCall(failing={2: RuntimeError("out of memory")})
-    stream = token2wav(call, cumulative=False).open(PROMPT)
+    stream = token2wav(call, cumulative=False).open()
 
     async def main() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -202,16 +232,16 @@ def test_end_is_not_repeated_after_a_final_chunk_that_failed() -> None:
 
 def test_aborting_a_stream_that_never_started_sends_nothing() -> None:
     call = FakeCall()
-    asyncio.run(token2wav(call, cumulative=False).open(PROMPT).abort())
+    asyncio.run(token2wav(call, cumulative=False).open().abort())
     assert call.sent == []
 
 
 def test_an_abort_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     call = FakeCall(failing={1: ValueError("stream is not live")})
-    stream = token2wav(call, cumulative=False).open(PROMPT)
+    stream = token2wav(call, cumulative=False).open()
 
     async def main() -> None:
-        await stream.start(None)
+        await stream.start(PROMPT, None)
         await stream.abort()
 
     asyncio.run(main())
@@ -221,8 +251,8 @@ def test_an_abort_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureF
 def test_an_abort_waits_for_the_chunk_in_flight() -> None:
     async def main() -> None:
         call = FakeCall(gate=asyncio.Event())
-        stream = token2wav(call, cumulative=False).open(PROMPT)
-        starting = asyncio.create_task(stream.start(None))
+        stream = token2wav(call, cumulative=False).open()
+        starting = asyncio.create_task(stream.start(PROMPT, None))
         await asyncio.sleep(0.01)
         starting.cancel()
         aborting = asyncio.create_task(stream.abort())

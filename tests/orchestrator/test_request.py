@@ -28,6 +28,18 @@ def test_parameters_replace_the_defaults_and_those_of_triton_are_ignored() -> No
     assert sampling == Sampling(seed=7, temperature=0.0, top_p=0.5, top_k=3, repetition_penalty=1.5, max_tokens=9)
 
 
+def test_an_unknown_parameter_is_an_error_that_names_it_and_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="request parameter 'temprature' is unknown; known: .*temperature"):
+        check(parameters={"temprature": 0.5})
+
+
+def test_what_is_not_to_be_spelled_out_is_chosen_by_flags() -> None:
+    assert check().as_is == frozenset()
+    assert check(parameters={"url_normalization": "false", "phone_normalization": False}).as_is == {"urls", "phones"}
+    with pytest.raises(ValueError, match="email_normalization must be true or false"):
+        check(parameters={"email_normalization": "no"})
+
+
 def test_a_preset_replaces_the_defaults_and_single_parameters_replace_its_values() -> None:
     cosyvoice2 = Sampling(temperature=1.0, top_p=0.8, top_k=25, repetition_penalty=1.0, ras_window=10, ras_tau=0.1)
     assert check(Sampling(top_k=9), parameters={"sampling": "cosyvoice2"}).sampling == cosyvoice2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.constants import FLOW_CHUNK_TOKENS
-from common.errors import UnavailableError
+from common.errors import OverloadedError, UnavailableError
 from common.llm.interface import MAX_SEED, LLMPrompt, Sampling
 from common.orchestrator.chunking import HopRules
 from common.orchestrator.request import SynthesisRequest
@@ -19,6 +19,7 @@ from tests.support.fakes import (
     FakePromptEncoder,
     FakeTextPreparer,
     FakeToken2Wav,
+    FakeToken2WavStream,
     Step,
     fake_prompt,
     speech_request,
@@ -79,7 +80,7 @@ def test_the_llm_starts_before_the_x_vector_is_ready() -> None:
     async def scenario() -> list[np.ndarray]:
         synthesis = asyncio.create_task(pipeline.synthesize())
         await run_until(lambda: len(pipeline.llm.prompts) == 1)
-        assert pipeline.token2wav.streams == []
+        assert not any(stream.started for stream in pipeline.token2wav.streams)
         gate.set()
         return await synthesis
 
@@ -180,7 +181,7 @@ def test_a_voice_of_an_x_vector_alone_gives_the_llm_no_speech_and_the_flow_no_pr
 
 def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None:
     class UpperCase(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
+        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
             yield text.upper() if normalize else text
 
         def transcript(self, text: str, normalize: bool) -> str:
@@ -196,7 +197,7 @@ def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None
 
 def test_the_segments_of_a_text_fit_what_one_llm_request_can_speak() -> None:
     class Noting(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
+        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
             yield f"{request_seconds:g}"
 
     pipeline = Pipeline(FakeLM([1]))
@@ -205,11 +206,43 @@ def test_the_segments_of_a_text_fit_what_one_llm_request_can_speak() -> None:
     assert [prompt.target_text for prompt in pipeline.llm.prompts] == ["4"]
 
 
-def test_an_unknown_voice_ends_the_request_before_any_model_is_called() -> None:
+def test_an_unknown_voice_ends_the_request_and_leaves_nothing_behind() -> None:
     pipeline = Pipeline(FakeLM([1]))
     with pytest.raises(KeyError, match="anna"):
         pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(), voice="anna")))
-    assert pipeline.llm.prompts == [] and pipeline.token2wav.streams == []
+    assert pipeline.llm.prompts == [] and [stream.live for stream in pipeline.token2wav.streams] == [False]
+
+
+def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
+    """Whoever gets the place needs the LLM, too, and it may serve no more requests than there are places."""
+    pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), token2wav=FakeToken2Wav(failures={0: RuntimeError()}))
+    token2wav, live = pipeline.token2wav, []
+
+    def opened() -> FakeToken2WavStream:
+        stream = FakeToken2Wav.open(token2wav)
+        abort = stream.abort
+
+        async def watched() -> None:
+            live.append(pipeline.llm.unclosed)
+            await abort()
+
+        stream.abort = watched  # type: ignore[method-assign]
+        return stream
+
+    token2wav.open = opened  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError):
+        pipeline.run()
+    assert live == [0]
+
+
+def test_a_refused_listener_costs_neither_the_llm_nor_the_prompt_models_anything() -> None:
+    """At several times the capacity, what refusals cost would be taken from those who were admitted."""
+    refusal = OverloadedError("9 listeners are served", 3.0)
+    pipeline = Pipeline(FakeLM([1]), token2wav=FakeToken2Wav(failures={"reserve": refusal}))
+    with pytest.raises(OverloadedError, match="9 listeners"):
+        pipeline.run()
+    assert pipeline.llm.prompts == [] and pipeline.encoder.started == []
+    assert [stream.aborts for stream in pipeline.token2wav.streams] == [0]
 
 
 def test_offline_makes_one_waveform_in_one_call() -> None:
@@ -257,7 +290,7 @@ def test_an_error_of_the_prompt_models_ends_the_stream_with_that_error(name: str
     pipeline = Pipeline(FakeLM(asyncio.Event()), FakePromptEncoder(failures={name: ValueError(f"no {name}")}))
     with pytest.raises(ValueError, match=f"no {name}"):
         pipeline.run()
-    assert pipeline.token2wav.streams == []
+    assert [(stream.started, stream.aborts) for stream in pipeline.token2wav.streams] == [(False, 1)]
 
 
 @pytest.mark.parametrize("failing", ["start", 0, 1])
@@ -403,7 +436,7 @@ def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
 
     with pytest.raises(asyncio.CancelledError):
         pipeline.run(scenario())
-    assert [stream.aborts for stream in pipeline.token2wav.streams] == ([] if stage == "prompt" else [1])
+    assert [stream.aborts for stream in pipeline.token2wav.streams] == [1]
 
 
 def test_closing_the_generator_after_the_first_waveform_frees_everything() -> None:

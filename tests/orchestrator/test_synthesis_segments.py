@@ -12,7 +12,7 @@ import pytest
 from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt
-from common.voice.prompt import Prompt
+from common.text.markup import Pause
 from tests.support.fakes import (
     PROMPT_TOKENS,
     FakeLM,
@@ -98,7 +98,7 @@ def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> N
     released = threading.Event()
 
     class Slow(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
+        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
             yield "0-40"
             assert released.wait(10)
             yield "40-60"
@@ -115,10 +115,44 @@ def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> N
     np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), np.arange(60))
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_pauses_are_silence_between_segments_and_hold_up_no_work(offline: bool) -> None:
+    class Pausing(FakeTextPreparer):
+        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str | Pause]:
+            yield from (Pause(0.1), "1-21", Pause(0.5), Pause(0.5), "21-41", Pause(0.02))
+
+    pipeline = Pipeline(CountingLM())
+    pipeline.texts = Pausing()
+
+    async def scenario() -> list[np.ndarray]:
+        request = speech_request()
+        return [await pipeline.synthesizer.offline(request)] if offline else await pipeline.synthesize(request)
+
+    first, second = np.arange(1, 21), np.arange(21, 41)
+    silence = {seconds: np.zeros(round(seconds * SAMPLE_RATE)) for seconds in (0.1, 1.0, 0.02)}
+    expected = np.concatenate([silence[0.1], first, silence[1.0], second, silence[0.02]])
+    np.testing.assert_array_equal(np.concatenate(pipeline.run(scenario())), expected)
+    if not offline:  # the listener still has the silence when the second segment starts
+        assert pipeline.token2wav.streams[1].audio_left > 1.0
+
+
+def test_a_text_of_pauses_alone_is_silence_and_frees_its_place() -> None:
+    class Pausing(FakeTextPreparer):
+        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str | Pause]:
+            yield Pause(1.0)
+
+    pipeline = Pipeline(CountingLM())
+    pipeline.texts = Pausing()
+    np.testing.assert_array_equal(
+        np.concatenate(pipeline.run(pipeline.synthesize(speech_request()))), np.zeros(SAMPLE_RATE)
+    )
+    assert pipeline.llm.prompts == []
+
+
 @pytest.mark.parametrize("failing", ["llm", "token2wav", "segments"])
 def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: str) -> None:
     class FailingTexts(FakeTextPreparer):
-        def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
+        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
             yield from ("0-20", "20-40")
             raise ValueError("segments")
 
@@ -127,9 +161,9 @@ def test_an_error_in_a_later_segment_ends_the_stream_with_that_error(failing: st
             return [[1], UnavailableError("llm")] if prompt.target_text == "40-60" else super().script(prompt)
 
     class FailingToken2Wav(FakeToken2Wav):
-        def open(self, prompt: Prompt) -> Any:
+        def open(self) -> Any:
             self.failures = {0: RuntimeError("token2wav")} if len(self.streams) == 2 else {}
-            return super().open(prompt)
+            return super().open()
 
     pipeline = Pipeline(
         Failing() if failing == "llm" else CountingLM(),

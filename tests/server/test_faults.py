@@ -20,6 +20,7 @@ import tritonclient.grpc.aio as triton
 
 from common.process.environment import TEST_FAULTS
 from common.process.faults import GPU_ERROR, Fault
+from common.process.metrics import EVICTED, FAILED, RETRIED, sum_of
 from common.server import readiness
 from common.server.tritonserver import free_port
 from tests.support.serve_process import VOICE, ServeProcess, StreamResult, rendered, serve_process, synthesize
@@ -95,16 +96,20 @@ def ended(server: ServeProcess, begun: float) -> str:
     return server.process.stderr.read()
 
 
-@pytest.mark.parametrize("fault", ["nan_audio", "nan_logits", "bad_chunk", "out_of_memory"])
+@pytest.mark.parametrize("fault", ["nan_mel", "nan_voice", "nan_logits", "bad_chunk", "out_of_memory"])
 def test_a_fault_of_one_chunk_or_row_ends_its_stream_alone(fault: Fault, server: ServeProcess, faults: Path) -> None:
+    before = {metric: sum_of(server.page(), metric.name) for metric in (RETRIED, EVICTED, FAILED)}
     (faults / fault).touch()
     results = asyncio.run(speak(server, 2 * STREAMS if fault == "out_of_memory" else STREAMS))  # it needs a batch
     assert not list(faults.iterdir()), "it did not happen"
     errors = [result.error for result in results if result.error is not None]
-    assert len(errors) == (0 if fault == "out_of_memory" else 1), errors
+    assert len(errors) == (1 if fault in ("nan_logits", "bad_chunk") else 0), errors
     assert all(result.samples for result in results if result.error is None)
     assert asyncio.run(speak(server, 1))[0].error is None
     assert server.readiness() == (200, "ready")
+    counted = {metric for metric in before if sum_of(server.page(), metric.name) > before[metric]}
+    expected = {"nan_mel": {RETRIED, EVICTED}, "nan_voice": {RETRIED, EVICTED}, "bad_chunk": {FAILED}}
+    assert counted == expected.get(fault, set())
 
 
 def test_a_stopped_model_is_not_ready_and_may_go_on(server: ServeProcess) -> None:

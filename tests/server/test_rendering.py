@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from common import stacks
+from common.config import SPARE_REQUESTS, TensorrtLLMConfig, Token2WavConfig
 from common.llm.interface import Sampling
 from common.llm.triton_tensors import request_tensors
 from common.server import rendering
@@ -117,8 +118,19 @@ def test_the_llms_requests_and_token2wavs_streams_have_separate_limits(tmp_path)
     assert (llm["max_requests"].string_value, vocoder["max_streams"].string_value) == ("5", "64")
 
 
-def test_the_llm_accepts_as_many_requests_as_token2wav_has_streams():
-    assert defaults("tensorrt_llm")["max_requests"] == defaults("token2wav")["max_streams"]
+def test_the_llm_accepts_a_few_requests_more_than_token2wav_has_streams_and_both_know_its_memory(tmp_path):
+    streams = int(defaults("token2wav")["max_streams"])
+    assert int(defaults("tensorrt_llm")["max_requests"]) == streams + SPARE_REQUESTS
+    given = {"max_streams": "7", "gpu_memory_gib": "8", "llm_memory_gib": "2.5"}
+    configs = rendering._filled_configs(options(tmp_path, stack="dit", settings=given))
+    llm = TensorrtLLMConfig.from_triton(as_args(parse(configs["tensorrt_llm"], "tensorrt_llm")))
+    token2wav = Token2WavConfig.from_triton(as_args(parse(configs["token2wav_dit"], "token2wav_dit")))
+    assert (llm.max_requests, token2wav.max_streams) == (7 + SPARE_REQUESTS, 7)
+    assert llm.llm_memory_gib == token2wav.llm_memory_gib == 2.5 and token2wav.gpu_memory_gib == 8
+
+
+# Parameters without which the C++ backend does not load, of TensorRT-LLM 0.20; it has defaults for all others.
+CPP_REQUIRED = {"gpt_model_type", "tokenizer_dir", "xgrammar_tokenizer_info_path", "guided_decoding_backend"}
 
 
 @pytest.mark.parametrize("stack", stacks.names())
@@ -130,6 +142,7 @@ def test_the_llm_renders_for_the_cpp_backend(tmp_path, stack):
     assert parameters["gpt_model_path"] == str(tmp_path / "models" / "trt_engines_bfloat16")
     assert parameters["gpt_model_type"] == "inflight_fused_batching"
     assert (parameters["kv_cache_free_gpu_mem_fraction"], parameters["max_tokens_in_paged_kv_cache"]) == ("0.5", "")
+    assert CPP_REQUIRED <= parameters.keys()
     sent = request_tensors([1], Sampling(), 2).keys() | {"embedding_bias", "stop"}
     assert sent <= {tensor.name for tensor in config.input}
     required = {tensor.name for tensor in config.input if not tensor.optional}
@@ -145,11 +158,12 @@ def test_the_llm_renders_for_the_cpp_backend(tmp_path, stack):
         ("auto", "auto", True, "cosyvoice2_llm"),
         ("auto", "cpu", True, "cosyvoice2_llm_genai"),
         ("vllm", "gpu", False, "cosyvoice2_llm"),
+        ("cuda", "cpu", False, "cosyvoice2_llm"),
         ("onnxruntime_genai", "gpu", True, "cosyvoice2_llm_genai"),
     ],
 )
 def test_each_engine_gets_the_directory_that_it_loads(tmp_path, monkeypatch, engine, device, installed, directory):
-    monkeypatch.setattr(rendering, "gpu_engine_installed", lambda: installed)
+    monkeypatch.setattr(rendering, "reads_huggingface", lambda kind: installed and kind != "KIND_CPU")
     assert options(tmp_path, llm_engine=engine, device=device).engine_dir.name == directory
 
 
@@ -205,5 +219,5 @@ def test_template_defaults_are_those_of_the_models_settings(name):
     config = settings_of(name)
     for key, field in config.parameters().items():
         if field.name in defaults(name):
-            own = next((stack.settings for stack in stacks.BUILT_IN if name in stack.models), {})
+            own = next(({**stack.settings, **stack.upstream} for stack in stacks.BUILT_IN if name in stack.models), {})
             assert own.get(key, rendering.format_setting(field.default)) == defaults(name)[field.name], key

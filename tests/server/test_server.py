@@ -1,5 +1,6 @@
 """Starting and stopping the real tritonserver, and the messages if that fails."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ import tritonclient.grpc as grpc_client
 from tritonclient.utils import InferenceServerException
 
 from common.server import installation
-from common.server.tritonserver import Ports, ServerError, TritonServer
+from common.server.tritonserver import STARTS, Ports, ServerError, TritonServer
 
 MODEL = """
 class TritonPythonModel:
@@ -131,6 +132,32 @@ def test_a_model_that_does_not_load_is_reported_with_its_own_error(repository):
     (repository / "idle" / "1" / "model.py").write_text("raise ValueError('flow.pt is missing')")
     with pytest.raises(ServerError, match="flow.pt is missing"), TritonServer(repository, ports=FREE):
         pass
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("aborts", [1, STARTS])
+def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository, tmp_path, monkeypatch):
+    """The real one, which a script aborts after a second of its first starts."""
+    real = installation.Installation.find()
+    starts = tmp_path / "starts"
+    script = tmp_path / "tritonserver"
+    script.write_text(
+        f"#!/bin/sh\necho >> {starts}\n[ $(wc -l < {starts}) -le {aborts} ] && (sleep 1; kill -s ABRT $$) &\n"
+        f'exec {real.binary} "$@"\n'
+    )
+    script.chmod(0o755)
+    slow = MODEL.replace("class", "import time\ntime.sleep(3)\nclass")
+    (repository / "idle" / "1" / "model.py").write_text(slow)
+    monkeypatch.setattr(installation.Installation, "find", lambda: dataclasses.replace(real, binary=script))
+    server = TritonServer(repository, ports=FREE)
+    try:
+        with server:
+            assert server.answers_ready() and len(server.model_processes()) == 1
+    except ServerError as error:
+        assert aborts == STARTS and "code -6" in str(error)
+    assert len(starts.read_text().splitlines()) == min(aborts + 1, STARTS)
+    assert stubs_of(server) == []
+    assert list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
 
 
 @pytest.mark.server

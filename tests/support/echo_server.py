@@ -3,15 +3,16 @@
 import socketserver
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 class _Echo(socketserver.StreamRequestHandler):
     def handle(self) -> None:
-        for line in self.rfile:
-            self.wfile.write(line)
-            if line == b"\r\n":
-                return
+        with suppress(ConnectionError):  # the client may have gone
+            for line in self.rfile:
+                self.wfile.write(line)
+                if line == b"\r\n":
+                    return
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""A fake HuggingFace hub with one repository, which can break connections and damage files, and records requests."""
+"""A fake of the HuggingFace hub and of ModelScope with one repository.
+
+It can break connections and damage files, and records requests.
+"""
 
 import hashlib
 import json
@@ -8,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -33,6 +37,13 @@ class FakeHub:
             siblings.append({"rfilename": name, "size": len(content), "blobId": "0" * 40, "lfs": lfs})
         return {"id": "any", "sha": COMMIT, "siblings": siblings}
 
+    def modelscope_listing(self) -> dict[str, Any]:
+        entries = [{"Path": "CosyVoice-BlankEN", "Type": "tree", "Size": 0, "Sha256": ""}]
+        for name, content in self.files.items():
+            digest = hashlib.sha256(content).hexdigest()
+            entries.append({"Path": name, "Type": "blob", "Size": len(content), "Sha256": digest})
+        return {"Code": 200, "Success": True, "Data": {"Files": entries}}
+
 
 class Handler(BaseHTTPRequestHandler):
     hub: FakeHub
@@ -45,10 +56,14 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(with_body=True)
 
     def answer(self, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
+        path, _, query = self.path.partition("?")
         name = path.partition(f"/resolve/{COMMIT}/")[2]
-        self.hub.requested.append(path)
-        if path.startswith("/api/models/"):
+        if path.endswith("/repo"):  # ModelScope's
+            name = parse_qs(query)["FilePath"][0]
+        self.hub.requested.append(f"{path} {name}" if path.endswith("/repo") else path)
+        if path.endswith("/repo/files"):
+            self.send(json.dumps(self.hub.modelscope_listing()).encode(), {}, with_body)
+        elif path.startswith("/api/models/"):
             self.send(json.dumps(self.hub.listing()).encode(), {"Content-Type": "application/json"}, with_body)
         elif name in self.hub.files:
             self.send_file(name, with_body)

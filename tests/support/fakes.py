@@ -35,7 +35,7 @@ def fake_prompt(voice: int, text: str = "reference") -> Prompt:
 class FakeTextPreparer:
     """Segments of a text are separated by bars; transcripts stay unchanged."""
 
-    def segments(self, text: str, normalize: bool, request_seconds: float) -> Iterator[str]:
+    def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str]:
         yield from text.split("|")
 
     def transcript(self, text: str, normalize: bool) -> str:
@@ -127,7 +127,7 @@ class FakeTokenStream(TokenStream):
 class FakeToken2Wav:
     """The audio of a token is one sample: 10000 times the voice plus the token.
 
-    gate: hops wait for it. failures: index of a stream's hop, or "start" -> the exception that it raises.
+    gate: hops wait for it. failures: index of a stream's hop, "reserve" or "start" -> the exception that it raises.
     """
 
     def __init__(self, gate: asyncio.Event | None = None, failures: dict[int | str, Exception] | None = None):
@@ -140,8 +140,8 @@ class FakeToken2Wav:
     def live(self) -> int:
         return sum(stream.live for stream in self.streams)
 
-    def open(self, prompt: Prompt) -> "FakeToken2WavStream":
-        self.streams.append(FakeToken2WavStream(self, prompt))
+    def open(self) -> "FakeToken2WavStream":
+        self.streams.append(FakeToken2WavStream(self))
         return self.streams[-1]
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
@@ -157,8 +157,8 @@ def audio_of(prompt: Prompt, tokens: Sequence[int]) -> np.ndarray:
 
 
 class FakeToken2WavStream:
-    def __init__(self, token2wav: FakeToken2Wav, prompt: Prompt):
-        self.prompt = prompt
+    def __init__(self, token2wav: FakeToken2Wav):
+        self.reserved = False
         self.hops: list[Hop] = []
         self.started = False
         self.live = False
@@ -166,8 +166,17 @@ class FakeToken2WavStream:
         self.audio_left: float | None = None
         self._token2wav = token2wav
 
-    async def start(self, audio_left: float | None) -> None:
+    async def reserve(self) -> None:
+        assert not self.live
+        self.reserved = self.live = True
+        await asyncio.sleep(0)
+        if "reserve" in self._token2wav.failures:
+            self.live = False
+            raise self._token2wav.failures["reserve"]
+
+    async def start(self, prompt: Prompt, audio_left: float | None) -> None:
         assert not self.started
+        self.prompt = prompt
         self.audio_left = audio_left
         self.started = self.live = True
         await asyncio.sleep(0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common import triton_io
-from common.errors import ModelCallError, UnavailableError
+from common.errors import ModelCallError, OverloadedError, UnavailableError
 from common.triton_io import calls
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, wait_until
 
@@ -45,6 +45,18 @@ def test_an_error_keeps_its_type_between_models_although_triton_drops_its_code(t
     triton_models["m"] = callee
     with pytest.raises(kind, match="^m: too many$"):
         asyncio.run(triton_io.call("m", {}, ["y"]))
+
+
+def test_a_refusal_keeps_its_seconds_between_models(triton_models):
+    def callee(sent: InferenceRequest) -> InferenceResponse:
+        message = triton_io.error_response(OverloadedError("9 listeners are served", 2.2), "m").error().message()
+        assert message == "unavailable: overloaded, retry after 3 s: 9 listeners are served"
+        return InferenceResponse(error=TritonError(message, TritonError.INTERNAL))
+
+    triton_models["m"] = callee
+    with pytest.raises(OverloadedError, match="^m: 9 listeners are served$") as caught:
+        asyncio.run(triton_io.call("m", {}, ["y"]))
+    assert caught.value.retry_after == 3
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,24 @@
 import importlib.util
 import json
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.numpy_helper
 import onnxruntime as ort
 import pytest
 import torch
 
+from common.accel import plans
+from common.accel.plans import Key, Machine
+from common.accel.workloads import speaker
 from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.voice import audio
 from common.voice.encoders import AudioTokenizer, SpeakerEncoder
+from tests.support import fake_tensorrt
 from tests.support.checkpoints import DIT_DIR
 from tools.demo_model.make import SMALL, parts
 
@@ -100,3 +108,42 @@ def test_a_damaged_speech_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "speech_tokenizer_v2.onnx").write_bytes(b"half a file")
     with pytest.raises(ValueError, match="speech_tokenizer_v2.onnx is not a speech tokenizer, or is damaged"):
         AudioTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("network", "file"), [(AudioTokenizer, "speech_tokenizer_v2_25hz.onnx"), (SpeakerEncoder, "campplus.onnx")]
+)
+def test_a_file_with_values_that_are_no_numbers_is_named(
+    network: Callable[[Path], object], file: str, model_dir: Path, tmp_path: Path
+) -> None:
+    model = onnx.load(model_dir / file)
+    weights = next(weights for weights in model.graph.initializer if len(weights.dims) == 3)
+    values = onnx.numpy_helper.to_array(weights).copy()
+    values[0] = np.nan
+    weights.CopyFrom(onnx.numpy_helper.from_array(values, weights.name))
+    onnx.save(model, tmp_path / file)
+    with pytest.raises(ValueError, match=rf"{file}.* not finite"):
+        network(tmp_path)
+
+
+def test_recordings_of_a_batch_share_a_plan_in_as_many_threads_as_it_has_contexts(
+    model_dir: Path, encoder: SpeakerEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake raises if two threads use one context at once. The model's own test runs in one more thread."""
+    state = fake_tensorrt.install(monkeypatch)
+    here = Machine("NVIDIA Test", "9.0", f"tensorrt {fake_tensorrt.__version__}")
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, device: here))
+    (tmp_path / "campplus.onnx").write_bytes((model_dir / "campplus.onnx").read_bytes())
+    plan = fake_tensorrt.plan(tmp_path / "campplus.onnx", speaker())
+    plans.write(tmp_path, Key.of(speaker(), tmp_path, here), plan, 1.0, error=0.0)
+    waves = [references()[0][: 10_000 + 1000 * count] for count in range(6)]
+    expected = encoder(waves)
+    for contexts in (1, 2, 3):
+        subject = SpeakerEncoder(tmp_path, "tensorrt", contexts=contexts)
+        state.most_at_once, state.pause = 0, 0.02
+        health = threading.Thread(target=subject, args=([waves[0]],))
+        health.start()
+        for found, wanted in zip(subject(waves), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, atol=1e-5)
+        health.join()
+        assert state.most_at_once == contexts

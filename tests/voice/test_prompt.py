@@ -34,6 +34,13 @@ def test_prompt_token_outside_the_codebook_is_named(stray: int) -> None:
         aligned(3, 6, tokens=np.array([1, stray, 2]))
 
 
+@pytest.mark.parametrize(("name", "shape"), [("mel", (6, MEL_BINS)), ("embedding", (SPEAKER_DIM,))])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_prompt_with_values_that_are_no_numbers_is_rejected(name: str, shape: tuple[int, ...], value: float) -> None:
+    with pytest.raises(ValueError, match="mel or x-vector has values that are not finite"):
+        aligned(3, 6, **{name: np.full(shape, value, np.float16)})
+
+
 def test_prompt_of_wrong_shapes_is_rejected_with_the_shapes() -> None:
     with pytest.raises(ValueError, match=r"\(6, 79\)"):
         aligned(3, 6, mel=np.zeros((6, 79), np.float32))

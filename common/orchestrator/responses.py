@@ -1,0 +1,40 @@
+"""What a response of the orchestrator carries: audio, warnings and the stages that were reached."""
+
+import json
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class Timeline:
+    """When each stage of a request was reached, in milliseconds since its processing started."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._stages: list[tuple[str, float]] = []
+
+    def add(self, stage: str) -> None:
+        self._stages.append((stage, round(1e3 * (time.perf_counter() - self._started), 3)))
+
+    def take(self) -> list[tuple[str, float]]:
+        """The stages added since the last call."""
+        stages, self._stages = self._stages, []
+        return stages
+
+
+def outputs(
+    waveform: np.ndarray, warnings: list[str], stages: Sequence[tuple[str, float]] = ()
+) -> dict[str, np.ndarray]:
+    """The outputs of one response: waveform (N,) -> (1, N), and if there are any, warnings and stages as JSON.
+
+    `warnings` is emptied, so each is sent once. They are outputs because Triton 2.51's python backend cannot set
+    parameters of a response.
+    """
+    tensors = {"waveform": waveform[None]}
+    if stages:
+        tensors["timeline"] = np.array([[json.dumps(stages)]], np.object_)
+    if warnings:
+        tensors["warning"] = np.array([["; ".join(warnings)]], np.object_)
+        warnings.clear()
+    return tensors

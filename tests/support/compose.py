@@ -1,0 +1,25 @@
+"""Docker Compose 2: `docker-compose` beside this Python, the one on PATH, or the plugin of `docker`."""
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+OLDEST = (2, 24, 4)  # the first that has the tags of deploy/compose/cpu.yml
+MISSING = "Docker Compose 2.24.4 or newer is not installed; .ci/run has the command"
+
+
+@functools.cache
+def compose_command() -> tuple[str, ...] | None:
+    """The command that runs it; None if there is none."""
+    beside = Path(sys.executable).parent / "docker-compose"
+    for command in ((str(beside),), ("docker-compose",), ("docker", "compose")):
+        if shutil.which(command[0]) is None:
+            continue
+        shown = subprocess.run([*command, "version", "--short"], capture_output=True, text=True)
+        found = re.fullmatch(r"v?(\d+)\.(\d+)\.(\d+)\S*", shown.stdout.strip())
+        if shown.returncode == 0 and found and tuple(map(int, found.groups())) >= OLDEST:
+            return command
+    return None
