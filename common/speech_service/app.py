@@ -35,7 +35,7 @@ _PAGE_HEADERS = {
 def build(settings: Settings, runtime: runtime_grpc.Endpoint | None = None) -> FastAPI:
     """The application; it holds its connections while it runs. runtime: address of the plain runtime's gRPC service."""
     metrics = Metrics()
-    voices = VoiceFolder(settings.voices_dir, settings.max_reference_bytes)
+    voices = VoiceFolder(settings.voices_dir, settings.max_reference_bytes, settings.voice_aliases)
 
     @contextlib.asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
@@ -64,11 +64,11 @@ def build(settings: Settings, runtime: runtime_grpc.Endpoint | None = None) -> F
 
 
 def _add_service_routes(app: FastAPI) -> None:
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
         return FileResponse(STATIC / "index.html", headers=_PAGE_HEADERS)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health(request: Request) -> Response:
         """200 if at least one Triton serves a speech model."""
         pool = Service.of(request).dispatcher.pool
@@ -76,7 +76,7 @@ def _add_service_routes(app: FastAPI) -> None:
         status = 200 if pool.models else 503
         return JSONResponse({"status": "ok" if pool.models else "unavailable", "tritons": tritons}, status)
 
-    @app.get("/metrics", include_in_schema=False)
+    @app.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
     async def metrics(request: Request) -> Response:
         service = Service.of(request)
         for backend in service.dispatcher.pool.backends:
@@ -96,6 +96,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def framework_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 405 and request.method == "OPTIONS":  # not a preflight request: those have an origin
+            return Response(status_code=204, headers=error.headers)
         messages = {
             404: f"{request.url.path} does not exist",
             405: f"{request.url.path} does not support {request.method}",

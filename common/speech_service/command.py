@@ -39,6 +39,13 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
     add("url", list(Settings.urls), nargs="+", help="gRPC addresses of Triton; the least busy one is used")
     add("ref_audios_dir", Settings.voices_dir, type=Path, help="folder of the registered voices")
+    add(
+        "voice_aliases",
+        list(Settings.voice_aliases),
+        nargs="*",
+        help="further names of voices, such as alloy=anna; one without a voice gets one of those registered; default: "
+        "OpenAI's names",
+    )
     add("host", "127.0.0.1", help="0.0.0.0 to accept other hosts; then also set --api_keys")
     add("port", 10086, type=int, help="0: any free one")
     add("runtime_port", None, type=int, help="serve the plain runtime's gRPC service too; its clients expect 50000")
@@ -86,6 +93,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(
         urls=tuple(args.url),
         voices_dir=args.ref_audios_dir,
+        voice_aliases=tuple(args.voice_aliases),
         model=args.model,
         sample_rate=args.default_sample_rate,
         api_keys=tuple(args.api_keys),

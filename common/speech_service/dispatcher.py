@@ -21,7 +21,7 @@ import numpy as np
 from common.client.requests import Utterance
 from common.constants import SAMPLE_RATE, TOKEN_RATE
 from common.speech_service.encoding import AudioEncoder
-from common.speech_service.errors import ApiError
+from common.speech_service.errors import OVERLOADED, ApiError
 from common.speech_service.metrics import Metrics
 from common.speech_service.settings import Settings
 from common.speech_service.triton import Backend, TritonPool
@@ -61,7 +61,8 @@ class Dispatcher:
         self._encoders.shutdown(wait=False, cancel_futures=True)
 
     async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
-        """float32 (N,) at SAMPLE_RATE, at least one. If a Triton fails before the first, another is tried. ApiError."""
+        """float32 (N,) at SAMPLE_RATE, at least one. If a Triton fails or refuses before the first, another is tried.
+        ApiError."""
         with self._admitted(), self._counted():
             started = time.perf_counter()
             failed: set[Backend] = set()
@@ -78,7 +79,8 @@ class Dispatcher:
                                 yield chunk
                     except ApiError as error:
                         failed.add(backend)
-                        if error.status != 503 or job.samples or not self._others(model, failed):
+                        elsewhere = error.status == 503 or error.code == OVERLOADED
+                        if not elsewhere or job.samples or not self._others(model, failed):
                             raise
                         continue
                 if not job.samples:

@@ -4,7 +4,8 @@ Uses FFmpeg's encoders and filters through PyAV. An encoder belongs to one answe
 release the GIL, so those of compressed formats should run in a thread.
 """
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from common.speech_service.settings import RATES
 
 _INT16_PEAK = 32767
 _SLICE = 1024
+MAX_VOLUME = 10.0
 _TEMPO_RANGE = (0.5, 2.0)  # of one atempo filter: outside this range it drops samples instead of blending them
 
 ANY_RATE = frozenset((*RATES, PROMPT_SAMPLE_RATE, SAMPLE_RATE))
@@ -24,7 +26,10 @@ ANY_RATE = frozenset((*RATES, PROMPT_SAMPLE_RATE, SAMPLE_RATE))
 
 @dataclass(frozen=True)
 class Format:
-    """A container and its codec, by FFmpeg's names; without a container, raw samples."""
+    """A container and its codec, by FFmpeg's names; without a container, raw 16-bit samples.
+
+    silence: a sample of it, of the formats that are nothing but samples.
+    """
 
     media_type: str
     container: str = ""
@@ -32,7 +37,10 @@ class Format:
     bit_rate: int | None = None
     options: dict[str, str] = field(default_factory=dict)
     rates: frozenset[int] = ANY_RATE
+    silence: bytes = b""
 
+
+TELEPHONE = frozenset((8_000,))
 
 FORMATS = {
     # The header of an MP3 or WAV file has its length, which is not known yet. Players accept a header without one, or
@@ -49,25 +57,53 @@ FORMATS = {
     "aac": Format("audio/aac", "adts", "aac", 64_000),
     "flac": Format("audio/flac", "flac", "flac"),
     "wav": Format("audio/wav", "wav", "pcm_s16le", options={"fflags": "+bitexact"}),  # no tag of the encoder's name
-    "pcm": Format("audio/pcm"),
+    "pcm": Format("audio/pcm", silence=b"\0\0"),
+    # Telephony (G.711); the media types are those of RTP.
+    "mulaw": Format("audio/PCMU", "mulaw", "pcm_mulaw", rates=TELEPHONE, silence=b"\xff"),
+    "alaw": Format("audio/PCMA", "alaw", "pcm_alaw", rates=TELEPHONE, silence=b"\xd5"),
+    "mulaw_wav": Format("audio/wav", "wav", "pcm_mulaw", options={"fflags": "+bitexact"}, rates=TELEPHONE),
+    "alaw_wav": Format("audio/wav", "wav", "pcm_alaw", options={"fflags": "+bitexact"}, rates=TELEPHONE),
 }
+FRAME_MS = (10, 20, 30, 40, 60)  # of telephony's packets
 
 
 class AudioEncoder:
-    """Float chunks at the models' rate -> bytes of the format `name`, at `rate` and `speed`.
+    """Float chunks at the models' rate -> bytes of the format `name`, at `rate` and `speed`, `volume` times as loud.
 
+    rate: as far as the format has a choice. frame_ms: of the pieces that `framed` makes; None: they come as they are.
     ValueError for an unsupported value. `direct`: the samples are hardly changed, so no thread is needed.
     """
 
-    def __init__(self, name: str, rate: int = SAMPLE_RATE, speed: float = 1.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        rate: int | None = None,
+        speed: float = 1.0,
+        volume: float = 1.0,
+        frame_ms: int | None = None,
+    ) -> None:
         if name not in FORMATS:
             raise ValueError(f"response_format {name!r} is not one of {', '.join(FORMATS)}")
         self.format = FORMATS[name]
+        if rate is None:
+            rate = SAMPLE_RATE if SAMPLE_RATE in self.format.rates else min(self.format.rates)
         if rate not in self.format.rates:
             raise ValueError(f"sample_rate {rate} is not one of {_listed(self.format.rates)}, which {name} supports")
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise ValueError(f"speed {speed:g} is not in {MIN_SPEED:g}..{MAX_SPEED:g}")
+        if not 0 < volume <= MAX_VOLUME:
+            raise ValueError(f"volume_multiplier {volume:g} is not above 0 and at most {MAX_VOLUME:g}")
+        if frame_ms is not None and (frame_ms not in FRAME_MS or not self.format.silence or rate * frame_ms % 1000):
+            lengths, formats = (
+                ", ".join(map(str, FRAME_MS)),
+                ", ".join(n for n, kind in FORMATS.items() if kind.silence),
+            )
+            raise ValueError(
+                f"frame_ms {frame_ms}: frames have {lengths} ms and whole samples, in the formats {formats}"
+            )
+        self.frame_bytes = rate * (frame_ms or 0) // 1000 * len(self.format.silence)  # 0: no frames
         self.rate = rate
+        self._volume = volume
         self._filter = _filter_of(rate, speed)
         self.direct = self._filter is None and self.format.codec in ("", "pcm_s16le")
         self._writer = _ContainerWriter(self.format, rate) if self.format.container else None
@@ -96,8 +132,26 @@ class AudioEncoder:
                     break
 
     def _bytes(self, wave: np.ndarray) -> bytes:
-        pcm = np.rint(np.clip(wave, -1.0, 1.0) * _INT16_PEAK).astype("<i2")
+        pcm = np.rint(np.clip(wave * self._volume, -1.0, 1.0) * _INT16_PEAK).astype("<i2")
         return pcm.tobytes() if self._writer is None else self._writer.write(pcm)
+
+
+async def framed(parts: AsyncGenerator[bytes, None], encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
+    """The encoded `parts` in frames of equal length, the last one filled with silence; unchanged without frames."""
+    size, rest = encoder.frame_bytes, b""
+    async with aclosing(parts):
+        async for part in parts:
+            if not size:
+                yield part
+                continue
+            rest += part
+            whole = len(rest) - len(rest) % size
+            for begin in range(0, whole, size):
+                yield rest[begin : begin + size]
+            rest = rest[whole:]
+    if rest:
+        silence = encoder.format.silence
+        yield rest + silence * ((size - len(rest)) // len(silence))
 
 
 class _ContainerWriter:

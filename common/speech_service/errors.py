@@ -5,7 +5,8 @@ from typing import Any
 
 import grpc
 
-from common.errors import INVALID, UNAVAILABLE
+from common.errors import INVALID, UNAVAILABLE, OverloadedError, unavailable_error
+from common.speech_service.fields import named
 
 _CLIENT_ERRORS = {
     str(grpc.StatusCode.INVALID_ARGUMENT): 400,
@@ -22,6 +23,7 @@ _SERVER_ERRORS = {
 # models that it reported as ready.)
 _NOT_SERVED = ("Request for unknown model", "Server is stopping")
 
+OVERLOADED = "overloaded"  # code of the refusal of a Triton that has as many listeners as it can serve
 MESSAGE_CHARS = 1000  # messages quote what clients send
 
 
@@ -65,8 +67,11 @@ def from_triton(status: str | None, message: str | None) -> ApiError:
     """
     text = " ".join((message or "the model gave no reason").split())
     if text.startswith(INVALID):
-        return ApiError(400, text.removeprefix(INVALID))
+        return invalid(*named(text.removeprefix(INVALID)))
     if text.startswith(UNAVAILABLE):
+        error = unavailable_error(text)
+        if isinstance(error, OverloadedError):
+            return ApiError(429, str(error), code=OVERLOADED, retry_after=round(error.retry_after))
         status, text = str(grpc.StatusCode.UNAVAILABLE), text.removeprefix(UNAVAILABLE)
     if text.startswith(_NOT_SERVED):
         status = str(grpc.StatusCode.UNAVAILABLE)

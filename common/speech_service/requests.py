@@ -8,9 +8,9 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.client.requests import Utterance
-from common.config import SamplingPreset
 from common.llm.interface import preset_values
 from common.speech_service.errors import invalid
+from common.speech_service.fields import SAMPLING
 from common.speech_service.recordings import decode_base64
 from common.speech_service.settings import Settings
 from common.speech_service.voices import VoiceFolder
@@ -18,9 +18,10 @@ from common.text.normalization import language_of
 from common.voice.prompt import Recording
 
 # OpenAI's model names are accepted for the default model, so that programs work unchanged.
-OPENAI_MODELS = frozenset(("tts-1", "tts-1-hd", "gpt-4o-mini-tts"))
+OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
 
-_SAMPLING = ("seed", "sampling", *SamplingPreset._fields, "max_tokens")
+# Kokoro's letters for languages -> those that `language` knows.
+_LANG_CODES = {"a": "en", "b": "en", "j": "ja", "z": "zh", **dict.fromkeys("efhip", "")}
 
 # What a JSON body may consist of besides base64: punctuation, which takes the parser a hundred times as long per byte.
 _BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"+/="
@@ -46,6 +47,27 @@ class VoiceId(BaseModel):
     id: Name
 
 
+class NormalizationOptions(BaseModel):
+    """Kokoro's field. Units and symbols are words whenever `normalize` is true; the last three change nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    normalize: bool = True
+    url_normalization: bool = True
+    email_normalization: bool = True
+    phone_normalization: bool = True
+    unit_normalization: bool = True
+    optional_pluralization_normalization: bool = True
+    replace_remaining_symbols: bool = True
+
+    def parameters(self) -> dict[str, bool]:
+        """The request parameters of a model that differ from their defaults."""
+        wanted = {"text_frontend": self.normalize} | self.model_dump(
+            include={"url_normalization", "email_normalization", "phone_normalization"}
+        )
+        return {name: False for name, value in wanted.items() if not value}
+
+
 class SpeechRequest(BaseModel):
     """The body of POST /v1/audio/speech. Unknown fields are rejected, so that misspelled ones are noticed."""
 
@@ -54,15 +76,23 @@ class SpeechRequest(BaseModel):
     input: Text = Field(description="the text to speak")
     model: Name = Field("", description="a served model, or one of OpenAI's names; empty: the default")
     voice: Name | VoiceId = Field("", description="a registered voice; ignored if ref_audio is given")
-    response_format: Name = Field("mp3", description="mp3, opus, aac, flac, wav, pcm (16-bit little-endian samples)")
+    response_format: Name = Field(
+        "mp3",
+        description="mp3, opus, aac, flac, wav, pcm (16-bit little-endian), at 8 kHz mulaw, alaw, mulaw_wav, alaw_wav",
+    )
+    frame_ms: Int64 | None = Field(None, description="of pcm, mulaw, alaw: send pieces of exactly 10, 20, … ms")
     speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
     instructions: Text = Field("", description='how to speak, such as "Speak slowly."')
     stream_format: Literal["audio", "sse"] = "audio"
+    stream: bool = Field(True, description="false: the answer is sent when it is complete, with its length")
+    volume_multiplier: Finite = Field(1.0, description="above 0, at most 10; what is then too loud is clipped")
+    normalization_options: NormalizationOptions = NormalizationOptions()
     ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
     ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
     language: Name = Field("", description="of the input: zh, en, ja; a voice of another one is cloned cross-lingually")
+    lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, j, z")
     sample_rate: Int64 | None = Field(None, description="of the answer, in Hz")
-    seed: Int64 | None = Field(None, description="the same seed gives the same audio")
+    seed: Int64 | None = Field(None, description="the same seed gives the same speech tokens")
     sampling: Name | None = Field(None, description="preset of the next six fields: cosyvoice2 or triton")
     temperature: Finite | None = None
     top_p: Finite | None = None
@@ -78,7 +108,12 @@ class SpeechRequest(BaseModel):
         preset_values(sampling)
         return sampling
 
-    @field_validator("language")
+    @field_validator("lang_code")
+    @classmethod
+    def _as_language_tag(cls, code: str) -> str:
+        return _LANG_CODES.get(code.lower(), code)
+
+    @field_validator("language", "lang_code")
     @classmethod
     def _is_language_tag(cls, language: str) -> str:
         if language and not language.replace("-", "").isalnum():
@@ -102,7 +137,7 @@ class BatchRequest(BaseModel):
     items: list[dict[str, Any]] = Field(min_length=1)
 
     def requests(self) -> list[dict[str, Any]]:
-        return [{**(self.model_extra or {}), **item} for item in self.items]
+        return [{**(self.model_extra or {}), **_given(item)} for item in self.items]
 
 
 def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
@@ -118,10 +153,15 @@ def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
     return fields
 
 
+def _given(fields: Any) -> Any:
+    """Without fields that are null, which many clients send for those that they leave out."""
+    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+
+
 def parse(model: type[BaseModel], fields: Any) -> Any:
     """`fields` as an instance of `model`; ApiError naming the invalid field."""
     try:
-        return model.model_validate(fields)
+        return model.model_validate(_given(fields))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = str(first["loc"][0]) if first["loc"] else ""  # the rest names alternatives of a type
@@ -152,9 +192,12 @@ def utterance(
     else:
         voice = _registered(wanted.voice_name, voices)
     # Floats as text, which the models accept: Triton 2.51 has no float parameters.
-    sampling = {name: value for name in _SAMPLING if (value := getattr(wanted, name)) is not None}
+    sampling = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
     parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
-    if _other_language(wanted.language, voice.pop("transcript", "") or voice.get("reference_text") or ""):
+    parameters |= wanted.normalization_options.parameters()
+    if _other_language(
+        wanted.language or wanted.lang_code, voice.pop("transcript", "") or voice.get("reference_text") or ""
+    ):
         if voice.pop("reference_text", None) is None:
             parameters["cross_lingual"] = True
     instructions = wanted.instructions.strip() or None
@@ -180,6 +223,7 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
     """The utterance's fields for a registered voice; none for an empty name, which means the model's default voice."""
     if not name:
         return {}
+    name = voices.resolve(name)
     voice = voices.get(name)
     if isinstance(voice, Recording):
         return {"reference": voice.wav, "reference_text": voice.text or None}

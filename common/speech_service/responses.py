@@ -31,13 +31,19 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class AudioResponse(Response):
-    """Sends the bytes of `parts` as they are produced. stall: seconds that a client may leave them unread."""
+    """Sends the bytes of `parts` as they are produced, or, if `whole`, together once all are there.
 
-    def __init__(self, parts: AsyncGenerator[bytes, None], media_type: str, stall: float, rate: int) -> None:
+    stall: seconds that a client may leave them unread.
+    """
+
+    def __init__(
+        self, parts: AsyncGenerator[bytes, None], media_type: str, stall: float, rate: int, whole: bool = False
+    ) -> None:
         super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_STREAMING_HEADERS})
         del self.headers["content-length"]  # unknown, so the body is chunked
         self._parts = parts
         self._stall = stall
+        self._whole = whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with TaskScope() as tasks:
@@ -53,6 +59,9 @@ class AudioResponse(Response):
         async with aclosing(self._parts) as parts:
             try:
                 first = await anext(parts)
+                if self._whole:
+                    first = b"".join([first, *[part async for part in parts]])
+                    self.headers["content-length"] = str(len(first))
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return

@@ -10,7 +10,7 @@ from starlette.requests import HTTPConnection
 
 from common.errors import UnavailableError
 from common.speech_service.dispatcher import Dispatcher, SpeechJob
-from common.speech_service.encoding import AudioEncoder
+from common.speech_service.encoding import FORMATS, AudioEncoder, framed
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.metrics import Metrics
 from common.speech_service.recordings import decode
@@ -48,12 +48,14 @@ class Service:
 
     def encoder(self, wanted: SpeechRequest) -> AudioEncoder:
         """An encoder for the requested format, rate and speed; ApiError."""
-        rate = self.settings.sample_rate if wanted.sample_rate is None else wanted.sample_rate
+        kind, rate = FORMATS.get(wanted.response_format), wanted.sample_rate
+        if rate is None and kind is not None and self.settings.sample_rate in kind.rates:
+            rate = self.settings.sample_rate
         try:
-            return AudioEncoder(wanted.response_format, rate, wanted.speed)
+            return AudioEncoder(wanted.response_format, rate, wanted.speed, wanted.volume_multiplier, wanted.frame_ms)
         except ValueError as error:
             raise invalid(error, str(error).split()[0]) from None
 
     def audio(self, job: SpeechJob, encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
-        """The encoded audio of a job."""
-        return self.dispatcher.encoded(job, encoder)
+        """The encoded audio of a job, in frames if the encoder has them."""
+        return framed(self.dispatcher.encoded(job, encoder), encoder)

@@ -10,6 +10,11 @@ RATES = (8_000, 11_025, 12_000, 22_050, 32_000, 44_100, 48_000)  # in addition t
 MIB = 1 << 20
 MAX_CHAR_BYTES = 4  # of UTF-8
 
+# OpenAI's voices, which clients name unless they are told others.
+OPENAI_VOICES = (
+    *("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -18,11 +23,13 @@ class Settings:
     urls: gRPC addresses of Triton. voices_dir: folder of the registered voices. model: for requests that name no served
     model; empty: the first one served. sample_rate: of answers to requests without one. timeout: seconds for a whole
     answer. stall: seconds that a client may leave its audio unread. receive_timeout: seconds in which a request must
-    have arrived. idle: seconds that a WebSocket may be silent.
+    have arrived. idle: seconds that a WebSocket may be silent. voice_aliases: further names of voices, as ALIAS=VOICE;
+    those without a voice are spread over the registered ones.
     """
 
     urls: tuple[str, ...] = (f"localhost:{GRPC_PORT}",)
     voices_dir: Path = Path("models/demo/voices")
+    voice_aliases: tuple[str, ...] = OPENAI_VOICES
     model: str = ""
     sample_rate: int = SAMPLE_RATE
     api_keys: tuple[str, ...] = ()
@@ -43,6 +50,9 @@ class Settings:
         if not self.urls:
             raise ValueError("no address of a Triton is given")
         object.__setattr__(self, "urls", tuple(grpc_address(url) for url in self.urls))
+        for alias in self.voice_aliases:
+            if not all(part.strip() for part in alias.split("=", 1)):
+                raise ValueError(f"voice_aliases {alias!r} is not ALIAS=VOICE or ALIAS")
         for name in (each for each in vars(self) if each.startswith("max_")):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not positive")

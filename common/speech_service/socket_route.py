@@ -28,6 +28,9 @@ from common.text.sentences import WINDOW, SentenceSplitter
 MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
 _POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close codes of the protocol
 
+_DOCUMENT_BEGINS, _DOCUMENT_ENDS = "<speak", "</speak>"
+_HALF_A_CHARACTER = "text has half of a surrogate pair, whose other half did not follow"
+
 logger = logging.getLogger(__name__)
 router = APIRouter()
 
@@ -66,7 +69,9 @@ class SocketSession:
         self._socket = socket
         self._service = service
         self._config: dict[str, Any] = {"response_format": "pcm"}
+        self._half = ""  # of a surrogate pair, which a client that cuts text by UTF-16 units may send in two pieces
         self._splitter = SentenceSplitter()
+        self._document = ""  # SSML that has not ended, which is spoken as one sentence
         self._waiting: deque[str] = deque()  # complete sentences
         self._waiting_chars = 0  # of all of them
         self._finished = False  # the client has sent input.done
@@ -119,7 +124,7 @@ class SocketSession:
 
     def _configure(self, fields: dict[str, Any]) -> None:
         """Set the request fields of later sentences. Not during an utterance, which would change its voice."""
-        if self._splitter.unfinished or self._waiting or self._speaking:
+        if self._unfinished or self._waiting or self._speaking:
             raise invalid("session.config during an utterance: send it before input.text or after session.done")
         config = {"response_format": "pcm", **fields}
         self._service.encoder(parse(SpeechRequest, {**config, "input": "."}))
@@ -128,11 +133,9 @@ class SocketSession:
     async def _add_text(self, text: Any) -> None:
         if not isinstance(text, str):
             raise invalid("input.text has no text", "text")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise invalid(f"text: {error}", "text") from None
-        if len(text) + len(self._splitter.unfinished) + self._waiting_chars > MAX_WAITING_CHARS:
+        half, self._half = self._half, ""
+        text, self._half = _joined(half + text)
+        if len(text) + len(self._unfinished) + self._waiting_chars > MAX_WAITING_CHARS:
             raise ApiError(
                 429, f"more than {MAX_WAITING_CHARS} characters are waiting to be spoken", code="too_much_text"
             )
@@ -141,24 +144,45 @@ class SocketSession:
         else:  # in a thread: a hostile text takes up to a second, in steps of milliseconds
             sentences = await asyncio.to_thread(self._complete, text)
         self._queue(sentences)
-        if len(self._splitter.unfinished) > (limit := self._service.settings.max_input_chars):
-            self._splitter.finish()
+        if len(self._unfinished) > (limit := self._service.settings.max_input_chars):
+            self._drop_unfinished()
             raise invalid(f"a sentence has more than {limit} characters: it is not spoken", "text")
 
     def _complete(self, text: str) -> list[str]:
+        documents: list[str] = []
+        while self._document or (self._splitter.unfinished + text).lstrip().startswith(_DOCUMENT_BEGINS):
+            document, end, text = (self._document + self._splitter.finish() + text).partition(_DOCUMENT_ENDS)
+            self._document = "" if end else document
+            if not end:
+                return documents
+            documents.append(document.strip() + end)
+        return [*documents, *self._split(text)]
+
+    def _split(self, text: str) -> list[str]:
         return [sentence.strip() for sentence in self._splitter.push(text) if is_speakable(sentence)]
 
     def _finish(self) -> None:
-        rest = self._splitter.finish()
-        self._finished = True
+        rest, half = self._unfinished, self._half
+        self._drop_unfinished()
+        self._finished, self._half = True, ""
         self._queue([rest.strip()] if is_speakable(rest) else [])
         self._wake()
+        if half:
+            raise invalid(_HALF_A_CHARACTER, "text")
 
     def _queue(self, sentences: list[str]) -> None:
         self._waiting.extend(sentences)
         self._waiting_chars += sum(map(len, sentences))
         if self._waiting:
             self._wake()
+
+    @property
+    def _unfinished(self) -> str:
+        return self._document + self._splitter.unfinished
+
+    def _drop_unfinished(self) -> None:
+        self._document = ""
+        self._splitter.finish()
 
     @property
     def _silent(self) -> float:
@@ -219,8 +243,8 @@ class SocketSession:
     async def _cancel(self) -> None:
         """Barge-in: discard all text so far; no audio of it is sent after the answer to this message."""
         self._waiting.clear()
-        self._waiting_chars, self._finished = 0, False
-        self._splitter.finish()
+        self._waiting_chars, self._finished, self._half = 0, False, ""
+        self._drop_unfinished()
         await self.stop_speaking()
         cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
         await self._send("audio.cancelled", utterance_index=cancelled)
@@ -236,3 +260,13 @@ class SocketSession:
 
     async def _send_error(self, error: ApiError) -> None:
         await self._send("error", **error.body)
+
+
+def _joined(text: str) -> tuple[str, str]:
+    """`text` with its surrogate pairs as characters, and the half of one at its end. ApiError for other halves."""
+    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    half = text[-1:] if "\ud800" <= text[-1:] <= "\udbff" else ""
+    text = text.removesuffix(half) if half else text
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise invalid(_HALF_A_CHARACTER, "text")
+    return text, half

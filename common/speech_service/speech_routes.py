@@ -11,7 +11,7 @@ from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, Response
 
 from common.speech_service.errors import ApiError, invalid
-from common.speech_service.requests import BatchRequest, SpeechRequest, parse, read_json
+from common.speech_service.requests import OPENAI_MODELS, BatchRequest, SpeechRequest, parse, read_json
 from common.speech_service.responses import AudioResponse, events
 from common.speech_service.service import Service
 from common.speech_service.settings import Settings
@@ -35,12 +35,15 @@ async def speech(request: Request) -> Response:
     service = Service.of(request)
     fields, upload = await read_fields(request, "ref_audio")
     wanted: SpeechRequest = parse(SpeechRequest, fields)
+    if wanted.stream_format == "sse" and not wanted.stream:
+        raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
     encoder = service.encoder(wanted)
     job = await service.job(wanted, upload)
     audio = service.audio(job, encoder)
     if wanted.stream_format == "sse":
         return AudioResponse(events(audio, job), "text/event-stream", service.settings.stall, encoder.rate)
-    return AudioResponse(audio, encoder.format.media_type, service.settings.stall, encoder.rate)
+    kind = encoder.format.media_type
+    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, whole=not wanted.stream)
 
 
 @router.post("/v1/audio/speech/batch", openapi_extra=_body(BatchRequest))
@@ -95,20 +98,36 @@ async def _disconnected(request: Request) -> None:
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The served models. OpenAI's model names are accepted too, see docs/http.md."""
-    return {"object": "list", "data": [_model(name) for name in Service.of(request).dispatcher.pool.models]}
+    """The served models, then OpenAI's names, which stand for the default one."""
+    return {"object": "list", "data": list(_models(Service.of(request)).values())}
 
 
 @router.get("/v1/models/{name}")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """One served model."""
-    if name not in Service.of(request).dispatcher.pool.models:
+    """One of the models that `models` lists."""
+    listed = _models(Service.of(request))
+    if name not in listed:
         raise ApiError(404, f"the model {name!r} is not served", code="model_not_found", param="model")
-    return _model(name)
+    return listed[name]
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "cosyvoice"}
+@router.get("/v1/audio/models")
+async def audio_models(request: Request) -> dict[str, Any]:
+    """The same list in the form that Open WebUI reads, and the longest text that is accepted."""
+    service = Service.of(request)
+    models = [{**model, "name": name} for name, model in _models(service).items()]
+    return {"models": models, "max_input_chars": service.settings.max_input_chars}
+
+
+def _models(service: Service) -> dict[str, dict[str, Any]]:
+    """The listed models by name; none if no Triton is available."""
+    served = service.dispatcher.pool.models
+    about = {"object": "model", "created": 0, "owned_by": "cosyvoice"}
+    listed = {name: {"id": name, **about} for name in served}
+    default = service.settings.model or next(iter(served), "")
+    if default in listed:
+        listed |= {name: {"id": name, **about, "alias_of": default} for name in OPENAI_MODELS}
+    return listed
 
 
 async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any], bytes | None]:

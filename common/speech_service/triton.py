@@ -47,9 +47,12 @@ class Backend:
         """Update `models`; never raises. An unreachable Triton serves nothing; a slow one keeps its models for MISSES
         probes."""
         try:
-            index = await self.connection.get_model_repository_index(client_timeout=PROBE_TIMEOUT)
-            ready = {model.name for model in index.models if model.state == "READY"}
-            self.models = {name: await self._streams(name) for name in stacks.orchestrators() if name in ready}
+            # Model by model, because a gateway forwards no RepositoryIndex.
+            names = stacks.orchestrators()
+            ready = await asyncio.gather(*map(self._is_ready, names))
+            self.models = {
+                name: await self._streams(name) for name, is_ready in zip(names, ready, strict=True) if is_ready
+            }
             self.misses = 0
         except Exception as error:  # any error: probing must go on
             self.misses += 1
@@ -57,6 +60,9 @@ class Backend:
             if self.models and (gone or self.misses >= MISSES):
                 logger.warning("Triton at %s does not answer anymore: %s", self.url, _reason(error))
                 self.models = {}
+
+    async def _is_ready(self, model: str) -> bool:
+        return bool(await self.connection.is_model_ready(model, client_timeout=PROBE_TIMEOUT))
 
     async def _streams(self, model: str) -> bool:
         """Whether a model is decoupled. Cached: only reloading the model could change it."""

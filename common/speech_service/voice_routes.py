@@ -15,13 +15,15 @@ router = APIRouter()
 
 @router.get("/v1/audio/voices")
 async def list_voices(request: Request) -> dict[str, Any]:
-    """The registered voices."""
-    names = await asyncio.to_thread(Service.of(request).voices.names)
-    return {
-        "object": "list",
-        "voices": names,
-        "data": [{"id": name, "object": "voice", "name": name} for name in names],
-    }
+    """The registered voices, then the aliases. `voices` is for Open WebUI and Kokoro's clients, `data` for OpenAI's."""
+    voices = Service.of(request).voices
+    names, aliases = await asyncio.to_thread(voices.names), await asyncio.to_thread(voices.aliases)
+    listed = [_voice(name) for name in names] + [{**_voice(name), "alias_of": voice} for name, voice in aliases.items()]
+    return {"object": "list", "voices": listed, "data": listed}
+
+
+def _voice(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "voice", "name": name}
 
 
 @router.post("/v1/audio/voices")
@@ -32,9 +34,7 @@ async def add(request: Request) -> Response:
         raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
     name, text = str(fields.get("name", "")), str(fields.get("ref_text", ""))
     seconds = await asyncio.to_thread(Service.of(request).voices.add, name, data, text)
-    return JSONResponse(
-        {"id": name, "object": "voice", "name": name, "ref_text": text, "seconds": round(seconds, 3)}, 201
-    )
+    return JSONResponse({**_voice(name), "ref_text": text, "seconds": round(seconds, 3)}, 201)
 
 
 @router.delete("/v1/audio/voices/{name}")

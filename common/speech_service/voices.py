@@ -4,6 +4,8 @@ A voice's recording is sent with each request, so that a Triton on another machi
 voice is requested by name, and so is one that this folder lacks.
 """
 
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
@@ -20,15 +22,28 @@ MAX_VOICES = 1000
 class VoiceFolder:
     """All methods access files, so do not call them on an event loop. Threads and several services may share it."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, aliases: Iterable[str] = ()) -> None:
+        """aliases: as in `Settings.voice_aliases`."""
         self._folder = folder
         self._max_bytes = max_bytes
+        self._aliases = {alias: voice for alias, _, voice in (each.partition("=") for each in aliases)}
         # Transcripts in a spk2info.pt are token ids of the LLM; only the models need them.
         self._book = VoiceBook(folder, folder, decode=lambda ids: "")
 
     def names(self) -> list[str]:
         """The names of the voices, sorted; UnavailableError if the folder cannot be read."""
         return self._book.names()
+
+    def aliases(self) -> dict[str, str]:
+        """Alias -> the registered voice that it stands for. A registered voice of the same name takes its place."""
+        names = self.names()
+        spread = itertools.cycle(names)
+        voices = {alias: voice or next(spread, "") for alias, voice in self._aliases.items()}
+        return {alias: voice for alias, voice in voices.items() if voice in names and alias not in names}
+
+    def resolve(self, name: str) -> str:
+        """The name of the voice that `name`, perhaps an alias, stands for."""
+        return self.aliases().get(name, name) if name in self._aliases else name
 
     def get(self, name: str) -> Recording | Prompt | None:
         """The voice, None if the folder lacks it. UnavailableError if its file is damaged."""

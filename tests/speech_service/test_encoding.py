@@ -1,7 +1,9 @@
 """Formats, rates and speeds: audio encoded chunk by chunk is decoded by a library and has the expected length."""
 
+import asyncio
 import io
 import wave
+from collections.abc import AsyncGenerator
 
 import av
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import soundfile as sf
 
 from common.constants import SAMPLE_RATE
-from common.speech_service.encoding import FORMATS, AudioEncoder
+from common.speech_service.encoding import FORMATS, AudioEncoder, framed
 
 SECONDS = 2.0
 TONE_HZ = 440.0
@@ -19,7 +21,7 @@ def tone(rate: int = SAMPLE_RATE) -> np.ndarray:
     return (0.5 * np.sin(2 * np.pi * TONE_HZ * np.arange(int(SECONDS * rate)) / rate)).astype(np.float32)
 
 
-def encoded(name: str, rate: int = SAMPLE_RATE, speed: float = 1.0) -> list[bytes]:
+def encoded(name: str, rate: int | None = None, speed: float = 1.0) -> list[bytes]:
     encoder = AudioEncoder(name, rate, speed)
     chunks = np.array_split(tone(), 7)
     return [*(encoder.push(chunk) for chunk in chunks), encoder.finish()]
@@ -29,7 +31,12 @@ def decoded(name: str, data: bytes, rate: int) -> tuple[np.ndarray, int]:
     """float (N,) and its rate, decoded by FFmpeg."""
     if name == "pcm":
         return np.frombuffer(data, "<i2") / (1 << 15), rate
-    with av.open(io.BytesIO(data)) as container:
+    raw = (
+        {"format": name, "options": {"sample_rate": str(rate), "ch_layout": "mono"}}
+        if name in ("mulaw", "alaw")
+        else {}
+    )
+    with av.open(io.BytesIO(data), **raw) as container:
         resampler = av.AudioResampler(format="flt", layout="mono")
         frames = [part for frame in container.decode(audio=0) for part in resampler.resample(frame)]
     return np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames]), frames[0].sample_rate
@@ -43,7 +50,7 @@ def pitch(wav: np.ndarray, rate: int) -> float:
 @pytest.mark.parametrize(
     ("name", "rate", "speed"),
     [
-        *((name, SAMPLE_RATE, 1.0) for name in FORMATS),
+        *((name, SAMPLE_RATE, 1.0) for name in FORMATS if SAMPLE_RATE in FORMATS[name].rates),
         *((name, 8_000, 1.5) for name in FORMATS),
         ("pcm", 48_000, 0.25),
         ("mp3", SAMPLE_RATE, 4.0),
@@ -84,11 +91,32 @@ def test_a_streamed_wav_is_read_by_other_libraries() -> None:
         (("opus", 44_100), "which opus supports"),
         (("pcm", SAMPLE_RATE, 0.2), "speed 0.2 is not in 0.25..4"),
         (("pcm", SAMPLE_RATE, float("nan")), "speed nan"),
+        (("mulaw", 16_000), "sample_rate 16000 is not one of 8000, which mulaw"),
+        (("mulaw", None, 1.0, 1.0, 25), "frame_ms 25"),
+        (("mp3", None, 1.0, 1.0, 20), "frame_ms 20: .* in the formats pcm, mulaw, alaw"),
+        (("pcm", 11_025, 1.0, 1.0, 10), "frame_ms 10: .*whole samples"),
     ],
 )
 def test_unsupported_values_are_an_error_naming_the_value(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AudioEncoder(*arguments)
+
+
+@pytest.mark.parametrize(("name", "rate"), [("pcm", None), ("pcm", 8_000), ("mulaw", None), ("alaw", None)])
+def test_frames_are_of_equal_length_and_the_last_is_filled_with_silence(name: str, rate: int | None) -> None:
+    parts = [*encoded(name, rate), b"\x01\x02"]  # two seconds are whole frames
+
+    async def collected() -> list[bytes]:
+        async def produced() -> AsyncGenerator[bytes, None]:
+            for part in parts:
+                yield part
+
+        return [frame async for frame in framed(produced(), AudioEncoder(name, rate, frame_ms=20))]
+
+    frames, silence = asyncio.run(collected()), FORMATS[name].silence
+    assert {len(frame) for frame in frames} == {len(silence) * AudioEncoder(name, rate).rate // 50}
+    whole, sent = b"".join(parts), b"".join(frames)
+    assert sent.startswith(whole) and set(sent[len(whole) :]) <= set(silence)
 
 
 def test_samples_beyond_full_scale_are_clipped() -> None:

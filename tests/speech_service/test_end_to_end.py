@@ -18,7 +18,7 @@ import pytest
 from websockets.sync.client import connect
 
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.speech_service.encoding import FORMATS
+from common.speech_service.encoding import FORMATS, AudioEncoder
 from common.speech_service.runtime_grpc import PROTO
 from common.voice.audio import load_audio
 from tests.speech_service.test_encoding import decoded
@@ -50,7 +50,7 @@ def test_the_sdk_streams_every_format_to_a_file_of_the_right_length(
     with create(**REQUEST, response_format=name, extra_body=SEED) as answer:
         assert answer.headers["transfer-encoding"] == "chunked"
         answer.stream_to_file(path)
-    wav, rate = decoded(name, path.read_bytes(), SAMPLE_RATE)
+    wav, rate = decoded(name, path.read_bytes(), AudioEncoder(name).rate)
     assert wav.size / rate == pytest.approx(pcm.size / SAMPLE_RATE, abs=0.15)
 
 
@@ -76,13 +76,54 @@ def test_the_asynchronous_sdk_gets_the_first_chunk_long_before_the_last(speech_s
 
 
 def test_the_sdk_lists_models_and_raises_the_right_errors(speech_stack: SpeechStack) -> None:
-    assert [model.id for model in speech_stack.client.models.list()] == ["cosyvoice2_dit"]
+    listed = [model.id for model in speech_stack.client.models.list()]
+    assert listed == ["cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts"]
+    assert [speech_stack.client.models.retrieve(name).id for name in listed] == listed
     with pytest.raises(openai.NotFoundError, match="not served"):
         speech_stack.client.audio.speech.create(**{**REQUEST, "model": "unknown"})
-    with pytest.raises(openai.BadRequestError, match="unknown speaker 'alloy'; known speakers: anna"):
-        speech_stack.client.audio.speech.create(**{**REQUEST, "voice": "alloy"})
+    with pytest.raises(openai.BadRequestError, match="unknown speaker 'alice'; known speakers: anna"):
+        speech_stack.client.audio.speech.create(**{**REQUEST, "voice": "alice"})
     with pytest.raises(openai.BadRequestError, match="temperature"):
         speech_stack.client.audio.speech.create(**REQUEST, extra_body={"temperature": -1.5})
+
+
+def longest_silence(samples: np.ndarray) -> int:
+    """Samples of the longest run of zeros."""
+    sounding = np.flatnonzero(np.concatenate([[1], samples, [1]]))
+    return int(np.diff(sounding).max()) - 1
+
+
+def test_a_pause_is_exact_to_a_frame_in_every_route(speech_stack: SpeechStack) -> None:
+    text = "Hello [pause 1.26s] there."
+    http = httpx.post(
+        f"{speech_stack.url}/v1/audio/speech", json={**REQUEST, "input": text, "response_format": "pcm"}, timeout=60
+    )
+    assert http.status_code == 200, http.text
+    plain = httpx.post(f"{speech_stack.url}/inference_sft", data={"tts_text": text, "spk_id": "anna"}, timeout=60)
+    with connect(speech_stack.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+        socket.send(json.dumps({"type": "session.config", "voice": "anna"}))
+        socket.send(json.dumps({"type": "input.text", "text": text}))
+        socket.send(json.dumps({"type": "input.done"}))
+        received: list[Any] = []
+        while not received or "session.done" not in str(received[-1]):
+            received.append(socket.recv(30))
+    spoken = b"".join(message for message in received if isinstance(message, bytes))
+    for data in (http.content, plain.content, spoken):
+        samples = np.frombuffer(data, "<i2")
+        assert round(1.26 * SAMPLE_RATE) <= longest_silence(samples) < round(1.28 * SAMPLE_RATE)
+        assert samples.size > 2 * 1.26 * SAMPLE_RATE
+    error = httpx.post(f"{speech_stack.url}/v1/audio/speech", json={**REQUEST, "input": "<prosody>a</prosody>"})
+    assert error.status_code == 400 and "the tag <prosody>" in error.json()["error"]["message"]
+
+
+def test_openais_voices_speak_with_a_registered_one(speech_stack: SpeechStack, pcm: np.ndarray) -> None:
+    spoken = [
+        speech_stack.client.audio.speech.create(
+            **{**REQUEST, "voice": name}, response_format="pcm", extra_body=SEED
+        ).content
+        for name in ("alloy", "shimmer")
+    ]
+    assert spoken == [pcm.tobytes()] * 2
 
 
 def test_the_sdk_streams_events(speech_stack: SpeechStack) -> None:

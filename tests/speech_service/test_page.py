@@ -12,7 +12,7 @@ import pytest
 
 from common.constants import SAMPLE_RATE
 from tests.conftest import ROOT
-from tests.support.speech_fixtures import VOICE, SpeechStack, until
+from tests.support.speech_fixtures import RECORDING, VOICE, SpeechStack, until
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -55,7 +55,7 @@ def page(browser: Any, speech_stack: SpeechStack) -> Iterator[Any]:
     """The page, opened; it must have no errors and send requests to the service only."""
     context = browser.new_context(viewport={"width": 760, "height": 900}, accept_downloads=True)
     page = context.new_page()
-    page.set_default_timeout(20 * SECOND)
+    page.set_default_timeout(60 * SECOND)
     requested: list[str] = []
     errors: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
@@ -90,6 +90,17 @@ def test_a_typed_text_is_spoken_played_and_can_be_downloaded(page: Any, tmp_path
         assert file.getnframes() / file.getframerate() == pytest.approx(seconds)
     (ROOT / "out").mkdir(exist_ok=True)
     page.screenshot(path=ROOT / "out" / "speech_page.png", full_page=True)  # docs/ has a copy
+
+    assert page.locator("#played").inner_text() == f"{seconds:.1f} s"
+    replay = page.locator("#replay")
+    assert replay.is_visible()
+    moved = replay.evaluate("""async (audio) => {
+      if (!audio.duration) await new Promise((loaded) => { audio.onloadedmetadata = loaded; });
+      audio.currentTime = audio.duration / 2;
+      await new Promise((sought) => { audio.onseeked = sought; });
+      return [audio.duration, audio.currentTime / audio.duration];
+    }""")
+    assert moved == pytest.approx([seconds, 0.5], rel=0.01)
 
 
 @pytest.mark.parametrize("by", ["button", "keyboard"])
@@ -135,6 +146,36 @@ def test_a_voice_is_recorded_used_saved_and_deleted(page: Any) -> None:
     page.get_by_text("Deleted of mine.").wait_for()
 
 
+def test_a_text_that_is_too_long_is_not_sent_and_its_length_is_shown(page: Any) -> None:
+    text = page.get_by_label("Text", exact=True)
+    text.fill("a" * 4097)
+    page.get_by_text("4097 of 4096 characters").wait_for()
+    page.get_by_role("button", name="Speak", exact=True).click()
+    assert page.locator("#state").inner_text() == ""
+    assert text.evaluate("text => text.validationMessage") == "The text has 1 characters too many."
+
+
+def test_a_voice_without_a_name_is_not_saved(page: Any) -> None:
+    page.get_by_text("Your own voice").click()
+    page.get_by_label("Audio file").set_input_files(RECORDING)
+    page.get_by_text("selected as the voice").wait_for()
+    page.get_by_role("button", name="Save as a voice").click()
+    page.get_by_text("Give the voice a name first.").wait_for()
+    assert page.evaluate("document.activeElement.id") == "name"
+
+
+def test_the_page_recovers_when_the_service_was_away(page: Any) -> None:
+    page.route("**/v1/**", lambda route: route.abort())
+    page.get_by_role("button", name="Speak", exact=True).click()
+    page.get_by_text("The service does not answer. Trying again …").wait_for()
+    assert page.locator("#state").inner_text() == "The service does not answer."
+    page.unroute("**/v1/**")
+    page.get_by_text("cosyvoice2_dit", exact=True).wait_for()
+    assert page.get_by_label("Voice", exact=True).input_value() == VOICE
+    page.get_by_role("button", name="Speak", exact=True).click()
+    page.get_by_text("Done:").wait_for()
+
+
 def test_the_services_error_message_is_shown(page: Any) -> None:
     page.get_by_label("Text", exact=True).fill("?!")
     page.get_by_role("button", name="Speak", exact=True).click()
@@ -142,6 +183,9 @@ def test_the_services_error_message_is_shown(page: Any) -> None:
 
 
 def test_the_page_fits_a_phone_and_every_control_has_a_label(page: Any) -> None:
+    tops = "['voice', 'speed'].map((id) => document.querySelector(`label[for=${id}]`).getBoundingClientRect().top)"
+    voice, speed = page.evaluate(tops)
+    assert voice == speed
     page.set_viewport_size({"width": 360, "height": 740})
     page.emulate_media(color_scheme="dark")
     page.get_by_text("Your own voice").click()

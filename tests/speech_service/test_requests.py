@@ -6,6 +6,7 @@ import json
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx2 as httpx
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 import soundfile as sf
 
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.speech_service.errors import from_triton
 from common.speech_service.requests import SpeechRequest
 from common.speech_service.settings import Settings
+from common.speech_service.voices import VoiceFolder
 from common.voice.files import read_voice
 from common.voice.prompt import Recording
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub, serving
@@ -109,6 +112,10 @@ def test_no_json_value_is_more_than_a_client_error_that_names_the_field(served: 
                 if answer.status_code != 200:
                     assert answer.json()["error"]["param"] == field, (field, value, answer.text)
         assert client.post(SPEECH, content=json.dumps({**TEXT, "\ud800": 1})).status_code == 400
+        batch = {"items": [{**TEXT, "seed": 1 << 63}, {"input": "\ud800"}, TEXT]}
+        answer = client.post(f"{SPEECH}/batch", content=json.dumps(batch)).json()
+        assert [result["status"] for result in answer["results"]] == ["error", "error", "success"]
+        assert [result["error"]["param"] for result in answer["results"][:2]] == ["seed", "input"]
     assert failures() == before
 
 
@@ -176,6 +183,65 @@ def test_fields_are_sent_to_the_model_under_its_own_names(served: StubbedService
     assert request.parameters["ras_window"].int64_param == 20 and request.parameters["ras_tau"].string_param == "0.2"
 
 
+def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:
+    options = {"normalize": True, "unit_normalization": False, "url_normalization": False, "phone_normalization": False}
+    body = {**TEXT, "stream": False, "lang_code": "z", "volume_multiplier": 0.5, "normalization_options": options}
+    plain, changed = served.post(TEXT), served.post({**body, "speed": None, "voice": None, "ref_audio": None})
+    assert changed.status_code == 200, changed.text
+    assert changed.headers["content-length"] == str(len(changed.content)) and "content-length" not in plain.headers
+    loud, quiet = (np.frombuffer(answer.content, "<i2").astype(float) for answer in (plain, changed))
+    np.testing.assert_allclose(quiet, loud / 2, atol=1)
+    parameters = served.stub.requests[-1].parameters
+    assert {name: parameters[name].bool_param for name in ("url_normalization", "phone_normalization")} == {
+        "url_normalization": False,
+        "phone_normalization": False,
+    }
+    assert "email_normalization" not in parameters and "text_frontend" not in parameters
+    served.post({**TEXT, "normalization_options": {"normalize": False}})
+    assert not served.stub.requests[-1].parameters["text_frontend"].bool_param
+    for broken in ({"normalization_options": {"urls": False}}, {"volume_multiplier": 0}, {"lang_code": "<"}):
+        error = served.post({**TEXT, **broken})
+        assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(broken))
+    error = served.post({**TEXT, "stream": False, "stream_format": "sse"})
+    assert error.status_code == 400 and error.json()["error"]["param"] == "stream"
+
+
+def test_telephony_is_streamed_in_frames(served: StubbedService) -> None:
+    seconds = served.stub.chunks * served.stub.samples / SAMPLE_RATE
+    frames = -(-round(seconds * 1000) // 20)
+    body = {**TEXT, "response_format": "mulaw", "frame_ms": 20}
+    with httpx.stream("POST", served.url + SPEECH, json=body, timeout=20) as answer:
+        assert (answer.headers["content-type"], answer.headers["x-sample-rate"]) == ("audio/PCMU", "8000")
+        assert len(answer.read()) == pytest.approx(160 * frames, abs=160)
+        assert len(answer.content) % 160 == 0
+    events = [line for line in served.post({**body, "stream_format": "sse"}).text.splitlines() if "delta" in line]
+    deltas = [json.loads(line.removeprefix("data: ")) for line in events if line.startswith("data")]
+    assert {len(base64.b64decode(delta["audio"])) for delta in deltas} == {160}
+    wav = served.post({**TEXT, "response_format": "alaw_wav"})
+    assert sf.info(io.BytesIO(wav.content)).subtype == "ALAW"
+    refused = served.post({**body, "response_format": "mp3"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "frame_ms"
+
+
+def test_an_answer_that_is_not_streamed_has_its_errors_as_a_status(served: StubbedService) -> None:
+    assert served.post({**TEXT, "input": "break", "stream": False}).status_code == 502
+
+
+@pytest.mark.parametrize(
+    ("message", "words", "param"),
+    [
+        ("target_text has nothing to speak: '?!'", "input has nothing to speak: '?!'", "input"),
+        ("temperature -1.5 is out of range: >= 0", "temperature -1.5 is out of range: >= 0", "temperature"),
+        ("request parameter seed must be an integer, not 'x'", None, "seed"),
+        ("unknown speaker 'zoe'; known speakers: anna", None, "voice"),
+        ("cross_lingual with the reference_text 'a'", "cross_lingual with the ref_text 'a'", None),
+    ],
+)
+def test_errors_of_a_model_name_the_field_of_the_body(message: str, words: str | None, param: str | None) -> None:
+    error = from_triton(None, f"invalid request: {message}")
+    assert (error.status, error.message, error.param) == (400, words or message, param)
+
+
 @pytest.mark.parametrize("form", [False, True], ids=["base64", "upload"])
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
 def test_a_recording_in_any_format_is_sent_with_its_transcript(served: StubbedService, form: bool, kind: str) -> None:
@@ -193,15 +259,53 @@ def test_a_recording_in_any_format_is_sent_with_its_transcript(served: StubbedSe
     assert shapes["reference_wav"][1] == pytest.approx(32_000, abs=2000)
 
 
+def names_of(url: str) -> list[str]:
+    """Of the registered voices."""
+    listed = httpx.get(f"{url}/v1/audio/voices").json()["voices"]
+    return [voice["id"] for voice in listed if "alias_of" not in voice]
+
+
+def test_open_webui_gets_its_lists_of_voices_and_models(served: StubbedService) -> None:
+    """It reads `id` and `name` of each entry of `voices` and `models`."""
+    assert [model["name"] for model in httpx.get(f"{served.url}/v1/audio/models").json()["models"]] == [
+        *("cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts")
+    ]
+    assert httpx.get(f"{served.url}/v1/audio/models").json()["max_input_chars"] == 4096
+    files = {"audio_sample": ("a.wav", recording())}
+    for name in ("anna", "bert"):
+        httpx.post(f"{served.url}/v1/audio/voices", data={"name": name}, files=files)
+    try:
+        answer = httpx.get(f"{served.url}/v1/audio/voices").json()
+        assert answer["data"] == answer["voices"]
+        assert {voice["id"]: voice["name"] for voice in answer["voices"]}.keys() >= {"anna", "bert", "alloy", "echo"}
+        aliases = {voice["id"]: voice["alias_of"] for voice in answer["voices"] if "alias_of" in voice}
+        assert (aliases["alloy"], aliases["ash"], aliases["ballad"]) == ("anna", "bert", "anna")
+    finally:
+        for name in ("anna", "bert"):
+            httpx.delete(f"{served.url}/v1/audio/voices/{name}")
+    assert httpx.get(f"{served.url}/v1/audio/voices").json()["voices"] == []
+
+
+def test_aliases_can_be_chosen_and_a_registered_voice_comes_first(tmp_path: Path) -> None:
+    settings = Settings(voices_dir=tmp_path, voice_aliases=("nova=bert", "echo=nobody", "alloy", "anna=bert"))
+    voices = VoiceFolder(tmp_path, 1 << 20, settings.voice_aliases)
+    for name in ("anna", "bert"):
+        voices.add(name, recording(), "")
+    assert voices.aliases() == {"nova": "bert", "alloy": "anna"}
+    assert [voices.resolve(name) for name in ("nova", "anna", "echo", "other")] == ["bert", "anna", "echo", "other"]
+    with pytest.raises(ValueError, match="voice_aliases '=x' is not ALIAS=VOICE"):
+        Settings(voice_aliases=("=x",))
+
+
 def test_a_voice_is_added_used_and_deleted(served: StubbedService) -> None:
     files = {"audio_sample": ("a.flac", recording(1.5, 48_000, kind="FLAC"))}
     answer = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe", "ref_text": "Hi."}, files=files)
     assert answer.status_code == 201 and answer.json()["seconds"] == 1.5, answer.text
-    assert "zöe" in httpx.get(f"{served.url}/v1/audio/voices").json()["voices"]
+    assert "zöe" in names_of(served.url)
     stored = read_voice(served.voices / "zöe.safetensors")
     assert isinstance(stored, Recording) and (stored.wav.size, stored.text) == (24_000, "Hi.")
     with serving(Settings(urls=("127.0.0.1:1",), voices_dir=served.voices)) as restarted:
-        assert "zöe" in httpx.get(f"{restarted}/v1/audio/voices").json()["voices"]
+        assert "zöe" in names_of(restarted)
     again = httpx.post(f"{served.url}/v1/audio/voices", data={"name": "zöe"}, files=files)
     assert again.status_code == 409
     for more, texts in (

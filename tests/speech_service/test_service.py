@@ -136,7 +136,8 @@ def test_a_batch_has_a_result_for_each_item(served: StubbedService) -> None:
     assert (answer["succeeded"], answer["failed"]) == (2, 1)
     first, second, third = answer["results"]
     assert len(base64.b64decode(first["audio_data"])) == 2 * served.stub.chunks * served.stub.samples
-    assert second["status"] == "error" and second["error"]["message"] == "target_text is refused"
+    assert second["status"] == "error" and second["error"]["message"] == "input is refused"
+    assert second["error"]["param"] == "input"
     assert third["media_type"] == "audio/wav"
 
 
@@ -202,6 +203,25 @@ def test_requests_go_around_a_triton_that_restarts(tmp_path: Path, error: str, d
             assert answer.status_code == 503 and "retry-after" in answer.headers
 
 
+OVERLOADED = "unavailable: overloaded, retry after 3 s: token2wav: 9 listeners are served"
+
+
+def test_a_triton_with_as_many_listeners_as_it_can_serve_is_a_429_unless_another_one_has_room(tmp_path: Path) -> None:
+    full, other = TritonStub(error=OVERLOADED), TritonStub()
+    with stub_triton(full) as first, stub_triton(other) as second:
+        with serving(Settings(urls=(first, second), voices_dir=tmp_path)) as url:
+            assert httpx.post(url + SPEECH, json=TEXT).status_code == 200
+            other.error = OVERLOADED
+            answer = httpx.post(url + SPEECH, json=TEXT)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+            assert answer.json()["error"] == {
+                "message": "token2wav: 9 listeners are served",
+                "type": "rate_limit_error",
+                "param": None,
+                "code": "overloaded",
+            }
+
+
 def test_models_that_are_not_decoupled_return_whole_answers(tmp_path: Path) -> None:
     stub = TritonStub(model="cosyvoice2", decoupled=False)
     with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=tmp_path)) as url:
@@ -225,6 +245,14 @@ def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path) -> None:
         with httpx.stream("POST", url + SPEECH, json={**TEXT, "input": "endless"}) as answer:
             assert answer.status_code == 200
             until(lambda: stub.served == 1 and stub.live == 0, 15)
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/"])
+def test_pages_that_are_watched_answer_head_and_options(served: StubbedService, path: str) -> None:
+    head = httpx.head(served.url + path)
+    assert head.status_code == 200 and not head.content
+    options = httpx.options(served.url + path)
+    assert options.status_code == 204 and "GET" in options.headers["allow"]
 
 
 KEYS = ("first key", "second")

@@ -111,7 +111,10 @@ def test_a_client_that_disconnects_ends_the_work(url: str, stub: TritonStub) -> 
     [
         ("{", "not JSON"),
         ("[]", "not an object"),
-        (json.dumps({"type": "input.text", "text": "\ud800"}), "surrogates"),
+        (json.dumps({"type": "input.text", "text": "\udc00"}), "surrogate"),
+        (json.dumps({"type": "input.text", "text": "a\ud83db"}), "surrogate"),
+        (json.dumps({"type": "\ud800"}), "unknown"),
+        (json.dumps({"type": "session.config", "\ud800": 1}), "unicode"),
         ('{"type": "session.config", "seed": 9223372036854775808}', "seed"),
         (b"\x00", "binary"),
         ('{"type": "input.sing"}', "input.sing"),
@@ -131,6 +134,50 @@ def test_an_invalid_message_is_an_error_event_and_the_session_continues(
         send(socket, "input.text", text="Hello")
         send(socket, "input.done")
         assert receive(socket, "session.done")[-1]["total_sentences"] == 1
+
+
+def test_a_telephone_gets_frames_of_20_ms(url: str) -> None:
+    with connect(url) as socket:
+        send(socket, "session.config", response_format="mulaw", frame_ms=20)
+        send(socket, "input.text", text="Hello")
+        send(socket, "input.done")
+        start, *frames, done, _ = receive(socket, "session.done")
+    assert (start["format"], start["sample_rate"]) == ("mulaw", 8000)
+    assert {len(frame) for frame in frames} == {160} and done["total_bytes"] == 160 * len(frames) > 0
+
+
+def test_halves_of_a_character_are_joined_and_one_that_stays_alone_is_an_error(url: str) -> None:
+    with connect(url) as socket:
+        for piece in ("Good \ud83d", "\ude00 day. Bye", " \ud83d"):
+            send(socket, "input.text", text=piece)
+        send(socket, "input.done")
+        received = receive(socket, "session.done")
+        assert sentences(received) == ["Good \U0001f600 day.", "Bye"]
+        assert [message["error"]["param"] for message in received if "param" in str(message)] == ["text"]
+        send(socket, "input.text", text="a\ud83d")
+        send(socket, "input.text", text="b")  # not its other half
+        assert receive(socket, "error")[-1]["error"]["param"] == "text"
+        send(socket, "input.text", text="Hello")
+        send(socket, "input.done")
+        assert sentences(receive(socket, "session.done"))[-1].endswith("Hello")
+
+
+def test_an_ssml_document_is_one_sentence_however_it_arrives(url: str) -> None:
+    document = "<speak>One. <break time='1s'/> Two. Three.</speak>"
+    with connect(url) as socket:
+        for piece in ("Hi. <sp", document[3:20], document[20:], " Bye. <speak>Left"):
+            send(socket, "input.text", text=piece)
+        send(socket, "input.done")
+        assert sentences(receive(socket, "session.done")) == ["Hi.", document, "Bye.", "<speak>Left"]
+        send(socket, "input.text", text="<speak></speak>" * 1500 + "<speak>" + "a" * 5000)
+        assert "more than 4096 characters" in receive(socket, "error")[-1]["error"]["message"]
+
+
+def test_emoji_alone_are_no_sentence(url: str) -> None:
+    with connect(url) as socket:
+        send(socket, "input.text", text="Hi. \U0001f600")
+        send(socket, "input.done")
+        assert sentences(receive(socket, "session.done")) == ["Hi."]
 
 
 def test_a_hostile_text_delays_nobody_else(url: str) -> None:

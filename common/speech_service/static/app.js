@@ -10,35 +10,53 @@ const microphone = new Microphone();
 let own = null; // { wav, seconds }
 let player = null;
 let request = null; // AbortController of the live request
+let limit = Infinity; // of characters
+let retry = null; // timer, while the service is away
+const RETRY_SECONDS = 2;
 
 // --- the service ---------------------------------------------------------------------------------------------------
+
+class Unreachable extends Error {}
 
 async function call(path, options = {}) {
   const key = $("key").value.trim();
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
-  const answer = await fetch(path, { ...options, headers });
+  const answer = await fetch(path, { ...options, headers }).catch((error) => {
+    if (error.name === "AbortError") throw error;
+    throw new Unreachable("The service does not answer.");
+  });
   if (answer.ok) return answer;
   if (answer.status === 401) $("settings").open = true;
   const body = await answer.json().catch(() => null);
   throw new Error(body?.error?.message ?? `the service answered ${answer.status}`);
 }
 
-async function showVoices(chosen) {
-  const names = (await (await call("/v1/audio/voices")).json()).voices;
+async function showVoices(chosen = $("voice").value) {
+  const voices = (await (await call("/v1/audio/voices")).json()).voices;
+  const names = voices.filter((voice) => !voice.alias_of).map((voice) => voice.id);
   const options = [...names.map((name) => new Option(name, name)), new Option("Your recording", OWN)];
   if (!names.length) options.unshift(new Option("the server's default voice", ""));
   $("voice").replaceChildren(...options);
-  $("voice").value = chosen ?? options[0].value;
+  $("voice").value = options.some((option) => option.value === chosen) ? chosen : options[0].value;
 }
 
+/** Shows what is served; if nothing is, tries again until something is. */
 async function showService() {
+  clearTimeout(retry);
+  let away = false;
   try {
-    const { data } = await (await call("/v1/models")).json();
-    $("service").textContent = data.length ? data.map((model) => model.id).join(", ") : "No Triton is available.";
+    const { models, max_input_chars: most } = await (await call("/v1/audio/models")).json();
+    const served = models.filter((model) => !model.alias_of).map((model) => model.id);
+    away = !served.length;
+    limit = most;
+    count();
     await showVoices();
+    $("service").textContent = away ? "No Triton is available. Trying again …" : served.join(", ");
   } catch (error) {
-    $("service").textContent = error.message;
+    away = error instanceof Unreachable;
+    $("service").textContent = away ? `${error.message} Trying again …` : error.message;
   }
+  if (away) retry = setTimeout(showService, 1000 * RETRY_SECONDS);
 }
 
 // --- speaking ------------------------------------------------------------------------------------------------------
@@ -73,7 +91,9 @@ async function speak() {
   $("play").disabled = true;
   $("stop").disabled = false;
   $("download").hidden = true;
-  ["first", "factor", "length", "gaps"].forEach((id) => { $(id).textContent = "–"; });
+  $("replay").hidden = true;
+  $("replay").pause();
+  ["first", "factor", "length", "played", "gaps"].forEach((id) => { $(id).textContent = "–"; });
   say("Waiting for the first audio …");
   const started = performance.now();
   try {
@@ -89,6 +109,7 @@ async function speak() {
       }
       player.add(reader.take(piece.value));
     }
+    player.complete = true;
     const seconds = (performance.now() - started) / 1000;
     $("factor").textContent = (seconds / player.seconds).toFixed(2);
     offer();
@@ -97,12 +118,14 @@ async function speak() {
   } catch (error) {
     if (current.signal.aborted) say("Stopped.");
     else say(player?.samples ? `The answer was cut off: ${error.message}` : error.message, true);
+    if (error instanceof Unreachable) showService();
   } finally {
     await context.close();
     if (request === current) { // not if a newer request has replaced it
       request = null;
       $("play").disabled = false;
       $("stop").disabled = true;
+      $("replay").hidden = $("download").hidden;
     }
   }
 }
@@ -115,6 +138,7 @@ function stop() {
 function offer() {
   URL.revokeObjectURL($("download").href);
   $("download").href = URL.createObjectURL(wavOf(player.parts, player.rate));
+  $("replay").src = $("download").href;
   $("download").hidden = false;
 }
 
@@ -123,7 +147,8 @@ function paint() {
   const { parts, samples, seconds, played } = player;
   draw($("wave"), parts, samples, seconds ? played / seconds : 0);
   $("wave").setAttribute("aria-label", `Waveform of ${seconds.toFixed(1)} seconds`);
-  $("length").textContent = `${seconds.toFixed(2)} s`;
+  $("length").textContent = `${seconds.toFixed(2)} s${player.complete ? "" : " so far"}`;
+  $("played").textContent = `${played.toFixed(1)} s`;
   $("gaps").textContent = String(player.gaps);
 }
 
@@ -166,6 +191,10 @@ async function record() {
 }
 
 async function save() {
+  if (!$("name").value.trim()) {
+    $("name").focus();
+    throw new Error("Give the voice a name first.");
+  }
   const fields = new FormData();
   fields.append("name", $("name").value.trim());
   fields.append("ref_text", $("own-text").value);
@@ -187,7 +216,14 @@ const showingErrors = (work) => () => work().catch((error) => { $("own-state").t
 
 // --- user input --------------------------------------------------------------------------------------------------
 
-const count = () => { $("count").textContent = `${[...$("text").value].length} characters`; };
+/** The length of the text beside the limit; the browser does not submit a text that is too long. */
+function count() {
+  const length = [...$("text").value].length;
+  const excess = length > limit;
+  $("count").textContent = `${length}${limit < Infinity ? ` of ${limit}` : ""} characters`;
+  $("count").classList.toggle("wrong", excess);
+  $("text").setCustomValidity(excess ? `The text has ${length - limit} characters too many.` : "");
+}
 $("text").addEventListener("input", count);
 $("speed").addEventListener("input", () => { $("speed-shown").textContent = `${$("speed").value}×`; });
 $("speech").addEventListener("submit", (event) => {
