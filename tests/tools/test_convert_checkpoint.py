@@ -43,6 +43,7 @@ class QWenForCausalLM:
     quant_config: QuantConfig
     converted: ClassVar[list[tuple[Any, ...]]] = []
     quantised: ClassVar[list[dict[str, Any]]] = []
+    on_cpu: ClassVar[list[bool]] = []
 
     @classmethod
     def from_hugging_face(
@@ -55,7 +56,9 @@ class QWenForCausalLM:
         use_parallel_embedding: bool,
         embedding_sharding_dim: int,
         disable_weight_only_quant_plugin: bool,
+        load_model_on_cpu: bool,
     ) -> "QWenForCausalLM":
+        cls.on_cpu.append(load_model_on_cpu)
         return cls(hf_model_or_dir, dtype, types.SimpleNamespace(mapping=mapping), quant_config)
 
     def save_checkpoint(self, output_dir: str, save_config: bool = True) -> None:
@@ -89,6 +92,7 @@ ALGORITHMS = (
 class Installed:
     converted: list[tuple[Any, ...]] = field(default_factory=list)
     quantised: list[dict[str, Any]] = field(default_factory=list)
+    on_cpu: list[bool] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -107,6 +111,7 @@ def tensorrt_llm(monkeypatch):
     installed = Installed()
     monkeypatch.setattr(QWenForCausalLM, "converted", installed.converted)
     monkeypatch.setattr(QWenForCausalLM, "quantised", installed.quantised)
+    monkeypatch.setattr(QWenForCausalLM, "on_cpu", installed.on_cpu)
     return installed
 
 
@@ -131,6 +136,11 @@ def test_each_weight_only_precision_has_its_algorithm(tensorrt_llm, llm_dir, tmp
     assert run(llm_dir, tmp_path, "--use_weight_only", "--weight_only_precision", precision) == 0
     ((_, _, quantisation, _),) = tensorrt_llm.converted
     assert quantisation.quant_algo == algorithm
+
+
+def test_the_weights_are_read_without_the_gpu_if_that_is_asked_for(tensorrt_llm, llm_dir, tmp_path):  # noqa: F811
+    assert run(llm_dir, tmp_path) == run(llm_dir, tmp_path, "--load_model_on_cpu") == 0
+    assert tensorrt_llm.on_cpu == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from common.constants import SPEECH_VOCAB
-from common.llm.checkpoint import read_head_bias
+from common.llm.checkpoint import read_head_bias, speech_bias
 from common.llm.engines.genai import GenAIModel
+from common.llm.engines.interface import candidate_ids
 from common.llm.interface import LLMPrompt
 from common.llm.speech_tokens import LLMTokenizer
 from scripts.convert_llm import main
 from tools.prepare import genai
-from tools.prepare.huggingface_llm import TEXT_SPECIALS
+from tools.prepare.huggingface_llm import COSYVOICE3_LLM, TEXT_SPECIALS
 
-HIDDEN, TEXT_ROWS, SPEECH_LOGITS = 64, 384, SPEECH_VOCAB + 3
+HIDDEN, TEXT_ROWS, SPEECH_LOGITS = 64, 640, SPEECH_VOCAB + 3
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,41 @@ def test_the_tokenizer_has_the_official_ids_after_those_of_the_text(converted):
     config = json.loads((converted / "config.json").read_text())
     assert config["vocab_size"] % 128 == 0 and config["vocab_size"] > tokenizer.task_id
     assert (config["eos_token_id"], config["tie_word_embeddings"]) == (list(tokenizer.end_ids), False)
+
+
+@pytest.fixture(scope="module")
+def cosyvoice3_state(official_state):
+    """The same Qwen2 in CosyVoice3's layout."""
+    qwen2 = {name: tensor for name, tensor in official_state.items() if name.startswith("llm.model.")}
+    return qwen2 | {name: torch.randn(shape) for name, shape in COSYVOICE3_LLM.shapes(HIDDEN).items()}
+
+
+def test_cosyvoice3_is_converted_with_its_own_tokens_and_nothing_else_can_be_sampled(
+    blank_dir, cosyvoice3_state, tmp_path
+):
+    """tests/assets/golden_cosyvoice3 has upstream's logits of such a conversion."""
+    torch.save(cosyvoice3_state, tmp_path / "llm.rl.pt")
+    arguments = ["--llm-pt", str(tmp_path / "llm.rl.pt"), "--blank-dir", str(blank_dir), "--dtype", "float32"]
+    assert main([*arguments, "--output-dir", str(tmp_path / "hf")]) == 0
+    tokenizer = LLMTokenizer.from_dir(tmp_path / "hf")
+    first, ids = tokenizer.first_speech_id, tokenizer.tokenizer.token_to_id
+    assert first == 256 + 3 + 278  # the new text tokens, as in the official vocabulary
+    named = ("<|sos|>", "<|eos1|>", "<|task_id|>", "<|fill|>", "<|s_6565|>", "<|s_6760|>")
+    assert [ids(token) - first for token in named] == [6561, 6562, 6563, 6564, 6565, 6760]
+    assert tokenizer.end_ids[0] == first + 6562 and sorted(tokenizer.end_ids) == list(range(first + 6561, first + 6761))
+    vocab = json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"]
+    allowed = np.flatnonzero(np.isfinite(speech_bias(tmp_path / "hf", tokenizer, vocab)))
+    assert (allowed == np.arange(first, first + 6761)).all() and (allowed == candidate_ids(tokenizer)).all()
+    phonemes = tokenizer.tokenizer.encode("报道[j][ǐ]予[breath][AH0]", add_special_tokens=False).tokens
+    assert {"[j]", "[ǐ]", "[breath]", "[AH0]"} <= {*phonemes}
+
+
+def test_a_checkpoint_that_is_no_llm_of_cosyvoice3_is_refused(blank_dir, cosyvoice3_state, tmp_path, capsys):
+    torch.save(cosyvoice3_state | {"llm_decoder.bias": torch.zeros(6761)}, tmp_path / "llm.pt")
+    arguments = ["--llm-pt", str(tmp_path / "llm.pt"), "--blank-dir", str(blank_dir)]
+    assert main([*arguments, "--output-dir", str(tmp_path / "hf")]) == 1
+    message = capsys.readouterr().err
+    assert "is not the LLM of CosyVoice3" in message and "unexpected: llm_decoder.bias" in message
 
 
 def test_the_chat_template_renders_the_prompt(converted):

@@ -14,6 +14,16 @@ def test_one_prompt_through_the_cpu_engine_prints_tokens_speed_and_reason(llm_di
     assert "1 stream(s): first token" in figures and "tokens/s each" in figures
 
 
+def test_several_texts_are_answered_together(llm_dir, genai_dir, capsys):  # noqa: F811
+    arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--log_level", "info"]
+    arguments += ["--seed", "1", "--max_tokens", "20", "--exact_length"]
+    assert main([*arguments, "--input_text", "First one.", "And another."]) == 0
+    figures, first, _, second, _ = capsys.readouterr().out.splitlines()
+    assert figures.startswith("2 stream(s)") and first != second
+    assert main([*arguments, "--input_text", "And another."]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == second
+
+
 def test_many_streams_are_measured_without_printing_their_tokens(llm_dir, genai_dir, capsys):  # noqa: F811
     arguments = ["--tokenizer_dir", str(llm_dir), "--engine_dir", str(genai_dir), "--prompt_ids", "180"]
     assert main([*arguments, "--max_tokens", "20", "--exact_length", "--streams", "1", "4"]) == 0

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from common.constants import SAMPLE_RATE
-from tools.load.measure import PLAYER_BUFFER, Player, RequestOutcome, Run, distribution
+from common.playback import PLAYER_SECONDS
+from tools.load.audible import leading_silence
+from tools.load.measure import Player, RequestOutcome, Run, distribution
 
 
 def outcome(
@@ -13,26 +15,55 @@ def outcome(
     error: str = "",
     timeline: tuple[tuple[str, float], ...] = (),
     total: float | None = None,
+    silence: float | None = None,
 ) -> RequestOutcome:
     samples = tuple(int(length * SAMPLE_RATE) for length in seconds)
     total = total if total is not None else arrivals[-1] if arrivals else 0.0
-    return RequestOutcome("a", "s:1", 0.0, arrivals, samples, total, error, timeline)
+    return RequestOutcome("a", "s:1", 0.0, arrivals, samples, total, error, timeline, silence)
 
 
 def test_a_player_that_always_has_audio_has_no_gap() -> None:
     player = outcome((0.1, 0.6, 1.2), (0.5, 0.5, 0.5)).played()
     assert player.worst_gap == 0
-    assert player.least_slack == pytest.approx(PLAYER_BUFFER - 0.1)
+    assert player.least_slack == pytest.approx(PLAYER_SECONDS - 0.1)
 
 
 def test_a_late_chunk_makes_a_gap_as_long_as_its_delay() -> None:
     player = outcome((0.1, 1.0, 1.2), (0.5, 0.5, 0.5)).played()
-    assert player.worst_gap == pytest.approx(0.9 - 0.5 - PLAYER_BUFFER)
+    assert player.worst_gap == pytest.approx(0.9 - 0.5 - PLAYER_SECONDS)
     assert player.least_slack == pytest.approx(-player.worst_gap)
 
 
 def test_gaps_do_not_add_up_because_playback_is_delayed_by_each() -> None:
     assert outcome((0.0, 1.0, 1.75), (0.5, 0.5, 0.5)).played().worst_gap == pytest.approx(0.25)
+
+
+def test_without_a_buffer_every_late_chunk_is_a_gap() -> None:
+    answer = outcome((0.1, 0.7, 0.9), (0.5, 0.5, 0.5))
+    assert answer.played().worst_gap == 0
+    assert answer.played(buffer=0.0).worst_gap == pytest.approx(0.1)
+    figures = Run(outcomes=[answer], elapsed=1.0).figures()
+    assert (figures["share_without_gap"], figures["unbuffered_share_without_gap"]) == (1.0, 0.0)
+    assert figures["unbuffered_worst_gap_ms"] == pytest.approx(100)
+
+
+def test_leading_silence_counts_until_the_first_audible_sample_is_played() -> None:
+    assert outcome((0.1, 0.4), (0.5, 0.5), silence=0.2).audible() == pytest.approx(0.3)
+    assert outcome((0.1, 0.4), (0.5, 0.5), silence=0.7).audible() == pytest.approx(0.8)
+    assert outcome((0.1, 0.9), (0.5, 0.5), silence=0.7).audible() == pytest.approx(1.1), "after a gap of 0.3 s"
+    silent = outcome((0.1,), (0.5,), silence=None)
+    assert silent.audible() is None
+    figures = Run(outcomes=[silent, outcome((0.1,), (0.5,), silence=0.0)], elapsed=1.0).figures()
+    assert figures["inaudible"] == 1 and figures["audible_ms"]["mean"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize(("level", "begins"), [(0.0, None), (0.005, None), (0.008, 0.5)])
+def test_audible_is_what_stays_above_45_dbfs_for_two_windows(level: float, begins: float | None) -> None:
+    """A sine of amplitude 0.008 has a level of -45 dBFS, whatever its mean is."""
+    waveform = np.full(SAMPLE_RATE, 0.1, np.float32)
+    waveform[SAMPLE_RATE // 2 :] += level * np.sin(np.arange(SAMPLE_RATE // 2) * 0.1, dtype=np.float32)
+    silence = leading_silence(waveform)
+    assert silence == begins if begins is None else silence == pytest.approx(begins, abs=0.011)
 
 
 def test_a_single_chunk_has_no_gap() -> None:

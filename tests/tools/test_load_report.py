@@ -50,7 +50,17 @@ def test_the_report_of_a_run_without_answers_has_no_figures() -> None:
     nothing = {"mode": "streaming", "label": 1, **Run([], elapsed=0.0, unsent=3).figures()}
     assert "No first chunk latency data collected." in rtf_text(nothing)
     assert closing_lines(nothing) == ["0 requests answered, 0 failed, 3 not sent"]
-    assert "| 1 | 0 | 0 | 3 |" in markdown_tables([nothing], "Concurrent Tasks")
+    assert "| 1 | 0 | 0 | 0 | 3 |" in markdown_tables([nothing], "Concurrent Tasks")
+
+
+def test_refusals_are_no_errors_and_their_time_is_reported() -> None:
+    message = "unavailable: overloaded, retry after 3 s: token2wav_dit: of 9 listeners 2 end each second"
+    outcomes = [RequestOutcome(str(n), "s", 0.0, (), (), 0.01 * n, message) for n in range(1, 4)]
+    figures = {"mode": "streaming", "label": 1, **Run(outcomes, elapsed=1.0).figures()}
+    assert (figures["requests"], figures["errors"], figures["refused"]) == (3, 0, 3)
+    assert "p50 20" in closing_lines(figures)[1] and "max 30 ms" in closing_lines(figures)[1]
+    assert "| 1 | 3 | 20.00 |" in markdown_tables([figures], "Concurrent Tasks")
+    assert Run(outcomes, elapsed=1.0).complete
 
 
 def test_the_tables_equal_those_of_the_upstream_document() -> None:
@@ -60,7 +70,7 @@ def test_the_tables_equal_those_of_the_upstream_document() -> None:
     )
     assert f"| Concurrent Tasks | RTF {percentiles}" in text and f"| Concurrent Tasks {percentiles}" in text
     assert "| 8 | 0.2000 | 600.00 |" in text and "| 8 | 149.50 | 149.50 |" in text
-    assert "| 1 | 100 | 0 | 0 | 100.0 % | 0 |" in text
+    assert "| 1 | 100 | 0 | 0 | 0 | 100.0 % | 0 |" in text
     assert "| 10.0 / 10.0 | 10.0 / 10.0 | 10.0 / 10.0 | 10.0 / 10.0 | 50.0 / 50.0 |" in text
 
 

@@ -112,7 +112,8 @@ def test_the_table_of_a_sweep_over_rates_is_labelled_with_the_rates(serve: Serve
 @pytest.fixture
 def own_server(demo_models: Path, tmp_path: Path) -> Iterator[TritonServer]:
     """A server that a test may kill."""
-    render(StackOptions(models_dir=demo_models, stack="dit", device="cpu"), tmp_path / "repository")
+    counted = {"admission": "count"}
+    render(StackOptions(models_dir=demo_models, stack="dit", device="cpu", settings=counted), tmp_path / "repository")
     with TritonServer(tmp_path / "repository", ports=Ports(0, 0, 0), log_file=tmp_path / "server.log") as server:
         yield server
 

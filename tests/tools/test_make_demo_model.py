@@ -17,7 +17,7 @@ from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
 from tools.demo_model import make as script
 from tools.demo_model.llm import FIRST_UTTERED, LLMSizes, make_llm
 from tools.demo_model.make import main, make_demo_model
-from tools.parity.reference import dit_flow, unet_flow
+from tools.parity.reference import dit_flow, window_flow
 
 pytestmark = pytest.mark.slow  # each test makes networks
 
@@ -97,6 +97,20 @@ def test_a_damaged_checkpoint_is_replaced(demo_models: Path, tmp_path: Path) -> 
     assert make_demo_model(dest, "random")
     assert (dest / UNET_DIR / "flow.pt").read_bytes() == (demo_models / UNET_DIR / "flow.pt").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_a_mount_point_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be renamed, and scratch files beside it would be on another disk."""
+    dest = tmp_path / "models"
+    dest.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == dest)
+    before = dest.stat().st_ino
+    assert make_demo_model(dest) and not make_demo_model(dest)
+    flow = dest / UNET_DIR / "flow.pt"
+    flow.unlink()  # as after an interruption, which leaves the manifest at least
+    assert make_demo_model(dest) and flow.exists()
+    assert dest.stat().st_ino == before and [path.name for path in tmp_path.iterdir()] == ["models"]
+    assert not any(path.name.startswith(".models") for path in dest.iterdir())
 
 
 def test_a_directory_with_other_files_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,6 +221,6 @@ def offline_mel(directory: Path, embedding: torch.Tensor, noise: torch.Tensor) -
         mel = dit_flow.inference(flow, tokens, token_len, prompt_feat, feat_len, embedding, noise=noise)
         return mel[:, :, prompt_feat.shape[1] :]
     unet = load_unet_flow(directory / "flow.pt")
-    return unet_flow.inference(
+    return window_flow.inference(
         unet, token, prompt_token, prompt_feat, embedding, noise=noise, streaming=True, final=True
     )

@@ -1,5 +1,6 @@
 """Checkpoints downloaded from a fake hub, and the LLM's engine built by fakes of TensorRT-LLM's tools."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -7,15 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 
 from common import stacks
+from common.voice.files import read_spk2info
 from scripts import prepare
 from tests.conftest import ROOT
+from tests.support import tiny_onnx
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
-from tools.prepare import engine, hub, steps
+from tools.prepare import engine, hub, share_tensorrt, steps
 
 COSYVOICE2, STEP_AUDIO2 = stacks.UNET.repository, stacks.DIT.repository
 SOURCE = hub.Source(COSYVOICE2, "CosyVoice2-0.5B", ("flow.pt", "CosyVoice-BlankEN/*"))
@@ -63,6 +69,67 @@ def test_a_damaged_file_is_removed_and_downloaded_by_the_next_run(remote: FakeHu
     assert not (tmp_path / "CosyVoice2-0.5B/flow.pt").exists() and not (tmp_path / hub.RECORD).exists()
     remote.damage.clear()
     assert hub.fetch(SOURCE, tmp_path)
+
+
+MODELSCOPE = hub.Source("iic/CosyVoice2-0.5B", SOURCE.directory, SOURCE.patterns, "modelscope")
+
+
+@pytest.fixture
+def modelscope(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with fake_hub(dict(FILES)) as running:
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        yield running
+
+
+def test_modelscope_has_the_same_files(modelscope: FakeHub, tmp_path: Path) -> None:
+    """Resumed, verified and recorded as those of the HuggingFace hub."""
+    modelscope.cut["flow.pt"] = 15 << 20
+    with pytest.raises(hub.DownloadError, match="MODELSCOPE_ENDPOINT is a mirror"):
+        hub.fetch(MODELSCOPE, tmp_path)
+    assert not (tmp_path / "CosyVoice2-0.5B/flow.pt").exists()
+    assert hub.fetch(MODELSCOPE, tmp_path)
+    assert modelscope.ranges == [f"bytes={15 << 20}-"]
+    assert (tmp_path / "CosyVoice2-0.5B/flow.pt").read_bytes() == BIG
+    assert sorted(path.name for path in (tmp_path / "CosyVoice2-0.5B").iterdir()) == ["CosyVoice-BlankEN", "flow.pt"]
+    assert hub.read_record(tmp_path)["iic/CosyVoice2-0.5B"]["commit"] == "master"
+    modelscope.requested.clear()
+    assert not hub.fetch(MODELSCOPE, tmp_path) and modelscope.requested == []
+
+
+def test_a_damaged_file_and_a_strange_name_of_modelscope_are_refused(modelscope: FakeHub, tmp_path: Path) -> None:
+    modelscope.damage.add("flow.pt")
+    with pytest.raises(hub.DownloadError, match=r"flow.pt is damaged .* run again"):
+        hub.fetch(MODELSCOPE, tmp_path)
+    modelscope.files["CosyVoice-BlankEN/../../owned"] = b""
+    with pytest.raises(hub.DownloadError, match="a file outside of itself"):
+        hub.fetch(MODELSCOPE, tmp_path)
+
+
+def test_each_stack_names_its_repositories_on_both_hubs() -> None:
+    for stack in (stacks.DIT, stacks.UNET):
+        for name in get_args(hub.HubName):
+            assert all(source.hub == name and source.repository for source in hub.sources(stack, name))
+    with pytest.raises(hub.DownloadError, match="modelscope does not have the dit stack"):
+        hub.sources(replace(stacks.DIT, modelscope=""), "modelscope")
+
+
+def test_upstreams_speakers_are_downloaded_once_and_only_as_such_a_file(remote: FakeHub, tmp_path: Path) -> None:
+    path = tmp_path / "spk2info.pt"
+    content = io.BytesIO()
+    torch.save({"001": {"embedding": torch.zeros(1, 192)}}, content)
+    remote.files |= {"spk2info.pt": content.getvalue(), "page.html": b"<html>"}
+    url = f"{remote.url}/any/resolve/{COMMIT}"
+    with pytest.raises(ValueError, match="spk2info.pt"):
+        steps.speakers(f"{url}/page.html", path)
+    assert list(tmp_path.iterdir()) == []
+    steps.speakers(f"{url}/spk2info.pt", path)
+    assert list(read_spk2info(path)) == ["001"]
+    remote.requested.clear()
+    steps.speakers(f"{url}/spk2info.pt", path)
+    assert remote.requested == [] and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match="HTTP 404"):
+        steps.speakers(f"{url}/none", tmp_path / "other.pt")
 
 
 def test_a_full_disk_is_reported_before_any_download(
@@ -163,6 +230,49 @@ def test_a_failed_build_keeps_the_earlier_engine(
     assert [path.name for path in (tmp_path / "models").iterdir() if path.name.startswith(".trt")] == []
 
 
+def tensorrt_llm(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str, *, engines: bool) -> None:
+    """A Python that has that version of TensorRT-LLM, as far as its files show it."""
+    (folder / "tensorrt_llm" / ("_tensorrt_engine" if engines else "_torch")).mkdir(parents=True)
+    (folder / "tensorrt_llm" / "__init__.py").write_text("raise AssertionError('imported')")
+    metadata = folder / f"tensorrt_llm-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: {version}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.delenv("TRTLLM_PYTHON", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "engines", "options"),
+    [("0.20.0", True, []), ("0.20.0", False, []), ("1.1.0", True, ["--backend", "tensorrt"]), ("1.3.0", False, None)],
+)
+def test_an_engine_is_served_with_what_the_version_of_tensorrt_llm_needs(
+    version: str,
+    engines: bool,
+    options: list[str] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tensorrt_llm(tmp_path, monkeypatch, version, engines=engines)
+    (tmp_path / "bin").mkdir()
+    server = tmp_path / "bin" / "trtllm-serve"
+    server.write_text('#!/bin/sh\necho "$*"\n')
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    command = [sys.executable, "-m", "tools.prepare.trtllm_serve", "ENGINE", "--tokenizer", "T", "--port", "8000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if options is None:
+        refusal = f"TensorRT-LLM {version} serves no engine directories: that was removed in mid-2026"
+        assert done.returncode == 1 and refusal in done.stderr and len(done.stderr.splitlines()) == 1
+        (tmp_path / "cosyvoice2_llm").mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / "cosyvoice2_llm" / name).write_text("{}")
+        assert prepare.main(["engine", str(tmp_path)]) == 1
+        assert refusal in capsys.readouterr().err
+    else:
+        assert done.stdout.split() == ["ENGINE", *options, "--tokenizer", "T", "--port", "8000"], done.stderr
+
+
 def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,3 +289,51 @@ def test_waiting_ends_when_the_awaited_process_ends() -> None:
     assert run.returncode == 1 and f"process {ending.pid} has ended" in run.stderr
     run = subprocess.run([*command, "--seconds", "0"], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert run.returncode == 1 and "Connection refused" in run.stderr
+
+
+# --- TensorRT ----------------------------------------------------------------------------------------------------
+
+
+def test_plans_are_built_from_existing_onnx_files_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tiny_onnx.write_stack(tmp_path / stacks.UNET.checkpoint, stacks.UNET)
+    for printed in (" built in ", "exists already"):
+        assert prepare.main(["plans", str(tmp_path), "--stack", "unet", "--capability", "8.9"]) == 0
+        assert capsys.readouterr().out.count(printed) == 3
+    assert len(list((directory / "tensorrt").glob("*.plan"))) == 3
+    assert prepare.main(["plans", str(tmp_path), "--stack", "unet", "--capability", "9.0"]) == 1
+    assert "builds no plans for compute capability 9.0" in capsys.readouterr().err
+    assert prepare.main(["plans", str(tmp_path), "--stack", "dit", "--capability", "8.9"]) == 1
+    assert "not every network of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packages", [("tensorrt",), ("tensorrt", "tensorrt_bindings", "tensorrt_libs"), ()])
+def test_the_images_tensorrt_is_linked_into_our_environment(
+    tmp_path: Path, packages: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours, python = tmp_path / "theirs", tmp_path / "ours", tmp_path / "python3"
+    ours.mkdir()
+    for name in (*packages, "torch"):
+        (theirs / name).mkdir(parents=True)
+        (theirs / name / "__init__.py").write_text(f"__version__ = '10.11.0 of {name}'")
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={theirs} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert share_tensorrt.main([str(python), "--site", str(ours)]) == (0 if packages else 1)
+    assert sorted(path.name for path in ours.iterdir()) == sorted(packages)
+    if packages:
+        code = "import tensorrt; print(tensorrt.__version__)"
+        printed = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ours)}, capture_output=True)
+        assert printed.stdout == b"10.11.0 of tensorrt\n"
+    else:
+        assert "has no TensorRT" in capsys.readouterr().err
+
+
+def test_sigterm_ends_a_preparation_with_the_hint_to_run_it_again(tmp_path: Path) -> None:
+    """In a container it is process 1, which SIGTERM would not reach without a handler."""
+    with steps.only_one(tmp_path):  # so that it waits
+        command = [sys.executable, "-u", "-m", "scripts.prepare", "download", str(tmp_path)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+            assert process.stdout is not None and "waiting" in process.stdout.readline()
+            process.terminate()
+            _, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and "run again to continue" in error

@@ -6,6 +6,7 @@ import shlex
 import time
 from pathlib import Path
 
+from tools.load.host import host_ms
 from tools.load.jobs import Jobs
 from tools.load.plan import Load
 from tools.load.progress import measured
@@ -36,7 +37,7 @@ def run_sweep(args: argparse.Namespace, command: list[str]) -> int:
         title=args.title,
         command=shlex.join(["python", "-m", "scripts.benchmark", *command]),
         made=time.strftime("%Y-%m-%d %H:%M"),
-        client_machine=f"{platform.platform()}, Python {platform.python_version()}",
+        client_machine=f"{platform.platform()}, Python {platform.python_version()}, host {host_ms():.1f} ms",
         label="Requests per Second" if args.request_rates else "Listeners" if args.listeners else "Concurrent Tasks",
         token2wav_gpus=args.token2wav_gpus,
         llm_gpus=args.llm_gpus,

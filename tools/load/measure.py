@@ -7,17 +7,19 @@ from typing import Any
 import numpy as np
 
 from common.constants import SAMPLE_RATE
+from common.errors import is_overloaded
+from common.playback import PLAYER_SECONDS
 from tools.load.statistics import ModelTimes
 
-PLAYER_BUFFER = 0.25  # seconds between the first audio and the start of playback
 PERCENTILES = (50, 90, 95, 99)
 TRANSPORT = "transport"  # the rest of the first chunk's latency: network, server front end, queues, client
 
 
 @dataclass
 class Player:
-    """Playback that starts `PLAYER_BUFFER` after the first audio."""
+    """Playback that starts `buffer` seconds after the first audio."""
 
+    buffer: float = PLAYER_SECONDS
     played_until: float | None = None  # None before the first audio
     worst_gap: float = 0.0  # the longest underrun
     least_slack: float = float("inf")  # least audio left when more arrived; negative in a gap
@@ -25,7 +27,7 @@ class Player:
     def add(self, now: float, seconds: float) -> None:
         """`seconds` of audio have arrived."""
         if self.played_until is None:
-            self.played_until = now + PLAYER_BUFFER
+            self.played_until = now + self.buffer
         else:
             self.least_slack = min(self.least_slack, self.played_until - now)
             self.worst_gap = max(self.worst_gap, now - self.played_until)
@@ -38,7 +40,8 @@ class RequestOutcome:
 
     begun: when it was sent, or was due at a given rate, from the start of the run. arrivals: of each chunk, since
     `begun`; samples: its length. total: time to the end of the answer. error: "" or why it failed; chunks before the
-    failure are included. timeline: stages reported by the server, see `common.client.requests.timeline_of`.
+    failure are included. timeline: stages reported by the server, see `common.client.requests.timeline_of`. silence:
+    seconds of audio before the first audible sample, see `audible`; None if there is none.
     """
 
     id: str
@@ -49,18 +52,37 @@ class RequestOutcome:
     total: float
     error: str = ""
     timeline: tuple[tuple[str, float], ...] = ()
+    silence: float | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server had as many listeners as it can serve."""
+        return is_overloaded(self.error)
 
     @property
     def seconds(self) -> float:
         """Length of the audio."""
         return sum(self.samples) / SAMPLE_RATE
 
-    def played(self) -> Player:
+    def played(self, buffer: float = PLAYER_SECONDS) -> Player:
         """How playback of this answer went."""
-        player = Player()
+        player = Player(buffer)
         for arrival, samples in zip(self.arrivals, self.samples, strict=True):
             player.add(arrival, samples / SAMPLE_RATE)
         return player
+
+    def audible(self) -> float | None:
+        """Time to the first audible sample, since `begun`, in a player without a buffer; None if there is none."""
+        if self.silence is None:
+            return None
+        player, before = Player(0.0), 0.0
+        for arrival, samples in zip(self.arrivals, self.samples, strict=True):
+            begins = max(arrival, player.played_until or 0.0)
+            player.add(arrival, samples / SAMPLE_RATE)
+            if self.silence < before + samples / SAMPLE_RATE:
+                return begins + self.silence - before
+            before += samples / SAMPLE_RATE
+        return None
 
     def stages(self) -> dict[str, float]:
         """The first chunk's latency by stage, in the order they were reached.
@@ -88,6 +110,7 @@ class RequestOutcome:
             "audio_seconds": self.seconds,
             "rtf": self.total / self.seconds if self.samples else None,
             "worst_gap_ms": _ms(player.worst_gap),
+            "audible_ms": None if (audible := self.audible()) is None else _ms(audible),
             "least_slack_ms": _ms(player.least_slack) if len(self.arrivals) > 1 else None,
             "stages_ms": {stage: _ms(share) for stage, share in self.stages().items()},
             "error": self.error,
@@ -117,8 +140,12 @@ class Run:
         return [outcome for outcome in self.outcomes if not outcome.error]
 
     @property
+    def refused(self) -> list[RequestOutcome]:
+        return [outcome for outcome in self.outcomes if outcome.refused]
+
+    @property
     def failed(self) -> list[RequestOutcome]:
-        return [outcome for outcome in self.outcomes if outcome.error]
+        return [outcome for outcome in self.outcomes if outcome.error and not outcome.refused]
 
     @property
     def complete(self) -> bool:
@@ -129,11 +156,15 @@ class Run:
         good = self.good
         audio = sum(outcome.seconds for outcome in good)
         gaps = [outcome.played().worst_gap for outcome in good]
+        unbuffered = [outcome.played(buffer=0.0).worst_gap for outcome in good]
+        audible = [at for outcome in good if (at := outcome.audible()) is not None]
         stages = [outcome.stages() for outcome in good]
         names = list(dict.fromkeys(name for shares in stages for name in shares))
         return {
             "requests": len(self.outcomes),
             "errors": len(self.failed),
+            "refused": len(self.refused),
+            "refusal_ms": distribution(outcome.total for outcome in self.refused),
             "unsent": self.unsent,
             "lost_servers": self.lost,
             "processing_seconds": self.elapsed,
@@ -141,12 +172,16 @@ class Run:
             "rtf": self.elapsed / audio if audio else None,
             "requests_per_second": len(good) / self.elapsed if self.elapsed else None,
             "first_chunk_ms": distribution(outcome.arrivals[0] for outcome in good),
+            "audible_ms": distribution(audible),
+            "inaudible": len(good) - len(audible),
             "second_chunk_ms": distribution(o.arrivals[1] - o.arrivals[0] for o in good if len(o.arrivals) > 1),
             "later_chunk_ms": distribution(float(step) for o in good for step in np.diff(o.arrivals)[1:]),
             "total_ms": distribution(outcome.total for outcome in good),
             "request_rtf": distribution((outcome.total / outcome.seconds for outcome in good), unit=1.0),
-            "player_buffer_ms": _ms(PLAYER_BUFFER),
-            "share_without_gap": sum(gap <= 0 for gap in gaps) / len(gaps) if gaps else None,
+            "player_buffer_ms": _ms(PLAYER_SECONDS),
+            "share_without_gap": _share_without(gaps),
+            "unbuffered_share_without_gap": _share_without(unbuffered),
+            "unbuffered_worst_gap_ms": _ms(max(unbuffered)) if unbuffered else None,
             "worst_gap_ms": _ms(max(gaps)) if gaps else None,
             "stages_ms": {name: distribution(shares[name] for shares in stages if name in shares) for name in names},
             "vocoder": self.vocoder,
@@ -166,6 +201,10 @@ def distribution(values: Any, unit: float = 1000.0) -> dict[str, float] | None:
         **{f"p{share}": float(value) for share, value in zip(PERCENTILES, percentiles, strict=True)},
         "max": float(scaled.max()),
     }
+
+
+def _share_without(gaps: Sequence[float]) -> float | None:
+    return sum(gap <= 0 for gap in gaps) / len(gaps) if gaps else None
 
 
 def _ms(seconds: float) -> float:

@@ -32,7 +32,7 @@ class _Progress:
         self._bar: tqdm[None] | None = None
         self._first_chunks: deque[float] = deque(maxlen=RECENT)
         self._answered = 0
-        self._errors = 0
+        self._errors = self._refused = 0
         self._percentiles = ""
 
     def begins(self, phase: str) -> None:
@@ -41,7 +41,9 @@ class _Progress:
 
     def ended(self, outcome: RequestOutcome, live: int) -> None:
         assert self._bar is not None, "call begins() first"
-        if outcome.error:
+        if outcome.refused:
+            self._refused += 1
+        elif outcome.error:
             self._errors += 1
             if self._errors <= SHOWN_ERRORS:
                 more = "; further ones are in the report" if self._errors == SHOWN_ERRORS else ""
@@ -52,7 +54,9 @@ class _Progress:
             if self._answered == 1 or self._answered % self._interval == 0:
                 p50, p95 = np.percentile(self._first_chunks, (50, 95))
                 self._percentiles = f"first chunk p50 {p50:.0f} p95 {p95:.0f} ms, "
-        self._bar.set_postfix_str(f"{self._percentiles}{live} in flight, {self._errors} failed", refresh=False)
+        self._bar.set_postfix_str(
+            f"{self._percentiles}{live} in flight, {self._refused} refused, {self._errors} failed", refresh=False
+        )
         self._bar.update()
 
     def close(self) -> None:

@@ -94,13 +94,18 @@ def statistics_text(models: Sequence[ModelTimes]) -> str:
 
 def closing_lines(figures: Figures) -> list[str]:
     """Lines printed at the end of a run."""
-    requests, errors, unsent = figures["requests"], figures["errors"], figures["unsent"]
-    lines = [f"{requests - errors} requests answered, {errors} failed, {unsent} not sent"]
+    answered = figures["requests"] - figures["errors"] - figures["refused"]
+    lines = [f"{answered} requests answered, {figures['errors']} failed, {figures['unsent']} not sent"]
+    if refusal := figures["refusal_ms"]:
+        shares = f"p50 {refusal['p50']:.0f}  p95 {refusal['p95']:.0f}  max {refusal['max']:.0f} ms"
+        lines.append(
+            f"{figures['refused']} refused, because the server has as many listeners as it can serve: {shares}"
+        )
     lines += [f"lost a server: {reason}" for reason in figures["lost_servers"].values()]
-    for title, key in (("first chunk", "first_chunk_ms"), ("total", "total_ms")):
+    for title, key in (("first chunk", "first_chunk_ms"), ("first audible", "audible_ms"), ("total", "total_ms")):
         if values := figures[key]:
             shares = "  ".join(f"p{share} {values[f'p{share}']:.0f}" for share in PERCENTILES)
-            lines.append(f"{title:12s} mean {values['mean']:.0f}  {shares} ms")
+            lines.append(f"{title:13s} mean {values['mean']:.0f}  {shares} ms")
     if figures["rtf"] is not None:
         lines.append(
             f"{figures['audio_seconds']:.1f} s of audio in {figures['processing_seconds']:.2f} s: "
@@ -110,7 +115,8 @@ def closing_lines(figures: Figures) -> list[str]:
         lines.append(
             f"{100 * figures['share_without_gap']:.1f} % of the streams without a gap, worst gap "
             f"{figures['worst_gap_ms']:.0f} ms (a player that starts {figures['player_buffer_ms']:.0f} ms after the "
-            "first chunk)"
+            f"first chunk), {100 * figures['unbuffered_share_without_gap']:.1f} % and "
+            f"{figures['unbuffered_worst_gap_ms']:.0f} ms for a player without a buffer"
         )
     if figures["client_lag_p95_ms"] > 5:
         lines.append(
@@ -138,15 +144,31 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
             [label, "Average (ms)", *percentiles],
             [[row["label"], *_values(row["first_chunk_ms"], keys)] for row in rows],
         ),
+        "\n#### First Audible Sample\n",
+        table(
+            [label, "Average (ms)", *percentiles, "Inaudible"],
+            [[row["label"], *_values(row["audible_ms"], keys), row["inaudible"]] for row in rows],
+        ),
         "\n#### Playback and Throughput\n",
         table(
-            [label, "Requests", "Errors", "Not Sent", "Without a Gap", "Worst Gap (ms)", "Later Chunks p95 (ms)"]
+            [
+                label,
+                "Requests",
+                "Errors",
+                "Refused",
+                "Not Sent",
+                "Without a Gap",
+                "Worst Gap (ms)",
+                "Without a Gap, No Buffer",
+                "Later Chunks p95 (ms)",
+            ]
             + ["Requests per Second", "Audio Seconds per Second"],
             [
                 [
-                    *(row["label"], row["requests"], row["errors"], row["unsent"]),
-                    "" if row["share_without_gap"] is None else f"{100 * row['share_without_gap']:.1f} %",
+                    *(row["label"], row["requests"], row["errors"], row["refused"], row["unsent"]),
+                    _percent(row["share_without_gap"]),
                     _number(row["worst_gap_ms"], 0),
+                    _percent(row["unbuffered_share_without_gap"]),
                     *_values(row["later_chunk_ms"], ["p95"]),
                     _number(row["requests_per_second"], 2),
                     _number(row["rtf"] and 1 / row["rtf"], 1),
@@ -155,6 +177,14 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
             ],
         ),
     ]
+    if any(row["refused"] for row in rows):
+        parts += [
+            "\n#### Refusals: Time until the Answer (ms)\n",
+            table(
+                [label, "Refused", "50th Percentile (ms)", "95th Percentile (ms)", "Longest (ms)"],
+                [[row["label"], row["refused"], *_values(row["refusal_ms"], ["p50", "p95", "max"])] for row in rows],
+            ),
+        ]
     if any(row["vocoder"] for row in rows):
         parts += [
             "\n#### token2wav: Wait for a Batch, Size of a Batch\n",
@@ -205,6 +235,10 @@ def _values(values: Mapping[str, float] | None, keys: Sequence[str]) -> list[str
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
 
 
 def _stage(values: Mapping[str, float] | None) -> str:

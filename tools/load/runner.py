@@ -19,7 +19,7 @@ import tritonclient.grpc.aio as triton
 
 from common.client.grpc_client import AsyncConnection, Connection, ThreadConnection, require_model
 from common.client.requests import ClientError, Recorder
-from common.constants import SAMPLE_RATE
+from tools.load.audible import leading_silence
 from tools.load.audio import AudioWriter
 from tools.load.jobs import LoadJob
 from tools.load.measure import RequestOutcome, Run
@@ -30,6 +30,7 @@ from tools.load.watch import ServerWatch, interruptible, lags
 logger = logging.getLogger(__name__)
 
 LISTENERS_SPREAD = 8.0  # seconds within which listeners start: about the length of an utterance
+REFUSED_PAUSE = 1.0  # seconds until a task whose request was refused sends its next one
 START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not arrive at the same instant
 MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
 MAX_IN_FLIGHT = 1024  # at a given rate: with more the server is overloaded, and memory is limited
@@ -135,9 +136,11 @@ class _Runner:
     async def _work(self, jobs: deque[LoadJob], server: str, connection: Connection, delay: float) -> None:
         await asyncio.sleep(delay)
         while jobs and server not in self._watch.lost:
-            played = await self._request(jobs.popleft(), server, connection, time.perf_counter())
-            if self._load.listening and jobs:
-                await asyncio.sleep(played - time.perf_counter())
+            outcome = await self._request(jobs.popleft(), server, connection, start := time.perf_counter())
+            if outcome.refused:
+                await asyncio.sleep(REFUSED_PAUSE)
+            elif self._load.listening and jobs and outcome.arrivals:
+                await asyncio.sleep(start + outcome.arrivals[0] + outcome.seconds - time.perf_counter())
 
     async def _open(self, jobs: Sequence[LoadJob], rate: float) -> None:
         due = self._begun + np.cumsum(np.random.default_rng(0).exponential(1 / rate, len(jobs)))
@@ -190,13 +193,13 @@ class _Runner:
 
     # --- one request ---------------------------------------------------------------------------------------------
 
-    async def _request(self, job: LoadJob, server: str, connection: Connection, start: float) -> float:
-        """Returns the time at which its audio ends if playback starts with the first chunk."""
-        load, recorder, error = self._load, Recorder(start=start), ""
+    async def _request(self, job: LoadJob, server: str, connection: Connection, start: float) -> RequestOutcome:
+        load, recorder, error, silence = self._load, Recorder(start=start), "", None
         self._live += 1
         try:
             await connection.record(load.model, job.utterance(), load.mode, load.timeout, recorder)
             speech = recorder.finish()
+            silence = leading_silence(speech.waveform)
         except ClientError as problem:
             error = str(problem)
         except asyncio.CancelledError:
@@ -205,23 +208,23 @@ class _Runner:
             error = self._watch.lost[server]
         finally:
             self._live -= 1
-        self._note(
-            RequestOutcome(
-                id=job.id,
-                server=server,
-                begun=start - self._begun,
-                arrivals=tuple(recorder.arrivals),
-                samples=tuple(recorder.samples),
-                total=recorder.elapsed,
-                error=error,
-                timeline=tuple(recorder.timeline),
-            )
+        outcome = RequestOutcome(
+            id=job.id,
+            server=server,
+            begun=start - self._begun,
+            arrivals=tuple(recorder.arrivals),
+            samples=tuple(recorder.samples),
+            total=recorder.elapsed,
+            error=error,
+            timeline=tuple(recorder.timeline),
+            silence=silence,
         )
-        if error:
+        self._note(outcome)
+        if error and not outcome.refused:
             await self._watch.check(server)
-        elif self._counts:
+        elif not error and self._counts:
             await self._writer.write(job.id, speech)
-        return start + (recorder.arrivals[0] if recorder.arrivals else 0.0) + sum(recorder.samples) / SAMPLE_RATE
+        return outcome
 
     def _note(self, outcome: RequestOutcome) -> None:
         if self._counts:

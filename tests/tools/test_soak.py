@@ -1,0 +1,292 @@
+"""The soak's accounting, its clients and its judgement of growth, without a tritonserver."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.client.requests import ClientError, Utterance
+from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.errors import OverloadedError, unavailable_message
+from common.process import faults as model_faults
+from common.server.tritonserver import free_port
+from common.speech_service.runtime_grpc import Endpoint
+from common.speech_service.settings import Settings
+from tests.support.speech_fixtures import serving, stub_triton
+from tools.bench.triton_stub import TritonStub
+from tools.load.samples import Sample
+from tools.soak import cases, runner
+from tools.soak.cases import BAD, BAD_INPUTS, CANCELLED, WEIGHTS, BadInput, SoakCase, SoakPlan
+from tools.soak.faults import KINDS, InjectedFault
+from tools.soak.ledger import Ledger, Request
+from tools.soak.routes import ROUTES, Addresses, Client, Parts
+from tools.soak.runner import MixedLoad, SoakResult, SoakSettings
+from tools.soak.sampling import JUDGED_SECONDS, WARM_UP_SECONDS, ProcessHistory
+from tools.soak.stack import Life
+
+PATIENCE = 0.1
+OVERLOADED = unavailable_message(OverloadedError("of 1 listeners 0.2 end each second", 3.0))
+SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
+SAMPLE = Sample("one", "quick words", np.full(PROMPT_SAMPLE_RATE, 0.1, np.float32), "A transcript.")
+PLAN = SoakPlan(1, tuple(WEIGHTS), [SAMPLE])
+
+Send = Callable[[Parts], Awaitable[None]]
+
+
+def case(route: str = "grpc", **how: Any) -> SoakCase:
+    given = {"number": 1, "route": route, "kind": "good", "cancel_after": 0, "pause": 0.0, "choice": 0}
+    said = Utterance("quick words", speaker="slt", parameters={"seed": 1})
+    return SoakCase(**{**given, "utterance": said, **how})
+
+
+# --- one request -----------------------------------------------------------------------------------------------------
+
+
+async def parts_of(parts: Parts, count: int, then: Exception | float | None = None) -> None:
+    """An answer of `count` parts, and then an error, or a silence of so many seconds."""
+    for _ in range(count):
+        parts.add(SECOND)
+        await asyncio.sleep(0)
+    if isinstance(then, Exception):
+        raise then
+    await asyncio.sleep(then or 0)
+
+
+def ended(send: Send, wanted: SoakCase | None = None, expected: str | None = None) -> Request:
+    """How a request with that answer is accounted for."""
+
+    async def run() -> Request:
+        load = MixedLoad(PLAN, Client(Addresses()), Ledger(), PATIENCE, asyncio.get_running_loop().time)
+        return await load.request(wanted or case(), "test", send, expected)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "reason"),
+    [
+        ((2,), "done", ""),
+        ((2, ClientError("token2wav broke")), None, "token2wav broke"),
+        ((0, RuntimeError("a bug")), None, "RuntimeError: a bug"),
+        ((0, ClientError("HTTP 429 full")), "refused", "HTTP 429 full"),
+        ((0, ClientError(OVERLOADED)), "refused", OVERLOADED),
+        ((1, 60.0), "hung", "nothing for 0.1 s, after 1 parts"),
+        ((0, 60.0), "hung", "nothing for 0.1 s, after 0 parts"),
+    ],
+)
+def test_a_request_is_accounted_for_by_how_it_ends(answer: Any, outcome: str | None, reason: str) -> None:
+    request = ended(lambda parts: parts_of(parts, *answer))
+    assert (request.outcome, request.reason) == (outcome, reason)
+    assert request.ended is not None and (request.first is not None) == bool(answer[0])
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [((0, ClientError("it is too long")), "rejected"), ((0, ClientError("?")), None), ((1,), None)],
+)
+def test_bad_input_must_get_its_error(answer: Any, outcome: str | None) -> None:
+    request = ended(lambda parts: parts_of(parts, *answer), case(kind="bad"), "too long")
+    assert request.outcome == outcome and (outcome or "/too long/" in request.reason)
+
+
+@pytest.mark.parametrize(("after", "pause"), [(1, 60.0), (2, 60.0), (0, 0.02)])
+def test_a_request_is_cancelled_after_parts_or_a_pause(after: int, pause: float) -> None:
+    cancelled = case(kind="cancel", cancel_after=after, pause=pause)
+    assert ended(lambda parts: parts_of(parts, 3, 60.0), cancelled).outcome == "cancelled"
+
+
+def test_a_cancelled_request_that_does_not_end_hangs() -> None:
+    async def stubborn(parts: Parts) -> None:
+        for _ in range(50):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(PATIENCE / 10)
+
+    assert ended(stubborn, case(kind="cancel", pause=0.02)).outcome == "hung"
+
+
+def test_each_request_ends_once() -> None:
+    ledger = Ledger()
+    request = ledger.open(1, "grpc", "test", 0.0)
+    ledger.close(request, "done", "", 1.0)
+    with pytest.raises(AssertionError, match="request 1 ended twice: done, then cancelled"):
+        ledger.close(request, "cancelled", "", 2.0)
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+def fault(name: str, begun: float, end: float) -> InjectedFault:
+    return InjectedFault(KINDS[name], 1, begun, end)
+
+
+@pytest.mark.parametrize(
+    ("injected", "route", "begun", "outcome"),
+    [
+        ([], "grpc", 10.0, "lost"),
+        ([fault("kill tensorrt_llm", 11.0, 30.0)], "grpc", 10.0, "failed"),  # under way when it happened
+        ([fault("kill tensorrt_llm", 1.0, 10.5)], "grpc", 10.0, "failed"),
+        ([fault("kill tensorrt_llm", 1.0, 9.0)], "grpc", 10.0, "lost"),  # everything was ready again
+        ([fault("kill tensorrt_llm", 13.0, 30.0)], "grpc", 10.0, "lost"),  # it ended before
+        ([fault("kill speech", 11.0, 30.0)], "grpc", 10.0, "lost"),  # does not concern it
+        ([fault("kill speech", 11.0, 30.0)], "websocket", 10.0, "failed"),
+        ([fault("file out_of_memory", 11.0, 30.0)], "grpc", 10.0, "lost"),  # no request may fail by it
+    ],
+)
+def test_an_error_is_lost_unless_a_fault_explains_it(
+    injected: list[InjectedFault], route: str, begun: float, outcome: str
+) -> None:
+    ledger = Ledger()
+    ledger.close(ledger.open(1, route, "test", begun), None, "it broke", begun + 2)
+    assert ledger.errors == 1
+    ledger.settle(injected)
+    assert ledger.counts() == {outcome: 1}
+
+
+def test_a_fault_of_one_row_explains_one_error_and_what_never_ends_has_hung() -> None:
+    ledger = Ledger()
+    for number, (begun, end) in enumerate(
+        [(18.0, 22.0), (10.0, 12.0), (10.0, 12.0)]
+    ):  # the first: of the killed process
+        ledger.close(ledger.open(number, "grpc", "test", begun), None, "it broke", end)
+    ledger.open(3, "grpc", "test", 10.0)
+    ledger.settle([fault("file nan_logits", 11.0, 20.0), fault("kill tensorrt_llm", 21.0, 30.0)])
+    assert [request.outcome for request in ledger.requests] == ["failed", "failed", "lost", "hung"]
+    assert [request.number for request in ledger.offenders()] == [2, 3]
+
+
+def test_every_fault_of_the_models_is_injected() -> None:
+    assert {f"file {name}" for name in model_faults.get_args(model_faults.Fault)} <= KINDS.keys()
+
+
+def result(**found: Any) -> SoakResult:
+    settings = SoakSettings(1.0, 1, 1, 60.0, True, Path(), Path())
+    return SoakResult(settings, Ledger(), 0.0, 60.0, **found)
+
+
+def test_a_run_without_problems_has_none() -> None:
+    expected = Life("serve", 0.0, 1, 5.0, 30.0, 1, "has died", fault="1. kill tensorrt_llm")
+    assert result(lives=[expected, Life("serve", 31.0, 2, 40.0)]).problems() == []
+
+
+def test_a_service_that_ends_by_itself_or_does_not_recover_is_a_problem() -> None:
+    hung = fault("kill tensorrt_llm", 10.0, 20.0)
+    hung.failed, hung.note = True, "not ready within 180 s"
+    found = result(lives=[Life("serve", 0.0, 7, 5.0, 30.0, 1, "has died")], faults=[hung], left=["a voice"]).problems()
+    assert found == [
+        "ended by itself: serve (process 7) at 30.0 s with code 1: has died",
+        "fault 1. kill tensorrt_llm at 10.0 s: not ready within 180 s",
+        "left behind: a voice",
+    ]
+
+
+# --- growth ----------------------------------------------------------------------------------------------------------
+
+
+def history(values: list[float]) -> ProcessHistory:
+    """A process whose threads have these values over the shortest life that is judged."""
+    at = np.linspace(0, WARM_UP_SECONDS + 1.1 * JUDGED_SECONDS, len(values)).tolist()
+    return ProcessHistory("model", 1, at=at, threads=values)
+
+
+@pytest.mark.parametrize(
+    ("values", "grows"),
+    [
+        ([20.0] * 40, False),
+        ([1.0] * 16 + [20.0] * 24, False),  # while it warms up
+        (np.linspace(20, 60, 40).tolist(), True),
+        ([20.0] * 30 + [90.0] * 2 + [20.0] * 8, False),  # a moment
+    ],
+)
+def test_growth_is_what_comes_after_the_warm_up(values: list[float], grows: bool) -> None:
+    growth = history(values).growth("threads")
+    assert growth is not None and growth.grows == grows
+    assert bool(result(growths=[growth]).problems()) == grows
+
+
+def test_a_short_life_is_not_judged() -> None:
+    process = history([20.0] * 40)
+    process.at = [at / 2 for at in process.at]
+    assert process.growth("threads") is None and ProcessHistory("new", 1).growth("threads") is None
+
+
+# --- the requests ----------------------------------------------------------------------------------------------------
+
+
+def test_the_requests_follow_from_the_seed() -> None:
+    first, again, other = (
+        [SoakPlan(seed, tuple(WEIGHTS), [SAMPLE]).case(number).what for number in range(50)] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_a_tenth_is_cancelled_and_a_twentieth_is_bad() -> None:
+    kinds = Counter(PLAN.case(number).kind for number in range(1500))
+    assert kinds["cancel"] / 1500 == pytest.approx(CANCELLED, abs=0.03)
+    assert kinds["bad"] / 1500 == pytest.approx(BAD, abs=0.02)
+    assert BAD_INPUTS.keys() == WEIGHTS.keys() == {*ROUTES, "voices"}
+
+
+# --- the clients, against a service in front of a stub ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
+    port, voices = free_port(), tmp_path_factory.mktemp("voices")
+    with stub_triton(TritonStub()) as triton:
+        settings = Settings(urls=(triton,), voices_dir=voices)
+        with serving(settings, Endpoint("127.0.0.1", port)) as url:
+            yield Addresses(grpc=triton, speech=url, runtime=f"127.0.0.1:{port}", streaming="cosyvoice2_dit")
+
+
+def send(addresses: Addresses, sent: SoakCase) -> Parts:
+    async def run() -> Parts:
+        parts = Parts(lambda: None)
+        async with Client(addresses) as client:
+            await client.send(sent, parts)
+        return parts
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route not in ("grpc-offline", "triton-http")])
+@pytest.mark.parametrize(("word", "good"), [("quick", True), ("break", False), ("silent", False)])
+def test_no_route_takes_half_an_answer_for_a_whole_one(route: str, word: str, good: bool, addresses: Addresses) -> None:
+    said = Utterance(f"{word} words", speaker="slt", parameters={"seed": 1})
+    with contextlib.nullcontext() if good else pytest.raises(ClientError):
+        assert send(addresses, case(route, utterance=said)).count
+
+
+@pytest.mark.parametrize("kind", range(len(cases.FORMATS)))
+def test_every_format_is_decoded(kind: int, addresses: Addresses) -> None:
+    assert send(addresses, case("speech", choice=kind)).count
+
+
+def test_a_websocket_goes_on_after_a_barge_in(addresses: Addresses) -> None:
+    said = Utterance("endless words", speaker="slt", parameters={"seed": 1})
+    assert send(addresses, case("websocket", kind="cancel", choice=1, utterance=said)).count
+
+
+STUBBED = [("speech", bad) for bad in BAD_INPUTS["speech"] if bad.name not in ("unknown voice",)]
+STUBBED += [("websocket", bad) for bad in BAD_INPUTS["websocket"]] + [("speech-batch", BAD_INPUTS["speech-batch"][0])]
+STUBBED += [("runtime-http", BAD_INPUTS["runtime-http"][0]), ("runtime-grpc", BAD_INPUTS["runtime-grpc"][0])]
+
+
+@pytest.mark.parametrize(("route", "bad"), STUBBED, ids=lambda value: getattr(value, "name", value))
+def test_bad_input_gets_the_answer_that_the_soak_expects(route: str, bad: BadInput, addresses: Addresses) -> None:
+    with pytest.raises(ClientError, match=bad.answer):
+        send(addresses, case(route, kind="bad", bad=bad))
+
+
+def test_running_servers_are_loaded_without_faults(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stub takes every text and voice, so what only the models refuse is lost."""
+    monkeypatch.setattr(runner, "PAUSE_SECONDS", 0.01)
+    settings = SoakSettings(1.0 / 60, 1, 4, 10.0, True, Path(), Path(), addresses=addresses)
+    found = asyncio.run(runner.soak(settings, [SAMPLE], lambda *_: None))
+    assert not found.faults and not found.interrupted
+    assert {request.outcome for request in found.ledger.requests} >= {"done", "cancelled", "lost"}
+    assert all("instead of the error" in request.reason for request in found.ledger.offenders())

@@ -1,0 +1,24 @@
+"""A short soak of the real servers, with faults: what `make soak` does."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.soak import __main__ as soak
+
+pytestmark = [pytest.mark.server, pytest.mark.serial]
+
+FAULT = "kill token2wav_dit"
+
+
+def test_a_short_soak_accounts_for_every_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "soak"
+    code = soak.main(["--minutes", "0.2", "--seed", "1", "--output", str(output), "--faults", FAULT])
+    report = json.loads((tmp_path / "soak.json").read_text())
+    assert report["problems"] == [] and code == 0, capsys.readouterr().out
+    assert report["faults"][0]["name"] == f"1. {FAULT}"
+    assert "failed" in {request["outcome"] for request in report["requests"]}
+    assert {process["name"] for process in report["processes"]} >= {"serve", "speech", "tritonserver", "cosyvoice2"}
+    assert (tmp_path / "soak.png").stat().st_size > 10_000
+    assert "the process of model token2wav_dit has died" in (tmp_path / "soak.md").read_text()

@@ -1,0 +1,77 @@
+"""Upstream's command lines, as its documents and programs have them, are accepted by ours."""
+
+import pytest
+
+from scripts import client_grpc, convert_checkpoint, offline_inference, streaming_inference, test_llm, token2wav
+from tools.bench.llm import speech_lm
+from tools.offline.inference import backend_of
+from tools.upstream import WITHOUT_MEANING
+
+PARSERS = {
+    "convert_checkpoint": lambda arguments: convert_checkpoint.build_parser().parse_args(arguments),
+    "client_grpc": client_grpc.parse_args,
+    "offline_inference": offline_inference.parse_args,
+    "test_llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
+    "token2wav": token2wav.parse_args,
+    "streaming_inference": streaming_inference.parse_args,
+}
+NEEDED = {"convert_checkpoint": ["--model_dir", "m"], "client_grpc": [], "offline_inference": ["--output-dir", "o"]}
+
+COMMANDS = """
+convert_checkpoint --model_dir ./cosyvoice2_llm --output_dir ./trt_weights_bfloat16 --dtype bfloat16
+convert_checkpoint --model_dir m --use_weight_only --weight_only_precision --load_model_on_cpu
+convert_checkpoint --model_dir m --per_group --moe_tp_size 1 --moe_ep_size 1
+test_llm --input_text one two --tokenizer_dir t --top_k 50 --top_p 0.95 --temperature 0.8 --engine_dir=e
+test_llm --input_text one --tokenizer_dir t --engine_dir=e --log_level debug --kv_cache_free_gpu_memory_fraction 0.6
+client_grpc --server-addr localhost --server-port 8001 --model-name cosyvoice2_dit --num-tasks 4 --mode streaming
+client_grpc --model-name cosyvoice2 --use-spk2info-cache False --huggingface-dataset yuekai/seed_tts_cosy2 --log-dir ./l
+client_grpc --compute-wer --chunk-overlap-duration 0.1 --log-interval 5
+offline_inference --output-dir o --llm-model-name-or-path m --token2wav-path t --backend trtllm --split-name zh
+offline_inference --output-dir o --num-workers 2 --prefetch 4 --kv-cache-free-gpu-memory-fraction 0.6 --engine-dir e
+token2wav --enable-trt --model-dir ./Step-Audio-2-mini/token2wav --batch-size 1 --warmup 3 --output-dir o
+streaming_inference --enable-trt --strategy equal --dataset-name yuekai/seed_tts_cosy2
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS.strip().splitlines())
+def test_the_command_is_accepted(command: str) -> None:
+    program, *arguments = command.split()
+    PARSERS[program](arguments)
+
+
+@pytest.mark.parametrize("program", WITHOUT_MEANING)
+def test_an_option_without_a_meaning_is_explained_in_one_line(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in WITHOUT_MEANING[program]:
+        value = [] if option.kind is None else ["1"]
+        parsed = PARSERS[program]([*NEEDED[program], option.name, *value])
+        assert vars(parsed) == vars(PARSERS[program](NEEDED[program]))
+        printed = capsys.readouterr()
+        assert printed.err == f"{program}: {option.name} changes nothing here: {option.reason}\n" and not printed.out
+
+
+def test_a_bare_precision_is_int8_as_in_upstreams_program() -> None:
+    arguments = ["--model_dir", "m", "--use_weight_only", "--weight_only_precision"]
+    assert convert_checkpoint.build_parser().parse_args(arguments).weight_only_precision == "int8"
+
+
+def test_shares_of_memory_outside_of_0_to_1_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        offline_inference.parse_args(["--output-dir", "o", "--kv-cache-free-gpu-memory-fraction", "60"])
+    assert "60 is not in 0..1" in capsys.readouterr().err
+
+
+def test_the_share_of_memory_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    def load_engine(*arguments: object, free_share: float) -> object:
+        shares.append(free_share)
+        return object()
+
+    monkeypatch.setattr("tools.offline.llm.load_engine", load_engine)
+    monkeypatch.setattr("tools.bench.llm.load_engine", load_engine)
+    arguments = ["--output-dir", "o", "--backend", "trtllm", "--kv-cache-free-gpu-memory-fraction", "0.3"]
+    llm = backend_of(offline_inference.parse_args(arguments), tokenizer=None)  # type: ignore[arg-type]
+    llm._loop.close()
+    arguments = ["--tokenizer_dir", "t", "--engine_dir", "e", "--kv_cache_free_gpu_memory_fraction", "0.2"]
+    speech_lm(test_llm.build_parser().parse_args(arguments), tokenizer=None)  # type: ignore[arg-type]
+    assert shares == [0.3, 0.2]
