@@ -1,6 +1,6 @@
 """Check, before anything is installed, that this machine can run the server.
 
-    python3 -m scripts.check_machine [--disk GB]
+    python3 -m scripts.check_machine [--disk GB] [--free-ports PORT ...]
 
 If something is missing, one line names it and the command that installs it. Run it in the root of the repository, with
 any Python from 3.6 on; it needs no packages.
@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: "list[str] | None" = None) -> int:  # quoted: older Pythons must reach the message
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--disk", type=float, default=6.0, help="GB of disk that must be free (6)")
+    parser.add_argument("--free-ports", type=int, nargs="+", default=[], metavar="PORT", help="that must be free")
     args = parser.parse_args(argv)
-    missing = missing_requirements(args.disk)
+    missing = missing_requirements(args.disk) or ports_in_use(args.free_ports)
     for line in missing:
         print(f"error: {line}", file=sys.stderr)
     return 1 if missing else 0
@@ -56,6 +57,21 @@ def missing_requirements(disk_gigabytes: float) -> "list[str]":
             f"run: du -xh --max-depth=1 {ROOT.anchor} | sort -h, and delete what is not needed"
         )
     return missing
+
+
+def ports_in_use(ports: "list[int]") -> "list[str]":
+    """One line for each port of this machine that another process has."""
+    if not ports:
+        return []
+    from common.server import tritonserver
+
+    found = []
+    for port in ports:
+        try:
+            tritonserver.require_free(port, tritonserver.LOOPBACK)
+        except tritonserver.ServerError as error:
+            found.append(str(error))
+    return found
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from tools.load.command import exit_code
 from tools.load.jobs import add_job_arguments
 from tools.load.plan import add_load_arguments
 from tools.load.requesting import run
+from tools.upstream import accept_upstream_options
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,6 +49,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--request-rate", type=positive_number, help="random requests per second (Poisson), instead of tasks"
     )
     load.add_argument("--log-dir", type=Path, help="directory for audio, figures and plots (default: tmp)")
+    accept_upstream_options(parser, "client_grpc")
     return parser.parse_args(argv)
 
 

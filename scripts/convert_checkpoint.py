@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tools.arguments import fraction, positive_int
 from tools.prepare.trtllm_checkpoint import WEIGHT_ONLY, convert
+from tools.upstream import accept_upstream_options
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}_size", type=positive_int, default=1, help=f"GPUs of {what} parallelism")
     parser.add_argument("--workers", type=positive_int, default=1, help="ranks converted in parallel")
     parser.add_argument("--use_weight_only", action="store_true", help="quantise only the weights")
-    parser.add_argument("--weight_only_precision", choices=tuple(WEIGHT_ONLY), default="int8")
+    parser.add_argument("--weight_only_precision", nargs="?", choices=tuple(WEIGHT_ONLY), const="int8", default="int8")
     parser.add_argument("--group_size", type=positive_int, default=128, help="for int4_gptq")
     parser.add_argument("--disable_weight_only_quant_plugin", action="store_true")
     parser.add_argument("--smoothquant", "-sq", type=fraction, help="alpha in 0..1: weights and activations in int8")
@@ -32,8 +33,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--per_token", action="store_true", help="smoothquant: one scale per token")
     parser.add_argument("--int8_kv_cache", action="store_true", help="KV cache in int8")
     parser.add_argument("--calib_dataset", default="ccdv/cnn_dailymail", help="for smoothquant and the int8 KV cache")
+    parser.add_argument("--load_model_on_cpu", action="store_true", help="read the weights without the GPU")
     parser.add_argument("--use_parallel_embedding", action="store_true")
     parser.add_argument("--embedding_sharding_dim", type=int, choices=(0, 1), default=0)
+    accept_upstream_options(parser, "convert_checkpoint")
     return parser
 
 

@@ -3,7 +3,9 @@
     python3 -m scripts.fill_template -i model_repo/token2wav/config.pbtxt model_dir:DIR,triton_max_batch_size:16
 
 Without -i the result is printed. The first colon ends the key, so a value may be a URL; a comma in a value is written
-as \\, and a colon in a key as \\:. Keys that are not given take their default, if they have one.
+as \\, and a colon in a key as \\:. Keys that are not given take their default, if they have one; those about the LLM
+are upstream's: cosyvoice2_dit asks trtllm-serve at http://localhost:8000/v1, cosyvoice2 the C++ backend in the
+same Triton. For another LLM give llm_transport, llm_urls and llm_model, or llm_backend.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.server.rendering import fill
+from common.server.rendering import FIXED, fill, model_name
 
 
 def parse_substitutions(argument: str) -> dict[str, str]:
@@ -38,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-i", "--in_place", action="store_true", help="write the result back to the file")
     args = parser.parse_args(argv)
     try:
-        filled = fill(args.file_path.read_text(), parse_substitutions(args.substitutions))
+        template, given = args.file_path.read_text(), parse_substitutions(args.substitutions)
+        filled = fill(template, given)
+        for key, value in FIXED.get(model_name(template), {}).items():
+            if key in given and given[key].lower() != value:
+                print(f"{args.file_path}: {key}:{given[key]} has no effect, it is always {value}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"{args.file_path}: {error}", file=sys.stderr)
         return 1

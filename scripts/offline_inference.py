@@ -29,12 +29,14 @@ from pathlib import Path
 import torch
 
 from common import stacks
+from common.config import TensorrtLLMConfig
 from common.llm.interface import Sampling
-from tools.arguments import positive_int
+from tools.arguments import fraction, positive_int
 from tools.offline.inference import run
-from tools.offline.inputs import add_data_arguments
+from tools.offline.inputs import add_data_arguments, add_trt_argument
 from tools.offline.llm import BACKENDS
 from tools.offline.tool import exit_code
+from tools.upstream import accept_upstream_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +68,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-text", help="transcript of that recording; without it: cross-lingual cloning")
     parser.add_argument("--backend", choices=BACKENDS, default="hf", help="what runs the LLM (default: %(default)s)")
     parser.add_argument("--engine-dir", type=Path, help="directory that trtllm or onnxruntime_genai loads")
+    parser.add_argument(
+        "--kv-cache-free-gpu-memory-fraction",
+        type=fraction,
+        default=TensorrtLLMConfig.gpu_share,
+        help="of the free GPU memory, for keys and values (trtllm; default: %(default)s)",
+    )
     parser.add_argument("--batch-size", type=positive_int, default=1, help="concurrent samples in the LLM")
     parser.add_argument("--token2wav-batch-size", type=positive_int, default=1, help="utterances per token2wav batch")
     parser.add_argument("--temperature", type=float, default=Sampling.temperature)
@@ -76,6 +84,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     engine = stacks.DEFAULT.llm.engine
     parser.add_argument("--openai-model-name", default=engine, help="the LLM's name at trtllm-serve")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="for hf and token2wav")
+    add_trt_argument(parser)
+    accept_upstream_options(parser, "offline_inference")
     return parser.parse_args(argv)
 
 

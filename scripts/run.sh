@@ -2,35 +2,48 @@
 # The unet stack in stages:  bash scripts/run.sh START STOP [streaming|offline]
 #
 #   -1  check the machine              3  serve; stops with the script, as last stage on Ctrl-C
-#    0  download the checkpoints       4  one request over HTTP (offline only: HTTP returns one answer)
+#    0  download the checkpoints       4  one request over HTTP (offline only: it uses infer, one answer)
 #    1  build and try the LLM's engine 5  gRPC benchmark
-#    2  render the model repository    6  offline benchmark, without a server
+#    2  render the model repository    6  offline benchmark, without Triton
+#    7  build token2wav's TensorRT plans; ENABLE_TRT=1 uses them in stages 2 to 6
 #
 #   bash scripts/run.sh 0 3                    from nothing to a server, inside the image of Dockerfile.server
 #   bash scripts/run.sh 5 5                    benchmark a running server
 #   LOCAL=1 bash scripts/run.sh -1 6 offline   everything on a CPU, with the demo voice
 #
-# Settings, from the environment: MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT,
-# MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA (options that choose the benchmarks' texts and voices).
+# Settings, from the environment: WORK MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT
+# LLM_PORT, HUB (huggingface or modelscope), USE_SPK2INFO_CACHE (1: stage 0 also downloads upstream's spk2info.pt, and
+# stage 5 sends texts alone, which its speaker 001 speaks), ENABLE_TRT MAX_BATCH_SIZE NUM_TASKS, DATA and OFFLINE_DATA
+# (options that choose the benchmarks' texts and voices).
 
 # shellcheck source-path=SCRIPTDIR source=stages.sh
-source "$(dirname "${BASH_SOURCE[0]}")/stages.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/stages.sh"
 
 LOCAL=${LOCAL:-0}
+ENABLE_TRT=${ENABLE_TRT:-0}
+HUB=${HUB:-huggingface}
+USE_SPK2INFO_CACHE=${USE_SPK2INFO_CACHE:-0}
 MODE=${3:-streaming}
 HTTP_PORT=${HTTP_PORT:-8000}
 GRPC_PORT=${GRPC_PORT:-8001}
 METRICS_PORT=${METRICS_PORT:-8002}
 HEALTH_PORT=${HEALTH_PORT:-8003}
+LLM_PORT=${LLM_PORT:-18000} # of stage 6
 MAX_BATCH_SIZE=${MAX_BATCH_SIZE:-16}
 NUM_TASKS=${NUM_TASKS:-2}
 VOICE=(--reference-audio tests/assets/reference_en.wav --reference-text
     "Your call is now first in line and will be answered by the next available representative.")
 
+SPK2INFO=() CACHED=()
+if ((USE_SPK2INFO_CACHE)); then
+    SPK2INFO=(--spk2info)
+    CACHED=(--use-spk2info-cache True)
+fi
+
 if ((LOCAL)); then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores, and the demo's networks are small
-    MODELS=${MODELS:-models/demo}
-    REPOSITORY=${REPOSITORY:-build/unet}
+    MODELS=${MODELS:-$WORK/models/demo}
+    REPOSITORY=${REPOSITORY:-$WORK/build/unet}
     DATA=${DATA:---manifest-path tests/assets/manifest.jsonl}
     OFFLINE_DATA=${OFFLINE_DATA:---manifest-path tests/assets/manifest.jsonl}
     CHECKPOINTS=(demo)
@@ -39,23 +52,35 @@ if ((LOCAL)); then
     ENGINE_PYTHON=$PYTHON
     RENDER=(--device cpu)
     BACKENDS=(hf onnxruntime_genai)
+    LLM_COMMAND=()
+    PLANS=(--capability 8.9) # to try it: they do not run on a CPU
 else
-    MODELS=${MODELS:-models/official}
-    REPOSITORY=${REPOSITORY:-model_repo_cosyvoice2}
+    MODELS=${MODELS:-$WORK/models/official}
+    REPOSITORY=${REPOSITORY:-$WORK/model_repo_cosyvoice2}
     DATA=${DATA:---huggingface-dataset yuekai/seed_tts --split-name wenetspeech4tts}
     OFFLINE_DATA=${OFFLINE_DATA:---split-name wenetspeech4tts}
-    CHECKPOINTS=(download --stack unet)
+    CHECKPOINTS=(download --stack unet --hub "$HUB" "${SPK2INFO[@]}")
     ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
     ENGINE_DIR=$MODELS/trt_engines_bfloat16
-    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON}  # in the image another Python has TensorRT-LLM
+    ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
     RENDER=(--device gpu --llm-backend tensorrtllm --max-batch-size "$MAX_BATCH_SIZE")
-    BACKENDS=(hf trtllm)
+    # The tool's own Python has no TensorRT-LLM, so that the engine is asked through its server.
+    BACKENDS=(hf trtllm-serve)
+    LLM_COMMAND=("$PYTHON" -m tools.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm"
+        --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE"
+        --kv_cache_free_gpu_memory_fraction 0.4)
+    PLANS=()
 fi
-OUT=${OUT:-out/unet}
+OFFLINE_TRT=()
+if ((ENABLE_TRT)); then
+    RENDER+=(--set flow_runtime=tensorrt --set runtime=tensorrt)
+    OFFLINE_TRT=(--enable-trt)
+fi
+OUT=${OUT:-$WORK/out/unet}
 read -ra DATA <<<"$DATA"
 read -ra OFFLINE_DATA <<<"$OFFLINE_DATA"
 
-read_stages -1 6 "$@"
+read_stages -1 7 "$@"
 case $MODE in
 streaming) ;;
 offline) RENDER+=(--offline) ;;
@@ -98,14 +123,20 @@ fi
 
 if stage 5 "gRPC benchmark, $NUM_TASKS tasks, $MODE"; then
     "$PYTHON" -m scripts.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2 \
-        --num-tasks "$NUM_TASKS" --mode "$MODE" "${DATA[@]}" --log-dir "$OUT/grpc_${MODE}_${NUM_TASKS}_tasks"
+        --num-tasks "$NUM_TASKS" --mode "$MODE" "${DATA[@]}" "${CACHED[@]}" --log-dir "$OUT/grpc_${MODE}_${NUM_TASKS}_tasks"
 fi
 
-if stage 6 "offline benchmark, without a server"; then
+if stage 6 "offline benchmark, without Triton"; then
+    stop_servers # of stage 3
+    if ((${#LLM_COMMAND[@]})); then start_llm; fi
     for backend in "${BACKENDS[@]}"; do
         "$PYTHON" -m scripts.offline_inference --backend "$backend" --engine-dir "$ENGINE_DIR" \
             --llm-model-name-or-path "$MODELS/cosyvoice2_llm" --token2wav-path "$MODELS/CosyVoice2-0.5B" \
-            --batch-size "$MAX_BATCH_SIZE" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" \
-            --output-dir "$OUT/offline_$backend"
+            --batch-size "$MAX_BATCH_SIZE" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" "${OFFLINE_TRT[@]}" \
+            --openai-api-base "http://127.0.0.1:$LLM_PORT/v1" --output-dir "$OUT/offline_$backend"
     done
+fi
+
+if stage 7 "build token2wav's TensorRT plans"; then
+    "$PYTHON" -m scripts.prepare plans "$MODELS" --stack unet "${PLANS[@]}"
 fi

@@ -6,6 +6,7 @@
 #    1  build and try the LLM's engine       6  token2wav alone: whole, in chunks, and both compared
 #    2  render the model repository          7  serve disaggregated: the LLM on GPU 0, token2wav on the others
 #    3  serve: an LLM server and Triton      8  benchmark that over numbers of GPUs and tasks
+#    9  build token2wav's TensorRT plans; ENABLE_TRT=1 uses them in stages 2 to 8
 #
 # Servers of stages 3 and 7 stop with the script; if one of these is the last stage, on Ctrl-C.
 #
@@ -13,15 +14,18 @@
 #   bash scripts/run_stepaudio2_dit_token2wav.sh 4 4            benchmark running servers
 #   LOCAL=1 bash scripts/run_stepaudio2_dit_token2wav.sh -1 8   everything on a CPU, with the demo voice
 #
-# Settings, from the environment: MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT LLM_PORT,
-# MAX_BATCH_SIZE NUM_TASKS, TOKEN2WAV_GPUS INSTANCES_PER_GPU TASKS_PER_INSTANCE (stages 7 and 8; tasks: a list) and the
-# first of their ports, TOKEN2WAV_HTTP_PORT TOKEN2WAV_GRPC_PORT TOKEN2WAV_METRICS_PORT TOKEN2WAV_HEALTH_PORT;
-# DATA, OFFLINE_DATA and VOCODER_DATA (options that choose the benchmarks' texts and voices).
+# Settings, from the environment: WORK MODELS REPOSITORY OUT LOGS PYTHON, HTTP_PORT GRPC_PORT METRICS_PORT HEALTH_PORT
+# LLM_PORT, HUB (huggingface or modelscope), ENABLE_TRT MAX_BATCH_SIZE NUM_TASKS, TOKEN2WAV_GPUS INSTANCES_PER_GPU
+# TASKS_PER_INSTANCE (stages 7 and 8; tasks: a list) and the first of their ports, TOKEN2WAV_HTTP_PORT TOKEN2WAV_GRPC_PORT
+# TOKEN2WAV_METRICS_PORT TOKEN2WAV_HEALTH_PORT; DATA, OFFLINE_DATA and VOCODER_DATA (options that choose the benchmarks'
+# texts and voices).
 
 # shellcheck source-path=SCRIPTDIR source=stages.sh
-source "$(dirname "${BASH_SOURCE[0]}")/stages.sh"
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/stages.sh"
 
 LOCAL=${LOCAL:-0}
+ENABLE_TRT=${ENABLE_TRT:-0}
+HUB=${HUB:-huggingface}
 HTTP_PORT=${HTTP_PORT:-18000} # the LLM server uses 8000
 GRPC_PORT=${GRPC_PORT:-8001}
 METRICS_PORT=${METRICS_PORT:-8002}
@@ -33,13 +37,13 @@ TOKEN2WAV_HTTP_PORT=${TOKEN2WAV_HTTP_PORT:-17000}
 TOKEN2WAV_GRPC_PORT=${TOKEN2WAV_GRPC_PORT:-18000}
 TOKEN2WAV_METRICS_PORT=${TOKEN2WAV_METRICS_PORT:-16000}
 TOKEN2WAV_HEALTH_PORT=${TOKEN2WAV_HEALTH_PORT:-15000}
-# Upstream runs 2, because each of its token2wav instances renders one stream at a time. Ours batches and takes 30 GiB.
+# Upstream runs 2, because each of its token2wav instances renders one stream at a time. Ours batches.
 INSTANCES_PER_GPU=${INSTANCES_PER_GPU:-1}
 
 if ((LOCAL)); then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several processes share the cores, and the demo's networks are small
-    MODELS=${MODELS:-models/demo}
-    REPOSITORY=${REPOSITORY:-build/dit_openai}
+    MODELS=${MODELS:-$WORK/models/demo}
+    REPOSITORY=${REPOSITORY:-$WORK/build/dit_openai}
     DATA=${DATA:---manifest-path tests/assets/manifest.jsonl}
     OFFLINE_DATA=${OFFLINE_DATA:---manifest-path tests/assets/manifest.jsonl}
     VOCODER_DATA=$OFFLINE_DATA
@@ -55,43 +59,45 @@ if ((LOCAL)); then
     LLM_COMMAND=("$PYTHON" -c "from transformers.cli.transformers import main; main()" serve "$LLM_MODEL"
         --device cpu --host 127.0.0.1 --port "$LLM_PORT")
     LLM_OPTIONS=(--backend onnxruntime_genai --engine-dir "$ENGINE_DIR" --batch-size 4)
+    PLANS=(--capability 8.9) # to try it: they do not run on a CPU
 else
-    MODELS=${MODELS:-models/official}
-    REPOSITORY=${REPOSITORY:-model_repo_cosyvoice2_dit}
+    MODELS=${MODELS:-$WORK/models/official}
+    REPOSITORY=${REPOSITORY:-$WORK/model_repo_cosyvoice2_dit}
     DATA=${DATA:---huggingface-dataset yuekai/seed_tts_cosy2 --split-name wenetspeech4tts}
     OFFLINE_DATA=${OFFLINE_DATA:---split-name wenetspeech4tts}
     VOCODER_DATA=${VOCODER_DATA:---huggingface-dataset-split wenetspeech4tts}
     TOKEN2WAV_GPUS=${TOKEN2WAV_GPUS:-3}
     TASKS_PER_INSTANCE=${TASKS_PER_INSTANCE:-1 2 3 4 5 6}
-    CHECKPOINTS=(download --stack dit)
+    CHECKPOINTS=(download --stack dit --hub "$HUB")
     ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
     ENGINE_DIR=$MODELS/trt_engines_bfloat16
     ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
     RENDER=(--device gpu)
     LLM_MODEL=trt_engines_bfloat16
-    LLM_COMMAND=(trtllm-serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm" --host 127.0.0.1 --port "$LLM_PORT"
-        --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
+    LLM_COMMAND=("$PYTHON" -m tools.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm"
+        --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
     LLM_OPTIONS=(--backend trtllm-serve --openai-model-name "$LLM_MODEL" --batch-size 16
         --openai-api-base "http://127.0.0.1:$LLM_PORT/v1")
+    PLANS=()
 fi
-OUT=${OUT:-out/dit}
+OFFLINE_TRT=()
+if ((ENABLE_TRT)); then
+    RENDER+=(--set flow_runtime=tensorrt --set runtime=tensorrt)
+    OFFLINE_TRT=(--enable-trt)
+fi
+OUT=${OUT:-$WORK/out/dit}
 TOKEN2WAV=$MODELS/Step-Audio-2-mini/token2wav
 read -ra DATA <<<"$DATA"
 read -ra OFFLINE_DATA <<<"$OFFLINE_DATA"
 read -ra VOCODER_DATA <<<"$VOCODER_DATA"
 read -ra TASKS_PER_INSTANCE <<<"$TASKS_PER_INSTANCE"
 
-start_llm() {
-    CUDA_VISIBLE_DEVICES=0 start llm "${LLM_COMMAND[@]}"
-    await llm "http://127.0.0.1:$LLM_PORT/health"
-}
-
 start_triton() { # NAME GPU HTTP GRPC METRICS HEALTH
     CUDA_VISIBLE_DEVICES=$2 start "$1" "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file "$LOGS/$1-tritonserver.log" \
         --http-port "$3" --grpc-port "$4" --metrics-port "$5" --health-port "$6"
 }
 
-read_stages -1 8 "$@"
+read_stages -1 9 "$@"
 
 if stage -1 "check the machine"; then
     "$PYTHON" -m scripts.check_machine
@@ -126,14 +132,16 @@ fi
 
 if stage 5 "offline benchmark, LLM and token2wav in turn"; then
     "$PYTHON" -m scripts.offline_inference "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
-        --token2wav-path "$TOKEN2WAV" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" --output-dir "$OUT/offline"
+        --token2wav-path "$TOKEN2WAV" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" "${OFFLINE_TRT[@]}" \
+        --output-dir "$OUT/offline"
 fi
 
 if stage 6 "token2wav alone"; then
-    "$PYTHON" -m scripts.token2wav --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" --warmup 3 --output-dir "$OUT/token2wav"
+    "$PYTHON" -m scripts.token2wav --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" --warmup 3 \
+        --output-dir "$OUT/token2wav"
     for strategy in equal exponential; do
-        "$PYTHON" -m scripts.streaming_inference --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" --strategy "$strategy" \
-            --output-dir "$OUT/streaming_$strategy"
+        "$PYTHON" -m scripts.streaming_inference --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" \
+            --strategy "$strategy" --output-dir "$OUT/streaming_$strategy"
     done
 fi
 
@@ -158,4 +166,8 @@ if stage 8 "benchmark of the disaggregated servers"; then
             --model-name cosyvoice2_dit --concurrency "${TASKS_PER_INSTANCE[@]}" "${DATA[@]}" \
             --title "disaggregated, $gpus x $INSTANCES_PER_GPU token2wav" --output "$OUT/disaggregated_${gpus}_gpus"
     done
+fi
+
+if stage 9 "build token2wav's TensorRT plans"; then
+    "$PYTHON" -m scripts.prepare plans "$MODELS" --stack dit "${PLANS[@]}"
 fi

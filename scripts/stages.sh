@@ -4,7 +4,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
-LOGS=${LOGS:-out/logs}
+WORK=${WORK:-.} # everything that the stages write is below it, unless a setting names another place
+LOGS=${LOGS:-$WORK/out/logs}
 READY_SECONDS=${READY_SECONDS:-1800}
 
 declare -A SERVERS=() # process by name
@@ -12,7 +13,7 @@ STAGE=
 STAGE_STOP=
 
 # Prints the comment at the top of the calling script.
-usage() { sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0"; }
+usage() { sed -n '2,/^$/{s/^# \{0,1\}//p}' "$0"; }
 
 # Reads START and STOP from the script's arguments; FIRST and LAST are the first and last stage that exist.
 read_stages() { # FIRST LAST [START STOP ...]
@@ -27,7 +28,10 @@ read_stages() { # FIRST LAST [START STOP ...]
         exit 2
     fi
     STAGE_START=$1 STAGE_STOP=$2
-    mkdir -p "$LOGS"
+    mkdir -p "$LOGS" || {
+        echo "stages write to WORK, which is $WORK: set it to a directory that you may write" >&2
+        exit 1
+    }
     trap at_exit EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
@@ -53,6 +57,12 @@ await() { # NAME URL: waits until it is ready; if it fails, prints the end of it
     tail -n 20 "$LOGS/$1.log" >&2
     echo "$1 did not become ready; its log: $LOGS/$1.log" >&2
     return 1
+}
+
+# The LLM's server, of the settings LLM_COMMAND and LLM_PORT, on GPU 0.
+start_llm() {
+    CUDA_VISIBLE_DEVICES=0 start llm "${LLM_COMMAND[@]}"
+    await llm "http://127.0.0.1:$LLM_PORT/health"
 }
 
 stop_servers() {

@@ -9,23 +9,36 @@ Tokens are speech ids, 0..6560. A stream's speed is measured from its first toke
 
 import argparse
 import asyncio
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 from common import stacks
-from common.config import LLMEngine
+from common.config import LLMEngine, TensorrtLLMConfig
 from common.errors import UnavailableError
 from common.llm.interface import Sampling
 from common.llm.openai_dialects import DIALECTS
 from common.llm.speech_tokens import LLMTokenizer
+from tools.arguments import fraction
 from tools.bench.llm import SAMPLING_OPTIONS, run
+
+# TensorRT-LLM's names of the levels of a log, as in upstream's commands.
+LOG_LEVELS = {
+    "internal_error": logging.CRITICAL,
+    "error": logging.ERROR,
+    "warning": logging.WARNING,
+    "info": logging.INFO,
+    "verbose": logging.DEBUG,
+    "debug": logging.DEBUG,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input_text", default="Hello. This sentence is here to be spoken.", help="text to synthesize")
+    text = "Hello. This sentence is here to be spoken."
+    parser.add_argument("--input_text", nargs="+", default=[text], help="texts to synthesize, all at once")
     parser.add_argument("--tokenizer_dir", type=Path, required=True, help="HuggingFace directory of the LLM")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--engine_dir", type=Path, help="directory that the engine loads")
@@ -33,6 +46,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=get_args(LLMEngine), default="auto")
     parser.add_argument("--llm_model", default=stacks.DEFAULT.llm.directory, help="name of the LLM at its server")
     parser.add_argument("--llm_dialect", choices=("auto", *DIALECTS), default="auto")
+    parser.add_argument(
+        "--kv_cache_free_gpu_memory_fraction",
+        type=fraction,
+        default=TensorrtLLMConfig.gpu_share,
+        help="of the free GPU memory, for keys and values (tensorrt_llm; default: %(default)s)",
+    )
+    parser.add_argument("--log_level", choices=tuple(LOG_LEVELS), default="warning")
     for name in SAMPLING_OPTIONS:
         default = getattr(Sampling, name)
         parser.add_argument(f"--{name}", type=type(default), default=default)
@@ -45,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    logging.basicConfig(level=LOG_LEVELS[args.log_level], format="%(message)s")
     try:
         tokenizer = LLMTokenizer.from_dir(args.tokenizer_dir)
         asyncio.run(run(args, tokenizer))

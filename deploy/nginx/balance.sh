@@ -18,38 +18,63 @@ PROBE_SECONDS=${PROBE_SECONDS:-1}
 NGINX_CONF=${NGINX_CONF:-/etc/nginx/nginx.conf}
 RUN_DIR=${RUN_DIR:-/tmp/nginx}
 
-mkdir -p "$RUN_DIR/ready"
+mkdir -p "$RUN_DIR/ready" "$RUN_DIR/names"
+
+# New connections are refused at once, live streams continue until worker_shutdown_timeout. Docker stops nginx's image by
+# SIGQUIT.
+nginx=
+stop() {
+    if [ -n "$nginx" ]; then kill -s QUIT "$nginx" && wait "$nginx"; fi
+    exit 0
+}
+trap stop TERM INT QUIT
 
 # probe FILE URL LINE: writes LINE to FILE if URL returns 200
 probe() {
     if curl --silent --fail --connect-timeout 1 --max-time 5 --output /dev/null "$2"; then echo "$3" >"$1"; fi
 }
 
+# The addresses of a name; the last known ones if it does not resolve within a second. They are probed in any case.
 addresses() {
-    getent ahostsv4 "$1" | awk '$2 == "STREAM" { print $1 }' | sort -u
+    if found=$(timeout 1 getent ahostsv4 "$1"); then
+        found=$(echo "$found" | awk '$2 == "STREAM" { print $1 }' | sort -u)
+        echo "$found" >"$RUN_DIR/names/$1"
+        echo "$found"
+    elif [ $? -eq 124 ]; then
+        cat "$RUN_DIR/names/$1" 2>/dev/null || true
+    fi
 }
 
-# Prints a line for each ready server, "tts ADDRESS HTTP GRPC" or "speech ADDRESS PORT"; all are probed in parallel. Must
-# run in a subshell, because it waits for all its children, and nginx must not be one of them.
+# tts HOST HTTP GRPC HEALTH, speech HOST PORT: probe every address of the host
+tts() {
+    for address in $(addresses "$1"); do
+        probe "$RUN_DIR/ready/tts-$address-$3" "http://$address:$4/ready" "tts $address $2 $3" &
+    done
+    wait
+}
+
+speech() {
+    for address in $(addresses "$1"); do
+        probe "$RUN_DIR/ready/speech-$address-$2" "http://$address:$2/health" "speech $address $2" &
+    done
+    wait
+}
+
+# Prints a line for each ready server, "tts ADDRESS HTTP GRPC" or "speech ADDRESS PORT"; names are resolved and addresses
+# probed in parallel. Must run in a subshell, because it waits for all its children, and nginx must not be one of them.
 ready_servers() {
     rm -f "$RUN_DIR"/ready/*
     for server in $TTS_SERVERS; do
         IFS=: read -r host http grpc health <<END
 $server
 END
-        for address in $(addresses "$host"); do
-            probe "$RUN_DIR/ready/tts-$address-${grpc:=8001}" "http://$address:${health:=8003}/ready" \
-                "tts $address ${http:=8000} $grpc" &
-        done
+        tts "$host" "${http:-8000}" "${grpc:-8001}" "${health:-8003}" &
     done
     for server in $SPEECH_SERVERS; do
         IFS=: read -r host port <<END
 $server
 END
-        for address in $(addresses "$host"); do
-            probe "$RUN_DIR/ready/speech-$address-${port:=10086}" "http://$address:$port/health" \
-                "speech $address $port" &
-        done
+        speech "$host" "${port:-10086}" &
     done
     wait
     cat "$RUN_DIR"/ready/* 2>/dev/null || true
@@ -81,8 +106,6 @@ changed() {
 changed || true
 nginx -c "$NGINX_CONF" -g 'daemon off;' &
 nginx=$!
-# New connections are refused at once, live streams continue until worker_shutdown_timeout.
-trap 'kill -s QUIT "$nginx"; wait "$nginx"; exit 0' TERM INT
 
 while sleep "$PROBE_SECONDS"; do
     if ! kill -s 0 "$nginx" 2>/dev/null; then

@@ -6,33 +6,41 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from scripts import render
 from tests.conftest import ROOT
+from tests.support.compose import MISSING, compose_command
 
 COMPOSE = ("docker-compose.yml", "docker-compose.dit.yml")
-PROFILES = ("", "disaggregated", "monitoring", "disaggregated,monitoring")
+CPU = "deploy/compose/cpu.yml"
+LLMS = ("vllm", "triton", "trtllm-serve", "trtllm-backend", "elsewhere")
+SOURCES = [ROOT / file for file in (*COMPOSE, CPU, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
+PROFILES = ("", "disaggregated", "monitoring", "disaggregated,monitoring,tensorrt")
 MANIFESTS = sorted(path for path in (ROOT / "deploy/k8s").glob("*.yaml") if path.name != "kustomization.yaml")
 TOOLS = Path(sys.executable).parent
 SHELL = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT / ".ci/run"])
 
-needs_compose = pytest.mark.skipif(
-    not shutil.which("docker-compose"), reason="docker-compose is not installed: apt-get install docker-compose"
-)
+needs_compose = pytest.mark.skipif(compose_command() is None, reason=MISSING)
 
 
-def composed(file: str, profiles: str = "", **settings: str) -> dict[str, Any]:
-    """A compose file as resolved by docker-compose, with the services of all profiles."""
+def composed(*files: str, profiles: str = "", **settings: str) -> dict[str, Any]:
+    """Compose files as resolved by Compose, with the services of these profiles."""
     environment = os.environ | {"COMPOSE_PROFILES": profiles} | settings
-    run = subprocess.run(
-        ["docker-compose", "--file", file, "config"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = [*(compose_command() or ()), *(f"--file={file}" for file in files), "config"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return dict(yaml.safe_load(run.stdout))
+
+
+def started(services: dict[str, Any]) -> set[str]:
+    """Those with replicas."""
+    return {name for name, one in services.items() if one.get("deploy", {}).get("replicas") != 0}
 
 
 # --- images ------------------------------------------------------------------------------------------------------
@@ -46,29 +54,98 @@ def test_the_dockerfile_passes_hadolint() -> None:
 def test_dockerignore_includes_every_path_that_the_dockerfile_copies() -> None:
     """.dockerignore lists the paths of the build context; a COPY of another path fails."""
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    for line in re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile.server").read_text(), re.MULTILINE):
+    for line in re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile.server").read_text(), re.MULTILINE):
         for path in line.split():
             assert (ROOT / path).exists(), path
             assert any(path == name or path.startswith(f"{name}/") or name.startswith(f"{path}/") for name in allowed)
 
 
-@pytest.mark.parametrize(
-    ("image", "extras"), [("cpu", ("client", "http", "server")), ("gpu", ("client", "http", "gpu", "datasets"))]
-)
-def test_the_constraints_hold_the_versions_of_pyproject(image: str, extras: tuple[str, ...]) -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML parser to read pyproject.toml")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extra = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], *(one for name in extras for one in extra[name])]
-    wanted += project["dependency-groups"]["s3tokenizer"]
-    lines = (ROOT / f"deploy/constraints/{image}.txt").read_text().lower().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    for requirement in wanted:
-        text, _, marker = requirement.partition(";")
-        name = re.split(r"[\[=<>]", text)[0].lower().replace("_", "-")
-        assert name in pins, f"{requirement} is not in the constraints of {image}: see the command at their top"
-        if "==" in text and "<" not in marker:
-            assert pins[name] == text.split("==")[1].strip(), requirement
+def test_the_images_have_every_asset_that_scripts_and_tools_name() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    included = [path for line in lines if line.startswith("!") for path in ROOT.glob(line[1:])]
+    sources = [
+        path for folder in ("scripts", "tools") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")
+    ]
+    text = "\n".join(path.read_text() for path in sources)
+    named = [
+        path
+        for path in (ROOT / "tests/assets").iterdir()
+        if path.suffix in (".jsonl", ".txt", ".wav") and path.name in text
+    ]
+    assert {path.name for path in named} >= {"manifest.jsonl", "everyday_sentences.txt", "reference_en.wav"}
+    assert set(named) <= set(included)
+
+
+IMAGES = ("cpu", "gpu", "trtllm")
+
+
+@pytest.mark.slow
+def test_the_constraints_of_the_images_are_all_that_their_extras_need() -> None:
+    """Resolved again by the commands at their top, for the images' Python and C library."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
+    if certificates := os.environ.get("PIP_CERT"):
+        environment["SSL_CERT_FILE"] = certificates
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    runs = {}
+    for image in IMAGES:
+        comment = (ROOT / f"deploy/constraints/{image}.txt").read_text().split("plus s3tokenizer")[0]
+        options = re.findall(r"(--(?:python-version|extra) \S+)", comment)
+        (extras,) = re.findall(r"install --constraint \S+ .*'\.\[(.+)\]'", stage(image))
+        assert {f"--extra {name}" for name in extras.split(",")} < set(options)
+        command = f"pip compile --no-config --no-header --no-annotate --quiet {' '.join(options)}"
+        command += (
+            f" --constraint deploy/constraints/{image}.txt --python-platform x86_64-manylinux_2_36 pyproject.toml"
+        )
+        runs[image] = subprocess.Popen([TOOLS / "uv", *command.split()], cwd=ROOT, env=environment, **pipes)
+    for image, run in runs.items():
+        resolved, error = run.communicate(timeout=240)
+        if "Failed to fetch" in error:
+            pytest.skip(f"no package index: {error.splitlines()[0]}")
+        assert run.returncode == 0, error
+        pins = re.findall(r"^[^#\n].*", (ROOT / f"deploy/constraints/{image}.txt").read_text(), re.MULTILINE)
+        assert {*resolved.splitlines(), "s3tokenizer==0.3.0"} ^ set(pins) == set(), image
+
+
+def stage(target: str) -> str:
+    """The part of the Dockerfile that builds a target."""
+    return re.split(
+        r"^FROM ", (ROOT / "Dockerfile.server").read_text().split(f" AS {target}\n")[1], flags=re.MULTILINE
+    )[0]
+
+
+IMPORTED = """
+import importlib, sys
+for module in ("scripts.test_llm", "scripts.convert_checkpoint", "tools.prepare.trtllm_checkpoint"):
+    importlib.import_module(module)
+print(*sys.modules)
+"""
+
+
+def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> None:
+    """scripts.test_llm and scripts.convert_checkpoint, in stage 1."""
+    (line,) = re.findall(r"-m pip install --break-system-packages (.+)", (ROOT / "Dockerfile.server").read_text())
+    installed, waiting = set(), [re.split(r"[=<>]", package)[0] for package in line.split()]
+    while waiting:
+        if (package := waiting.pop()) not in installed:
+            installed.add(package)
+            needed = [one for one in metadata.requires(package) or [] if "extra ==" not in one]
+            waiting += [re.split(r"[ ;=<>!~\[]", one)[0].lower() for one in needed if available(one)]
+    command = [sys.executable, "-c", IMPORTED]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    owners = metadata.packages_distributions()
+    foreign = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    needed = {owners[name][0].lower().replace("_", "-") for name in foreign if name in owners}
+    assert {"aiohttp", "async-timeout", "tokenizers"} <= needed
+    optional = {"brotli", "dill"}  # which aiohttp and torch use where they are installed
+    assert needed - {one.replace("_", "-") for one in installed} - optional - {"cosyvoice2-triton"} == set()
+
+
+def available(requirement: str) -> bool:
+    try:
+        metadata.version(re.split(r"[ ;=<>!~\[]", requirement)[0])
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
@@ -83,27 +160,105 @@ def test_shell_scripts_pass_shellcheck(script: Path) -> None:
 @needs_compose
 @pytest.mark.parametrize("profiles", PROFILES)
 @pytest.mark.parametrize("file", COMPOSE)
-@pytest.mark.slow
 def test_compose_files_are_valid_and_complete(file: str, profiles: str) -> None:
-    config = composed(file, profiles)
-    for name, service in config["services"].items():
-        if name in ("download", "engine"):
-            assert "unless-stopped" not in service["restart"], "a one-shot service ends"
-            continue
-        assert service["restart"] == "unless-stopped", name
-    tts = config["services"]["tts"]
-    assert tts["shm_size"] and tts["stop_grace_period"] == "90s"
+    services = composed(file, profiles=profiles)["services"]
+    for name in started(services) - {"download", "engine", "plans"}:
+        assert services[name]["restart"] == "unless-stopped", name
+    for name in ("download", "plans"):
+        assert "unless-stopped" not in services.get(name, {"restart": "no"})["restart"], "a one-shot service ends"
+    tts = services["tts"]
+    assert tts["shm_size"] and tts["stop_grace_period"] == "1m30s"
     assert tts["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] == ["0"]
-    published = {port["target"] for port in config["services"]["gateway"]["ports"]}
-    assert published == {8000, 8001, 10086}
-    assert [str(port) for port in tts["ports"]] == ["127.0.0.1:8002:8002/tcp"], (
-        "metrics are published on this machine only"
+    assert {port["target"] for port in services["gateway"]["ports"]} == {8000, 8001, 10086}
+    assert [(port["host_ip"], port["target"]) for port in tts["ports"]] == [("127.0.0.1", 8002)], "metrics"
+    assert (
+        "--storage.tsdb.path=/prometheus"
+        in services.get("prometheus", {"command": "--storage.tsdb.path=/prometheus"})["command"]
     )
 
 
 @needs_compose
+@pytest.mark.parametrize("file", COMPOSE)
+@pytest.mark.parametrize("llm", LLMS)
+def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
+    services = composed(file, LLM=llm, LLM_URLS="http://ours:9000/v1", LLM_MODEL="ours")["services"]
+    wanted = {"llm"} if llm in ("vllm", "trtllm-serve") else set()
+    wanted |= {"engine"} if llm.startswith("trtllm") else set()
+    assert started(services) & {"llm", "engine"} == wanted
+    options = services["tts"]["environment"]["LLM_OPTIONS"].split()
+    arguments = render.build_parser().parse_args(["models", "repository", *options])
+    transport = "openai" if llm in ("vllm", "trtllm-serve", "elsewhere") else "triton"
+    assert arguments.llm_transport == transport
+    if "llm" in wanted:
+        assert arguments.llm_urls == ["http://llm:8000/v1"]
+        command = services["llm"]["command"]
+        served = next((word.split("=")[1] for word in command if "served-model-name" in word), Path(command[0]).name)
+        assert arguments.llm_model == served
+    if llm == "elsewhere":
+        assert (arguments.llm_urls, arguments.llm_model) == (["http://ours:9000/v1"], "ours")
+    assert services["tts"]["depends_on"]["llm"]["condition"] == "service_healthy"
+    assert all("memlock" in services[name]["ulimits"] for name in wanted & {"llm"} | {"tts"})
+
+
+@needs_compose
+def test_vllm_serve_finds_our_logits_processor() -> None:
+    """Its package is mounted, and imports what vLLM's image has."""
+    llm = composed("docker-compose.dit.yml")["services"]["llm"]
+    mounts = {volume["target"]: volume["source"] for volume in llm["volumes"]}
+    assert mounts[f"{llm['environment']['PYTHONPATH']}/common"] == str(ROOT / "common")
+    (processor,) = (word.split("=")[1] for word in llm["command"] if word.startswith("--logits-processors"))
+    blocked = (
+        "import sys; sys.modules.update(dict.fromkeys(['aiohttp', 'soundfile', 'tritonclient', 'wetext', 'scripts']))"
+    )
+    fake = "from tests.support import fake_vllm; sys.modules.update(fake_vllm.modules()); import importlib"
+    code = f"{blocked}; {fake}; m, c = {processor!r}.split(':'); getattr(importlib.import_module(m), c)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@needs_compose
+@pytest.mark.parametrize("profiles", ["", "disaggregated,monitoring"])
+@pytest.mark.parametrize("file", COMPOSE)
+def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
+    services = composed(file, CPU, profiles=profiles)["services"]
+    assert not {"llm", "engine", "plans"} & set(services)
+    ours = {name for name, one in services.items() if "cosyvoice2" in one["image"]}
+    assert {services[name]["image"] for name in ours} == {"cosyvoice2-triton:cpu"}
+    for name in ours:
+        assert "deploy" not in services[name] and "memlock" not in services[name].get("ulimits", {}), name
+        if name.startswith("tts"):
+            assert services[name]["environment"]["DEVICE"] == "cpu"
+            assert set(services[name].get("depends_on", ["download"])) == {"download"}
+    assert services["download"]["build"]["target"] == "cpu"
+
+
+@needs_compose
+@pytest.mark.parametrize("llm", LLMS)
+def test_each_image_has_one_build(llm: str) -> None:
+    services = composed("docker-compose.dit.yml", profiles="disaggregated,tensorrt", LLM=llm)["services"]
+    builds = [services[name]["image"] for name in started(services) if "build" in services[name]]
+    assert len(set(builds)) == len(builds)
+    assert {one["image"] for one in services.values() if one["image"].startswith("cosyvoice2")} <= {
+        *builds,
+        services["engine"]["image"],
+    }
+
+
+@needs_compose
+@pytest.mark.parametrize("file, stack", [*zip(COMPOSE, ("unet", "dit"), strict=True)])
+def test_a_service_builds_the_tensorrt_plans_that_the_servers_are_rendered_for(file: str, stack: str) -> None:
+    services = composed(file, profiles="tensorrt", TTS_TENSORRT="1", TTS_GPU="3")["services"]
+    plans, tts = services["plans"], services["tts"]
+    assert plans["command"] == f"python3 -m scripts.prepare plans /models --stack {stack}".split()
+    assert plans["deploy"] == tts["deploy"] and plans["volumes"] == tts["volumes"]
+    assert plans["profiles"] == ["tensorrt"] and tts["environment"]["TTS_TENSORRT"] == "1"
+    assert "TTS_TENSORRT:+--set flow_runtime=tensorrt --set runtime=tensorrt}" in tts["command"][-1]
+    assert tts["environment"]["STACK"] == stack
+
+
+@needs_compose
 def test_each_disaggregated_server_has_its_own_gpu() -> None:
-    services = composed("docker-compose.dit.yml", "disaggregated", TTS_GPU="1")["services"]
+    services = composed("docker-compose.dit.yml", profiles="disaggregated", TTS_GPU="1")["services"]
     gpus = {
         name: services[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"][0]
         for name in ("llm", "tts", "tts-2", "tts-3")
@@ -116,29 +271,35 @@ def test_each_disaggregated_server_has_its_own_gpu() -> None:
 @needs_compose
 @pytest.mark.parametrize("file", COMPOSE)
 def test_every_mounted_file_exists(file: str) -> None:
-    for service in composed(file)["services"].values():
+    for service in composed(file, profiles="monitoring")["services"].values():
         for volume in service.get("volumes", []):
-            source = str(volume).split(":")[0]
-            assert not source.startswith("/") or Path(source).exists(), source
+            assert volume["type"] != "bind" or Path(volume["source"]).exists(), volume
 
 
 def test_every_setting_of_the_compose_files_is_documented() -> None:
-    sources = [ROOT / file for file in COMPOSE] + [ROOT / "deploy/compose/services.yml"]
-    used = {name for path in sources for name in re.findall(r"(?<!\$)\$\{(\w+)", path.read_text())}
+    used = {name for path in SOURCES for name in re.findall(r"(?<!\$)\$\{(\w+)", path.read_text())}
     example = (ROOT / ".env.example").read_text()
     documented = set(re.findall(r"^(?:# )?(\w+)=", example, re.MULTILINE))
     assert used - documented == set() and documented - used == {"COMPOSE_PROFILES", "CHECKPOINT_REVISIONS"}
     defaults = dict(re.findall(r"^(\w+)=(.*)$", example, re.MULTILINE))
-    for path in sources:
+    for path in SOURCES:
         for name, default in re.findall(r"(?<!\$)\$\{(\w+):-([^}]*)\}", path.read_text()):
             assert name not in defaults or defaults[name] == default, f"{path.name}: {name}"
+
+
+def test_models_may_load_as_long_as_health_checks_wait() -> None:
+    from common.server.tritonserver import LOAD_SECONDS
+
+    services = (ROOT / "deploy/compose/services.yml").read_text()
+    waits = [60 * int(minutes) for minutes in re.findall(r"start_period: (\d+)m", services)]
+    probes = re.findall(r"periodSeconds: (\d+)\n *failureThreshold: (\d+)", (ROOT / "deploy/k8s/tts.yaml").read_text())
+    assert min(waits) >= LOAD_SECONDS == int(probes[0][0]) * int(probes[0][1])
 
 
 def commands() -> list[tuple[str, str]]:
     """Name and arguments of every call of our scripts in images, compose files and manifests."""
     found = []
-    paths = [ROOT / "Dockerfile.server", ROOT / "deploy/compose/services.yml", *(ROOT / file for file in COMPOSE)]
-    for path in [*paths, *MANIFESTS]:
+    for path in [ROOT / "Dockerfile.server", *SOURCES, *MANIFESTS]:
         text = re.sub(r'[",\[\]]', " ", path.read_text())
         text = re.sub(r"\n\s*- (?!name)", " ", text)  # lists of arguments
         text = re.sub(r"\s+(?=--|&&)", " ", text)  # folded lines
@@ -163,9 +324,10 @@ def test_every_command_names_a_script_and_its_options() -> None:
 
 
 def test_dashboard_and_alerts_use_existing_metrics() -> None:
-    from common.process import metrics
+    from common.process import health, metrics
 
-    ours = {one.name for one in vars(metrics).values() if isinstance(one, metrics.Metric)}
+    values = [*vars(metrics).values(), *vars(health).values()]
+    ours = {one.name for one in values if isinstance(one, metrics.Metric)}
     board = json.loads((ROOT / "deploy/monitoring/grafana/dashboards/speech.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     alerts = yaml.safe_load((ROOT / "deploy/monitoring/alerts.yml").read_text())
@@ -226,12 +388,35 @@ def test_all_manifests_are_listed_and_their_references_resolve() -> None:
         assert set(claims) <= set(kinds["PersistentVolumeClaim"])
 
 
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_kustomize_builds_every_object() -> None:
+    run = subprocess.run(["kubectl", "kustomize", ROOT / "deploy/k8s"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    built = list(yaml.safe_load_all(run.stdout))
+    assert len(built) == len(documents()) + 1  # and the gateway's files
+    assert {one["metadata"].get("namespace") for one in built if one["kind"] != "Namespace"} == {"speech"}
+    (files,) = (one for one in built if one["kind"] == "ConfigMap")
+    assert files["data"]["balance.sh"] == (ROOT / "deploy/nginx/balance.sh").read_text()
+    deployments = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "Deployment"]
+    images = {one["image"] for pod in deployments for one in [*pod["containers"], *pod.get("initContainers", [])]}
+    assert images == {"cosyvoice2-triton:gpu", "vllm/vllm-openai:v0.25.1", "nginx:1.28.0", "redis:7.4.2"}
+    (gateway,) = (pod for pod in deployments if pod["containers"][0]["name"] == "gateway")
+    assert gateway["volumes"][0]["configMap"]["name"] == files["metadata"]["name"]
+
+
+def test_process_1_of_every_pod_is_the_program_itself() -> None:
+    """Not a shell, which ignores SIGTERM while it waits for a command; balance.sh has traps."""
+    for document in documents():
+        pod = document["spec"].get("template", {}).get("spec", {}) if document["kind"] == "Deployment" else {}
+        for container in [*pod.get("containers", []), *pod.get("initContainers", [])]:
+            assert container["command"][0] not in ("bash", "sh") or "balance.sh" in container["command"][1]
+
+
 def test_pods_live_longer_than_their_streams() -> None:
     """The grace period of Kubernetes and compose covers serve.py's notice, its drain and tritonserver's exit."""
     text = (ROOT / "deploy/k8s/tts.yaml").read_text()
-    notice, limit = (int(re.findall(rf"--{name}-seconds (\d+)", text)[0]) for name in ("notice", "drain"))
+    notice, limit = (int(re.findall(rf"--{name}-seconds[ =](\d+)", text)[0]) for name in ("notice", "drain"))
     assert int(re.findall(r"terminationGracePeriodSeconds: (\d+)", text)[0]) > notice + limit + 12
-    for file in COMPOSE:
-        text = (ROOT / file).read_text()
-        notice, limit = (int(re.findall(rf"--{name}-seconds (\d+)", text)[0]) for name in ("notice", "drain"))
-        assert 90 > notice + limit + 12
+    text = (ROOT / "deploy/compose/services.yml").read_text()
+    notice, limit = (int(re.findall(rf"--{name}-seconds[ =](\d+)", text)[0]) for name in ("notice", "drain"))
+    assert 90 > notice + limit + 12

@@ -4,12 +4,17 @@ import json
 import os
 import socket
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from common import stacks
 from common.server.tritonserver import free_port
+from common.stacks import Stack
+from scripts import client_grpc, client_http, prepare, render, test_llm
 from tests.conftest import ROOT
+from tests.support import tiny_onnx
 
 pytestmark = pytest.mark.server
 
@@ -36,17 +41,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     script: str, *arguments: str, models: Path, manifest: Path, work: Path, limit: float = 500, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script with free ports and its files in `work`; check that it left no server running."""
+    """Run a script with free ports; check that it wrote below `work` alone and left no server running."""
     data = f"--manifest-path {manifest}"
     environment = os.environ | {"LOCAL": "1", "MODELS": str(models), "OFFLINE_DATA": data}
     environment |= {"DATA": f"{data} --num-requests 2"}  # the default is twenty and more
-    environment |= {"REPOSITORY": str(work / "repository"), "OUT": str(work / "out"), "LOGS": str(work / "logs")}
+    environment |= {"WORK": str(work)}
     environment |= {name: str(free_port()) for name in PORTS}
     environment |= dict(zip(TOKEN2WAV, (str(port_pair()) for _ in TOKEN2WAV), strict=True)) | settings
     command = ["bash", script, *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", timeout=limit
     )
+    assert {path.name for path in work.iterdir()} <= {"build", "out", "models"}, "stages write below WORK"
     for name in (*PORTS, *TOKEN2WAV):
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", int(environment[name]))) != 0, f"{name} is still served"
@@ -70,10 +76,10 @@ def test_every_stage_of_the_unet_stack(models: Path, manifest: Path, tmp_path: P
     done = run(UNET, "-1", "6", "offline", models=models, manifest=manifest, work=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4, 5, 6]
-    assert (tmp_path / "out/http.wav").stat().st_size > 1000
-    assert (tmp_path / "out/grpc_offline_2_tasks/summary.json").exists()
+    assert (tmp_path / "out/unet/http.wav").stat().st_size > 1000
+    assert (tmp_path / "out/unet/grpc_offline_2_tasks/summary.json").exists()
     for backend in ("hf", "onnxruntime_genai"):
-        assert len(list((tmp_path / f"out/offline_{backend}").glob("*.wav"))) == 2
+        assert len(list((tmp_path / f"out/unet/offline_{backend}").glob("*.wav"))) == 2
 
 
 @pytest.mark.timeout(600)
@@ -83,7 +89,7 @@ def test_every_stage_of_the_dit_stack_disaggregated_serving_included(
     done = run(DIT, "-1", "8", models=models, manifest=manifest, work=tmp_path, TASKS_PER_INSTANCE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert stages_of(done.stdout) == [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8]
-    out = tmp_path / "out"
+    out = tmp_path / "out/dit"
     assert (out / "grpc_streaming_2_tasks/summary.json").exists()
     assert len(list((out / "offline").glob("*.wav"))) == len(list((out / "token2wav").glob("*.wav"))) == 2
     assert {path.name for path in out.glob("streaming_*/*.json")} == {
@@ -95,16 +101,16 @@ def test_every_stage_of_the_dit_stack_disaggregated_serving_included(
         "disaggregated_2_gpus",
     }
     for server in ("llm", "triton", "token2wav-0", "token2wav-1"):
-        assert (tmp_path / "logs" / f"{server}.log").stat().st_size > 0
+        assert (tmp_path / "out/logs" / f"{server}.log").stat().st_size > 0
 
 
 def test_a_server_that_does_not_start_is_reported_with_its_log(models: Path, manifest: Path, tmp_path: Path) -> None:
-    (tmp_path / "repository/broken/1").mkdir(parents=True)
-    (tmp_path / "repository/broken/config.pbtxt").write_text('name: "broken" backend: "python"')
-    (tmp_path / "repository/broken/1/model.py").write_text("raise ValueError('flow.pt is missing')")
+    (tmp_path / "build/unet/broken/1").mkdir(parents=True)
+    (tmp_path / "build/unet/broken/config.pbtxt").write_text('name: "broken" backend: "python"')
+    (tmp_path / "build/unet/broken/1/model.py").write_text("raise ValueError('flow.pt is missing')")
     done = run(UNET, "3", "5", models=models, manifest=manifest, work=tmp_path)
     assert done.returncode == 1
-    assert f"triton did not become ready; its log: {tmp_path}/logs/triton.log" in done.stderr
+    assert f"triton did not become ready; its log: {tmp_path}/out/logs/triton.log" in done.stderr
     assert "flow.pt is missing" in done.stderr and "stage 3 failed with code 1" in done.stderr
     assert stages_of(done.stdout) == [3]
 
@@ -113,9 +119,55 @@ def test_a_server_that_does_not_start_is_reported_with_its_log(models: Path, man
 def test_the_scripts_have_a_help_text_and_refuse_invalid_stages(script: str) -> None:
     shown = subprocess.run(["bash", script, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0 and "LOCAL=1 bash" in shown.stdout and "Settings" in shown.stdout
-    for arguments in (["3", "2"], ["0", "9"], ["x", "1"], []):
+    assert "shellcheck" not in shown.stdout
+    by_its_link = subprocess.run(["bash", ROOT / Path(script).name, "--help"], capture_output=True, text=True)
+    assert by_its_link.stdout == shown.stdout, "the documents call it in the current directory"
+    for arguments in (["3", "2"], ["0", "10"], ["x", "1"], []):
         refused = subprocess.run(["bash", script, *arguments], cwd=ROOT, capture_output=True, text=True)
         assert refused.returncode == 2 and "START and STOP are stages" in refused.stderr
+
+
+def test_where_nothing_can_be_written_the_setting_is_named(manifest: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"WORK": str(manifest)}  # a file
+    done = subprocess.run(["bash", UNET, "2", "2"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and f"stages write to WORK, which is {manifest}" in done.stderr
+
+
+PARSERS = {
+    "scripts.prepare": lambda arguments: prepare.build_parser().parse_args(arguments),
+    "scripts.test_llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
+    "scripts.render": lambda arguments: render.build_parser().parse_args(arguments),
+    "scripts.client_grpc": client_grpc.parse_args,
+    "scripts.client_http": client_http.parse_args,
+}
+
+
+def test_the_stages_for_a_gpu_call_programs_as_they_are(tmp_path: Path) -> None:
+    """Without running them: a Python in their place records its arguments, which their parsers then read."""
+    recorder = tmp_path / "python"
+    recorder.write_text('#!/bin/sh\nprintf "%s\\n" "$*" >>"$CALLS"\n')
+    recorder.chmod(0o755)
+    settings = {"PYTHON": str(recorder), "CALLS": str(tmp_path / "calls"), "WORK": str(tmp_path / "work")}
+    settings |= {"HUB": "modelscope", "USE_SPK2INFO_CACHE": "1"}
+    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL", "MODELS", "DATA")} | settings
+    for script, stages in ((UNET, ((0, 2), (5, 5))), (DIT, ((0, 2), (4, 4)))):
+        for first, last in stages:
+            command = ["bash", script, str(first), str(last)]
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+    called: dict[str, list[Namespace]] = {}
+    for line in (tmp_path / "calls").read_text().splitlines():
+        _, program, *arguments = line.split()
+        called.setdefault(program, []).append(PARSERS[program](arguments))
+    downloads = [one for one in called["scripts.prepare"] if one.step == "download"]
+    assert [(one.stack, one.hub, one.spk2info) for one in downloads] == [
+        ("unet", "modelscope", True),
+        ("dit", "modelscope", False),
+    ]
+    assert {one.models for one in called["scripts.prepare"]} == {tmp_path / "work" / "models" / "official"}
+    assert [one.use_spk2info_cache for one in called["scripts.client_grpc"]] == [True, False]
+    assert [one.llm_backend for one in called["scripts.render"]] == ["tensorrtllm", "python"]
+    assert len(called["scripts.test_llm"]) == 2
 
 
 def test_http_is_skipped_when_the_stack_streams(models: Path, manifest: Path, tmp_path: Path) -> None:
@@ -123,3 +175,18 @@ def test_http_is_skipped_when_the_stack_streams(models: Path, manifest: Path, tm
     assert done.returncode == 0 and "skipped" in done.stdout
     refused = run(UNET, "4", "4", "both", models=models, manifest=manifest, work=tmp_path)
     assert refused.returncode == 2 and "not 'both'" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "stack", "stage"), [(UNET, stacks.UNET, "7"), (DIT, stacks.DIT, "9")], ids=["unet", "dit"]
+)
+def test_a_stage_builds_tensorrt_plans_and_a_setting_uses_them(
+    script: str, stack: Stack, stage: str, manifest: Path, tmp_path: Path
+) -> None:
+    """With small ONNX files, which are kept: exporting the demo's takes long."""
+    models = tmp_path / "models"
+    directory = tiny_onnx.write_stack(models / stack.checkpoint, stack)
+    done = run(script, stage, stage, models=models, manifest=manifest, work=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    uses = len(stack.networks) + 1
+    assert f"{uses} of {uses} plans exist" in done.stdout and len(list((directory / "tensorrt").glob("*.plan"))) == uses

@@ -107,8 +107,9 @@ def _write_speaker(path: Path, seed: int) -> None:
 def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> bool:
     """Write the checkpoint to `dest` unless it exists already; return whether it was written.
 
-    It is written next to `dest` and renamed, so that `dest` is complete or missing. seed: of random weights. ValueError
-    if `dest` is something else, the disk is too full, or the trained checkpoint is damaged.
+    It is written next to `dest` and renamed, so that `dest` is complete or missing. A mount point cannot be renamed:
+    its entries are replaced one by one, the manifest first, so that an incomplete checkpoint is made again. seed: of
+    random weights. ValueError if `dest` is something else, the disk is too full, or the trained checkpoint is damaged.
     """
     recipe = _recipe(weights, seed)
     known = _read_manifest(dest)
@@ -116,11 +117,12 @@ def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> 
         return False
     if dest.exists() and known is None and (not dest.is_dir() or any(dest.iterdir())):
         raise ValueError(f"{dest} exists and is no demo checkpoint: name another directory, or remove it")
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(dest.parent).free, NEEDED_BYTES[weights]
+    place = dest if dest.is_mount() else dest.parent
+    place.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(place).free, NEEDED_BYTES[weights]
     if free < needed:
-        raise ValueError(f"{dest.parent} has {free >> 20} MiB free, {needed >> 20} MiB are needed: free some disk")
-    with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as scratch:
+        raise ValueError(f"{place} has {free >> 20} MiB free, {needed >> 20} MiB are needed: free some disk")
+    with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=place) as scratch:
         fresh = Path(scratch) / "new"
         if weights == "trained":
             checkpoint.copy(fresh)
@@ -131,10 +133,22 @@ def make_demo_model(dest: Path, weights: Weights = "trained", seed: int = 0) -> 
         (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         if known is not None:
             _keep_voices(dest / VOICES_DIR, fresh / VOICES_DIR, same_networks=known["recipe"] == recipe)
-        if dest.exists():
-            dest.rename(Path(scratch) / "old")
-        fresh.rename(dest)
+        _replace(dest, fresh, Path(scratch) / "old")
     return True
+
+
+def _replace(dest: Path, fresh: Path, old: Path) -> None:
+    """Move `fresh` to `dest`, and what `dest` has of the same names to `old`."""
+    if not dest.is_mount():
+        if dest.exists():
+            dest.rename(old)
+        fresh.rename(dest)
+        return
+    old.mkdir()
+    for entry in sorted(fresh.iterdir(), key=lambda entry: entry.name != MANIFEST):
+        if (dest / entry.name).exists():
+            (dest / entry.name).rename(old / entry.name)
+        entry.rename(dest / entry.name)
 
 
 def weights_of(directory: Path) -> Literal["trained", "random"] | None:

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
 def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pipeline]:
     """Everything loaded and warmed up."""
     tokenizer = LLMTokenizer.from_dir(args.llm_model_name_or_path)
-    token2wav = OfflineToken2Wav.load(args.token2wav_path, args.device, streams=0)
-    voices = VoicePrompts(args.token2wav_path, args.device)
+    token2wav = OfflineToken2Wav.load(args.token2wav_path, args.device, streams=0, enable_trt=args.enable_trt)
+    voices = VoicePrompts(args.token2wav_path, args.device, args.enable_trt)
     voices.warm_up()
     llm = backend_of(args, tokenizer)
     try:
@@ -91,7 +91,8 @@ def in_one_voice(args: argparse.Namespace, samples: list[Sample]) -> list[Sample
 
 def settings_of(args: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
     """Everything besides text and voice that the audio of a sample depends on."""
-    settings: dict[str, Any] = {"backend": args.backend, "sampling": asdict(sampling), "device": args.device}
+    settings: dict[str, Any] = {name: getattr(args, name) for name in ("backend", "device", "enable_trt")}
+    settings["sampling"] = asdict(sampling)
     directories = [args.llm_model_name_or_path, args.token2wav_path]
     if args.backend == "trtllm-serve":
         settings["server_model"] = args.openai_model_name
@@ -110,7 +111,10 @@ def backend_of(args: argparse.Namespace, tokenizer: LLMTokenizer) -> BatchLM:
     if args.backend == "trtllm-serve":
         return connect(args.openai_api_base, args.openai_model_name, tokenizer, args.batch_size)
     directory = engine_dir(args.backend, args.llm_model_name_or_path, args.engine_dir)
-    return load_llm(args.backend, args.llm_model_name_or_path, directory, tokenizer, args.batch_size, args.device)
+    share = args.kv_cache_free_gpu_memory_fraction
+    return load_llm(
+        args.backend, args.llm_model_name_or_path, directory, tokenizer, args.batch_size, args.device, share
+    )
 
 
 def report_kept(folder: OutputFolder, samples: Sequence[Sample], wanted: Sequence[Sample]) -> None:

@@ -34,6 +34,14 @@ def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
     )
 
 
+def add_trt_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--enable-trt",
+        action="store_true",
+        help="run the flow's estimator and the speaker encoder from their TensorRT plans (docs/tensorrt.md), on a GPU",
+    )
+
+
 def read_samples(args: argparse.Namespace) -> list[Sample]:
     """The samples that the options select; SampleError if they cannot be read."""
     if args.manifest_path and (args.split_name or args.dataset_name):
@@ -62,6 +70,7 @@ def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens-path", type=Path, help="JSON lines of id and target_audio_cosy2_tokens")
     parser.add_argument("--output-dir", type=Path, default=Path("out/generated_wavs"), help="default: %(default)s")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_trt_argument(parser)
 
 
 def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
@@ -84,8 +93,8 @@ def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
 class VoicePrompts:
     """Encodes recordings to prompts. Samples often share a voice, so the most recent prompts are cached."""
 
-    def __init__(self, model_dir: Path, device: str) -> None:
-        self._encode = ReferenceEncoder(model_dir, device)
+    def __init__(self, model_dir: Path, device: str, enable_trt: bool = False) -> None:
+        self._encode = ReferenceEncoder(model_dir, device, "tensorrt" if enable_trt else "onnxruntime")
         self._cached = lru_cache(CACHED_VOICES)(lambda wav: self._encode(np.frombuffer(wav, np.float32).copy()))
 
     def __call__(self, sample: Sample) -> Prompt:

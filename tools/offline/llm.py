@@ -16,7 +16,7 @@ from pathlib import Path
 
 from async_timeout import timeout
 
-from common.config import LLMEngine
+from common.config import LLMEngine, TensorrtLLMConfig
 from common.errors import UnavailableError
 from common.llm.engines.interface import EngineLM
 from common.llm.engines.loading import load_engine
@@ -93,14 +93,22 @@ def engine_dir(backend: str, model_dir: Path, given: Path | None) -> Path:
 
 
 def load_llm(
-    backend: str, model_dir: Path, engine: Path, tokenizer: LLMTokenizer, batch_size: int, device: str
+    backend: str,
+    model_dir: Path,
+    engine: Path,
+    tokenizer: LLMTokenizer,
+    batch_size: int,
+    device: str,
+    free_share: float = TensorrtLLMConfig.gpu_share,
 ) -> BatchLM:
-    """A backend in this process, serving what `engine_dir` names. Raises ValueError where it cannot."""
+    """A backend in this process, serving what `engine_dir` names. free_share: see `GPUMemory`, for trtllm. Raises
+    ValueError where it cannot."""
     if backend == "hf":
         from tools.offline.transformers_lm import TransformersLM  # takes seconds to import
 
         return TransformersLM.load(model_dir, tokenizer, batch_size, device)
-    return StreamedLM(EngineLM(load_engine(ENGINES[backend], engine, tokenizer, batch_size), tokenizer), batch_size)
+    loaded = load_engine(ENGINES[backend], engine, tokenizer, batch_size, free_share=free_share)
+    return StreamedLM(EngineLM(loaded, tokenizer), batch_size)
 
 
 def connect(url: str, model: str, tokenizer: LLMTokenizer, batch_size: int) -> BatchLM:

@@ -16,6 +16,7 @@ from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling
 from common.text import TextFrontend, clean_text
+from common.text.markup import Pause
 from common.voice.prompt import Prompt
 from tools.load.samples import Sample
 from tools.offline.batch_lm import BatchLM, GeneratedTokens
@@ -108,7 +109,10 @@ class Pipeline:
         """One per segment. With a transcript the LLM continues the recording."""
         text = clean_text(sample.target_text, name="target_text", max_chars=OrchestratorConfig.max_text_chars)
         prompt = (self.texts.transcript(voice.text), voice.tokens.tolist()) if voice.text else ("", [])
-        return [LLMPrompt(segment, *prompt) for segment in self.texts.segments(text)]
+        segments = list(self.texts.segments(text))
+        if any(isinstance(segment, Pause) for segment in segments):
+            raise ValueError("pauses are not supported here")
+        return [LLMPrompt(str(segment), *prompt) for segment in segments]
 
     def _generate(self, jobs: Sequence[SampleJob]) -> dict[SampleJob, Exception]:
         """Fill in `answers`; returns the errors."""

@@ -13,8 +13,9 @@ from common.config import ChunkStrategy, FlowRuntime, OrchestratorConfig
 from common.constants import FLOW_CHUNK_TOKENS
 from common.orchestrator.chunking import HopRules, HopSchedule
 from common.stacks import Stack
-from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits
+from common.token2wav.precision import Precision
 from common.token2wav.stream import Chunk, Stream
 from common.voice.prompt import Prompt
 from tools.demo_model.make import weights_of
@@ -40,13 +41,14 @@ class OfflineToken2Wav:
         self._engine = engine
 
     @classmethod
-    def load(cls, model_dir: Path, device: str, streams: int) -> "OfflineToken2Wav":
+    def load(cls, model_dir: Path, device: str, streams: int, enable_trt: bool = False) -> "OfflineToken2Wav":
         """From a checkpoint's flow.pt and hift.pt. streams: concurrent streams; 0 for whole utterances only, which
-        needs far less memory on a GPU. Raises ValueError.
+        needs far less memory on a GPU. enable_trt: the flow's estimator from its TensorRT plans. Raises ValueError, and
+        RuntimeError if a plan is missing.
         """
         path = model_dir / Stack.flow
         stack = stacks.of_flow(read_state(path, "meta"), path)
-        runtime: FlowRuntime = "auto" if streams else "torch"  # without CUDA graphs
+        runtime: FlowRuntime = "tensorrt" if enable_trt else "auto" if streams else "torch"  # without CUDA graphs
         limits = BatchLimits(
             max_streams=max(1, streams), first_hop_tokens=FLOW_CHUNK_TOKENS, chunk_boundary=stack.chunk_boundary
         )

@@ -26,8 +26,9 @@ def run(args: argparse.Namespace) -> int:
     """The exit code. Raises ValueError, RuntimeError or OSError if it cannot start."""
     samples = with_tokens(read_samples(args), args.tokens_path)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    token2wav = OfflineToken2Wav.load(args.model_dir, args.device, args.batch_size if args.streaming else 0)
-    voices = VoicePrompts(args.model_dir, args.device)
+    streams = args.batch_size if args.streaming else 0
+    token2wav = OfflineToken2Wav.load(args.model_dir, args.device, streams, args.enable_trt)
+    voices = VoicePrompts(args.model_dir, args.device, args.enable_trt)
     voices.warm_up()
     with tqdm(total=args.warmup * len(samples), desc="token2wav", unit="sample") as progress:
         for _ in range(args.warmup):

@@ -31,7 +31,7 @@ def exit_code(tool: str, run: Callable[[], int], interrupted: str = "interrupted
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         return run()
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         print(f"{tool}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

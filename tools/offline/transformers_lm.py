@@ -32,7 +32,7 @@ class TransformersLM:
 
     @classmethod
     def load(cls, model_dir: Path, tokenizer: LLMTokenizer, batch_size: int, device: str) -> "TransformersLM":
-        """ValueError if `model_dir` does not hold a CosyVoice2 LLM."""
+        """ValueError if `model_dir` does not hold a CosyVoice LLM."""
         limits = read_limits(model_dir)
         require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
         dtype = torch.float32 if device == "cpu" else "auto"

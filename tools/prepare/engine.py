@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common import stacks
+from common.llm.engines.trtllm_versions import needs_backend
 
 STAMP = ".built.json"
 LLM = stacks.DEFAULT.llm
@@ -39,6 +40,7 @@ def build_engine(models: Path, options: EngineOptions) -> bool:
     wanted = {"options": asdict(options), "checkpoint": _fingerprint(source), "machine": _machine()}
     if _stamp(destination) == wanted:
         return False
+    backend_options()
     with tempfile.TemporaryDirectory(dir=models, prefix=f".{ENGINE}.") as scratch:
         weights, built = Path(scratch) / "weights", Path(scratch) / "engine"
         sizes = [f"--tp_size={options.tp_size}", f"--pp_size={options.pp_size}"]
@@ -55,6 +57,29 @@ def build_engine(models: Path, options: EngineOptions) -> bool:
     return True
 
 
+def backend_options() -> list[str]:
+    """Options with which the installed trtllm-serve serves an engine; none if it is not installed.
+
+    EngineError if that version serves no engines.
+    """
+    try:
+        answer = subprocess.run([_python(), "-c", _VERSION], capture_output=True, text=True, timeout=60)
+        installed = json.loads(answer.stdout) if answer.returncode == 0 else None
+        return ["--backend", "tensorrt"] if installed and needs_backend(*installed) else []
+    except (FileNotFoundError, subprocess.TimeoutExpired, json.JSONDecodeError):
+        return []
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+
+
+# Prints the version of TensorRT-LLM and whether it has the backend for engines, without importing it.
+_VERSION = """
+import importlib.metadata, importlib.util, json, pathlib
+folder = pathlib.Path(importlib.util.find_spec("tensorrt_llm").submodule_search_locations[0])
+print(json.dumps([importlib.metadata.version("tensorrt_llm"), (folder / "_tensorrt_engine").is_dir()]))
+"""
+
+
 def _python() -> str:
     """The interpreter that has TensorRT-LLM; in the image it is a different one."""
     return os.environ.get("TRTLLM_PYTHON") or sys.executable
@@ -66,7 +91,7 @@ def _run(command: list[str]) -> None:
         finished = subprocess.run(command, check=False)
     except FileNotFoundError:
         raise EngineError(
-            f"{command[0]} is not installed: build the engine in NVIDIA's image with TensorRT-LLM (Dockerfile.server)"
+            f"{command[0]} is not installed: build the engine in the target trtllm of Dockerfile.server"
         ) from None
     if finished.returncode:
         raise EngineError(f"{command[0]} ended with code {finished.returncode}")

@@ -17,7 +17,7 @@ from common.llm.speech_tokens import LLMTokenizer
 def convert(model_dir: Path, output_dir: Path, precision: str) -> bool:
     """Write `output_dir` atomically; False if it exists already.
 
-    ValueError if `model_dir` is not a CosyVoice2 LLM or `output_dir` is something else, RuntimeError on failure.
+    ValueError if `model_dir` is not a CosyVoice LLM or `output_dir` is something else, RuntimeError on failure.
     """
     if (output_dir / "genai_config.json").is_file():
         return False

@@ -1,4 +1,4 @@
-"""Checkpoints from the HuggingFace hub; every file is compared with the hub's checksum.
+"""Checkpoints from the HuggingFace hub or ModelScope; every file is compared with the hub's checksum.
 
 The commit fetched first is kept: an interrupted download continues with it, and later starts need no network. Verified
 files are recorded in `.downloads.json` next to the checkpoints.
@@ -12,9 +12,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from common.stacks import Stack
+from tools.prepare import transfer
+
+HubName = Literal["huggingface", "modelscope"]
 
 RECORD = ".downloads.json"
 HASH_BYTES = 8 << 20
@@ -27,20 +30,28 @@ class DownloadError(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """Files of a repository of the hub and the directory, below the checkpoints' own, that they go to."""
+    """Files of a repository of a hub and the directory, below the checkpoints' own, that they go to."""
 
     repository: str
     directory: str
     patterns: tuple[str, ...]
+    hub: HubName = "huggingface"
 
 
-def sources(stack: Stack) -> tuple[Source, ...]:
-    """The repositories that a stack's files come from: one if its LLM is in the same one as the rest."""
-    llm = Source(stack.llm.repository, stack.llm.download, (stack.llm.weights, f"{stack.llm.base}/*"))
+def sources(stack: Stack, hub: HubName = "huggingface") -> tuple[Source, ...]:
+    """The repositories that a stack's files come from: one if its LLM is in the same one as the rest.
+
+    DownloadError if a hub does not have one of them.
+    """
+    name = "repository" if hub == "huggingface" else "modelscope"
+    repositories = [getattr(part, name) for part in (stack.llm, stack)]
+    if not all(repositories):
+        raise DownloadError(f"{hub} does not have the {stack.name} stack: leave --hub out")
+    llm = Source(repositories[0], stack.llm.download, (stack.llm.weights, f"{stack.llm.base}/*"), hub)
     files = tuple(str(PurePosixPath(stack.repository_folder, name)) for name in stack.files)
     if (stack.repository, stack.download) == (llm.repository, llm.directory):
         return (replace(llm, patterns=(*llm.patterns, *files)),)
-    return llm, Source(stack.repository, stack.download, files)
+    return llm, Source(repositories[1], stack.download, files, hub)
 
 
 @dataclass(frozen=True)
@@ -129,37 +140,53 @@ def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
 
 def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
     """The commit of a revision and its matching files."""
-    from huggingface_hub import HfApi
-
     try:
-        info = HfApi(endpoint=_endpoint()).model_info(source.repository, revision=revision, files_metadata=True)
-    except Exception as error:  # includes the errors of its HTTP library, which differs between versions
+        commit, names = _HUBS[source.hub][0](source.repository, revision)
+    except Exception as error:  # includes the errors of an HTTP library, which differs between versions
         raise DownloadError(_unreachable(source, error)) from error
     found: list[RemoteFile] = []
     for pattern in source.patterns:
-        matching = [one for one in info.siblings or [] if fnmatch.fnmatch(one.rfilename, pattern)]
+        matching = [RemoteFile(*one) for one in names if fnmatch.fnmatch(one[0], pattern)]
         if not matching:
-            raise DownloadError(f"{source.repository} at {info.sha} has no {pattern}; name another revision")
-        for one in matching:
-            digest = one.lfs.sha256 if one.lfs else f"git:{one.blob_id}"
-            found.append(RemoteFile(one.rfilename, int(one.size or 0), digest))
-    return str(info.sha), found
+            raise DownloadError(f"{source.repository} at {commit} has no {pattern}; name another revision")
+        found += matching
+    return commit, found
 
 
 def _download(source: Source, file: RemoteFile, commit: str, models: Path) -> None:
     """Download one file with a progress bar; an interrupted download is continued."""
-    from huggingface_hub import hf_hub_download
-
     try:
-        hf_hub_download(
-            source.repository,
-            file.name,
-            revision=commit,
-            local_dir=models / source.directory,
-            endpoint=_endpoint(),
-        )
+        _HUBS[source.hub][1](source.repository, file.name, commit, models / source.directory / file.name)
     except Exception as error:  # as above
         raise DownloadError(_unreachable(source, error)) from error
+
+
+def _huggingface_files(repository: str, revision: str | None) -> tuple[str, list[tuple[str, int, str]]]:
+    from huggingface_hub import HfApi
+
+    info = HfApi(endpoint=_endpoint()).model_info(repository, revision=revision, files_metadata=True)
+    files = []
+    for one in info.siblings or []:
+        files.append((one.rfilename, int(one.size or 0), one.lfs.sha256 if one.lfs else f"git:{one.blob_id}"))
+    return str(info.sha), files
+
+
+def _huggingface_download(repository: str, name: str, commit: str, path: Path) -> None:
+    from huggingface_hub import hf_hub_download
+
+    directory = path.parents[name.count("/")]
+    hf_hub_download(repository, name, revision=commit, local_dir=directory, endpoint=_endpoint())
+
+
+# Of each hub: what lists a repository's files, what downloads one, and what its user can set.
+_HUBS = {
+    "huggingface": (
+        _huggingface_files,
+        _huggingface_download,
+        "HF_ENDPOINT is a mirror, HF_TOKEN your access token, --hub modelscope the other hub",
+    ),
+    "modelscope": (transfer.modelscope_files, transfer.modelscope_download, "MODELSCOPE_ENDPOINT is a mirror"),
+}
 
 
 def _endpoint() -> str | None:
@@ -169,10 +196,8 @@ def _endpoint() -> str | None:
 
 def _unreachable(source: Source, error: Exception) -> str:
     words = str(error).strip().splitlines() or [type(error).__name__]
-    return (
-        f"{source.repository} could not be downloaded: {words[0]}; complete parts are kept: run again "
-        "(HF_ENDPOINT is a mirror, HF_TOKEN your access token)"
-    )
+    hint = _HUBS[source.hub][2]
+    return f"{source.repository} could not be downloaded: {words[0]}; complete parts are kept: run again ({hint})"
 
 
 def _write_record(models: Path, record: Mapping[str, Any]) -> None:

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common import stacks
-from tools.prepare import engine, hub
+from common.voice.book import SPK2INFO
+from common.voice.files import read_spk2info
+from tools.prepare import engine, hub, transfer
 
 LOCK = ".prepare.lock"
 
@@ -29,7 +31,8 @@ def only_one(models: Path) -> Iterator[None]:
 def revisions() -> dict[str, str]:
     """CHECKPOINT_REVISIONS as a dict; ValueError naming an item that is not REPOSITORY=COMMIT."""
     pairs = os.environ.get("CHECKPOINT_REVISIONS", "").split()
-    fetched = {source.repository for stack in stacks.registered() for source in hub.sources(stack)}
+    parts = [part for stack in stacks.registered() for part in (stack, stack.llm)]
+    fetched = {name for part in parts for name in (part.repository, part.modelscope) if name}
     for pair in pairs:
         if pair.partition("=")[0] not in fetched or not pair.partition("=")[2]:
             raise ValueError(f"CHECKPOINT_REVISIONS: {pair!r} is not REPOSITORY=COMMIT of a repository that is fetched")
@@ -48,7 +51,7 @@ def demo(models: Path) -> None:
 
 def download(models: Path, args: argparse.Namespace) -> None:
     wanted, stack = revisions(), stacks.named(args.stack)
-    for source in hub.sources(stack):
+    for source in hub.sources(stack, args.hub):
         made = hub.fetch(source, models, wanted.get(source.repository))
         report(models / source.directory, made, f"commit {hub.read_record(models)[source.repository]['commit']}")
     llm = models / stack.llm.directory
@@ -60,6 +63,23 @@ def download(models: Path, args: argparse.Namespace) -> None:
         official = models / stack.llm.download
         convert(official / stack.llm.weights, official / stack.llm.base, llm, torch.bfloat16)
     report(llm, missing, "the LLM as a HuggingFace directory")
+    if args.spk2info:
+        if not stack.speakers:
+            raise ValueError(f"upstream has no spk2info.pt for the {stack.name} stack: leave --spk2info out")
+        speakers(stack.speakers, models / stack.checkpoint / SPK2INFO)
+
+
+def speakers(url: str, path: Path) -> None:
+    """Download a file of speakers by name, unless `path` exists. ValueError if it is no such file."""
+    if missing := not path.exists():
+        fresh = path.with_name(f"{path.name}.new")
+        try:
+            transfer.download(url, fresh)
+            read_spk2info(fresh)
+            fresh.rename(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+    report(path, missing, "speakers by name")
 
 
 def build(models: Path, args: argparse.Namespace) -> None:
@@ -72,6 +92,21 @@ def build(models: Path, args: argparse.Namespace) -> None:
     llm = stacks.DEFAULT.llm
     destination = models / llm.genai
     report(destination, convert(models / llm.directory, destination, "int4"), "the LLM for a CPU")
+
+
+def plans(models: Path, args: argparse.Namespace) -> None:
+    """With the default limits of serving; tools.export.engines takes others. RuntimeError if one is missing."""
+    from tools.export import engines, onnx
+
+    stack = stacks.named(args.stack)
+    directory = models / stack.checkpoint
+    if any(not (directory / file).exists() for file in stack.networks.values()) and onnx.main(
+        ["--model-dir", str(directory)]
+    ):
+        raise RuntimeError(f"not every network of {directory} was exported; the output is above")
+    target = ["--capability", *args.capability] if args.capability else []
+    if engines.main(["--model-dir", str(directory), *target]):
+        raise RuntimeError(f"not every plan of {directory} was built; the output is above")
 
 
 def report(path: Path, made: bool, what: str) -> None:

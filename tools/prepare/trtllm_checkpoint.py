@@ -19,7 +19,7 @@ SMOOTHQUANT = {
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Write the checkpoint of every rank. ValueError if `model_dir` is not a CosyVoice2 LLM."""
+    """Write the checkpoint of every rank. ValueError if `model_dir` is not a CosyVoice LLM."""
     require_speech_tokens(LLMTokenizer.from_dir(args.model_dir), read_limits(args.model_dir).vocab_size, args.model_dir)
     from tensorrt_llm.mapping import Mapping
     from tensorrt_llm.models import QWenForCausalLM
@@ -49,7 +49,12 @@ def convert(args: argparse.Namespace) -> None:
     def convert_rank(rank: int) -> None:
         mapping = Mapping(**sizes, rank=rank)
         model = QWenForCausalLM.from_hugging_face(
-            model_dir, args.dtype, mapping=mapping, quant_config=quantisation, **options
+            model_dir,
+            args.dtype,
+            mapping=mapping,
+            quant_config=quantisation,
+            load_model_on_cpu=args.load_model_on_cpu,
+            **options,
         )
         # Ranks of context parallelism share their weights, so only the configuration changes.
         model.config.mapping.cp_size = args.cp_size

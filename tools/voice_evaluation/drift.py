@@ -33,6 +33,7 @@ from common.config import ChunkStrategy, OrchestratorConfig
 from common.constants import (
     CONTEXT_TOKENS,
     DIT_TAIL_FRAMES,
+    EULER_STEPS,
     MEL_BINS,
     MEL_RATE,
     PROMPT_SAMPLE_RATE,
@@ -42,6 +43,7 @@ from common.constants import (
 )
 from common.flow.cache import KeyValues
 from common.flow.checkpoint import load_dit_flow, load_unet_flow
+from common.flow.config import DiTConfig
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
 from common.llm.interface import LLMPrompt, Sampling
@@ -51,7 +53,8 @@ from common.stacks import Stack
 from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.hift import streaming as hift
-from common.token2wav.limits import DIT_FRAME_BYTES, BatchLimits
+from common.token2wav.limits import BatchLimits
+from common.token2wav.memory_plan import kept_per_frame
 from common.token2wav.noise import FLOW_NOISE_FRAMES, NoiseTape, flow_noise
 from common.token2wav.stream import VocoderState
 from common.token2wav.streaming import StreamingFlow, Vocoder, VocoderOptions
@@ -337,7 +340,7 @@ def drifts(stack: Stack, model_dir: Path, strategy: ChunkStrategy, of: Sequence[
         figures = [found[memory.name] for found in each]
         means = {name: np.mean([one[name] for one in figures], axis=0).tolist() for name in figures[0]}
         frames = memory.frames
-        size = None if frames is None else frames * DIT_FRAME_BYTES / 2**20
+        size = None if frames is None else frames * kept_per_frame(DiTConfig(), EULER_STEPS, 2) / 2**20
         keys = None if frames is None else STRETCH * MEL_RATE + frames + TOKEN_MEL_RATIO * TOKEN_RATE
         rows.append(Drift(stack.name, memory.name, size, keys, **means))
     return rows

@@ -21,7 +21,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import stacks
-from common.config import Token2WavConfig
 from common.constants import EULER_STEPS, HOP_SAMPLES, OVERLAP_FRAMES, OVERLAP_SAMPLES, SAMPLE_RATE, TOKEN_MEL_RATIO
 from common.hift import HiFTGenerator, load_hift
 from common.llm.interface import LLMPrompt, Sampling
@@ -31,6 +30,7 @@ from common.stacks import Stack
 from common.token2wav.hift.overlap import falling_half
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
+from common.token2wav.memory_plan import UNPLANNED_VOICES
 from common.token2wav.noise import source_noise
 from common.token2wav.stream import Chunk, Stream
 from common.token2wav.streaming import FlowOptions, StreamingFlow
@@ -77,7 +77,7 @@ def load_flow(models: Path, stack: Stack) -> StreamingFlow:
         runtime="torch",
         steps=EULER_STEPS,
         limits=BatchLimits(max_streams=1, chunk_boundary=stack.chunk_boundary),
-        prompt_cache_bytes=Token2WavConfig.voice_cache_mb << 20,
+        prompt_cache_bytes=UNPLANNED_VOICES,
         contexts=1,
     )
     return resolve_name(stack.loader)(models / stack.checkpoint / stack.flow, options)

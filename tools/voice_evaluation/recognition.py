@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from pocketsphinx import Decoder
 
 from common.constants import PROMPT_SAMPLE_RATE
 from common.voice import audio
@@ -35,6 +34,8 @@ class Recognizer:
     """English, with pocketsphinx's own model. Results do not depend on earlier waveforms."""
 
     def __init__(self) -> None:
+        from pocketsphinx import Decoder  # here, so that programs explain themselves without the tests' packages
+
         self._decoder = Decoder(samprate=PROMPT_SAMPLE_RATE, loglevel="FATAL")
 
     def transcribe(self, waveform: np.ndarray, rate: int) -> str:

@@ -1,0 +1,1 @@
+scripts/run_stepaudio2_dit_token2wav.sh

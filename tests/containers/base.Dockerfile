@@ -1,0 +1,33 @@
+# Stand-ins for the official images, which need a registry: the same programs from Debian, under the official names.
+FROM debian:bookworm-minbase AS debian
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+ENV DEBIAN_FRONTEND=noninteractive
+
+# libpython: the python backend's stub is linked to it. EXTERNALLY-MANAGED: pip may install into the system's Python.
+FROM debian AS python
+RUN apt-get update -qq \
+    && apt-get install -y -qq --no-install-recommends python3-minimal libpython3-stdlib libpython3.11 python3-pip ca-certificates \
+    && rm -rf /var/lib/apt/lists/* /usr/lib/python3.11/EXTERNALLY-MANAGED
+
+FROM debian AS nginx
+RUN apt-get update -qq \
+    && apt-get install -y -qq --no-install-recommends nginx-light curl \
+    && rm -rf /var/lib/apt/lists/*
+STOPSIGNAL SIGQUIT
+
+FROM debian AS redis
+RUN apt-get update -qq \
+    && apt-get install -y -qq --no-install-recommends redis-server \
+    && rm -rf /var/lib/apt/lists/*
+VOLUME /data
+WORKDIR /data
+
+FROM debian AS prometheus
+RUN apt-get update -qq \
+    && apt-get install -y -qq --no-install-recommends prometheus \
+    && rm -rf /var/lib/apt/lists/* \
+    && install --directory --owner nobody /prometheus
+USER nobody
+WORKDIR /prometheus
+VOLUME /prometheus
+ENTRYPOINT ["prometheus"]

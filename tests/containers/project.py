@@ -1,0 +1,158 @@
+"""A compose file in the engine of the tests, as a user types it, and requests to its gateway."""
+
+import asyncio
+import json
+import logging
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import grpc
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException
+
+from common.client.grpc_client import chunks
+from common.client.requests import Utterance
+from common.server.tritonserver import free_port
+from tests.conftest import ROOT
+from tests.containers.engine import Engine
+from tests.support.compose import compose_command
+
+NAME = "speech"
+VOICE = "rms"  # of the demo checkpoint
+LONG = "This text is spoken while something happens to the servers. " * 6
+SECONDS = 240.0
+PORTS = ("HTTP_PORT", "GRPC_PORT", "SPEECH_PORT", "METRICS_PORT", "PROMETHEUS_PORT")
+
+log = logging.getLogger("containers")
+
+
+@dataclass
+class Answer:
+    """What arrived of one stream."""
+
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    samples: int = 0
+    error: str = ""
+
+
+class Project:
+    """Compose with some files and settings. All projects have one name, and so one volume of checkpoints."""
+
+    def __init__(self, engine: Engine, *files: str, **settings: str) -> None:
+        self._engine = engine
+        self.ports = {name: free_port() for name in PORTS}
+        # Only this machine can reach the public ports; the other two are published like this anyway.
+        public = {name: f"127.0.0.1:{port}" for name, port in self.ports.items() if name in PORTS[:3]}
+        self._environment = engine.environment | {name: str(port) for name, port in self.ports.items()} | public
+        # These tests are not about speed: streams that this machine cannot render in time are served, too.
+        self._environment |= {"TTS_OPTIONS": "--set admission=count"} | settings
+        command = compose_command()
+        assert command is not None
+        self._command = [*command, f"--project-name={NAME}", *(f"--file={file}" for file in files)]
+
+    def compose(self, *arguments: str, limit: float = SECONDS, check: bool = True) -> str:
+        run = subprocess.run(
+            [*self._command, *arguments],
+            cwd=ROOT,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit,
+        )
+        assert not check or run.returncode == 0, run.stdout[-4000:] + self.logs()
+        return run.stdout
+
+    def up(self, *services: str) -> None:
+        """Started in order; compose waits for the services that others depend on."""
+        self.compose("up", "--detach", "--no-build", "--pull=never", *services)
+
+    def down(self) -> None:
+        """The volume with the checkpoints stays."""
+        self.compose("--profile=*", "down", "--timeout=20")
+
+    def logs(self) -> str:
+        run = [*self._command, "logs", "--no-color", "--tail=8"]
+        done = subprocess.run(run, cwd=ROOT, env=self._environment, capture_output=True, text=True)
+        return "\n".join(line[:200] for line in done.stdout.splitlines())
+
+    def _identities(self, service: str) -> list[str]:
+        labels = f"project={NAME}", f"service={service}"
+        filters = [f"--filter=label=com.docker.compose.{label}" for label in labels]
+        return self._engine.lines("ps", "--all", "--quiet", *filters)
+
+    def container(self, service: str) -> dict[str, Any]:
+        """What `docker inspect` says."""
+        (identity,) = self._identities(service)
+        return dict(json.loads(self._engine.docker("inspect", identity))[0])
+
+    def exists(self, service: str) -> bool:
+        return bool(self._identities(service))
+
+    def healthy(self, service: str) -> bool:
+        return bool(self.container(service)["State"]["Health"]["Status"] == "healthy")
+
+    def execute(self, service: str, *command: str, check: bool = True) -> str:
+        return self.compose("exec", "--no-TTY", service, *command, check=check)
+
+    def servers(self) -> int:
+        """The Triton servers in the gateway's list; 0 before it has one."""
+        return self.execute("gateway", "cat", "/tmp/nginx/servers", check=False).count("tts ")
+
+    def get(self, path: str, port: str = "HTTP_PORT") -> tuple[int, bytes]:
+        return http(f"http://127.0.0.1:{self.ports[port]}{path}")
+
+    async def speak(self, model: str, text: str, answer: Answer) -> Answer:
+        """One stream in a registered voice through the gateway."""
+        request = Utterance(text, speaker=VOICE, parameters={"seed": 1})
+        async with triton.InferenceServerClient(f"127.0.0.1:{self.ports['GRPC_PORT']}") as connection:
+            try:
+                async for waveform in chunks(connection, model, request, SECONDS):
+                    answer.begun.set()
+                    answer.samples += 0 if waveform is None else waveform.size
+            except (InferenceServerException, grpc.aio.AioRpcError) as error:
+                answer.error = str(error)
+        answer.begun.set()
+        return answer
+
+    def spoken(self, model: str, text: str = "Hello there.") -> Answer:
+        return asyncio.run(self.speak(model, text, Answer()))
+
+    def say(self, **fields: str) -> tuple[int, bytes]:
+        """A request to the speech API."""
+        body = json.dumps({"input": "Hello there.", "voice": VOICE, "response_format": "wav"} | fields).encode()
+        url = f"http://127.0.0.1:{self.ports['SPEECH_PORT']}/v1/audio/speech"
+        return http(urllib.request.Request(url, body, {"Content-Type": "application/json"}))
+
+
+def http(request: str | urllib.request.Request) -> tuple[int, bytes]:
+    """Status and body; 0 and the error if there is no answer."""
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+    except OSError as error:
+        return 0, str(error).encode()
+
+
+def moment(container: dict[str, Any], name: str) -> datetime:
+    """StartedAt or FinishedAt."""
+    return datetime.fromisoformat(container["State"][name][:26].rstrip("Z"))
+
+
+def wait_for(what: str, condition: Callable[[], object], seconds: float = SECONDS) -> float:
+    """The seconds until it was true."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.2)
+    took = time.monotonic() - start
+    log.info("%s: %.1f s", what, took)
+    return took

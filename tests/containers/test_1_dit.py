@@ -1,0 +1,161 @@
+"""docker-compose.dit.yml with deploy/compose/cpu.yml and its profiles: started, asked, broken, stopped."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from common.process.metrics import ENDED, sum_of
+from tests.containers.engine import Engine
+from tests.containers.images import CPU
+from tests.containers.project import LONG, Answer, Project, moment, wait_for
+
+MODEL = "cosyvoice2_dit"
+# Python, because the image has no pkill.
+KILL_MODELS = """
+import os, pathlib, signal
+for name in pathlib.Path("/proc").glob("[0-9]*/comm"):
+    if name.read_text().startswith("triton_python_b"):
+        os.kill(int(name.parent.name), signal.SIGKILL)
+"""
+METRICS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8003/metrics').read().decode())"
+
+
+@pytest.fixture(scope="module")
+def dit(project: Callable[..., Project]) -> Iterator[Project]:
+    yield project("docker-compose.dit.yml", "deploy/compose/cpu.yml", COMPOSE_PROFILES="disaggregated,monitoring")
+
+
+def test_services_start_in_order_and_become_healthy(dit: Project) -> None:
+    dit.up("download", "tts", "gateway", "speech")
+    wait_for("the first start, until all are healthy", lambda: all(map(dit.healthy, ("tts", "gateway", "speech"))))
+    download, tts, gateway = map(dit.container, ("download", "tts", "gateway"))
+    assert download["State"]["ExitCode"] == 0
+    assert moment(download, "FinishedAt") <= moment(tts, "StartedAt") <= moment(gateway, "StartedAt")
+    assert not dit.exists("llm") and not dit.exists("engine")
+    assert dit.execute("tts", "id", "-u").strip() == "1001"
+
+
+def test_every_way_through_the_gateway_gives_speech(dit: Project) -> None:
+    assert dit.get("/v2/health/ready")[0] == dit.get(f"/v2/models/{MODEL}/ready")[0] == 200
+    assert dit.get("/v2/repository/index")[0] == 404
+    answer = dit.spoken(MODEL)
+    assert not answer.error and answer.samples > 10_000
+    assert dit.get("/health", "SPEECH_PORT")[0] == 200
+    status, audio = dit.say()
+    assert status == 200 and audio[:4] == b"RIFF" and len(audio) > 20_000
+    assert dit.say(voice="nobody")[0] in (400, 404)
+    assert b"<html" in dit.get("/", "SPEECH_PORT")[1]
+
+
+def test_the_staged_scripts_and_the_benchmark_find_what_they_need(dit: Project) -> None:
+    """Where they stand in the image, as its user."""
+    dit.execute("speech", "env", "LOCAL=1", "bash", "scripts/run_stepaudio2_dit_token2wav.sh", "0", "2")
+    dit.execute("speech", "python3", "-m", "scripts.benchmark", "--help")
+    files = "tests/assets/manifest.jsonl tests/assets/everyday_sentences.txt out".split()
+    assert len(dit.execute("speech", "ls", "-d", *files).split()) == 3
+
+
+def test_three_servers_share_the_load(dit: Project) -> None:
+    for number, server in enumerate(("tts-2", "tts-3"), start=2):  # not both at once: this machine may have two cores
+        dit.up(server, "redis", "prometheus")
+        wait_for(f"{number} servers in the gateway's list", lambda number=number: dit.servers() == number)
+    assert dit.execute("redis", "redis-cli", "ping").strip() == "PONG"
+
+    async def crowd() -> list[Answer]:
+        return await asyncio.gather(*(dit.speak(MODEL, f"Number {n}.", Answer()) for n in range(6)))
+
+    assert [answer.error for answer in asyncio.run(crowd())] == [""] * 6
+    for server in ("tts", "tts-2", "tts-3"):
+        assert sum_of(dit.execute(server, "python3", "-c", METRICS), ENDED.name) > 0, server
+
+
+def test_prometheus_scrapes_every_server_and_its_rules_load(dit: Project) -> None:
+    def up() -> int:
+        status, body = dit.get("/api/v1/query?query=sum(up)", "PROMETHEUS_PORT")
+        result = json.loads(body)["data"]["result"] if status == 200 else []
+        return int(result[0]["value"][1]) if result else 0
+
+    wait_for("Prometheus sees 3 Tritons, their models and the speech service", lambda: up() == 7, 60)
+    rules = json.loads(dit.get("/api/v1/rules", "PROMETHEUS_PORT")[1])["data"]["groups"]
+    assert rules and all(rule["health"] != "err" for group in rules for rule in group["rules"])
+
+
+def test_a_dead_model_ends_only_its_own_streams_and_its_container_starts_again(dit: Project) -> None:
+    async def scene() -> tuple[list[Answer], float]:
+        answers = [Answer() for _ in range(3)]
+        speaking = [asyncio.create_task(dit.speak(MODEL, LONG, answer)) for answer in answers]
+        await asyncio.gather(*(answer.begun.wait() for answer in answers))
+        await asyncio.to_thread(dit.execute, "tts-2", "python3", "-c", KILL_MODELS)
+        noticed = await asyncio.to_thread(wait_for, "the dead server is off the list", lambda: dit.servers() == 2, 30)
+        late = await dit.speak(MODEL, "Hello.", Answer())
+        assert not late.error
+        return await asyncio.gather(*speaking), noticed
+
+    restarts = dit.container("tts-2")["RestartCount"]
+    answers, noticed = asyncio.run(scene())
+    assert 0 < sum(bool(answer.error) for answer in answers) < 3 and noticed < 10
+    wait_for("it has started again", lambda: dit.servers() == 3)
+    assert dit.container("tts-2")["RestartCount"] > restarts
+
+
+def test_missing_names_do_not_delay_the_gateway(dit: Project) -> None:
+    dit.compose("stop", "tts-3")
+    dit.compose("rm", "--force", "tts-3")  # its name does not resolve anymore
+    wait_for("two servers are left", lambda: dit.servers() == 2, 30)
+    dit.compose("kill", "tts-2")
+    assert wait_for("a killed server is noticed although names are missing", lambda: dit.servers() == 1, 30) < 8
+
+
+def test_a_stopped_server_finishes_its_streams(dit: Project) -> None:
+    async def scene() -> tuple[Answer, float]:
+        answer = Answer()
+        speaking = asyncio.create_task(dit.speak(MODEL, LONG, answer))
+        await answer.begun.wait()
+        start = time.monotonic()
+        await asyncio.to_thread(dit.compose, "stop", "tts")
+        seconds = time.monotonic() - start
+        return await speaking, seconds
+
+    answer, seconds = asyncio.run(scene())
+    assert not answer.error and answer.samples > 200_000 and seconds < 90
+    assert dit.container("tts")["State"]["ExitCode"] == 0
+    wait_for("nothing is ready", lambda: dit.servers() == 0, 30)
+    refused = dit.spoken(MODEL)
+    assert "no speech server is ready" in refused.error
+    assert dit.get("/v2/health/ready")[0] == dit.say()[0] == 503
+
+
+def test_the_second_start_keeps_what_exists(dit: Project) -> None:
+    dit.up("tts", "gateway", "speech")
+    wait_for("the second start, until speech is ready", lambda: dit.get("/health", "SPEECH_PORT")[0] == 200)
+    assert "exists already" in dit.compose("logs", "download")
+    assert not dit.spoken(MODEL).error
+
+
+def test_the_gateway_stops_at_once_and_with_code_0(dit: Project) -> None:
+    start = time.monotonic()
+    dit.compose("stop", "gateway")
+    assert time.monotonic() - start < 10 and dit.container("gateway")["State"]["ExitCode"] == 0
+
+
+def test_a_server_that_is_stopped_while_it_prepares_ends(dit: Project) -> None:
+    dit.compose("stop", "tts")
+    dit.compose("start", "tts")
+    start = time.monotonic()
+    dit.compose("stop", "tts")
+    assert time.monotonic() - start < 15 and dit.container("tts")["State"]["ExitCode"] in (0, 143)
+
+
+def test_the_image_alone_ends_soon_while_it_prepares_the_demo(docker: Engine) -> None:
+    """Without compose's `init` its shell is process 1, which has no default action for SIGTERM."""
+    docker.docker("run", "--detach", "--name=alone", "--network=none", CPU)
+    time.sleep(3)
+    start = time.monotonic()
+    docker.docker("stop", "--time=60", "alone")
+    assert time.monotonic() - start < 20
+    state = json.loads(docker.docker("inspect", "alone"))[0]["State"]
+    docker.docker("rm", "alone")
+    assert state["ExitCode"] == 143

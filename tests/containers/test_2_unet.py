@@ -1,0 +1,21 @@
+"""docker-compose.yml with deploy/compose/cpu.yml: whole utterances over gRPC, HTTP and the speech API."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from common.client.http_client import synthesize
+from common.client.requests import Utterance
+from tests.containers.project import VOICE, Project, wait_for
+
+MODEL = "cosyvoice2"
+
+
+def test_one_answer_per_request_over_every_protocol(project: Callable[..., Project]) -> None:
+    unet = project("docker-compose.yml", "deploy/compose/cpu.yml", TTS_OFFLINE="1")
+    unet.up()
+    wait_for("the unet stack, until all are healthy", lambda: all(map(unet.healthy, ("tts", "gateway", "speech"))))
+    result = synthesize(f"127.0.0.1:{unet.ports['HTTP_PORT']}", MODEL, Utterance("Hello there.", speaker=VOICE), 60.0)
+    assert result.waveform.size > 10_000 and np.abs(result.waveform).max() > 0.01
+    status, audio = unet.say()
+    assert status == 200 and audio[:4] == b"RIFF" and len(audio) > 20_000

@@ -1,0 +1,64 @@
+"""Files over plain HTTP: those of ModelScope, whose interface needs no library, and single files by their address."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from urllib.error import HTTPError
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
+
+from tqdm import tqdm
+
+BRANCH = "master"  # ModelScope's default
+BLOCK = 1 << 20
+TIMEOUT_SECONDS = 60
+
+
+def modelscope_files(repository: str, revision: str | None) -> tuple[str, list[tuple[str, int, str]]]:
+    """The revision, and name, size and sha256 of each of its files. ModelScope does not name the commit of a branch."""
+    revision = revision or BRANCH
+    url = _modelscope(repository, "repo/files", {"Revision": revision, "Recursive": "true"})
+    with urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
+        entries = json.load(answer)["Data"]["Files"]
+    files = [(entry["Path"], int(entry["Size"]), entry["Sha256"]) for entry in entries if entry["Type"] != "tree"]
+    if strange := [name for name, *_ in files if name.startswith("/") or ".." in PurePosixPath(name).parts]:
+        raise ValueError(f"{repository} has a file outside of itself: {strange[0]!r}")
+    return revision, files
+
+
+def modelscope_download(repository: str, name: str, revision: str, path: Path) -> None:
+    """One file to `path`; an interrupted download is continued."""
+    download(_modelscope(repository, "repo", {"Revision": revision, "FilePath": name}), path)
+
+
+def download(url: str, path: Path) -> None:
+    """A file to `path`, with a progress bar. What has arrived is kept in PATH.part if the download is interrupted, and
+    the next one goes on from there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    begin = part.stat().st_size if part.exists() else 0
+    try:
+        answer = urlopen(Request(url, headers={"Range": f"bytes={begin}-"} if begin else {}), timeout=TIMEOUT_SECONDS)
+    except HTTPError as error:
+        part.unlink(missing_ok=True)  # 416: it is longer than the file, which has changed
+        raise OSError(f"{url}: HTTP {error.code}") from None
+    with answer:
+        continued = answer.status == 206
+        length = int(answer.headers.get("Content-Length") or 0)
+        with (
+            part.open("ab" if continued else "wb") as file,
+            tqdm(desc=path.name, total=length or None, unit="B", unit_scale=True) as progress,
+        ):
+            received = 0
+            while block := answer.read(BLOCK):
+                progress.update(file.write(block))
+                received += len(block)
+    if received < length:
+        raise OSError(f"the connection of {url} ended after {received} of {length} bytes")
+    part.rename(path)
+
+
+def _modelscope(repository: str, call: str, query: Mapping[str, str]) -> str:
+    endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or "https://modelscope.cn"
+    return f"{endpoint}/api/v1/models/{repository}/{call}?{urlencode(query)}"
