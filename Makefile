@@ -9,6 +9,8 @@ STACK ?= dit
 MODE ?= streaming
 MODELS ?= models/demo
 TEXT ?=
+# Template keys for `make serve` and `make render`, as in SET="max_streams=4 first_hop_tokens=10".
+SET ?=
 OUTPUT ?= out/demo.wav
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
@@ -20,6 +22,8 @@ TORCH_INDEX ?=
 FOLDER ?= tests/assets/golden
 DEVICE ?= cpu
 PYTEST_ARGS ?=
+MINUTES ?= 10
+SOAK_ARGS ?=
 ROOM ?=
 
 VENV := .venv
@@ -36,14 +40,14 @@ SETUP_GB := 6
 RUN_GB := 1
 export TEXT
 
-.PHONY: help setup setup-dev demo serve render demo-checkpoint test test-fast check bench parity pictures clean
+.PHONY: help setup setup-dev demo serve free-ports render demo-checkpoint test test-fast test-containers check bench soak parity pictures clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo 'settings: STACK=dit|unet  MODE=streaming|offline  MODELS=models/demo  TEXT="..."'
+	@echo 'settings: STACK=dit|unet  MODE=streaming|offline  MODELS=models/demo  TEXT="..."  SET="max_streams=4"'
 	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  HEALTH_PORT=8003  SPEECH_PORT=10086  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
-	@echo '          ROOM=llm  PYTEST_ARGS="-k voice"  (test and test-fast)'
+	@echo '          ROOM=llm  PYTEST_ARGS="-k voice"  (test and test-fast)  MINUTES=60  SOAK_ARGS="--seed 2"  (soak)'
 
 setup: $(VENV)/.server ## make .venv and install what serving and the clients need (pinned, CPU)
 setup-dev: $(VENV)/.dev ## the same and what tests and checks need
@@ -72,12 +76,15 @@ demo: $(VENV)/.server ## start a stack with the trained demo voice, let it say T
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
 	@$(IN_VENV) -m scripts.demo --stack $(STACK) $(if $(TEXT),--text "$$TEXT") --output $(OUTPUT) $(PORTS)
 
-serve: render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
+serve: free-ports render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
 	@$(IN_VENV) -m scripts.serve build/$(STACK) $(PORTS) --health-port $(HEALTH_PORT) --log-file build/tritonserver.log \
 		--speech-port $(SPEECH_PORT) --voices $(MODELS)/voices
 
+free-ports: # before minutes of installing and loading
+	@$(PYTHON) -m scripts.check_machine --disk 0 --free-ports $(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(HEALTH_PORT) $(SPEECH_PORT)
+
 render: demo-checkpoint ## write the model repository of a stack to build/STACK
-	@$(IN_VENV) -m scripts.render $(MODELS) build/$(STACK) --stack $(STACK) $(OFFLINE)
+	@$(IN_VENV) -m scripts.render $(MODELS) build/$(STACK) --stack $(STACK) $(OFFLINE) $(foreach setting,$(SET),--set $(setting))
 
 # Only if no other checkpoint is named. Existing files are kept.
 demo-checkpoint: $(VENV)/.server
@@ -101,13 +108,21 @@ test-fast: $(VENV)/.dev ## run the quick tests, without tritonserver; with ROOM=
 	@$(PYTEST) $(PARALLEL) $(if $(ROOM),-m 'not server and not serial' tests/$(ROOM) tests/system/test_architecture.py,-m \
 		'not server and not serial and not slow') $(PYTEST_ARGS)
 
+# --timeout: for each test; the first one builds the images.
+test-containers: $(VENV)/.dev ## as root: build the image `cpu`, start both compose files in a Docker engine of their own
+	@TORCH_INDEX=$(TORCH_INDEX) $(PYTEST) tests/containers --timeout=900 --durations=0 --durations-min=1 --tb=short \
+		--log-cli-level=INFO --log-cli-format='%(asctime)s %(message)s' --log-cli-date-format=%H:%M:%S $(PYTEST_ARGS)
+
 check: $(VENV)/.dev ## formatting, lint and types
 	@$(IN_VENV) -m ruff format --diff .
 	@$(IN_VENV) -m ruff check .
 	@$(IN_VENV) -m mypy
 
-bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's batching on this CPU, write out/bench.json
+bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's first chunk and listeners on this CPU, write out/bench.json
 	@$(IN_VENV) -m tools.bench.token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
+
+soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request accounted for; writes out/soak.md and .png
+	@$(IN_VENV) -m tools.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 parity: $(VENV)/.server ## compare the served engine with the recorded outputs in FOLDER (tests/assets/golden), on DEVICE (cpu)
 	@$(IN_VENV) -m tools.parity --device $(DEVICE) $(FOLDER)

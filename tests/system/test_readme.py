@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,31 @@ def test_the_check_of_the_machine_needs_no_packages() -> None:
     command = [sys.executable, "-S", "-m", "scripts.check_machine", "--disk", "0"]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_make_serve_takes_settings_and_looks_at_its_ports_before_it_installs_or_renders() -> None:
+    """With the system's own Python, as before `make setup`. Port 0 is always free."""
+    ports = {name: "0" for name in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT", "HEALTH_PORT")}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        given = [f"{name}={value}" for name, value in (ports | {"SPEECH_PORT": str(port)}).items()]
+        command = ["make", "serve", f"PYTHON={sys.executable} -S", "MODELS=nowhere", *given]
+        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and f"port {port} is in use" in refused.stderr
+    assert "render" not in refused.stdout and "nowhere" not in refused.stderr
+    planned = ["make", "-n", "render", "SET=max_streams=4 first_hop_tokens=10"]
+    shown = subprocess.run(planned, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "--set max_streams=4 --set first_hop_tokens=10" in shown.stdout
+
+
+@pytest.mark.parametrize("package", ["pocketsphinx"])
+def test_programs_explain_themselves_without_the_packages_of_the_tests(package: str) -> None:
+    without = f"import sys; sys.modules[{package!r}] = None; from tools.voice_evaluation.__main__ import main; "
+    command = [sys.executable, "-c", without + "main(['--help'])"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0 and "usage:" in shown.stdout, shown.stderr
 
 
 @pytest.mark.slow

@@ -20,8 +20,9 @@ from common.client.requests import add_request_arguments, not_served
 from common.server.rendering import MARKER, TEMPLATES, StackOptions, parse, placeholders, settings_of
 from common.speech_service.triton import TritonPool
 from common.stacks import Stack
-from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits
+from common.token2wav.precision import Precision
 from scripts import add_voice, demo, fill_template, prepare, render
 from tests.conftest import load_model
 from tests.support.speech_fixtures import stub_triton
