@@ -61,7 +61,9 @@ class HealthPage:
             return 503, self.state
         if doubts := self._server.doubts():
             return 503, doubts
-        return (200, "ready") if self._server.answers_ready() else (503, "unanswering")
+        if self._server.answers_ready():
+            return 200, "ready"
+        return 503, "unanswering" if self.state == "ready" else self.state  # it may have changed meanwhile
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         page = self

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import async_timeout
 import pytest
 import tritonclient.grpc.aio as triton
 
@@ -62,13 +63,14 @@ def test_streams_that_exceed_the_drain_limit_end_with_an_error(server: ServeProc
     assert time.monotonic() - begun < 30
 
 
-@pytest.mark.parametrize("server", [("--notice-seconds", "2")], indirect=True)
+@pytest.mark.parametrize("server", [("--notice-seconds", "5")], indirect=True)
 def test_the_health_page_reports_the_stop_before_any_request_is_refused(server: ServeProcess) -> None:
     async def run() -> StreamResult:
         async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
             server.terminate()
-            await asyncio.sleep(0.5)
-            assert server.readiness() == (503, "stopping")
+            async with async_timeout.timeout(60):
+                while server.readiness() != (503, "stopping"):
+                    await asyncio.sleep(0.05)
             return await synthesize(connection, SHORT, StreamResult())
 
     assert asyncio.run(run()).error is None
