@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts import render
+from scripts import prepare, render
 from tests.conftest import ROOT
 from tests.support.compose import MISSING, compose_command
 
@@ -21,7 +20,7 @@ COMPOSE = ("docker-compose.yml", "docker-compose.dit.yml")
 CPU = "deploy/compose/cpu.yml"
 LLMS = ("vllm", "triton", "trtllm-serve", "trtllm-backend", "elsewhere")
 SOURCES = [ROOT / file for file in (*COMPOSE, CPU, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
-PROFILES = ("", "disaggregated", "monitoring", "disaggregated,monitoring,tensorrt")
+PROFILES = ("", "disaggregated", "monitoring", "disaggregated,runtime,monitoring,tensorrt")
 MANIFESTS = sorted(path for path in (ROOT / "deploy/k8s").glob("*.yaml") if path.name != "kustomization.yaml")
 TOOLS = Path(sys.executable).parent
 SHELL = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT / ".ci/run"])
@@ -194,6 +193,8 @@ def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
         command = services["llm"]["command"]
         served = next((word.split("=")[1] for word in command if "served-model-name" in word), Path(command[0]).name)
         assert arguments.llm_model == served
+    if llm == "trtllm-serve":  # the option that its version needs is added there
+        assert services["llm"]["entrypoint"] == ["python3", "-m", "tools.prepare.trtllm_serve"]
     if llm == "elsewhere":
         assert (arguments.llm_urls, arguments.llm_model) == (["http://ours:9000/v1"], "ours")
     assert services["tts"]["depends_on"]["llm"]["condition"] == "service_healthy"
@@ -217,7 +218,7 @@ def test_vllm_serve_finds_our_logits_processor() -> None:
 
 
 @needs_compose
-@pytest.mark.parametrize("profiles", ["", "disaggregated,monitoring"])
+@pytest.mark.parametrize("profiles", ["", "disaggregated,runtime,monitoring"])
 @pytest.mark.parametrize("file", COMPOSE)
 def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
     services = composed(file, CPU, profiles=profiles)["services"]
@@ -230,6 +231,29 @@ def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
             assert services[name]["environment"]["DEVICE"] == "cpu"
             assert set(services[name].get("depends_on", ["download"])) == {"download"}
     assert services["download"]["build"]["target"] == "cpu"
+
+
+@needs_compose
+@pytest.mark.parametrize("file, stack", [*zip(COMPOSE, ("unet", "dit"), strict=True)])
+def test_the_hub_of_the_downloads_is_a_setting(file: str, stack: str) -> None:
+    for settings, wanted in (({}, "huggingface"), ({"HUB": "modelscope"}, "modelscope")):
+        command = composed(file, **settings)["services"]["download"]["command"]
+        assert command[:3] == ["python3", "-m", "scripts.prepare"]
+        parsed = prepare.build_parser().parse_args(command[3:])
+        assert (parsed.step, parsed.stack, parsed.hub) == ("download", stack, wanted)
+
+
+@needs_compose
+@pytest.mark.parametrize("file", COMPOSE)
+def test_the_plain_runtime_is_the_speech_service_with_its_port(file: str) -> None:
+    assert "runtime" not in composed(file)["services"]
+    services = composed(file, profiles="runtime", RUNTIME_PORT="50001", SPEECH_API_KEYS="key")["services"]
+    runtime, speech = services["runtime"], services["speech"]
+    assert [(port["published"], port["target"]) for port in runtime["ports"]] == [("50001", 50000)]
+    assert runtime["environment"] == speech["environment"] and runtime["environment"]["SPEECH_API_KEYS"] == "key"
+    command = runtime["command"]
+    port = command.index("--runtime_port")
+    assert command[port + 1] == "50000" and command[:port] + command[port + 2 :] == speech["command"]
 
 
 @needs_compose
@@ -388,9 +412,8 @@ def test_all_manifests_are_listed_and_their_references_resolve() -> None:
         assert set(claims) <= set(kinds["PersistentVolumeClaim"])
 
 
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
 def test_kustomize_builds_every_object() -> None:
-    run = subprocess.run(["kubectl", "kustomize", ROOT / "deploy/k8s"], capture_output=True, text=True)
+    run = subprocess.run([TOOLS / "kubectl", "kustomize", ROOT / "deploy/k8s"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     built = list(yaml.safe_load_all(run.stdout))
     assert len(built) == len(documents()) + 1  # and the gateway's files
