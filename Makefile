@@ -9,7 +9,8 @@ STACK ?= dit
 MODE ?= streaming
 MODELS ?= models/demo
 TEXT ?=
-# Template keys for `make serve` and `make render`, as in SET="max_streams=4 first_hop_tokens=10".
+# Template keys for `make serve` and `make render`, as in SET="max_streams=4 first_hop_tokens=10". Both render anew: keys
+# that were set in an earlier rendering and are not given again have their defaults.
 SET ?=
 OUTPUT ?= out/demo.wav
 HTTP_PORT ?= 8000
@@ -47,6 +48,7 @@ help: ## list the commands
 	@echo
 	@echo 'settings: STACK=dit|unet  MODE=streaming|offline  MODELS=models/demo  TEXT="..."  SET="max_streams=4"'
 	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  HEALTH_PORT=8003  SPEECH_PORT=10086  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
+	@echo '          SET is not remembered: give it again to every `make serve` and `make render`, which print what they set'
 	@echo '          ROOM=llm  PYTEST_ARGS="-k voice"  (test and test-fast)  MINUTES=60  SOAK_ARGS="--seed 2"  (soak)'
 
 setup: $(VENV)/.server ## make .venv and install what serving and the clients need (pinned, CPU)

@@ -6,7 +6,8 @@
     python -m scripts.render models/official build/dit --device gpu \\
         --llm-transport openai --llm-urls http://localhost:8000/v1 --llm-model cosyvoice2_llm
 
-The destination is replaced as a whole. `--set KEY=VALUE` sets any other key of the model templates.
+The destination is replaced as a whole, with the settings of an earlier rendering. `--set KEY=VALUE` sets any other key
+of the model templates.
 """
 
 import argparse
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     print(f"rendered the {options.stack} stack to {destination}: {', '.join(options.models)}")
+    print(f"settings given: {' '.join(given['settings']) or 'none'}; all others have the stack's defaults")
     return 0
 
 

@@ -98,6 +98,7 @@ start_triton() { # NAME GPU HTTP GRPC METRICS HEALTH
 }
 
 read_stages -1 9 "$@"
+if ((LOCAL)); then need_packages "3 7" accelerate openai; fi # of `transformers serve`
 
 if stage -1 "check the machine"; then
     "$PYTHON" -m scripts.check_machine

@@ -37,6 +37,19 @@ read_stages() { # FIRST LAST [START STOP ...]
     trap 'exit 143' TERM
 }
 
+# Before anything else: whether the packages are there that the selected ones of some stages need on a CPU.
+need_packages() { # "STAGES" PACKAGE...
+    local number stages=$1
+    shift
+    for number in $stages; do
+        ((number >= STAGE_START && number <= STAGE_STOP)) || continue
+        "$PYTHON" -c 'import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))' "$@" \
+            && return
+        echo "stage $number needs the Python packages $*; run: make setup-dev" >&2
+        exit 1
+    done
+}
+
 stage() { # NUMBER TITLE: succeeds if the stage is selected
     (($1 >= STAGE_START && $1 <= STAGE_STOP)) || return 1
     STAGE=$1

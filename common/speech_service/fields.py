@@ -11,6 +11,7 @@ _INPUTS = {
     "instruct_text": "instructions",
     "reference_text": "ref_text",
     "reference_wav": "ref_audio",
+    "nor a speaker": "nor a voice",
 }
 _INPUT = re.compile(rf"\b({'|'.join(_INPUTS)})\b")
 _BEGINS_WITH = {"request parameter ": "", "unknown speaker ": "voice ", "no voice": "voice"}

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import async_timeout
 import pytest
@@ -97,6 +98,9 @@ def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> Non
     assert sum_of(page, "tts_vocoder_streams_live") == 0 and sum_of(page, "tts_vocoder_cache_bytes") > 0
     assert get(f"http://127.0.0.1:{server.health}/live") == (200, "live")
     assert get(f"http://127.0.0.1:{server.health}/other")[0] == 404
+    for method, status, length in (("HEAD", 200, "5"), ("OPTIONS", 204, None)):
+        with urlopen(Request(f"http://127.0.0.1:{server.health}/live", method=method), timeout=10) as answer:
+            assert (answer.status, answer.headers["content-length"], answer.read()) == (status, length, b"")
 
 
 def test_the_response_cache_is_in_memory_or_in_redis() -> None:

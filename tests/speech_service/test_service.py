@@ -14,6 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from common.constants import SAMPLE_RATE
+from common.errors import INVALID
 from common.server.tritonserver import free_port
 from common.speech_service.settings import Settings
 from common.speech_service.triton import Backend
@@ -201,6 +202,14 @@ def test_requests_go_around_a_triton_that_restarts(tmp_path: Path, error: str, d
             ready.error = error
             answer = httpx.post(url + SPEECH, json=TEXT)
             assert answer.status_code == 503 and "retry-after" in answer.headers
+
+
+def test_a_models_error_names_the_fields_of_the_request(tmp_path: Path) -> None:
+    stub = TritonStub(error=f"{INVALID}no voice: the request has neither a reference_wav nor a speaker")
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), voices_dir=tmp_path)) as url:
+        error = httpx.post(url + SPEECH, json=TEXT).json()["error"]
+    assert error["message"] == "no voice: the request has neither a ref_audio nor a voice"
+    assert error["param"] == "voice"
 
 
 OVERLOADED = "unavailable: overloaded, retry after 3 s: token2wav: 9 listeners are served"

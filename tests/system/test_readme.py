@@ -186,5 +186,6 @@ def test_options_of_the_documented_commands_are_in_their_help(page: Path) -> Non
 @pytest.mark.parametrize("page", [*PAGES, *SHELL], ids=name_of)
 def test_programs_are_started_as_modules(page: Path) -> None:
     """With one exception: the README's sentence about running a launcher as a file, as upstream does."""
+    assert re.findall(r"^python3? -m .*", text_of(page), re.MULTILINE) == [], "the packages are in .venv"
     found = re.findall(r"(?:python3?|PYTHON\}?\"?) (?:scripts|tools)/[\w/]+\.py", text_of(page))
     assert found == (["python3 scripts/client_grpc.py"] if page.name == "README.md" and page.parent == ROOT else [])

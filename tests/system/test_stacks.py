@@ -107,8 +107,14 @@ def models(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_stack_of_another_package_is_rendered_and_valid(third: Stack, models: Path, tmp_path: Path) -> None:
-    assert render.main([str(models), str(tmp_path / "out"), "--stack", "third", "--device", "cpu"]) == 0
+def test_a_stack_of_another_package_is_rendered_and_valid(
+    third: Stack, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(models), str(tmp_path / "out"), "--stack", "third", "--device", "cpu"]
+    assert render.main([*command, "--set", "max_streams=3", "--set", "first_hop_tokens=10"]) == 0
+    assert "settings given: max_streams=3 first_hop_tokens=10;" in capsys.readouterr().out
+    assert render.main(command) == 0, "an earlier rendering is replaced, its settings included"
+    assert "settings given: none;" in capsys.readouterr().out
     configs = {}
     for directory in (path for path in (tmp_path / "out").iterdir() if path.is_dir()):
         text = (directory / "config.pbtxt").read_text()
