@@ -26,6 +26,8 @@ class LLMPrompt:
 
     `instruction`, how to speak, takes the place of both. Cross-lingual mode leaves all three empty: the LLM then gets
     only the text. `generated`: speech ids of this utterance that the LLM has made already and is to continue.
+    `ids`: the whole prompt as ids of the LLM, in place of the template, see `interleaving`; then the texts and
+    `generated` only bound the length of the answer.
     """
 
     target_text: str
@@ -33,6 +35,7 @@ class LLMPrompt:
     prompt_tokens: Sequence[int] = field(default=(), repr=False)
     instruction: str = ""
     generated: Sequence[int] = field(default=(), repr=False)
+    ids: Sequence[int] = field(default=(), repr=False)
 
     @property
     def speech_tokens(self) -> list[int]:

@@ -92,13 +92,23 @@ class LLMTokenizer:
         The prompt text is the transcript or the instruction, after CosyVoice3's system words. It is tokenized apart
         from the target text, as by upstream's `CosyVoiceFrontEnd`: no token spans both.
         """
+        if prompt.ids:
+            return list(prompt.ids)
         before, target = self._texts(prompt)
         speech = self.to_llm_ids(prompt.speech_tokens)
-        return [self.sos_id, *self._text_ids(before), *self._text_ids(target), self.task_id, *speech]
+        return [self.sos_id, *self.text_ids(before), *self.text_ids(target), self.task_id, *speech]
+
+    def prompt_ids(self, prompt: LLMPrompt) -> tuple[list[int], list[int]]:
+        """Ids of what comes before the target text: CosyVoice3's system words with an instruction, and the rest."""
+        ids = self.text_ids(self._texts(prompt)[0])
+        if not self.rules.system:
+            return [], ids
+        end = self.text_ids(self.rules.end_of_prompt)[0]
+        return ids[: ids.index(end) + 1], ids[ids.index(end) + 1 :]
 
     def text_length(self, text: str) -> int:
         """Number of LLM tokens in `text`."""
-        return len(self._text_ids(strip_control_tokens(text)))
+        return len(self.text_ids(strip_control_tokens(text)))
 
     def prompt_string(self, prompt: LLMPrompt) -> str:
         """The same template as text, for servers that tokenize themselves."""
@@ -108,11 +118,14 @@ class LLMTokenizer:
     def joined_text(self, prompt: LLMPrompt) -> str:
         """Prompt and target text as one, which tokenizes to their ids in `encode_prompt` where that is possible.
 
-        Where a token would span both texts, such as `.The` or a control token, a blank separates them.
+        Where a token would span both texts, such as `.The` or a control token, a blank separates them. ValueError for a
+        prompt of ids.
         """
+        if prompt.ids:
+            raise ValueError("text in pieces needs an LLM server that takes token ids")
         before, target = self._texts(prompt)
-        apart = self._text_ids(before) + self._text_ids(target)
-        return before + target if self._text_ids(before + target) == apart else f"{before} {target}"
+        apart = self.text_ids(before) + self.text_ids(target)
+        return before + target if self.text_ids(before + target) == apart else f"{before} {target}"
 
     def _texts(self, prompt: LLMPrompt) -> tuple[str, str]:
         """Prompt and target text, with no control token except the one that ends an instruction."""
@@ -123,7 +136,8 @@ class LLMTokenizer:
         before += self.rules.end_of_prompt if before else ""
         return before + ("" if instruction else transcript), strip_control_tokens(prompt.target_text)
 
-    def _text_ids(self, text: str) -> list[int]:
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of a text without control tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:

@@ -1,0 +1,177 @@
+"""Texts that arrive in pieces: the sequence against upstream's, and the CPU engine that speaks it."""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import Qwen2ForCausalLM
+
+from common.constants import SPEECH_VOCAB
+from common.llm.engines.genai import load_engine
+from common.llm.engines.interface import EngineLM
+from common.llm.interface import LLMPrompt, Sampling
+from common.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM, Interleaving
+from common.llm.speech_tokens import COSYVOICE3, LLMTokenizer
+from common.text.words import WordSplitter
+from tests.conftest import ROOT
+from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
+
+RECORDED = ROOT / "tests" / "assets" / "golden_cosyvoice3" / "item5d_bistream"
+INFO, TENSORS = json.loads(RECORDED.with_suffix(".json").read_text()), load_file(RECORDED.with_suffix(".safetensors"))
+TEXT, SPEECH, SPECIAL = 0, 1, 2  # the tables whose rows are fed
+VOICE = LLMPrompt("", "A transcript.", range(100, 137))
+GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
+
+
+def ids_of(table, rows):
+    return [10_000 * table + int(row) for row in rows]
+
+
+@pytest.mark.parametrize("call", INFO["calls"], ids=lambda call: call["tag"])
+def test_the_sequence_is_that_of_upstream(call):
+    special, tag = INFO["special_ids"][call["class"]], call["tag"]
+    table = SPECIAL if special["table_of_sos_and_task_id"] == "llm_embedding" else SPEECH
+    sos_id, task_id = ids_of(table, (special["sos"], special["task_id"]))
+    given = {name: TENSORS[f"in/{tag}/{name}"].tolist() for name in ("prompt_text", "prompt_speech", "text")}
+    system = given["prompt_text"].index(INFO["endofprompt_in_this_vocabulary"]) + 1 if table == SPEECH else 0
+    prompt_text = ids_of(TEXT, given["prompt_text"])
+    sequence = Interleaving(
+        sos_id, task_id, prompt_text[:system], prompt_text[system:], ids_of(SPEECH, given["prompt_speech"])
+    )
+    sampled = enumerate(ids_of(SPEECH, TENSORS[f"in/{tag}/sampler_ids"]))
+    text, sizes = ids_of(TEXT, given["text"]), call["text_pieces"]
+    sizes = [sizes] * len(text) if isinstance(sizes, int) else sizes
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        if sequence.add(text[end - size : end]):
+            block = []
+            while len(block) < sequence.due:
+                number, speech_id = next(sampled)
+                if number in call["sampler_gives_fill_at_calls"]:
+                    break
+                block.append(speech_id)
+            sequence.spoke(block)
+    sequence.finish()
+    rest = [speech_id for _, speech_id in itertools.islice(sampled, INFO["ids_sampled_after_the_text_before_eos"])]
+    assert [*sequence.ids, *rest] == [id_ for row in TENSORS[f"out/{tag}/fed"] for id_ in ids_of(row[0], row[1:])]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("  It is\n\nten o'clock, Dr. Li.  ", ["It", " is", " ten", " o'clock,", " Dr.", " Li."]),
+        ("今天天气，很好。", ["今天天气，", "很好。"]),
+        ("今天天气很好我们", ["今", "天", "天", "气", "很好我们"]),
+        ("a<|s_5|>b <|endofprompt|> c", ["a b", " c"]),
+        ("x" * 66, ["x", "x", "x" * 64]),
+        (" \n ", []),
+    ],
+)
+def test_a_text_is_cut_where_its_tokens_end_whatever_its_pieces(text, parts):
+    for size in (1, 3, 100):
+        words = WordSplitter()
+        found = [words.push(text[at : at + size]) for at in range(0, len(text), size)] + [words.finish()]
+        assert "".join(found) == "".join(parts)
+        if size == 1:
+            assert [part for part in found if part] == parts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llm_dir):  # noqa: F811
+    return LLMTokenizer.from_dir(llm_dir)
+
+
+@pytest.fixture(scope="module")
+def engine(genai_dir, tokenizer):  # noqa: F811
+    engine = load_engine(genai_dir, tokenizer, 4)
+    yield engine
+    engine.close()
+
+
+class AskedLM(EngineLM):
+    """Keeps the ids of its requests."""
+
+    def generate(self, prompt, sampling):
+        self.asked = [*getattr(self, "asked", ()), list(prompt.ids)]
+        return super().generate(prompt, sampling)
+
+
+async def pieces_of(*pieces):
+    for piece in pieces:
+        await asyncio.sleep(0)
+        yield piece
+
+
+async def speak(engine, tokenizer, text, sampling, prompt=VOICE):
+    llm = AskedLM(engine, tokenizer)
+    stream = InterleavedLM(llm, tokenizer).generate(prompt, pieces_of(*text), sampling)
+    return [token async for tokens in stream for token in tokens], llm.asked, stream.finish_reason
+
+
+def test_the_cpu_engine_speaks_a_sequence_as_transformers_would(engine, tokenizer, llm_dir):  # noqa: F811
+    """At a temperature of 0, every token is the best one after what transformers is fed: the sequence up to it."""
+    text = "Twenty letters, and more."
+    tokens, asked, _ = asyncio.run(speak(engine, tokenizer, text, GREEDY))
+    assert len(asked) == len(text) // TEXT_BLOCK + 1  # one token is a letter here
+    # A block of 8 continues the voice's last one; the final request follows the token that is fed twice.
+    counts = [8, *[SPEECH_BLOCK] * (len(asked) - 2)]
+    counts.append(len(tokens) - sum(counts))
+    whole = [*asked[-1], *tokenizer.to_llm_ids(tokens[-counts[-1] :])]
+    with torch.no_grad():
+        model = Qwen2ForCausalLM.from_pretrained(llm_dir, dtype=torch.float32)
+        logits = model(torch.tensor(whole)[None]).logits[0].numpy()  # (S, V)
+    speech = slice(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_VOCAB)
+    done = 0
+    for ids, count in zip(asked, counts, strict=True):
+        assert whole[: len(ids)] == ids
+        best = logits[len(ids) - 1 : len(ids) + count - 1, speech].argmax(1)
+        assert best.tolist() == tokens[done : done + count]
+        done += count
+
+
+def test_requests_together_speak_like_each_alone(engine, tokenizer):
+    texts = ["A short text in pieces.", "Another one of them, which is longer.", "Three", "你好，今天天气很好。"]
+    sampling = Sampling(seed=5)
+
+    async def together():
+        return await asyncio.gather(*(speak(engine, tokenizer, text, sampling) for text in texts))
+
+    alone = [asyncio.run(speak(engine, tokenizer, text, sampling)) for text in texts]
+    assert asyncio.run(together()) == alone
+    assert len({tuple(tokens) for tokens, *_ in alone}) == len(texts)
+
+
+def test_a_text_of_less_than_a_block_is_spoken_and_one_of_nothing_is_an_error(engine, tokenizer):
+    tokens, asked, _ = asyncio.run(speak(engine, tokenizer, "Hi.", GREEDY, LLMPrompt("")))
+    assert tokens and asked == [[tokenizer.sos_id, *tokenizer.text_ids("Hi."), tokenizer.task_id]]
+    with pytest.raises(ValueError, match="nothing to speak"):
+        asyncio.run(speak(engine, tokenizer, " ?! ", GREEDY))
+
+
+def test_a_text_that_stops_midway_cancels_its_request(engine, tokenizer):
+    async def broken():
+        yield "A beginning that is long enough for several blocks. "
+        raise TimeoutError("no more")
+
+    async def run():
+        stream = InterleavedLM(EngineLM(engine, tokenizer), tokenizer).generate(VOICE, broken(), GREEDY)
+        with pytest.raises(TimeoutError):
+            _ = [tokens async for tokens in stream]
+        stream = InterleavedLM(EngineLM(engine, tokenizer), tokenizer).generate(VOICE, pieces_of("word " * 9), GREEDY)
+        await anext(stream)
+        await stream.aclose()
+        while engine.live:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_instructions_and_system_words_come_first(tokenizer):
+    prompt = LLMPrompt("", instruction="Slowly")
+    assert tokenizer.prompt_ids(prompt) == ([], tokenizer.text_ids("Slowly<|endofprompt|>"))
+    other = dataclasses.replace(tokenizer, rules=COSYVOICE3)
+    system = tokenizer.text_ids("You are a helpful assistant. Slowly<|endofprompt|>")
+    assert other.prompt_ids(prompt) == (system, [])
