@@ -101,7 +101,8 @@ def format_setting(value: object) -> str:
 class ModelConfig:
     """Base of the models' settings; each field is read from the parameter of the same name.
 
-    Two fields are not parameters: `device` follows from the instance kind, `decoupled` from the transaction policy.
+    Three fields are not parameters: `device` follows from the instance kind, `decoupled` from the transaction policy,
+    `instances` from the instance groups.
     """
 
     # Parameters that only another backend reads.
@@ -110,7 +111,7 @@ class ModelConfig:
     @classmethod
     def parameters(cls) -> dict[str, dataclasses.Field[Any]]:
         """The fields that are read from config.pbtxt's parameters, by parameter key."""
-        fields = (f for f in dataclasses.fields(cls) if f.name not in ("device", "decoupled"))
+        fields = (f for f in dataclasses.fields(cls) if f.name not in ("device", "decoupled", "instances"))
         return {f.metadata.get("key", f.name): f for f in fields}
 
     @classmethod
@@ -131,6 +132,8 @@ class ModelConfig:
             values["device"] = _device(args, values.get("instance_kind"))
         if "decoupled" in hints:
             values["decoupled"] = bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+        if "instances" in hints:
+            values["instances"] = sum(group.get("count", 1) for group in model_config.get("instance_group", [])) or 1
         return cls(**values)
 
     def require_positive(self, *names: str) -> None:
@@ -309,6 +312,7 @@ class OrchestratorConfig(HopConfig):
         Empty for the stacks of this repository, see docs/voices.md.
     first_token_timeout, token_timeout, model_timeout: seconds to the LLM's first tokens, between later ones, and for
         the answer of any other model. The first two are below 5 s, so that a dead LLM is an error within that time.
+    text_timeout: seconds that the LLM waits for the next piece of a text in pieces.
     voices_dir: registered voices, see common/voice/book.py. default_speaker: the voice of requests without one.
     """
 
@@ -335,10 +339,12 @@ class OrchestratorConfig(HopConfig):
     first_token_timeout: float = 4.5
     token_timeout: float = 4.5
     model_timeout: float = 15.0
+    text_timeout: float = 20.0
     max_text_chars: int = 4096
     voices_dir: str = ""
     default_speaker: str = ""
     decoupled: bool = False
+    instances: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -347,6 +353,7 @@ class OrchestratorConfig(HopConfig):
             "first_token_timeout",
             "token_timeout",
             "model_timeout",
+            "text_timeout",
             "max_text_chars",
         )
         if self.max_silent_tokens < 0:

@@ -14,6 +14,7 @@ from common import triton_io
 from common.config import OrchestratorConfig
 from common.llm.checkpoint import follows_instructions, read_limits, speech_bias
 from common.llm.interface import LengthRatios, SpeechLM, Timeouts
+from common.llm.interleaving import InterleavedLM
 from common.llm.openai_client import OpenAILM
 from common.llm.speech_tokens import LLMTokenizer
 from common.llm.triton_client import TritonLM
@@ -24,6 +25,7 @@ from common.orchestrator.request import RequestInputs, default_sampling
 from common.orchestrator.responses import Timeline, outputs
 from common.orchestrator.silence import SilenceRules
 from common.orchestrator.synthesis import Synthesizer
+from common.orchestrator.text_stream import TextStream, TextStreams
 from common.process.drain import DrainFile
 from common.process.environment import ModelEnvironment
 from common.process.health import ModelMonitor
@@ -81,6 +83,7 @@ class Orchestrator:
             voices.get,
             TritonPromptEncoder(call, tokenizer.first_speech_id),
             self._llm,
+            InterleavedLM(self._llm, tokenizer),
             TritonToken2Wav(
                 call, stack.token2wav, cumulative=stack.cumulative, first_speech_id=tokenizer.first_speech_id
             ),
@@ -96,16 +99,37 @@ class Orchestrator:
         self._instructions = follows_instructions(config.llm_tokenizer_dir)
         self._max_text_chars = config.max_text_chars
         self._decoupled = config.decoupled
+        self._instances = config.instances
+        self._texts = TextStreams(config.max_text_chars, config.text_timeout)
         self._drain = DrainFile(ModelEnvironment.read().drain_file)
         self.stats = RequestStats()
 
     async def answer(self, request: Any, responder: triton_io.Responder) -> None:
-        """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all work started for it."""
+        """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all work started for it.
+
+        A request of a sequence has the first piece of a text, or a further one, see `text_stream`.
+        """
+        origin = triton_io.origin(request)
+        if not (sequence := origin["correlation_id"]):
+            await self._speak(request, responder)
+            return
+        piece, end = triton_io.text(request, "target_text") or "", origin["end"]
+        if not origin["start"]:
+            self._texts.add(sequence, piece, end)
+            return
+        if not self._decoupled or self._instances > 1:
+            wrong = f"{self._instances} orchestrator processes" if self._decoupled else "offline requests"
+            raise ValueError(f"sequence id {sequence}: text in pieces is not served with {wrong}")
+        with self._texts.open(sequence) as pieces:
+            pieces.add(piece, end)
+            await self._speak(request, responder, pieces)
+
+    async def _speak(self, request: Any, responder: triton_io.Responder, pieces: TextStream | None = None) -> None:
         timeline = Timeline()
         warnings: list[str] = []
         with self.stats.request() as live:
             self._drain.check()
-            speech = _inputs(request).check(self._sampling, self._max_text_chars)
+            speech = _inputs(request, pieces).check(self._sampling, self._max_text_chars)
             if speech.instruct_text and not self._instructions:  # it would read them aloud
                 speech = dataclasses.replace(speech, instruct_text="")
                 warnings.append("instruct_text was left out: this LLM does not follow instructions")
@@ -127,7 +151,7 @@ class Orchestrator:
         await self._llm.aclose()
 
 
-def _inputs(request: Any) -> RequestInputs:
+def _inputs(request: Any, pieces: TextStream | None) -> RequestInputs:
     return RequestInputs(
         target_text=triton_io.text(request, "target_text"),
         reference_wav=triton_io.read(request, "reference_wav"),
@@ -136,6 +160,7 @@ def _inputs(request: Any) -> RequestInputs:
         speaker=triton_io.text(request, "speaker"),
         instruct_text=triton_io.text(request, "instruct_text"),
         parameters=triton_io.parameters(request),
+        pieces=pieces,
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,8 @@ class SynthesisRequest:
     If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
     `normalize`, `as_is`: see `TextFrontend`. `speed` above 1 is faster; whole utterances only.
-    `timeline`: report when each stage of a streamed answer was reached.
+    `timeline`: report when each stage of a streamed answer was reached. `pieces`: the text, in place of `target_text`,
+    while it is being written; spoken as it is, without normalization and markup.
     """
 
     target_text: str
@@ -60,11 +61,12 @@ class SynthesisRequest:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     speed: float = 1.0
     timeline: bool = False
+    pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestInputs:
-    """The inputs of a request as received; None for a missing one."""
+    """The inputs of a request as received; None for a missing one. `pieces`: where the further text comes from."""
 
     target_text: str | None
     reference_wav: np.ndarray | None = dataclasses.field(default=None, repr=False)
@@ -73,13 +75,16 @@ class RequestInputs:
     speaker: str | None = None
     instruct_text: str | None = None
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
 
     def check(self, defaults: Sampling, max_text_chars: int) -> SynthesisRequest:
         """The validated request. Raises ValueError naming the invalid value."""
         if self.target_text is None:
             raise ValueError("target_text is missing")
         self._check_parameters()
-        target_text = clean_text(self.target_text, name="target_text", max_chars=max_text_chars)
+        target_text = ""
+        if self.pieces is None:
+            target_text = clean_text(self.target_text, name="target_text", max_chars=max_text_chars)
         instruct_text = self._line("instruct_text", max_text_chars)
         cross_lingual = _flag("cross_lingual", self.parameters.get("cross_lingual", False))
         if instruct_text and cross_lingual:
@@ -100,6 +105,7 @@ class RequestInputs:
             sampling=sampling_of(self.parameters, defaults),
             speed=_speed_of(self.parameters),
             timeline=_flag("timeline", self.parameters.get("timeline", False)),
+            pieces=self.pieces,
         )
 
     def _check_parameters(self) -> None:

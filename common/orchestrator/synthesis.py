@@ -7,7 +7,7 @@ The parts that do the work are ports (protocols); nothing here depends on a serv
     text ----> segments ------------+
 
 Each segment of a text has its own LLM request and its own token2wav stream, both with the same voice. The LLM is at
-most one segment ahead of token2wav.
+most one segment ahead of token2wav. A text in pieces is one segment, for which the LLM has a request for each block.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ import numpy as np
 
 from common.constants import HOP_SAMPLES, MAX_STREAM_TOKENS, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
 from common.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
+from common.llm.interleaving import InterleavedLM
 from common.orchestrator.chunking import Hop, HopRules, HopSchedule
 from common.orchestrator.request import SynthesisRequest
 from common.orchestrator.silence import SilenceFilter, SilenceRules
@@ -158,6 +159,19 @@ class TokenBuffer:
             if reason == "length" and (len(generated) < done + asked or len(generated) >= limit):
                 self._warn(f"{len(generated)} tokens, the most for a text of its length: {text[:80]!r}")
                 break
+        self._end()
+
+    async def read(self, stream: TokenStream) -> None:
+        """Read the whole segment from `stream`. Warns if it was cut short; ValueError if there is no token at all."""
+        generated: list[int] = []
+        reason = await self._read(stream, generated)
+        if not generated:
+            raise ValueError("the LLM returned no speech token for the text in pieces")
+        if reason == "length":
+            self._warn(f"{len(generated)} tokens, the most for its text in pieces")
+        self._end()
+
+    def _end(self) -> None:
         self.ended = True
         self._changed.set()
 
@@ -206,6 +220,7 @@ class Synthesizer:
         voices: VoiceLookup,
         encoder: PromptEncoder,
         llm: SpeechLM,
+        interleaved: InterleavedLM,
         token2wav: Token2WavPort,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
@@ -215,6 +230,7 @@ class Synthesizer:
         self._voices = voices
         self._encoder = encoder
         self._llm = llm
+        self._interleaved = interleaved
         self._token2wav = token2wav
         self._rules = rules
         self._clock = clock
@@ -294,7 +310,7 @@ class Synthesizer:
         texts = self._texts.segments(
             request.target_text, request.normalize, request.sampling.max_tokens / TOKEN_RATE, request.as_is
         )
-        first = scope.spawn(_next(texts))
+        first = scope.spawn(_next(texts)) if request.pieces is None else None
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.normalize))
         known = voice if isinstance(voice, Prompt) else self._prompts.get(voice)
         tokens, mel, embedding = self._encoded(known or voice, scope)
@@ -306,7 +322,11 @@ class Synthesizer:
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silence)
-        scope.spawn(self._generate(first, texts, llm_prompt, request.sampling, segments, new_buffer))
+        if first is not None:
+            work = self._generate(first, texts, llm_prompt, request.sampling, segments, new_buffer)
+        else:
+            work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
+        scope.spawn(work)
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
@@ -342,6 +362,15 @@ class Synthesizer:
             text = await _next(rest)
         if pause:
             await segments.put(Pause(pause))
+        await segments.put(None)
+
+    async def _generate_interleaved(
+        self, request: SynthesisRequest, llm_prompt: LLMPrompt, segments: SegmentQueue, segment: TokenBuffer
+    ) -> None:
+        """Queue the only buffer of a text in pieces and fill it."""
+        assert request.pieces is not None
+        await segments.put(segment)
+        await segment.read(self._interleaved.generate(llm_prompt, request.pieces, request.sampling))
         await segments.put(None)
 
 

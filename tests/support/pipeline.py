@@ -4,9 +4,12 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from functools import cache
 
 import numpy as np
 
+from common.llm.interleaving import InterleavedLM
+from common.llm.speech_tokens import LLMTokenizer
 from common.orchestrator.chunking import Hop, HopRules
 from common.orchestrator.request import SynthesisRequest
 from common.orchestrator.silence import SilenceRules
@@ -20,6 +23,14 @@ from tests.support.fakes import (
     Step,
     speech_request,
 )
+from tools.demo_model.llm import build_tokenizer
+
+
+@cache
+def demo_tokenizer() -> LLMTokenizer:
+    tokenizer = build_tokenizer()
+    ids = [tokenizer.token_to_id(token) for token in ("<|s_0|>", "<|eos1|>", "<|sos|>", "<|task_id|>")]
+    return LLMTokenizer(tokenizer, ids[0], (ids[1],), *ids[2:])
 
 
 class Pipeline:
@@ -45,7 +56,8 @@ class Pipeline:
 
     @property
     def synthesizer(self) -> Synthesizer:
-        ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, self.token2wav)
+        interleaved = InterleavedLM(self.llm, demo_tokenizer())
+        ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, interleaved, self.token2wav)
         return Synthesizer(*ports, self.rules, self.clock, silence=self.silence)
 
     async def synthesize(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
