@@ -128,7 +128,7 @@ def speech_stack(serve: Callable[..., object], demo_models: Path) -> Iterator[ob
     from tests.support.speech_fixtures import MAX_STREAMS, speech_stack_over
 
     # Idle streams are never evicted, so a stream that kept its slot would block the next one.
-    triton = serve(settings={"max_streams": str(MAX_STREAMS), "idle_seconds": "600"})
+    triton = serve(settings={"max_streams": str(MAX_STREAMS), "idle_seconds": "600", "text_timeout": "2"})
     with speech_stack_over(triton, demo_models / "voices") as stack:
         yield stack
 

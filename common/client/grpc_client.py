@@ -6,6 +6,7 @@ connection of the threaded client carries one streamed request at a time.
 
 import asyncio
 import queue
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
@@ -126,18 +127,10 @@ async def _responses(
 ) -> AsyncGenerator[Any, None]:
     """The responses of a streaming request.
 
-    The request generator ends after one request, which half-closes the call: the server closes its side after that
-    request's final response, so no end marker is needed.
+    The request generator ends, which half-closes the call: the server closes its side after the final response to the
+    last request, so no end marker is needed.
     """
-
-    async def requests() -> AsyncGenerator[dict[str, Any], None]:
-        yield {
-            "model_name": model,
-            "inputs": request.tensors(InferInput),
-            "parameters": request.parameters or None,
-        }
-
-    responses = connection.stream_infer(requests(), stream_timeout=timeout)
+    responses = connection.stream_infer(_requests(model, request), stream_timeout=timeout)
     try:
         async for result, error in responses:
             if error is not None:
@@ -145,6 +138,19 @@ async def _responses(
             yield result
     finally:
         responses.cancel()
+
+
+async def _requests(model: str, request: speech.Utterance) -> AsyncGenerator[dict[str, Any], None]:
+    """One request; a text in pieces is a sequence of them: START with the voice, END after the last piece."""
+    first = {"model_name": model, "inputs": request.tensors(InferInput), "parameters": request.parameters or None}
+    if request.pieces is None:
+        yield first
+        return
+    sequence = {"model_name": model, "sequence_id": 1 + secrets.randbelow(2**63 - 1)}
+    yield first | sequence | {"sequence_start": True}
+    async for piece in request.pieces:
+        yield sequence | {"inputs": speech.Utterance(piece).tensors(InferInput)}
+    yield sequence | {"inputs": speech.Utterance("").tensors(InferInput), "sequence_end": True}
 
 
 class ThreadConnection:

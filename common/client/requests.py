@@ -5,10 +5,11 @@ neither.
 """
 
 import argparse
+import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,41 @@ _TEXTS = ("reference_text", "speaker", "instruct_text", "target_text")  # of an 
 Parameters = dict[str, int | float | str | bool]
 
 
+class TextPieces:
+    """A text while it is being written: readers get its pieces as they are added, each reader from the beginning."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+        self.ended = False
+        self._pieces: list[str] = []
+        self._changed = asyncio.Event()
+
+    def add(self, piece: str) -> None:
+        """Add a piece; not after the end."""
+        assert not self.ended
+        self._pieces.append(piece)
+        self.chars += len(piece)
+        self._changed.set()
+
+    def end(self) -> None:
+        """There are no further pieces."""
+        self.ended = True
+        self._changed.set()
+
+    async def __aiter__(self) -> AsyncGenerator[str, None]:
+        """The pieces, several as one if they have been added since the last one was read."""
+        read = 0
+        while True:
+            if piece := "".join(self._pieces[read:]):
+                read = len(self._pieces)
+                yield piece
+            elif self.ended:
+                return
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+
 class ClientError(RuntimeError):
     """The request could not be sent or answered. The message is one line that says what to do next."""
 
@@ -41,7 +77,7 @@ class Utterance:
 
     reference: float32 (T,) at 16 kHz, mono; without `reference_text` the voice is cloned cross-lingually. speaker: a
     registered voice, instead of a recording. instruct_text: how to speak. parameters: request parameters such as
-    `seed`.
+    `seed`. pieces: the text while it is being written, after `target_text`; for streamed requests.
     """
 
     target_text: str
@@ -50,6 +86,7 @@ class Utterance:
     parameters: Parameters = field(default_factory=dict)
     speaker: str | None = None
     instruct_text: str | None = None
+    pieces: TextPieces | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """ValueError naming a value that cannot be encoded: grpc.aio would end such a request as if it were

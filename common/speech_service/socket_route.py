@@ -1,11 +1,13 @@
 """WS /v1/audio/speech/stream: text arrives in pieces, as an LLM writes it; audio is sent per sentence; barge-in.
 
-    client  session.config {fields of /v1/audio/speech}   input.text {text}   input.done   input.cancel   session.close
+    client  session.config {mode, and fields of /v1/audio/speech}   input.text {text}
+            input.done   input.cancel   session.close
     server  audio.start {utterance_index, sentence_index, sentence_text, format, sample_rate}, binary frames, audio.done
             session.done {utterance_index, total_sentences}   audio.cancelled {utterance_index}   error {error}
 
 A sentence is spoken as soon as the next one starts. Each sentence is encoded separately: with a container (mp3, wav, …)
-it is a file of its own; pcm, the default here, continues seamlessly.
+it is a file of its own; pcm, the default here, continues seamlessly. In the mode "tokens" the whole utterance takes the
+place of a sentence: the model gets the text while it is being written.
 """
 
 import asyncio
@@ -13,12 +15,14 @@ import logging
 import time
 from collections import deque
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from async_timeout import timeout
 from fastapi import APIRouter, WebSocket
 from starlette.websockets import WebSocketDisconnect
 
+from common.client.requests import TextPieces
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.requests import SpeechRequest, parse, read_json
 from common.speech_service.service import Service
@@ -28,6 +32,7 @@ from common.text.sentences import WINDOW, SentenceSplitter
 MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
 _POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close codes of the protocol
 
+_MODES = "sentences", "tokens"
 _DOCUMENT_BEGINS, _DOCUMENT_ENDS = "<speak", "</speak>"
 _HALF_A_CHARACTER = "text has half of a surrogate pair, whose other half did not follow"
 
@@ -69,10 +74,12 @@ class SocketSession:
         self._socket = socket
         self._service = service
         self._config: dict[str, Any] = {"response_format": "pcm"}
+        self._by_tokens = False  # the mode
+        self._pieces: TextPieces | None = None  # of the utterance in the mode "tokens"
         self._half = ""  # of a surrogate pair, which a client that cuts text by UTF-16 units may send in two pieces
         self._splitter = SentenceSplitter()
         self._document = ""  # SSML that has not ended, which is spoken as one sentence
-        self._waiting: deque[str] = deque()  # complete sentences
+        self._waiting: deque[str | TextPieces] = deque()  # complete sentences, or all of the utterance
         self._waiting_chars = 0  # of all of them
         self._finished = False  # the client has sent input.done
         self._utterance = 0
@@ -124,17 +131,23 @@ class SocketSession:
 
     def _configure(self, fields: dict[str, Any]) -> None:
         """Set the request fields of later sentences. Not during an utterance, which would change its voice."""
-        if self._unfinished or self._waiting or self._speaking:
+        if self._unfinished or self._waiting or self._speaking or self._pieces:
             raise invalid("session.config during an utterance: send it before input.text or after session.done")
+        mode = fields.pop("mode", None) or _MODES[0]
+        if mode not in _MODES:
+            raise invalid(f"mode must be {' or '.join(_MODES)}, not {mode!r}", "mode")
         config = {"response_format": "pcm", **fields}
         self._service.encoder(parse(SpeechRequest, {**config, "input": "."}))
-        self._config = config
+        self._config, self._by_tokens = config, mode == "tokens"
 
     async def _add_text(self, text: Any) -> None:
         if not isinstance(text, str):
             raise invalid("input.text has no text", "text")
         half, self._half = self._half, ""
         text, self._half = _joined(half + text)
+        if self._by_tokens:
+            self._add_piece(text)
+            return
         if len(text) + len(self._unfinished) + self._waiting_chars > MAX_WAITING_CHARS:
             raise ApiError(
                 429, f"more than {MAX_WAITING_CHARS} characters are waiting to be spoken", code="too_much_text"
@@ -147,6 +160,19 @@ class SocketSession:
         if len(self._unfinished) > (limit := self._service.settings.max_input_chars):
             self._drop_unfinished()
             raise invalid(f"a sentence has more than {limit} characters: it is not spoken", "text")
+
+    def _add_piece(self, piece: str) -> None:
+        if self._pieces is None:
+            self._pieces = TextPieces()
+            self._waiting.append(self._pieces)
+            self._wake()
+        if self._pieces.ended:
+            raise invalid("input.text before session.done: in the mode tokens, an utterance ends before the next one")
+        if not self._speaking:
+            raise invalid("the utterance failed: end it with input.done or input.cancel")
+        if self._pieces.chars + len(piece) > (limit := self._service.settings.max_input_chars):
+            raise invalid(f"the utterance has more than {limit} characters: this piece is not spoken", "text")
+        self._pieces.add(piece)
 
     def _complete(self, text: str) -> list[str]:
         documents: list[str] = []
@@ -166,6 +192,8 @@ class SocketSession:
         self._drop_unfinished()
         self._finished, self._half = True, ""
         self._queue([rest.strip()] if is_speakable(rest) else [])
+        if self._pieces is not None:
+            self._pieces.end()
         self._wake()
         if half:
             raise invalid(_HALF_A_CHARACTER, "text")
@@ -202,7 +230,7 @@ class SocketSession:
         while self._waiting:
             try:
                 sentence = self._waiting.popleft()
-                self._waiting_chars -= len(sentence)
+                self._waiting_chars -= len(sentence) if isinstance(sentence, str) else 0
                 await self._speak_sentence(sentence)
             except WebSocketDisconnect:
                 return
@@ -217,16 +245,20 @@ class SocketSession:
         if self._finished:
             done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
             self._utterance, self._sentences, self._finished = self._utterance + 1, 0, False
+            self._pieces = None
             await self._send("session.done", **done)
 
-    async def _speak_sentence(self, text: str) -> None:
+    async def _speak_sentence(self, sentence: str | TextPieces) -> None:
         index = {"utterance_index": self._utterance, "sentence_index": self._sentences}
         self._sentences += 1
         sent, failed = 0, False
         try:
-            wanted: SpeechRequest = parse(SpeechRequest, {**self._config, "input": text})
+            text = sentence if isinstance(sentence, str) else ""
+            wanted: SpeechRequest = parse(SpeechRequest, {**self._config, "input": text or "."})
             encoder = self._service.encoder(wanted)
             job = await self._service.job(wanted)
+            if isinstance(sentence, TextPieces):
+                job.utterance = replace(job.utterance, target_text="", pieces=sentence)
             await self._send(
                 "audio.start", **index, sentence_text=text, format=wanted.response_format, sample_rate=encoder.rate
             )
@@ -246,6 +278,7 @@ class SocketSession:
         self._waiting_chars, self._finished, self._half = 0, False, ""
         self._drop_unfinished()
         await self.stop_speaking()
+        self._pieces = None
         cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
         await self._send("audio.cancelled", utterance_index=cancelled)
 

@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 from common import stacks
 from common.client.grpc_client import chunks, complete
 from common.client.requests import Utterance
-from common.speech_service.errors import ApiError, from_triton
+from common.speech_service.errors import ApiError, from_triton, invalid
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class Backend:
                         if waveform is not None and waveform.size:
                             yield waveform.reshape(-1)  # (1, N) -> (N,)
                 return
+            if request.pieces is not None:
+                raise invalid(f"mode tokens: the model {model!r} is served for offline requests", "mode")
             waveform = await complete(self.connection, model, request, timeout)
             if waveform is not None and waveform.size:
                 yield waveform.reshape(-1)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import threading
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import httpx2 as httpx
 import numpy as np
 import openai
 import pytest
+import tritonclient.grpc.aio as triton
+from tritonclient.grpc import InferInput
+from tritonclient.utils import InferenceServerException
 from websockets.sync.client import connect
 
+from common.client.requests import Utterance
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
 from common.speech_service.encoding import FORMATS, AudioEncoder
 from common.speech_service.runtime_grpc import PROTO
@@ -190,6 +195,163 @@ def test_the_socket_speaks_a_text_that_arrives_in_pieces(speech_stack: SpeechSta
             received.append(message if isinstance(message, bytes) else json.loads(message))
     audio = b"".join(message for message in received if isinstance(message, bytes))
     assert len(audio) > SAMPLE_RATE and np.abs(np.frombuffer(audio, "<i2")).max() > 100
+
+
+def pieces_of(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+async def speak_sequence(
+    address: str, pieces: list[str], sequence: int = 5, heard: asyncio.Event | None = None, end: bool = True
+) -> int:
+    """The samples of a text in pieces. heard: set at the first audio; until then the text goes on after its pieces.
+    InferenceServerException for an error."""
+
+    async def texts() -> AsyncIterator[str]:
+        for piece in pieces:
+            yield piece
+        while heard is not None and not heard.is_set():
+            yield " more"
+            await asyncio.sleep(0.2)
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        position = {"model_name": "cosyvoice2_dit", "sequence_id": sequence, "sequence_start": True}
+        async for piece in texts():
+            voice = "anna" if position["sequence_start"] else None
+            yield position | {"inputs": Utterance(piece, speaker=voice).tensors(InferInput)}
+            position["sequence_start"] = False
+        if not end:
+            await asyncio.Event().wait()
+        yield position | {"inputs": Utterance("").tensors(InferInput), "sequence_end": True}
+
+    samples = 0
+    async with triton.InferenceServerClient(address) as client:
+        answers = client.stream_infer(requests(), stream_timeout=60)
+        try:
+            async for result, error in answers:
+                if error is not None:
+                    raise error
+                samples += result.as_numpy("waveform").size
+                if heard is not None:
+                    heard.set()
+        finally:
+            answers.cancel()
+    return samples
+
+
+def test_a_sequence_speaks_a_text_before_it_has_ended(speech_stack: SpeechStack) -> None:
+    async def run() -> int:
+        return await speak_sequence(speech_stack.grpc_url, pieces_of(TEXT, 4), heard=asyncio.Event())
+
+    assert asyncio.run(run()) > SAMPLE_RATE
+
+
+@pytest.mark.parametrize("pieces", [["", "H", "", "i", "."], list(TEXT)], ids=["short", "characters"])
+def test_a_sequence_of_any_pieces_is_spoken_completely(speech_stack: SpeechStack, pieces: list[str]) -> None:
+    # Random weights: about three seconds, whatever the text.
+    assert asyncio.run(speak_sequence(speech_stack.grpc_url, pieces)) > SAMPLE_RATE
+
+
+@pytest.mark.parametrize(
+    ("pieces", "end", "message"),
+    [
+        ([TEXT], False, "target_text has not ended, and there was no further piece of it for 2 s"),
+        (["", " ?! "], True, "target_text has nothing to speak"),
+        (["a" * 4000, "b" * 100], True, "4100 characters in its pieces so far, more than the limit of 4096"),
+    ],
+    ids=["stops", "silent", "long"],
+)
+def test_a_sequence_that_cannot_be_spoken_is_an_error(
+    speech_stack: SpeechStack, pieces: list[str], end: bool, message: str
+) -> None:
+    with pytest.raises(InferenceServerException, match=message):
+        asyncio.run(speak_sequence(speech_stack.grpc_url, pieces, end=end, sequence=len(message)))
+
+
+def test_a_sequence_is_cancelled_with_its_stream_and_its_id_is_checked(speech_stack: SpeechStack) -> None:
+    address = speech_stack.grpc_url
+
+    async def run() -> None:
+        heard = asyncio.Event()
+        speaking = asyncio.create_task(speak_sequence(address, pieces_of(TEXT, 4), 6, heard, end=False))
+        await asyncio.wait_for(heard.wait(), 60)
+        with pytest.raises(InferenceServerException, match="sequence id 6 is in use"):
+            await speak_sequence(address, ["Hi"], 6)
+        speaking.cancel()
+        await asyncio.wait({speaking})
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:  # the server polls whether clients have gone
+            try:
+                assert await speak_sequence(address, ["Hi"], 6)
+                break
+            except InferenceServerException as error:
+                assert "is in use" in str(error)
+                await asyncio.sleep(0.1)
+        else:
+            pytest.fail("a cancelled sequence kept its id")
+        with pytest.raises(InferenceServerException, match="no text in pieces has the sequence id 7"):
+            async with triton.InferenceServerClient(address) as client:
+                late = {"inputs": Utterance("late").tensors(InferInput), "sequence_id": 7}
+
+                async def requests() -> AsyncIterator[dict[str, Any]]:
+                    yield late | {"model_name": "cosyvoice2_dit"}
+
+                async for _, error in client.stream_infer(requests()):
+                    raise error
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def token_session(stack: SpeechStack) -> Iterator[tuple[Callable[..., None], Callable[[str], list[Any]]]]:
+    """A WebSocket in the mode tokens: how to send a message, and all that is received up to a type."""
+    with connect(stack.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+
+        def send(kind: str, **fields: Any) -> None:
+            socket.send(json.dumps({"type": kind, **fields}))
+
+        def receive(final: str) -> list[Any]:
+            received: list[Any] = []
+            while not received or not isinstance(received[-1], dict) or received[-1]["type"] != final:
+                message = socket.recv(30)
+                received.append(message if isinstance(message, bytes) else json.loads(message))
+            return received
+
+        send("session.config", voice="anna", mode="tokens")
+        yield send, receive
+
+
+def test_the_socket_speaks_tokens_before_the_text_has_ended(speech_stack: SpeechStack) -> None:
+    with token_session(speech_stack) as (send, receive):
+        for utterance, text in enumerate((TEXT, "Hi")):
+            for char in text:
+                send("input.text", text=char)
+            (started,) = receive("audio.start")
+            assert started["utterance_index"] == utterance and started["sentence_text"] == ""
+            send("input.text", text=" The rest.")
+            send("input.done")
+            *audio, done, end = receive("session.done")
+            assert sum(map(len, audio)) == done["total_bytes"] > SAMPLE_RATE and not done["error"]
+            assert end == {"type": "session.done", "utterance_index": utterance, "total_sentences": 1}
+
+
+def test_the_socket_survives_tokens_that_stop_fail_or_are_cancelled(speech_stack: SpeechStack) -> None:
+    with token_session(speech_stack) as (send, receive):
+        send("input.text", text="Then nothing")
+        assert "input has not ended" in receive("error")[-1]["error"]["message"]
+        assert receive("audio.done")[-1]["error"]
+        send("input.text", text=" more")
+        assert "the utterance failed" in receive("error")[-1]["error"]["message"]
+        send("input.done")
+        assert receive("session.done")[-1]["utterance_index"] == 0
+        send("input.text", text=TEXT)
+        receive("audio.start")
+        send("session.config", mode="sentences")
+        assert "during an utterance" in receive("error")[-1]["error"]["message"]
+        send("input.cancel")
+        assert receive("audio.cancelled")[-1]["utterance_index"] == 1
+        send("input.done")
+        assert receive("session.done")[-1] == {"type": "session.done", "utterance_index": 2, "total_sentences": 0}
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

@@ -120,6 +120,7 @@ def test_a_client_that_disconnects_ends_the_work(url: str, stub: TritonStub) -> 
         ('{"type": "input.sing"}', "input.sing"),
         ('{"type": "input.text"}', "no text"),
         ('{"type": "session.config", "speed": 9}', "speed"),
+        ('{"type": "session.config", "mode": "words"}', "mode must be sentences or tokens, not 'words'"),
         ('{"type": "session.config", "voise": "x"}', "voise"),
         (json.dumps({"type": "input.text", "text": "a" * 70_000}), "waiting to be spoken"),
         (json.dumps({"type": "input.text", "text": "a" * 5000}), "more than 4096 characters"),

@@ -35,6 +35,7 @@ class SpeechStack:
     url: str
     runtime_port: int
     client: openai.OpenAI
+    grpc_url: str
 
 
 def transcript(recording: Path) -> str:
@@ -54,7 +55,7 @@ def speech_stack_over(triton: TritonServer, voices: Path) -> Iterator[SpeechStac
         words = {"name": VOICE, "ref_text": transcript(RECORDING)}
         assert httpx.post(f"{url}/v1/audio/voices", data=words, files=files).status_code == 201
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
-            yield SpeechStack(url, port, client)
+            yield SpeechStack(url, port, client, triton.grpc_url)
     shutil.rmtree(voices)
 
 
