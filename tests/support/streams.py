@@ -63,3 +63,8 @@ def unet_pieces(tokens: np.ndarray, hops: list[int]) -> list[Piece]:
         Piece(tokens if piece.final else tokens[: piece.offset + len(piece.tokens)], piece.final, piece.offset)
         for piece in dit_pieces(tokens, hops)
     ]
+
+
+def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:
+    (audio,) = engine.step([piece.of(engine, stream)])
+    return audio

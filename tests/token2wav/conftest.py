@@ -1,11 +1,16 @@
-"""The small networks that upstream's outputs were recorded with."""
+"""The small networks that upstream's outputs were recorded with; the service with a fake engine."""
 
 import pytest
 
+from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import source_noise
-from tests.support.streams import DIT, GOLDEN, UNET
+from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.unet.streaming import UNetStreaming
+from tests.support.fake_engine import Client, Clock, FakeEngine, queue_behind_a_running_chunk, started
+from tests.support.streams import DIT, GOLDEN, UNET, VOICES_BYTES
 from tools.parity import flow_dit, flow_unet, hift
 from tools.parity.fixture import Fixture
 
@@ -24,3 +29,56 @@ def dit_network():
 @pytest.fixture(scope="module")
 def unet_network():
     return flow_unet.build(Fixture(GOLDEN / f"{UNET}.json"), "cosyvoice2_flow_tiny.weights.safetensors")
+
+
+@pytest.fixture
+def prompts():
+    return PromptCaches(VOICES_BYTES)
+
+
+@pytest.fixture
+def dit(dit_network, vocoder, prompts):
+    limits = BatchLimits(max_streams=8)
+    flow = DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4, max_tokens=200)
+    return Token2Wav(flow, vocoder)
+
+
+@pytest.fixture
+def unet(unet_network, vocoder):
+    return Token2Wav(UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4, max_tokens=200), vocoder)
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def service(engine, clock):
+    service = started(engine, clock, max_start_wait_seconds=60.0)
+    yield service
+    engine.gate.set()
+    service.close()
+    assert engine.live == 0
+
+
+@pytest.fixture
+def client(service):
+    return Client(service)
+
+
+@pytest.fixture
+def full(engine, clock):
+    """A client of a service with four streams, which is all that it admits; it is rendering."""
+    service = started(engine, clock)
+    client = Client(service)
+    queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    yield client
+    engine.gate.set()
+    service.close()
+    assert engine.live == 0

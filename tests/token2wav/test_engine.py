@@ -1,6 +1,5 @@
 """The engine with the small networks of the fixtures: upstream's streaming loops, isolation of streams, limits."""
 
-import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -14,8 +13,7 @@ from common.constants import (
     OVERLAP_FRAMES,
     TOKEN_MEL_RATIO,
 )
-from common.errors import UnavailableError
-from common.token2wav.dit.memory import PromptCaches, TailPool
+from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits
@@ -32,35 +30,14 @@ from tests.support.streams import (
     dit_pieces,
     ids,
     prompt,
+    step,
     tensors,
     unet_pieces,
 )
 from tools.parity import streaming
 from tools.parity.fixture import Fixture
-from tools.parity.reference import dit_flow, window_flow
+from tools.parity.reference import dit_flow
 from tools.parity.runner import run_fixture
-
-
-@pytest.fixture
-def prompts():
-    return PromptCaches(VOICES_BYTES)
-
-
-@pytest.fixture
-def dit(dit_network, vocoder, prompts):
-    limits = BatchLimits(max_streams=8)
-    flow = DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4, max_tokens=200)
-    return Token2Wav(flow, vocoder)
-
-
-@pytest.fixture
-def unet(unet_network, vocoder):
-    return Token2Wav(UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4, max_tokens=200), vocoder)
-
-
-def step(engine: Token2Wav, stream: Stream, piece: Piece) -> np.ndarray:
-    (audio,) = engine.step([piece.of(engine, stream)])
-    return audio
 
 
 def synthesize(engine: Token2Wav, voice: Prompt, pieces: list[Piece]) -> np.ndarray:
@@ -263,143 +240,6 @@ def test_the_dit_equals_its_reference_also_after_frames_leave_the_cache(dit_netw
         torch.testing.assert_close(flow.render([chunk])[0], expected[0], atol=1e-4, rtol=0)
 
 
-def test_voices_prefilled_together_equal_each_prefilled_alone(dit, dit_network, vocoder):
-    """Of different lengths, one without a prompt; and their streams need no prefill."""
-    limits = BatchLimits(max_streams=8)
-    caches = PromptCaches(VOICES_BYTES)
-    together = Token2Wav(DiTStreaming(dit_network, flow_noise(), caches, limits=limits, steps=4), vocoder)
-    voices = [prompt(1, 12), prompt(2, 30), prompt(3, 0), prompt(4, 7)]
-    together.prefill(voices)
-    assert [together.prefill_frames(voice) for voice in [*voices, prompt(5, 9)]] == [0, 0, 0, 0, 18]
-    for voice in voices:
-        stream, alone = together.open(voice), dit.open(voice)
-        torch.testing.assert_close(stream.prompt.attention.keys, alone.prompt.attention.keys, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(stream.prompt.attention.values, alone.prompt.attention.values, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(stream.prompt.history, alone.prompt.history, atol=1e-4, rtol=1e-4)
-        together.close(stream)
-        dit.close(alone)
-
-
-def test_a_voice_prefilled_ahead_is_dropped_if_there_is_no_room(dit_network, vocoder):
-    caches = PromptCaches(1)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), caches, limits=BatchLimits(max_streams=2)), vocoder)
-    engine.prefill([prompt(1), prompt(2)])
-    assert (len(caches), caches.nbytes) == (0, 0)
-
-
-def test_streams_of_one_voice_share_its_prompt_cache(dit, prompts):
-    first, second = dit.open(prompt(5)), dit.open(prompt(5))
-    assert len(prompts) == 1
-    assert first.prompt is second.prompt
-    before = first.prompt.attention.keys.clone()
-    step(dit, first, dit_pieces(ids(5, 20), [10])[0])
-    torch.testing.assert_close(second.prompt.attention.keys, before)
-
-
-def test_streams_are_limited_and_release_their_slots(dit):
-    streams = [dit.open(prompt(5)) for _ in range(8)]
-    with pytest.raises(UnavailableError, match="all 8 streams"):
-        dit.open(prompt(5))
-    for stream in streams:
-        dit.close(stream)
-    dit.close(dit.open(prompt(5)))
-
-
-def test_prompt_caches_are_limited_in_bytes_and_the_least_recently_used_idle_one_is_evicted(dit_network, vocoder):
-    limits = BatchLimits(max_streams=9)
-    size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes(24)
-    prompts = PromptCaches(2 * size)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
-    live = engine.open(prompt(0))
-    assert live.prompt.nbytes == size
-    for seed in (1, 2, 3):
-        engine.close(engine.open(prompt(seed)))
-        assert prompts.nbytes == 2 * size
-    assert engine.open(prompt(0)).prompt is live.prompt
-    third = engine.open(prompt(3))
-    with pytest.raises(UnavailableError, match="no room for another voice: .* the 2 voices"):
-        engine.open(prompt(4))
-    engine.close(third)
-    engine.close(engine.open(prompt(4)))
-    assert len(prompts) == 2
-
-
-def test_a_voice_without_room_waits_for_it_in_turn_and_one_that_never_has_room_is_refused(dit_network, vocoder):
-    limits = BatchLimits(max_streams=9)
-    size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes
-    prompts = PromptCaches(2 * size(24))
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
-    first, short = prompt(0), prompt(3, 5)
-    assert engine.fitting([first, prompt(1), first, prompt(2)]) == [True, True, True, False]
-    live, idle = engine.open(first), engine.open(prompt(1))
-    assert engine.fitting([prompt(2), first, short, prompt(1)]) == [False, True, False, True]
-    engine.close(idle)
-    assert engine.fitting([prompt(2), prompt(1)]) == [True, False]  # the idle voice would be evicted
-    assert engine.fitting([short, prompt(2)]) == [True, False]
-    assert engine.fitting([prompt(4, 20), short, first]) == [False, False, True]  # it takes nobody's turn
-    engine.close(live)
-    assert engine.fitting([prompt(2), prompt(1)]) == [True, True]
-    assert engine.fitting([prompt(4, 60)]) == [True]
-    with pytest.raises(UnavailableError, match="no room for another voice"):
-        engine.open(prompt(4, 60))
-
-
-def test_room_for_new_voices_is_made_before_they_are_prefilled_and_evicted_ones_are_freed(
-    dit_network, vocoder, monkeypatch
-):
-    """At no time is there more than the limit, whoever still refers to a stream that has ended."""
-    limits, prefill, before = BatchLimits(max_streams=9), DiTStreaming._prefill, []
-    size = DiTStreaming(dit_network, flow_noise(), PromptCaches(0), limits=limits, steps=4)._pool.prompt_bytes(24)
-    prompts = PromptCaches(2 * size)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
-    ended = engine.open(prompt(0))
-    cache = weakref.ref(ended.prompt)
-    engine.close(ended)
-    monkeypatch.setattr(DiTStreaming, "_prefill", lambda *of: before.append((prompts.nbytes, cache())) or prefill(*of))
-    engine.prefill([prompt(1), prompt(2)])
-    assert before == [(0, None)] and len(prompts) == 2
-
-
-def test_idle_voices_are_evicted_if_the_free_memory_is_in_pieces(dit, prompts, monkeypatch):
-    live = dit.open(prompt(0))
-    dit.close(dit.open(prompt(1)))
-    prefill, left = DiTStreaming._prefill, [torch.OutOfMemoryError("CUDA out of memory"), None]
-
-    def fail_once(*of):
-        if error := left.pop(0):
-            raise error
-        return prefill(*of)
-
-    monkeypatch.setattr(DiTStreaming, "_prefill", fail_once)
-    dit.close(dit.open(prompt(2)))
-    assert left == [] and len(prompts) == 2 and dit.fitting([prompt(0)]) == [True]
-    dit.close(live)
-
-
-def test_a_stream_that_gets_no_slot_releases_its_prompt_cache(dit_network, vocoder):
-    prompts, limits = PromptCaches(VOICES_BYTES), BatchLimits(max_streams=1)
-    engine = Token2Wav(DiTStreaming(dit_network, flow_noise(), prompts, limits=limits, steps=4), vocoder)
-    free = len(vocoder.pool._free)
-    stream = engine.open(prompt(0))
-    with pytest.raises(UnavailableError, match="all 1 streams"):
-        engine.open(prompt(1))
-    engine.close(stream)
-    assert all(entry.streams == 0 for entry in prompts._entries.values())
-    assert len(vocoder.pool._free) == free
-
-
-def test_a_prompt_cache_is_released_if_its_streams_slot_cannot_be_filled(dit_network, vocoder, monkeypatch):
-    prompts = PromptCaches(VOICES_BYTES)
-    flow = DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(max_streams=1), steps=4)
-    engine, free = Token2Wav(flow, vocoder), len(vocoder.pool._free)
-    with monkeypatch.context() as patch:
-        patch.setattr(TailPool, "acquire", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
-        with pytest.raises(RuntimeError, match="CUDA error"):
-            engine.open(prompt(0))
-    assert [entry.streams for entry in prompts._entries.values()] == [0]
-    assert len(vocoder.pool._free) == free
-
-
 def test_audio_too_short_for_the_overlap_is_kept_for_the_next_chunk(vocoder):
     mel = torch.randn(80, 30) - 4
     stream = Stream(vocoder=vocoder.open())
@@ -414,58 +254,6 @@ def test_an_empty_final_chunk_returns_the_withheld_audio(dit):
     head = step(dit, stream, Piece(tokens, final=False))
     tail = step(dit, stream, Piece(tokens[:0], final=True))
     assert len(head) + len(tail) == 10 * TOKEN_MEL_RATIO * HOP_SAMPLES
-
-
-def test_whole_utterances_are_reproducible_and_as_long_as_their_tokens(dit, unet):
-    for engine in (dit, unet):
-        audio = engine.whole(prompt(7), ids(7, 21))
-        assert len(audio) == 21 * TOKEN_MEL_RATIO * HOP_SAMPLES
-        np.testing.assert_array_equal(audio, engine.whole(prompt(7), ids(7, 21)))
-
-
-@pytest.mark.parametrize("count", [8, 0])
-def test_a_whole_utterance_equals_the_output_of_the_networks(dit_network, unet_network, prompts, count):
-    voice, tokens = prompt(3, tokens=count), torch.from_numpy(ids(3, 40))[None]
-    prompt_tokens, feat, embedding = tensors(voice)
-    all_tokens = torch.cat([prompt_tokens, tokens], dim=1)
-    noise = flow_noise().read(0, TOKEN_MEL_RATIO * (count + 40)).T[None]
-    lengths = torch.tensor([count + 40]), feat, torch.tensor([feat.shape[1]])
-    expected = {
-        DiTStreaming(dit_network, flow_noise(), prompts, limits=BatchLimits(), steps=4): dit_flow.inference(
-            dit_network, all_tokens, *lengths, embedding, noise=noise, steps=4
-        )[0, :, feat.shape[1] :],
-        UNetStreaming(unet_network, flow_noise(), limits=BatchLimits(), steps=4): window_flow.inference(
-            unet_network, tokens, prompt_tokens, feat, embedding, noise=noise, streaming=False, final=True, steps=4
-        )[0],
-    }
-    for flow, mel in expected.items():
-        torch.testing.assert_close(*flow.whole([(voice, tokens[0].numpy())]), mel, atol=1e-4, rtol=0)
-
-
-def test_whole_utterances_of_a_batch_equal_the_same_utterances_alone(dit, unet):
-    """Voices and utterances have different lengths, so all but the longest are padded."""
-    utterances = [
-        (prompt(seed, tokens), ids(seed, length)) for seed, tokens, length in [(7, 12, 21), (8, 0, 40), (9, 20, 3)]
-    ]
-    for engine in (dit, unet):
-        for together, utterance in zip(engine.whole_batch(utterances), utterances, strict=True):
-            np.testing.assert_allclose(together, engine.whole(*utterance), atol=1e-3, rtol=0)
-
-
-def test_an_invalid_utterance_of_a_batch_is_named(dit):
-    good = (prompt(7), ids(7, 21))
-    for tokens, message in [
-        (ids(7, 0), "is empty"),
-        (np.array([120]), "speech token 120"),
-        (ids(7, 201), "limit is 200"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dit.whole_batch([good, (prompt(8), tokens)])
-
-
-@pytest.mark.parametrize(("speed", "frames"), [(0.5, 84), (1.0, 42), (2.0, 21), (3.0, 14)])
-def test_speed_stretches_a_whole_utterance(unet, speed, frames):
-    assert len(unet.whole(prompt(7), ids(7, 21), speed)) == frames * HOP_SAMPLES
 
 
 @pytest.mark.parametrize("kind", ["dit", "unet"])

@@ -1,0 +1,154 @@
+"""An engine for the tests of the token2wav service that needs no networks, and a client of that service."""
+
+import queue
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
+from common.token2wav.limits import BatchLimits
+from common.token2wav.requests import Token2WavRequest
+from common.token2wav.service import Token2WavService
+from common.token2wav.stream import Chunk
+from common.voice.prompt import Prompt
+
+PROMPT = Prompt(
+    tokens=np.arange(5), mel=np.zeros((10, MEL_BINS), np.float32), embedding=np.zeros(SPEAKER_DIM, np.float32), text=""
+)
+
+
+NO_TOKENS = np.zeros(0, np.int64)
+
+
+@dataclass
+class FakeStream:
+    rendered: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Answers a chunk with two frames of audio per token. Token 12 makes it fail alone, 13 with its batch, 14 before it
+    is rendered, 15 ends the service.
+
+    `gate` holds every step back; `batches` are the first tokens of the chunks that were rendered together.
+    """
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+    batches: list[list[int]] = field(default_factory=list)
+    known: set[bytes] = field(default_factory=set)  # voices that need no prefill
+    prefills: list[int] = field(default_factory=list)  # voices that were prefilled together
+    room: int = 99  # for streams, each in a voice of its own
+    live: int = 0
+    batch_tokens: int = 1600
+    cache_bytes: int = 4096
+    contexts: tuple[int, float] = (0, 0.0)
+    limits: BatchLimits = BatchLimits(max_streams=4)
+
+    def __post_init__(self):
+        self.gate.set()
+
+    def warm_up(self):
+        pass
+
+    def sample(self, tokens=3):
+        return PROMPT, np.zeros(tokens, np.int64)
+
+    def prefill_frames(self, prompt):
+        return 0 if prompt.digest in self.known else len(prompt.mel)
+
+    def fitting(self, prompts):
+        return [self.live < self.room for _ in prompts]
+
+    def prefill(self, prompts):
+        self.prefills.append(len(prompts))
+        self.known |= {prompt.digest for prompt in prompts}
+
+    def open(self, prompt):
+        self.known.add(prompt.digest)
+        self.live += 1
+        return FakeStream()
+
+    def close(self, stream):
+        self.live -= 1
+
+    def chunk(self, stream, tokens, *, final, offset=None):
+        if 14 in tokens:
+            raise ValueError("bad chunk")
+        if 15 in tokens:
+            raise RuntimeError("the scheduler's own mistake")
+        return Chunk(stream, tokens, final, stream.rendered, len(tokens), len(tokens))
+
+    def render(self, chunks):
+        self.entered.set()
+        self.gate.wait(10)
+        if any(13 in chunk.tokens for chunk in chunks):
+            raise RuntimeError("broken chunk")
+        for chunk in chunks:  # as the engine does: a chunk continues the stream as it was when the chunk was made
+            assert chunk.offset == chunk.stream.rendered
+            chunk.stream.rendered += chunk.new
+        self.batches.append([int(chunk.tokens[0]) for chunk in chunks])
+        return [
+            RuntimeError("bad chunk")
+            if 12 in c.tokens
+            else np.full(len(c.tokens) * 2 * HOP_SAMPLES, c.tokens[0], np.float32)
+            for c in chunks
+        ]
+
+    def whole(self, prompt, tokens, speed):
+        return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
+
+
+class Client:
+    """Sends requests and waits for their replies."""
+
+    def __init__(self, service):
+        self.service = service
+
+    def post(self, stream_id, tokens=NO_TOKENS, is_cancelled=lambda: False, **kwargs):
+        stream_id = f"sequence {stream_id}" if isinstance(stream_id, int) else stream_id
+        request = Token2WavRequest(stream_id, **{"start": False, "end": False, **kwargs}, tokens=np.asarray(tokens))
+        replies = queue.Queue()
+        self.service.submit(request, replies.put, is_cancelled)
+        return replies
+
+    def send(self, *args, **kwargs):
+        reply = self.post(*args, **kwargs).get(timeout=10)
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    def start(self, stream_id, tokens=NO_TOKENS):
+        return self.send(stream_id, tokens, start=True, prompt=PROMPT)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def started(engine, clock, **settings):
+    """A service that has measured its engine."""
+    service = Token2WavService(engine, idle_seconds=5.0, clock=clock, **settings)
+    engine.batches.clear()
+    engine.entered.clear()
+    engine.known.clear()
+    return service
+
+
+def queue_behind_a_running_chunk(client, engine, chunks):
+    """Streams 0 (which is rendering token 40) and those of `chunks`, whose chunks wait; their replies in order."""
+    for stream in (0, *chunks):
+        client.start(stream)
+    engine.gate.clear()
+    engine.entered.clear()
+    running = client.post(0, [40], final=False)
+    assert engine.entered.wait(10)
+    return [running, *(client.post(stream, tokens, final=False) for stream, tokens in chunks.items())]
+
+
+NEW = {"start": True, "prompt": PROMPT}

@@ -1,0 +1,207 @@
+"""The service: who waits, who is refused, and what is counted. The engine is a fake."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from common.constants import HOP_SAMPLES
+from common.errors import OverloadedError, UnavailableError
+from common.process.metrics import GAP_SECONDS, GAPS, REFUSED, STARTS, STARTS_WAITED
+from common.token2wav.request_queue import MAX_WAITING
+from tests.support.fake_engine import NEW, PROMPT, Client, queue_behind_a_running_chunk, started
+
+
+@pytest.mark.parametrize("last", [{}, {"tokens": [5], "final": True}])
+def test_a_new_stream_waits_until_another_has_ended_and_its_requests_keep_their_order(service, client, engine, last):
+    """The new stream is more urgent: none of its audio has been played, and the ending one has audio left."""
+    replies = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    starts = client.post(4, start=True, prompt=PROMPT)
+    first_chunk = client.post(4, [4], final=False)
+    waits = client.post("request a", [6], start=None, prompt=PROMPT, final=False)
+    engine.gate.set()
+    for reply in replies:
+        assert isinstance(reply.get(timeout=10), np.ndarray)
+    assert len(client.send(1, [1], final=False)) and len(client.send(9, [9], start=True, end=True, prompt=PROMPT))
+    assert starts.empty() and waits.empty() and service.stats().queued == 3
+    ends = client.post(0, end=True, **last)
+    for reply in [ends, starts, first_chunk]:
+        assert isinstance(reply.get(timeout=10), np.ndarray)
+    assert service.stats().live_streams == 4 and waits.empty()
+    client.send(1, end=True)
+    assert len(waits.get(timeout=10)) and len(client.send("request a", end=True)) == 0
+    assert service.stats().live_streams == 3
+
+
+def test_its_own_test_needs_no_slot(service, client, engine):
+    """All may be taken by streams that idle: that is no failure of the model."""
+    rendered = []
+    engine.sample = lambda: (PROMPT, np.arange(3))
+    engine.whole = lambda *_: rendered.append(1) or np.zeros(1, np.float32)
+    for stream_id in range(4):
+        client.start(stream_id)
+    test = threading.Thread(target=service.test, daemon=True)
+    test.start()
+    test.join(5)
+    assert rendered and service.stats().live_streams == 4
+
+
+def test_a_new_stream_waits_for_room_for_its_voice_and_is_not_refused(service, client, engine):
+    """Slots are free all the while. The service's own test takes none of the room."""
+    engine.room = 2
+    engine.sample = lambda: (PROMPT, np.arange(3))
+    client.start(1), client.start(2)
+    waiting = client.post(3, [7], start=True, prompt=PROMPT, final=False)
+    assert len(client.send(1, [5], final=False)) == 2 * HOP_SAMPLES
+    test = threading.Thread(target=service.test, daemon=True)
+    test.start()
+    test.join(5)
+    assert waiting.empty() and not test.is_alive()
+    client.send(1, [6], final=True, end=True)
+    assert len(waiting.get(timeout=10)) == 2 * HOP_SAMPLES
+    client.send(2, end=True), client.send(3, end=True)
+
+
+def test_a_stream_that_is_aborted_while_it_waits_for_room_ends_at_once(service, client, engine):
+    engine.room = 1
+    client.start(1)
+    waiting = client.post(2, [7], start=True, prompt=PROMPT, final=False)
+    client.send(2, end=True)
+    assert isinstance(waiting.get(timeout=10), UnavailableError) and engine.live == 1
+
+
+def test_the_next_segment_of_a_text_does_not_wait_for_new_streams(service, client):
+    for stream_id in range(4):
+        client.start(stream_id)
+    waiting = [client.post(stream_id, start=True, prompt=PROMPT) for stream_id in (4, 5)]
+    client.post(6, start=True, prompt=PROMPT, audio_left=1.0)
+    client.send(0, end=True)
+    assert len(client.send(6, [6], final=False)) and all(replies.empty() for replies in waiting)
+
+
+def test_a_stream_that_is_aborted_while_it_waits_for_a_slot_ends_at_once(service, client):
+    for stream_id in range(4):
+        client.start(stream_id)
+    waiting = [client.post(4, start=True, prompt=PROMPT), client.post(4, [4], final=False)]
+    assert len(client.send(4, end=True)) == 0
+    assert [type(replies.get(timeout=10)) for replies in waiting] == [UnavailableError] * 2
+    assert service.stats().queued == 0
+
+
+def test_a_live_stream_restarts_while_all_slots_are_taken(service, client):
+    for stream_id in range(4):
+        client.start(stream_id)
+    assert len(client.start(3, [4])) and service.stats().live_streams == 4
+
+
+def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_rendered(full, engine):
+    for request in (NEW, {"start": True}, {**NEW, "tokens": [4], "final": True, "end": True}):
+        with pytest.raises(OverloadedError, match="of 4 listeners .* there is room for 4"):
+            full.post(5, **request)
+    with pytest.raises(OverloadedError):
+        full.post("request a", [6], start=None, prompt=PROMPT, final=False)
+    assert full.service.stats().values()[REFUSED.sample(reason="streams")] == 4
+    assert not engine.gate.is_set()
+
+
+def test_those_who_listen_already_are_never_refused(full, engine):
+    """A later segment, a stream that is begun again, the requests of one, and its end."""
+    replies = [full.post(5, [5], **NEW, final=True, end=True, audio_left=1.0), full.post(3, [7], **NEW, final=False)]
+    replies += [full.post(2, [8], final=False), full.post(1, end=True), full.post(9, end=True)]
+    replies.append(full.post(6, [9], start=True, end=True, prompt=PROMPT))  # nobody listens to a whole utterance yet
+    engine.gate.set()
+    assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in replies)
+
+
+def test_a_place_is_reserved_at_once_and_the_voice_comes_later(service, client, engine):
+    replies = queue_behind_a_running_chunk(client, engine, {1: [1]})
+    assert len(client.send(2, start=True)) == 0, "answered while a batch is rendered"
+    client.send(3, start=True)
+    with pytest.raises(queue.Empty):  # waits, because four have a place
+        client.post(4, start=True).get(timeout=0.05)
+    voice, chunk = client.post(2, prompt=PROMPT), client.post(2, [2], final=False)
+    engine.gate.set()
+    assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in [*replies, voice, chunk])
+    assert service.stats().live_streams == 3
+
+
+@pytest.mark.parametrize("end", ["the sender gives it up", "nothing comes"])
+def test_a_place_that_is_not_used_is_free_again(service, client, clock, end):
+    for stream_id in range(4):
+        client.send(stream_id, start=True)
+    waits = client.post(4, start=True)
+    if end == "nothing comes":
+        clock.now += 6
+    else:
+        client.send(0, end=True)
+    assert len(waits.get(timeout=10)) == 0
+    with pytest.raises(ValueError, match="sequence 0 is not live"):
+        client.send(0, prompt=PROMPT)
+
+
+def test_a_listener_waits_for_a_place_no_longer_than_is_set(engine, clock):
+    service = started(engine, clock, max_start_wait_seconds=3.0)
+    client = Client(service)
+    for stream_id in range(4):
+        client.start(stream_id)
+    waiting = [client.post(4, start=True), client.post(5, **NEW)]
+    clock.now += 2.9
+    client.send(0, [1], final=True, end=True)
+    assert len(waiting[0].get(timeout=10)) == 0 and waiting[1].empty()
+    clock.now += 0.2
+    assert isinstance(waiting[1].get(timeout=10), OverloadedError)
+    assert service.stats().queued == 0
+    service.close()
+
+
+def test_a_listener_whose_wait_would_be_too_long_is_refused_at_once(service, client, monkeypatch):
+    monkeypatch.setattr("common.token2wav.request_queue.MAX_WAITING", 2)
+    for stream_id in range(4):
+        client.start(stream_id)
+    [client.post(stream_id, **NEW) for stream_id in (4, 5)]
+    with pytest.raises(OverloadedError):
+        client.post(6, **NEW)
+
+
+def test_a_queue_that_is_full_refuses_all_but_ends(full, engine, monkeypatch):
+    limit = 2 * (4 + MAX_WAITING)
+    replies = [full.post(1, [4], final=False) for _ in range(limit - 3)]
+    with pytest.raises(UnavailableError, match=f"queue is full: {limit} requests wait"):
+        full.post(1, [4], final=False)
+    ended = full.post(9, end=True)
+    engine.gate.set()
+    assert all(len(reply.get(timeout=10)) for reply in replies) and len(ended.get(timeout=10)) == 0
+
+
+def test_a_whole_utterance_waits_for_listeners(client, engine, clock):
+    whole = []
+    engine.whole = lambda *_: whole.append(len(engine.batches)) or np.zeros(1, np.float32)
+    client.start(1, [1] * 50)  # two seconds of audio
+    client.start(2, [2] * 50)
+    replies = queue_behind_a_running_chunk(client, engine, {})
+    replies.append(client.post(3, [9], start=True, end=True, prompt=PROMPT))
+    replies += [client.post(1, [1], final=False)]
+    engine.gate.set()
+    assert all(isinstance(reply.get(timeout=10), np.ndarray) for reply in replies)
+    assert whole == [4], "after the chunk of the first"
+
+
+def test_gaps_of_the_listeners_and_the_wait_of_starts_are_counted(service, client, engine, clock):
+    client.start(1, [1] * 25)  # a second
+    clock.now += 1.0
+    client.send(1, [1] * 25, final=False)  # another one, in time for a player that begins 0.25 s after the first audio
+    clock.now += 1.75
+    client.send(1, [1], final=False)
+    values = service.stats().values()
+    assert (values[GAPS], values[GAP_SECONDS]) == (1, pytest.approx(0.5))
+    engine.gate.clear()
+    engine.entered.clear()
+    running = client.post(1, [1], final=False)
+    assert engine.entered.wait(10)
+    start = client.post(2, **NEW)
+    clock.now += 0.3
+    engine.gate.set()
+    assert len(running.get(timeout=10)) and len(start.get(timeout=10)) == 0
+    values = service.stats().values()
+    assert (values[STARTS], values[STARTS_WAITED]) == (2, pytest.approx(0.3))

@@ -1,0 +1,140 @@
+"""The service: what is rendered together, and in which order. The engine is a fake."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common.constants import SPEAKER_DIM
+from tests.support.fake_engine import PROMPT, queue_behind_a_running_chunk
+
+
+def test_chunks_that_wait_together_are_rendered_together(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    engine.gate.set()
+    audio = [replies.get(timeout=10) for replies in waiting]
+    assert [float(a[0]) for a in audio] == [40, 1, 2, 3]
+    assert engine.batches == [[40], [1, 2, 3]]
+    stats = service.stats()
+    assert (stats.batches, stats.chunks, stats.queued, stats.cache_bytes) == (2, 4, 0, 4096)
+
+
+def test_a_chunk_is_made_when_those_before_it_in_its_stream_have_been_rendered(client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1]})
+    waiting += [client.post(1, [2], final=False), client.post(1, [3], final=True, end=True)]
+    engine.gate.set()
+    assert [float(replies.get(timeout=10)[0]) for replies in waiting] == [40, 1, 2, 3]
+    assert engine.batches == [[40], [1], [2], [3]]
+
+
+def test_the_wait_of_chunks_is_counted_by_the_services_clock(service, client, engine, clock):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2]})
+    clock.now += 0.25
+    engine.gate.set()
+    for replies in waiting:
+        replies.get(timeout=10)
+    assert service.stats().waited_seconds == pytest.approx(0.5)
+
+
+def test_first_chunks_are_rendered_first_then_those_of_listeners_who_run_out_of_audio_first(
+    service, client, engine, clock
+):
+    client.start(1, [1] * 50)  # 2 s of audio from now on
+    clock.now += 0.5
+    client.start(2, [2] * 5)  # 0.2 s from now on: falls silent first
+    waiting = []
+    client.start(3)
+    client.start(0)
+    engine.gate.clear()
+    engine.entered.clear()
+    engine.batches.clear()
+    waiting.append(client.post(0, [40], final=False))
+    assert engine.entered.wait(10)
+    waiting += [client.post(1, [1], final=False), client.post(2, [2] * 2, final=False)]
+    waiting.append(client.post(3, [3] * 4, final=False))
+    engine.gate.set()
+    for replies in waiting:
+        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert engine.batches == [[40], [3, 2, 1]]
+
+
+def other_voice(number):
+    return replace(PROMPT, embedding=np.full(SPEAKER_DIM, number, np.float32))
+
+
+def test_starts_that_wait_together_are_prefilled_together_and_their_first_chunks_share_a_batch(client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    for stream in (1, 2, 3):
+        waiting.append(client.post(stream, start=True, prompt=other_voice(stream)))
+        waiting.append(client.post(stream, [stream], final=False))
+    engine.gate.set()
+    assert all(isinstance(replies.get(timeout=10), np.ndarray) for replies in waiting)
+    assert engine.prefills == [3]
+    assert engine.batches == [[40], [1, 2, 3]]
+
+
+def test_many_starts_do_not_hold_up_a_listener_who_runs_out_of_audio(client, engine, clock):
+    """Of two new voices, one is prefilled before the chunk of the listener who has no audio left."""
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1]})
+    engine.gate.set()
+    [replies.get(timeout=10) for replies in waiting]
+    clock.now += 2
+    engine.gate.clear()
+    engine.entered.clear()
+    running = client.post(0, [41], final=False)
+    assert engine.entered.wait(10)
+    opened = []
+    engine.open = lambda prompt, open=engine.open: (opened.append(len(engine.batches)), open(prompt))[1]
+    late = client.post(1, [2], final=True, end=True)
+    starts = [client.post(stream, start=True, prompt=other_voice(stream)) for stream in (2, 3)]
+    engine.gate.set()
+    for replies in (running, late, *starts):
+        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert engine.batches[-2:] == [[41], [2]]
+    assert opened == [3, 4]  # the second one after the late listener's batch
+
+
+def test_voices_that_cannot_be_prefilled_together_are_prefilled_one_by_one(client, engine):
+    def broken(prompts):
+        raise RuntimeError("out of memory")
+
+    engine.prefill = broken
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    waiting += [client.post(stream, start=True, prompt=other_voice(stream)) for stream in (1, 2)]
+    engine.gate.set()
+    assert all(isinstance(replies.get(timeout=10), np.ndarray) for replies in waiting)
+
+
+def test_an_abort_is_served_before_everything_else(client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {1: [1], 2: [2], 3: [3]})
+    closed = []
+    engine.close = lambda stream, close=engine.close: (closed.append(len(engine.batches)), close(stream))[1]
+    new = client.post(4, start=True, prompt=PROMPT)
+    gone = client.post(5, end=True, final=False)
+    aborted = client.post(0, end=True, final=False)
+    engine.gate.set()
+    for replies in [*waiting, new, gone, aborted]:
+        assert isinstance(replies.get(timeout=10), np.ndarray)
+    assert closed[0] == 1  # after the batch that was running, before the others
+    assert engine.batches == [[40], [1, 2, 3]]
+
+
+def test_an_end_that_waits_behind_its_start_frees_the_stream(service, client, engine):
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    waiting += [client.post(5, start=True, prompt=PROMPT), client.post(5, end=True)]
+    engine.gate.set()
+    assert all(isinstance(replies.get(timeout=10), np.ndarray) for replies in waiting)
+    assert service.stats().live_streams == 1
+
+
+def test_a_later_segment_waits_for_listeners_with_less_audio(client, engine, clock):
+    """Stream 1 begins while its listener still has three seconds of the segment before it."""
+    client.start(2, [2] * 50)  # two seconds of audio
+    waiting = queue_behind_a_running_chunk(client, engine, {})
+    engine.batches.clear()
+    waiting.append(client.post(1, [1] * 10, start=True, prompt=PROMPT, final=False, audio_left=3.0))
+    waiting.append(client.post(2, [3] * 10, final=False))
+    engine.gate.set()
+    for replies in waiting:
+        replies.get(timeout=10)
+    assert engine.batches == [[40], [3, 1]]
