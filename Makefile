@@ -46,7 +46,7 @@ export TEXT
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo 'settings: STACK=dit|unet  MODE=streaming|offline  MODELS=models/demo  TEXT="..."  SET="max_streams=4"'
+	@echo 'settings: STACK=dit|unet|cosyvoice3  MODE=streaming|offline  MODELS=models/demo  TEXT="..."  SET="max_streams=4"'
 	@echo '          HTTP_PORT=8000  GRPC_PORT=8001  METRICS_PORT=8002  HEALTH_PORT=8003  SPEECH_PORT=10086  TORCH_INDEX=url  OUTPUT=out/demo.wav  PYTHON=python3'
 	@echo '          SET is not remembered: give it again to every `make serve` and `make render`, which print what they set'
 	@echo '          ROOM=llm  PYTEST_ARGS="-k voice"  (test and test-fast)  MINUTES=60  SOAK_ARGS="--seed 2"  (soak)'

@@ -165,7 +165,7 @@ def has_gpu() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class AudioTokenizerConfig(ModelConfig):
-    """`model_dir` contains speech_tokenizer_v2*.onnx. Empty `llm_tokenizer_dir`: OFFICIAL_FIRST_SPEECH_ID."""
+    """`model_dir` contains speech_tokenizer_v2*.onnx, or _v3*. Empty `llm_tokenizer_dir`: OFFICIAL_FIRST_SPEECH_ID."""
 
     model_dir: str
     llm_tokenizer_dir: str = ""

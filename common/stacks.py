@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from common.constants import FLOW_CHUNK_TOKENS, SPECIAL_SPEECH_IDS, SPEECH_VOCAB, SYSTEM_WORDS
+from common.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE, SPECIAL_SPEECH_IDS, SPEECH_VOCAB, SYSTEM_WORDS
 
 SHARED_TEMPLATES = "model_repo"  # templates of the models that all stacks have; also the unet stack's own
 
@@ -78,12 +78,16 @@ class Stack:
         is downloaded to `download`, a folder below the directory with all checkpoints. modelscope: as in `SpeechLLM`.
     flow, hift, speaker_encoder, speech_tokenizer: these files.
     flow_tensors: prefix of tensor names that distinguish its `flow` from other stacks' files.
+    flow_config: "module:class" of the flow's sizes, whose `from_shapes` reads them from those tensors.
+    mel_max_hz: upper limit of the filters of the flow's mel, Hz.
     networks: what of the flow can run outside torch: the use in serving (see common.accel.workloads) -> ONNX file.
     cumulative: a chunk is sent with all tokens of its stream so far and its `token_offset` (a flow that computes its
         window again); otherwise with its new tokens only (a flow that keeps caches).
     chunk_boundary: chunks end on multiples of it, counted from the prompt's first token. 1: anywhere.
     loader, vocoder_loader: "module:function" that load the flow and the vocoder in their streaming forms; imported by
         token2wav only. `hift` is the vocoder's file.
+    vocoder_stream_bytes, vocoder_noise_bytes: what the vocoder keeps of a stream at its official sizes, and of the
+        noise of its source.
     settings: defaults of template keys, such as sampling, that differ from those of `common.config`.
     speakers: where upstream's scripts get their spk2info.pt, "" if they have none for this stack. A branch of a third
         party, so there is no checksum.
@@ -106,11 +110,15 @@ class Stack:
     speaker_encoder: str = "campplus.onnx"
     speech_tokenizer: str
     flow_tensors: str
+    flow_config: str
+    mel_max_hz: float = 8000.0
     networks: Mapping[str, str] = field(default_factory=dict, hash=False)
     cumulative: bool
     chunk_boundary: int
     loader: str
     vocoder_loader: str = "common.token2wav.hift.streaming:load"
+    vocoder_stream_bytes: int = 20_000
+    vocoder_noise_bytes: int = 9 << 20
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
     speakers: str = ""
     upstream: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -152,6 +160,7 @@ DIT = Stack(
     download="Step-Audio-2-mini",
     speech_tokenizer="speech_tokenizer_v2_25hz.onnx",
     flow_tensors="decoder.estimator.blocks.",
+    flow_config="common.flow.config:DiTFlowConfig",
     networks={
         "whole": "flow.decoder.estimator.fp32.dynamic_batch.onnx",
         "prompt": "flow.decoder.estimator.chunk.fp32.dynamic_batch.simplify.onnx",
@@ -175,6 +184,7 @@ UNET = Stack(
     download="CosyVoice2-0.5B",
     speech_tokenizer="speech_tokenizer_v2.onnx",
     flow_tensors="decoder.estimator.down_blocks.",
+    flow_config="common.flow.config:UNetFlowConfig",
     networks={
         "whole": "flow.decoder.estimator.fp32.onnx",
         # Upstream has no such file: its UNet sees the whole window, ours the chunks that a stream would have seen.
@@ -186,7 +196,39 @@ UNET = Stack(
     speakers="https://raw.githubusercontent.com/qi-hua/async_cosyvoice/main/CosyVoice2-0.5B/spk2info.pt",
     upstream={"llm_backend": "tensorrtllm"},
 )
-BUILT_IN = (DIT, UNET)
+COSYVOICE3_LLM = SpeechLLM(
+    repository="FunAudioLLM/Fun-CosyVoice3-0.5B-2512",
+    modelscope="FunAudioLLM/Fun-CosyVoice3-0.5B-2512",
+    download="Fun-CosyVoice3-0.5B-2512",
+    directory="cosyvoice3_llm",
+    genai="cosyvoice3_llm_genai",
+    engine="cosyvoice3_trt_engines_bfloat16",
+    tokenizer=COSYVOICE3_TOKENS,
+)
+COSYVOICE3 = Stack(
+    name="cosyvoice3",
+    summary="CosyVoice3's rotary DiT flow and causal HiFT",
+    orchestrator="cosyvoice3",
+    token2wav="token2wav_cosyvoice3",
+    templates="model_repo_cosyvoice3",
+    llm=COSYVOICE3_LLM,
+    repository=COSYVOICE3_LLM.repository,
+    modelscope=COSYVOICE3_LLM.modelscope,
+    download=COSYVOICE3_LLM.download,
+    speech_tokenizer="speech_tokenizer_v3.onnx",
+    flow_tensors="decoder.estimator.transformer_blocks.",
+    flow_config="common.flow.config:CosyVoice3FlowConfig",
+    mel_max_hz=SAMPLE_RATE / 2,
+    cumulative=True,
+    chunk_boundary=FLOW_CHUNK_TOKENS,
+    loader="common.token2wav.cosyvoice3.streaming:load",
+    vocoder_loader="common.token2wav.causal_hift.streaming:load",
+    vocoder_stream_bytes=620_000,
+    vocoder_noise_bytes=104 * 10**6,
+    # As of DIT; the engine's directory has the same name there, because upstream keeps each LLM in a folder of its own.
+    upstream={**DIT.upstream},
+)
+BUILT_IN = (DIT, UNET, COSYVOICE3)
 DEFAULT = DIT  # of every command and client
 
 _stacks: dict[str, Stack] = {stack.name: stack for stack in BUILT_IN}

@@ -81,7 +81,7 @@ class Orchestrator:
         self._synthesizer = Synthesizer(
             TextFrontend(),
             voices.get,
-            TritonPromptEncoder(call, tokenizer.first_speech_id),
+            TritonPromptEncoder(call, tokenizer.first_speech_id, stack.mel_max_hz),
             self._llm,
             InterleavedLM(self._llm, tokenizer),
             TritonToken2Wav(

@@ -44,19 +44,23 @@ class TritonPromptEncoder:
     """`audio_tokenizer` and `speaker_embedding`, both answered from Triton's response cache for a known recording.
 
     `first_speech_id`: id of <|s_0|> in the LLM's vocabulary; tokens travel between models as ids of the LLM.
+    `mel_max_hz`: see `Stack`.
     """
 
-    def __init__(self, call: Call, first_speech_id: int):
+    def __init__(self, call: Call, first_speech_id: int, mel_max_hz: float):
         self._call = call
         self._first_speech_id = first_speech_id
-        reference_mel(np.zeros(PROMPT_SAMPLE_RATE, np.float32))  # the first call loads the filters: not in a request
+        self._mel_max_hz = mel_max_hz
+        reference_mel(
+            np.zeros(PROMPT_SAMPLE_RATE, np.float32), mel_max_hz
+        )  # the first call loads the filters: not in a request
 
     async def tokens(self, wav: np.ndarray) -> np.ndarray:
         tokens = await self._ask("audio_tokenizer", wav, "prompt_speech_tokens")
         return tokens.reshape(-1).astype(np.int64) - self._first_speech_id
 
     async def mel(self, wav: np.ndarray) -> np.ndarray:
-        return await asyncio.to_thread(reference_mel, wav)
+        return await asyncio.to_thread(reference_mel, wav, self._mel_max_hz)
 
     async def embedding(self, wav: np.ndarray) -> np.ndarray:
         return (await self._ask("speaker_embedding", wav, "prompt_spk_embedding")).reshape(-1)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 from common.checkpoint import Shapes, read_state, shapes_of
 from common.config import SPARE_REQUESTS, planned_llm_gib
@@ -22,10 +23,11 @@ from common.constants import (
     TOKEN_MEL_RATIO,
 )
 from common.flow.cache import CONV_HISTORY
-from common.flow.config import DiTConfig, DiTFlowConfig, UNetFlowConfig
+from common.flow.config import CosyVoice3FlowConfig, DiTConfig, DiTFlowConfig, LookaheadConfig, UNetFlowConfig
 from common.flow.encoder import SCORES_AT_ONCE
 from common.stacks import Stack
 from common.token2wav.limits import (
+    COSYVOICE3_BATCH_TOKENS,
     DIT_FRAMES,
     ENCODER_TOKENS,
     HIFT_FRAMES,
@@ -46,12 +48,12 @@ UNPLANNED_VOICES = 4 * GIB  # for prompt caches where nothing is planned: in off
 PROCESS = 700 * MIB  # CUDA's context, kernels, the libraries' work space
 PROMPT_MODELS = 1 * GIB  # the processes of `audio_tokenizer` and `speaker_embedding`
 GRAPH = 4 * MIB  # inputs and launches of one
-NOISE = 14 * MIB
-OVERLAP = 20_000  # the vocoder's part of a stream
+FLOW_NOISE = 5 * MIB
 # Values that are alive at once for a token or frame of a batch, per unit of the network's width.
 ENCODER_VALUES = 20
 DIT_VALUES = 24
 UNET_VALUES = 28
+ROTARY_VALUES = 32  # estimated: CosyVoice3's estimator has no fused kernels and was not run on a GPU
 HIFT_VALUES = 250  # per sample
 SCORE_VALUES = 3
 FRAGMENTS = 1.25  # the tensors of one network do not fill the places of another's exactly
@@ -61,13 +63,16 @@ FRAGMENTS = 1.25  # the tensors of one network do not fill the places of another
 class Networks:
     """Sizes of a stack's networks.
 
-    shapes: of the flow's tensors. vocoder: most values that its file can hold. flow_size, vocoder_size: bytes per value
-    in which they compute. steps: of the Euler solve.
+    shapes: of the flow's tensors. vocoder: most values that its file can hold. vocoder_stream, noise: bytes of the
+    vocoder's part of a stream, and of the noise of flow and vocoder. flow_size, vocoder_size: bytes per value in which
+    they compute. steps: of the Euler solve.
     """
 
-    flow: DiTFlowConfig | UNetFlowConfig
+    flow: DiTFlowConfig | UNetFlowConfig | CosyVoice3FlowConfig
     shapes: Shapes
     vocoder: int
+    vocoder_stream: int
+    noise: int
     flow_size: int
     vocoder_size: int
     steps: int
@@ -76,11 +81,12 @@ class Networks:
     def read(cls, stack: Stack, model_dir: Path, *, flow_size: int, vocoder_size: int, steps: int) -> "Networks":
         """From the files of a checkpoint, of which only the sizes are read."""
         shapes = shapes_of(read_state(model_dir / stack.flow, "meta"))
-        kind = UNetFlowConfig if stack.cumulative else DiTFlowConfig
         return cls(
-            flow=kind.from_shapes(shapes),
+            flow=resolve_name(stack.flow_config).from_shapes(shapes),
             shapes=shapes,
             vocoder=(model_dir / stack.hift).stat().st_size // 2,  # or half as many, in float32
+            vocoder_stream=stack.vocoder_stream_bytes,
+            noise=FLOW_NOISE + stack.vocoder_noise_bytes,
             flow_size=flow_size,
             vocoder_size=vocoder_size,
             steps=steps,
@@ -90,20 +96,21 @@ class Networks:
     def weights(self) -> int:
         """Bytes of the weights, of the copies of some in a fused form, and of the noise."""
         values = sum(map(math.prod, self.shapes.values()))
-        values += sum(math.prod(shape) for name, shape in self.shapes.items() if _is_fused(name, shape))
-        return values * self.flow_size + self.vocoder * self.vocoder_size + NOISE
+        if not isinstance(self.flow, CosyVoice3FlowConfig):
+            values += sum(math.prod(shape) for name, shape in self.shapes.items() if _is_fused(name, shape))
+        return values * self.flow_size + self.vocoder * self.vocoder_size + self.noise
 
     @property
     def frame(self) -> int:
-        """Bytes of keys and values of a mel frame, which the UNet does not keep."""
-        if isinstance(self.flow, UNetFlowConfig):
+        """Bytes of keys and values of a mel frame, which a flow that computes its window again does not keep."""
+        if not isinstance(self.flow, DiTFlowConfig):
             return 0
         return kept_per_frame(self.flow.estimator, self.steps, self.flow_size)
 
     @property
     def history(self) -> int:
         """Bytes of the convolutions' history of a stream or a voice."""
-        if isinstance(self.flow, UNetFlowConfig):
+        if not isinstance(self.flow, DiTFlowConfig):
             return 0
         dit = self.flow.estimator
         return self.steps * dit.depth * 2 * 2 * CONV_HISTORY * dit.width * self.flow_size
@@ -116,9 +123,9 @@ class Networks:
         return self.voice(limits.prompt_frames[-1] / MEL_RATE)
 
     def streams(self, count: int) -> int:
-        """Bytes of that many streams: the most recent frames, history, and the overlap of their audio. One slot more is
-        for the padding of batches."""
-        return (count + 1) * (DIT_TAIL_FRAMES * self.frame + self.history + OVERLAP)
+        """Bytes of that many streams: the most recent frames, history, and the vocoder's part. One slot more is for the
+        padding of batches."""
+        return (count + 1) * (DIT_TAIL_FRAMES * self.frame + self.history + self.vocoder_stream)
 
     def batches(self, limits: BatchLimits) -> int:
         """Bytes of temporary tensors: of the network that needs most, because they take turns."""
@@ -126,6 +133,8 @@ class Networks:
 
     def _encoder(self, limits: BatchLimits) -> int:
         config, sizes = self.flow.encoder, limits.sizes(limits.window_tokens, ENCODER_TOKENS)
+        if isinstance(config, LookaheadConfig):  # no attention
+            return ENCODER_VALUES * config.hidden * _most(sizes) * self.flow_size
         scores = max(2 * config.heads * B * (TOKEN_MEL_RATIO * T) ** 2 for B, T in sizes)
         values = ENCODER_VALUES * config.width * TOKEN_MEL_RATIO * _most(sizes)
         return (values + SCORE_VALUES * min(SCORES_AT_ONCE, scores)) * self.flow_size
@@ -134,6 +143,9 @@ class Networks:
         if isinstance(self.flow, UNetFlowConfig):
             frames = _most(limits.sizes(limits.window_frames, UNET_FRAMES))
             return 2 * UNET_VALUES * self.flow.estimator.channels * frames * self.flow_size
+        if isinstance(self.flow, CosyVoice3FlowConfig):
+            frames = max(limits.window_frames[-1], TOKEN_MEL_RATIO * COSYVOICE3_BATCH_TOKENS)
+            return 2 * ROTARY_VALUES * self.flow.estimator.width * frames * self.flow_size
         chunks, prompts = (limits.chunk_frames, DIT_FRAMES), (limits.prompt_frames, PREFILL_FRAMES)
         frames = max(_most(limits.sizes(*chunks)), _most(limits.sizes(*prompts)))
         values = 2 * DIT_VALUES * self.flow.estimator.width * frames * self.flow_size
@@ -149,12 +161,14 @@ class Networks:
 
     def graphs(self, limits: BatchLimits) -> int:
         """Bytes of the CUDA graphs apart from temporary tensors."""
+        encoded = limits.sizes(limits.window_tokens, ENCODER_TOKENS)
+        if isinstance(self.flow, CosyVoice3FlowConfig):  # neither its estimator nor its vocoder is captured
+            return GRAPH * len(encoded)
         vocoded = limits.sizes(limits.chunk_frames, HIFT_FRAMES), limits.sizes(limits.first_chunk_frames, HIFT_FRAMES)
         solved = [limits.sizes(limits.window_frames, UNET_FRAMES)]
-        if not isinstance(self.flow, UNetFlowConfig):
+        if isinstance(self.flow, DiTFlowConfig):
             prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
             solved = [limits.sizes(limits.chunk_frames, DIT_FRAMES), prompts]
-        encoded = limits.sizes(limits.window_tokens, ENCODER_TOKENS)
         return GRAPH * sum(map(len, (encoded, *solved, *vocoded)))
 
 

@@ -1,6 +1,6 @@
 """The networks that make a Prompt from a 16 kHz recording.
 
-    AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2, package s3tokenizer)
+    AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2 or v3, package s3tokenizer)
     SpeakerEncoder     recordings -> x-vectors       (CAM++, onnxruntime or TensorRT)
     reference_mel      a recording -> the flow's mel
     ReferenceEncoder   a recording -> its Prompt: all of these in one process
@@ -28,6 +28,7 @@ from common.accel.streams import own_stream
 from common.checkpoint import require_finite
 from common.config import SpeakerRuntime
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from common.stacks import Stack
 from common.voice import audio
 from common.voice.prompt import Prompt, Recording, RecordingCache
 from common.voice.torchaudio_stub import torchaudio_or_stub
@@ -35,15 +36,16 @@ from common.voice.torchaudio_stub import torchaudio_or_stub
 logger = logging.getLogger(__name__)
 
 SESSION_THREADS = 2  # of the CAM++ session: by default onnxruntime would use all cores and slow down other models
+TOKENIZER_FILES = "speech_tokenizer_v[23]*.onnx"
 S3_HEAD_DIM = 64  # of the S3 tokenizer's attention; cannot be derived from the weights' shapes
 
 
 class AudioTokenizer:
-    """S3 speech tokenizer v2: 16 kHz recordings to 25 tokens per second."""
+    """S3 speech tokenizer v2, or v3 if the file's name says so: 16 kHz recordings to 25 tokens per second."""
 
     def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
         self._s3 = import_s3tokenizer()
-        self._model = _load_s3_model(self._s3, _only_file(model_dir, "speech_tokenizer_v2*.onnx")).to(device).eval()
+        self._model = _load_s3_model(self._s3, _only_file(model_dir, TOKENIZER_FILES)).to(device).eval()
         self._device = device
 
     def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -111,18 +113,28 @@ class SpeakerEncoder:
         return [vectors[index] for index in range(len(waves))]
 
 
-def reference_mel(wav: np.ndarray) -> np.ndarray:
-    """16 kHz recording (T,) float32 -> log mel (frames, 80) float32 of its 24 kHz version."""
+def reference_mel(wav: np.ndarray, max_hz: float = audio.MelConfig.max_hz) -> np.ndarray:
+    """16 kHz recording (T,) float32 -> log mel (frames, 80) float32 of its 24 kHz version.
+
+    max_hz: `Stack.mel_max_hz`.
+    """
     waveform = audio.resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, SAMPLE_RATE)
-    return audio.mel_spectrogram(waveform[None])[0].numpy().T  # (80, T) -> (T, 80)
+    mel = audio.mel_spectrogram(waveform[None], audio.MelConfig(max_hz=max_hz))
+    return mel[0].numpy().T  # (80, T) -> (T, 80)
 
 
 class ReferenceEncoder:
-    """A recording to its Prompt. Loads its networks on first use, because most processes receive finished prompts."""
+    """A recording to its Prompt for a stack. Loads its networks on first use, because most processes receive finished
+    prompts."""
 
     def __init__(
-        self, model_dir: str | Path, device: str = "cpu", speaker_runtime: SpeakerRuntime = "onnxruntime"
+        self,
+        stack: Stack,
+        model_dir: str | Path,
+        device: str = "cpu",
+        speaker_runtime: SpeakerRuntime = "onnxruntime",
     ) -> None:
+        self._mel_max_hz = stack.mel_max_hz
         self._model_dir = model_dir
         self._device = device
         self._speaker_runtime = speaker_runtime
@@ -141,7 +153,8 @@ class ReferenceEncoder:
             if (known := self._prompts.get(recording)) is not None:
                 return known
             tokenizer, speaker = self._networks
-            prompt = Prompt.aligned(tokenizer([wav])[0], reference_mel(wav), speaker([wav])[0])
+            mel = reference_mel(wav, self._mel_max_hz)
+            prompt = Prompt.aligned(tokenizer([wav])[0], mel, speaker([wav])[0])
             self._prompts.put(recording, prompt)
             return prompt
 
@@ -164,19 +177,28 @@ def import_s3tokenizer() -> ModuleType:
 def _load_s3_model(s3: ModuleType, path: Path) -> Any:
     """Like `s3tokenizer.load_model`, but with the sizes of the file instead of the official ones."""
     from s3tokenizer.model_v2 import ModelConfig, S3TokenizerV2
+    from s3tokenizer.model_v3 import ModelConfigV3, S3TokenizerV3
 
+    third = path.name.startswith("speech_tokenizer_v3")
     try:
-        state = s3.onnx2torch(str(path))
+        state = s3.onnx2torch_v3(str(path)) if third else s3.onnx2torch(str(path))
     except Exception as error:  # protobuf's, and the package's own assertions
         raise ValueError(f"{path} is not a speech tokenizer, or is damaged: {error}") from None
     require_finite(state, path)  # its tokens would be valid ids all the same
     width, n_mels, _ = state["encoder.conv1.weight"].shape
-    config = ModelConfig(
-        n_mels=n_mels,
-        n_audio_state=width,
-        n_audio_head=width // S3_HEAD_DIM,
-        n_audio_layer=sum(key.endswith(".attn.query.weight") for key in state),
+    sizes = {
+        "n_mels": n_mels,
+        "n_audio_state": width,
+        "n_audio_head": width // S3_HEAD_DIM,
+        "n_audio_layer": sum(key.endswith(".attn.query.weight") for key in state),
+    }
+    # The package takes the rate from the first model's name only.
+    model = (
+        S3TokenizerV3(path.stem, ModelConfigV3(**sizes))
+        if third
+        else S3TokenizerV2("speech_tokenizer_v2_25hz", ModelConfig(**sizes))
     )
-    model = S3TokenizerV2("speech_tokenizer_v2_25hz", config)
-    model.load_state_dict(state, strict=True)
+    # Norms may lack a shift in the file of v3: the package then leaves it at zero.
+    shifts = {key: value for key, value in model.state_dict().items() if third and key.endswith("_ln.bias")}
+    model.load_state_dict(shifts | state, strict=True)
     return model

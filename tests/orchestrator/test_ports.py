@@ -196,7 +196,7 @@ def test_a_failure_that_the_response_cache_kept_does_not_disable_a_voice() -> No
     answers = {"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)}
     call = FakeCall(answers, failing={0: LostAnswerError("answered without prompt_spk_embedding")})
     wav = np.ones(100, np.float32)
-    assert len(asyncio.run(TritonPromptEncoder(call, FIRST_SPEECH_ID).embedding(wav))) == SPEAKER_DIM
+    assert len(asyncio.run(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).embedding(wav))) == SPEAKER_DIM
     assert [sent["reference_wav_len"] for sent in call.sent] == [[100], [100]]
     assert [sent.inputs["reference_wav"].shape for sent in call.sent] == [(1, 100), (1, 101)]
 
@@ -282,7 +282,7 @@ WAV = np.linspace(-0.5, 0.5, 16_000, dtype=np.float32)
 
 def test_prompt_tokens_become_speech_ids() -> None:
     call = FakeCall(answers={"prompt_speech_tokens": np.array([[FIRST_SPEECH_ID, FIRST_SPEECH_ID + 5]], np.int32)})
-    tokens = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID).tokens(WAV))
+    tokens = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).tokens(WAV))
     assert tokens.tolist() == [0, 5] and tokens.dtype == np.int64
     (sent,) = call.sent
     assert sent.model == "audio_tokenizer"
@@ -291,12 +291,12 @@ def test_prompt_tokens_become_speech_ids() -> None:
 
 def test_the_x_vector_is_computed_from_the_whole_reference() -> None:
     call = FakeCall(answers={"prompt_spk_embedding": np.ones((1, SPEAKER_DIM), np.float16)})
-    assert encode(TritonPromptEncoder(call, FIRST_SPEECH_ID).embedding(WAV)).shape == (SPEAKER_DIM,)
+    assert encode(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).embedding(WAV)).shape == (SPEAKER_DIM,)
     assert call.sent[0].model == "speaker_embedding"
 
 
 def test_the_mel_has_fifty_frames_per_second_and_calls_no_model() -> None:
     call = FakeCall()
-    mel = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID).mel(WAV))
+    mel = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).mel(WAV))
     assert mel.shape == (50, MEL_BINS) and mel.dtype == np.float32
     assert call.sent == []

@@ -139,7 +139,7 @@ def test_the_llm_renders_for_the_cpp_backend(tmp_path, stack):
     config = parse(rendering._filled_configs(wanted)["tensorrt_llm"], "tensorrt_llm")
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     assert config.backend == "tensorrtllm"
-    assert parameters["gpt_model_path"] == str(tmp_path / "models" / "trt_engines_bfloat16")
+    assert parameters["gpt_model_path"] == str(tmp_path / "models" / stacks.named(stack).llm.engine)
     assert parameters["gpt_model_type"] == "inflight_fused_batching"
     assert (parameters["kv_cache_free_gpu_mem_fraction"], parameters["max_tokens_in_paged_kv_cache"]) == ("0.5", "")
     assert CPP_REQUIRED <= parameters.keys()

@@ -126,7 +126,7 @@ def server(demo_models: Path, llm: FailingLLM, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+@pytest.mark.parametrize("stack", (stacks.DIT, stacks.UNET), ids=lambda stack: stack.name)
 def test_the_filled_repository_answers(stack: stacks.Stack, server: TritonServer) -> None:
     voice: np.ndarray = read_reference(VOICE)
     assert_speech(stream(server.grpc_url, stack.orchestrator, Utterance(TEXT, voice, VOICE_TEXT)))

@@ -58,7 +58,8 @@ THIRD = Stack(
     repository="them/Third",
     download="Third",
     speech_tokenizer="speech_tokenizer_v3.onnx",
-    flow_tensors="decoder.estimator.transformer_blocks.",
+    flow_tensors="decoder.estimator.third_blocks.",
+    flow_config="common.flow.config:UNetFlowConfig",
     networks={"whole": "third.onnx", "streaming": "third.streaming.onnx"},
     cumulative=True,
     chunk_boundary=5,
@@ -221,7 +222,7 @@ def test_its_files_are_downloaded(third: Stack, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_its_flow_and_its_networks_are_recognised(third: Stack, tmp_path: Path) -> None:
-    assert stacks.of_flow(["x", "decoder.estimator.transformer_blocks.0.attn"], "flow.pt") is third
+    assert stacks.of_flow(["x", "decoder.estimator.third_blocks.0.attn"], "flow.pt") is third
     (tmp_path / "third.onnx").touch()
     assert engines.stack_of(tmp_path) is third
     files = {workload.use: workload.onnx for workload in Serving().workloads(third)}
@@ -249,6 +250,7 @@ ALLOWED = {
     ("scripts/token2wav.py", "token2wav"): TOKEN2WAV,
     ("common/config.py", "cosyvoice2"): "a preset of sampling parameters",
     ("tools/parity/streaming.py", "dit"): "a part of a recorded fixture",
+    ("tools/parity/runner.py", "cosyvoice3"): "a module",
 }
 
 

@@ -10,20 +10,20 @@ import torch
 
 from common import stacks
 from common.config import SPARE_REQUESTS, Token2WavConfig, planned_llm_gib
-from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
+from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
 from common.stacks import Stack
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Precision, Token2Wav
 from common.token2wav.limits import BatchLimits
-from common.token2wav.memory_plan import GIB, NOISE, VOICE_SECONDS, Networks, plan_memory
+from common.token2wav.memory_plan import FLOW_NOISE, GIB, VOICE_SECONDS, Networks, plan_memory
 from common.voice.prompt import Prompt
-from tests.conftest import ROOT
+from tools.demo_model.checkpoint import STACKS, TRAINED
 
-MODELS = ROOT / "tools" / "demo_model" / "trained"
 FLOAT32 = Precision(torch.float32, torch.float32)
 OFFICIAL = {
     stacks.DIT: (DiTFlow, DiTFlowConfig()),
     stacks.UNET: (UNetFlow, UNetFlowConfig()),
+    stacks.COSYVOICE3: (CosyVoice3Flow, CosyVoice3FlowConfig()),
 }
 
 
@@ -31,16 +31,25 @@ def official(stack: Stack) -> Networks:
     kind, config = OFFICIAL[stack]
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in kind(config).named_parameters()}
-    return Networks(flow=config, shapes=shapes, vocoder=20_806_557, flow_size=2, vocoder_size=2, steps=10)
+    return Networks(
+        flow=config,
+        shapes=shapes,
+        vocoder=20_806_557,
+        vocoder_stream=stack.vocoder_stream_bytes,
+        noise=FLOW_NOISE + stack.vocoder_noise_bytes,
+        flow_size=2,
+        vocoder_size=2,
+        steps=10,
+    )
 
 
 def limits(stack: Stack, streams: int) -> BatchLimits:
     return BatchLimits(max_streams=streams, chunk_boundary=stack.chunk_boundary)
 
 
-@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
 def test_streams_voices_and_weights_have_the_planned_sizes(stack: Stack) -> None:
-    directory = MODELS / stack.checkpoint
+    directory = TRAINED / stack.checkpoint
     planned = Networks.read(stack, directory, flow_size=4, vocoder_size=4, steps=2)
     engine = Token2Wav.load(
         stack, directory, device="cpu", limits=limits(stack, 3), precision=FLOAT32, runtime="torch", steps=2
@@ -54,7 +63,7 @@ def test_streams_voices_and_weights_have_the_planned_sizes(stack: Stack) -> None
         solver = flow._solve._solver
         weights |= {tensor.data_ptr(): tensor.nbytes for block in solver._blocks for tensor in block}
         vocoder = sum(tensor.nbytes for tensor in engine._vocoder._plain.hift.parameters())
-        assert planned.weights - NOISE == pytest.approx(sum(weights.values()) + vocoder, rel=0.05)
+        assert planned.weights - planned.noise == pytest.approx(sum(weights.values()) + vocoder, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +72,10 @@ def test_streams_voices_and_weights_have_the_planned_sizes(stack: Stack) -> None
         *((stacks.DIT, gib, streams) for gib, streams in ((8, 4), (12, 16), (16, 32), (24, 64), (48, 128))),
         (stacks.UNET, 8, 4),
         (stacks.UNET, 24, 32),
+        (stacks.COSYVOICE3, 8, 4),
+        (stacks.COSYVOICE3, 24, 64),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_each_gpu_holds_its_streams_in_as_many_voices(
     stack: Stack, gib: int, streams: int, caplog: pytest.LogCaptureFixture
@@ -107,7 +118,7 @@ def test_without_an_llm_on_the_gpu_its_share_is_for_voices() -> None:
 
 
 def test_on_a_cpu_the_longest_voice_always_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = MODELS / stacks.DIT.checkpoint
+    directory = TRAINED / stacks.DIT.checkpoint
     config = Token2WavConfig(model_dir=str(directory), max_streams=2, n_timesteps=1, flow_precision="float32")
     monkeypatch.setattr("os.sysconf", lambda _: 1)  # a machine with a byte
     engine = Token2Wav.from_config(stacks.DIT, config)

@@ -13,7 +13,7 @@ from common.llm.interface import LLMPrompt
 from common.llm.speech_tokens import LLMTokenizer
 from common.voice.audio import load_audio
 from common.voice.encoders import AudioTokenizer, SpeakerEncoder
-from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
+from tests.support.checkpoints import COSYVOICE3_DIR, DIT_DIR, LLM_DIR, UNET_DIR
 from tools.demo_model import make as script
 from tools.demo_model.llm import FIRST_UTTERED, LLMSizes, make_llm
 from tools.demo_model.make import main, make_demo_model
@@ -65,6 +65,10 @@ def test_the_layout_is_the_official_one_and_files_are_marked_as_random(demo_mode
         "Step-Audio-2-mini/token2wav/flow.pt",
         "Step-Audio-2-mini/token2wav/hift.pt",
         "Step-Audio-2-mini/token2wav/speech_tokenizer_v2_25hz.onnx",
+        "cosyvoice3_llm/model.safetensors",
+        "Fun-CosyVoice3-0.5B-2512/speech_tokenizer_v3.onnx",
+        "Fun-CosyVoice3-0.5B-2512/flow.pt",
+        "Fun-CosyVoice3-0.5B-2512/hift.pt",
     ):
         assert (demo_models / name).is_file(), name
     assert "random" in (demo_models / "README.md").read_text(encoding="utf-8")
@@ -84,7 +88,7 @@ def test_only_equal_seeds_give_equal_bytes(demo_models: Path, tmp_path: Path) ->
     weights = [
         path.relative_to(again) for suffix in ("pt", "onnx", "safetensors") for path in again.rglob(f"*.{suffix}")
     ]
-    assert len(weights) == 9
+    assert len(weights) == 14
     for path in weights:
         assert (tmp_path / "again" / path).read_bytes() == (demo_models / path).read_bytes(), path
         assert (tmp_path / "other" / path).read_bytes() != (demo_models / path).read_bytes(), path
@@ -184,7 +188,7 @@ def test_the_chat_template_renders_the_prompt_of_the_orchestrator(demo_models: P
     assert tokenizer.decode(ids[-2:], skip_special_tokens=True) == "<|s_5|><|s_6560|>"
 
 
-@pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR])
+@pytest.mark.parametrize("directory", [UNET_DIR, DIT_DIR, COSYVOICE3_DIR])
 def test_prompt_tokens_are_disjoint_from_the_tokens_of_the_llm(demo_models: Path, directory: str) -> None:
     wave = load_audio(ASSETS / "reference_en.wav", PROMPT_SAMPLE_RATE)
     (tokens,) = AudioTokenizer(demo_models / directory)([wave])

@@ -19,9 +19,9 @@ from common.accel.plans import Key, Machine
 from common.accel.workloads import speaker
 from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
 from common.voice import audio
-from common.voice.encoders import AudioTokenizer, SpeakerEncoder
+from common.voice.encoders import AudioTokenizer, SpeakerEncoder, import_s3tokenizer
 from tests.support import fake_tensorrt
-from tests.support.checkpoints import DIT_DIR
+from tests.support.checkpoints import COSYVOICE3_DIR, DIT_DIR
 from tools.demo_model.make import SMALL, parts
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -64,10 +64,14 @@ def test_batched_tokens_equal_those_of_each_recording_alone(tokenizer: AudioToke
         np.testing.assert_array_equal(tokens, tokenizer([wave])[0])
 
 
-def test_tokens_equal_those_of_the_onnx_file(tokenizer: AudioTokenizer, model_dir: Path) -> None:
-    import s3tokenizer
-
-    session = ort.InferenceSession(str(model_dir / "speech_tokenizer_v2_25hz.onnx"))
+@pytest.mark.parametrize(
+    "file", [f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx", f"{COSYVOICE3_DIR}/speech_tokenizer_v3.onnx"]
+)
+def test_tokens_equal_those_of_the_onnx_file(file: str, tmp_path: Path) -> None:
+    path = tmp_path / Path(file).name
+    parts(SMALL, 0)[file](path)
+    tokenizer, s3tokenizer = AudioTokenizer(tmp_path), import_s3tokenizer()
+    session = ort.InferenceSession(str(path))
     for wave, tokens in zip(references(), tokenizer(references()), strict=True):
         mel = s3tokenizer.log_mel_spectrogram(torch.from_numpy(wave))[None].numpy()  # (1, 128, T)
         (ids,) = session.run(None, {"feats": mel, "feats_length": np.array([mel.shape[2]], np.int32)})
@@ -75,7 +79,7 @@ def test_tokens_equal_those_of_the_onnx_file(tokenizer: AudioTokenizer, model_di
 
 
 def test_tokenizer_directory_needs_exactly_one_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"speech_tokenizer_v2\*\.onnx, found \[\]"):
+    with pytest.raises(ValueError, match=r"speech_tokenizer_v\[23\]\*\.onnx, found \[\]"):
         AudioTokenizer(tmp_path)
     for name in ("speech_tokenizer_v2.onnx", "speech_tokenizer_v2_25hz.onnx"):
         (tmp_path / name).touch()

@@ -9,9 +9,12 @@ import hashlib
 import shutil
 from pathlib import Path
 
+from common import stacks
+
 TRAINED = Path(__file__).resolve().parent / "trained"
 SUMS = "SHA256SUMS"
 CARD = "README.md"
+STACKS = tuple(stack for stack in stacks.BUILT_IN if (TRAINED / stack.checkpoint).is_dir())  # that it has
 MAX_BYTES = 24 * 10**6  # of all files together, since they are in every clone
 
 

@@ -1,4 +1,4 @@
-"""A random-weight CosyVoice2 LLM in HuggingFace form. It generates speech tokens only, for about three seconds.
+"""A random-weight LLM of a CosyVoice in HuggingFace form. It generates speech tokens only, for about three seconds.
 
 A purely random network would hardly ever end an utterance at a plausible length. Therefore a few channels of the
 residual stream are reserved, and no layer writes to them: there, each token's embedding encodes a phase of the
@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from common.constants import SPEECH_VOCAB
 from common.llm.interface import Sampling
 from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer, added_tokens, chat_template
+from common.stacks import TokenizerRules
 
 TEXT_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|endofprompt|>")
 # Qwen2's split of text into words before byte-pair encoding.
@@ -63,11 +64,17 @@ UNSPOKEN = -6.0  # weight on the constant channel for tokens that are never gene
 LOGIT_SPREAD = 0.12  # standard deviation of the output head's other weights, at SMALL's width
 
 
-def make_llm(directory: Path, seed: int = 0, sizes: LLMSizes = SMALL, dtype: torch.dtype = torch.float32) -> None:
-    """Write the LLM with random weights to `directory`."""
-    tokenizer = build_tokenizer(text_vocab=sizes.text_vocab)
+def make_llm(
+    directory: Path,
+    seed: int = 0,
+    sizes: LLMSizes = SMALL,
+    dtype: torch.dtype = torch.float32,
+    rules: TokenizerRules = COSYVOICE2,
+) -> None:
+    """Write the LLM with random weights and the control tokens of `rules` to `directory`."""
+    tokenizer = build_tokenizer(text_vocab=sizes.text_vocab, rules=rules)
     ids = tokenizer.get_vocab()
-    weights = random_weights(sizes, len(ids), ids[added_tokens()[0]], ids[COSYVOICE2.ends[0]], seed)
+    weights = random_weights(sizes, len(ids), ids[added_tokens(rules)[0]], ids[rules.ends[0]], seed)
     save_llm(directory, tokenizer, sizes, {key: weight.to(dtype) for key, weight in weights.items()})
 
 
@@ -75,16 +82,19 @@ def save_llm(directory: Path, tokenizer: Tokenizer, sizes: LLMSizes, weights: Ma
     """Write config, generation config, tokenizer and weights as `transformers` saves a Qwen2ForCausalLM."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
-    end_ids = list(LLMTokenizer.from_dir(directory).end_ids)
+    read = LLMTokenizer.from_dir(directory)
+    end_ids = list(read.end_ids)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    for name, content in _configs(sizes, tokenizer, end_ids, dtype).items():
+    for name, content in _configs(sizes, tokenizer, end_ids, dtype, chat_template(read.rules)).items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # like the others: safetensors makes it readable for its owner only
 
 
-def build_tokenizer(merges: Sequence[tuple[str, str]] = (), text_vocab: int = 0) -> Tokenizer:
-    """Byte-level BPE like Qwen2's: these merges, at least `text_vocab` text tokens, then CosyVoice2's tokens."""
+def build_tokenizer(
+    merges: Sequence[tuple[str, str]] = (), text_vocab: int = 0, rules: TokenizerRules = COSYVOICE2
+) -> Tokenizer:
+    """Byte-level BPE like Qwen2's: these merges, at least `text_vocab` text tokens, then those of `rules`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = dict.fromkeys([*alphabet, *("".join(pair) for pair in merges)])
     pieces |= dict.fromkeys(f"~{index}~" for index in range(len(pieces), text_vocab))
@@ -100,7 +110,7 @@ def build_tokenizer(merges: Sequence[tuple[str, str]] = (), text_vocab: int = 0)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in TEXT_SPECIALS])
     # Not special: servers that skip special tokens in decoding would return empty text.
-    tokenizer.add_tokens([AddedToken(token, special=False) for token in added_tokens()])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in added_tokens(rules)])
     return tokenizer
 
 
@@ -158,7 +168,7 @@ def random_weights(sizes: LLMSizes, vocab: int, offset: int, end_id: int, seed: 
     return weights
 
 
-def _configs(sizes: LLMSizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str) -> dict[str, dict]:
+def _configs(sizes: LLMSizes, tokenizer: Tokenizer, end_ids: list[int], dtype: str, template: str) -> dict[str, dict]:
     """The JSON files next to the weights. Sampling defaults are those of a request to the orchestrator."""
     sampling = {name: getattr(Sampling, name) for name in ("temperature", "top_p", "top_k")}
     return {
@@ -196,6 +206,6 @@ def _configs(sizes: LLMSizes, tokenizer: Tokenizer, end_ids: list[int], dtype: s
             "pad_token": TEXT_SPECIALS[0],
             "model_max_length": 4096,
             "add_prefix_space": False,
-            "chat_template": chat_template(),
+            "chat_template": template,
         },
     }

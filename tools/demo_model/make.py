@@ -1,4 +1,4 @@
-"""Write the demo checkpoint: every model of both stacks, small, in the official layout and formats.
+"""Write the demo checkpoint: every model of the stacks, small, in the official layout and formats.
 
     python -m tools.demo_model.make DEST                                the trained voice of docs/demo_voice.md
     python -m tools.demo_model.make DEST --weights random [--seed N]    noise of speech-like length: sizes, parity
@@ -7,6 +7,8 @@
 DEST/cosyvoice2_llm/               HuggingFace Qwen2ForCausalLM with CosyVoice2's speech tokens
 DEST/CosyVoice2-0.5B/              flow.pt (UNet), hift.pt, campplus.onnx, speech_tokenizer_v2.onnx
 DEST/Step-Audio-2-mini/token2wav/  flow.pt (DiT), hift.pt, campplus.onnx, speech_tokenizer_v2_25hz.onnx
+DEST/cosyvoice3_llm/, DEST/Fun-CosyVoice3-0.5B-2512/
+                                   the same of CosyVoice3, random weights only
 DEST/voices/                       registered voices, trained weights only
 
 With random-full the speaker encoder is still small, since CAM++'s network is not part of this repository.
@@ -24,15 +26,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tqdm import tqdm
 
 from common import flow, hift, stacks
 from common.llm import speech_tokens
-from common.stacks import Stack
+from common.stacks import SpeechLLM, Stack
 from tools import demo_model
 from tools.demo_model import checkpoint, llm, speaker, speech_tokenizer, vocoder
 
@@ -46,9 +49,10 @@ Layout and file formats are those of the official checkpoints, which can replace
 """
 
 Writer = Callable[[Path], None]
+Generator = type[hift.HiFTGenerator] | type[hift.CausalHiFTGenerator]
 Weights = Literal["trained", "random", "random-full"]
 # Disk space for the checkpoint and for an older one that it replaces.
-NEEDED_BYTES: dict[Weights, int] = {"trained": 200 << 20, "random": 200 << 20, "random-full": 6 << 30}
+NEEDED_BYTES: dict[Weights, int] = {"trained": 200 << 20, "random": 200 << 20, "random-full": 12 << 30}
 
 log = logging.getLogger("demo_model")
 
@@ -62,6 +66,7 @@ class CheckpointSizes:
     tokenizer: tuple[int, int] = speech_tokenizer.SMALL
     unet: flow.UNetFlowConfig = vocoder.UNET_FLOW
     dit: flow.DiTFlowConfig = vocoder.DIT_FLOW
+    cosyvoice3: flow.CosyVoice3FlowConfig = vocoder.COSYVOICE3_FLOW
     generator: hift.HiFTConfig = vocoder.HIFT
 
 
@@ -72,25 +77,46 @@ OFFICIAL = CheckpointSizes(
     speech_tokenizer.OFFICIAL,
     flow.UNetFlowConfig(),
     flow.DiTFlowConfig(),
+    flow.CosyVoice3FlowConfig(),
     hift.HiFTConfig(),
 )
 
 
 def parts(sizes: CheckpointSizes, seed: int) -> dict[str, Writer]:
     """Path in the checkpoint -> function that writes it. As in the official ones, the stacks share no weights."""
-    found = {stacks.DEFAULT.llm.directory: lambda path: llm.make_llm(path, seed, sizes.lm, sizes.lm_dtype)}
-    found |= _parts_of(stacks.UNET, seed, sizes, lambda path: vocoder.write_unet_flow(path, seed, sizes.unet))
-    found |= _parts_of(stacks.DIT, seed + 1, sizes, lambda path: vocoder.write_dit_flow(path, seed + 1, sizes.dit))
+    found: dict[str, Writer] = {
+        model.directory: partial(_write_llm, model=model, seed=seed, sizes=sizes)
+        for model in dict.fromkeys(stack.llm for stack in stacks.BUILT_IN)
+    }
+    flows: dict[Stack, tuple[Callable[..., None], Any, Generator]] = {
+        stacks.UNET: (vocoder.write_unet_flow, sizes.unet, hift.HiFTGenerator),
+        stacks.DIT: (vocoder.write_dit_flow, sizes.dit, hift.HiFTGenerator),
+        stacks.COSYVOICE3: (vocoder.write_cosyvoice3_flow, sizes.cosyvoice3, hift.CausalHiFTGenerator),
+    }
+    for number, (stack, (write_flow, config, generator)) in enumerate(flows.items()):
+        found |= _parts_of(
+            stack, seed + number, sizes, partial(write_flow, seed=seed + number, sizes=config), generator
+        )
     return found
 
 
-def _parts_of(stack: Stack, seed: int, sizes: CheckpointSizes, write_flow: Writer) -> dict[str, Writer]:
+def _write_llm(path: Path, model: SpeechLLM, seed: int, sizes: CheckpointSizes) -> None:
+    llm.make_llm(path, seed, sizes.lm, sizes.lm_dtype, model.tokenizer)
+
+
+def _parts_of(
+    stack: Stack,
+    seed: int,
+    sizes: CheckpointSizes,
+    write_flow: Writer,
+    generator: Generator,
+) -> dict[str, Writer]:
     """The files of a stack's checkpoint."""
     files: dict[str, Writer] = {
         stack.speech_tokenizer: lambda path: _write_tokenizer(path, seed, sizes),
         stack.speaker_encoder: lambda path: _write_speaker(path, seed),
         stack.flow: write_flow,
-        stack.hift: lambda path: vocoder.write_hift(path, seed, sizes.generator),
+        stack.hift: lambda path: vocoder.write_hift(path, seed, sizes.generator, generator),
     }
     return {str(stack.checkpoint / name): write for name, write in files.items()}
 

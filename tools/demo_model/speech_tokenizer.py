@@ -1,8 +1,9 @@
-"""An S3 tokenizer v2 of any size, written like the official ONNX file: log mel (1, 128, T) to ids (1, T/4).
+"""An S3 tokenizer v2 or v3 of any size, written like the official ONNX file: log mel (1, 128, T) to ids (1, T/4).
 
 The package s3tokenizer finds weights by the names of the nodes that use them and by two initializers. These names are
 kept, so that s3tokenizer reads the same file that onnxruntime runs, with equal ids. Matrices are stored as float16,
-each cast by a node with the name of the node that uses it.
+each cast by a node with the name of the node that uses it. In the file of v3 they are float32 and used directly, and
+the scale and shift of a norm are nodes of their own.
 
 Weights have the keys and shapes of s3tokenizer's network.
 """
@@ -58,8 +59,9 @@ def random_weights(seed: int, width: int, layers: int) -> dict[str, np.ndarray]:
 
 
 def write_speech_tokenizer(path: Path, weights: TokenizerWeights, about: str) -> None:
-    """Write the ONNX file. about: its doc string."""
-    _TokenizerWriter(weights).write(path, about)
+    """Write the ONNX file, as that of v3 if its name begins with speech_tokenizer_v3. about: its doc string."""
+    writer = _ThirdTokenizerWriter if path.name.startswith("speech_tokenizer_v3") else _TokenizerWriter
+    writer(weights).write(path, about)
 
 
 class _TokenizerWriter:
@@ -137,9 +139,13 @@ class _TokenizerWriter:
         g = self.graph
         key = "encoder" + node.replace("/mlp/mlp.", "/mlp.").replace("/", ".")
         matrix = self._half(f"{node}.weight", self.weights[f"{key}.weight"].T, node=f"{node}/MatMul")
-        y = g.op("MatMul", x, matrix)
+        y = g.op("MatMul", x, matrix, name=self._product_name(node))
         bias = self.weights.get(f"{key}.bias")
         return y if bias is None else g.op("Add", g.weight(f"{node}.bias", bias), y, name=f"{node}/Add")
+
+    def _product_name(self, node: str) -> str:
+        """Name of the MatMul of a linear layer; "": any, as the cast of its matrix has it."""
+        return ""
 
     def _norm(self, x: str, node: str) -> str:
         g, key = self.graph, "encoder" + node.replace("/", ".")
@@ -175,9 +181,24 @@ class _TokenizerWriter:
         memory = g.op(
             "Conv",
             g.op("Transpose", value, perm=[0, 2, 1]),  # (1, t, width) -> (1, width, t)
-            self._half(f"{node}/fsmn", kernel, node=f"{node}/fsmn_block/Conv"),
+            self._half(f"{node[1:].replace('/', '.')}.fsmn_block.weight", kernel, node=f"{node}/fsmn_block/Conv"),
             group=self.width,
             pads=[pad, pad],
             kernel_shape=[FSMN_KERNEL],
         )
         return g.op("Add", g.op("Transpose", memory, perm=[0, 2, 1]), value)
+
+
+class _ThirdTokenizerWriter(_TokenizerWriter):
+    def _half(self, name: str, value: np.ndarray, *, node: str = "") -> str:
+        """A float32 initializer."""
+        return self.graph.weight(name, value)
+
+    def _product_name(self, node: str) -> str:
+        return f"{node}/MatMul"
+
+    def _norm(self, x: str, node: str) -> str:
+        g, key = self.graph, "encoder" + node.replace("/", ".")
+        plain = g.op("LayerNormalization", x, g.constant(np.ones(self.width, np.float32)), epsilon=1e-5, axis=-1)
+        scale, shift = (g.weight(f"{node}.{part}", self.weights[f"{key}.{part}"]) for part in ("weight", "bias"))
+        return g.op("Add", g.op("Mul", plain, scale, name=f"{node}/Mul"), shift, name=f"{node}/Add")

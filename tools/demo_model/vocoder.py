@@ -1,4 +1,4 @@
-"""Random-weight `flow.pt` of both stacks and `hift.pt`: the networks of common/ with official key names.
+"""Random-weight `flow.pt` and `hift.pt` of every stack: the networks of common/ with official key names.
 
 Weights keep the scale of signals from layer to layer. The few exceptions give the vocoder the pitch and loudness of a
 voice, and make voices differ.
@@ -11,8 +11,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from common.flow import DiTConfig, DiTFlow, DiTFlowConfig, EncoderConfig, UNetConfig, UNetFlow, UNetFlowConfig
-from common.hift import HiFTConfig, HiFTGenerator, split_weight_norm
+from common.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
+    DiTConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    EncoderConfig,
+    LookaheadConfig,
+    RotaryDiTConfig,
+    UNetConfig,
+    UNetFlow,
+    UNetFlowConfig,
+)
+from common.flow.checkpoint import with_rotary
+from common.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, split_weight_norm
 
 Draw = Callable[[Tensor], Tensor]  # from standard normal noise in the shape of a weight to that weight
 
@@ -21,6 +34,10 @@ ENCODER = EncoderConfig(width=64, heads=2, feed_forward=128, blocks=1, up_blocks
 UNET_FLOW = UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(channels=64, heads=1, blocks=1, mid_stages=1))
 DIT_FLOW = DiTFlowConfig(
     encoder=ENCODER, estimator=DiTConfig(width=64, depth=2, heads=2, head_dim=32, feed_forward=128, time_frequencies=64)
+)
+COSYVOICE3_FLOW = CosyVoice3FlowConfig(
+    encoder=LookaheadConfig(hidden=64),
+    estimator=RotaryDiTConfig(width=64, depth=2, heads=2, head_dim=32, feed_forward=128, time_frequencies=64),
 )
 HIFT = HiFTConfig(channels=64, f0_channels=32)
 
@@ -43,8 +60,15 @@ def write_dit_flow(path: Path, seed: int, sizes: DiTFlowConfig) -> None:
     torch.save(_drawn(DiTFlow(sizes), seed, VOICE), path)
 
 
-def write_hift(path: Path, seed: int, sizes: HiFTConfig) -> None:
-    """Write the vocoder of both stacks, in the official form with weight norm."""
+def write_cosyvoice3_flow(path: Path, seed: int, sizes: CosyVoice3FlowConfig) -> None:
+    """Write CosyVoice3's flow."""
+    torch.save(with_rotary(_drawn(CosyVoice3Flow(sizes), seed, VOICE), sizes), path)
+
+
+def write_hift(
+    path: Path, seed: int, sizes: HiFTConfig, network: type[HiFTGenerator] | type[CausalHiFTGenerator] = HiFTGenerator
+) -> None:
+    """Write the vocoder of a stack, in the official form with weight norm."""
     special: dict[str, Draw] = {
         "f0_predictor.classifier.weight": lambda noise: PITCH_SPREAD * noise,
         "f0_predictor.classifier.bias": lambda noise: torch.full_like(noise, PITCH),
@@ -57,7 +81,7 @@ def write_hift(path: Path, seed: int, sizes: HiFTConfig) -> None:
         ".convs2.1.weight": lambda noise: 0.3 * _scaled(noise),
         ".convs2.2.weight": lambda noise: 0.3 * _scaled(noise),
     }
-    torch.save(split_weight_norm(_drawn(HiFTGenerator(sizes), seed, special)), path)
+    torch.save(split_weight_norm(_drawn(network(sizes), seed, special)), path)
 
 
 def _drawn(network: nn.Module, seed: int, special: dict[str, Draw]) -> dict[str, Tensor]:

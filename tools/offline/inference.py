@@ -59,7 +59,7 @@ def loaded_pipeline(args: argparse.Namespace, sampling: Sampling) -> Iterator[Pi
     """Everything loaded and warmed up."""
     tokenizer = LLMTokenizer.from_dir(args.llm_model_name_or_path)
     token2wav = OfflineToken2Wav.load(args.token2wav_path, args.device, streams=0, enable_trt=args.enable_trt)
-    voices = VoicePrompts(args.token2wav_path, args.device, args.enable_trt)
+    voices = VoicePrompts(token2wav.stack, args.token2wav_path, args.device, args.enable_trt)
     voices.warm_up()
     llm = backend_of(args, tokenizer)
     try:

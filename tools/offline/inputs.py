@@ -13,6 +13,7 @@ import torch
 from common import stacks
 from common.config import OrchestratorConfig
 from common.constants import PROMPT_SAMPLE_RATE
+from common.stacks import Stack
 from common.text import clean_line
 from common.voice.audio import validate_reference
 from common.voice.encoders import ReferenceEncoder
@@ -64,7 +65,7 @@ def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-dir",
         type=Path,
         default=Path("models/demo", stacks.DEFAULT.checkpoint),
-        help="token2wav checkpoint of either stack (default: %(default)s)",
+        help="token2wav checkpoint of any stack (default: %(default)s)",
     )
     add_data_arguments(parser, "--huggingface-dataset-split")
     parser.add_argument("--tokens-path", type=Path, help="JSON lines of id and target_audio_cosy2_tokens")
@@ -93,8 +94,8 @@ def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
 class VoicePrompts:
     """Encodes recordings to prompts. Samples often share a voice, so the most recent prompts are cached."""
 
-    def __init__(self, model_dir: Path, device: str, enable_trt: bool = False) -> None:
-        self._encode = ReferenceEncoder(model_dir, device, "tensorrt" if enable_trt else "onnxruntime")
+    def __init__(self, stack: Stack, model_dir: Path, device: str, enable_trt: bool = False) -> None:
+        self._encode = ReferenceEncoder(stack, model_dir, device, "tensorrt" if enable_trt else "onnxruntime")
         self._cached = lru_cache(CACHED_VOICES)(lambda wav: self._encode(np.frombuffer(wav, np.float32).copy()))
 
     def __call__(self, sample: Sample) -> Prompt:

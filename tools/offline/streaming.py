@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     samples = with_tokens(read_samples(args), args.tokens_path)
     (args.output_dir / "offline").mkdir(parents=True, exist_ok=True)
     token2wav = OfflineToken2Wav.load(args.model_dir, args.device, args.batch_size, args.enable_trt)
-    voices = VoicePrompts(args.model_dir, args.device, args.enable_trt)
+    voices = VoicePrompts(token2wav.stack, args.model_dir, args.device, args.enable_trt)
     study = Study(samples, voices, token2wav, args.strategy, args.batch_size, args.output_dir)
     voices.warm_up()
     with tqdm(total=2 * len(samples), desc=f"streaming, {args.strategy}", unit="sample") as progress:

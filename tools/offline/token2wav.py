@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     streams = args.batch_size if args.streaming else 0
     token2wav = OfflineToken2Wav.load(args.model_dir, args.device, streams, args.enable_trt)
-    voices = VoicePrompts(args.model_dir, args.device, args.enable_trt)
+    voices = VoicePrompts(token2wav.stack, args.model_dir, args.device, args.enable_trt)
     voices.warm_up()
     with tqdm(total=args.warmup * len(samples), desc="token2wav", unit="sample") as progress:
         for _ in range(args.warmup):

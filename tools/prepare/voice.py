@@ -4,6 +4,7 @@ import dataclasses
 import time
 from pathlib import Path
 
+from common import stacks
 from common.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
 from common.server.rendering import StackOptions
 from common.text import clean_line
@@ -28,7 +29,7 @@ def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace:
         f"[1/2] {audio}: {len(wav) / PROMPT_SAMPLE_RATE:.1f} s, encoding it with {options.checkpoint_dir}", flush=True
     )
     begun = time.monotonic()
-    prompt = ReferenceEncoder(options.checkpoint_dir)(wav)
+    prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(wav)
     print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)
     save_voice(destination, dataclasses.replace(prompt, text=text))
     print(f"[2/2] written to {destination}; use it as speaker '{name}'")

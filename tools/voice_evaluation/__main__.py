@@ -25,6 +25,7 @@ from common.server.rendering import StackOptions, render
 from common.server.tritonserver import Ports, TritonServer
 from common.voice.audio import load_audio, save_audio
 from common.voice.encoders import ReferenceEncoder, SpeakerEncoder
+from tools.demo_model.checkpoint import STACKS
 from tools.demo_model.make import VOICES_DIR
 from tools.voice_evaluation import HELD_OUT, HUMAN, HUMAN_TEXT, measures, report
 from tools.voice_evaluation.takes import Series, Take, copy_synthesis, from_tokens, read_teacher, request_takes, seeded
@@ -51,7 +52,7 @@ class Evaluation:
     def parts(self, stack: str) -> None:
         """Quality of the vocoder alone, and of flow and vocoder together."""
         directory = self.models / stacks.named(stack).checkpoint
-        encode = ReferenceEncoder(directory)
+        encode = ReferenceEncoder(stacks.named(stack), directory)
         for voice, teacher in self._teachers.items():
             self.series.append(copy_synthesis(directory, teacher, stack))
             self.series.append(from_tokens(directory, teacher, encode(self._recordings[voice].waveform), stack))
@@ -119,7 +120,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="as tools.demo_model.make writes it")
     parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one per line")
     parser.add_argument("--teacher", type=Path, metavar="DIR", help="the teacher's recordings of the sentences")
-    parser.add_argument("--stacks", nargs="+", choices=stacks.names(), default=stacks.names())
+    parser.add_argument(
+        "--stacks", nargs="+", choices=[stack.name for stack in STACKS], default=[stack.name for stack in STACKS]
+    )
     parser.add_argument("--voices", nargs="+", default=("slt", "rms"), help="names in the folder voices of the models")
     parser.add_argument("--output", type=Path, default=Path("out/voice_evaluation"))
     return parser

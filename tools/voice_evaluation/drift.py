@@ -63,6 +63,7 @@ from common.voice import audio
 from common.voice.encoders import AudioTokenizer, ReferenceEncoder, SpeakerEncoder
 from common.voice.prompt import Prompt
 from tools.arguments import positive_int
+from tools.demo_model.checkpoint import STACKS
 from tools.load.plot import figure, save
 from tools.parity.reference import dit_flow
 from tools.voice_evaluation import HELD_OUT, HUMAN, HUMAN_TEXT
@@ -123,23 +124,23 @@ class Drift:
 # --- speech ------------------------------------------------------------------------------------------------------
 
 
-def prompts(models: Path, model_dir: Path) -> Iterator[tuple[str, str, Prompt]]:
+def prompts(models: Path, stack: Stack) -> Iterator[tuple[str, str, Prompt]]:
     """Name, transcript and prompt of the registered voices and of a recording of a human."""
-    encode = ReferenceEncoder(model_dir)
+    encode = ReferenceEncoder(stack, models / stack.checkpoint)
     recordings = sorted((models / "voices").glob("*.wav"))
     texts = [path.with_suffix(".txt").read_text(encoding="utf-8").strip() for path in recordings]
     for path, text in zip([*recordings, HUMAN], [*texts, HUMAN_TEXT], strict=True):
         yield path.stem, text, encode(audio.load_audio(path, PROMPT_SAMPLE_RATE))
 
 
-def speeches(models: Path, model_dir: Path, sentences: Sequence[str], count: int) -> Iterator[Speech]:
+def speeches(models: Path, stack: Stack, sentences: Sequence[str], count: int) -> Iterator[Speech]:
     """`count` streams of at least `SECONDS` in each voice."""
     from tools.offline.transformers_lm import TransformersLM  # takes seconds to import
 
     directory = models / stacks.DEFAULT.llm.directory
     tokenizer = LLMTokenizer.from_dir(directory)
     llm = TransformersLM.load(directory, tokenizer, batch_size=len(sentences), device="cpu")
-    for voice, text, prompt in prompts(models, model_dir):
+    for voice, text, prompt in prompts(models, stack):
         asked = [LLMPrompt(sentence, text, prompt.tokens.tolist()) for sentence in sentences]
         generated = [each for each in llm.generate(asked, Sampling(seed=0)) if not isinstance(each, Exception)]
         if len(generated) < len(sentences):
@@ -383,7 +384,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("models/demo"), help="as tools.demo_model.make writes it")
     parser.add_argument("--sentences", type=Path, default=HELD_OUT, help="one per line")
-    parser.add_argument("--stacks", nargs="+", choices=stacks.names(), default=stacks.names())
+    parser.add_argument(
+        "--stacks", nargs="+", choices=[stack.name for stack in STACKS], default=[stack.name for stack in STACKS]
+    )
     parser.add_argument("--streams", type=positive_int, default=3, help="of each voice (default 3)")
     parser.add_argument(
         "--strategy",
@@ -403,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.stacks:
             stack = stacks.named(name)
             model_dir = args.models / stack.checkpoint
-            of = list(speeches(args.models, model_dir, sentences, args.streams))
+            of = list(speeches(args.models, stack, sentences, args.streams))
             rows += drifts(stack, model_dir, args.strategy, of)
         about = f"{len(of)} streams of {SECONDS} s, {args.strategy} hops, tail {DIT_TAIL_FRAMES} frames as served"
         text = "\n".join(f"{name}\n\n{table([row for row in rows if row.stack == name])}" for name in args.stacks)

@@ -35,6 +35,7 @@ from common.token2wav.noise import source_noise
 from common.token2wav.stream import Chunk, Stream
 from common.token2wav.streaming import FlowOptions, StreamingFlow
 from common.voice.prompt import Prompt
+from tools.demo_model.checkpoint import STACKS
 from tools.load.plot import figure, save
 from tools.parity.reference.vocoder import ReferenceVocoder, hamming_window
 from tools.voice_evaluation import HELD_OUT
@@ -137,9 +138,9 @@ def _joined(parts: Iterable[Tensor]) -> np.ndarray:
 def utterances(models: Path, voices: Sequence[str], sentences: Sequence[str]) -> Iterator[Spoken]:
     """All sentences by both stacks, which get the same tokens."""
     tokens: list[np.ndarray] = []
-    for stack in stacks.registered():
+    for stack in STACKS:
         model_dir = models / stack.checkpoint
-        of_voice = {voice: (text, prompt) for voice, text, prompt in prompts(models, model_dir)}
+        of_voice = {voice: (text, prompt) for voice, text, prompt in prompts(models, stack)}
         turns = [of_voice[voice] for voice, _ in zip(cycle(voices), sentences, strict=False)]
         tokens = tokens or generated(models, turns, sentences)
         flow, rules = load_flow(models, stack), HopRules(boundary=stack.chunk_boundary)
@@ -154,7 +155,10 @@ def utterances(models: Path, voices: Sequence[str], sentences: Sequence[str]) ->
 
 def table(spoken: Sequence[Spoken]) -> str:
     """Figures as a Markdown table."""
-    counts = {name: sum(len(each.joints) for each in spoken if each.stack == name) for name in stacks.names()}
+    counts = {
+        name: sum(len(each.joints) for each in spoken if each.stack == name)
+        for name in [stack.name for stack in STACKS]
+    }
     title = ", ".join(f"{count} voiced joints of the {name} stack" for name, count in counts.items())
     lines = [
         title,

@@ -25,6 +25,7 @@ from common.stacks import Stack
 from common.voice.audio import save_audio
 from common.voice.encoders import AudioTokenizer, ReferenceEncoder
 from common.voice.prompt import Prompt
+from tools.demo_model.checkpoint import STACKS
 from tools.offline.rendering import OfflineToken2Wav
 from tools.voice_evaluation import HELD_OUT
 from tools.voice_evaluation.measures import figures, recognise
@@ -47,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         *teachers,
         *(copy_synthesis(args.checkpoint / stacks.UNET.checkpoint, teacher, "") for teacher in teachers),
     ]
-    for stack in stacks.registered():
+    for stack in STACKS:
         directory = args.checkpoint / stack.checkpoint
-        encode = ReferenceEncoder(directory)
+        encode = ReferenceEncoder(stack, directory)
         for voice, teacher in enumerate(teachers):
             prompt = encode(synthesized(flite, PROMPT_TEXT, voice))
             series += from_tokens(directory, teacher, prompt, stack)

@@ -26,7 +26,7 @@ class TritonPythonModel:
         self._name = args["model_name"]
         self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
         # Loads its networks at the first request with a recording; the orchestrator sends tensors instead.
-        self._reference = ReferenceEncoder(config.model_dir, config.device)
+        self._reference = ReferenceEncoder(self.stack, config.model_dir, config.device)
         engine = Token2Wav.from_config(self.stack, config)
         self._service = Token2WavService(
             engine,

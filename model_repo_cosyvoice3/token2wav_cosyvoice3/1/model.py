@@ -1,0 +1,45 @@
+"""token2wav_cosyvoice3: speech tokens to 24 kHz audio, CosyVoice3's flow and causal HiFT."""
+
+from typing import Any
+
+from common import stacks, triton_io
+from common.config import Token2WavConfig
+from common.llm.speech_tokens import read_first_speech_id
+from common.process.health import ModelMonitor
+from common.token2wav.engine import Token2Wav
+from common.token2wav.requests import PROMPT_TENSORS, read_request
+from common.token2wav.service import Token2WavService
+
+INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, "token_offset", "finalize", "speed", "audio_left")
+
+
+class TritonPythonModel:
+    """Requests are queued; the service's thread renders and answers them."""
+
+    stack = stacks.COSYVOICE3
+
+    def initialize(self, args: dict[str, str]) -> None:
+        config = Token2WavConfig.from_triton(args)
+        self._name = args["model_name"]
+        self._first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
+        engine = Token2Wav.from_config(self.stack, config)
+        self._service = Token2WavService(
+            engine,
+            idle_seconds=config.idle_seconds,
+            admission=config.admission,
+            max_start_wait_seconds=config.max_start_wait_seconds,
+        )
+        self._monitor = ModelMonitor(
+            args, test=self._service.test, read=lambda: {**self._service.stats().values(), **engine.counts}
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            with triton_io.answer_later(request, "waveform", model=self._name) as answer:
+                tensors = triton_io.read_all(request, INPUTS)
+                chunk = read_request(tensors, self._first_speech_id, **triton_io.origin(request))
+                self._service.submit(chunk, answer, answer.is_cancelled)
+
+    def finalize(self) -> None:
+        self._monitor.close()
+        self._service.close()

@@ -1,0 +1,154 @@
+"""The stack cosyvoice3 in the real tritonserver, over small random weights in the official layout."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from common import stacks
+from common.client import grpc_client
+from common.client.requests import SpeechResult, Utterance, read_reference
+from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, SAMPLE_RATE, TOKEN_MEL_RATIO
+from common.llm.speech_tokens import read_first_speech_id
+from common.voice.encoders import ReferenceEncoder
+from common.voice.prompt import Prompt
+from scripts import client_grpc
+from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, inputs_of, stream
+
+pytestmark = pytest.mark.server
+
+STACK = stacks.COSYVOICE3
+MODEL = STACK.orchestrator
+STREAMS = 2
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve) -> Any:
+    """The engine cuda reads the LLM's directory as it is, also on the CPU. Idle streams keep their slots."""
+    settings = {"max_streams": str(STREAMS), "idle_seconds": "600", "n_timesteps": "4"}
+    return serve(stack=STACK.name, llm_engine="cuda", settings=settings)
+
+
+@pytest.fixture(scope="module")
+def voice() -> np.ndarray:
+    return read_reference(VOICE)
+
+
+def test_upstreams_client_command_writes_the_speech(server: Any, tmp_path: Path) -> None:
+    host, port = server.grpc_url.split(":")
+    output = tmp_path / "speech.wav"
+    arguments = ["--server-addr", host, "--server-port", port, "--model-name", MODEL, "--target-text", TEXT]
+    arguments += ["--reference-audio", str(VOICE), "--reference-text", VOICE_TEXT, "--output-audio", str(output)]
+    assert client_grpc.main(arguments) == 0
+    assert output.stat().st_size > SAMPLE_RATE
+
+
+def test_two_streams_at_once_equal_the_same_streams_alone(server: Any, voice: np.ndarray) -> None:
+    utterances = [
+        Utterance("You are a helpful assistant.<|endofprompt|>" + TEXT, voice, VOICE_TEXT, {"seed": 1}),
+        Utterance("报道[j][ǐ]予好评。[breath]", voice[8_000:], parameters={"seed": 2}, instruct_text="Speak sadly."),
+    ]
+    alone = [stream(server.grpc_url, MODEL, utterance) for utterance in utterances]
+
+    async def at_once() -> list[SpeechResult]:
+        return await asyncio.gather(
+            *(grpc_client.synthesize(server.grpc_url, MODEL, utterance, timeout=120.0) for utterance in utterances)
+        )
+
+    for one, other in zip(alone, asyncio.run(at_once()), strict=True):
+        assert_speech(one)
+        assert len(one.arrivals) > 1 and one.first_chunk < one.total
+        np.testing.assert_allclose(one.waveform, other.waveform, atol=1e-3)
+
+
+def test_cancelled_streams_free_their_slots(server: Any, voice: np.ndarray) -> None:
+    """There are two. A stream without a slot waits, so one that kept its slot would block the last."""
+    long = Utterance("word " * 100, voice, VOICE_TEXT)
+
+    async def cancel() -> None:
+        async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
+            async with aclosing(grpc_client.chunks(connection, MODEL, long, 60.0)) as waveforms:
+                assert (await anext(waveforms)).size
+
+    for _ in range(2 * STREAMS):
+        asyncio.run(cancel())
+    assert_speech(stream(server.grpc_url, MODEL, Utterance(TEXT, voice, VOICE_TEXT)))
+
+
+# --- token2wav_cosyvoice3 alone ------------------------------------------------------------------------------------
+
+
+class Token2Wav:
+    """Sequences of the model token2wav_cosyvoice3 in one voice."""
+
+    def __init__(self, address: str, first_speech_id: int, prompt: Prompt):
+        self._client = triton.InferenceServerClient(address)
+        self._first_speech_id = first_speech_id
+        self._voice = {
+            "prompt_speech_tokens": self._ids(prompt.tokens),
+            "prompt_speech_feat": prompt.mel.astype(np.float16)[None],
+            "prompt_spk_embedding": prompt.embedding.astype(np.float16)[None],
+        }
+        self.prompt_tokens = len(prompt.tokens)
+
+    def _ids(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens.astype(np.int32)[None] + np.int32(self._first_speech_id)
+
+    def spoken(self, tokens: np.ndarray, ends: list[int]) -> np.ndarray:
+        """The audio (N,) of chunks that end at these tokens, the last one at all of them."""
+        parts, begin = [], 0
+        for end in [*ends, len(tokens)]:
+            final = end == len(tokens)
+            arrays = {
+                "target_speech_tokens": self._ids(tokens[: end + (0 if final else LOOKAHEAD_TOKENS)]),
+                "token_offset": np.array([[begin]], np.int32),
+                "finalize": np.array([[final]]),
+                **(self._voice if begin == 0 else {}),
+            }
+            result = self._client.infer(
+                STACK.token2wav,
+                inputs_of(arrays),
+                sequence_id=1 + len(ends),
+                sequence_start=begin == 0,
+                sequence_end=final,
+                client_timeout=120,
+            )
+            parts.append(result.as_numpy("waveform").reshape(-1))
+            begin = end
+        return np.concatenate(parts)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture(scope="module")
+def token2wav(server: Any, voice: np.ndarray, demo_models: Path) -> Iterator[Token2Wav]:
+    prompt = ReferenceEncoder(STACK, demo_models / STACK.checkpoint)(voice)
+    first_speech_id = read_first_speech_id(str(demo_models / STACK.llm.directory))
+    token2wav = Token2Wav(server.grpc_url, first_speech_id, prompt)
+    yield token2wav
+    token2wav.close()
+
+
+def test_streamed_audio_equals_the_whole(token2wav: Token2Wav) -> None:
+    """Of chunks that end on boundaries, under the same mask: one final chunk, and four."""
+    tokens = np.random.default_rng(0).integers(0, 6561, 90)
+    first = -token2wav.prompt_tokens % STACK.chunk_boundary
+    whole = token2wav.spoken(tokens, [])
+    streamed = token2wav.spoken(tokens, [first + 25, first + 50])
+    assert len(whole) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
+    np.testing.assert_allclose(streamed, whole, atol=1e-4)
+
+
+def test_a_long_stream_is_rendered_within_its_window(token2wav: Token2Wav) -> None:
+    """20 s, of which the flow computes the last 15 s and the prompt for each chunk."""
+    tokens = np.random.default_rng(1).integers(0, 6561, 500)
+    first = -token2wav.prompt_tokens % STACK.chunk_boundary
+    audio = token2wav.spoken(tokens, list(range(first + 100, len(tokens), 100)))
+    assert len(audio) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
+    assert np.isfinite(audio).all() and np.abs(audio[-SAMPLE_RATE:]).max() > 0.01
