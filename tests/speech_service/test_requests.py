@@ -265,8 +265,8 @@ def names_of(url: str) -> list[str]:
     return [voice["id"] for voice in listed if "alias_of" not in voice]
 
 
-def test_open_webui_gets_its_lists_of_voices_and_models(served: StubbedService) -> None:
-    """It reads `id` and `name` of each entry of `voices` and `models`."""
+def test_open_webui_gets_its_lists_of_voices_and_models_and_speech(served: StubbedService) -> None:
+    """It reads `id` and `name` of each entry of `voices` and `models`, see docs/recipes/open_webui.md."""
     assert [model["name"] for model in httpx.get(f"{served.url}/v1/audio/models").json()["models"]] == [
         *("cosyvoice2_dit", "tts-1", "tts-1-hd", "gpt-4o-mini-tts")
     ]
@@ -280,6 +280,10 @@ def test_open_webui_gets_its_lists_of_voices_and_models(served: StubbedService) 
         assert {voice["id"]: voice["name"] for voice in answer["voices"]}.keys() >= {"anna", "bert", "alloy", "echo"}
         aliases = {voice["id"]: voice["alias_of"] for voice in answer["voices"] if "alias_of" in voice}
         assert (aliases["alloy"], aliases["ash"], aliases["ballad"]) == ("anna", "bert", "anna")
+        user = {"authorization": "Bearer none", "x-openwebui-user-name": "Zoe", "x-openwebui-user-role": "admin"}
+        wanted = {"input": "Hello.", "voice": "alloy", "model": "tts-1", "speed": 1.2}
+        spoken = served.post(wanted, headers=user)
+        assert (spoken.status_code, spoken.headers["content-type"]) == (200, "audio/mpeg")
     finally:
         for name in ("anna", "bert"):
             httpx.delete(f"{served.url}/v1/audio/voices/{name}")

