@@ -1,4 +1,4 @@
-"""Texts that arrive in pieces: the sequence against upstream's, and the CPU engine that speaks it."""
+"""Texts that arrive in pieces: the sequence against upstream's, and the engines that speak it."""
 
 import asyncio
 import dataclasses
@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 from transformers import Qwen2ForCausalLM
 
 from common.constants import SPEECH_VOCAB
-from common.llm.engines.genai import load_engine
 from common.llm.engines.interface import EngineLM
+from common.llm.engines.loading import load_engine
 from common.llm.interface import LLMPrompt, Sampling
 from common.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM, Interleaving
 from common.llm.speech_tokens import COSYVOICE3, LLMTokenizer
@@ -86,7 +86,14 @@ def tokenizer(llm_dir):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def engine(genai_dir, tokenizer):  # noqa: F811
-    engine = load_engine(genai_dir, tokenizer, 4)
+    engine = load_engine("onnxruntime_genai", genai_dir, tokenizer, 4)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def cuda_engine(llm_dir, tokenizer):  # noqa: F811
+    engine = load_engine("cuda", llm_dir, tokenizer, 4, memory_gib=1.0, instance_kind="KIND_CPU")
     yield engine
     engine.close()
 
@@ -111,11 +118,12 @@ async def speak(engine, tokenizer, text, sampling, prompt=VOICE):
     return [token async for tokens in stream for token in tokens], llm.asked, stream.finish_reason
 
 
-def test_the_cpu_engine_speaks_a_sequence_as_transformers_would(engine, tokenizer, llm_dir):  # noqa: F811
+@pytest.mark.parametrize("name", ["engine", "cuda_engine"])
+def test_an_engine_speaks_a_sequence_as_transformers_would(name, request, tokenizer, llm_dir):  # noqa: F811
     """At a temperature of 0, every token is the best one after what transformers is fed: the sequence up to it."""
-    text = "Twenty letters, and more."
-    tokens, asked, _ = asyncio.run(speak(engine, tokenizer, text, GREEDY))
-    assert len(asked) == len(text) // TEXT_BLOCK + 1  # one token is a letter here
+    text = "Twelve, all."
+    tokens, asked, _ = asyncio.run(speak(request.getfixturevalue(name), tokenizer, text, GREEDY))
+    assert len(asked) == 1 + (len(text) - 2) // TEXT_BLOCK + 1  # a token is a letter; the voice takes two of them
     # A block of 8 continues the voice's last one; the final request follows the token that is fed twice.
     counts = [8, *[SPEECH_BLOCK] * (len(asked) - 2)]
     counts.append(len(tokens) - sum(counts))

@@ -241,3 +241,11 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "trunc')
     with pytest.raises(ValueError, match=f"{tmp_path}/tokenizer.json is not a tokenizer, or is damaged: EOF"):
         LLMTokenizer.from_dir(tmp_path)
+
+
+def test_a_prompt_of_ids_is_no_text(tokenizer):
+    prompt = LLMPrompt("Hi", ids=[1, 2])
+    assert tokenizer.encode_prompt(prompt) == [1, 2]
+    for text_of in (tokenizer.prompt_string, tokenizer.joined_text):
+        with pytest.raises(ValueError, match="needs an LLM server that takes token ids"):
+            text_of(prompt)
