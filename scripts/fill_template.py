@@ -4,8 +4,8 @@
 
 Without -i the result is printed. The first colon ends the key, so a value may be a URL; a comma in a value is written
 as \\, and a colon in a key as \\:. Keys that are not given take their default, if they have one; those about the LLM
-are upstream's: cosyvoice2_dit asks trtllm-serve at http://localhost:8000/v1, cosyvoice2 the C++ backend in the
-same Triton. For another LLM give llm_transport, llm_urls and llm_model, or llm_backend.
+are upstream's: cosyvoice2_dit and cosyvoice3 ask trtllm-serve at http://localhost:8000/v1, cosyvoice2 the C++ backend
+in the same Triton. For another LLM give llm_transport, llm_urls and llm_model, or llm_backend.
 """
 
 import argparse

@@ -62,7 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--token2wav-path",
         type=Path,
         default=demo / stacks.DEFAULT.checkpoint,
-        help="token2wav checkpoint of either stack (default: %(default)s)",
+        help="token2wav checkpoint of any stack (default: %(default)s)",
     )
     parser.add_argument("--prompt-speech-path", type=Path, help="one voice for all samples instead of their own")
     parser.add_argument("--prompt-text", help="transcript of that recording; without it: cross-lingual cloning")

@@ -1,4 +1,4 @@
-# Sourced by run.sh and run_stepaudio2_dit_token2wav.sh: numbered stages, servers that stop with the script.
+# Sourced by run.sh, run_stepaudio2_dit_token2wav.sh and run_cosyvoice3.sh: numbered stages, servers that stop with the script.
 # shellcheck shell=bash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -9,6 +9,7 @@ from common.client.grpc_client import synthesize
 from common.client.requests import SpeechResult, Utterance
 from common.server.rendering import StackOptions, render
 from common.server.tritonserver import Ports, TritonServer
+from tools.demo_model.checkpoint import STACKS
 from tools.demo_model.make import make_demo_model
 from tools.prepare.genai import convert
 
@@ -22,6 +23,8 @@ STEPS = 4
 
 def run(stack: str, text: str, speaker: str, ports: Ports) -> SpeechResult:
     """Make what is not there yet, serve it, ask once, shut down. Raises ValueError, RuntimeError or OSError."""
+    if stacks.named(stack) not in STACKS:
+        raise ValueError(f"no trained demo voice for {stack}, only for {', '.join(each.name for each in STACKS)}")
     step(1, f"demo checkpoint, a small trained voice: {shown(CHECKPOINT)}")
     prepare_checkpoint(stacks.named(stack).llm)
     repository = ROOT / "build" / stack

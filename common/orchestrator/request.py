@@ -12,7 +12,7 @@ import numpy as np
 from common.config import OrchestratorConfig
 from common.constants import MAX_SPEED, MIN_SPEED
 from common.llm.interface import Sampling, preset_values
-from common.text import clean_line, clean_text
+from common.text import clean_line, clean_text, split_instruction, strip_control_tokens
 from common.text.normalization import Spelled
 from common.voice import audio
 from common.voice.prompt import Recording
@@ -85,7 +85,7 @@ class RequestInputs:
         target_text = ""
         if self.pieces is None:
             target_text = clean_text(self.target_text, name="target_text", max_chars=max_text_chars)
-        instruct_text = self._line("instruct_text", max_text_chars)
+        instruct_text = self._instruction(max_text_chars)
         cross_lingual = _flag("cross_lingual", self.parameters.get("cross_lingual", False))
         if instruct_text and cross_lingual:
             raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
@@ -112,6 +112,22 @@ class RequestInputs:
         for name in self.parameters:
             if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
                 raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
+
+    def _instruction(self, max_text_chars: int) -> str:
+        """`instruct_text`, or the words before `<|endofprompt|>` in the text, as upstream's clients may send them."""
+        given = self.instruct_text or ""
+        if given.strip():
+            plain = strip_control_tokens(given)  # the token may end it
+            given = clean_line(plain, name="instruct_text", max_chars=max_text_chars) if plain.strip() else ""
+            if not given:
+                raise ValueError(f"instruct_text has nothing to speak: {self.instruct_text!r}")
+        written = split_instruction(self.target_text or "")[0]
+        if given and written:
+            raise ValueError(
+                f"instruct_text {given!r}, and the instruction {written!r} before <|endofprompt|> in target_text: "
+                "use one of the two"
+            )
+        return given or written
 
     def _voice(self, max_text_chars: int) -> Recording | str | None:
         """The recording or the speaker; None without either. ValueError if both are given."""

@@ -11,7 +11,7 @@ segments.py        sentences, and how many of them make a segment
 frontend.py        all of this: a text -> its segments
 """
 
-from common.text.cleaning import clean_line, clean_text, is_speakable, strip_control_tokens
+from common.text.cleaning import clean_line, clean_text, is_speakable, split_instruction, strip_control_tokens
 from common.text.frontend import TextFrontend
 
-__all__ = ["TextFrontend", "clean_line", "clean_text", "is_speakable", "strip_control_tokens"]
+__all__ = ["TextFrontend", "clean_line", "clean_text", "is_speakable", "split_instruction", "strip_control_tokens"]

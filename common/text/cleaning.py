@@ -10,8 +10,8 @@ from common.text.markdown import without_emoji
 # and a distant "|>"; names are short.
 _CONTROL_TOKEN = re.compile(r"<\|[^<|>]{0,64}\|>")
 
-# CosyVoice3's clients put it before a text or a transcript; a prompt gets it whether they do or not.
-_SYSTEM_PREFIX = re.compile(rf"\s*{re.escape(SYSTEM_WORDS)}\s*<\|endofprompt\|>")
+# Clients of upstream put an instruction, or CosyVoice3's system words, and this before a text or a transcript.
+END_OF_PROMPT = "<|endofprompt|>"
 
 # Letters, numbers and symbols but emoji. Text without any of them, such as "?!" or a zero-width space, is silent.
 _SPEAKABLE = ("L", "N", "S")
@@ -28,22 +28,28 @@ def strip_control_tokens(text: str) -> str:
     return text
 
 
+def split_instruction(text: str) -> tuple[str, str]:
+    """The words before the last `<|endofprompt|>`, without CosyVoice3's system words and control tokens, and the text
+    after it. Without that token: "" and the text."""
+    before, _, after = text.rpartition(END_OF_PROMPT)
+    words = " ".join(strip_control_tokens(_printable(before)).split())
+    return words.removeprefix(SYSTEM_WORDS).strip(), after
+
+
 def is_speakable(text: str) -> bool:
     """Whether `text` contains anything that can be spoken."""
     return any(unicodedata.category(char)[0] in _SPEAKABLE for char in without_emoji(text))
 
 
 def clean_text(text: str, *, name: str, max_chars: int) -> str:
-    """The text without control tokens, surplus whitespace and empty lines; lines are separated by line feeds. Without
-    CosyVoice3's system words at its beginning too, if they end with their token.
+    """The text without control tokens, surplus whitespace and empty lines; lines are separated by line feeds. What is
+    before `<|endofprompt|>` is left out: it is never to be spoken.
 
     `name`: the input's name in messages. ValueError if the text is longer than `max_chars` or has nothing to speak.
     """
     if len(text) > max_chars:
         raise ValueError(f"{name} has {len(text)} characters, more than the limit of {max_chars}")
-    words = _printable(text)
-    prefix = _SYSTEM_PREFIX.match(words)
-    words = strip_control_tokens(words[prefix.end() :] if prefix else words)
+    words = strip_control_tokens(_printable(split_instruction(text)[1]))
     lines = (" ".join(line.split()) for line in words.split("\n"))
     spoken = "\n".join(line for line in lines if line)
     if not is_speakable(spoken):

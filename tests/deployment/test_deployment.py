@@ -17,9 +17,10 @@ from tests.conftest import ROOT
 from tests.support.compose import MISSING, compose_command
 
 COMPOSE = ("docker-compose.yml", "docker-compose.dit.yml")
+COSYVOICE3 = "docker-compose.cosyvoice3.yml"  # its LLM is always inside Triton
 CPU = "deploy/compose/cpu.yml"
 LLMS = ("vllm", "triton", "trtllm-serve", "trtllm-backend", "elsewhere")
-SOURCES = [ROOT / file for file in (*COMPOSE, CPU, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
+SOURCES = [ROOT / file for file in (*COMPOSE, COSYVOICE3, CPU, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
 PROFILES = ("", "disaggregated", "monitoring", "disaggregated,runtime,monitoring,tensorrt")
 MANIFESTS = sorted(path for path in (ROOT / "deploy/k8s").glob("*.yaml") if path.name != "kustomization.yaml")
 TOOLS = Path(sys.executable).parent
@@ -158,7 +159,7 @@ def test_shell_scripts_pass_shellcheck(script: Path) -> None:
 
 @needs_compose
 @pytest.mark.parametrize("profiles", PROFILES)
-@pytest.mark.parametrize("file", COMPOSE)
+@pytest.mark.parametrize("file", [*COMPOSE, COSYVOICE3])
 def test_compose_files_are_valid_and_complete(file: str, profiles: str) -> None:
     services = composed(file, profiles=profiles)["services"]
     for name in started(services) - {"download", "engine", "plans"}:
@@ -199,6 +200,16 @@ def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
         assert (arguments.llm_urls, arguments.llm_model) == (["http://ours:9000/v1"], "ours")
     assert services["tts"]["depends_on"]["llm"]["condition"] == "service_healthy"
     assert all("memlock" in services[name]["ulimits"] for name in wanted & {"llm"} | {"tts"})
+
+
+@needs_compose
+def test_cosyvoice3_has_its_llm_in_triton_and_its_own_checkpoint() -> None:
+    services = composed(COSYVOICE3, LLM="vllm")["services"]
+    assert not {"llm", "engine", "plans"} & services.keys()
+    assert services["tts"]["environment"]["STACK"] == "cosyvoice3"
+    assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-transport triton"
+    parsed = prepare.build_parser().parse_args(services["download"]["command"][3:])
+    assert (parsed.step, parsed.stack, parsed.hub) == ("download", "cosyvoice3", "huggingface")
 
 
 @needs_compose

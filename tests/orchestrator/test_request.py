@@ -123,6 +123,21 @@ def test_every_text_is_cleaned() -> None:
     assert check(instruct_text="<|endofprompt|>slowly\n please", reference_text="").instruct_text == "slowly please"
 
 
+def test_an_instruction_before_the_text_is_the_request_s_instruction() -> None:
+    text = "You are a helpful assistant. Speak sadly.<|endofprompt|>Hello."
+    request = check(target_text=text, reference_text="")
+    assert (request.target_text, request.instruct_text) == ("Hello.", "Speak sadly.")
+    system = check(target_text="You are a helpful assistant.<|endofprompt|>Hello.")
+    assert (system.target_text, system.instruct_text) == ("Hello.", "")
+    told = check(instruct_text="You are a helpful assistant. Slowly.<|endofprompt|>", reference_text="")
+    assert told.instruct_text == "You are a helpful assistant. Slowly."  # the prompt's own words are added once
+    transcript = check(reference_text="You are a helpful assistant. Loudly.<|endofprompt|>Said.")
+    assert transcript.voice.text == "Said."
+    for other in ({"instruct_text": "Loudly.", "reference_text": ""}, {"reference_text": "Said."}):
+        with pytest.raises(ValueError, match="'Speak sadly.'"):
+            check(target_text=text, **other)
+
+
 @pytest.mark.parametrize(("speaker", "voice"), [("anna", "anna"), ("", None), (None, None)])
 def test_a_request_without_a_recording_names_a_speaker_or_means_the_default_voice(
     speaker: str | None, voice: str | None

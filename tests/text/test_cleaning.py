@@ -1,6 +1,6 @@
 import pytest
 
-from common.text import clean_line, clean_text, strip_control_tokens
+from common.text import clean_line, clean_text, split_instruction, strip_control_tokens
 
 
 def clean(text: str) -> str:
@@ -22,7 +22,7 @@ def test_text_without_control_tokens_is_unchanged():
     assert clean(text) == text
 
 
-@pytest.mark.parametrize("token", ["<|s_1|>", "<|eos1|>", "<|endofprompt|>", "<|task_id|>", "<|im_start|>", "<||>"])
+@pytest.mark.parametrize("token", ["<|s_1|>", "<|eos1|>", "<|fill|>", "<|task_id|>", "<|im_start|>", "<||>"])
 def test_control_tokens_are_removed(token):
     assert clean(f"one{token} two") == "one two"
 
@@ -63,10 +63,24 @@ def test_an_optional_line_of_control_tokens_alone_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "text", ["You are a helpful assistant.<|endofprompt|>Hi.", " You are a helpful assistant. <|endofprompt|> Hi."]
+    ("text", "instruction"),
+    [
+        ("You are a helpful assistant.<|endofprompt|>Hi.", ""),
+        (" You are a helpful assistant. <|endofprompt|> Hi.", ""),
+        ("You are a helpful assistant. Speak\nsadly.<|endofprompt|>Hi.", "Speak sadly."),
+        ("用四川话说这句话<|endofprompt|>Hi.", "用四川话说这句话"),
+        ("You are a helpful assistant.<|endofprompt|>Loudly.<|endofprompt|>Hi.", "Loudly."),
+    ],
 )
-def test_the_system_words_of_cosyvoice3_are_not_spoken(text):
+def test_what_is_before_the_end_of_a_prompt_is_an_instruction_and_not_spoken(text, instruction):
     assert clean_text(text, name="text", max_chars=100) == "Hi."
+    found, spoken = split_instruction(text)
+    assert found == instruction and spoken.strip() == "Hi."
+
+
+def test_a_text_of_an_instruction_alone_has_nothing_to_speak():
+    with pytest.raises(ValueError, match="text has nothing to speak"):
+        clean_text("Speak sadly.<|endofprompt|>", name="text", max_chars=100)
 
 
 def test_the_same_words_without_their_token_are_text():

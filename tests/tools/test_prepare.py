@@ -208,7 +208,7 @@ def test_an_engine_is_built_once_and_again_for_other_options(tools: Path, tmp_pa
     (llm / "model.safetensors").write_text("weights")
     arguments = ["engine", str(tmp_path / "models")]
     assert prepare.main(arguments) == 0
-    assert (tmp_path / "models" / engine.ENGINE / "rank0.engine").exists()
+    assert (tmp_path / "models" / stacks.DEFAULT.llm.engine / "rank0.engine").exists()
     calls = tools.read_text()
     assert "--max_batch_size=64 --max_num_tokens=32768 --gemm_plugin=bfloat16" in calls
     built = [line for line in calls.splitlines() if "trtllm-build" in line]
@@ -216,17 +216,25 @@ def test_an_engine_is_built_once_and_again_for_other_options(tools: Path, tmp_pa
     assert [line for line in tools.read_text().splitlines() if "trtllm-build" in line] == built
     assert prepare.main([*arguments, "--tp-size", "2"]) == 0
     assert "--tp_size=2" in tools.read_text()
+    shutil.copytree(llm, tmp_path / "models" / stacks.COSYVOICE3.llm.directory)
+    assert prepare.main([*arguments, "--stack", "cosyvoice3"]) == 0
+    assert (tmp_path / "models" / stacks.COSYVOICE3.llm.engine / "rank0.engine").exists()
+
+
+def test_a_stack_without_plans_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(["plans", str(tmp_path), "--stack", "cosyvoice3"]) == 1
+    assert "the flow of the cosyvoice3 stack runs in torch only" in capsys.readouterr().err
 
 
 def test_a_failed_build_keeps_the_earlier_engine(
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     test_an_engine_is_built_once_and_again_for_other_options(tools, tmp_path)
-    before = (tmp_path / "models" / engine.ENGINE / engine.STAMP).read_text()
+    before = (tmp_path / "models" / stacks.DEFAULT.llm.engine / engine.STAMP).read_text()
     monkeypatch.setenv("TOOL_EXIT", "3")
     assert prepare.main(["engine", str(tmp_path / "models"), "--max-batch-size", "8"]) == 1
     assert "ended with code 3" in capsys.readouterr().err
-    assert (tmp_path / "models" / engine.ENGINE / engine.STAMP).read_text() == before
+    assert (tmp_path / "models" / stacks.DEFAULT.llm.engine / engine.STAMP).read_text() == before
     assert [path.name for path in (tmp_path / "models").iterdir() if path.name.startswith(".trt")] == []
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 
+from common import stacks
 from common.constants import SAMPLE_RATE
 from common.llm.speech_tokens import LLMTokenizer
 from common.playback import Playback
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--voice", default="slt")
     parser.add_argument("--text", default=TEXT)
     parser.add_argument(
-        "--tokenizer", type=Path, default=Path("models/demo/cosyvoice2_llm"), help="whose tokens are fed"
+        "--tokenizer", type=Path, default=Path("models/demo", stacks.DEFAULT.llm.directory), help="whose tokens are fed"
     )
     parser.add_argument("--rate", type=float, default=20.0, help="tokens a second")
     parser.add_argument("--repeat", type=positive_int, default=10)

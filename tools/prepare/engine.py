@@ -9,12 +9,10 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common import stacks
 from common.llm.engines.trtllm_versions import needs_backend
+from common.stacks import SpeechLLM
 
 STAMP = ".built.json"
-LLM = stacks.DEFAULT.llm
-ENGINE = LLM.engine
 MAX_TOKENS = 32768  # in one step, upstream's
 
 
@@ -31,17 +29,17 @@ class EngineOptions:
     pp_size: int = 1
 
 
-def build_engine(models: Path, options: EngineOptions) -> bool:
-    """Build MODELS/trt_engines_bfloat16 from MODELS/cosyvoice2_llm; False if the same one exists.
+def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
+    """Build the engine of an LLM from its HuggingFace directory, both below `models`; False if the same one exists.
 
     It is built again for another checkpoint, GPU, version or option, and is written atomically.
     """
-    source, destination = models / LLM.directory, models / ENGINE
+    source, destination = models / llm.directory, models / llm.engine
     wanted = {"options": asdict(options), "checkpoint": _fingerprint(source), "machine": _machine()}
     if _stamp(destination) == wanted:
         return False
     backend_options()
-    with tempfile.TemporaryDirectory(dir=models, prefix=f".{ENGINE}.") as scratch:
+    with tempfile.TemporaryDirectory(dir=models, prefix=f".{llm.engine}.") as scratch:
         weights, built = Path(scratch) / "weights", Path(scratch) / "engine"
         sizes = [f"--tp_size={options.tp_size}", f"--pp_size={options.pp_size}"]
         convert = ["-m", "scripts.convert_checkpoint", f"--model_dir={source}", f"--output_dir={weights}"]

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import stacks
 from common.server.rendering import StackOptions
+from tools.demo_model.checkpoint import STACKS
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
@@ -20,4 +22,7 @@ def remedy(options: StackOptions, missing: Path) -> str:
         return "convert the LLM with scripts.convert_checkpoint and build it with trtllm-build, see docs/llm.md"
     if missing == options.engine_dir and options.tokenizer_dir.exists():
         return f"run: python -m scripts.convert_genai --model-dir {options.tokenizer_dir} --output-dir {missing}"
-    return f"for the demo checkpoint run: python -m tools.demo_model.make {options.models_dir}"
+    make = f"python -m tools.demo_model.make {options.models_dir}"
+    if stacks.named(options.stack) not in STACKS:
+        return f"no trained demo voice exists for this stack; for random weights run: {make} --weights random"
+    return f"for the demo checkpoint run: {make}"

@@ -83,22 +83,25 @@ def speakers(url: str, path: Path) -> None:
 
 
 def build(models: Path, args: argparse.Namespace) -> None:
+    llm = stacks.named(args.stack).llm
     if args.kind == "tensorrt_llm":
         options = engine.EngineOptions(args.max_batch_size, args.tp_size, args.pp_size)
-        report(models / engine.ENGINE, engine.build_engine(models, options), "the LLM's engine")
+        report(models / llm.engine, engine.build_engine(models, llm, options), "the LLM's engine")
         return
     from tools.prepare.genai import convert
 
-    llm = stacks.DEFAULT.llm
     destination = models / llm.genai
     report(destination, convert(models / llm.directory, destination, "int4"), "the LLM for a CPU")
 
 
 def plans(models: Path, args: argparse.Namespace) -> None:
-    """With the default limits of serving; tools.export.engines takes others. RuntimeError if one is missing."""
+    """With the default limits of serving; tools.export.engines takes others. RuntimeError if one is missing, ValueError
+    if the stack has none."""
     from tools.export import engines, onnx
 
     stack = stacks.named(args.stack)
+    if not stack.networks:
+        raise ValueError(f"the flow of the {stack.name} stack runs in torch only: it has no plans")
     directory = models / stack.checkpoint
     if any(not (directory / file).exists() for file in stack.networks.values()) and onnx.main(
         ["--model-dir", str(directory)]
