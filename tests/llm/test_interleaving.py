@@ -1,62 +1,24 @@
-"""Texts that arrive in pieces: the sequence against upstream's, and the engines that speak it."""
+"""Texts that arrive in pieces, and the engines that speak them. The sequence is compared with upstream's by
+tools/parity/llm.py, which tests/token2wav/test_cosyvoice3.py runs."""
 
 import asyncio
 import dataclasses
-import itertools
-import json
 
 import pytest
 import torch
-from safetensors.numpy import load_file
 from transformers import Qwen2ForCausalLM
 
 from common.constants import SPEECH_VOCAB
 from common.llm.engines.interface import EngineLM
 from common.llm.engines.loading import load_engine
 from common.llm.interface import LLMPrompt, Sampling
-from common.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM, Interleaving
+from common.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM
 from common.llm.speech_tokens import COSYVOICE3, LLMTokenizer
 from common.text.words import WordSplitter
-from tests.conftest import ROOT
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 
-RECORDED = ROOT / "tests" / "assets" / "golden_cosyvoice3" / "item5d_bistream"
-INFO, TENSORS = json.loads(RECORDED.with_suffix(".json").read_text()), load_file(RECORDED.with_suffix(".safetensors"))
-TEXT, SPEECH, SPECIAL = 0, 1, 2  # the tables whose rows are fed
 VOICE = LLMPrompt("", "A transcript.", range(100, 137))
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
-
-
-def ids_of(table, rows):
-    return [10_000 * table + int(row) for row in rows]
-
-
-@pytest.mark.parametrize("call", INFO["calls"], ids=lambda call: call["tag"])
-def test_the_sequence_is_that_of_upstream(call):
-    special, tag = INFO["special_ids"][call["class"]], call["tag"]
-    table = SPECIAL if special["table_of_sos_and_task_id"] == "llm_embedding" else SPEECH
-    sos_id, task_id = ids_of(table, (special["sos"], special["task_id"]))
-    given = {name: TENSORS[f"in/{tag}/{name}"].tolist() for name in ("prompt_text", "prompt_speech", "text")}
-    system = given["prompt_text"].index(INFO["endofprompt_in_this_vocabulary"]) + 1 if table == SPEECH else 0
-    prompt_text = ids_of(TEXT, given["prompt_text"])
-    sequence = Interleaving(
-        sos_id, task_id, prompt_text[:system], prompt_text[system:], ids_of(SPEECH, given["prompt_speech"])
-    )
-    sampled = enumerate(ids_of(SPEECH, TENSORS[f"in/{tag}/sampler_ids"]))
-    text, sizes = ids_of(TEXT, given["text"]), call["text_pieces"]
-    sizes = [sizes] * len(text) if isinstance(sizes, int) else sizes
-    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
-        if sequence.add(text[end - size : end]):
-            block = []
-            while len(block) < sequence.due:
-                number, speech_id = next(sampled)
-                if number in call["sampler_gives_fill_at_calls"]:
-                    break
-                block.append(speech_id)
-            sequence.spoke(block)
-    sequence.finish()
-    rest = [speech_id for _, speech_id in itertools.islice(sampled, INFO["ids_sampled_after_the_text_before_eos"])]
-    assert [*sequence.ids, *rest] == [id_ for row in TENSORS[f"out/{tag}/fed"] for id_ in ids_of(row[0], row[1:])]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -170,16 +169,6 @@ def test_the_flow_is_loaded_strictly_and_its_positions_stay_exact_in_every_preci
         load_cosyvoice3_flow(saved(network, tmp_path / "flow.pt", **{ROTARY_KEY: torch.ones(4)}))
 
 
-OUTSIDE = replace(
-    stacks.UNET,
-    name="outside",
-    orchestrator="outside",
-    token2wav="token2wav_outside",
-    loader="common.token2wav.cosyvoice3.streaming:load",
-    vocoder_loader="common.token2wav.causal_hift.streaming:load",
-)
-
-
 @pytest.fixture
 def checkpoint(network, hift, tmp_path):
     """flow.pt and hift.pt in the official layout."""
@@ -189,9 +178,9 @@ def checkpoint(network, hift, tmp_path):
     return tmp_path
 
 
-def test_the_engine_of_a_stack_that_names_both_loads_the_official_files(checkpoint, network, hift, noise):
+def test_the_engine_of_the_stack_loads_the_official_files(checkpoint, network, hift, noise):
     precision = Precision(torch.float32, torch.float32)
-    engine = Token2Wav.load(OUTSIDE, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
+    engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
     flow = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
     own = Token2Wav(flow, CausalVocoder(hift, noise, limits=LIMITS))
     audio, expected = (each.whole(prompt(3), ids(3, 40)) for each in (engine, own))
@@ -202,7 +191,7 @@ def test_the_engine_of_a_stack_that_names_both_loads_the_official_files(checkpoi
 def test_the_engine_in_bfloat16_is_near_the_one_in_float32(checkpoint, network, hift, noise):
     """A mel's error moves the pitch, and with it the phase: the vocoder is compared on one mel."""
     precision = Precision(torch.bfloat16, torch.bfloat16)
-    engine = Token2Wav.load(OUTSIDE, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
+    engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
     exact = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
     mel, expected = (flow.whole([(prompt(3), ids(3, 40))])[0].float() for flow in (engine._flow, exact))
     assert (mel - expected).norm() < 0.05 * expected.norm()
@@ -213,9 +202,17 @@ def test_the_engine_in_bfloat16_is_near_the_one_in_float32(checkpoint, network, 
 
 def test_another_runtime_than_torch_is_refused(checkpoint):
     precision = Precision(torch.float32, torch.float32)
-    with pytest.raises(ValueError, match="flow_runtime 'onnxruntime': the flow of the stack 'outside' runs in torch"):
+    with pytest.raises(
+        ValueError, match="flow_runtime 'onnxruntime': the flow of the stack 'cosyvoice3' runs in torch"
+    ):
         Token2Wav.load(
-            OUTSIDE, checkpoint, device="cpu", limits=LIMITS, precision=precision, runtime="onnxruntime", steps=2
+            stacks.COSYVOICE3,
+            checkpoint,
+            device="cpu",
+            limits=LIMITS,
+            precision=precision,
+            runtime="onnxruntime",
+            steps=2,
         )
 
 

@@ -1,11 +1,13 @@
-"""The fixture of CosyVoice3's LLM: an official state dict, converted to a HuggingFace directory, gives the same logits.
+"""The fixtures of the LLMs: CosyVoice3's official state dict, converted to a HuggingFace directory, gives the same
+logits; a text in pieces makes the same sequence of ids.
 
 The recorded text vocabulary is one of numbers: a tokenizer of that size takes its place.
 """
 
+import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,11 +15,13 @@ from torch import Tensor
 
 from common.checkpoint import shapes_of
 from common.llm.checkpoint import speech_bias
+from common.llm.interleaving import Interleaving
 from common.llm.speech_tokens import LLMTokenizer
 from tools.parity.fixture import Check, Fixture
 from tools.prepare.huggingface_llm import COSYVOICE3_LLM, convert
 
-TEXT, SPEECH = 0, 1  # the tables of recorded rows
+TEXT, SPEECH, SPECIAL = 0, 1, 2  # the tables of recorded rows
+ROWS = 10_000  # more than a table has: a row's id is that of its table and itself
 
 
 def check_llm(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
@@ -77,4 +81,49 @@ def _converted(fixture: Fixture, scratch: Path) -> Path:
     return scratch / "converted"
 
 
-CHECKS: dict[str, Check] = {"item5c_cosyvoice3_lm": check_llm}
+def check_bistream(fixture: Fixture) -> Iterator[tuple[str, Tensor]]:
+    """Upstream's sampler is asked once for each speech id, for each fill and for the end; ours never for a fill."""
+    for call in fixture.meta["calls"]:
+        tag, special = call["tag"], fixture.meta["special_ids"][call["class"]]
+        table = SPECIAL if special["table_of_sos_and_task_id"] == "llm_embedding" else SPEECH
+        sos_id, task_id = _row_ids(table, (special["sos"], special["task_id"]))
+        given = {name: fixture[call[name]].tolist() for name in ("prompt_text", "prompt_speech", "text")}
+        end_of_prompt = fixture.meta["endofprompt_in_this_vocabulary"]
+        system = given["prompt_text"].index(end_of_prompt) + 1 if table == SPEECH else 0
+        prompt_text = _row_ids(TEXT, given["prompt_text"])
+        sequence = Interleaving(
+            sos_id, task_id, prompt_text[:system], prompt_text[system:], _row_ids(SPEECH, given["prompt_speech"])
+        )
+        sampled = enumerate(_row_ids(SPEECH, fixture[call["sampler_ids"]].tolist()))
+        text, sizes = _row_ids(TEXT, given["text"]), call["text_pieces"]
+        sizes = [sizes] * len(text) if isinstance(sizes, int) else sizes
+        spoken: list[int] = []
+        fed, read = [0], []  # by call of upstream's sampler: rows so far, ids of text read so far
+        for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+            if sequence.add(text[end - size : end]):
+                block: list[int] = []
+                fed.append(len(sequence.ids))
+                while len(block) < sequence.due:
+                    number, speech_id = next(sampled)
+                    if number in call["sampler_gives_fill_at_calls"]:
+                        break
+                    block.append(speech_id)
+                    fed.append(fed[-1] + 1)
+                read += [min(end, len(text))] * (len(block) + 1)  # the last piece may be shorter than its size
+                sequence.spoke(block)
+                spoken += block
+        sequence.finish()
+        rest = [id_ for _, id_ in itertools.islice(sampled, fixture.meta["ids_sampled_after_the_text_before_eos"])]
+        fed += range(len(sequence.ids), len(sequence.ids) + len(rest) + 1)
+        read += [len(text)] * (len(rest) + 1)
+        yield f"out/{tag}/fed", torch.tensor([divmod(id_, ROWS) for id_ in [*sequence.ids, *rest]])
+        yield f"out/{tag}/yielded", torch.tensor([id_ % ROWS for id_ in [*spoken, *rest]])
+        yield f"out/{tag}/fed_per_call", torch.tensor(fed).diff()
+        yield f"out/{tag}/text_ids_read_at_call", torch.tensor(read)
+
+
+def _row_ids(table: int, rows: Sequence[int]) -> list[int]:
+    return [ROWS * table + row for row in rows]
+
+
+CHECKS: dict[str, Check] = {"item5c_cosyvoice3_lm": check_llm, "item5d_bistream": check_bistream}
