@@ -160,8 +160,9 @@ class ReferenceEncoder:
 
 
 def _only_file(model_dir: str | Path, pattern: str) -> Path:
-    """The one file of a checkpoint directory that matches; official checkpoints name the tokenizer differently."""
-    found = sorted(Path(model_dir).glob(pattern))
+    """The one file of a checkpoint directory that matches; official checkpoints name the tokenizer differently. Beside
+    it they may have the same network for batches, NAME.batch.onnx, which is not read."""
+    found = sorted(path for path in Path(model_dir).glob(pattern) if not path.stem.endswith(".batch"))
     if len(found) != 1:
         raise ValueError(f"{model_dir}: expected one file {pattern}, found {[path.name for path in found]}")
     return found[0]
