@@ -162,6 +162,12 @@ class StackOptions:
             raise ValueError(f"max_queue_delay_microseconds must not be negative: {self.max_queue_delay_microseconds}")
         if self.llm_transport == "openai" and not self.llm_urls:
             raise ValueError("llm_transport 'openai' needs llm_urls")
+        wait, timeout = (
+            float(self.settings.get(name, getattr(config, name)))
+            for name, config in (("max_start_wait_seconds", Token2WavConfig), ("model_timeout", OrchestratorConfig))
+        )
+        if wait >= timeout:  # the orchestrator would give up a listener who still waits for a place
+            raise ValueError(f"max_start_wait_seconds {wait:g} must be less than model_timeout {timeout:g}")
 
     @property
     def models(self) -> dict[str, Path]:

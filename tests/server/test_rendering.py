@@ -185,6 +185,12 @@ def test_an_earlier_rendering_is_replaced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_listener_cannot_wait_longer_than_the_orchestrator_waits_for_token2wav(tmp_path):
+    with pytest.raises(ValueError, match="max_start_wait_seconds 15 must be less than model_timeout 15"):
+        options(tmp_path, settings={"max_start_wait_seconds": "15"})
+    assert options(tmp_path, settings={"max_start_wait_seconds": "15", "model_timeout": "20"})
+
+
 def test_a_directory_with_other_content_is_not_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")

@@ -55,7 +55,7 @@ def test_an_llm_server_that_is_down_is_an_error_within_five_seconds(serve: Serve
 
 
 def test_an_llm_model_whose_process_has_died_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack="dit", settings={"model_timeout": "3"})
+    server = serve(stack="dit", settings={"model_timeout": "3", "max_start_wait_seconds": "1"})
     os.kill(process_of(server, "tensorrt_llm"), signal.SIGKILL)
     for _ in range(2):  # the first request finds it dead, the second one starts after that
         begun = time.monotonic()
@@ -65,7 +65,7 @@ def test_an_llm_model_whose_process_has_died_is_an_error_within_five_seconds(ser
 
 
 def test_the_death_of_a_models_process_ends_live_streams_and_is_reported(serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack="dit", settings={"model_timeout": "2"})
+    server = serve(stack="dit", settings={"model_timeout": "2", "max_start_wait_seconds": "1"})
     begun = 0.0
 
     async def kill_after_the_first_chunk() -> None:

@@ -24,7 +24,8 @@ from common.server.tritonserver import free_port
 from tools.soak.routes import Addresses
 
 STREAMED, WHOLE = stacks.DIT, stacks.UNET
-MAX_START_WAIT = "30"  # seconds: a CPU is soon full, and a refused request shows less than one that waits
+# Seconds, less than `model_timeout`: a CPU is soon full, and a refused request shows less than one that waits.
+MAX_START_WAIT = "10"
 READY_SECONDS, POLL_SECONDS = 180.0, 0.5
 RESTART_SECONDS = 1.0  # between the end of a process and its successor
 STOP_SECONDS = 90.0
