@@ -121,8 +121,8 @@ def test_the_scripts_have_a_help_text_and_refuse_invalid_stages(script: str) -> 
     shown = subprocess.run(["bash", script, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0 and "LOCAL=1 bash" in shown.stdout and "Settings" in shown.stdout
     assert "shellcheck" not in shown.stdout
-    by_its_link = subprocess.run(["bash", ROOT / Path(script).name, "--help"], capture_output=True, text=True)
-    assert by_its_link.stdout == shown.stdout, "the documents call it in the current directory"
+    from_the_root = subprocess.run(["bash", ROOT / Path(script).name, "--help"], capture_output=True, text=True)
+    assert from_the_root.stdout == shown.stdout, "the documents call it in the current directory"
     for arguments in (["3", "2"], ["0", "10"], ["x", "1"], []):
         refused = subprocess.run(["bash", script, *arguments], cwd=ROOT, capture_output=True, text=True)
         assert refused.returncode == 2 and "START and STOP are stages" in refused.stderr
