@@ -14,7 +14,6 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 import grpc
-import numpy as np
 import tritonclient.grpc as threads
 import tritonclient.grpc.aio as triton
 from tritonclient.grpc import InferInput
@@ -98,21 +97,21 @@ async def require_model(connection: triton.InferenceServerClient, server: str, m
 
 async def complete(
     connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
-) -> np.ndarray | None:
-    """The waveform of an offline request, (1, N) or (N,)."""
-    return speech.waveform_of(await _whole(connection, model, request, timeout))
+) -> speech.AudioPart:
+    """The audio of an offline request."""
+    return speech.AudioPart.of(await _whole(connection, model, request, timeout))
 
 
 async def chunks(
     connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
-) -> AsyncGenerator[np.ndarray | None, None]:
-    """The waveforms of a streaming request as they arrive; closing the iterator cancels the request.
+) -> AsyncGenerator[speech.AudioPart, None]:
+    """The responses to a streaming request as they arrive; closing the iterator cancels the request.
 
     The server's errors are AioRpcError or InferenceServerException.
     """
     async with aclosing(_responses(connection, model, request, timeout)) as responses:
         async for result in responses:
-            yield speech.waveform_of(result)
+            yield speech.AudioPart.of(result)
 
 
 async def _whole(

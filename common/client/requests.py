@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 WAVEFORM = "waveform"
 WARNING = "warning"
-TIMELINE = "timeline"  # the request parameter and the output
+TIMELINE, SEGMENTS = "timeline", "segments"  # the request parameters and the outputs
 
 _TEXTS = ("reference_text", "speaker", "instruct_text", "target_text")  # of an utterance: input tensors
 
@@ -162,6 +162,26 @@ def timeline_of(result: Any) -> list[tuple[str, float]]:
     if (timeline := result.as_numpy(TIMELINE)) is None:
         return []
     return [(stage, milliseconds / 1000) for stage, milliseconds in json.loads(timeline.item())]
+
+
+@dataclass(frozen=True)
+class AudioPart:
+    """One response: float32 (N,), and the text and samples of each segment that ends with it, "" for a pause.
+
+    Segments are only sent if the request parameter `segments` is true; in order, they are all samples of an answer.
+    """
+
+    waveform: np.ndarray
+    segments: list[tuple[str, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, result: Any) -> "AudioPart":
+        """Of a response of tritonclient; its warning is logged."""
+        waveform, segments = waveform_of(result), result.as_numpy(SEGMENTS)
+        return cls(
+            np.zeros(0, np.float32) if waveform is None else waveform.reshape(-1),  # (1, N) -> (N,)
+            [] if segments is None else [(text, samples) for text, samples in json.loads(segments.item())],
+        )
 
 
 def read_reference(path: Path) -> np.ndarray:

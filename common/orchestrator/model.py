@@ -127,6 +127,7 @@ class Orchestrator:
     async def _speak(self, request: Any, responder: triton_io.Responder, pieces: TextStream | None = None) -> None:
         timeline = Timeline()
         warnings: list[str] = []
+        segments: list[tuple[str, int]] = []
         with self.stats.request() as live:
             self._drain.check()
             speech = _inputs(request, pieces).check(self._sampling, self._max_text_chars)
@@ -136,13 +137,18 @@ class Orchestrator:
 
             def send(waveform: np.ndarray) -> None:
                 stages = timeline.take()
-                responder.send(outputs(waveform, warnings, stages if speech.timeline else []))
+                responder.send(outputs(waveform, warnings, segments, stages if speech.timeline else []))
                 live.sent(waveform.size)
 
+            def ended(text: str, samples: int) -> None:
+                if speech.segments:
+                    segments.append((text, samples))
+
             if not self._decoupled:
-                send(await self._synthesizer.offline(speech, warnings.append))
+                send(await self._synthesizer.offline(speech, warnings.append, ended))
                 return
-            async with aclosing(self._synthesizer.stream(speech, warnings.append, timeline.add)) as waveforms:
+            stream = self._synthesizer.stream(speech, warnings.append, timeline.add, ended)
+            async with aclosing(stream) as waveforms:
                 async for waveform in waveforms:
                     send(waveform)
 

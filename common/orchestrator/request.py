@@ -37,7 +37,8 @@ _SPELLING: dict[str, Spelled] = {
     "email_normalization": "emails",
     "phone_normalization": "phones",
 }
-_PARAMETERS = {*_SAMPLING_KINDS, *_SPELLING, "sampling", "cross_lingual", "text_frontend", "speed", "timeline"}
+_FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments"}
+_PARAMETERS = {*_SAMPLING_KINDS, *_SPELLING, *_FLAGS, "sampling", "speed"}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
 
@@ -48,8 +49,9 @@ class SynthesisRequest:
     If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
     `normalize`, `as_is`: see `TextFrontend`. `speed` above 1 is faster; whole utterances only.
-    `timeline`: report when each stage of a streamed answer was reached. `pieces`: the text, in place of `target_text`,
-    while it is being written; spoken as it is, without normalization and markup.
+    `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
+    samples. `pieces`: the text, in place of `target_text`, while it is being written; spoken as it is, without
+    normalization and markup.
     """
 
     target_text: str
@@ -61,6 +63,7 @@ class SynthesisRequest:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     speed: float = 1.0
     timeline: bool = False
+    segments: bool = False
     pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
 
 
@@ -105,6 +108,7 @@ class RequestInputs:
             sampling=sampling_of(self.parameters, defaults),
             speed=_speed_of(self.parameters),
             timeline=_flag("timeline", self.parameters.get("timeline", False)),
+            segments=_flag("segments", self.parameters.get("segments", False)),
             pieces=self.pieces,
         )
 

@@ -1,4 +1,4 @@
-"""What a response of the orchestrator carries: audio, warnings and the stages that were reached."""
+"""What a response of the orchestrator carries: audio, warnings, segments and the stages that were reached."""
 
 import json
 import time
@@ -24,16 +24,23 @@ class Timeline:
 
 
 def outputs(
-    waveform: np.ndarray, warnings: list[str], stages: Sequence[tuple[str, float]] = ()
+    waveform: np.ndarray,
+    warnings: list[str],
+    segments: list[tuple[str, int]],
+    stages: Sequence[tuple[str, float]] = (),
 ) -> dict[str, np.ndarray]:
-    """The outputs of one response: waveform (N,) -> (1, N), and if there are any, warnings and stages as JSON.
+    """The outputs of one response: waveform (N,) -> (1, N), and if there are any, warnings, and as JSON stages and
+    segments (the text and samples of each that ends with this response, "" for a pause).
 
-    `warnings` is emptied, so each is sent once. They are outputs because Triton 2.51's python backend cannot set
-    parameters of a response.
+    `warnings` and `segments` are emptied, so each is sent once. They are outputs because Triton 2.51's python backend
+    cannot set parameters of a response.
     """
     tensors = {"waveform": waveform[None]}
     if stages:
         tensors["timeline"] = np.array([[json.dumps(stages)]], np.object_)
+    if segments:
+        tensors["segments"] = np.array([[json.dumps(segments)]], np.object_)
+        segments.clear()
     if warnings:
         tensors["warning"] = np.array([["; ".join(warnings)]], np.object_)
         warnings.clear()

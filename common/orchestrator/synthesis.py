@@ -13,7 +13,7 @@ most one segment ahead of token2wav. A text in pieces is one segment, for which 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -111,19 +111,24 @@ OnWarning = Callable[[str], object]  # called with what the caller should know a
 # "vocoder" is older than the use of that word for HiFT alone.
 OnStage = Callable[[str], object]
 
+# Called before the last waveform of each segment with the text that the LLM got and the segment's samples, and before
+# each pause with "" and the pause's samples: in order, they are all samples of an answer.
+OnSegment = Callable[[str, int], object]
 
-def _ignore(message: str) -> None:
+
+def _ignore(*reported: object) -> None:
     """The default callback: warnings are logged anyway."""
 
 
 class TokenBuffer:
     """Speech tokens of one segment: the LLM's answers append them, the chunks read them.
 
-    pause: seconds of silence before it.
+    pause: seconds of silence before it. text: what the LLM has got of it.
     """
 
     def __init__(self, on_warning: OnWarning, on_stage: OnStage, silence: SilenceRules, pause: float = 0.0) -> None:
         self.pause = pause
+        self.text = ""
         self.tokens: list[int] = []
         self.ended = False
         self._on_warning = on_warning
@@ -136,7 +141,7 @@ class TokenBuffer:
 
         Warns if it cannot be continued. ValueError if there is no token at all: the same text would fail again.
         """
-        text = prompt.target_text
+        text = self.text = prompt.target_text
         limit = _most_tokens(text, sampling)
         generated: list[int] = []
         reason: FinishReason | None = "length"
@@ -160,6 +165,12 @@ class TokenBuffer:
                 self._warn(f"{len(generated)} tokens, the most for a text of its length: {text[:80]!r}")
                 break
         self._end()
+
+    async def noted(self, pieces: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+        """`pieces`, which become the segment's text."""
+        async for piece in pieces:
+            self.text += piece
+            yield piece
 
     async def read(self, stream: TokenStream) -> None:
         """Read the whole segment from `stream`. Warns if it was cut short; ValueError if there is no token at all."""
@@ -238,11 +249,16 @@ class Synthesizer:
         self._prompts = RecordingCache()
 
     async def stream(
-        self, request: SynthesisRequest, on_warning: OnWarning = _ignore, on_stage: OnStage = _ignore
+        self,
+        request: SynthesisRequest,
+        on_warning: OnWarning = _ignore,
+        on_stage: OnStage = _ignore,
+        on_segment: OnSegment = _ignore,
     ) -> AsyncGenerator[np.ndarray, None]:
         """Waveforms (N,) float32 as they become ready. Closing the generator ends everything started for it.
 
-        `on_warning` is called before the last one if speech was cut short, `on_stage` at each stage.
+        `on_warning` is called before the last one if speech was cut short, `on_stage` at each stage, `on_segment` for
+        each segment and pause.
 
         Raises what a port raises, as soon as it does, and ValueError if the LLM returns no speech tokens or
         for a speed other than 1.
@@ -259,13 +275,14 @@ class Synthesizer:
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
                         playback.add(len(silence) / SAMPLE_RATE, self._clock())
+                        on_segment("", silence.size)
                         yield silence
                     if isinstance(segment, Pause):
                         continue
                     stream = stream or self._token2wav.open()
                     await scope.result(stream.start(prompt, playback.left(self._clock())))
                     on_stage("vocoder")
-                    async with aclosing(_render(stream, segment, schedule, scope, on_stage)) as waveforms:
+                    async with aclosing(_render(stream, segment, schedule, scope, on_stage, on_segment)) as waveforms:
                         async for waveform in waveforms:
                             playback.add(len(waveform) / SAMPLE_RATE, self._clock())
                             yield waveform
@@ -275,17 +292,22 @@ class Synthesizer:
             if stream is not None:
                 await stream.abort()
 
-    async def offline(self, request: SynthesisRequest, on_warning: OnWarning = _ignore) -> np.ndarray:
+    async def offline(
+        self, request: SynthesisRequest, on_warning: OnWarning = _ignore, on_segment: OnSegment = _ignore
+    ) -> np.ndarray:
         """The whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
             prompt, segments = await self._begin(request, scope, on_warning, _ignore, reserved=None)
             waveforms = []
             while (segment := await scope.result(segments.get())) is not None:
-                waveforms.append(_silence(segment))
+                if (silence := _silence(segment)).size:
+                    waveforms.append(silence)
+                    on_segment("", silence.size)
                 if isinstance(segment, Pause):
                     continue
                 await scope.result(segment.wait_for_end())
                 waveforms.append(await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed)))
+                on_segment(segment.text, waveforms[-1].size)
             return np.concatenate(waveforms)
 
     async def _begin(
@@ -370,7 +392,8 @@ class Synthesizer:
         """Queue the only buffer of a text in pieces and fill it."""
         assert request.pieces is not None
         await segments.put(segment)
-        await segment.read(self._interleaved.generate(llm_prompt, request.pieces, request.sampling))
+        pieces = segment.noted(request.pieces)
+        await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling))
         await segments.put(None)
 
 
@@ -381,17 +404,24 @@ def _most_tokens(text: str, sampling: Sampling) -> int:
 
 
 async def _render(
-    stream: Token2WavStream, segment: TokenBuffer, schedule: HopSchedule, scope: TaskScope, on_stage: OnStage
+    stream: Token2WavStream,
+    segment: TokenBuffer,
+    schedule: HopSchedule,
+    scope: TaskScope,
+    on_stage: OnStage,
+    on_segment: OnSegment,
 ) -> AsyncGenerator[np.ndarray, None]:
     """The waveforms of one segment."""
-    final = False
+    final, samples = False, 0
     while not final:
         hop = await scope.result(_next_hop(schedule, segment))
         on_stage("tokens")
         waveform = await scope.result(stream.render(segment.tokens, hop))
         on_stage("audio")
+        samples += waveform.size
+        if final := hop.final:
+            on_segment(segment.text, samples)
         yield waveform
-        final = hop.final
 
 
 async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:

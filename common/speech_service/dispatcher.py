@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from common.speech_service.encoding import AudioEncoder
 from common.speech_service.errors import OVERLOADED, ApiError
 from common.speech_service.metrics import Metrics
 from common.speech_service.settings import Settings
+from common.speech_service.timestamps import Timestamps
 from common.speech_service.triton import Backend, TritonPool
 
 logger = logging.getLogger(__name__)
@@ -31,11 +33,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SpeechJob:
-    """One utterance to generate. `samples`: generated so far, at the models' rate and normal speed."""
+    """One utterance to generate. `samples`: generated so far, at the models' rate and normal speed.
+
+    `timestamps`: of what was generated so far, if they are wanted; then the utterance asks for segments.
+    """
 
     utterance: Utterance
     model: str = ""
     samples: int = 0
+    timestamps: Timestamps | None = None
+
+    def ended(self) -> list[dict[str, Any]]:
+        """The timestamps of the segments that ended since the last call; none if they are not wanted."""
+        return [] if self.timestamps is None else self.timestamps.take()
 
     @property
     def usage(self) -> dict[str, int]:
@@ -70,13 +80,17 @@ class Dispatcher:
                 with self.pool.lease(job.model, failed) as (backend, model):
                     try:
                         async with contextlib.aclosing(
-                            backend.waveforms(model, job.utterance, self._settings.timeout)
-                        ) as chunks:
-                            async for chunk in chunks:
+                            backend.parts(model, job.utterance, self._settings.timeout)
+                        ) as parts:
+                            async for part in parts:
+                                if job.timestamps is not None:
+                                    job.timestamps.add(part)
+                                if not part.waveform.size:
+                                    continue
                                 if not job.samples:
                                     self.metrics.first_audio.observe(time.perf_counter() - started)
-                                job.samples += chunk.size
-                                yield chunk
+                                job.samples += part.waveform.size
+                                yield part.waveform
                     except ApiError as error:
                         failed.add(backend)
                         elsewhere = error.status == 503 or error.code == OVERLOADED

@@ -13,6 +13,7 @@ from common.speech_service.errors import invalid
 from common.speech_service.fields import SAMPLING
 from common.speech_service.recordings import decode_base64
 from common.speech_service.settings import Settings
+from common.speech_service.timestamps import Detail, Subtitles
 from common.speech_service.voices import VoiceFolder
 from common.text.normalization import language_of
 from common.voice.prompt import Recording
@@ -83,7 +84,11 @@ class SpeechRequest(BaseModel):
     frame_ms: Int64 | None = Field(None, description="of pcm, mulaw, alaw: send pieces of exactly 10, 20, … ms")
     speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
     instructions: Text = Field("", description='how to speak, such as "Speak slowly."')
-    stream_format: Literal["audio", "sse"] = "audio"
+    stream_format: Literal["audio", "sse", "json"] = Field(
+        "audio", description="sse: events; json: the whole answer as one object, with the audio in base64"
+    )
+    timestamps: Detail | None = Field(None, description="when each segment or word is spoken; not with audio alone")
+    subtitles: Subtitles | None = Field(None, description="a file of subtitles with the answer; not with audio alone")
     stream: bool = Field(True, description="false: the answer is sent when it is complete, with its length")
     volume_multiplier: Finite = Field(1.0, description="above 0, at most 10; what is then too loud is clipped")
     normalization_options: NormalizationOptions = NormalizationOptions()

@@ -18,7 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from common.speech_service.dispatcher import SpeechJob
+from common.speech_service.encoding import AudioEncoder
 from common.speech_service.errors import ApiError
+from common.speech_service.timestamps import Subtitles, subtitles
 from common.tasks import TaskScope
 
 logger = logging.getLogger(__name__)
@@ -87,20 +89,55 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def events(parts: AsyncGenerator[bytes, None], job: SpeechJob) -> AsyncGenerator[bytes, None]:
-    """The parts of an answer as server-sent events: deltas, then `done` with the usage, or `error`."""
+async def whole(
+    parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder, kind: Subtitles | None
+) -> dict[str, Any]:
+    """A complete answer, with timestamps and subtitles if they are wanted."""
+    async with aclosing(parts):
+        audio = b"".join([part async for part in parts])
+    return {
+        "audio_data": base64.b64encode(audio).decode(),
+        "media_type": encoder.format.media_type,
+        "sample_rate": encoder.rate,
+        "usage": job.usage,
+        **({"segments": job.timestamps.segments} if job.timestamps is not None else {}),
+        **_subtitles(job, kind),
+    }
+
+
+async def whole_json(
+    parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder, kind: Subtitles | None
+) -> AsyncGenerator[bytes, None]:
+    """The same as the bytes of an answer, in one part."""
+    yield json.dumps(await whole(parts, job, encoder, kind)).encode()
+
+
+def _subtitles(job: SpeechJob, kind: Subtitles | None) -> dict[str, str]:
+    assert kind is None or job.timestamps is not None
+    return {"subtitles": subtitles(job.timestamps.segments, kind)} if kind and job.timestamps else {}
+
+
+async def events(
+    parts: AsyncGenerator[bytes, None], job: SpeechJob, kind: Subtitles | None
+) -> AsyncGenerator[bytes, None]:
+    """The parts of an answer as server-sent events: deltas, and the timestamps of segments as these end; then `done`
+    with the usage and subtitles, or `error`."""
     started = False
     try:
         async with aclosing(parts):
             async for part in parts:
                 started = True
                 yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(part).decode()})
+                if segments := job.ended():
+                    yield _event({"type": "speech.audio.timestamps", "segments": segments})
     except ApiError as error:
         if not started:
             raise
         yield _event({"type": "speech.audio.error", **error.body})
         return
-    yield _event({"type": "speech.audio.done", "usage": job.usage})
+    if segments := job.ended():  # of a last part without audio
+        yield _event({"type": "speech.audio.timestamps", "segments": segments})
+    yield _event({"type": "speech.audio.done", "usage": job.usage, **_subtitles(job, kind)})
 
 
 def _event(content: dict[str, Any]) -> bytes:

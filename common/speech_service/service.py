@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 from starlette.requests import HTTPConnection
 
+from common.client.requests import SEGMENTS
 from common.errors import UnavailableError
 from common.speech_service.dispatcher import Dispatcher, SpeechJob
 from common.speech_service.encoding import FORMATS, AudioEncoder, framed
@@ -16,6 +17,7 @@ from common.speech_service.metrics import Metrics
 from common.speech_service.recordings import decode
 from common.speech_service.requests import SpeechRequest, utterance
 from common.speech_service.settings import Settings
+from common.speech_service.timestamps import Timestamps
 from common.speech_service.voices import VoiceFolder
 
 Decoder = Callable[[bytes, int], np.ndarray]
@@ -44,7 +46,11 @@ class Service:
             request = await asyncio.to_thread(utterance, wanted, decode_upload, self.voices, self.settings)
         except UnavailableError as error:  # a voice's file is damaged
             raise ApiError(503, str(error), code="unavailable", param="voice") from None
-        return SpeechJob(request, wanted.served_model(self.settings.model))
+        job = SpeechJob(request, wanted.served_model(self.settings.model))
+        if detail := "word" if wanted.subtitles else wanted.timestamps:
+            job.utterance.parameters[SEGMENTS] = True
+            job.timestamps = Timestamps(detail, wanted.speed)
+        return job
 
     def encoder(self, wanted: SpeechRequest) -> AudioEncoder:
         """An encoder for the requested format, rate and speed; ApiError."""

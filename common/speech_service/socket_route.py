@@ -3,6 +3,7 @@
     client  session.config {mode, and fields of /v1/audio/speech}   input.text {text}
             input.done   input.cancel   session.close
     server  audio.start {utterance_index, sentence_index, sentence_text, format, sample_rate}, binary frames, audio.done
+            audio.timestamps {utterance_index, sentence_index, segments}
             session.done {utterance_index, total_sentences}   audio.cancelled {utterance_index}   error {error}
 
 A sentence is spoken as soon as the next one starts. Each sentence is encoded separately: with a container (mp3, wav, …)
@@ -137,7 +138,10 @@ class SocketSession:
         if mode not in _MODES:
             raise invalid(f"mode must be {' or '.join(_MODES)}, not {mode!r}", "mode")
         config = {"response_format": "pcm", **fields}
-        self._service.encoder(parse(SpeechRequest, {**config, "input": "."}))
+        wanted: SpeechRequest = parse(SpeechRequest, {**config, "input": "."})
+        if wanted.subtitles:
+            raise invalid(f"subtitles {wanted.subtitles!r} of a WebSocket: use timestamps", "subtitles")
+        self._service.encoder(wanted)
         self._config, self._by_tokens = config, mode == "tokens"
 
     async def _add_text(self, text: Any) -> None:
@@ -267,6 +271,10 @@ class SocketSession:
                     sent += len(part)
                     async with timeout(self._service.settings.stall):
                         await self._socket.send_bytes(part)
+                    if segments := job.ended():
+                        await self._send("audio.timestamps", **index, segments=segments)
+            if segments := job.ended():  # of a last part without audio
+                await self._send("audio.timestamps", **index, segments=segments)
         except ApiError as error:
             failed = True
             await self._send_error(error)

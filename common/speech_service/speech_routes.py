@@ -1,8 +1,6 @@
 """POST /v1/audio/speech and its batch; GET /v1/models."""
 
 import asyncio
-import base64
-from contextlib import aclosing
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -12,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.requests import OPENAI_MODELS, BatchRequest, SpeechRequest, parse, read_json
-from common.speech_service.responses import AudioResponse, events
+from common.speech_service.responses import AudioResponse, events, whole, whole_json
 from common.speech_service.service import Service
 from common.speech_service.settings import Settings
 from common.tasks import TaskScope
@@ -37,11 +35,19 @@ async def speech(request: Request) -> Response:
     wanted: SpeechRequest = parse(SpeechRequest, fields)
     if wanted.stream_format == "sse" and not wanted.stream:
         raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
+    if wanted.stream_format == "audio":
+        for field in ("timestamps", "subtitles"):
+            if value := getattr(wanted, field):
+                raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
     encoder = service.encoder(wanted)
     job = await service.job(wanted, upload)
     audio = service.audio(job, encoder)
     if wanted.stream_format == "sse":
-        return AudioResponse(events(audio, job), "text/event-stream", service.settings.stall, encoder.rate)
+        answer = events(audio, job, wanted.subtitles)
+        return AudioResponse(answer, "text/event-stream", service.settings.stall, encoder.rate)
+    if wanted.stream_format == "json":
+        answer = whole_json(audio, job, encoder, wanted.subtitles)
+        return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, whole=True)
     kind = encoder.format.media_type
     return AudioResponse(audio, kind, service.settings.stall, encoder.rate, whole=not wanted.stream)
 
@@ -81,14 +87,7 @@ async def _whole(service: Service, item: dict[str, Any]) -> dict[str, Any]:
     wanted: SpeechRequest = parse(SpeechRequest, item)
     encoder = service.encoder(wanted)
     job = await service.job(wanted)
-    async with aclosing(service.audio(job, encoder)) as parts:
-        audio = b"".join([part async for part in parts])
-    return {
-        "audio_data": base64.b64encode(audio).decode(),
-        "media_type": encoder.format.media_type,
-        "sample_rate": encoder.rate,
-        "usage": job.usage,
-    }
+    return await whole(service.audio(job, encoder), job, encoder, wanted.subtitles)
 
 
 async def _disconnected(request: Request) -> None:

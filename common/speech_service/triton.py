@@ -7,13 +7,12 @@ from collections.abc import AsyncGenerator, Collection, Iterator
 from dataclasses import dataclass, field
 
 import grpc
-import numpy as np
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 from common import stacks
 from common.client.grpc_client import chunks, complete
-from common.client.requests import Utterance
+from common.client.requests import AudioPart, Utterance
 from common.speech_service.errors import ApiError, from_triton, invalid
 
 logger = logging.getLogger(__name__)
@@ -72,20 +71,17 @@ class Backend:
         logger.info("Triton at %s serves %s", self.url, model)
         return bool(answer.config.model_transaction_policy.decoupled)
 
-    async def waveforms(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[np.ndarray, None]:
-        """float32 (N,) as they arrive, never empty; closing the generator ends the request. ApiError."""
+    async def parts(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
+        """The audio as it arrives; closing the generator ends the request. ApiError."""
         try:
             if self.models.get(model, True):
-                async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as waveforms:
-                    async for waveform in waveforms:
-                        if waveform is not None and waveform.size:
-                            yield waveform.reshape(-1)  # (1, N) -> (N,)
+                async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as parts:
+                    async for part in parts:
+                        yield part
                 return
             if request.pieces is not None:
                 raise invalid(f"mode tokens: the model {model!r} is served for offline requests", "mode")
-            waveform = await complete(self.connection, model, request, timeout)
-            if waveform is not None and waveform.size:
-                yield waveform.reshape(-1)
+            yield await complete(self.connection, model, request, timeout)
         except grpc.aio.AioRpcError as error:
             raise from_triton(str(error.code()), error.details()) from None
         except InferenceServerException as error:

@@ -209,7 +209,21 @@ def test_a_timeline_is_sent_only_if_the_request_asks_for_it(
     times = [at for stages in timelines for _, at in stages]
     assert times == sorted(times) and times[0] >= 0
     assert all([stage for stage, _ in stages][-2:] == ["tokens", "audio"] for stages in timelines)
-    assert not any("timeline" in r.arrays() for r in without.sender.responses)
+    assert not any({"timeline", "segments"} & r.arrays().keys() for r in without.sender.responses)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_the_segments_are_sent_with_their_samples(
+    tokenizer_dir: Path, triton_models: dict[str, Callee], decoupled: bool
+) -> None:
+    FakeModels().install(triton_models)
+    request = client_request(parameters={"segments": True}, decoupled=decoupled)
+    with started("cosyvoice2_dit", tokenizer_dir, decoupled=decoupled) as model:
+        serve(model, request)
+    responses = [each.arrays() for each in request.sender.responses if each.arrays()]
+    ((_, samples),) = json.loads(responses[-1]["segments"].item())
+    assert samples == sum(each["waveform"].size for each in responses) == TOKENS
+    assert not any("segments" in each for each in responses[:-1])
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)

@@ -116,6 +116,37 @@ def test_the_first_segment_is_rendered_before_the_whole_text_is_segmented() -> N
 
 
 @pytest.mark.parametrize("offline", [False, True])
+def test_segments_and_pauses_are_reported_with_their_samples_before_their_last_waveform(offline: bool) -> None:
+    class Pausing(FakeTextPreparer):
+        def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[Any]:
+            yield from ("0-40", Pause(0.1), "100-101", Pause(0.02))
+
+    pipeline = Pipeline(CountingLM())
+    pipeline.texts = Pausing()
+    reported: list[tuple[str, int]] = []
+    synthesizer, received = pipeline.synthesizer, 0
+
+    def ended(text: str, samples: int) -> None:
+        reported.append((text, samples))
+        assert received < sum(size for _, size in reported)
+
+    async def scenario() -> list[np.ndarray]:
+        nonlocal received
+        if offline:
+            return [await synthesizer.offline(speech_request(), on_segment=ended)]
+        waveforms = []
+        async with aclosing(synthesizer.stream(speech_request(), on_segment=ended)) as stream:
+            async for waveform in stream:
+                received += waveform.size
+                waveforms.append(waveform)
+        return waveforms
+
+    audio = np.concatenate(pipeline.run(scenario()))
+    assert reported == [("0-40", 40), ("", 2400), ("100-101", 1), ("", 480)]
+    assert audio.size == sum(samples for _, samples in reported)
+
+
+@pytest.mark.parametrize("offline", [False, True])
 def test_pauses_are_silence_between_segments_and_hold_up_no_work(offline: bool) -> None:
     class Pausing(FakeTextPreparer):
         def segments(self, text: str, normalize: bool, request_seconds: float, as_is: object) -> Iterator[str | Pause]:

@@ -2,6 +2,7 @@
 the WebSocket, clients of the plain runtime. The weights are random, so only lengths are compared, not words."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import subprocess
@@ -119,6 +120,28 @@ def test_a_pause_is_exact_to_a_frame_in_every_route(speech_stack: SpeechStack) -
         assert samples.size > 2 * 1.26 * SAMPLE_RATE
     error = httpx.post(f"{speech_stack.url}/v1/audio/speech", json={**REQUEST, "input": "<prosody>a</prosody>"})
     assert error.status_code == 400 and "the tag <prosody>" in error.json()["error"]["message"]
+
+
+def test_segments_have_exact_times_and_words_inside_them(speech_stack: SpeechStack) -> None:
+    body = {**REQUEST, "input": "Hello there. [pause 0.5s] You have 3 days.", "response_format": "pcm"}
+    answer = httpx.post(
+        f"{speech_stack.url}/v1/audio/speech",
+        json={**body, "stream_format": "json", "timestamps": "word", "subtitles": "srt"},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    samples = np.frombuffer(base64.b64decode(answer.json()["audio_data"]), "<i2")
+    first, second = answer.json()["segments"]
+    assert [first["text"].strip(), second["text"].strip()] == ["Hello there.", "You have three days."]
+    assert first["start"] == 0.0 and second["end"] == round(samples.size / SAMPLE_RATE, 3)
+    assert second["start"] - first["end"] == pytest.approx(0.5, abs=0.0011)
+    pause = samples[round(first["end"] * SAMPLE_RATE) : round(second["start"] * SAMPLE_RATE)]
+    assert np.abs(pause[24:-24]).max() == 0
+    for segment in (first, second):
+        assert [word["word"] for word in segment["words"]] == segment["text"].split()
+        times = [word[at] for word in segment["words"] for at in ("start", "end")]
+        assert [segment["start"], *times, segment["end"]] == sorted([segment["start"], *times, segment["end"]])
+    assert answer.json()["subtitles"].splitlines()[2::4] == ["Hello there.", "You have three days."]
 
 
 def test_openais_voices_speak_with_a_registered_one(speech_stack: SpeechStack, pcm: np.ndarray) -> None:

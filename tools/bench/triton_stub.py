@@ -13,6 +13,7 @@ If the text begins with one of these words, the answer is a different one:
 
 import argparse
 import asyncio
+import json
 import subprocess
 import sys
 from collections import deque
@@ -69,7 +70,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
         if self.error:
             await context.abort(grpc.StatusCode.NOT_FOUND, self.error)
         parts = [part async for part in self._synthesize(request, context)]
-        return self._response(np.concatenate(parts) if parts else np.zeros(0, np.float32)).infer_response
+        return self._response(np.concatenate(parts) if parts else np.zeros(0, np.float32), request).infer_response
 
     async def ModelStreamInfer(self, iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         async for request in iterator:
@@ -77,7 +78,7 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield service_pb2.ModelStreamInferResponse(error_message=error)
                 continue
             async for part in self._synthesize(request, context):
-                yield self._response(part)
+                yield self._response(part, request)
             if request.parameters["triton_enable_empty_final_response"].bool_param:
                 final = service_pb2.ModelInferResponse(model_name=self.model)
                 final.parameters["triton_final_response"].bool_param = True
@@ -116,10 +117,15 @@ class TritonStub(service_pb2_grpc.GRPCInferenceServiceServicer):
     def _noise(self) -> np.ndarray:
         return np.random.default_rng(0).uniform(-0.5, 0.5, self.samples).astype(np.float32)
 
-    def _response(self, waveform: np.ndarray) -> Any:
+    def _response(self, waveform: np.ndarray, request: Any) -> Any:
+        """Each response is a segment of the whole text."""
         infer = service_pb2.ModelInferResponse(model_name=self.model)
         infer.outputs.add(name="waveform", datatype="FP32", shape=[1, waveform.size])
         infer.raw_output_contents.append(waveform.tobytes())
+        if request.parameters["segments"].bool_param:
+            segments = json.dumps([[texts_of(request)["target_text"], waveform.size]]).encode()
+            infer.outputs.add(name="segments", datatype="BYTES", shape=[1, 1])
+            infer.raw_output_contents.append(len(segments).to_bytes(4, "little") + segments)
         return service_pb2.ModelStreamInferResponse(infer_response=infer)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> tuple[grpc.aio.Server, str]:

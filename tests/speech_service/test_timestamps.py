@@ -1,0 +1,166 @@
+"""When words are spoken, in JSON, events, the WebSocket and subtitles."""
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+from websockets.sync.client import connect
+
+from common.client.requests import AudioPart
+from common.constants import SAMPLE_RATE
+from common.speech_service.timestamps import Timestamps, subtitles
+from common.speech_service.word_times import word_times
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub
+
+
+def sound(seconds: float) -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 0.1, round(seconds * SAMPLE_RATE)).astype(np.float32)
+
+
+def silence(seconds: float) -> np.ndarray:
+    return np.zeros(round(seconds * SAMPLE_RATE), np.float32)
+
+
+SPOKEN = np.concatenate([silence(0.2), sound(0.8), silence(0.3), sound(0.5), silence(0.1)])
+
+
+@pytest.mark.parametrize("text", ["Hello there, you.", "Hello there, new world.", "你好，世界。"])
+def test_words_share_the_sound_and_a_pause_is_at_the_comma(text: str) -> None:
+    words = word_times(text, SPOKEN)
+    assert "".join(text[word.begin : word.end] for word in words) == text.replace(" ", "")
+    comma = next(index for index, word in enumerate(words) if text[word.begin : word.end].endswith((",", "，")))
+    assert words[0].start == pytest.approx(0.2) and words[-1].stop == pytest.approx(1.8)
+    assert words[comma].stop == pytest.approx(1.0) and words[comma + 1].start == pytest.approx(1.3)
+    times = [at for word in words for at in (word.start, word.stop)]
+    assert times == sorted(times)
+
+
+def test_longer_words_take_longer_and_a_pause_before_a_plosive_stays_inside_its_word() -> None:
+    short, long = word_times("a development", np.concatenate([sound(0.6), silence(0.12), sound(0.4)]))
+    assert short.stop < 0.3 and long.start == short.stop and long.stop == pytest.approx(1.12)
+
+
+@pytest.mark.parametrize("text", ["?!", "one", "USB 3", "word " * 300, "…", "こんにちは world"])
+@pytest.mark.parametrize(
+    "audio", [silence(0), silence(0.5), sound(0.005), SPOKEN], ids=["none", "mute", "short", "yes"]
+)
+def test_any_text_and_audio_give_times_in_order_inside_the_audio(text: str, audio: np.ndarray) -> None:
+    times = [at for word in word_times(text, audio) for at in (word.start, word.stop)]
+    assert times == sorted(times) and all(-1e-9 <= at <= audio.size / SAMPLE_RATE + 1e-9 for at in times)
+    assert bool(times) == bool(audio.size)
+
+
+@pytest.mark.parametrize("cut", [1000, 24_000, 10**6])
+def test_segments_are_exact_however_the_audio_arrives(cut: int) -> None:
+    """A pause of 0.5 s between two segments; at double speed."""
+    audio = np.concatenate([SPOKEN, silence(0.5), SPOKEN])
+    lengths = [("One, two.", SPOKEN.size), ("", SAMPLE_RATE // 2), ("Three, four.", SPOKEN.size)]
+    times, sent = Timestamps("word", speed=2.0), 0
+    taken: list[dict[str, Any]] = []
+    for begin in range(0, audio.size, cut):
+        part = audio[begin : begin + cut]
+        sent += part.size
+        done = sum(size for _, size in lengths)
+        ready = []
+        while lengths and sent >= audio.size - done + lengths[0][1]:
+            done -= lengths[0][1]
+            ready.append(lengths.pop(0))
+        times.add(AudioPart(part, ready))
+        taken += times.take()
+    assert [(each["text"], each["start"], each["end"]) for each in taken] == [
+        ("One, two.", 0.0, 0.95),
+        ("Three, four.", 1.2, 2.15),
+    ]
+    assert times.segments == taken
+    for segment in taken:
+        first, second = segment["words"]
+        assert (first["start"], second["start"]) == (segment["start"] + 0.1, pytest.approx(segment["start"] + 0.65))
+
+
+def test_subtitles_are_cues_of_words() -> None:
+    words = [{"word": f"word{n},", "start": float(n), "end": n + 0.75} for n in range(10)]
+    words += [{"word": "End.", "start": 10.0, "end": 11.0}, {"word": "New.", "start": 3600.0, "end": 3600.5}]
+    segment = {"text": " ".join(word["word"] for word in words), "words": words}
+    srt, vtt = subtitles([segment], "srt"), subtitles([segment], "vtt")
+    assert srt.startswith("1\n00:00:00,000 --> 00:00:06,750\nword0, word1, word2, word3, word4, word5, word6,\n\n2\n")
+    assert srt.endswith("3\n01:00:00,000 --> 01:00:00,500\nNew.\n\n")
+    assert vtt.startswith("WEBVTT\n\n1\n00:00:00.000 --> 00:00:06.750\nword0,")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
+    with service_with_stub(tmp_path_factory.mktemp("voices")) as service:
+        yield service
+
+
+WORDS = {**TEXT, "input": "Hello, world.", "timestamps": "word"}
+
+
+def check(segments: list[dict[str, Any]], stub_chunks: int, words: bool = True) -> None:
+    """The stub makes each of its chunks of 0.2 s a segment of the whole text."""
+    assert [(each["text"], each["start"], each["end"]) for each in segments] == [
+        ("Hello, world.", round(0.2 * number, 3), round(0.2 * number + 0.2, 3)) for number in range(stub_chunks)
+    ]
+    for segment in segments:
+        assert ("words" in segment) == words
+        if words:
+            assert [word["word"] for word in segment["words"]] == ["Hello,", "world."]
+            assert segment["start"] <= segment["words"][0]["start"] < segment["words"][1]["end"] <= segment["end"]
+
+
+def test_json_has_audio_timestamps_and_subtitles_in_one_object_also_in_a_batch(served: StubbedService) -> None:
+    answer = served.post({**WORDS, "stream_format": "json", "subtitles": "vtt"})
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+    found = answer.json()
+    assert len(base64.b64decode(found["audio_data"])) == 2 * served.stub.chunks * served.stub.samples
+    assert (found["media_type"], found["sample_rate"]) == ("audio/pcm", SAMPLE_RATE) and found["usage"]
+    check(found["segments"], served.stub.chunks)
+    assert found["subtitles"].startswith("WEBVTT\n") and found["subtitles"].count("Hello, world.") == 3
+    batch = served.post({"items": [WORDS, TEXT]}, f"{SPEECH}/batch").json()["results"]
+    check(batch[0]["segments"], served.stub.chunks)
+    assert "segments" not in batch[1] and "subtitles" not in batch[1]
+    failed = served.post({**WORDS, "input": "break", "stream_format": "json"})
+    assert failed.status_code == 502 and failed.json()["error"]["message"]
+
+
+def test_events_send_the_times_of_a_segment_after_its_audio(served: StubbedService) -> None:
+    body = {**WORDS, "timestamps": "segment", "stream_format": "sse", "speed": 1.0}
+    lines = served.post(body).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert [event["type"].rpartition(".")[2] for event in events] == ["delta", "timestamps"] * 3 + ["done"]
+    found = [each for event in events for each in event.get("segments", ())]
+    check(found, served.stub.chunks, words=False)
+
+
+def test_the_socket_sends_the_times_of_each_sentence(served: StubbedService) -> None:
+    with connect(served.url.replace("http", "ws") + "/v1/audio/speech/stream") as socket:
+        socket.send(json.dumps({"type": "session.config", "subtitles": "srt"}))
+        assert json.loads(socket.recv(10))["error"]["param"] == "subtitles"
+        socket.send(json.dumps({"type": "session.config", "timestamps": "word"}))
+        socket.send(json.dumps({"type": "input.text", "text": "Hello, world."}))
+        socket.send(json.dumps({"type": "input.done"}))
+        received: list[Any] = []
+        while not received or received[-1].get("type") != "session.done":
+            message = socket.recv(10)
+            received += [json.loads(message)] if isinstance(message, str) else [{}]
+    found = [message for message in received if message.get("type") == "audio.timestamps"]
+    assert all((each["utterance_index"], each["sentence_index"]) == (0, 0) for each in found)
+    check([segment for each in found for segment in each["segments"]], served.stub.chunks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"timestamps": "word"}, "timestamps"),
+        ({"subtitles": "srt"}, "subtitles"),
+        ({"timestamps": "letter", "stream_format": "json"}, "timestamps"),
+        ({"subtitles": "ass", "stream_format": "json"}, "subtitles"),
+    ],
+)
+def test_what_cannot_have_timestamps_is_refused(served: StubbedService, fields: dict[str, str], param: str) -> None:
+    answer = httpx.post(served.url + SPEECH, json={**TEXT, **fields}, timeout=20)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
