@@ -112,9 +112,9 @@ class Project:
         request = Utterance(text, speaker=VOICE, parameters={"seed": 1})
         async with triton.InferenceServerClient(f"127.0.0.1:{self.ports['GRPC_PORT']}") as connection:
             try:
-                async for waveform in chunks(connection, model, request, SECONDS):
+                async for part in chunks(connection, model, request, SECONDS):
                     answer.begun.set()
-                    answer.samples += 0 if waveform is None else waveform.size
+                    answer.samples += part.waveform.size
             except (InferenceServerException, grpc.aio.AioRpcError) as error:
                 answer.error = str(error)
         answer.begun.set()

@@ -100,7 +100,7 @@ def test_a_fault_of_ours_is_counted_as_a_500_and_not_as_a_client_that_left(
     def counted(status: str) -> list[str]:
         return [line for line in served.metrics().splitlines() if f'status="{status}"' in line]
 
-    monkeypatch.setattr(Backend, "waveforms", fail)
+    monkeypatch.setattr(Backend, "parts", fail)
     gone, errors = counted("gone"), counted("500")
     assert served.post(TEXT).status_code == 500
     until(lambda: counted("500") != errors)
