@@ -111,9 +111,9 @@ test-fast: $(VENV)/.dev ## run the quick tests, without tritonserver; with ROOM=
 	@$(PYTEST) $(PARALLEL) $(if $(ROOM),-m 'not server and not serial' tests/$(ROOM) tests/system/test_architecture.py,-m \
 		'not server and not serial and not slow') $(PYTEST_ARGS)
 
-# --timeout: for each test; the first one builds the images.
-test-containers: $(VENV)/.dev ## as root: build the image `cpu`, start both compose files in a Docker engine of their own
-	@TORCH_INDEX=$(TORCH_INDEX) $(PYTEST) tests/containers --timeout=900 --durations=0 --durations-min=1 --tb=short \
+# --timeout: for each test; those that need an image first make it.
+test-containers: $(VENV)/.dev ## as root: build the images `cpu` and `gpu`, start both compose files in a Docker engine of their own
+	@TORCH_INDEX=$(TORCH_INDEX) $(PYTEST) tests/containers --timeout=1800 --durations=0 --durations-min=1 --tb=short \
 		--log-cli-level=INFO --log-cli-format='%(asctime)s %(message)s' --log-cli-date-format=%H:%M:%S $(PYTEST_ARGS)
 
 # Foreign clients, each group in an environment of its own.

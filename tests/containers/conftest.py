@@ -1,32 +1,29 @@
-"""One engine with all images for the whole run. At its end all of it is gone, also after Ctrl-C."""
+"""One engine for the whole run, with each image that a test needs. At its end all of it is gone, also after Ctrl-C."""
 
-import logging
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.containers import images
-from tests.containers.engine import Engine, EngineError, engine
+from tests.containers.engine import Engine, ProvisionError, engine
 from tests.containers.project import Project
 
-log = logging.getLogger("containers")
 # `timeout` and CI end a run by SIGTERM, after which pytest would not clean up.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def docker() -> Iterator[Engine]:
-    try:
-        with engine() as running:
-            images.bases(running)
-            images.cpu(running)
-            images.vllm(running)
-            for line in running.docker("images", "--format", "{{.Repository}}:{{.Tag}} {{.Size}}").splitlines():
-                log.info("image %s", line)
-            yield running
-    except EngineError as error:
-        pytest.exit(f"no Docker engine: {error}", returncode=1)
+    """With the images that every test needs. Where these cannot be had, all tests are skipped with the reason."""
+    with contextlib.ExitStack() as stack:
+        try:
+            running = stack.enter_context(engine())
+            images.provide(running, images.CPU, images.NGINX)
+        except ProvisionError as error:
+            pytest.skip(str(error))
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -33,16 +33,17 @@ OPTIONS = (
 log = logging.getLogger("containers")
 
 
-class EngineError(RuntimeError):
-    """The engine cannot be started here. The message says why."""
+class ProvisionError(RuntimeError):
+    """No engine can be started here, or no image can be made because a server of packages cannot be reached."""
 
 
 class Engine:
-    """A running dockerd."""
+    """A running dockerd, and the names of the images that the tests have made in it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.address = f"unix://{directory}/docker.sock"
+        self.images: set[str] = set()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -84,9 +85,9 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def engine() -> Iterator[Engine]:
-    """EngineError if it does not start. At the end nothing of it is left, also after an error."""
+    """ProvisionError if it does not start. At the end nothing of it is left, also after an error."""
     if reason := missing():
-        raise EngineError(reason)
+        raise ProvisionError(reason)
     directory = Path(tempfile.mkdtemp(prefix="docker-engine-"))
     started = Engine(directory)
     try:
@@ -97,9 +98,10 @@ def engine() -> Iterator[Engine]:
             finally:
                 started.clear()
     finally:
-        for mount in reversed(mounts(directory)):
-            subprocess.run(["umount", "--lazy", mount], check=False)
-        shutil.rmtree(directory)
+        with uninterrupted():
+            for mount in reversed(mounts(directory)):
+                subprocess.run(["umount", "--lazy", mount], check=False)
+            shutil.rmtree(directory)
 
 
 @contextlib.contextmanager
@@ -121,13 +123,24 @@ def running(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C, or the end of CI's time, does not end the removal of gigabytes in its middle."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def wait(started: Engine, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while subprocess.run([DOCKER, "version"], env=started.environment, capture_output=True).returncode:
         if process.poll() is not None or time.monotonic() > deadline:
             lines = (started.directory / "log").read_text(errors="replace").splitlines() or ["it wrote nothing"]
             said = re.search(r"(?:msg=|failed to start daemon: )(.*)", lines[-1])
-            raise EngineError(f"dockerd does not start: {said[1] if said else lines[-1]}")
+            raise ProvisionError(f"dockerd does not start: {said[1] if said else lines[-1]}")
         time.sleep(0.2)
 
 
@@ -141,7 +154,7 @@ def main() -> int:
     try:
         with engine():
             return 0
-    except EngineError as error:
+    except ProvisionError as error:
         print(error)  # noqa: T201
         return 1
 

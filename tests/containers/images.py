@@ -1,90 +1,115 @@
-"""The images of the tests: base images from Debian's packages, cached between runs; on them `cpu` and stand-ins."""
+"""The images of the tests, made when a test first needs them: ours, on base images from Debian's packages."""
 
 import contextlib
 import functools
-import hashlib
 import http.server
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.containers.engine import DOCKER, Engine
+from tests.containers.engine import DOCKER, Engine, ProvisionError
 
 HERE = Path(__file__).parent
 SUITE = "bookworm"
-# The official names -> targets of base.Dockerfile.
-BASES = {
-    "python:3.11.13-slim-bookworm": "python",
-    "nginx:1.28.0": "nginx",
-    "redis:7.4.2": "redis",
-    "prom/prometheus:v2.53.0": "prometheus",
-}
-CPU = "cosyvoice2-triton:cpu"
-VLLM = "vllm/vllm-openai:v0.25.1"
+DEBIAN = f"debian:{SUITE}-minbase"
+PYTHON = "python:3.11.13-slim-bookworm"
+NGINX = "nginx:1.28.0"
+CPU, GPU = "cosyvoice2-triton:cpu", "cosyvoice2-triton:gpu"
+# What apt, debootstrap and pip say when they cannot reach a server.
+UNREACHABLE = (
+    r".*(?:Temporary failure|Could not resolve|Could not connect|Unable to connect|Failed getting release file"
+    r"|Couldn't download|Failed to fetch|connection broken by|Read timed out|Connection reset).*"
+)
 
 log = logging.getLogger("containers")
 
 
-@contextlib.contextmanager
-def step(what: str) -> Iterator[None]:
-    log.info("%s ...", what)
-    start = time.monotonic()
-    yield
-    log.info("%s: %.0f s", what, time.monotonic() - start)
+def provide(engine: Engine, *names: str) -> None:
+    """Make images, unless they are made already. ProvisionError if a server of packages cannot be reached."""
+    for name in names:
+        if name not in engine.images:
+            start = time.monotonic()
+            log.info("making %s ...", name)
+            MADE[name](engine, name)
+            size = engine.docker("images", "--format={{.Size}}", name)
+            log.info("made %s in %.0f s: %s", name, time.monotonic() - start, size)
+            engine.images.add(name)
 
 
-def cache() -> Path:
-    """The file with the base images; its name changes with their recipe."""
+def debian(engine: Engine, name: str) -> None:
+    """A minimal Debian, cached between runs as an archive."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cosyvoice2-triton" / "containers"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"bases-{hashlib.sha256((HERE / 'base.Dockerfile').read_bytes()).hexdigest()[:16]}.tar"
+    archive = folder / f"{SUITE}.tar"
+    if not archive.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=engine.directory) as root:
+            run(["debootstrap", "--variant=minbase", SUITE, root])
+            run(["tar", f"--directory={root}", "--create", f"--file={archive}.part", "."])
+        Path(f"{archive}.part").rename(archive)
+    engine.docker("import", str(archive), name)
 
 
-def bases(engine: Engine) -> None:
-    """Load the base images, or make and cache them."""
-    file = cache()
-    if file.exists():
-        with step(f"loading the base images from {file}"):
-            engine.docker("load", "--input", str(file))
-        return
-    with tempfile.TemporaryDirectory(dir=engine.directory) as root, step("debootstrap"):
-        run(["debootstrap", "--variant=minbase", SUITE, root])
-        with subprocess.Popen(["tar", "--directory", root, "--create", "."], stdout=subprocess.PIPE) as tar:
-            engine.docker("import", "-", f"debian:{SUITE}-minbase", stdin=tar.stdout)
-    for name, target in BASES.items():
-        with step(f"building {name}"):
-            build(engine, name, HERE / "base.Dockerfile", target, HERE)
-    for old in file.parent.glob("bases-*"):
-        old.unlink()
-    with step(f"saving them to {file}"):
-        engine.docker("save", "--output", f"{file}.part", *BASES)
-        Path(f"{file}.part").rename(file)
+def stand_in(target: str) -> Callable[[Engine, str], None]:
+    """Makes an official image from a target of base.Dockerfile."""
+
+    def make(engine: Engine, name: str) -> None:
+        provide(engine, DEBIAN)
+        build(engine, name, HERE / "base.Dockerfile", target, HERE)
+
+    return make
 
 
-def cpu(engine: Engine) -> None:
-    """Build our image as a user does, from a base image that has pip's settings of this machine."""
-    base = "python:3.11.13-slim-bookworm"
-    with tempfile.TemporaryDirectory(dir=engine.directory) as directory, pip_settings(Path(directory)):
-        lines = [f"FROM {base}", "COPY certificates.pem /etc/ssl/certs/ca-certificates.crt", "COPY pip.conf /etc/"]
-        (Path(directory) / "Dockerfile").write_text("\n".join(lines))
-        build(engine, base, Path(directory) / "Dockerfile", "", Path(directory))
-        index = os.environ.get("TORCH_INDEX")
-        with step(f"building {CPU}"):
-            arguments = [f"--build-arg=TORCH_INDEX={index}"] if index else []
-            build(engine, CPU, ROOT / "Dockerfile.server", "cpu", ROOT, *arguments)
+def ours(target: str) -> Callable[[Engine, str], None]:
+    """Makes an image of Dockerfile.server as a user does, on a Python image with this machine's settings of pip.
+
+    Folders of wheels are for `cpu` alone: a CPU build of torch there would win over the CUDA build.
+    """
+
+    def make(engine: Engine, name: str) -> None:
+        provide(engine, PYTHON)
+        wheels = target == "cpu"
+        with tempfile.TemporaryDirectory(dir=engine.directory) as directory, pip_settings(Path(directory), wheels):
+            lines = [
+                f"FROM {PYTHON}",
+                "COPY certificates.pem /etc/ssl/certs/ca-certificates.crt",
+                "COPY pip.conf /etc/",
+            ]
+            (Path(directory) / "Dockerfile").write_text("\n".join(lines))
+            build(engine, f"{PYTHON}-here", Path(directory) / "Dockerfile", "", Path(directory))
+            arguments = {"PYTHON_IMAGE": f"{PYTHON}-here"}
+            if target == "cpu":
+                arguments["TORCH_INDEX"] = os.environ.get("TORCH_INDEX", "")
+            options = [f"--build-arg={key}={value}" for key, value in arguments.items()]
+            build(engine, name, ROOT / "Dockerfile.server", target, ROOT, *options)
+
+    return make
 
 
-def vllm(engine: Engine) -> None:
+def vllm(engine: Engine, name: str) -> None:
     """A stand-in for vLLM's image, which needs a GPU."""
-    build(engine, VLLM, HERE / "vllm.Dockerfile", "", HERE)
+    provide(engine, PYTHON)
+    build(engine, name, HERE / "vllm.Dockerfile", "", HERE)
+
+
+MADE: dict[str, Callable[[Engine, str], None]] = {
+    DEBIAN: debian,
+    PYTHON: stand_in("python"),
+    NGINX: stand_in("nginx"),
+    "redis:7.4.2": stand_in("redis"),
+    "prom/prometheus:v2.53.0": stand_in("prometheus"),
+    CPU: ours("cpu"),
+    GPU: ours("gpu"),
+    "vllm/vllm-openai:v0.25.1": vllm,
+}
 
 
 def build(engine: Engine, name: str, file: Path, target: str, context: Path, *arguments: str) -> None:
@@ -93,16 +118,18 @@ def build(engine: Engine, name: str, file: Path, target: str, context: Path, *ar
 
 
 def run(command: list[str], env: dict[str, str] | None = None) -> None:
-    """Run a command; its output is in the log if it fails."""
+    """Run a command; its output is in the log if it fails. ProvisionError if that is for want of a server."""
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
+        if reason := re.search(UNREACHABLE, done.stdout):
+            raise ProvisionError(f"{Path(command[0]).name}: {reason[0]}")
         log.error("%s", done.stdout[-6000:])
         done.check_returncode()
 
 
 @contextlib.contextmanager
-def pip_settings(directory: Path) -> Iterator[None]:
-    """Write this machine's certificates and pip's indexes to `directory`; serve its folders of wheels to the build."""
+def pip_settings(directory: Path, wheels: bool) -> Iterator[None]:
+    """Write this machine's certificates and pip's indexes to `directory`. wheels: serve its folders of wheels, too."""
     found = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings: dict[str, str] = {}
     for line in found.stdout.splitlines():
@@ -112,7 +139,7 @@ def pip_settings(directory: Path) -> Iterator[None]:
     shutil.copy(settings.get("cert", "/etc/ssl/certs/ca-certificates.crt"), directory / "certificates.pem")
     with contextlib.ExitStack() as stack:
         folders = [Path(word) for word in settings.get("find-links", "").split() if Path(word).is_dir()]
-        if folders:
+        if folders and wheels:
             kept["find-links"] = " ".join(stack.enter_context(served(folder)) for folder in folders)
         lines = ["[global]", "cert = /etc/ssl/certs/ca-certificates.crt", "timeout = 180"]
         (directory / "pip.conf").write_text("\n".join([*lines, *(f"{key} = {kept[key]}" for key in kept)]) + "\n")

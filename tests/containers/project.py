@@ -20,13 +20,14 @@ from common.client.requests import Utterance
 from common.server.tritonserver import free_port
 from tests.conftest import ROOT
 from tests.containers.engine import Engine
+from tests.containers.images import MADE, provide
 from tests.support.compose import compose_command
 
 NAME = "speech"
 VOICE = "rms"  # of the demo checkpoint
 LONG = "This text is spoken while something happens to the servers. " * 6
-SECONDS = 240.0
-PORTS = ("HTTP_PORT", "GRPC_PORT", "SPEECH_PORT", "METRICS_PORT", "PROMETHEUS_PORT")
+SECONDS = 600.0  # as long as models may load
+PORTS = ("HTTP_PORT", "GRPC_PORT", "SPEECH_PORT", "RUNTIME_PORT", "METRICS_PORT", "PROMETHEUS_PORT")
 
 log = logging.getLogger("containers")
 
@@ -47,7 +48,7 @@ class Project:
         self._engine = engine
         self.ports = {name: free_port() for name in PORTS}
         # Only this machine can reach the public ports; the other two are published like this anyway.
-        public = {name: f"127.0.0.1:{port}" for name, port in self.ports.items() if name in PORTS[:3]}
+        public = {name: f"127.0.0.1:{port}" for name, port in self.ports.items() if name in PORTS[:4]}
         self._environment = engine.environment | {name: str(port) for name, port in self.ports.items()} | public
         # These tests are not about speed: streams that this machine cannot render in time are served, too.
         self._environment |= {"TTS_OPTIONS": "--set admission=count"} | settings
@@ -69,7 +70,8 @@ class Project:
         return run.stdout
 
     def up(self, *services: str) -> None:
-        """Started in order; compose waits for the services that others depend on."""
+        """Started in order, with the images that they need; compose waits for the services that others depend on."""
+        provide(self._engine, *(name for name in self.compose("config", "--images", *services).split() if name in MADE))
         self.compose("up", "--detach", "--no-build", "--pull=never", *services)
 
     def down(self) -> None:

@@ -5,12 +5,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
 
 from common.process.metrics import ENDED, sum_of
-from tests.containers.engine import Engine
-from tests.containers.images import CPU
-from tests.containers.project import LONG, Answer, Project, moment, wait_for
+from common.speech_service.runtime_grpc import PROTO
+from tests.containers.project import LONG, SECONDS, VOICE, Answer, Project, moment, wait_for
 
 MODEL = "cosyvoice2_dit"
 # Python, because the image has no pkill.
@@ -25,7 +25,7 @@ METRICS = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8003/me
 
 @pytest.fixture(scope="module")
 def dit(project: Callable[..., Project]) -> Iterator[Project]:
-    yield project("docker-compose.dit.yml", "deploy/compose/cpu.yml", COMPOSE_PROFILES="disaggregated,monitoring")
+    yield project("docker-compose.dit.yml", "deploy/compose/cpu.yml")
 
 
 def test_services_start_in_order_and_become_healthy(dit: Project) -> None:
@@ -50,14 +50,7 @@ def test_every_way_through_the_gateway_gives_speech(dit: Project) -> None:
     assert b"<html" in dit.get("/", "SPEECH_PORT")[1]
 
 
-def test_the_staged_scripts_and_the_benchmark_find_what_they_need(dit: Project) -> None:
-    """Where they stand in the image, as its user."""
-    dit.execute("speech", "env", "LOCAL=1", "bash", "scripts/run_stepaudio2_dit_token2wav.sh", "0", "2")
-    dit.execute("speech", "python3", "-m", "scripts.benchmark", "--help")
-    files = "tests/assets/manifest.jsonl tests/assets/everyday_sentences.txt out".split()
-    assert len(dit.execute("speech", "ls", "-d", *files).split()) == 3
-
-
+@pytest.mark.extended
 def test_three_servers_share_the_load(dit: Project) -> None:
     for number, server in enumerate(("tts-2", "tts-3"), start=2):  # not both at once: this machine may have two cores
         dit.up(server, "redis", "prometheus")
@@ -72,6 +65,7 @@ def test_three_servers_share_the_load(dit: Project) -> None:
         assert sum_of(dit.execute(server, "python3", "-c", METRICS), ENDED.name) > 0, server
 
 
+@pytest.mark.extended
 def test_prometheus_scrapes_every_server_and_its_rules_load(dit: Project) -> None:
     def up() -> int:
         status, body = dit.get("/api/v1/query?query=sum(up)", "PROMETHEUS_PORT")
@@ -83,30 +77,58 @@ def test_prometheus_scrapes_every_server_and_its_rules_load(dit: Project) -> Non
     assert rules and all(rule["health"] != "err" for group in rules for rule in group["rules"])
 
 
+@pytest.mark.extended
+def test_the_plain_runtime_answers_on_its_port(dit: Project) -> None:
+    dit.up("runtime")
+    wait_for("the plain runtime is healthy", lambda: dit.healthy("runtime"))
+    messages, services = grpc.protos_and_services(PROTO)
+    request = messages.Request(sft_request={"spk_id": VOICE, "tts_text": "Hello there."})
+    with grpc.insecure_channel(f"127.0.0.1:{dit.ports['RUNTIME_PORT']}") as channel:
+        parts = list(services.CosyVoiceStub(channel).Inference(request, timeout=SECONDS))
+    assert sum(len(part.tts_audio) for part in parts) > 20_000
+
+
+@pytest.mark.extended
+def test_restarting_one_server_of_several_loses_no_request(dit: Project) -> None:
+    async def scene() -> list[Answer]:
+        answers = []
+        restart = asyncio.create_task(asyncio.to_thread(dit.compose, "restart", "--timeout=90", "tts"))
+        while not restart.done():
+            answers += await asyncio.gather(*(dit.speak(MODEL, f"Number {n}.", Answer()) for n in range(3)))
+        await restart
+        return answers
+
+    answers = asyncio.run(scene())
+    assert len(answers) > 3 and [answer.error for answer in answers if answer.error] == []
+    wait_for("it serves again", lambda: dit.servers() == 3)
+
+
+@pytest.mark.extended
 def test_a_dead_model_ends_only_its_own_streams_and_its_container_starts_again(dit: Project) -> None:
     async def scene() -> tuple[list[Answer], float]:
         answers = [Answer() for _ in range(3)]
         speaking = [asyncio.create_task(dit.speak(MODEL, LONG, answer)) for answer in answers]
         await asyncio.gather(*(answer.begun.wait() for answer in answers))
         await asyncio.to_thread(dit.execute, "tts-2", "python3", "-c", KILL_MODELS)
-        noticed = await asyncio.to_thread(wait_for, "the dead server is off the list", lambda: dit.servers() == 2, 30)
+        noticed = await asyncio.to_thread(wait_for, "the dead server is off the list", lambda: dit.servers() == 2, 60)
         late = await dit.speak(MODEL, "Hello.", Answer())
         assert not late.error
         return await asyncio.gather(*speaking), noticed
 
     restarts = dit.container("tts-2")["RestartCount"]
     answers, noticed = asyncio.run(scene())
-    assert 0 < sum(bool(answer.error) for answer in answers) < 3 and noticed < 10
+    assert 0 < sum(bool(answer.error) for answer in answers) < 3 and noticed < 20
     wait_for("it has started again", lambda: dit.servers() == 3)
     assert dit.container("tts-2")["RestartCount"] > restarts
 
 
+@pytest.mark.extended
 def test_missing_names_do_not_delay_the_gateway(dit: Project) -> None:
     dit.compose("stop", "tts-3")
     dit.compose("rm", "--force", "tts-3")  # its name does not resolve anymore
-    wait_for("two servers are left", lambda: dit.servers() == 2, 30)
+    wait_for("two servers are left", lambda: dit.servers() == 2, 60)
     dit.compose("kill", "tts-2")
-    assert wait_for("a killed server is noticed although names are missing", lambda: dit.servers() == 1, 30) < 8
+    assert wait_for("a killed server is noticed although names are missing", lambda: dit.servers() == 1, 60) < 20
 
 
 def test_a_stopped_server_finishes_its_streams(dit: Project) -> None:
@@ -122,12 +144,13 @@ def test_a_stopped_server_finishes_its_streams(dit: Project) -> None:
     answer, seconds = asyncio.run(scene())
     assert not answer.error and answer.samples > 200_000 and seconds < 90
     assert dit.container("tts")["State"]["ExitCode"] == 0
-    wait_for("nothing is ready", lambda: dit.servers() == 0, 30)
+    wait_for("nothing is ready", lambda: dit.servers() == 0, 60)
     refused = dit.spoken(MODEL)
     assert "no speech server is ready" in refused.error
     assert dit.get("/v2/health/ready")[0] == dit.say()[0] == 503
 
 
+@pytest.mark.extended
 def test_the_second_start_keeps_what_exists(dit: Project) -> None:
     dit.up("tts", "gateway", "speech")
     wait_for("the second start, until speech is ready", lambda: dit.get("/health", "SPEECH_PORT")[0] == 200)
@@ -138,24 +161,13 @@ def test_the_second_start_keeps_what_exists(dit: Project) -> None:
 def test_the_gateway_stops_at_once_and_with_code_0(dit: Project) -> None:
     start = time.monotonic()
     dit.compose("stop", "gateway")
-    assert time.monotonic() - start < 10 and dit.container("gateway")["State"]["ExitCode"] == 0
+    assert time.monotonic() - start < 30 and dit.container("gateway")["State"]["ExitCode"] == 0
 
 
+@pytest.mark.extended
 def test_a_server_that_is_stopped_while_it_prepares_ends(dit: Project) -> None:
     dit.compose("stop", "tts")
     dit.compose("start", "tts")
     start = time.monotonic()
     dit.compose("stop", "tts")
-    assert time.monotonic() - start < 15 and dit.container("tts")["State"]["ExitCode"] in (0, 143)
-
-
-def test_the_image_alone_ends_soon_while_it_prepares_the_demo(docker: Engine) -> None:
-    """Without compose's `init` its shell is process 1, which has no default action for SIGTERM."""
-    docker.docker("run", "--detach", "--name=alone", "--network=none", CPU)
-    time.sleep(3)
-    start = time.monotonic()
-    docker.docker("stop", "--time=60", "alone")
-    assert time.monotonic() - start < 20
-    state = json.loads(docker.docker("inspect", "alone"))[0]["State"]
-    docker.docker("rm", "alone")
-    assert state["ExitCode"] == 143
+    assert time.monotonic() - start < 45 and dit.container("tts")["State"]["ExitCode"] in (0, 143)

@@ -1,10 +1,11 @@
-"""docker-compose.dit.yml with LLM=vllm and a stand-in of vLLM's image: the order of the services, and speech."""
+"""docker-compose.dit.yml on the image `gpu`, with LLM=vllm and a stand-in of vLLM's image: started in order, asked."""
 
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from tests.containers.images import CPU
+import pytest
+
 from tests.containers.project import Project, moment, wait_for
 
 
@@ -14,13 +15,14 @@ def first_healthy(container: dict[str, Any]) -> datetime:
     return datetime.fromisoformat(found["End"][:26])
 
 
+@pytest.mark.extended
 def test_the_llm_is_healthy_before_triton_starts(project: Callable[..., Project]) -> None:
-    started = project("docker-compose.dit.yml", "tests/containers/no_gpu.yml", LLM="vllm", IMAGE=CPU)
+    started = project("docker-compose.dit.yml", "tests/containers/no_gpu.yml", LLM="vllm")
     started.up("tts", "gateway")
     assert not started.exists("engine")
     server, tts = started.container("llm"), started.container("tts")
     assert moment(started.container("download"), "FinishedAt") <= moment(server, "StartedAt")
     assert first_healthy(server) <= moment(tts, "StartedAt")
-    wait_for("dit with vllm", lambda: started.servers() == 1)
+    wait_for("dit on the image gpu with vllm", lambda: started.servers() == 1)
     answer = started.spoken("cosyvoice2_dit")
     assert not answer.error and answer.samples > 10_000

@@ -1,0 +1,49 @@
+"""The image `cpu` without compose and without a network: it ends when it is told to, and the stages run in it."""
+
+import json
+import time
+
+import pytest
+
+from tests.containers.engine import Engine
+from tests.containers.images import CPU
+from tests.containers.project import wait_for
+
+DIT = ("bash", "run_stepaudio2_dit_token2wav.sh")
+DATA = "DATA=--manifest-path tests/assets/manifest.jsonl --num-requests 2"
+
+
+def test_the_image_alone_ends_soon_while_it_prepares_the_demo(docker: Engine) -> None:
+    """Without compose's `init` its shell is process 1, which has no default action for SIGTERM."""
+    docker.docker("run", "--detach", "--name=alone", "--network=none", CPU)
+    time.sleep(3)  # into the preparation, which takes ten
+    start = time.monotonic()
+    docker.docker("stop", "--time=60", "alone")
+    assert time.monotonic() - start < 40
+    state = json.loads(docker.docker("inspect", "alone"))[0]["State"]
+    docker.docker("rm", "alone")
+    assert state["ExitCode"] == 143
+
+
+@pytest.mark.extended
+def test_the_stages_give_a_server_and_ask_it(docker: Engine) -> None:
+    """As the documents have them, where they stand in the image, as its user."""
+    options = ("--detach", "--name=stages", "--network=none", "--shm-size=1g", "--env=LOCAL=1", f"--env={DATA}")
+    docker.docker("run", *options, CPU, *DIT, "0", "3")
+
+    def printed() -> str:
+        return docker.docker("logs", "stages")
+
+    def state() -> dict[str, object]:
+        return dict(json.loads(docker.docker("inspect", "stages"))[0]["State"])
+
+    wait_for("stages 0 to 3", lambda: "serving; Ctrl-C" in printed() or not state()["Running"], 400)
+    assert state()["Running"], printed()
+    assert docker.docker("exec", "stages", "id", "-u") == "1001"
+    docker.docker("exec", "stages", *DIT, "4", "4", limit=300)
+    docker.docker("exec", "stages", "ls", "out/dit/grpc_streaming_2_tasks/summary.json")
+    docker.docker("exec", "stages", "python3", "-m", "scripts.benchmark", "--help")
+    docker.docker("exec", "stages", "ls", "tests/assets/everyday_sentences.txt")
+    docker.docker("stop", "--time=60", "stages")
+    assert state()["ExitCode"] == 143
+    docker.docker("rm", "stages")
