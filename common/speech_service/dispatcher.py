@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from common.client.requests import Utterance
+from common.client.requests import AudioPart, Utterance
 from common.constants import SAMPLE_RATE, TOKEN_RATE
 from common.speech_service.encoding import AudioEncoder
 from common.speech_service.errors import OVERLOADED, ApiError
@@ -84,7 +84,7 @@ class Dispatcher:
                         ) as parts:
                             async for part in parts:
                                 if job.timestamps is not None:
-                                    job.timestamps.add(part)
+                                    await self._add_times(job.timestamps, part)
                                 if not part.waveform.size:
                                     continue
                                 if not job.samples:
@@ -110,6 +110,14 @@ class Dispatcher:
                     yield data
             if data := await self._run_encoder(encoder, None):
                 yield data
+
+    async def _add_times(self, timestamps: Timestamps, part: AudioPart) -> None:
+        """In a thread where a segment ends: that takes milliseconds, but up to seconds for two minutes of text in
+        pieces, which are one segment."""
+        if part.segments:
+            await asyncio.get_running_loop().run_in_executor(self._encoders, timestamps.add, part)
+        else:
+            timestamps.add(part)
 
     async def _run_encoder(self, encoder: AudioEncoder, chunk: np.ndarray | None) -> bytes:
         def work() -> bytes:

@@ -22,6 +22,7 @@ _SAME = 1e-6  # seconds
 # Costs of an assignment, as negative logarithms of likelihoods.
 _VARIANCE = 0.03  # of the sound of some words, in seconds^2 for each expected second
 _NO_PUNCTUATION = 3.0  # a pause after a word without punctuation
+_MOST_INSIDE = 3  # pauses inside words between two ends that are known, which bounds the time for a long text
 _INSIDE = 2.0  # a pause inside a word, such as before a plosive
 _PUNCTUATION = 1.0  # what a pause after punctuation gains
 
@@ -104,7 +105,7 @@ def _assigned(due: np.ndarray, marks: np.ndarray, at: np.ndarray) -> dict[int, i
     came = np.zeros((len(at), last + 1, 2), int)  # the pause and the end before
     for pause in range(1, len(at)):
         own = np.where(np.arange(last + 1) == last, 0.0, np.inf) if pause == len(at) - 1 else at_end
-        for earlier in range(pause):
+        for earlier in range(max(0, pause - _MOST_INSIDE - 1), pause):
             off = np.square(at[pause] - at[earlier] - expected) / spread + np.log(spread) / 2
             cost = np.where(forward, least[earlier][:, None] + off, np.inf) + own + _INSIDE * (pause - earlier - 1)
             origin = np.argmin(cost, axis=0)
