@@ -33,6 +33,7 @@ from tools.parity import flow_dit
 from tools.parity.fixture import Fixture
 from tools.voice_evaluation import __main__ as evaluate_voice
 from tools.voice_evaluation import drift, joints, measures, report, segments
+from tools.voice_evaluation.alignment import Aligner, errors, estimated, summary
 from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors, words
 from tools.voice_evaluation.takes import Series, Take, copy_synthesis, read_teacher, request_takes
 
@@ -76,6 +77,21 @@ def test_the_recogniser_works_on_the_teacher_and_does_not_depend_on_earlier_take
 
 def test_no_words_are_recognised_in_silence() -> None:
     assert words(Recognizer().transcribe(np.zeros(SAMPLE_RATE, np.float32), SAMPLE_RATE)) in ([], ["the"], ["a"])
+
+
+def test_estimated_times_of_words_are_near_those_that_pocketsphinx_aligns() -> None:
+    """On the teacher's recordings of the voices, from which no number of the estimate was chosen."""
+    aligner, away = Aligner(), []
+    for name in ("slt", "rms"):
+        text, wave = recording(name).text, load_audio(TRAINED / VOICES_DIR / f"{name}.wav", SAMPLE_RATE)
+        estimate, aligned = estimated(text, wave), aligner.align(text, wave)
+        assert estimate is not None and aligned is not None
+        assert [word for word, _ in estimate] == [word for word, _ in aligned] == words(text)
+        away.append(errors(estimate, aligned))
+    assert np.median(np.abs(np.concatenate(away))) < 120
+    assert summary(away).startswith(f"2 sentences, {len(np.concatenate(away))} words: median")
+    assert aligner.align("Xyzzyq.", wave) is None
+    assert aligner.align(recording("slt").text, np.zeros(SAMPLE_RATE, np.float32)) is None
 
 
 # --- joints, voices, parts -----------------------------------------------------------------------------------------

@@ -110,25 +110,28 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 for voice in args.voices
             }
+        every: list[np.ndarray] = []
+        for voice, answers in spoken.items():
+            found, written = [], []
+            for number, parts in enumerate(answers):
+                waveform = np.concatenate([part.waveform for part in parts])
+                audio.save_audio(args.output / f"{voice}-{number:02d}.wav", waveform, SAMPLE_RATE)
+                [(text, samples), *more] = [segment for part in parts for segment in part.segments]
+                if more or samples != waveform.size:
+                    raise ValueError(f"the sentence {sentences[number][:80]!r} is not one segment: use shorter ones")
+                estimate, aligned = estimated(text, waveform), aligner.align(text, waveform)
+                written.append({"text": text, "estimate": estimate, "aligned": aligned})
+                if estimate is not None and aligned is not None:
+                    found.append(errors(estimate, aligned))
+            (args.output / f"{voice}.json").write_text(json.dumps(written, indent=1), encoding="utf-8")
+            if not found:
+                raise ValueError(f"no sentence of {args.sentences} could be aligned: its words must be English ones")
+            print(f"{voice}: {summary(found)}; not aligned: {len(answers) - len(found)}")
+            every += found
+        print(f"together: {summary(every)}. {os.cpu_count()} CPU cores.")
     except (ValueError, RuntimeError, OSError, ImportError) as error:  # ServerError is a RuntimeError
         print(f"voice_evaluation.alignment: {error}", file=sys.stderr)
         return 1
-    every: list[np.ndarray] = []
-    for voice, answers in spoken.items():
-        found, written = [], []
-        for number, parts in enumerate(answers):
-            waveform = np.concatenate([part.waveform for part in parts])
-            audio.save_audio(args.output / f"{voice}-{number:02d}.wav", waveform, SAMPLE_RATE)
-            [(text, samples)] = [segment for part in parts for segment in part.segments]
-            assert samples == waveform.size, "a segment has all samples of its sentence"
-            estimate, aligned = estimated(text, waveform), aligner.align(text, waveform)
-            written.append({"text": text, "estimate": estimate, "aligned": aligned})
-            if estimate is not None and aligned is not None:
-                found.append(errors(estimate, aligned))
-        (args.output / f"{voice}.json").write_text(json.dumps(written, indent=1), encoding="utf-8")
-        print(f"{voice}: {summary(found)}; not aligned: {len(answers) - len(found)}")
-        every += found
-    print(f"together: {summary(every)}. {os.cpu_count()} CPU cores.")
     return 0
 
 
