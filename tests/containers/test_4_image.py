@@ -13,6 +13,7 @@ DIT = ("bash", "run_stepaudio2_dit_token2wav.sh")
 DATA = "DATA=--manifest-path tests/assets/manifest.jsonl --num-requests 2"
 
 
+@pytest.mark.extended
 def test_the_image_alone_ends_soon_while_it_prepares_the_demo(docker: Engine) -> None:
     """Without compose's `init` its shell is process 1, which has no default action for SIGTERM."""
     docker.docker("run", "--detach", "--name=alone", "--network=none", CPU)
