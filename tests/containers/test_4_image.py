@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,6 @@ DIT = ("bash", "run_stepaudio2_dit_token2wav.sh")
 DATA = "DATA=--manifest-path tests/assets/manifest.jsonl --num-requests 2"
 
 
-@pytest.mark.extended
 def test_the_image_alone_ends_soon_while_it_prepares_the_demo(docker: Engine) -> None:
     """Without compose's `init` its shell is process 1, which has no default action for SIGTERM."""
     docker.docker("run", "--detach", "--name=alone", "--network=none", CPU)
@@ -22,8 +22,22 @@ def test_the_image_alone_ends_soon_while_it_prepares_the_demo(docker: Engine) ->
     docker.docker("stop", "--time=60", "alone")
     assert time.monotonic() - start < 40
     state = json.loads(docker.docker("inspect", "alone"))[0]["State"]
-    docker.docker("rm", "alone")
+    docker.docker("rm", "--volumes", "alone")
     assert state["ExitCode"] == 143
+
+
+@pytest.mark.extended
+def test_the_image_alone_prepares_the_demo_and_serves_it(docker: Engine) -> None:
+    docker.docker("run", "--detach", "--name=demo", "--network=none", "--shm-size=1g", CPU)
+
+    def state() -> dict[str, Any]:
+        return dict(json.loads(docker.docker("inspect", "demo"))[0]["State"])
+
+    wait_for("the image alone", lambda: state()["Health"]["Status"] == "healthy" or not state()["Running"])
+    assert state()["Running"], docker.docker("logs", "demo")
+    docker.docker("stop", "--time=90", "demo")
+    assert state()["ExitCode"] == 0
+    docker.docker("rm", "--volumes", "demo")
 
 
 @pytest.mark.extended
