@@ -51,9 +51,8 @@ class TritonPromptEncoder:
         self._call = call
         self._first_speech_id = first_speech_id
         self._mel_max_hz = mel_max_hz
-        reference_mel(
-            np.zeros(PROMPT_SAMPLE_RATE, np.float32), mel_max_hz
-        )  # the first call loads the filters: not in a request
+        # The first call loads the filters: not in a request.
+        reference_mel(np.zeros(PROMPT_SAMPLE_RATE, np.float32), mel_max_hz)
 
     async def tokens(self, wav: np.ndarray) -> np.ndarray:
         tokens = await self._ask("audio_tokenizer", wav, "prompt_speech_tokens")
