@@ -27,7 +27,7 @@ from tests.support.serve_process import VOICE, ServeProcess, StreamResult, rende
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
-TEXT = "word " * 20
+TEXT, LONG = "word " * 20, "word " * 100  # the second cannot end before a fault
 STREAMS = 3
 SPEECH_PORT = free_port()
 END_SECONDS = 8.0  # 1.4 on an idle machine; 12 to 43 before
@@ -71,11 +71,13 @@ def server(servers: Callable[[], ServeProcess]) -> ServeProcess:
     return servers()
 
 
-async def speak(server: ServeProcess, streams: int, meanwhile: Callable[[], None] = lambda: None) -> list[StreamResult]:
+async def speak(
+    server: ServeProcess, streams: int, meanwhile: Callable[[], None] = lambda: None, text: str = TEXT
+) -> list[StreamResult]:
     """The results of streams that run together; `meanwhile` is called once all have begun."""
     async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
         results = [StreamResult() for _ in range(streams)]
-        speaking = [asyncio.create_task(synthesize(connection, TEXT, result)) for result in results]
+        speaking = [asyncio.create_task(synthesize(connection, text, result)) for result in results]
         await asyncio.gather(*(result.begun.wait() for result in results))
         meanwhile()
         await asyncio.wait_for(asyncio.gather(*speaking), 60)
@@ -137,7 +139,7 @@ def test_a_gpu_error_ends_the_server_with_its_reason(server: ServeProcess, fault
         begun = time.monotonic()
         (faults / "gpu_error").touch()
 
-    results = asyncio.run(speak(server, STREAMS, fail))
+    results = asyncio.run(speak(server, STREAMS, fail, LONG))
     assert all(result.error is not None for result in results)
     reason = f"model token2wav_dit has failed and cannot recover: {GPU_ERROR}; tritonserver has to be restarted"
     assert reason in ended(server, begun)
@@ -146,7 +148,7 @@ def test_a_gpu_error_ends_the_server_with_its_reason(server: ServeProcess, fault
 def test_when_the_orchestrator_dies_every_request_ends_at_once(server: ServeProcess) -> None:
     url = f"http://127.0.0.1:{SPEECH_PORT}"
     assert readiness.wait([f"{url}/health"], 30) == []
-    body = json.dumps({"model": "tts-1", "input": TEXT * 5, "voice": "anna", "response_format": "pcm"}).encode()
+    body = json.dumps({"model": "tts-1", "input": LONG, "voice": "anna", "response_format": "pcm"}).encode()
     request = urllib.request.Request(f"{url}/v1/audio/speech", body, {"Content-Type": "application/json"})
     begun = 0.0
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -157,7 +159,7 @@ def test_when_the_orchestrator_dies_every_request_ends_at_once(server: ServeProc
             begun = time.monotonic()
             os.kill(process_of(server, "cosyvoice2_dit"), signal.SIGKILL)
 
-        results = asyncio.run(speak(server, STREAMS, kill))
+        results = asyncio.run(speak(server, STREAMS, kill, LONG))
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             answer.read()
     assert all(result.error is not None for result in results)

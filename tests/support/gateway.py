@@ -43,7 +43,8 @@ def gateway(
     (directory / "nginx.conf").write_text(config)
     settings = {"TTS_SERVERS": " ".join(servers), "SPEECH_SERVERS": f"127.0.0.1:{free_port()}"}
     settings |= {"NGINX_CONF": str(directory / "nginx.conf"), "RUN_DIR": str(run)}
-    command = ["sh", ROOT / "deploy/nginx/balance.sh"]
+    # A shell cannot trap signals that were ignored when it started, as by a script's background job.
+    command = ["env", "--default-signal=INT,QUIT", "sh", ROOT / "deploy/nginx/balance.sh"]
     with (
         (directory / "log").open("wb") as log,
         subprocess.Popen(command, env=os.environ | settings | environment, stdout=log, stderr=log) as process,
@@ -54,7 +55,10 @@ def gateway(
             assert process.poll() is None, (directory / "log").read_text()
         finally:
             process.send_signal(stop)
-            assert process.wait(20) == 0
+            try:
+                assert process.wait(20) == 0
+            finally:
+                process.kill()
 
 
 def answers(url: str) -> bool:

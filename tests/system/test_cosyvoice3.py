@@ -73,7 +73,7 @@ def test_cancelled_streams_free_their_slots(server: Any, voice: np.ndarray) -> N
     async def cancel() -> None:
         async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
             async with aclosing(grpc_client.chunks(connection, MODEL, long, 60.0)) as waveforms:
-                assert (await anext(waveforms)).size
+                assert (await anext(waveforms)).waveform.size
 
     for _ in range(2 * STREAMS):
         asyncio.run(cancel())
