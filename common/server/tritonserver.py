@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -41,6 +42,7 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 EPHEMERAL_DEFAULT = 32768, 60999  # Linux's
 CACHE_MIB = 64  # default size of the local response cache
 STARTS = 3
+HUNG_SECONDS = 60.0  # after the last instance has been loaded; the server is ready within one
 LOAD_SECONDS = 600  # for all models to load, and for each of them
 STOP_SECONDS = 12  # to finish running requests and unload the models; then the process group is killed
 
@@ -215,26 +217,39 @@ class TritonServer:
     def wait_ready(self, timeout: float = LOAD_SECONDS) -> None:
         """Return when every model is ready. ServerError with the log's error lines if the server ends before that.
 
-        A server that aborts is started again, STARTS times in all: on a busy machine, Triton's python backend sometimes
-        aborts while models load (triton-inference-server/server#8882).
+        A server that aborts, or hangs with all its models loaded, is started again, STARTS times in all. Triton's
+        python backend sometimes aborts while models load (triton-inference-server/server#8882), and was once seen to
+        wait for the end of a stub that waited for its first request.
         """
         assert self._process is not None, "start() comes first"
-        deadline = time.monotonic() + timeout
-        starts = 1
+        begun = changed = time.monotonic()
+        starts, loaded = 1, set[str]()
         while not self.answers_ready():
-            if self._process.poll() == -signal.SIGABRT and starts < STARTS:
-                starts += 1
-                logger.warning(
-                    "tritonserver aborted while it loaded its models; starting it again: %s", self._failure()
-                )
+            now, before = time.monotonic(), loaded
+            loaded = self._loaded_instances()
+            changed = changed if loaded == before else now
+            hangs = now - changed > HUNG_SECONDS and self._all_loaded(loaded)
+            if (hangs or self._process.poll() == -signal.SIGABRT) and starts < STARTS:
+                starts, changed = starts + 1, now
+                what = "hung with all its models loaded" if hangs else "aborted while it loaded its models"
+                logger.warning("tritonserver %s; starting it again: %s", what, self._failure())
                 self._end()
                 self.start()
             elif self._process.poll() is not None:
                 raise ServerError(f"tritonserver ended with code {self._process.returncode}: {self._failure()}")
-            if time.monotonic() > deadline:
+            if now - begun > timeout:
                 raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
             time.sleep(READY_POLL_SECONDS)
         self._models = self.model_processes()
+
+    def _loaded_instances(self) -> set[str]:
+        """Instances of our models that publish their metrics, which is the last thing they do to be loaded."""
+        return {path.stem for path in self.metrics_directory.glob("*.json")}
+
+    def _all_loaded(self, instances: set[str]) -> bool:
+        """Whether there is one of each model. Others than ours, such as C++ ones, publish nothing."""
+        models = {path.parent.name for path in self.repository.glob("*/config.pbtxt")}
+        return {re.sub(r"_\d+_\d+$", "", instance) for instance in instances} >= models
 
     def answers_ready(self) -> bool:
         """Whether every model is loaded and the metrics can be read."""

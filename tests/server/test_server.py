@@ -19,7 +19,8 @@ import pytest
 import tritonclient.grpc as grpc_client
 from tritonclient.utils import InferenceServerException
 
-from common.server import installation
+from common.process.environment import METRICS_DIRECTORY
+from common.server import installation, tritonserver
 from common.server.tritonserver import STARTS, Ports, ServerError, TritonServer
 
 MODEL = """
@@ -158,6 +159,22 @@ def test_a_server_that_aborts_while_loading_is_started_again(aborts, repository,
     assert len(starts.read_text().splitlines()) == min(aborts + 1, STARTS)
     assert stubs_of(server) == []
     assert list(Path("/dev/shm").glob(f"{server._shm_prefix}*")) == []
+
+
+@pytest.mark.server
+def test_a_server_that_hangs_with_its_models_loaded_is_started_again(repository, tmp_path, monkeypatch):
+    """A script in its place hangs once, as tritonserver does that waits for a stub that waits for it."""
+    real = installation.Installation.find()
+    script = tmp_path / "tritonserver"
+    script.write_text(
+        f'#!/bin/sh\n[ -e {tmp_path}/hung ] && exec {real.binary} "$@"\n'
+        f'touch {tmp_path}/hung "${METRICS_DIRECTORY}/idle_0_0.json"\nexec sleep 1000\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(installation.Installation, "find", lambda: dataclasses.replace(real, binary=script))
+    monkeypatch.setattr(tritonserver, "HUNG_SECONDS", 1.0)
+    with TritonServer(repository, ports=FREE) as server:
+        assert server.answers_ready() and (tmp_path / "hung").exists()
 
 
 @pytest.mark.server
