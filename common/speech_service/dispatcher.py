@@ -33,12 +33,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SpeechJob:
-    """One utterance to generate. `samples`: generated so far, at the models' rate and normal speed.
+    """A text to generate as utterances, one after another. `chars`: of the text, with markup.
 
-    `timestamps`: of what was generated so far, if they are wanted; then the utterance asks for segments.
+    `samples`: generated so far, at the models' rate and normal speed. `timestamps`: of what was generated so far, if
+    they are wanted; then the utterances ask for segments.
     """
 
-    utterance: Utterance
+    utterances: tuple[Utterance, ...]
+    chars: int
     model: str = ""
     samples: int = 0
     timestamps: Timestamps | None = None
@@ -50,7 +52,7 @@ class SpeechJob:
     @property
     def usage(self) -> dict[str, int]:
         """OpenAI's usage. input_tokens counts characters, because only Triton has the LLM's tokenizer."""
-        text, speech = len(self.utterance.target_text), round(self.samples * TOKEN_RATE / SAMPLE_RATE)
+        text, speech = self.chars, round(self.samples * TOKEN_RATE / SAMPLE_RATE)
         return {"input_tokens": text, "output_tokens": speech, "total_tokens": text + speech}
 
 
@@ -71,36 +73,43 @@ class Dispatcher:
         self._encoders.shutdown(wait=False, cancel_futures=True)
 
     async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
-        """float32 (N,) at SAMPLE_RATE, at least one. If a Triton fails or refuses before the first, another is tried.
-        ApiError."""
+        """float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the first
+        one of an utterance, another is tried. ApiError."""
         with self._admitted(), self._counted():
             started = time.perf_counter()
-            failed: set[Backend] = set()
-            while True:
-                with self.pool.lease(job.model, failed) as (backend, model):
-                    try:
-                        async with contextlib.aclosing(
-                            backend.parts(model, job.utterance, self._settings.timeout)
-                        ) as parts:
-                            async for part in parts:
-                                if job.timestamps is not None:
-                                    await self._add_times(job.timestamps, part)
-                                if not part.waveform.size:
-                                    continue
-                                if not job.samples:
-                                    self.metrics.first_audio.observe(time.perf_counter() - started)
-                                job.samples += part.waveform.size
-                                yield part.waveform
-                    except ApiError as error:
-                        failed.add(backend)
-                        elsewhere = error.status == 503 or error.code == OVERLOADED
-                        if not elsewhere or job.samples or not self._others(model, failed):
-                            raise
-                        continue
-                if not job.samples:
-                    raise ApiError(502, "the model ended the request without audio", code="upstream_error")
-                self.metrics.audio.inc(job.samples / SAMPLE_RATE)
-                return
+            for utterance in job.utterances:
+                async with contextlib.aclosing(self._generated(job, utterance)) as parts:
+                    async for part in parts:
+                        if job.timestamps is not None:
+                            await self._add_times(job.timestamps, part)
+                        if not part.waveform.size:
+                            continue
+                        if not job.samples:
+                            self.metrics.first_audio.observe(time.perf_counter() - started)
+                        job.samples += part.waveform.size
+                        yield part.waveform
+            self.metrics.audio.inc(job.samples / SAMPLE_RATE)
+
+    async def _generated(self, job: SpeechJob, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
+        """The responses of a model to one of the job's utterances."""
+        samples = 0
+        failed: set[Backend] = set()
+        while True:
+            with self.pool.lease(job.model, failed) as (backend, model):
+                try:
+                    async with contextlib.aclosing(backend.parts(model, utterance, self._settings.timeout)) as parts:
+                        async for part in parts:
+                            samples += part.waveform.size
+                            yield part
+                except ApiError as error:
+                    failed.add(backend)
+                    elsewhere = error.status == 503 or error.code == OVERLOADED
+                    if not elsewhere or samples or not self._others(model, failed):
+                        raise
+                    continue
+            if not samples:
+                raise ApiError(502, "the model ended the request without audio", code="upstream_error")
+            return
 
     async def encoded(self, job: SpeechJob, encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
         """`waveforms` as bytes of the encoder's format; no item is empty."""

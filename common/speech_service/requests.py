@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from common.speech_service.recordings import decode_base64
 from common.speech_service.settings import Settings
 from common.speech_service.timestamps import Detail, Subtitles
 from common.speech_service.voices import VoiceFolder
+from common.text.markup import by_voice
 from common.text.normalization import language_of
 from common.voice.prompt import Recording
 
@@ -173,10 +175,40 @@ def parse(model: type[BaseModel], fields: Any) -> Any:
         raise invalid(f"{where or 'the body'}: {first['msg']}", param=where or None) from None
 
 
+def utterances(
+    wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, voices: VoiceFolder, settings: Settings
+) -> tuple[Utterance, ...]:
+    """The requests to a model, one for each part of the text between changes of the voice; otherwise as `utterance`.
+
+    A voice that the text names must be registered here, so that an unknown one is an error before any audio.
+    """
+    own = utterance(wanted, decode_upload, voices, settings)
+    try:
+        parts = by_voice(wanted.input)
+    except ValueError as error:
+        raise invalid(error, "input") from None
+    if not parts:
+        raise invalid("input has nothing to speak", "input")
+    known = {"": own}
+    if len(parts) > 1 and own.reference is None and wanted.voice_name and any(not part.voice for part in parts):
+        _require(wanted.voice_name, voices, "voice")
+    for name in dict.fromkeys(part.voice for part in parts):
+        if name:
+            _require(name, voices, "input")
+            named = wanted.model_copy(update={"voice": name, "ref_audio": "", "ref_text": ""})
+            known[name] = utterance(named, None, voices, settings)
+    return tuple(replace(known[part.voice], target_text=part.text) for part in parts)
+
+
+def _require(name: str, voices: VoiceFolder, field: str) -> None:
+    if voices.get(voices.resolve(name)) is None:
+        raise invalid(f"unknown voice {name!r}: a text with several voices needs registered ones", field)
+
+
 def utterance(
     wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, voices: VoiceFolder, settings: Settings
 ) -> Utterance:
-    """The request to a model; ApiError naming the invalid field. Reads files, so do not call it on an event loop.
+    """The request to a model, in its own voice; ApiError naming the invalid field. Reads files, not for an event loop.
 
     decode_upload: returns the samples of an uploaded recording or raises ValueError; None without an upload.
     """

@@ -15,7 +15,7 @@ from common.speech_service.encoding import FORMATS, AudioEncoder, framed
 from common.speech_service.errors import ApiError, invalid
 from common.speech_service.metrics import Metrics
 from common.speech_service.recordings import decode
-from common.speech_service.requests import SpeechRequest, utterance
+from common.speech_service.requests import SpeechRequest, utterances
 from common.speech_service.settings import Settings
 from common.speech_service.timestamps import Timestamps
 from common.speech_service.voices import VoiceFolder
@@ -43,12 +43,13 @@ class Service:
         """The validated job; `upload`: an uploaded recording of the voice. ApiError."""
         decode_upload = None if upload is None else partial(decode, upload, self.settings.max_reference_bytes)
         try:
-            request = await asyncio.to_thread(utterance, wanted, decode_upload, self.voices, self.settings)
+            requests = await asyncio.to_thread(utterances, wanted, decode_upload, self.voices, self.settings)
         except UnavailableError as error:  # a voice's file is damaged
             raise ApiError(503, str(error), code="unavailable", param="voice") from None
-        job = SpeechJob(request, wanted.served_model(self.settings.model))
+        job = SpeechJob(requests, len(wanted.input), wanted.served_model(self.settings.model))
         if detail := "word" if wanted.subtitles else wanted.timestamps:
-            job.utterance.parameters[SEGMENTS] = True
+            for each in requests:
+                each.parameters[SEGMENTS] = True
             job.timestamps = Timestamps(detail, wanted.speed)
         return job
 

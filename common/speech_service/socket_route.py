@@ -28,6 +28,7 @@ from common.speech_service.errors import ApiError, invalid
 from common.speech_service.requests import SpeechRequest, parse, read_json
 from common.speech_service.service import Service
 from common.text import is_speakable
+from common.text.markup import without_voices
 from common.text.sentences import WINDOW, SentenceSplitter
 
 MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
@@ -85,6 +86,7 @@ class SocketSession:
         self._finished = False  # the client has sent input.done
         self._utterance = 0
         self._sentences = 0  # spoken so far in this utterance
+        self._voice: dict[str, str] = {}  # request fields for the voice that the utterance has changed to
         self._speaker: asyncio.Task[None] | None = None
         self._active = time.monotonic()  # when the last message was received or the last audio sent
 
@@ -249,20 +251,27 @@ class SocketSession:
         if self._finished:
             done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
             self._utterance, self._sentences, self._finished = self._utterance + 1, 0, False
-            self._pieces = None
+            self._pieces, self._voice = None, {}
             await self._send("session.done", **done)
 
     async def _speak_sentence(self, sentence: str | TextPieces) -> None:
+        before = self._voice
+        if isinstance(sentence, str):
+            rest, name = without_voices(sentence)
+            if name:  # also of the sentences that follow
+                self._voice = {"voice": name, "ref_audio": "", "ref_text": ""}
+                if not is_speakable(rest):
+                    return
         index = {"utterance_index": self._utterance, "sentence_index": self._sentences}
         self._sentences += 1
         sent, failed = 0, False
         try:
             text = sentence if isinstance(sentence, str) else ""
-            wanted: SpeechRequest = parse(SpeechRequest, {**self._config, "input": text or "."})
+            wanted: SpeechRequest = parse(SpeechRequest, {**self._config, **before, "input": text or "."})
             encoder = self._service.encoder(wanted)
             job = await self._service.job(wanted)
             if isinstance(sentence, TextPieces):
-                job.utterance = replace(job.utterance, target_text="", pieces=sentence)
+                job.utterances = (replace(job.utterances[0], target_text="", pieces=sentence),)
             await self._send(
                 "audio.start", **index, sentence_text=text, format=wanted.response_format, sample_rate=encoder.rate
             )
@@ -286,7 +295,7 @@ class SocketSession:
         self._waiting_chars, self._finished, self._half = 0, False, ""
         self._drop_unfinished()
         await self.stop_speaking()
-        self._pieces = None
+        self._pieces, self._voice = None, {}
         cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
         await self._send("audio.cancelled", utterance_index=cancelled)
 

@@ -1,7 +1,7 @@
 """Text before it reaches the LLM: cleaned, normalized, and split into segments that are synthesized one after another.
 
 cleaning.py        whitespace and control tokens; text with nothing to speak is an error
-markup.py          pauses, and the part of SSML that is supported
+markup.py          pauses, changes of the voice, and the part of SSML that is supported
 markdown.py        Markdown, HTML and emoji, which are not spoken
 normalization.py   numbers, dates, units and currencies as words
 sentences.py       sentences of a text that arrives in pieces

@@ -1,23 +1,34 @@
-"""Pauses in a text, and the part of SSML that is supported.
+"""Pauses and voices in a text, and the part of SSML that is supported.
 
 Anywhere: `[pause 1.2s]`, `[pause 300ms]`, `[pause]`, `<break time="500ms"/>`, `<break strength="strong"/>`, `<break/>`.
 A text that is a document `<speak>...</speak>` may also have p, s, sub and say-as; any other tag in it is an error, and
 so are tags that only SSML has outside of one. Other tags are HTML, see `markdown`.
+
+A request to a model has one voice, so `parts` rejects voices. The speech service cuts its texts with `by_voice` before:
+`[voice:NAME]` is for what follows, and in a document `<voice name="NAME">...</voice>` for its content.
 """
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from xml.sax.saxutils import escape
+
+from common.text.cleaning import is_speakable
+from common.text.markdown import spoken
 
 MAX_PAUSE_SECONDS = 10.0
 MAX_PAUSES_SECONDS = 60.0  # of a text: silence costs a caller few characters and the server memory
+MAX_VOICE_PARTS = 16  # of a text
 STRENGTHS = {"none": 0.0, "x-weak": 0.1, "weak": 0.25, "medium": 0.5, "strong": 0.75, "x-strong": 1.0}  # seconds
 _SUPPORTED = ("break", "p", "s", "say-as", "speak", "sub")
 
 _MAX_DEPTH = 20
 _DOCUMENT = re.compile(r"<speak\b.*</speak\s*>", re.DOTALL)
 _PAUSE = re.compile(r"\[pause(?:\s+([^\[\]]*))?\]|(<break\b[^<>]*>)(?:\s*</break\s*>)?", re.IGNORECASE)
+_VOICE = re.compile(r"\[voice:([^\[\]]*)\]", re.IGNORECASE)
+_VOICE_TAG = re.compile(r"<(?:[\w.-]+:)?voice\b")
 _TIME = re.compile(r"\+?(\d+\.?\d*|\.\d+)\s*(ms|s)")
 # HTML has no such tags. p, s and sub are HTML's as well, and left to it outside of a document.
 _SSML_ONLY = re.compile(r"</?(speak|say-as|voice|prosody|emphasis|phoneme|lexicon)\b[^<>]*>", re.IGNORECASE)
@@ -34,17 +45,102 @@ class Pause:
     seconds: float
 
 
+@dataclass(frozen=True)
+class VoicePart:
+    """A part of a text and the name of its voice; empty: the one that the request has."""
+
+    voice: str
+    text: str
+
+
 def parts(text: str) -> Iterator[str | Pause]:
     """The parts of `text` in order, without this markup. ValueError naming a tag or value that is not supported."""
+    yield from _limited(_parts(text))
+
+
+def by_voice(text: str) -> list[VoicePart]:
+    """The parts of `text` in order, each in one voice, with their pauses and SSML; none if nothing is to be spoken.
+
+    A text without markup for voices is one part. ValueError naming markup that is not supported or a limit.
+    """
+    if _DOCUMENT.fullmatch(text.strip()):
+        if not _VOICE_TAG.search(text):
+            return [VoicePart("", text)]
+        cut = _by_element(_document(text.strip()))
+    elif _VOICE.search(text):
+        first, *rest = _VOICE.split(text)  # rest: name, text, name, text, ...
+        names = map(_voice_name, rest[::2])
+        cut = [VoicePart("", first), *map(VoicePart, names, rest[1::2])]
+    else:
+        return [VoicePart("", text)]
+    contents = [list(parts(part.text)) for part in cut]
+    for _ in _limited(each for content in contents for each in content):
+        pass
+    found = [part for part, content in zip(cut, contents, strict=True) if any(map(_is_heard, content))]
+    if len(found) > MAX_VOICE_PARTS:
+        raise ValueError(
+            f"the voice changes so often that the text has {len(found)} parts, more than {MAX_VOICE_PARTS}"
+        )
+    return found
+
+
+def without_voices(text: str) -> tuple[str, str]:
+    """`text` without `[voice:NAME]`, and the name in the last one; empty if there is none."""
+    names = _VOICE.findall(text)
+    return _VOICE.sub("", text), names[-1].strip() if names else ""
+
+
+def _limited(found: Iterable[str | Pause]) -> Iterator[str | Pause]:
     left = MAX_PAUSES_SECONDS
-    for part in _parts(text):
+    for part in found:
         left -= part.seconds if isinstance(part, Pause) else 0.0
         if left < 0:
             raise ValueError(f"the pauses of the text are longer than {MAX_PAUSES_SECONDS:g} s together")
         yield part
 
 
+def _is_heard(part: str | Pause) -> bool:
+    return part.seconds > 0 if isinstance(part, Pause) else is_speakable(spoken(part))
+
+
+def _voice_name(name: str) -> str:
+    if not name.strip():
+        raise ValueError('a change of the voice without a name: write [voice:NAME], in SSML <voice name="NAME">')
+    return name.strip()
+
+
+def _by_element(document: ET.Element) -> list[VoicePart]:
+    """A document's parts, each a document."""
+    try:
+        grouped = groupby(_voiced(document, "", 0), key=lambda found: found[0])
+        return [VoicePart(voice, f"<speak>{''.join(xml for _, xml in group)}</speak>") for voice, group in grouped]
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _voiced(element: ET.Element, voice: str, depth: int) -> Iterator[tuple[str, str]]:
+    """Voice and XML of the pieces of an element without its tail."""
+    name = _local_name(element)
+    if depth > _MAX_DEPTH:
+        raise _too_deep()
+    if name not in ("p", "s", "voice") and depth:
+        if any(_local_name(inner) == "voice" for inner in element.iter()):
+            raise _not_supported("voice")
+        yield voice, ET.tostring(element, "unicode")
+        return
+    inside = _voice_name(_attribute(element, "name")) if name == "voice" else voice
+    around = "\n" if name in ("p", "s") else ""  # as in `_of_element`
+    yield inside, around + escape(element.text or "")
+    for child in element:
+        tail, child.tail = child.tail or "", None
+        yield from _voiced(child, inside, depth + 1)
+        yield inside, escape(tail)
+    yield inside, around
+
+
 def _parts(text: str) -> Iterator[str | Pause]:
+    if _VOICE.search(text):
+        raise ValueError("[voice:...] is for texts of the speech service that are not SSML, which has <voice> instead")
     if _DOCUMENT.fullmatch(text.strip()):
         yield from _merged(_of_element(_document(text.strip()), 0))
         return
@@ -91,11 +187,11 @@ def _element(tag: str) -> ET.Element:
 
 
 def _of_element(element: ET.Element, depth: int) -> Iterator[str | Pause]:
-    name = element.tag.rpartition("}")[2]  # without its namespace
+    name = _local_name(element)
     if name not in _SUPPORTED or (name == "speak") != (depth == 0):
         raise _not_supported(name)
     if depth > _MAX_DEPTH:
-        raise ValueError(f"SSML of more than {_MAX_DEPTH} levels")
+        raise _too_deep()
     if name == "break":
         yield Pause(_break(element))
     elif name == "sub":
@@ -111,6 +207,14 @@ def _of_element(element: ET.Element, depth: int) -> Iterator[str | Pause]:
         yield around
 
 
+def _local_name(element: ET.Element) -> str:
+    return element.tag.rpartition("}")[2]
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"SSML of more than {_MAX_DEPTH} levels")
+
+
 def _not_supported(tag: str) -> ValueError:
     return ValueError(
         f"the tag <{tag}> is not supported here: <break> is anywhere, and in a text that begins with <speak> and ends "
@@ -120,7 +224,7 @@ def _not_supported(tag: str) -> ValueError:
 
 def _attribute(element: ET.Element, name: str) -> str:
     if (value := element.get(name)) is None:
-        raise ValueError(f"the tag <{element.tag.rpartition('}')[2]}> has no {name}")
+        raise ValueError(f"the tag <{_local_name(element)}> has no {name}")
     return value
 
 

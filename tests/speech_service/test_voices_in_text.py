@@ -1,0 +1,160 @@
+"""Several voices in one text, over every route, with a stub Triton."""
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import httpx2 as httpx
+import numpy as np
+import pytest
+from websockets.sync.client import connect
+
+from common.constants import PROMPT_SAMPLE_RATE
+from common.server.tritonserver import free_port
+from common.speech_service.runtime_grpc import PROTO, Endpoint
+from common.speech_service.settings import Settings
+from common.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
+from common.voice.files import save_recording
+from common.voice.prompt import Recording
+from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, serving, stub_triton, until
+from tools.bench.triton_stub import TritonStub, texts_of
+
+VOICES = {"anna": "Words of Anna.", "bert": "Words of Bert."}
+RUNTIME_PORT = free_port()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubbedService]:
+    folder, stub = tmp_path_factory.mktemp("voices"), TritonStub()
+    noise = np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32)
+    for name, text in VOICES.items():
+        save_recording(folder / f"{name}.safetensors", Recording(noise, text))
+    with stub_triton(stub) as address:
+        settings = Settings(urls=(address,), voices_dir=folder, max_streams=1, voice_aliases=("nova=bert",))
+        with serving(settings, Endpoint("127.0.0.1", RUNTIME_PORT)) as url:
+            yield StubbedService(url, stub, folder)
+
+
+def spoken(stub: TritonStub, since: int) -> list[tuple[str, str]]:
+    """The texts of the requests since then, each with the transcript or name of its voice."""
+    texts = [texts_of(request) for request in list(stub.requests)[since:]]
+    return [(each.get("reference_text") or each.get("speaker", ""), each["target_text"].strip()) for each in texts]
+
+
+A, B = VOICES.values()
+DIALOGUE = "One. [voice:bert] Two. [voice: anna ]Three. [voice:nova] [pause 1s] Four."
+SPOKEN = [(A, "One."), (B, "Two."), (A, "Three."), (B, "[pause 1s] Four.")]
+SSML = '<speak>One.<p>Two <voice name="bert">&lt;3 <sub alias="x">y</sub><break/></voice> Three.</p></speak>'
+SPOKEN_SSML = [
+    (A, "<speak>One.\nTwo </speak>"),
+    (B, '<speak>&lt;3 <sub alias="x">y</sub><break /></speak>'),
+    (A, "<speak> Three.\n</speak>"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), [(DIALOGUE, SPOKEN), (SSML, SPOKEN_SSML)], ids=["marks", "ssml"])
+def test_the_parts_of_a_text_are_spoken_one_after_another_in_their_voices(
+    served: StubbedService, text: str, expected: list[tuple[str, str]]
+) -> None:
+    since = len(served.stub.requests)
+    body = {**TEXT, "input": text, "voice": "anna", "seed": 7, "stream_format": "json", "subtitles": "srt"}
+    answer = served.post({**body, "timestamps": "segment"}).json()
+    assert spoken(served.stub, since) == expected
+    assert {request.parameters["seed"].int64_param for request in list(served.stub.requests)[since:]} == {7}
+    chunks = served.stub.chunks * len(expected)
+    assert len(base64.b64decode(answer["audio_data"])) == 2 * served.stub.samples * chunks
+    assert [each["start"] for each in answer["segments"]] == pytest.approx([0.2 * number for number in range(chunks)])
+    assert answer["usage"]["input_tokens"] == len(text) and answer["usage"]["output_tokens"] == 5 * chunks
+    assert answer["subtitles"].count("-->") >= chunks
+
+
+def test_a_recording_in_the_request_is_the_voice_of_the_parts_without_a_name(served: StubbedService) -> None:
+    since = len(served.stub.requests)
+    wav = httpx.post(served.url + SPEECH, json={**TEXT, "response_format": "wav"}).content
+    ref = {"ref_audio": base64.b64encode(wav).decode(), "ref_text": "Mine."}
+    assert served.post({**TEXT, **ref, "input": "One. [voice:bert] Two."}).status_code == 200
+    assert spoken(served.stub, since + 1) == [("Mine.", "One."), (B, "Two.")]
+
+
+@pytest.mark.parametrize(
+    ("text", "voice", "words"),
+    [
+        ("One. [voice:nobody] Two.", "anna", "unknown voice 'nobody'"),
+        ("[voice:anna(2)+bert(1)] One.", "anna", "unknown voice 'anna(2)+bert(1)'"),
+        ("[voice:bert] One. <speak>", "anna", "the tag <speak>"),
+        ("<speak><voice name='bert'>One.</voice> Two.</speak>", "nobody", "unknown voice 'nobody'"),
+        ("One. [voice:] Two.", "anna", "without a name"),
+        ("<speak><voice>One.</voice></speak>", "anna", "<voice> has no name"),
+        ("<speak><sub alias='x'><voice name='bert'>y</voice></sub></speak>", "anna", "the tag <voice>"),
+        ("[voice:bert] . [voice:anna]", "anna", "nothing to speak"),
+        ("[voice:bert] [pause 9s] a" * 7, "anna", "longer than 60 s"),
+        ("[voice:bert] a" * (MAX_VOICE_PARTS + 1), "anna", f"{MAX_VOICE_PARTS + 1} parts, more than {MAX_VOICE_PARTS}"),
+    ],
+)
+def test_what_cannot_be_spoken_is_a_400_before_any_audio(
+    served: StubbedService, text: str, voice: str, words: str
+) -> None:
+    before = served.stub.served
+    answer = served.post({**TEXT, "input": text, "voice": voice})
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    assert served.stub.served == before
+
+
+def test_the_longest_dialogue_is_spoken_in_one_of_the_streams(served: StubbedService) -> None:
+    before = served.stub.served
+    assert served.post({**TEXT, "input": "[voice:bert] a" * MAX_VOICE_PARTS}).status_code == 200
+    assert served.stub.served == before + MAX_VOICE_PARTS
+
+
+def test_a_client_that_disconnects_ends_the_part_and_those_after_it(served: StubbedService) -> None:
+    before = served.stub.served
+    body = {**TEXT, "input": "One. [voice:bert]endless words [voice:anna] Three."}
+    with httpx.stream("POST", served.url + SPEECH, json=body) as answer:
+        parts = answer.iter_raw()
+        until(lambda: bool(next(parts)) and served.stub.served == before + 2)
+    until(lambda: not served.live())
+    until(lambda: not served.stub.live)
+    assert served.stub.served == before + 2
+
+
+def test_an_error_in_a_later_part_aborts_the_answer(served: StubbedService) -> None:
+    with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
+        served.post({**TEXT, "input": "One. [voice:bert]refuse this"})
+
+
+def test_over_the_websocket_a_voice_lasts_until_the_end_of_the_utterance(served: StubbedService) -> None:
+    since = len(served.stub.requests)
+    with connect(served.url.replace("http", "ws") + f"{SPEECH}/stream") as socket:
+
+        def say(text: str) -> list[dict[str, Any]]:
+            for fields in ({"type": "input.text", "text": text}, {"type": "input.done"}):
+                socket.send(json.dumps(fields))
+            received: list[dict[str, Any]] = [{"type": ""}]
+            while received[-1]["type"] != "session.done":
+                message = socket.recv(10)
+                received += [] if isinstance(message, bytes) else [json.loads(message)]
+            return received
+
+        socket.send(json.dumps({"type": "session.config", "voice": "anna"}))
+        received = [*say("One. [voice:bert] Two. Three, [voice:anna] four. [voice:bert]"), *say("Five.")]
+    assert "error" not in [message["type"] for message in received]
+    assert spoken(served.stub, since) == [(A, "One."), (B, "Two."), (B, "Three,"), (A, "four."), (A, "Five.")]
+
+
+def test_the_plain_runtime_speaks_them_too(served: StubbedService) -> None:
+    since, size = len(served.stub.requests), 4 * 2 * served.stub.chunks * served.stub.samples
+    form = {"tts_text": DIALOGUE, "spk_id": "anna"}
+    assert len(httpx.post(f"{served.url}/inference_sft", data=form).content) == size
+    messages, services = grpc.protos_and_services(PROTO)
+    request = messages.Request(sft_request=messages.sftRequest(spk_id="anna", tts_text=DIALOGUE))
+    with grpc.insecure_channel(f"127.0.0.1:{RUNTIME_PORT}") as channel:
+        answers = services.CosyVoiceStub(channel).Inference(request)
+        assert sum(len(answer.tts_audio) for answer in answers) == size
+    assert spoken(served.stub, since) == [*SPOKEN, *SPOKEN]
+
+
+def test_a_text_without_voices_stays_as_it_is() -> None:
+    for text in ("a [pause] b", "<speak>a<break/></speak>", "<speak>", "", "<speak>a voice</speak>"):
+        assert by_voice(text) == [VoicePart("", text)]
