@@ -105,7 +105,8 @@ class BatchSampler:
 
 def on_device(values: Sequence[float] | np.ndarray, device: torch.device) -> Tensor:
     """`values` on the device, without synchronizing with it."""
-    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    host = torch.as_tensor(values)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def _nucleus(scores: Tensor, max_top_k: int, top_ks: Tensor, top_ps: Tensor, ras: Tensor) -> Tensor:
