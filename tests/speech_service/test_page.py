@@ -30,13 +30,14 @@ OPTIONS = [
 LONG = "This sentence is one of many that follow each other for quite a while. " * 50
 SECOND = 1000.0
 
-# Records the audio that is really played.
+# Records the audio that is really played. A slow browser reads many seconds at once: too many for a call's arguments.
 RECORD_PLAYBACK = """
 window.played = [];
 const start = AudioBufferSourceNode.prototype.start;
 AudioBufferSourceNode.prototype.start = function (...when) {
   const samples = this.buffer.getChannelData(0);
-  window.played.push({ rate: this.buffer.sampleRate, size: samples.length, peak: Math.max(...samples.map(Math.abs)) });
+  const peak = samples.reduce((most, sample) => Math.max(most, Math.abs(sample)), 0);
+  window.played.push({ rate: this.buffer.sampleRate, size: samples.length, peak });
   return start.apply(this, when);
 };
 """
@@ -71,14 +72,27 @@ def page(browser: Any, speech_stack: SpeechStack) -> Iterator[Any]:
     assert [error for error in errors if not error.startswith(ignored)] == []
 
 
+def state(page: Any, text: str) -> None:
+    """Wait until the page's status contains `text`; an error there ends the wait."""
+    status = page.locator("#state")
+    status.filter(has_text=text).or_(page.locator("#state.wrong")).wait_for()
+    assert text in status.inner_text()
+
+
+def cancelled(stack: SpeechStack) -> float:
+    """How many requests ended because their client disconnected."""
+    lines = httpx.get(f"{stack.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if 'status="gone"' in line and "_total{" in line)
+
+
 def test_a_typed_text_is_spoken_played_and_can_be_downloaded(page: Any, tmp_path: Path) -> None:
     page.get_by_label("Text", exact=True).fill("Hello. This is typed into the page and spoken by a machine.")
     page.get_by_label("Voice", exact=True).select_option(VOICE)
     page.get_by_role("button", name="Speak", exact=True).click()
-    page.get_by_text("Done:").wait_for()
+    state(page, "Done:")
     played = page.evaluate("window.played")
     seconds = sum(part["size"] for part in played) / SAMPLE_RATE
-    assert len(played) > 1 and seconds > 1
+    assert seconds > 1
     assert all(part["rate"] == SAMPLE_RATE for part in played) and max(part["peak"] for part in played) > 0.01
     assert re.fullmatch(r"\d+ ms", page.locator("#first").inner_text())
     assert float(page.locator("#factor").inner_text()) > 0
@@ -105,16 +119,17 @@ def test_a_typed_text_is_spoken_played_and_can_be_downloaded(page: Any, tmp_path
 
 @pytest.mark.parametrize("by", ["button", "keyboard"])
 def test_stop_ends_playback_and_the_work(page: Any, speech_stack: SpeechStack, by: str) -> None:
+    before = cancelled(speech_stack)
     text = page.get_by_label("Text", exact=True)
     text.fill(LONG)
     text.press("Control+Enter")
-    page.get_by_text("Speaking …").wait_for()
+    state(page, "Speaking …")
     if by == "button":
         page.get_by_role("button", name="Stop", exact=True).click()
     else:
         page.keyboard.press("Escape")
-    page.get_by_text("Stopped.").wait_for()
-    assert until(lambda: "speech_live_streams 0.0" in httpx.get(f"{speech_stack.url}/metrics").text) < 1.0
+    state(page, "Stopped.")
+    until(lambda: cancelled(speech_stack) == before + 1)
     played = page.evaluate("window.played.length")
     page.wait_for_timeout(300)
     assert page.evaluate("window.played.length") == played
@@ -122,21 +137,39 @@ def test_stop_ends_playback_and_the_work(page: Any, speech_stack: SpeechStack, b
 
 
 def test_stop_also_ends_the_playback_of_audio_that_has_arrived(page: Any) -> None:
+    """Playback is paused, so that it cannot end before."""
+    page.evaluate("""() => {
+      const Context = window.AudioContext;
+      window.AudioContext = function () {
+        const context = new Context();
+        context.suspend();
+        return context;
+      };
+    }""")
     page.get_by_label("Text", exact=True).fill(LONG[:200])
     page.get_by_role("button", name="Speak", exact=True).click()
     page.get_by_role("link", name="Download WAV").wait_for()
     page.get_by_role("button", name="Stop", exact=True).click()
-    page.get_by_text("Stopped.").wait_for()
+    state(page, "Stopped.")
+
+
+def test_audio_that_cannot_be_played_ends_the_work(page: Any, speech_stack: SpeechStack) -> None:
+    before = cancelled(speech_stack)
+    page.evaluate("() => { AudioContext.prototype.createBuffer = () => { throw new Error('no memory'); }; }")
+    page.get_by_label("Text", exact=True).fill(LONG)
+    page.get_by_role("button", name="Speak", exact=True).click()
+    page.get_by_text("no memory").wait_for()
+    until(lambda: cancelled(speech_stack) == before + 1)
 
 
 def test_a_voice_is_recorded_used_saved_and_deleted(page: Any) -> None:
     page.get_by_text("Your own voice").click()
     page.get_by_role("button", name="Record", exact=True).click()
-    page.get_by_text("Recording: 1 s").wait_for()
+    page.get_by_text(re.compile("Recording: [1-9]")).wait_for()
     page.get_by_role("button", name="Stop recording").click()
     page.get_by_text("selected as the voice").wait_for()
     page.get_by_role("button", name="Speak", exact=True).click()
-    page.get_by_text("Done:").wait_for()
+    state(page, "Done:")
     page.get_by_label("Name").fill("of mine")
     page.get_by_role("button", name="Save as a voice").click()
     page.get_by_text("Saved as of mine.").wait_for()
@@ -173,7 +206,7 @@ def test_the_page_recovers_when_the_service_was_away(page: Any) -> None:
     page.get_by_text("cosyvoice2_dit", exact=True).wait_for()
     assert page.get_by_label("Voice", exact=True).input_value() == VOICE
     page.get_by_role("button", name="Speak", exact=True).click()
-    page.get_by_text("Done:").wait_for()
+    state(page, "Done:")
 
 
 def test_the_services_error_message_is_shown(page: Any) -> None:

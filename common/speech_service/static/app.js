@@ -120,6 +120,7 @@ async function speak() {
     else say(player?.samples ? `The answer was cut off: ${error.message}` : error.message, true);
     if (error instanceof Unreachable) showService();
   } finally {
+    current.abort(); // ends the request if its audio could not be played; nothing is left to end otherwise
     await context.close();
     if (request === current) { // not if a newer request has replaced it
       request = null;
