@@ -2,22 +2,36 @@
 builds of torch."""
 
 from common.kernels.attention import append, attend_blocks, attend_paged
-from common.kernels.decoder import attend_pages, gated, project_add, project_heads, project_normed
+from common.kernels.decoder import (
+    add,
+    attend_pages,
+    gate,
+    gated,
+    normed,
+    project_add,
+    project_heads,
+    project_normed,
+    turn_heads,
+)
 from common.kernels.draw import draw
 from common.kernels.linear import add_norm_mish, linear
 from common.kernels.snake import snake
 
 __all__ = [
+    "add",
     "add_norm_mish",
     "append",
     "attend_blocks",
     "attend_paged",
     "attend_pages",
     "draw",
+    "gate",
     "gated",
     "linear",
+    "normed",
     "project_add",
     "project_heads",
     "project_normed",
     "snake",
+    "turn_heads",
 ]

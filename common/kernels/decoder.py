@@ -1,7 +1,9 @@
 """The parts of a decoder that computes one token, or a piece of a prompt, of many sequences.
 
 The residual stream x (T, K) is float32. A root mean square norm, whose weights are a part of the matrix behind it, only
-scales the rows of the product: the squares are summed while the product reads x.
+scales the rows of the product. For few tokens a product takes as long as its weights are read: there, norm, product and
+what follows it are one kernel, which sums the squares while it reads x. Many tokens' products are a library's, with
+small kernels between them.
 """
 
 import torch
@@ -9,37 +11,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.tiles import tiles
+from common.kernels.tiles import ProductTile, tiles
 
 LOG2_E = 1.4426950408889634
 MOST_SPLITS = 16
 PROGRAMS = 128  # of attention, which a GPU runs at once
+PRODUCT_PROGRAMS = 256  # of a product, so that all of a GPU reads weights
+COLUMNS = 1024  # of a program that computes no products
 
 
 @triton.jit
 def _products(
-    x_ptr, weight_ptr, m, first, second, T, rows, eps,
-    K: tl.constexpr, NORM: tl.constexpr, PAIR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x_ptr, weight_ptr, m, first, second, T, rows, eps, begin,
+    K: tl.constexpr, PART: tl.constexpr, NORM: tl.constexpr, PAIR: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Rows m (BM,) of x (T, K) times the rows `first` (BN,) of the weight and, if PAIR, `second`, if below `rows`."""
+    """Rows m (BM,) of x (T, K) times the rows `first` (BN,) of the weight and, if PAIR, `second`, if below `rows`.
+
+    Of the sums over K, the PART terms from `begin`. One row is multiplied without a product of matrices, so that
+    nothing but the reading of the weights takes time.
+    """
     lane = tl.arange(0, BK)
+    if BM == 1:
+        sums = tl.zeros((BN, BK), tl.float32)
+        other_sums = tl.zeros((BN, BK), tl.float32)
     one = tl.zeros((BM, BN), tl.float32)
     other = tl.zeros((BM, BN), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
-    for start in range(0, K, BK):
-        k = start + lane
+    squares = tl.zeros((BM, BK), tl.float32)
+    for start in range(0, PART, BK):
+        k = begin + start + lane
         wide = (k < K)[None, :]
+        # (BM, BK)
         x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=(m < T)[:, None] & wide, other=0.0)
         if NORM:
-            squares += tl.sum(x * x, 1)
+            squares += x * x
         x = x.to(weight_ptr.dtype.element_ty)
         w = tl.load(weight_ptr + first[:, None] * K + k[None, :], mask=(first < rows)[:, None] & wide, other=0.0)
-        one = tl.dot(x, tl.trans(w), one, input_precision="ieee")
+        if BM == 1:
+            sums += x.to(tl.float32) * w.to(tl.float32)
+        else:
+            one = tl.dot(x, tl.trans(w), one, input_precision="ieee")
         if PAIR:
             w = tl.load(weight_ptr + second[:, None] * K + k[None, :], mask=(second < rows)[:, None] & wide, other=0.0)
-            other = tl.dot(x, tl.trans(w), other, input_precision="ieee")
+            if BM == 1:
+                other_sums += x.to(tl.float32) * w.to(tl.float32)
+            else:
+                other = tl.dot(x, tl.trans(w), other, input_precision="ieee")
+    if BM == 1:
+        one = tl.sum(sums, 1)[None, :]
+        other = tl.sum(other_sums, 1)[None, :]
     if NORM:
-        scale = 1 / tl.sqrt(squares / K + eps)
+        scale = 1 / tl.sqrt(tl.sum(squares, 1) / K + eps)
         one *= scale[:, None]
         other *= scale[:, None]
     return one, other
@@ -58,18 +80,23 @@ def _project_heads(
     head = tl.program_id(1) // (HALF // BN)
     column = tl.program_id(1) % (HALF // BN) * BN + tl.arange(0, BN)
     row = head * D + column
-    one, other = _products(
-        x_ptr, weight_ptr, m, row, row + HALF, T, (H + 2 * KV) * D, eps, K, True, True, BM, BN, BK
-    )  # fmt: skip
-    one += tl.load(bias_ptr + row).to(tl.float32)[None, :]
-    other += tl.load(bias_ptr + row + HALF).to(tl.float32)[None, :]
+    # What the product does not need is loaded before it, so that nothing waits for it afterwards.
     inside = m < T
     mask = inside[:, None] & (column < HALF)[None, :]
     position = tl.load(positions_ptr + m, mask=inside, other=0)
+    slot = tl.load(slots_ptr + m, mask=inside, other=0)
+    page = tl.load(tables_ptr + slot * pages + position // PAGE, mask=inside, other=0)
+    angles = position[:, None] * HALF + column[None, :]
+    cosine = tl.load(rotary_ptr + angles, mask=mask, other=0.0)
+    sine = tl.load(rotary_ptr + context * HALF + angles, mask=mask, other=0.0)
+    bias = tl.load(bias_ptr + row).to(tl.float32)
+    other_bias = tl.load(bias_ptr + row + HALF).to(tl.float32)
+    one, other = _products(
+        x_ptr, weight_ptr, m, row, row + HALF, T, (H + 2 * KV) * D, eps, 0, K, K, True, True, BM, BN, BK
+    )  # fmt: skip
+    one += bias[None, :]
+    other += other_bias[None, :]
     if head < H + KV:
-        angles = position[:, None] * HALF + column[None, :]
-        cosine = tl.load(rotary_ptr + angles, mask=mask, other=0.0)
-        sine = tl.load(rotary_ptr + context * HALF + angles, mask=mask, other=0.0)
         turned = one * cosine - other * sine
         other = other * cosine + one * sine
         one = turned
@@ -78,8 +105,6 @@ def _project_heads(
         tl.store(target, one.to(q_ptr.dtype.element_ty), mask=mask)
         tl.store(target + HALF, other.to(q_ptr.dtype.element_ty), mask=mask)
     else:
-        slot = tl.load(slots_ptr + m, mask=inside, other=0)
-        page = tl.load(tables_ptr + slot * pages + position // PAGE, mask=inside, other=0)
         of_head = page * KV + (head - H) % KV
         place = (of_head * PAGE + position % PAGE)[:, None] * D + column[None, :]
         if head < H + KV:
@@ -94,7 +119,7 @@ def project_heads(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor,
     positions: Tensor, rotary: Tensor,
 ) -> Tensor:  # fmt: skip
-    """x (T, K), weight ((H + 2 KV) * D, K), bias -> queries (T, H, D) after norm and rotary embedding.
+    """x (T, K) of few tokens, weight ((H + 2 KV) * D, K), bias -> queries (T, H, D) after norm and rotary embedding.
 
     Keys and values go to their places in keys, values (pages, KV, PAGE, D): `tables` (slots, pages of a sequence) has
     the page, `slots` and `positions` (T,) are those of the tokens. rotary (2, context, D / 2) float32: cosine, sine.
@@ -119,14 +144,14 @@ def _gated(
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    gate, up = _products(x_ptr, weight_ptr, m, n, n + N, T, 2 * N, eps, K, True, True, BM, BN, BK)
+    gate, up = _products(x_ptr, weight_ptr, m, n, n + N, T, 2 * N, eps, 0, K, K, True, True, BM, BN, BK)
     result = gate * tl.sigmoid(gate) * up
     mask = (m < T)[:, None] & (n < N)[None, :]
     tl.store(out_ptr + m[:, None] * N + n[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x (T, K), weight (2 N, K): gates, then values -> silu(gate) * value (T, N) of the normalised x."""
+    """x (T, K) of few tokens, weight (2 N, K): gates, then values -> silu(gate) * value (T, N) of the normalised x."""
     (T, K), N = x.shape, len(weight) // 2
     out = torch.empty(T, N, dtype=weight.dtype, device=x.device)
     tile = tiles(weight.dtype).decoder(T)
@@ -139,71 +164,204 @@ def gated(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit(do_not_specialize=["T"])
 def _project(
-    x_ptr, weight_ptr, out_ptr, T, N, eps,
-    K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, parts_ptr, arrived_ptr, T, N, eps,
+    K: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    """The last of the SPLITS programs of a tile to arrive sums their parts, always in the same order."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    result, _ = _products(x_ptr, weight_ptr, m, n, n, T, N, eps, K, NORM, False, BM, BN, BK)
+    split = tl.program_id(2)
     places = out_ptr + m[:, None] * N + n[None, :]
     mask = (m < T)[:, None] & (n < N)[None, :]
-    if ADD:
-        result += tl.load(places, mask=mask, other=0.0)
-    tl.store(places, result, mask=mask)
+    result, _ = _products(
+        x_ptr, weight_ptr, m, n, n, T, N, eps, split * PART, K, PART, NORM, False, BM, BN, BK
+    )  # fmt: skip
+    last = True
+    if SPLITS > 1:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        parts = parts_ptr + tile * SPLITS * BM * BN + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        tl.store(parts + split * BM * BN, result)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            tl.store(arrived_ptr + tile, 0)
+            result = tl.zeros((BM, BN), tl.float32)
+            for part in range(SPLITS):
+                result += tl.load(parts + part * BM * BN, cache_modifier=".cg")
+    if last:
+        if ADD:
+            result += tl.load(places, mask=mask, other=0.0)
+        tl.store(places, result, mask=mask)
 
 
-def project_add(y: Tensor, weight: Tensor, x: Tensor) -> None:
-    """x (T, N) += y (T, K) weight^T (K, N)"""
-    _launch_project(y, weight, x, 0.0, norm=False, add=True)
+def project_add(y: Tensor, weight: Tensor, x: Tensor, arrived: Tensor) -> None:
+    """x (T, N) += y (T, K) weight^T (K, N), for few tokens.
+
+    arrived: int32, zeros, at least as many as the product has tiles; zeros again afterwards.
+    """
+    tile = tiles(weight.dtype).decoder(len(y))
+    blocks = triton.cdiv(y.shape[1], tile.depth)
+    programs = triton.cdiv(len(y), tile.rows) * triton.cdiv(len(weight), tile.columns)
+    splits = max(1, min(PRODUCT_PROGRAMS // programs, blocks // 2))
+    splits = triton.next_power_of_2(splits + 1) // 2
+    assert programs <= len(arrived)
+    parts = torch.empty(programs * splits if splits > 1 else 0, tile.rows, tile.columns, device=x.device)
+    _launch_project(y, weight, x, 0.0, tile, parts, arrived, splits, norm=False, add=True)
 
 
 def project_normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (T, K), weight (N, K) -> (T, N) float32 of the normalised x."""
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
-    _launch_project(x, weight, out, eps, norm=True, add=False)
+    _launch_project(x, weight, out, eps, tiles(weight.dtype).decoder(len(x)), out, out, 1, norm=True, add=False)
     return out
 
 
-def _launch_project(x: Tensor, weight: Tensor, out: Tensor, eps: float, *, norm: bool, add: bool) -> None:
+def _launch_project(
+    x: Tensor, weight: Tensor, out: Tensor, eps: float, tile: ProductTile, parts: Tensor, arrived: Tensor, splits: int,
+    *, norm: bool, add: bool,
+) -> None:  # fmt: skip
     (T, K), N = x.shape, len(weight)
-    tile = tiles(weight.dtype).decoder(T)
-    _project[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns))](
-        x, weight, out, T, N, eps, K=K, NORM=norm, ADD=add, BM=tile.rows, BN=tile.columns, BK=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages,
+    part = triton.cdiv(triton.cdiv(K, tile.depth), splits) * tile.depth
+    _project[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns), splits)](
+        x, weight, out, parts, arrived, T, N, eps, K=K, PART=part, SPLITS=splits, NORM=norm, ADD=add,
+        BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+@triton.jit
+def _add(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.load(x_ptr + at, mask=at < count) + tl.load(y_ptr + at, mask=at < count).to(tl.float32)
+    tl.store(x_ptr + at, sums, mask=at < count)
+
+
+def add(x: Tensor, y: Tensor) -> None:
+    """x float32 += y of another type. (torch's kernel for two types takes twice as long.)"""
+    _add[(triton.cdiv(x.numel(), COLUMNS),)](x, y, x.numel(), BLOCK=COLUMNS, num_warps=4)
+
+
+@triton.jit
+def _normed(x_ptr, out_ptr, eps, K: tl.constexpr, WIDE: tl.constexpr):
+    row, k = tl.program_id(0), tl.arange(0, WIDE)
+    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+    scale = 1 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
+    tl.store(out_ptr + row * K + k, (x * scale).to(out_ptr.dtype.element_ty), mask=k < K)
+
+
+def normed(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x (T, K) float32, divided by its root mean square -> (T, K) of that type."""
+    out = torch.empty_like(x, dtype=dtype)
+    _normed[(len(x),)](x, out, eps, K=x.shape[1], WIDE=triton.next_power_of_2(x.shape[1]), num_warps=4)
+    return out
+
+
+@triton.jit
+def _turn_heads(
+    heads_ptr, q_ptr, keys_ptr, values_ptr, tables_ptr, slots_ptr, positions_ptr, rotary_ptr, pages, context,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """All heads (HEADS,) of one token, half of their columns (D / 2,) with the other half."""
+    HALF: tl.constexpr = D // 2
+    t, head, column = tl.program_id(0), tl.arange(0, HEADS), tl.arange(0, HALF)
+    position = tl.load(positions_ptr + t)
+    page = tl.load(tables_ptr + tl.load(slots_ptr + t) * pages + position // PAGE)
+    mask = (head < H + 2 * KV)[:, None]
+    source = heads_ptr + (t * (H + 2 * KV) + head)[:, None] * D + column[None, :]
+    one = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    cosine = tl.load(rotary_ptr + position * HALF + column)[None, :]
+    sine = tl.load(rotary_ptr + (context + position) * HALF + column)[None, :]
+    is_turned = (head < H + KV)[:, None]
+    turned = tl.where(is_turned, one * cosine - other * sine, one)
+    other = tl.where(is_turned, other * cosine + one * sine, other).to(q_ptr.dtype.element_ty)
+    one = turned.to(q_ptr.dtype.element_ty)
+    target = q_ptr + (t * H + head)[:, None] * D + column[None, :]
+    of_queries = (head < H)[:, None]
+    tl.store(target, one, mask=of_queries)
+    tl.store(target + HALF, other, mask=of_queries)
+    place = ((page * KV + (head - H) % KV) * PAGE + position % PAGE)[:, None] * D + column[None, :]
+    of_keys = ((head >= H) & (head < H + KV))[:, None]
+    tl.store(keys_ptr + place, one, mask=of_keys)
+    tl.store(keys_ptr + place + HALF, other, mask=of_keys)
+    of_values = ((head >= H + KV) & (head < H + 2 * KV))[:, None]
+    tl.store(values_ptr + place, one, mask=of_values)
+    tl.store(values_ptr + place + HALF, other, mask=of_values)
+
+
+def turn_heads(
+    heads: Tensor, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, rotary: Tensor
+) -> Tensor:
+    """Queries, keys and values (T, (H + 2 KV) * D) -> queries (T, H, D) after rotary embedding.
+
+    Keys and values go to their places; the other arguments are those of `project_heads`.
+    """
+    T, (_, KV, PAGE, D) = len(heads), keys.shape
+    H = heads.shape[1] // D - 2 * KV
+    q = torch.empty(T, H, D, dtype=heads.dtype, device=heads.device)
+    _turn_heads[(T,)](
+        heads, q, keys, values, tables, slots, positions, rotary, tables.shape[1], rotary.shape[1],
+        H=H, KV=KV, D=D, PAGE=PAGE, HEADS=triton.next_power_of_2(H + 2 * KV), num_warps=4,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _gate(pairs_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    row, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(pairs_ptr + row * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
+    up = tl.load(pairs_ptr + (row * 2 + 1) * N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + n, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def gate(pairs: Tensor) -> Tensor:
+    """(T, 2 N): gates, then values -> silu(gate) * value (T, N)"""
+    T, N = len(pairs), pairs.shape[1] // 2
+    out = torch.empty(T, N, dtype=pairs.dtype, device=pairs.device)
+    _gate[(T, triton.cdiv(N, COLUMNS))](pairs, out, N=N, BLOCK=COLUMNS, num_warps=4)
+    return out
 
 
 @triton.jit(do_not_specialize=["pages"])
 def _attend_pages(
     q_ptr, keys_ptr, values_ptr, tables_ptr, slots_ptr, positions_ptr, out_ptr, parts_ptr, pages, scale,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One token's queries of one key head, over one of SPLITS parts of its sequence."""
-    t, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """The queries of TOKENS tokens of one sequence and of one key head, over one of SPLITS parts of the sequence.
+
+    Row r of a tile is head r % HEADS of the group, of token r // HEADS.
+    """
+    first, kv, split = tl.program_id(0) * TOKENS, tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // KV
-    of_group = tl.arange(0, HEADS)
+    row = tl.arange(0, TOKENS * HEADS)
     lane = tl.arange(0, D)
     at = tl.arange(0, BLOCK)
-    heads = kv * GROUP + of_group
+    of_group = row % HEADS
+    token = first + row // HEADS
+    query = token * H + kv * GROUP + of_group
     mask = (of_group < GROUP)[:, None]
-    q = tl.load(q_ptr + (t * H + heads)[:, None] * D + lane[None, :], mask=mask, other=0.0)
+    q = tl.load(q_ptr + query[:, None] * D + lane[None, :], mask=mask, other=0.0)
     q = (q * scale).to(keys_ptr.dtype.element_ty)
-    length = tl.load(positions_ptr + t).to(tl.int32) + 1
-    table = tables_ptr + tl.load(slots_ptr + t) * pages
-    blocks = tl.cdiv(length, BLOCK)
+    length = tl.load(positions_ptr + token).to(tl.int32) + 1
+    longest = tl.max(length, 0)
+    table = tables_ptr + tl.load(slots_ptr + first) * pages
+    blocks = tl.cdiv(longest, BLOCK)
     of_part = tl.cdiv(blocks, SPLITS)
-    best = tl.full((HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    acc = tl.zeros((HEADS, D), tl.float32)
+    best = tl.full((TOKENS * HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((TOKENS * HEADS,), tl.float32)
+    acc = tl.zeros((TOKENS * HEADS, D), tl.float32)
     for block in range(split * of_part, tl.minimum((split + 1) * of_part, blocks)):
         start = block * BLOCK
         page = tl.load(table + start // PAGE)
         offsets = ((page * KV + kv) * PAGE + start % PAGE + at)[:, None] * D + lane[None, :]
-        own = start + at < length  # beyond, a page may hold another sequence's rest, which may not be finite
-        k = tl.load(keys_ptr + offsets, mask=own[:, None], other=0.0)
-        v = tl.load(values_ptr + offsets, mask=own[:, None], other=0.0)
-        scores = tl.where(own[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
+        stored = (start + at < longest)[
+            :, None
+        ]  # beyond, a page may hold another sequence's rest, which may not be finite
+        k = tl.load(keys_ptr + offsets, mask=stored, other=0.0)
+        v = tl.load(values_ptr + offsets, mask=stored, other=0.0)
+        own = (start + at)[None, :] < length[:, None]
+        scores = tl.where(own, tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp2(scores - largest[:, None])
         shrink = tl.exp2(best - largest)
@@ -212,9 +370,9 @@ def _attend_pages(
         best = largest
     if SPLITS == 1:
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (t * H + heads)[:, None] * D + lane[None, :], out, mask=mask)
+        tl.store(out_ptr + query[:, None] * D + lane[None, :], out, mask=mask)
     else:  # a part without tokens has a total of 0 and a best of minus infinity
-        part = parts_ptr + ((t * H + heads) * SPLITS + split) * (D + 2)
+        part = parts_ptr + (query * SPLITS + split) * (D + 2)
         tl.store(part[:, None] + lane[None, :], acc, mask=mask)
         tl.store(part + D, best, mask=of_group < GROUP)
         tl.store(part + D + 1, total, mask=of_group < GROUP)
@@ -233,21 +391,24 @@ def _join_parts(parts_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr):
 
 
 def attend_pages(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor, positions: Tensor
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, consecutive: int
 ) -> Tensor:  # fmt: skip
     """Queries (T, H, D) -> (T, H * D): attention to the own sequence up to the token's position.
 
-    The other arguments are those of `project_heads`. Few tokens' sequences are split over more programs.
+    Each `consecutive` tokens are of one sequence. The other arguments are those of `project_heads`. Few tokens'
+    sequences are split over more programs.
     """
     (T, H, D), (_, KV, PAGE, _) = q.shape, keys.shape
-    splits = max(1, min(MOST_SPLITS, triton.next_power_of_2(PROGRAMS // (T * KV) + 1) // 2))
+    runs, group = T // consecutive, triton.next_power_of_2(H // KV)
+    splits = max(1, min(MOST_SPLITS, triton.next_power_of_2(PROGRAMS // (runs * KV) + 1) // 2))
     out = torch.empty(T, H * D, dtype=q.dtype, device=q.device)
     parts = torch.empty(T * H * splits if splits > 1 else 0, D + 2, dtype=torch.float32, device=q.device)
-    span = tiles(q.dtype).paged_few
-    _attend_pages[(T, KV, splits)](
+    span = tiles(q.dtype).paged_few if consecutive == 1 else tiles(q.dtype).queries
+    _attend_pages[(runs, KV, splits)](
         q, keys, values, tables, slots, positions, out, parts, tables.shape[1], D**-0.5 * LOG2_E,
         H=H, KV=KV, D=D, PAGE=PAGE, BLOCK=min(span.keys, PAGE), SPLITS=splits,
-        HEADS=max(span.queries, triton.next_power_of_2(H // KV)), num_warps=span.warps, num_stages=span.stages,
+        TOKENS=consecutive, HEADS=max(span.queries // consecutive, group),
+        num_warps=span.warps, num_stages=span.stages,
     )  # fmt: skip
     if splits > 1:
         _join_parts[(T * H,)](parts, out, D=D, SPLITS=splits, num_warps=1)

@@ -48,15 +48,15 @@ class Tiles(NamedTuple):
     paged_few: AttentionTile
     blocks_few: AttentionTile
     queries: AttentionTile
-    decoder_few: ProductTile  # of a decoder, whose tiles may have two products
-    decoder_medium: ProductTile
+    decoder_one: ProductTile  # of a decoder, whose tiles may have two products; one row: without tensor cores
+    decoder_few: ProductTile
     decoder_many: ProductTile
 
     def decoder(self, T: int) -> ProductTile:
         """For T tokens."""
-        if T <= 32:
-            return self.decoder_few
-        return self.decoder_medium if T <= 2 * FEW_ROWS else self.decoder_many
+        if T <= 2:
+            return self.decoder_one
+        return self.decoder_few if T <= 32 else self.decoder_many
 
     def linear(self, M: int, N: int, K: int, D: int) -> ProductTile:
         """For (M, K) x (K, N). D: width of a head, if a tile is one head; else 0."""
@@ -93,9 +93,9 @@ TENSOR_CORES = Tiles(
     paged_few=AttentionTile(16, 64, 4, 3),
     blocks_few=AttentionTile(32, 64, 4, 3),
     queries=AttentionTile(64, 64, 4, 3),
-    decoder_few=ProductTile(16, 16, 128, 4, 4),
-    decoder_medium=ProductTile(64, 32, 64, 4, 3),
-    decoder_many=ProductTile(128, 64, 32, 8, 3),
+    decoder_one=ProductTile(1, 4, 1024, 4, 1),
+    decoder_few=ProductTile(16, 32, 128, 2, 4),
+    decoder_many=ProductTile(64, 64, 64, 4, 4),
 )
 # The largest of those tried that spill no registers or hardly any (docs/results/kernels.md); not yet tuned on a GPU.
 MULTIPLY_ADD = Tiles(
@@ -110,9 +110,9 @@ MULTIPLY_ADD = Tiles(
     paged_few=AttentionTile(16, 32, 4, 1),
     blocks_few=AttentionTile(32, 32, 8, 1),
     queries=AttentionTile(32, 32, 8, 1),
+    decoder_one=ProductTile(1, 4, 1024, 4, 1),
     decoder_few=ProductTile(16, 16, 32, 4, 1),
-    decoder_medium=ProductTile(32, 32, 16, 4, 1),
-    decoder_many=ProductTile(64, 32, 16, 8, 1),
+    decoder_many=ProductTile(32, 32, 16, 4, 1),
 )
 
 

@@ -208,7 +208,7 @@ class FullTables(Plain):
         longest = places.tables.shape[1] * PAGE - 1
         slots = torch.cat([places.slots, places.slots.new_full((1,), len(places.tables) - 1)])
         positions = torch.cat([places.positions, places.positions.new_full((1,), longest)])
-        whole = Places(slots, positions, places.keys, places.values, places.tables, places.rotary)
+        whole = Places(slots, positions, places.keys, places.values, places.tables, places.rotary, 1)
         return super().attend(torch.cat([q, q[:1]]), whole, layer)[:-1]
 
 

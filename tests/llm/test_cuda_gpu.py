@@ -73,7 +73,7 @@ class Keeping:
 def fused():
     from common.llm.engines.cuda.fused import Fused
 
-    return Fused()
+    return Fused(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from common.llm.engines.cuda.operations import PAGE
+from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import SCRATCH, Pages
 from common.llm.engines.cuda.scheduler import FAULT, NOTHING, STEPS_PER_LOOK, URGENT_TOKENS, Scheduler, SequenceRow
 from common.llm.engines.interface import GenerationRequest
@@ -43,7 +43,7 @@ class FakeBurst:
 class FakeModel:
     """Draws what `draw` returns, columns or FAULT; like the device, nothing for requests that have ended."""
 
-    max_prefill, first = 100, FIRST
+    max_prefill, first = 104, FIRST
 
     def __init__(self, draw):
         self.draw = draw
@@ -58,7 +58,7 @@ class FakeModel:
         self.occupants[slot] = self.of_request[id(request)] = Occupant(request, pages)
 
     def prefill(self, pieces):
-        self.prefills.append(sum(len(piece.ids) for piece in pieces))
+        self.prefills.append(sum(-(-len(piece.ids) // CONSECUTIVE) * CONSECUTIVE for piece in pieces))
         assert 0 < self.prefills[-1] <= self.max_prefill
         for slot, begin, ids in pieces:
             assert begin == len(self.occupants[slot].prefilled)
@@ -167,7 +167,7 @@ def test_prompts_are_prefilled_in_pieces_together_with_others():
     served = Served(lambda: 5)
     sequences = [served.add(prompt) for prompt in (31, 121, 1)]
     served.run()
-    assert served.model.prefills == [100, 50]
+    assert served.model.prefills == [104, 48]
     assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in sequences)
 
 

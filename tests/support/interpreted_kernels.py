@@ -10,10 +10,10 @@ from common.kernels import decoder
 from common.kernels.tiles import MULTIPLY_ADD
 from common.llm.batch_sampler import BatchSampler, SamplingRow
 from common.llm.engines.cuda.fused import Fused
-from common.llm.engines.cuda.operations import PAGE, Operations, Places, Plain
+from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Operations, Places, Plain
 from common.llm.interface import Sampling
 
-HEADS, KV_HEADS, D, HIDDEN, MLP, LAYER = 6, 2, 16, 24, 40, 1
+HEADS, KV_HEADS, D, HIDDEN, MLP, LAYER = 6, 2, 16, 24, 200, 1
 SLOTS, CONTEXT = 3, 3 * PAGE
 SAMPLING = [
     {"temperature": 0, "repetition_penalty": 1.3, "min_tokens": 3},
@@ -23,8 +23,11 @@ SAMPLING = [
 ]
 
 
-def layer(operations: Operations, T: int) -> list[torch.Tensor]:
-    """What a layer and the head make of T tokens; their sequences begin with 0, 70 and 140 tokens."""
+def layer(operations: Operations, T: int, consecutive: int) -> list[torch.Tensor]:
+    """What a layer and the head make of T tokens; their sequences begin with 0, 70 and 140 tokens.
+
+    consecutive: so many tokens follow each other in one sequence.
+    """
     random = torch.Generator().manual_seed(T)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -32,13 +35,14 @@ def layer(operations: Operations, T: int) -> list[torch.Tensor]:
 
     tables = torch.randperm(SLOTS * 3, generator=random).view(SLOTS, 3) + 1
     keys, values = (torch.full((2, SLOTS * 3 + 1, KV_HEADS, PAGE, D), torch.nan) for _ in range(2))
-    slots = torch.arange(T) % SLOTS
-    positions = 70 * slots + torch.arange(T) // SLOTS
+    run, within = torch.arange(T) // consecutive, torch.arange(T) % consecutive
+    slots = run % SLOTS
+    positions = 70 * slots + run // SLOTS * consecutive + within
     for slot in range(SLOTS):
         for position in range(70 * slot):
             for pool in (keys, values):
                 pool[LAYER, tables[slot, position // PAGE], :, position % PAGE] = normal(KV_HEADS, D)
-    places = Places(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2))
+    places = Places(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2), consecutive)
     x = normal(T, HIDDEN)
     heads = (HEADS + 2 * KV_HEADS) * D
     q = operations.project_heads(x, normal(heads, HIDDEN), normal(heads), 1e-6, places, LAYER)
@@ -49,9 +53,11 @@ def layer(operations: Operations, T: int) -> list[torch.Tensor]:
 
 
 def compare_layers() -> None:
-    """One token, whose sequence is split among programs; more than a tile."""
-    for T in (1, 37):
-        for found, expected in zip(layer(Fused(), T), layer(Plain(), T), strict=True):
+    """One token, whose sequence is split among programs; more than a tile; more than the fused kernels are for, and
+    the same as pieces of prompts."""
+    fused = Fused(torch.device("cpu"))
+    for T, consecutive in ((1, 1), (31, 1), (37, 1), (48, CONSECUTIVE)):
+        for found, expected in zip(layer(fused, T, consecutive), layer(Plain(), T, consecutive), strict=True):
             assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
@@ -74,7 +80,10 @@ def compare_draws() -> None:
     for position in range(4):
         logits, positions = fixed + torch.randn(rows, C) / 4, torch.full((rows,), position)
         expected = Plain().draw(logits, plain, slots, positions, keys, sampling, ends)
-        assert Fused().draw(logits, fused, slots, positions, keys, sampling, ends).tolist() == expected.tolist()
+        assert (
+            Fused(torch.device("cpu")).draw(logits, fused, slots, positions, keys, sampling, ends).tolist()
+            == expected.tolist()
+        )
         drawn.append(expected.tolist())
     assert torch.equal(plain.seen, fused.seen) and torch.equal(plain.recent, fused.recent)
     assert len(set(map(tuple, drawn))) > 2

@@ -31,7 +31,8 @@ from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
 from common.flow.config import DiTConfig, EncoderConfig, UNetConfig
 from common.hift.config import HiFTConfig
 from common.llm.batch_sampler import RECENT
-from common.llm.engines.cuda.operations import PAGE
+from common.llm.engines.cuda.fused import FEW_TOKENS, Fused
+from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places
 from common.token2wav.dit import graphs as dit_graphs
 from common.token2wav.dit.memory import TailPool
 from common.token2wav.limits import BatchLimits
@@ -176,14 +177,14 @@ def _run_decoder(dtype: torch.dtype) -> None:
         }
         bias, seen = torch.empty(width), torch.empty(9, width, dtype=torch.bool)
         recent = torch.empty(9, RECENT, dtype=torch.int64)
-    for T in (1, 16, 64, 1024):
+    fused = Fused(torch.device("meta"))
+    for T, consecutive in ((1, 1), (FEW_TOKENS, 1), (256, 1), (1024, CONSECUTIVE)):
         x, slots = torch.empty(T, sizes.hidden, device="meta"), torch.empty(T, dtype=torch.int64, device="meta")
-        q = kernels.project_heads(
-            x, weights["qkv"], weights["qkv_bias"], 1e-6, keys, keys, tables, slots, slots, rotary
-        )  # fmt: skip
-        kernels.project_add(kernels.attend_pages(q, keys, keys, tables, slots, slots), weights["out"], x)
-        kernels.project_add(kernels.gated(x, weights["gate_up"], 1e-6), weights["down"], x)
-        logits = kernels.project_normed(x, weights["head"], 1e-6)
+        places = Places(slots, slots, keys[None], keys[None], tables, rotary, consecutive)
+        q = fused.project_heads(x, weights["qkv"], weights["qkv_bias"], 1e-6, places, 0)
+        fused.project_add(fused.attend(q, places, 0), weights["out"], x)
+        fused.project_add(fused.gated(x, weights["gate_up"], 1e-6), weights["down"], x)
+        logits = fused.head(x, weights["head"], 1e-6)
     kernels.draw(logits, bias, seen, recent, seen, slots, slots, slots, torch.empty(T, 7, device="meta"))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.llm.batch_sampler import BatchSampler, SamplingRow, on_device
 from common.llm.engines.cuda.graphs import SizedGraphs
-from common.llm.engines.cuda.operations import PAGE, Operations, Places
+from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Operations, Places
 from common.llm.engines.cuda.pages import SCRATCH
 from common.llm.engines.cuda.scheduler import FAULT, NOTHING, PromptPiece
 from common.llm.engines.cuda.weights import Weights
@@ -98,11 +98,15 @@ class Decoder:
         self._sampler.start(slot, [token - first for token in ids])
 
     def prefill(self, pieces: Sequence[PromptPiece]) -> None:
-        """Write the keys and values of these tokens, which are at most `max_prefill`."""
-        columns = [(token, slot, begin + offset) for slot, begin, ids in pieces for offset, token in enumerate(ids)]
-        columns += [(0, self._scratch, 0)] * (self._padded_tokens(len(columns)) - len(columns))
-        self._prompts[:, : len(columns)] = on_device(np.array(columns).T, self._device)
-        self._run_prefill(len(columns))
+        """Write the keys and values of these tokens, which are at most `max_prefill` with the padding of each piece."""
+        columns, count = np.zeros((3, self.max_prefill), np.int64), 0  # ids, slots, positions
+        columns[1] = self._scratch
+        for slot, begin, ids in pieces:
+            columns[:, count : count + len(ids)] = ids, np.full(len(ids), slot), begin + np.arange(len(ids))
+            count += -(-len(ids) // CONSECUTIVE) * CONSECUTIVE
+        size = self._padded_tokens(count)
+        self._prompts[:, :size] = on_device(columns[:, :size], self._device)
+        self._run_prefill(size)
 
     def select(self, slots: Sequence[int]) -> None:
         """The batch of the next steps."""
@@ -131,14 +135,14 @@ class Decoder:
 
     def _prefill(self, count: int) -> None:
         ids, slots, positions = self._prompts[:, :count]
-        self._hidden(ids, slots, positions)
+        self._hidden(ids, slots, positions, CONSECUTIVE)
 
     def _step(self, rows: int) -> None:
         """One token of each of the first rows of the batch. Must not branch on values of the device."""
         batch = self._batch[:rows]
         slots = batch.masked_fill(self._ended[batch], self._scratch)
         lengths, drawn = self._lengths[slots], self._drawn[slots]
-        x = self._hidden(self._last[slots], slots, lengths)
+        x = self._hidden(self._last[slots], slots, lengths, 1)
         logits = self._operations.head(x, self._weights.head, self._weights.sizes.eps)
         broken = ~(logits + self._weights.bias).amax(1).isfinite()
         columns = self._operations.draw(
@@ -154,10 +158,10 @@ class Decoder:
         self._ring[:, :rows].index_copy_(0, self._steps % RING, told[None].int())
         self._steps += 1
 
-    def _hidden(self, ids: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def _hidden(self, ids: Tensor, slots: Tensor, positions: Tensor, consecutive: int) -> Tensor:
         """Ids (T,) in these slots (T,) at these positions (T,) -> (T, hidden), not normalised"""
         weights, operations, eps = self._weights, self._operations, self._weights.sizes.eps
-        places = Places(slots, positions, self._keys, self._values, self._tables, weights.rotary)
+        places = Places(slots, positions, self._keys, self._values, self._tables, weights.rotary, consecutive)
         x = weights.embedding[ids].float()
         for index, layer in enumerate(weights.layers):
             q = operations.project_heads(x, layer.qkv, layer.qkv_bias, eps, places, index)
@@ -169,7 +173,7 @@ class Decoder:
         return min(padded(rows, 32), self._scratch)
 
     def _padded_tokens(self, tokens: int) -> int:
-        return min(padded(max(tokens, SMALLEST_PREFILL), 256), self.max_prefill)
+        return min(padded(max(tokens, SMALLEST_PREFILL), SMALLEST_PREFILL), self.max_prefill)
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.long, device=self._device)

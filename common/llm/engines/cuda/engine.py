@@ -84,7 +84,7 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
             f"llm_memory_gib {resources.gib:g} is too small: the LLM needs "
             f"{resources.gib + (page * (longest + 1) - rest) / GIB:.2f} for one request of {sizes.context} tokens"
         )
-    decoder = Decoder(weights, _operations(on_gpu), max_requests, count, MAX_PREFILL[device.type], graphs=on_gpu)
+    decoder = Decoder(weights, _operations(device), max_requests, count, MAX_PREFILL[device.type], graphs=on_gpu)
     logger.info("the LLM runs on %s with keys and values of %d tokens", device, (count - 1) * PAGE)
     return CudaEngine(decoder, sizes, Pages(count), max_requests)
 
@@ -95,9 +95,9 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
-def _operations(on_gpu: bool) -> Operations:
-    if not on_gpu:
+def _operations(device: torch.device) -> Operations:
+    if device.type != "cuda":
         return Plain()
     from common.llm.engines.cuda.fused import Fused  # needs the language Triton, which comes with CUDA builds of torch
 
-    return Fused()
+    return Fused(device)

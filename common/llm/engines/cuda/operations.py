@@ -13,6 +13,7 @@ from torch import Tensor
 from common.llm.batch_sampler import BatchSampler
 
 PAGE = 64  # tokens
+CONSECUTIVE = 8  # a piece of a prompt is padded to a multiple of so many tokens
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Places:
 
     slots (T,), positions (T,): of each token. keys, values (layers, pages, kv_heads, PAGE, D). tables (slots, pages of
     a context): the page of a sequence's tokens n * PAGE to (n + 1) * PAGE - 1. rotary (2, context, D / 2).
+    consecutive: each so many tokens, 1 or CONSECUTIVE, have places in one sequence, or are padding behind such ones.
     """
 
     slots: Tensor
@@ -29,6 +31,7 @@ class Places:
     values: Tensor
     tables: Tensor
     rotary: Tensor
+    consecutive: int
 
 
 class Operations(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.config import HopConfig
 from common.constants import LOOKAHEAD_TOKENS
-from common.llm.engines.cuda.operations import PAGE
+from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import Pages
 from common.llm.engines.interface import GenerationRequest
 from common.llm.engines.threaded import Generation
@@ -40,7 +40,7 @@ class Burst(Protocol):
 class StepModel(Protocol):
     """What computes. See `decoder.Decoder`."""
 
-    max_prefill: int
+    max_prefill: int  # tokens, each piece padded to a multiple of CONSECUTIVE
     first: int
 
     def start(self, slot: int, pages: Sequence[int], request: GenerationRequest) -> None: ...
@@ -133,7 +133,7 @@ class Scheduler:
             ids = row.request.input_ids[row.prefilled : -1][:room]
             pieces.append(PromptPiece(row.slot, row.prefilled, ids))
             row.prefilled += len(ids)
-            room -= len(ids)
+            room -= -(-len(ids) // CONSECUTIVE) * CONSECUTIVE
         if pieces:
             self._model.prefill(pieces)
 
