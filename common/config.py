@@ -8,11 +8,13 @@ is a ValueError with the key and its value.
 import dataclasses
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from common.constants import EULER_STEPS, SPEECH_VOCAB
+from common.replicas import replica_number
 
 LLMTransport = Literal["triton", "openai"]
 LLMBackend = Literal["python", "tensorrtllm"]
@@ -129,12 +131,19 @@ class ModelConfig:
             if field.default is dataclasses.MISSING and not values.get(field.name):
                 raise ValueError(f"parameter {key!r} is missing or empty")
         if "device" in hints:
-            values["device"] = _device(args, values.get("instance_kind"))
+            kind = values.get("instance_kind")
+            number = replica_number(model_config.get("name", ""))
+            values["device"] = _device(args) if kind is None else device_of(kind, cls._gpu(values, number))
         if "decoupled" in hints:
             values["decoupled"] = bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
         if "instances" in hints:
             values["instances"] = sum(group.get("count", 1) for group in model_config.get("instance_group", [])) or 1
         return cls(**values)
+
+    @classmethod
+    def _gpu(cls, values: Mapping[str, Any], number: int) -> int:
+        """The GPU of replica `number` of a model that computes where its `instance_kind` says."""
+        return 0
 
     def require_positive(self, *names: str) -> None:
         """ValueError unless all these fields are above 0."""
@@ -143,24 +152,39 @@ class ModelConfig:
                 raise ValueError(f"parameter {name!r} must be above 0, not {getattr(self, name)!r}")
 
 
-def _device(args: dict[str, str], kind: InstanceKind | None) -> str:
-    """The torch device of this instance: "cpu" or "cuda:N". kind: where it computes, if its configuration says so."""
-    if kind is not None:
-        return device_of(kind)
+def _device(args: dict[str, str]) -> str:
+    """The torch device that Triton gives this instance: "cpu" or "cuda:N"."""
     if args.get("model_instance_kind") == "GPU":
         return f"cuda:{int(args['model_instance_device_id'])}"
     return "cpu"
 
 
-def device_of(kind: InstanceKind) -> str:
-    """The torch device of a model that computes on the first GPU or on the CPU."""
-    return "cuda:0" if kind == "KIND_GPU" or (kind == "KIND_AUTO" and has_gpu()) else "cpu"
+def device_of(kind: InstanceKind, gpu: int = 0) -> str:
+    """The torch device of a model that computes on that GPU or on the CPU. ValueError if there is no such GPU."""
+    if kind == "KIND_CPU" or (kind == "KIND_AUTO" and not has_gpu()):
+        return "cpu"
+    if gpu and gpu >= (count := gpu_count()):
+        raise ValueError(f"there is no GPU {gpu}: this server sees {count}, numbered from 0")
+    return f"cuda:{gpu}"
 
 
 def has_gpu() -> bool:
     import torch  # here: the programs that only render configurations do without it
 
     return torch.cuda.is_available()
+
+
+def gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_gpus(gpus: Sequence[int]) -> None:
+    """ValueError unless these are numbers of GPUs of which each is there once."""
+    if not gpus or min(gpus) < 0 or len(set(gpus)) < len(gpus):
+        given = format_setting(tuple(gpus))
+        raise ValueError(f"parameter 'token2wav_gpus' must be numbers of GPUs, each once, not {given!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +238,7 @@ class TensorrtLLMConfig(ModelConfig):
         token2wav's streams and SPARE_REQUESTS. Each has a row of key/value cache, which takes memory only for the
         tokens so far: 24 kB per token for the official LLM (24 layers x 2 heads x 64 x key and value x 4 bytes), so 37
         MB for 30 s of recording and 30 s of speech, and 2.4 GB for 64 requests.
-    instance_kind: where the engine cuda computes; KIND_AUTO: on the first GPU if there is one.
+    instance_kind: where the engine cuda computes; KIND_AUTO: on a GPU if there is one. llm_gpu: on which.
     llm_memory_gib: GiB of the GPU for vllm and cuda; None: `planned_llm_gib` of max_requests.
     gpu_share: fraction of the free GPU memory for keys and values (tensorrt_llm).
     """
@@ -226,6 +250,7 @@ class TensorrtLLMConfig(ModelConfig):
     tokenizer_dir: str = ""
     engine: LLMEngine = "auto"
     instance_kind: InstanceKind = "KIND_AUTO"
+    llm_gpu: int = 0
     max_requests: int = 64 + SPARE_REQUESTS
     llm_memory_gib: float | None = None
     gpu_share: float = dataclasses.field(default=0.5, metadata={"key": "kv_cache_free_gpu_mem_fraction"})
@@ -233,6 +258,8 @@ class TensorrtLLMConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         self.require_positive("max_requests")
+        if self.llm_gpu < 0:
+            raise ValueError(f"parameter 'llm_gpu' must not be negative, not {self.llm_gpu}")
         if not 0 < self.gpu_share < 1:
             raise ValueError(
                 f"parameter 'kv_cache_free_gpu_mem_fraction' must be between 0 and 1, not {self.gpu_share!r}"
@@ -254,8 +281,10 @@ class HopConfig(ModelConfig):
 class Token2WavConfig(HopConfig):
     """token2wav of every stack. Empty `llm_tokenizer_dir`: OFFICIAL_FIRST_SPEECH_ID.
 
-    instance_kind: where the model computes, on the CPU or on the first GPU that it sees; KIND_AUTO: there if there is
-        one. It has one instance, which has all streams.
+    instance_kind: where the model computes, on the CPU or on a GPU; KIND_AUTO: on a GPU if there is one. It has one
+        instance, which has all its streams.
+    token2wav_gpus: the GPUs of the server's token2wav models, one model for each: this one computes on that of its
+        number, see common/replicas.py. llm_gpu: the GPU of the LLM.
     model_dir: contains flow.pt and hift.pt. n_timesteps: Euler steps. max_streams: live streams.
     admission: "measured": a new stream is refused if there is no place for it, or one more would cause gaps; "count":
         only if there is no place. See docs/deployment.md.
@@ -263,7 +292,7 @@ class Token2WavConfig(HopConfig):
     idle_seconds: a stream without requests for this long is freed.
     gpu_memory_gib: GiB of the GPU that all models of the server may take together; None: what is free. What remains
         beside the others and `max_streams` streams is for prompt caches, see common/token2wav/memory_plan.py.
-    llm_memory_gib: of them, the LLM's; None: `planned_llm_gib`. 0 if it is not on this GPU.
+    llm_memory_gib: of the memory of `llm_gpu`, the LLM's; None: `planned_llm_gib`.
     flow_runtime: what runs the flow's estimator, see docs/accelerators.md; "auto" needs only the checkpoint's files.
     flow_contexts: execution contexts of each TensorRT plan of the flow, see docs/tensorrt.md.
     flow_precision, vocoder_precision: precision of the networks. "auto": float16 on a GPU, float32 on a CPU, except
@@ -274,6 +303,8 @@ class Token2WavConfig(HopConfig):
     model_dir: str
     llm_tokenizer_dir: str = ""
     instance_kind: InstanceKind = "KIND_AUTO"
+    token2wav_gpus: tuple[int, ...] = (0,)
+    llm_gpu: int = 0
     n_timesteps: int = EULER_STEPS
     max_streams: int = 64
     admission: AdmissionName = "measured"
@@ -290,6 +321,7 @@ class Token2WavConfig(HopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("n_timesteps", "max_streams", "idle_seconds", "flow_contexts")
+        check_gpus(self.token2wav_gpus)
         if self.gpu_memory_gib is not None:
             self.require_positive("gpu_memory_gib")
         if not self.max_start_wait_seconds >= 0:
@@ -297,11 +329,28 @@ class Token2WavConfig(HopConfig):
                 f"parameter 'max_start_wait_seconds' must not be negative, not {self.max_start_wait_seconds}"
             )
 
+    @property
+    def llm_share_gib(self) -> float | None:
+        """`llm_memory_gib` of this model's GPU; None: `planned_llm_gib` of this model's streams."""
+        if self.device not in ("cpu", f"cuda:{self.llm_gpu}"):
+            return 0.0
+        if self.llm_memory_gib is None and len(self.token2wav_gpus) > 1:
+            return planned_llm_gib(len(self.token2wav_gpus) * self.max_streams + SPARE_REQUESTS)
+        return self.llm_memory_gib
+
+    @classmethod
+    def _gpu(cls, values: Mapping[str, Any], number: int) -> int:
+        gpus = values.get("token2wav_gpus", cls.token2wav_gpus)
+        if number >= len(gpus):
+            raise ValueError(f"parameter 'token2wav_gpus' {format_setting(gpus)!r} has no GPU of number {number}")
+        return gpus[number]
+
 
 @dataclass(frozen=True, kw_only=True)
 class OrchestratorConfig(HopConfig):
     """The orchestrator of every stack.
 
+    token2wav_gpus: as in `Token2WavConfig`; there are as many token2wav models, and a listener is served by one.
     llm_transport: "triton" calls the model `llm_model` of the same server, which `llm_backend` runs; "openai" calls the
         servers at `llm_urls` (base URLs) in their `llm_dialect`, see common/llm/openai_dialects.py.
     dynamic_chunk_strategy, first_hop_tokens, max_hop_tokens: see common/orchestrator/chunking.py.
@@ -343,6 +392,7 @@ class OrchestratorConfig(HopConfig):
     max_text_chars: int = 4096
     voices_dir: str = ""
     default_speaker: str = ""
+    token2wav_gpus: tuple[int, ...] = Token2WavConfig.token2wav_gpus
     decoupled: bool = False
     instances: int = 1
 
@@ -356,6 +406,7 @@ class OrchestratorConfig(HopConfig):
             "text_timeout",
             "max_text_chars",
         )
+        check_gpus(self.token2wav_gpus)
         if self.max_silent_tokens < 0:
             raise ValueError(f"parameter 'max_silent_tokens' must not be negative, not {self.max_silent_tokens}")
         if stray := [token for token in self.silent_tokens if not 0 <= token < SPEECH_VOCAB]:

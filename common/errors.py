@@ -3,6 +3,7 @@
     ValueError           the caller's mistake; the message names the value       INVALID_ARG   HTTP 400
     UnavailableError     a full queue, an LLM that does not answer               UNAVAILABLE   HTTP 503
     OverloadedError      too many listeners: one more would cause gaps           UNAVAILABLE   HTTP 429
+    ModelDownError       another model of the server has died or failed         UNAVAILABLE   HTTP 503
     FatalError           a dead engine or GPU; the process is ended              UNAVAILABLE   HTTP 503
     CancelledError       asyncio's: the caller disconnected                      CANCELLED
     anything else        a bug of ours                                           INTERNAL      HTTP 500
@@ -38,6 +39,10 @@ class OverloadedError(UnavailableError):
 
 class FatalError(UnavailableError):
     """This process cannot serve any request from now on: its engine is dead. It has to be restarted."""
+
+
+class ModelDownError(UnavailableError):
+    """The process of another model has died, or has reported that it cannot serve any request."""
 
 
 class ModelCallError(RuntimeError):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from common.constants import FLOW_CHUNK_TOKENS, SAMPLE_RATE, SPECIAL_SPEECH_IDS, SPEECH_VOCAB, SYSTEM_WORDS
+from common.replicas import first_replica
 
 SHARED_TEMPLATES = "model_repo"  # templates of the models that all stacks have; also the unet stack's own
 
@@ -268,7 +269,7 @@ def named(name: str) -> Stack:
 def of_model(model: str) -> Stack:
     """The stack that a Triton model (orchestrator or token2wav) belongs to. ValueError lists those there are."""
     for stack in _stacks.values():
-        if model in stack.models:
+        if model in stack.models or first_replica(model) == stack.token2wav:
             return stack
     owned = [name for stack in _stacks.values() for name in stack.models]
     raise ValueError(f"no stack has the model {model!r}; there are {', '.join(owned)}")

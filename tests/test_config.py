@@ -49,6 +49,13 @@ def test_token2wav_computes_where_its_parameter_says(kind, has_gpu, device, monk
     assert Token2WavConfig.from_triton(triton_args({"model_dir": "/m", "instance_kind": kind})).device == device
 
 
+def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    given = {"model_dir": "/m", "instance_kind": "KIND_GPU", "token2wav_gpus": "2"}
+    with pytest.raises(ValueError, match="there is no GPU 2: this server sees 2"):
+        Token2WavConfig.from_triton(triton_args(given))
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_decoupled_follows_the_transaction_policy(decoupled):
     assert OrchestratorConfig.from_triton(triton_args({"model_dir": "/m"}, decoupled=decoupled)).decoupled is decoupled

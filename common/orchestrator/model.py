@@ -28,8 +28,9 @@ from common.orchestrator.synthesis import Synthesizer
 from common.orchestrator.text_stream import TextStream, TextStreams
 from common.process.drain import DrainFile
 from common.process.environment import ModelEnvironment
-from common.process.health import ModelMonitor
+from common.process.health import ModelMonitor, has_failed
 from common.process.metrics import RequestStats
+from common.replicas import replicas
 from common.stacks import Stack
 from common.text import TextFrontend
 from common.voice.book import VoiceBook
@@ -85,7 +86,11 @@ class Orchestrator:
             self._llm,
             InterleavedLM(self._llm, tokenizer),
             TritonToken2Wav(
-                call, stack.token2wav, cumulative=stack.cumulative, first_speech_id=tokenizer.first_speech_id
+                call,
+                replicas(stack.token2wav, len(config.token2wav_gpus)),
+                cumulative=stack.cumulative,
+                first_speech_id=tokenizer.first_speech_id,
+                failed=has_failed,
             ),
             HopRules(
                 strategy=config.dynamic_chunk_strategy,

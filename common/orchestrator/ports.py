@@ -9,13 +9,13 @@ client.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from common.constants import PROMPT_SAMPLE_RATE
-from common.errors import LostAnswerError, OverloadedError
+from common.errors import LostAnswerError, ModelDownError, OverloadedError, UnavailableError
 from common.orchestrator.chunking import Hop
 from common.voice.encoders import reference_mel
 from common.voice.prompt import Prompt
@@ -74,34 +74,87 @@ class TritonPromptEncoder:
             return (await self._call(model, padded, [output]))[output]
 
 
-class TritonToken2Wav:
-    """A token2wav model.
+FAILED_POLL_SECONDS = 0.25
 
+
+class TritonToken2Wav:
+    """The token2wav models of a server, which are replicas: a listener is served by one of them.
+
+    `failed`: whether a model cannot serve any request. If it is one of several, calls in flight end with ModelDownError
+    then; Triton leaves them unanswered.
     `cumulative`: a chunk is sent with all tokens before it and its offset (token2wav, whose flow computes a window of
     past tokens again); otherwise with its own tokens alone (token2wav_dit, which keeps caches).
     """
 
-    def __init__(self, call: Call, model: str, *, cumulative: bool, first_speech_id: int):
+    def __init__(
+        self,
+        call: Call,
+        models: Sequence[str],
+        *,
+        cumulative: bool,
+        first_speech_id: int,
+        failed: Callable[[str], bool] = lambda model: False,
+    ):
         self._call = call
-        self._model = model
+        self.live = dict.fromkeys(models, 0)  # streams by model
+        self.failed = failed
         self._cumulative = cumulative
         self._first_speech_id = first_speech_id
 
     def open(self) -> "TritonToken2WavStream":
-        return TritonToken2WavStream(self)
+        return TritonToken2WavStream(self, self.by_load()[0])
+
+    def by_load(self) -> list[str]:
+        """The models that have not failed, those with the fewest streams first; all if all have failed."""
+        working = [model for model in self.live if not self.failed(model)]
+        return sorted(working or self.live, key=self.live.__getitem__)
 
     async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
         inputs = self.target_inputs(tokens) | self.prompt_inputs(prompt) | {"speed": np.array([[speed]], np.float32)}
-        return await self.request(inputs, new_correlation_id(), start=True, end=True)
+
+        async def whole(model: str) -> np.ndarray:
+            self.live[model] += 1
+            try:
+                return await self.request(model, inputs, new_correlation_id(), start=True, end=True)
+            finally:
+                self.live[model] -= 1
+
+        return await self.first_accepted(whole)
+
+    async def first_accepted(self, ask: Callable[[str], Awaitable[np.ndarray]]) -> np.ndarray:
+        """The answer of the first model that neither refuses nor is down. Raises the first refusal if there is none."""
+        errors: list[UnavailableError] = []
+        for model in self.by_load():
+            try:
+                return await ask(model)
+            except UnavailableError as error:
+                if not self.is_for_another(model, error):
+                    raise
+                errors.append(error)
+        raise next((error for error in errors if isinstance(error, OverloadedError)), errors[0])
+
+    def is_for_another(self, model: str, error: UnavailableError) -> bool:
+        """Whether a request that `model` answered so may be sent to another one."""
+        return isinstance(error, (OverloadedError, ModelDownError)) or self.failed(model)
 
     async def request(
-        self, inputs: Tensors, correlation_id: int, *, start: bool = False, end: bool = False
+        self, model: str, inputs: Tensors, correlation_id: int, *, start: bool = False, end: bool = False
     ) -> np.ndarray:
         """The waveform (N,) of the answer."""
-        outputs = await self._call(
-            self._model, inputs, ["waveform"], correlation_id=correlation_id, start=start, end=end
-        )
+        answer = self._call(model, inputs, ["waveform"], correlation_id=correlation_id, start=start, end=end)
+        outputs = await (answer if len(self.live) == 1 else self._unless_failed(model, answer))
         return outputs["waveform"].reshape(-1)
+
+    async def _unless_failed(self, model: str, answer: Awaitable[Tensors]) -> Tensors:
+        waiting = asyncio.ensure_future(answer)
+        try:
+            while not waiting.done():
+                if self.failed(model):
+                    raise ModelDownError(f"{model} has failed")
+                await asyncio.wait({waiting}, timeout=FAILED_POLL_SECONDS)
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     def target_inputs(self, tokens: Sequence[int]) -> Tensors:
         return {"target_speech_tokens": self._ids(tokens)}
@@ -137,18 +190,24 @@ NO_TOKENS = Hop(0, 0, final=False)
 class TritonToken2WavStream:
     """One sequence. Calls are made one after another; `abort` may be called while another call is in flight."""
 
-    def __init__(self, token2wav: TritonToken2Wav):
+    def __init__(self, token2wav: TritonToken2Wav, model: str):
         self._token2wav = token2wav
+        self.model = model
         self._correlation_id = new_correlation_id()
         self._open = False
         self._in_flight: asyncio.Task[np.ndarray] | None = None
 
     async def reserve(self) -> None:
-        try:
-            await self._send(self._token2wav.hop_inputs([], NO_TOKENS), start=True)
-        except OverloadedError:
-            self._open = False  # a further call would only delay the refusal
-            raise
+        async def ask(model: str) -> np.ndarray:
+            self.model = model
+            try:
+                return await self._send(self._token2wav.hop_inputs([], NO_TOKENS), start=True)
+            except UnavailableError as error:
+                if self._token2wav.is_for_another(model, error):
+                    self._set_open(False)  # a further call would only delay the refusal
+                raise
+
+        await self._token2wav.first_accepted(ask)
 
     async def start(self, prompt: Prompt, audio_left: float | None) -> None:
         inputs = self._token2wav.hop_inputs([], NO_TOKENS) | self._token2wav.prompt_inputs(prompt)
@@ -158,6 +217,12 @@ class TritonToken2WavStream:
 
     async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
         return await self._send(self._token2wav.hop_inputs(tokens, hop), end=hop.final)
+
+    def following(self) -> "TritonToken2WavStream":
+        """On the same model, which has the voice's prompt cache, unless it has failed."""
+        if self._token2wav.failed(self.model):
+            return self._token2wav.open()
+        return TritonToken2WavStream(self._token2wav, self.model)
 
     async def abort(self) -> None:
         if self._in_flight is not None:
@@ -172,9 +237,13 @@ class TritonToken2WavStream:
 
     async def _send(self, inputs: Tensors, *, start: bool = False, end: bool = False) -> np.ndarray:
         # Set before the answer is known: even a request that fails has opened or ended the sequence.
-        self._open = not end
+        self._set_open(not end)
         # A request that was sent cannot be withdrawn. If only its waiter were cancelled, END could overtake it.
         self._in_flight = asyncio.ensure_future(
-            self._token2wav.request(inputs, self._correlation_id, start=start, end=end)
+            self._token2wav.request(self.model, inputs, self._correlation_id, start=start, end=end)
         )
         return await asyncio.shield(self._in_flight)
+
+    def _set_open(self, is_open: bool) -> None:
+        self._token2wav.live[self.model] += is_open - self._open
+        self._open = is_open

@@ -72,6 +72,10 @@ class Token2WavStream(Protocol):
         """Audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`."""
         ...
 
+    def following(self) -> "Token2WavStream":
+        """For the next segment of the same listener."""
+        ...
+
     async def abort(self) -> None:
         """Free what is still held; a no-op before the first call and after the final hop. Never raises."""
         ...
@@ -279,7 +283,7 @@ class Synthesizer:
                         yield silence
                     if isinstance(segment, Pause):
                         continue
-                    stream = stream or self._token2wav.open()
+                    stream = stream or first.following()
                     await scope.result(stream.start(prompt, playback.left(self._clock())))
                     on_stage("vocoder")
                     async with aclosing(_render(stream, segment, schedule, scope, on_stage, on_segment)) as waveforms:

@@ -103,12 +103,23 @@ def report_failure(model: str, error: BaseException) -> None:
     """This process cannot recover: log why, and tell the process that runs tritonserver, which ends it."""
     logger.critical("%s has to be restarted: %s: %s", model, type(error).__name__, error)
     if directory := ModelEnvironment.read().metrics_directory:
-        work = directory / f"{model}.new"
         try:
-            work.write_text(str(error).strip().partition("\n")[0])
-            work.rename(directory / f"{model}{FAILED}")
+            write_failure(directory, model, str(error).strip().partition("\n")[0])
         except OSError:  # such as a full disk: the caller still has to answer its request
             logger.exception("the failure of %s cannot be reported", model)
+
+
+def write_failure(directory: Path, model: str, reason: str) -> None:
+    """From now on `reported_failures` has this model."""
+    work = directory / f"{model}.new"
+    work.write_text(reason)
+    work.rename(directory / f"{model}{FAILED}")
+
+
+def has_failed(model: str) -> bool:
+    """Whether a model of this server has reported that it has failed, or the server goes on without it."""
+    directory = ModelEnvironment.read().metrics_directory
+    return directory is not None and (directory / f"{model}{FAILED}").exists()
 
 
 def reported_failures(directory: Path) -> dict[str, str]:

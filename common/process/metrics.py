@@ -193,13 +193,18 @@ class MetricsPublisher:
                 logger.exception("cannot write the metrics")
 
     def _write(self) -> None:
-        samples = [
-            [metric.name, metric.kind, metric.help, metric.suffix, dict(metric.labels) | self._labels, value]
-            for metric, value in self._read().items()
-        ]
-        work = self._path.with_suffix(".new")
-        work.write_text(json.dumps(samples))
-        work.rename(self._path)  # readers see the earlier numbers or these, never a part
+        write(self._path, self._labels, self._read())
+
+
+def write(path: Path, labels: Mapping[str, str], values: Values) -> None:
+    """Replace the file of a model instance. Readers see the earlier numbers or these, never a part."""
+    samples = [
+        [metric.name, metric.kind, metric.help, metric.suffix, dict(metric.labels) | dict(labels), value]
+        for metric, value in values.items()
+    ]
+    work = path.with_suffix(".new")
+    work.write_text(json.dumps(samples))
+    work.rename(path)
 
 
 def page(directory: Path) -> str:

@@ -30,10 +30,12 @@ from common.config import (
     SpeakerEmbeddingConfig,
     TensorrtLLMConfig,
     Token2WavConfig,
+    check_gpus,
     format_setting,
     parse_setting,
 )
 from common.llm.engines.loading import reads_huggingface
+from common.replicas import first_replica, replicas
 
 TEMPLATES = Path(__file__).resolve().parents[2]  # the checkout, which contains the template folders of the stacks
 Device = Literal["auto", "cpu", "gpu"]
@@ -51,6 +53,7 @@ _SHARED: dict[str, type[ModelConfig]] = {
 _TEMPLATE_DEFAULTS = {
     "instance_kind": "KIND_AUTO",  # the GPU if there is one
     "instance_count": "1",
+    "instance_gpus": "",  # every GPU
     # For the C++ LLM backend: running streams are never preempted, and cancelled ones free their slot soon.
     "batch_scheduler_policy": "guaranteed_no_evict",
     "cancellation_check_period_ms": "100",
@@ -168,6 +171,7 @@ class StackOptions:
         )
         if wait >= timeout:  # the orchestrator would give up a listener who still waits for a place
             raise ValueError(f"max_start_wait_seconds {wait:g} must be less than model_timeout {timeout:g}")
+        check_gpus(self.token2wav_gpus)
 
     @property
     def models(self) -> dict[str, Path]:
@@ -175,8 +179,15 @@ class StackOptions:
         shared = [name for name in _SHARED if name != "tensorrt_llm" or self.llm_transport == "triton"]
         own = TEMPLATES / stacks.named(self.stack).templates  # an absolute path stays as it is
         folders = {name: own if (own / name).is_dir() else TEMPLATES / stacks.SHARED_TEMPLATES for name in shared}
-        folders |= dict.fromkeys(stacks.named(self.stack).models, own)
-        return {name: folder / name for name, folder in folders.items()}
+        stack = stacks.named(self.stack)
+        folders |= dict.fromkeys((*replicas(stack.token2wav, len(self.token2wav_gpus)), stack.orchestrator), own)
+        return {name: folder / first_replica(name) for name, folder in folders.items()}
+
+    @property
+    def token2wav_gpus(self) -> tuple[int, ...]:
+        """The GPUs with a token2wav model each."""
+        given = self.settings.get("token2wav_gpus", format_setting(Token2WavConfig.token2wav_gpus))
+        return parse_setting("token2wav_gpus", given, tuple[int, ...])
 
     @property
     def orchestrator(self) -> str:
@@ -224,8 +235,12 @@ class StackOptions:
     def values(self) -> dict[str, str]:
         """The values of all template keys that follow from the options; a template uses those it has."""
         streams = self.settings.get("max_streams", format_setting(Token2WavConfig.max_streams))
+        models = len(self.token2wav_gpus)
+        # What ends the server if it fails is together, so that each other GPU only has listeners of its own to lose.
+        chosen = not self.settings.keys().isdisjoint(("token2wav_gpus", "llm_gpu"))
         return {
-            "max_requests": format_setting(parse_setting("max_streams", streams, int) + SPARE_REQUESTS),
+            "max_requests": format_setting(models * parse_setting("max_streams", streams, int) + SPARE_REQUESTS),
+            "instance_gpus": self.settings.get("llm_gpu", "0") if chosen and self.device != "cpu" else "",
             "model_dir": str(self.checkpoint_dir),
             "llm_tokenizer_dir": str(self.tokenizer_dir),
             "tokenizer_dir": str(self.tokenizer_dir),
@@ -289,6 +304,7 @@ def _filled_configs(options: StackOptions) -> dict[str, str]:
     values = options.values() | dict(options.settings)
     configs = {}
     for name, template in templates.items():
-        configs[name] = fill(template, {key: values[key] for key in placeholders(template) if key in values})
+        filled = fill(template, {key: values[key] for key in placeholders(template) if key in values})
+        configs[name] = re.sub(r'^name: *"\w+"', f'name: "{name}"', filled, count=1, flags=re.MULTILINE)
         parse(configs[name], name)
     return configs

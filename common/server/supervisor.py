@@ -4,7 +4,8 @@ Triton reports itself as ready even if a model has died, hangs or fails every re
 health page does not:
 
     GET /live     200 while this process runs
-    GET /ready    200 while new requests are accepted and every model does its work; otherwise 503 with the reason
+    GET /ready    200 while new requests are accepted and every model does its work, or a replica in its place; the
+                  text names what does not work; otherwise 503 with the reason
     GET /metrics  our models' metrics, see common/process/metrics.py; Triton's own page has the `nv_...`
 """
 
@@ -62,7 +63,7 @@ class HealthPage:
         if doubts := self._server.doubts():
             return 503, doubts
         if self._server.answers_ready():
-            return 200, "ready"
+            return 200, "\n".join(["ready", *self._server.lost])
         return 503, "unanswering" if self.state == "ready" else self.state  # it may have changed meanwhile
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

@@ -25,6 +25,7 @@ from common.constants import CALL_THREADS, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from common.process import metrics
 from common.process.drain import DrainFile
 from common.process.environment import ModelEnvironment, tritonserver_environment
+from common.replicas import first_replica
 from common.server.installation import Installation, ServerError
 from common.server.logs import MAX_BYTES, rotate
 from common.server.readiness import fault
@@ -269,7 +270,8 @@ class TritonServer:
 
     def wait(self) -> None:
         """Block until the server is stopped from outside. ServerError if it ends otherwise, or if a model has died,
-        hangs or has failed: then the server is killed, because its requests would wait until it is stopped.
+        hangs or has failed: then the server is killed, because its requests would wait until it is stopped. It goes on
+        without a replica of a model while another one works.
 
         Triton 2.51 neither restarts a model's process nor reports itself as not ready: the server has to be restarted.
         """
@@ -284,16 +286,36 @@ class TritonServer:
 
     def check_models(self) -> None:
         """To be called every WATCH_SECONDS: kills the server and raises ServerError if a model has died, hangs or has
-        failed."""
+        failed, unless a replica of it works."""
         rotate(self.log_file, above=MAX_BYTES)
-        fault = self._watch.look()
-        if fault is None and (dead := self._models.keys() - self.model_processes().keys()):
+        faults = self._watch.look()
+        running = self.model_processes()
+        if dead := self._models.keys() - running.keys():
             self._unloading += WATCH_SECONDS  # a server that is being stopped is not ready while it ends its models
             if self._unloading > STOP_SECONDS or self.answers_ready():
-                fault = f"the process of model {', '.join(sorted({self._models[pid] for pid in dead}))} has died"
-        if fault is not None:
+                for model in sorted({self._models[pid] for pid in dead}):
+                    faults.setdefault(model, f"the process of model {model} has died")
+        working = {first_replica(model) for model in set(self._models.values()) - faults.keys()}
+        if any(first_replica(model) not in working for model in faults):
             self.kill()
-            raise ServerError(f"{fault}; tritonserver has to be restarted")
+            raise ServerError(f"{'; '.join(faults.values())}; tritonserver has to be restarted")
+        for model, reason in faults.items():
+            self._lose(model, reason)
+
+    def _lose(self, model: str, reason: str) -> None:
+        """Go on without a model. Its process is ended: what hangs may come back, and would get no requests."""
+        logger.error("%s; the server goes on without it until it is restarted", reason)
+        for process in [process for process, name in self._models.items() if name == model]:
+            del self._models[process]
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._watch.lose(model, reason)
+        self._unloading = 0.0
+
+    @property
+    def lost(self) -> list[str]:
+        """Why the server works without some of its models, one line for each."""
+        return list(self._watch.lost.values())
 
     def doubts(self) -> str:
         """Why the server is not ready although it says so, as of the last check of its models; empty if it is."""

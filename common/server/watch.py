@@ -8,7 +8,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.process.health import FAILING, SUCCESS_AGE, reported_failures
+from common.process import metrics
+from common.process.health import FAILING, SUCCESS_AGE, reported_failures, write_failure
 
 WATCH_SECONDS = 0.5  # between two looks
 # After the first, the server is not ready; after the second it has to be restarted, because neither heals by itself.
@@ -36,19 +37,33 @@ class ModelWatch:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._instances: dict[str, _Instance] = {}
+        self.lost: dict[str, str] = {}  # the models without which the server goes on, and why
 
-    def look(self) -> str | None:
-        """To be called every WATCH_SECONDS. Why the server has to be restarted; None if it does not."""
+    def look(self) -> dict[str, str]:
+        """To be called every WATCH_SECONDS. The models that have to be restarted, apart from those that are lost, and
+        why."""
         for path in self._directory.glob("*.json"):
             self._read(path)
-        for model, reason in reported_failures(self._directory).items():
-            return f"model {model} has failed and cannot recover: {reason}"
+        faults = {}
         for instance in self._instances.values():
+            model = instance.model
             if instance.silent >= HUNG_SECONDS:
-                return f"the process of model {instance.model} hangs: no sign of life for {instance.silent:.0f} s"
-            if instance.success_age >= (USELESS_SECONDS if instance.failing else STUCK_SECONDS):
-                return f"model {instance.model} has completed no request and no test for {instance.success_age:.0f} s"
-        return None
+                faults[model] = f"the process of model {model} hangs: no sign of life for {instance.silent:.0f} s"
+            elif instance.success_age >= (USELESS_SECONDS if instance.failing else STUCK_SECONDS):
+                faults[model] = f"model {model} has completed no request and no test for {instance.success_age:.0f} s"
+        for model, reason in reported_failures(self._directory).items():
+            if model not in self.lost:
+                faults[model] = f"model {model} has failed and cannot recover: {reason}"
+        return faults
+
+    def lose(self, model: str, reason: str) -> None:
+        """From now on the server goes on without a model, whose processes have ended. Others ask `has_failed`."""
+        self.lost[model] = reason
+        write_failure(self._directory, model, reason)
+        for name in [name for name, instance in self._instances.items() if instance.model == model]:
+            del self._instances[name]
+            labels = {"model": model, "model_instance": Path(name).stem}
+            metrics.write(self._directory / name, labels, {FAILING: 1})  # in place of its last numbers
 
     def doubts(self) -> str:
         """Why the server is not ready, in a few words for each model concerned; empty if it is."""

@@ -332,8 +332,8 @@ def _voice_bytes(stack: Stack, config: Token2WavConfig, limits: BatchLimits, pre
     if config.gpu_memory_gib is not None:
         may_take = int(config.gpu_memory_gib * GIB)
     else:  # of the parts of the plan, this process's own is taken, and the other models' may be
-        may_take = free + PROCESS + sum(other_models(config.max_streams, config.llm_memory_gib).values())
-    made = plan_memory(networks, limits, min(may_take, has), config.llm_memory_gib)
+        may_take = free + PROCESS + sum(other_models(config.max_streams, config.llm_share_gib).values())
+    made = plan_memory(networks, limits, min(may_take, has), config.llm_share_gib)
     made.log()
     torch.cuda.set_per_process_memory_fraction(made.own / has, config.device)
     return made.voices

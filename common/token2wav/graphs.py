@@ -21,8 +21,8 @@ WARM_UPS = 2
 
 
 @cache
-def _pool() -> torch.cuda.CUDAGraph:
-    """The owner of the memory in which all graphs of the process compute.
+def _pool(device: int) -> torch.cuda.CUDAGraph:
+    """The owner of the memory in which all graphs of the process on that GPU, the current one, compute.
 
     They share it because one is replayed at a time, on one stream, and nothing stays there between two replays: inputs
     and results are outside. The first graph, which does nothing, keeps it: torch frees a pool with its last graph, and
@@ -30,15 +30,15 @@ def _pool() -> torch.cuda.CUDAGraph:
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=device)
     return graph
 
 
 @cache
-def _side_stream() -> torch.cuda.Stream:
-    """Where functions run before they are captured. One: on each new stream cuBLAS takes 32 MiB of work space, and what
-    another stream has freed is not used again."""
-    return torch.cuda.Stream()
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """Where functions run before they are captured, on that GPU, the current one. One: on each new stream cuBLAS takes
+    32 MiB of work space, and what another stream has freed is not used again."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Graphs:
 
 def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
     """Compile and initialise what the function uses; returns its result."""
-    side = _side_stream()
+    side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARM_UPS):
@@ -126,6 +126,6 @@ def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Ten
 def _capture(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> torch.cuda.CUDAGraph:
     """The graph that writes the function's result to `result`."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool().pool()):
+    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()).pool()):
         result.copy_(function(*inputs))
     return graph

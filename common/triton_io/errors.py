@@ -19,6 +19,7 @@ from common.errors import (
     INVALID,
     UNAVAILABLE,
     ModelCallError,
+    ModelDownError,
     OverloadedError,
     UnavailableError,
     is_fatal,
@@ -67,6 +68,8 @@ def exception_of(model: str, message: str, code: Any = None) -> Exception:
     """The same, from the message and, if Triton passes it on, the code."""
     if code == pb_utils.TritonError.INVALID_ARG or message.startswith(INVALID):
         return ValueError(f"{model}: {message.removeprefix(INVALID)}")
-    if code == pb_utils.TritonError.UNAVAILABLE or message.startswith(UNAVAILABLE) or MODEL_DOWN.match(message):
+    if MODEL_DOWN.match(message):
+        return ModelDownError(f"{model}: {message}")
+    if code == pb_utils.TritonError.UNAVAILABLE or message.startswith(UNAVAILABLE):
         return unavailable_error(message, f"{model}: ")
     return ModelCallError(f"{model}: {message}")

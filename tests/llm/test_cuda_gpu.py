@@ -142,3 +142,24 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
     expected, found = clean.step(4, 8).columns(), spoilt.step(4, 8).columns()
     assert found[0, 1] == -2 and (found[1:, 1] == -1).all()
     assert (found[:, [0, 2, 3]] == expected[:, [0, 2, 3]]).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; run on a machine with two GPUs")
+def test_the_second_gpu_gives_the_tokens_of_the_first_and_takes_nothing_of_it(llm_dir, tokenizer):  # noqa: F811
+    def spoken(gpu):
+        engine = load_engine("cuda", llm_dir, tokenizer, 2, memory_gib=4.0, instance_kind="KIND_GPU", gpu=gpu)
+        request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("text")), Sampling(seed=1), tokenizer.end_ids)
+
+        async def tokens():
+            return [token async for chunk in engine.generate(request) for token in chunk.tokens]
+
+        try:
+            return asyncio.run(tokens())
+        finally:
+            engine.close()
+
+    torch.cuda.empty_cache()
+    taken = torch.cuda.memory_reserved(0)
+    second = spoken(1)
+    assert torch.cuda.memory_reserved(0) == taken and torch.cuda.memory_reserved(1) > 0
+    assert len(second) > 20 and spoken(0) == second

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.constants import MEL_BINS, SPEAKER_DIM
-from common.errors import LostAnswerError, OverloadedError
+from common.errors import LostAnswerError, ModelDownError, OverloadedError, UnavailableError
 from common.orchestrator.chunking import Hop
 from common.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav, TritonToken2WavStream, new_correlation_id
 from common.voice.prompt import Prompt
@@ -66,7 +66,7 @@ class FakeCall:
 
 
 def token2wav(call: FakeCall, *, cumulative: bool) -> TritonToken2Wav:
-    return TritonToken2Wav(call, "token2wav", cumulative=cumulative, first_speech_id=FIRST_SPEECH_ID)
+    return TritonToken2Wav(call, ["token2wav"], cumulative=cumulative, first_speech_id=FIRST_SPEECH_ID)
 
 
 async def two_chunks(stream: TritonToken2WavStream) -> None:
@@ -300,3 +300,96 @@ def test_the_mel_has_fifty_frames_per_second_and_calls_no_model() -> None:
     mel = encode(TritonPromptEncoder(call, FIRST_SPEECH_ID, 8000.0).mel(WAV))
     assert mel.shape == (50, MEL_BINS) and mel.dtype == np.float32
     assert call.sent == []
+
+
+def two_models(call: FakeCall, failed: set[str] | None = None) -> TritonToken2Wav:
+    gone: set[str] = failed or set()
+    return TritonToken2Wav(
+        call, ["a", "a_1"], cumulative=False, first_speech_id=FIRST_SPEECH_ID, failed=gone.__contains__
+    )
+
+
+def test_listeners_are_spread_over_the_models_and_keep_theirs() -> None:
+    call = FakeCall()
+    models = two_models(call)
+
+    async def main() -> None:
+        streams = [models.open() for _ in range(3)]
+        for stream in streams:
+            await stream.reserve()
+        assert [stream.model for stream in streams] == ["a", "a_1", "a"] and models.live == {"a": 2, "a_1": 1}
+        for stream in streams:
+            await two_chunks(stream)
+        assert models.live == {"a": 0, "a_1": 0}
+        later = streams[1].following()
+        await two_chunks(later)
+        assert later.model == "a_1" and models.live == {"a": 0, "a_1": 0}
+
+    asyncio.run(main())
+    by_sequence = {sent.correlation_id: set() for sent in call.sent}
+    for sent in call.sent:
+        by_sequence[sent.correlation_id].add(sent.model)
+    assert all(len(used) == 1 for used in by_sequence.values())
+
+
+@pytest.mark.parametrize("error", [OverloadedError("9 listeners are served", 3.0), ModelDownError("it has died")])
+def test_a_listener_whom_one_model_refuses_is_served_by_the_other(error: Exception) -> None:
+    call = FakeCall(failing={0: error})
+    models = two_models(call)
+
+    async def main() -> None:
+        stream = models.open()
+        await stream.reserve()
+        assert models.live == {"a": 0, "a_1": 1}
+        await two_chunks(stream)
+        assert await models.offline(PROMPT, [1], 1.0) is not None
+
+    asyncio.run(main())
+    assert [sent.model for sent in call.sent] == ["a", "a_1", "a_1", "a_1", "a_1", "a"]
+    assert models.live == {"a": 0, "a_1": 0}
+
+
+def test_a_listener_whom_all_models_refuse_is_told_so() -> None:
+    call = FakeCall(failing={0: ModelDownError("it has died"), 1: OverloadedError("9 listeners are served", 3.0)})
+    models = two_models(call)
+
+    async def main() -> None:
+        stream = models.open()
+        with pytest.raises(OverloadedError):
+            await stream.reserve()
+        await stream.abort()
+
+    asyncio.run(main())
+    assert len(call.sent) == 2 and models.live == {"a": 0, "a_1": 0}
+
+
+def test_a_request_that_fails_for_another_reason_is_not_repeated() -> None:
+    call = FakeCall(failing={0: UnavailableError("did not answer within 15 s")})
+
+    async def main() -> None:
+        with pytest.raises(UnavailableError, match="did not answer"):
+            await two_models(call).open().reserve()
+
+    asyncio.run(main())
+    assert len(call.sent) == 1
+
+
+def test_a_model_that_fails_ends_the_calls_in_flight_and_gets_no_further_listeners() -> None:
+    async def main() -> None:
+        failed: set[str] = {"x"}
+        call = FakeCall(gate=asyncio.Event())
+        models = two_models(call, failed)
+        stream = models.open()
+        starting = asyncio.create_task(stream.start(PROMPT, None))
+        while not call.sent:
+            await asyncio.sleep(0)
+        failed.add("a")
+        with pytest.raises(ModelDownError, match="a has failed"):
+            await asyncio.wait_for(starting, 30)
+        await stream.abort()
+        assert models.live == {"a": 0, "a_1": 0} and [sent.model for sent in call.sent] == ["a"]
+        assert stream.following().model == models.open().model == "a_1"
+        failed.add("a_1")
+        assert models.open().model == "a"  # whose error says why
+
+    asyncio.run(main())

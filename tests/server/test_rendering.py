@@ -227,3 +227,38 @@ def test_template_defaults_are_those_of_the_models_settings(name):
         if field.name in defaults(name):
             own = next(({**stack.settings, **stack.upstream} for stack in stacks.BUILT_IN if name in stack.models), {})
             assert own.get(key, rendering.format_setting(field.default)) == defaults(name)[field.name], key
+
+
+@pytest.mark.parametrize("stack", stacks.names())
+def test_each_gpu_of_token2wav_has_a_model_of_its_own(stack, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    given = {"token2wav_gpus": "0,3", "max_streams": "5", "llm_gpu": "3", "llm_memory_gib": "2.5"}
+    wanted = options(tmp_path, stack=stack, device="gpu", settings=given)
+    render(wanted, tmp_path / "out")
+    first = stacks.named(stack).token2wav
+    settings = {}
+    for name in (first, f"{first}_1"):
+        message = parse((tmp_path / "out" / name / "config.pbtxt").read_text(), name)
+        settings[name] = settings_of(name).from_triton(as_args(message))
+        assert (tmp_path / "out" / name / "1" / "model.py").exists()
+    assert [each.device for each in settings.values()] == ["cuda:0", "cuda:3"]
+    assert [each.llm_share_gib for each in settings.values()] == [0, 2.5]
+    configs = {name: parse((tmp_path / "out" / name / "config.pbtxt").read_text(), name) for name in wanted.models}
+    assert settings_of("tensorrt_llm").from_triton(as_args(configs["tensorrt_llm"])).llm_gpu == 3
+    assert configs["tensorrt_llm"].parameters["max_requests"].string_value == str(2 * 5 + SPARE_REQUESTS)
+    for name in ("audio_tokenizer", "speaker_embedding"):
+        assert list(configs[name].instance_group[0].gpus) == [3]
+    orchestrator = configs[wanted.orchestrator]
+    assert settings_of(wanted.orchestrator).from_triton(as_args(orchestrator)).token2wav_gpus == (0, 3)
+
+
+def test_models_on_a_cpu_name_no_gpus(tmp_path):
+    """With KIND_CPU, Triton refuses them."""
+    configs = rendering._filled_configs(options(tmp_path, device="cpu", settings={"token2wav_gpus": "0 1"}))
+    assert list(parse(configs["audio_tokenizer"], "audio_tokenizer").instance_group[0].gpus) == []
+
+
+@pytest.mark.parametrize("gpus", ["", "0 0", "-1", "0,1,0"])
+def test_gpus_that_token2wav_cannot_have_are_refused(gpus, tmp_path):
+    with pytest.raises(ValueError, match="token2wav_gpus"):
+        options(tmp_path, settings={"token2wav_gpus": gpus})

@@ -9,7 +9,7 @@ import pytest
 from common.errors import FatalError
 from common.process import health as process_health
 from common.process.environment import METRICS_DIRECTORY
-from common.process.health import SUCCESS_AGE, Health, report_failure
+from common.process.health import SUCCESS_AGE, Health, has_failed, report_failure
 from common.process.metrics import QUEUED, MetricsPublisher, page, sum_of
 from common.server.watch import (
     HUNG_SECONDS,
@@ -48,16 +48,16 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_process_that_stops_publishing_hangs(directory: Path) -> None:
     hung, sound, watch = Model("hung"), Model("sound"), ModelWatch(directory)
-    silent, faults = 0.0, []
-    assert watch.look() is None and watch.doubts() == ""
+    silent, faults = 0.0, {}
+    assert watch.look() == {} and watch.doubts() == ""
     while not faults:
         silent += WATCH_SECONDS
         sound.publish()
-        faults = [fault for fault in [watch.look()] if fault]
+        faults = watch.look()
         assert watch.doubts() == ("hung hangs" if silent >= SILENT_SECONDS else "")
-    assert silent == HUNG_SECONDS and "the process of model hung hangs" in faults[0]
+    assert silent == HUNG_SECONDS and "the process of model hung hangs" in faults.pop("hung") and not faults
     hung.publish()
-    assert watch.look() is None and watch.doubts() == ""
+    assert watch.look() == {} and watch.doubts() == ""
 
 
 def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(directory: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_model_that_completes_nothing_is_not_ready_and_then_useless(directory:
         (STUCK_SECONDS, "m completes nothing", True),
     ):
         model.publish(age)
-        assert (watch.look() is not None) == useless and watch.doubts() == doubts
+        assert (watch.look() != {}) == useless and watch.doubts() == doubts
 
 
 def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(directory: Path) -> None:
@@ -80,26 +80,39 @@ def test_a_model_that_fails_its_test_is_not_ready_until_something_succeeds(direc
     model.health.suspect()
     model.health.test_if_due(fail, "m")
     model.publish()
-    assert watch.look() is None and watch.doubts() == "m fails its own test"
+    assert watch.look() == {} and watch.doubts() == "m fails its own test"
     model.publish(USELESS_SECONDS)
-    assert watch.look() is not None
+    assert watch.look() != {}
     model.health.succeeded()
     model.publish()
-    assert watch.look() is None and watch.doubts() == ""
+    assert watch.look() == {} and watch.doubts() == ""
 
 
 def test_a_failure_that_a_model_reports_ends_the_server(directory: Path) -> None:
     Model("m")
     watch = ModelWatch(directory)
     report_failure("m", FatalError("the engine is dead"))
-    assert watch.look() == "model m has failed and cannot recover: the engine is dead"
+    assert watch.look() == {"m": "model m has failed and cannot recover: the engine is dead"}
+
+
+def test_a_lost_model_is_published_as_failing_and_no_longer_a_fault(directory: Path) -> None:
+    lost, sound, watch = Model("lost"), Model("sound"), ModelWatch(directory)
+    lost.publish(STUCK_SECONDS)
+    (reason,) = watch.look().values()
+    watch.lose("lost", reason)
+    assert watch.lost == {"lost": reason} and has_failed("lost") and not has_failed("sound")
+    for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
+        sound.publish()
+        assert watch.look() == {} and watch.doubts() == ""
+    assert 'tts_model_failing{model="lost",model_instance="lost_0"} 1' in page(directory)
+    assert SUCCESS_AGE.name + '{model="lost"' not in page(directory)
 
 
 def test_files_of_other_metrics_are_no_model(directory: Path) -> None:
     MetricsPublisher(dict, {"model_name": "m", "model_instance_name": "m_0"}).close()
     watch = ModelWatch(directory)
     for _ in range(int(HUNG_SECONDS / WATCH_SECONDS) + 2):
-        assert watch.look() is None and watch.doubts() == ""
+        assert watch.look() == {} and watch.doubts() == ""
 
 
 def test_a_monitor_tests_its_model_and_publishes_the_result(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,9 @@ class FakeToken2WavStream:
         self.audio_left: float | None = None
         self._token2wav = token2wav
 
+    def following(self) -> "FakeToken2WavStream":
+        return self._token2wav.open()
+
     async def reserve(self) -> None:
         assert not self.live
         self.reserved = self.live = True

@@ -19,11 +19,12 @@ WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 4
 
 class Resources(NamedTuple):
     """What an engine may use: GiB of a GPU for everything (vllm, cuda), or the share of what is free for keys and
-    values (tensorrt_llm); the kind of device (cuda)."""
+    values (tensorrt_llm); the kind of device and the GPU (cuda)."""
 
     gib: float
     free_share: float
     instance_kind: InstanceKind
+    gpu: int = 0
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,10 @@ def load_engine(
     memory_gib: float | None = None,
     free_share: float = TensorrtLLMConfig.gpu_share,
     instance_kind: InstanceKind = TensorrtLLMConfig.instance_kind,
+    gpu: int = TensorrtLLMConfig.llm_gpu,
 ) -> Engine:
     """Serve `model_dir` with the engine `name` or, for "auto", the best one. memory_gib, free_share,
-    instance_kind: see `Resources`; None is what is planned beside token2wav.
+    instance_kind, gpu: see `Resources`; None is what is planned beside token2wav.
 
     Raises ValueError if no engine can, or if the model lacks the speech tokens of `tokenizer`.
     """
@@ -51,9 +52,11 @@ def load_engine(
         except ImportError as error:
             obstacles.append(f"{engine} cannot be imported ({error})")
             continue
+        if gpu and engine != "cuda":
+            raise ValueError(f"parameter 'llm_gpu' {gpu} is for the engine cuda; {engine} has the first GPU it sees")
         logger.info("the LLM in %s is served by %s", model_dir, engine)
         gib = planned_llm_gib(max_requests) if memory_gib is None else memory_gib
-        return module.load_engine(model_dir, tokenizer, max_requests, Resources(gib, free_share, instance_kind))
+        return module.load_engine(model_dir, tokenizer, max_requests, Resources(gib, free_share, instance_kind, gpu))
     raise ValueError(
         f"no engine for {model_dir}, a directory of {kind}: {'; '.join(obstacles)}. "
         "docs/llm.md describes how to convert a HuggingFace directory for the CPU"

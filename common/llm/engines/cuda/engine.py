@@ -27,8 +27,11 @@ PROCESS_GIB = 1.0
 class CudaEngine(ThreadedEngine[SequenceRow]):
     """Up to `max_requests` live requests; those for which there are no pages wait."""
 
-    def __init__(self, decoder: Decoder, sizes: Qwen2Sizes, pages: Pages, max_requests: int) -> None:
+    def __init__(
+        self, decoder: Decoder, sizes: Qwen2Sizes, pages: Pages, max_requests: int, device: torch.device
+    ) -> None:
         self._decoder = decoder
+        self._device = device
         self._sizes = sizes
         self._pages = pages
         self._scheduler = Scheduler(decoder, max_requests, pages)
@@ -37,6 +40,7 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
     def _serve(self) -> None:
         # On a CPU, more threads for such small products take more time, and the cores from token2wav.
         torch.set_num_threads(1)
+        _use(self._device)
         super()._serve()
 
     def _accept(self, request: GenerationRequest, on_tokens: OnTokens) -> SequenceRow:
@@ -71,7 +75,8 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
 
     Raises ValueError if it lacks the speech tokens of `tokenizer`, or if the memory is too small for one request.
     """
-    device = torch.device(device_of(resources.instance_kind))
+    device = torch.device(device_of(resources.instance_kind, resources.gpu))
+    _use(device)
     on_gpu = device.type == "cuda"
     weights = Weights.read(model_dir, tokenizer, device, _dtype(device))
     sizes = weights.sizes
@@ -86,7 +91,13 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
         )
     decoder = Decoder(weights, _operations(device), max_requests, count, MAX_PREFILL[device.type], graphs=on_gpu)
     logger.info("the LLM runs on %s with keys and values of %d tokens", device, (count - 1) * PAGE)
-    return CudaEngine(decoder, sizes, Pages(count), max_requests)
+    return CudaEngine(decoder, sizes, Pages(count), max_requests, device)
+
+
+def _use(device: torch.device) -> None:
+    """Make a GPU the current one of this thread: kernels and graphs take no device argument."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
