@@ -1,7 +1,7 @@
 """Fused GPU kernels in Triton (the language). Importing this package needs the package triton, which comes with CUDA
 builds of torch."""
 
-from common.kernels.attention import append, attend_blocks, attend_paged
+from common.kernels.attention import append, attend_blocks, attend_paged, rotate_first_head
 from common.kernels.decoder import (
     add,
     attend_pages,
@@ -32,6 +32,7 @@ __all__ = [
     "project_add",
     "project_heads",
     "project_normed",
+    "rotate_first_head",
     "snake",
     "turn_heads",
 ]

@@ -162,3 +162,32 @@ def append(keys: Tensor, values: Tensor, table: Tensor, step: int) -> None:
     """
     depth, R, H, T, D = keys.shape
     _append[(triton.cdiv(T, 32), R * H, depth)](keys, values, table, R // 2, T, H, step, D=D, BLOCK=32)
+
+
+@triton.jit
+def _rotate_pairs(x_ptr, places, cosine, sine, mask):
+    even = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    odd = tl.load(x_ptr + places + 1, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x_ptr + places, (even * cosine - odd * sine).to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(x_ptr + places + 1, (odd * cosine + even * sine).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rotate_first_head(q_ptr, k_ptr, rotary_ptr, T, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (at < T)[:, None]
+    angles = at[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    cosine = tl.load(rotary_ptr + angles, mask=mask, other=0.0)
+    sine = tl.load(rotary_ptr + T * HALF + angles, mask=mask, other=0.0)
+    places = tl.program_id(1).to(tl.int64) * (2 * H * HALF * T) + 2 * angles
+    _rotate_pairs(q_ptr, places, cosine, sine, mask)
+    _rotate_pairs(k_ptr, places, cosine, sine, mask)
+
+
+def rotate_first_head(q: Tensor, k: Tensor, rotary: Tensor) -> None:
+    """Turn the pairs of neighbouring channels of head 0 by each frame's angles, in place: q, k (R, H, T, D).
+
+    rotary (2, T, D / 2) float32: cosine, sine.
+    """
+    R, H, T, D = q.shape
+    _rotate_first_head[(triton.cdiv(T, 32), R)](q, k, rotary, T, H=H, HALF=D // 2, BLOCK=32, num_warps=4)

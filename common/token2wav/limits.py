@@ -26,13 +26,14 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
 PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024)  # the same of prompts
 WINDOW_TOKENS = (160, 208, 256, 320, 416, 512, 768, 1024)  # of encoder windows
-WINDOW_FRAMES = (320, 416, 512, 640, 832, 1024, 1536)  # of the same windows in the UNet
+WINDOW_FRAMES = (320, 416, 512, 640, 832, 1024, 1536)  # of the same windows in the estimator
 STEP = 8  # the largest class of each kind is a multiple of it
 
 # Most of a whole batch, padding included: larger ones gain no speed, and their temporary tensors take 0.5 to 1 GB.
 DIT_FRAMES = 6656
 ENCODER_TOKENS = 26_624
 UNET_FRAMES = 13_312
+COSYVOICE3_FRAMES = 4096  # of twice the width of the others; not tuned on a GPU
 HIFT_FRAMES = 4096
 PREFILL_FRAMES = 2048  # one prompt of the longest, or several shorter ones
 # A batch of this many new tokens takes about 80 ms on an H200 (docs/results/token2wav.md), which bounds how long a
@@ -86,7 +87,7 @@ class BatchLimits:
 
     @cached_property
     def window_frames(self) -> tuple[int, ...]:
-        """The same in mel frames, for the UNet."""
+        """The same in mel frames, for the estimators that compute windows."""
         return _classes(WINDOW_FRAMES, TOKEN_MEL_RATIO * self._longest_window)
 
     @cached_property

@@ -27,7 +27,7 @@ from common.flow.config import CosyVoice3FlowConfig, DiTConfig, DiTFlowConfig, L
 from common.flow.encoder import SCORES_AT_ONCE
 from common.stacks import Stack
 from common.token2wav.limits import (
-    COSYVOICE3_BATCH_TOKENS,
+    COSYVOICE3_FRAMES,
     DIT_FRAMES,
     ENCODER_TOKENS,
     HIFT_FRAMES,
@@ -53,7 +53,7 @@ FLOW_NOISE = 5 * MIB
 ENCODER_VALUES = 20
 DIT_VALUES = 24
 UNET_VALUES = 28
-ROTARY_VALUES = 32  # estimated: CosyVoice3's estimator has no fused kernels and was not run on a GPU
+ROTARY_VALUES = 32  # estimated, not measured
 HIFT_VALUES = 250  # per sample
 SCORE_VALUES = 3
 FRAGMENTS = 1.25  # the tensors of one network do not fill the places of another's exactly
@@ -96,8 +96,7 @@ class Networks:
     def weights(self) -> int:
         """Bytes of the weights, of the copies of some in a fused form, and of the noise."""
         values = sum(map(math.prod, self.shapes.values()))
-        if not isinstance(self.flow, CosyVoice3FlowConfig):
-            values += sum(math.prod(shape) for name, shape in self.shapes.items() if _is_fused(name, shape))
+        values += sum(math.prod(shape) for name, shape in self.shapes.items() if _is_fused(name, shape))
         return values * self.flow_size + self.vocoder * self.vocoder_size + self.noise
 
     @property
@@ -144,7 +143,7 @@ class Networks:
             frames = _most(limits.sizes(limits.window_frames, UNET_FRAMES))
             return 2 * UNET_VALUES * self.flow.estimator.channels * frames * self.flow_size
         if isinstance(self.flow, CosyVoice3FlowConfig):
-            frames = max(limits.window_frames[-1], TOKEN_MEL_RATIO * COSYVOICE3_BATCH_TOKENS)
+            frames = _most(limits.sizes(limits.window_frames, COSYVOICE3_FRAMES))
             return 2 * ROTARY_VALUES * self.flow.estimator.width * frames * self.flow_size
         chunks, prompts = (limits.chunk_frames, DIT_FRAMES), (limits.prompt_frames, PREFILL_FRAMES)
         frames = max(_most(limits.sizes(*chunks)), _most(limits.sizes(*prompts)))
@@ -162,13 +161,13 @@ class Networks:
     def graphs(self, limits: BatchLimits) -> int:
         """Bytes of the CUDA graphs apart from temporary tensors."""
         encoded = limits.sizes(limits.window_tokens, ENCODER_TOKENS)
-        if isinstance(self.flow, CosyVoice3FlowConfig):  # neither its estimator nor its vocoder is captured
-            return GRAPH * len(encoded)
         vocoded = limits.sizes(limits.chunk_frames, HIFT_FRAMES), limits.sizes(limits.first_chunk_frames, HIFT_FRAMES)
-        solved = [limits.sizes(limits.window_frames, UNET_FRAMES)]
         if isinstance(self.flow, DiTFlowConfig):
             prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
             solved = [limits.sizes(limits.chunk_frames, DIT_FRAMES), prompts]
+        else:
+            most = COSYVOICE3_FRAMES if isinstance(self.flow, CosyVoice3FlowConfig) else UNET_FRAMES
+            solved = [limits.sizes(limits.window_frames, most)]
         return GRAPH * sum(map(len, (encoded, *solved, *vocoded)))
 
 

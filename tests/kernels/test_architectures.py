@@ -7,7 +7,7 @@ from common.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, tiles
 from tools.bench import kernels
 from tools.bench.kernels import SHARED_KIB, Launch, compiled, launches, pretended
 
-FLOW = {"add_norm_mish", "append", "attend_blocks", "attend_paged", "linear", "prepare", "snake"}
+FLOW = {"add_norm_mish", "append", "attend_blocks", "attend_paged", "linear", "prepare", "rotate_first_head", "snake"}
 DECODER = {"attend_pages", "draw", "gated", "join_parts", "project", "project_heads"}
 
 

@@ -1,17 +1,22 @@
-"""The kernels of the LLM under Triton's interpreter, compared with plain torch. A program of its own, because Triton
-decides at its import whether it interprets: `TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels`."""
+"""Kernels of the LLM and of CosyVoice3's flow under Triton's interpreter, compared with plain torch. A program of its
+own, because Triton decides at its import whether it interprets:
+`TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels`."""
 
-from unittest.mock import patch
+from importlib import import_module
 
 import torch
 from torch.testing import assert_close
 
-from common.kernels import decoder
+from common.constants import MEL_BINS
+from common.flow.config import RotaryDiTConfig
+from common.flow.cosyvoice3 import RotaryDiTEstimator
+from common.flow.layers import valid_frames
 from common.kernels.tiles import MULTIPLY_ADD
 from common.llm.batch_sampler import BatchSampler, SamplingRow
 from common.llm.engines.cuda.fused import Fused
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Operations, Places, Plain
 from common.llm.interface import Sampling
+from common.token2wav.cosyvoice3.fused import FusedRotaryDiT
 
 HEADS, KV_HEADS, D, HIDDEN, MLP, LAYER = 6, 2, 16, 24, 200, 1
 SLOTS, CONTEXT = 3, 3 * PAGE
@@ -89,7 +94,30 @@ def compare_draws() -> None:
     assert len(set(map(tuple, drawn))) > 2
 
 
+@torch.inference_mode()
+def compare_velocities() -> None:
+    """CosyVoice3's estimator: two streams, the second one padded, in more than one chunk of attention."""
+    torch.manual_seed(0)
+    config = RotaryDiTConfig(
+        width=48, depth=1, heads=3, head_dim=16, feed_forward=40, time_frequencies=16, conv_kernel=5, conv_groups=4,
+        chunk_frames=10,
+    )  # fmt: skip
+    network = RotaryDiTEstimator(config).eval()
+    for parameter in network.parameters():
+        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
+    frames, T, times = torch.tensor([24, 13]), 24, [0.0, 0.4]
+    x, mu, condition = torch.randn(3, 4, MEL_BINS, T)
+    speaker = torch.randn(4, MEL_BINS)
+    valid = valid_frames(frames, T).repeat(2, 1, 1)
+    expected = network(x, torch.full((4,), times[1]), mu, speaker, condition, valid, streaming=True)
+    rows = torch.cat([x, mu, speaker[:, :, None].expand_as(x), condition], dim=1).transpose(1, 2).contiguous()
+    found = FusedRotaryDiT(network, times).velocity(1, rows, frames).transpose(1, 2)
+    assert_close(found * valid, expected * valid, atol=1e-4, rtol=1e-4)
+
+
 if __name__ == "__main__":
-    with patch.object(decoder, "tiles", lambda dtype: MULTIPLY_ADD):
-        compare_layers()
+    for module in ("attention", "decoder", "linear"):  # each names its function as well
+        import_module(f"common.kernels.{module}").tiles = lambda dtype: MULTIPLY_ADD
+    compare_layers()
+    compare_velocities()
     compare_draws()

@@ -13,8 +13,10 @@ from common.token2wav.streaming import StreamingFlow
 from common.voice.prompt import Prompt
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
+GOLDEN3 = GOLDEN.with_name("golden_cosyvoice3")
 DIT = "item8b_dit_streaming_token2wav"
 UNET = "item8c_cosyvoice2_streaming_token2wav"
+COSYVOICE3 = "item6c_cosyvoice3_streaming_triton"
 VOICES_BYTES = 64 << 20
 
 

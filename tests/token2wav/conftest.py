@@ -10,8 +10,8 @@ from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise
 from common.token2wav.unet.streaming import UNetStreaming
 from tests.support.fake_engine import Client, Clock, FakeEngine, queue_behind_a_running_chunk, started
-from tests.support.streams import DIT, GOLDEN, UNET, VOICES_BYTES
-from tools.parity import flow_dit, flow_unet, hift
+from tests.support.streams import COSYVOICE3, DIT, GOLDEN, GOLDEN3, UNET, VOICES_BYTES
+from tools.parity import cosyvoice3, flow_dit, flow_unet, hift
 from tools.parity.fixture import Fixture
 
 
@@ -29,6 +29,16 @@ def dit_network():
 @pytest.fixture(scope="module")
 def unet_network():
     return flow_unet.build(Fixture(GOLDEN / f"{UNET}.json"), "cosyvoice2_flow_tiny.weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def rotary_network():
+    return cosyvoice3.build(Fixture(GOLDEN3 / f"{COSYVOICE3}.json"), "cosyvoice3_flow_tiny.weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def causal_hift():
+    return cosyvoice3.tiny_vocoder(Fixture(GOLDEN3 / f"{COSYVOICE3}.json"), "cosyvoice3_hift_tiny.weights.safetensors")
 
 
 @pytest.fixture

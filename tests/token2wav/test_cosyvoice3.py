@@ -22,32 +22,23 @@ from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, uniform_noise
 from common.token2wav.precision import Precision
 from common.token2wav.stream import Chunk, Stream, VocoderState
-from tests.conftest import ROOT
-from tests.support.streams import ids, prompt, unet_pieces
-from tools.parity import cosyvoice3
-from tools.parity.fixture import Fixture
+from tests.support.streams import GOLDEN3, ids, prompt, unet_pieces
 from tools.parity.manifests import run_manifests
 from tools.parity.runner import all_checks, run_folder
 
-GOLDEN = ROOT / "tests" / "assets" / "golden_cosyvoice3"
 LIMITS = BatchLimits(max_streams=4)
 AUDIO = 1e-4  # largest difference of streamed audio from the whole's, which is in -0.99..0.99
 MEL = 1e-5
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Fixture:
-    return Fixture(GOLDEN / "item6c_cosyvoice3_streaming_triton.json")
+def network(rotary_network) -> CosyVoice3Flow:
+    return rotary_network
 
 
 @pytest.fixture(scope="module")
-def network(recorded) -> CosyVoice3Flow:
-    return cosyvoice3.build(recorded, "cosyvoice3_flow_tiny.weights.safetensors")
-
-
-@pytest.fixture(scope="module")
-def hift(recorded) -> CausalHiFTGenerator:
-    return cosyvoice3.tiny_vocoder(recorded, "cosyvoice3_hift_tiny.weights.safetensors")
+def hift(causal_hift) -> CausalHiFTGenerator:
+    return causal_hift
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +79,15 @@ def spoken(vocoder: CausalVocoder, mels: Sequence[Tensor], schedules: Sequence[S
 
 @torch.inference_mode()
 def test_every_stored_output_is_computed_within_its_tolerance():
-    results = list(run_folder(GOLDEN))
+    results = list(run_folder(GOLDEN3))
     assert len(results) > 40
     assert not [f"{result.name}: {result.detail}" for result in results if result.verdict != "PASS"]
 
 
 def test_default_sizes_are_those_of_the_official_checkpoint():
-    verdicts = [result.verdict for result in run_manifests(GOLDEN / "manifests")]
+    verdicts = [result.verdict for result in run_manifests(GOLDEN3 / "manifests")]
     assert verdicts == ["PASS", "PASS"]
-    listed = json.loads((GOLDEN / "manifests" / "cosyvoice3_flow_pt.instantiated.json").read_text())
+    listed = json.loads((GOLDEN3 / "manifests" / "cosyvoice3_flow_pt.instantiated.json").read_text())
     sizes = CosyVoice3FlowConfig.from_shapes({key: torch.Size(shape) for key, shape in listed.items()})
     assert sizes == CosyVoice3FlowConfig()
 
@@ -282,5 +273,5 @@ def test_the_engine_speaks_chunk_by_chunk_and_renders_a_bad_chunk_again(network,
 
 
 def test_every_committed_fixture_has_a_check():
-    names = {path.stem for path in GOLDEN.glob("*.json") if not path.stem.endswith(".weights")}
+    names = {path.stem for path in GOLDEN3.glob("*.json") if not path.stem.endswith(".weights")}
     assert names and names <= all_checks().keys()

@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.constants import LOOKAHEAD_TOKENS, OVERLAP_FRAMES
-from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, encoder
-from common.flow.config import DiTConfig, EncoderConfig, UNetConfig
+from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, encoder
+from common.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
+from common.hift import CausalHiFTGenerator
 from common.hift.config import HiFTConfig
 from common.hift.generator import HiFTGenerator
 from common.process.metrics import FAILED, RETRIED
 from common.token2wav import encoder_window
+from common.token2wav.causal_hift.streaming import CausalVocoder
+from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.memory import GatheredSolve, PromptCaches
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.dit.streaming import DiTStreaming
@@ -27,10 +30,12 @@ from common.token2wav.graphs import Graphs
 from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.noise import flow_noise, source_noise, uniform_noise
 from common.token2wav.stream import Chunk, Stream, VocoderState
 from common.token2wav.unet.streaming import UNetStreaming
-from common.token2wav.window.streaming import PlainWindowSolve
+from common.token2wav.vocoder_graphs import GraphedRenderer
+from common.token2wav.window.graphs import GraphedWindowSolve
+from common.token2wav.window.streaming import PlainWindowSolve, WindowStreaming
 from common.voice.prompt import Prompt
 from tools.bench.token2wav import randomise
 
@@ -63,6 +68,14 @@ def unet() -> UNetFlow:
     return ready(UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=2))))
 
 
+@pytest.fixture(scope="module")
+def rotary() -> CosyVoice3Flow:
+    return ready(CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=2))))
+
+
+WINDOWS: dict[str, Callable[..., WindowStreaming]] = {"unet": UNetStreaming, "rotary": CosyVoice3Streaming}
+
+
 def prompts() -> list[Prompt]:
     """The second voice is an x-vector alone."""
     made = []
@@ -73,7 +86,7 @@ def prompts() -> list[Prompt]:
     return made
 
 
-def opened(flow: DiTStreaming | UNetStreaming, prompt: Prompt) -> Stream:
+def opened(flow: DiTStreaming | WindowStreaming, prompt: Prompt) -> Stream:
     return flow.open(prompt, VocoderState(0))
 
 
@@ -137,26 +150,26 @@ def test_voices_prefilled_together_on_a_gpu_equal_each_in_plain_form(
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
-def test_the_unet_on_a_gpu_equals_its_plain_form_up_to_rounding(
-    unet: UNetFlow, dtype: torch.dtype, bound: float
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_flow_of_windows_on_a_gpu_equals_its_plain_form_up_to_rounding(
+    kind: str, dtype: torch.dtype, bound: float, request: pytest.FixtureRequest
 ) -> None:
     """Streams become longer than the context window."""
-    limits = BatchLimits(max_streams=3)
-    plain = UNetStreaming(unet, flow_noise("cuda"), limits=limits, steps=STEPS, context_tokens=50, graphs=False)
-    plain._solve = PlainWindowSolve(unet, flow_noise("cuda"), STEPS)
-    served = copy.deepcopy(unet).to(dtype)
-    fused = UNetStreaming(served, flow_noise("cuda"), limits=limits, steps=STEPS, context_tokens=50)
+    network, options = request.getfixturevalue(kind), {"limits": BatchLimits(max_streams=3), "context_tokens": 50}
+    plain = WINDOWS[kind](network, flow_noise("cuda"), steps=STEPS, graphs=False, **options)
+    fused = WINDOWS[kind](copy.deepcopy(network).to(dtype), flow_noise("cuda"), steps=STEPS, **options)
+    assert isinstance(plain._solve, PlainWindowSolve) and isinstance(fused._solve, GraphedWindowSolve)
     assert worst_error(plain, fused, [(10, 18, 25), (25, 5, 25), (50, 60, 50), (100, 2, 100)]) < bound
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["dit", "unet"])
+@pytest.mark.parametrize("kind", ["dit", *WINDOWS])
 def test_whole_utterances_are_equal_with_and_without_graphs(kind: str, request: pytest.FixtureRequest) -> None:
     network, limits = request.getfixturevalue(kind), BatchLimits(max_streams=4)
 
-    def flow(graphs: bool) -> DiTStreaming | UNetStreaming:
-        if kind == "unet":
-            return UNetStreaming(network, flow_noise("cuda"), limits=limits, steps=STEPS, graphs=graphs)
+    def flow(graphs: bool) -> DiTStreaming | WindowStreaming:
+        if kind != "dit":
+            return WINDOWS[kind](network, flow_noise("cuda"), limits=limits, steps=STEPS, graphs=graphs)
         caches = PromptCaches(1 << 33)
         return DiTStreaming(network, flow_noise("cuda"), caches, limits=limits, steps=STEPS, graphs=graphs)
 
@@ -170,26 +183,56 @@ def test_whole_utterances_are_equal_with_and_without_graphs(kind: str, request: 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.float16, 3e-2)])
 def test_the_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.dtype, bound: float) -> None:
     """Rows of different lengths, first and later chunks; pitch and source are float32 in both forms."""
-    from common.token2wav.hift.graphs import GraphedRenderer
-
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
     hift.conv_post.weight *= 0.1  # with random weights samples would be clamped at the limit, which would hide errors
     hift.f0_predictor.classifier.bias += 200.0  # Hz: voiced, so that the audio depends on the phases that are carried
     noise = source_noise(hift.config.harmonics + 1, "cuda")
     pools = [OverlapPool(3, hift.config, torch.device("cuda")) for _ in range(2)]
     limits = BatchLimits(max_streams=4)
-    graphed = GraphedRenderer(copy.deepcopy(hift).body_to(dtype), pools[0], noise, limits)
+    graphed = GraphedRenderer(OverlapRenderer(copy.deepcopy(hift).body_to(dtype), pools[0], noise), limits)
     plain = OverlapRenderer(hift, pools[1], noise)
     slots, starts = torch.arange(3, device="cuda"), torch.zeros(3, dtype=torch.long, device="cuda")
-    for stage, lengths in (("first", (30, 50, 10)), ("later", (50, 10, 200)), ("later", (7, 100, 31))):
+    for begun, lengths in ((False, (30, 50, 10)), (True, (50, 10, 200)), (True, (7, 100, 31))):
         frames = torch.tensor(lengths, device="cuda")
         mel = torch.randn(3, 80, max(lengths), device="cuda") - 4
-        actual, expected = (getattr(renderer, stage)(mel, slots, starts, frames) for renderer in (graphed, plain))
+        actual, expected = (of.render(begun, mel, slots, starts, frames) for of in (graphed, plain))
         for row, count in enumerate(lengths):
             assert relative_error(actual[row, : 480 * count], expected[row, : 480 * count]) < bound
         turned = (pools[0].phases[:3] - pools[1].phases[:3] + 0.5) % 1 - 0.5  # cycles
         assert turned.abs().max() < 1e-2
-        starts = starts + frames - (OVERLAP_FRAMES if stage == "first" else 0)
+        starts = starts + frames - (0 if begun else OVERLAP_FRAMES)
+
+
+def causal() -> CausalHiFTGenerator:
+    hift = ready(CausalHiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
+    hift.conv_post.weight *= 0.1
+    hift.f0_predictor.classifier.bias += 200.0  # Hz: voiced
+    return hift
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.float16, 3e-2)])
+def test_the_causal_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.dtype, bound: float) -> None:
+    """Rows of different lengths, streams that end while others go on, first and later chunks."""
+    hift, noise, limits = causal(), uniform_noise(9, "cuda"), BatchLimits(max_streams=4)
+    plain = CausalVocoder(hift, noise, limits=limits, graphs=False)
+    graphed = CausalVocoder(copy.deepcopy(hift).body_to(dtype), noise, limits=limits)
+    assert plain._graphed is None and graphed._graphed is not None
+    streams = {of: [Stream(vocoder=of.open()) for _ in range(3)] for of in (plain, graphed)}
+    for lengths, ends in (((30, 50, 10), ()), ((50, 10, 200), (1,)), ((7, 0, 31), (0, 2))):
+        mels = {row: torch.randn(80, length, device="cuda") - 4 for row, length in enumerate(lengths) if length}
+        expected, actual = (
+            of.step(
+                [Chunk(streams[of][row], np.zeros(0, np.int64), row in ends, 0, 0, 0) for row in mels], [*mels.values()]
+            )
+            for of in (plain, graphed)
+        )
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert isinstance(ours, Tensor) and isinstance(theirs, Tensor) and len(ours) == len(theirs) > 0
+            assert relative_error(ours, theirs) < bound
+        for row in mels.keys() - set(ends):
+            before, after = (of.pool.past.phases[streams[of][row].vocoder.slot] for of in (plain, graphed))
+            assert ((after - before + 0.5) % 1 - 0.5).abs().max() < 1e-2  # cycles
 
 
 @torch.inference_mode()
@@ -218,10 +261,11 @@ def test_a_fused_layer_equals_its_unfused_operations(rows: int) -> None:
 
 
 @torch.inference_mode()
-def test_more_windows_than_a_graph_holds_are_rendered_in_parts(unet: UNetFlow) -> None:
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_more_windows_than_a_graph_holds_are_rendered_in_parts(kind: str, request: pytest.FixtureRequest) -> None:
     """Short windows come before long ones, so that each part alone would be padded to another length."""
-    limits = BatchLimits(max_streams=32)
-    flow = UNetStreaming(copy.deepcopy(unet).half(), flow_noise("cuda"), limits=limits, steps=STEPS)
+    limits, network = BatchLimits(max_streams=32), request.getfixturevalue(kind)
+    flow = WINDOWS[kind](copy.deepcopy(network).half(), flow_noise("cuda"), limits=limits, steps=STEPS)
     tokens = np.random.default_rng(0).integers(0, 6561, 400)
     hops = [25] * 12 + [330] * 12
     prompt = prompts()[2]
@@ -236,16 +280,20 @@ def test_more_windows_than_a_graph_holds_are_rendered_in_parts(unet: UNetFlow) -
 
 
 @torch.inference_mode()
-def test_more_mels_than_a_graph_holds_are_rendered_in_parts() -> None:
-    hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
-    hift.conv_post.weight *= 0.1
-    noise = source_noise(hift.config.harmonics + 1, "cuda")
-    vocoder = StreamingVocoder(hift, noise, limits=BatchLimits(max_streams=70))
+@pytest.mark.parametrize("kind", ["overlapping", "causal"])
+def test_more_mels_than_a_graph_holds_are_rendered_in_parts(kind: str, hift: HiFTGenerator) -> None:
+    limits = BatchLimits(max_streams=70)
+    vocoder: CausalVocoder | StreamingVocoder
+    if kind == "causal":
+        vocoder = CausalVocoder(causal(), uniform_noise(9, "cuda"), limits=limits)
+    else:
+        vocoder = StreamingVocoder(hift, source_noise(9, "cuda"), limits=limits)
     mels = torch.randn(40, 80, 200, device="cuda") - 4
     chunks = [Chunk(Stream(vocoder=vocoder.open()), np.zeros(0, np.int64), False, 0, 0, 0) for _ in range(41)]
     for part in (mels[:, :, :30], mels):  # a first chunk, then a long one
         together = vocoder.step(chunks[:40], list(part))
         (alone,) = vocoder.step(chunks[40:], [part[39]])
+        assert isinstance(alone, Tensor) and isinstance(together[39], Tensor)
         assert relative_error(together[39], alone) < 1e-2
 
 

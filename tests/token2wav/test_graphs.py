@@ -10,18 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.flow import DiTFlow
+from common.constants import LOOKAHEAD_TOKENS
+from common.flow import CosyVoice3Flow, DiTFlow, UNetFlow
 from common.flow.cache import KeyValues
+from common.flow.layers import valid_frames
+from common.flow.matching import time_schedule
+from common.hift import CausalHiFTGenerator
 from common.token2wav import graphs as graphs_module
+from common.token2wav import vocoder_graphs
+from common.token2wav.causal_hift.streaming import CausalVocoder
+from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.memory import GatheredSolve, NoContext, TailPool
 from common.token2wav.dit.solver import DiTSolver
-from common.token2wav.hift import graphs as hift_graphs
-from common.token2wav.hift.graphs import GraphedRenderer
-from common.token2wav.hift.overlap import OverlapPool
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, source_noise
-from common.token2wav.stream import Chunk, Stream
+from common.token2wav.noise import flow_noise, source_noise, uniform_noise
+from common.token2wav.stream import Chunk, Stream, VocoderState
+from common.token2wav.unet.streaming import UNetStreaming
+from common.token2wav.vocoder_graphs import GraphedRenderer
+from common.token2wav.window.graphs import GraphedWindowSolve
+from tests.support.streams import ids, prompt
 
 STEPS = 2
 
@@ -114,21 +122,64 @@ def test_prompts_prefilled_by_graphs_equal_the_plain_ones(
             torch.testing.assert_close(ours.history, theirs.history, atol=1e-4, rtol=1e-4)
 
 
+class InPlaceOf:
+    """The estimator itself in place of its fused form."""
+
+    def __init__(self, network: CosyVoice3Flow | UNetFlow) -> None:
+        self._estimator, self._times = network.decoder.estimator, time_schedule(STEPS)[0]
+
+    def velocity(self, step: int, x: Tensor, frames: Tensor) -> Tensor:
+        noisy, mu, speaker, condition = x.transpose(1, 2).chunk(4, dim=1)  # (R, T, 4 mel) -> 4 x (R, mel, T)
+        valid = valid_frames(frames, x.shape[1]).repeat(2, 1, 1)
+        time = torch.full((len(x),), self._times[step])
+        given = noisy, time, mu, speaker[:, :, 0], condition, valid
+        return self._estimator(*given, streaming=True).transpose(1, 2)  # (R, mel, T) -> (R, T, mel)
+
+
 @torch.inference_mode()
-def test_chunks_vocoded_by_graphs_equal_the_plain_ones_whatever_was_vocoded_before(
-    vocoder: StreamingVocoder, monkeypatch: pytest.MonkeyPatch
+def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_before(
+    unet_network: UNetFlow, rotary_network: CosyVoice3Flow
 ) -> None:
-    """More rows than a graph holds; a mel of the batch before is not finite; the flow overwrites mels it returned."""
-    network, limits = vocoder._plain.hift, BatchLimits(max_streams=3, max_hop_tokens=20)
-    noise = source_noise(network.config.harmonics + 1)
-    graphed, plain = (StreamingVocoder(network, noise, limits=limits) for _ in range(2))
-    graphed.pool = OverlapPool(limits.max_streams, network.config, torch.device("cpu"))
-    monkeypatch.setattr(hift_graphs, "HIFT_FRAMES", 95)
-    graphed._renderer = GraphedRenderer(network, graphed.pool, noise, limits)
-    assert max(graphed._renderer._later.sizes)[0] < 3
+    """Voices of other lengths in the same rows, a window beyond every graph, more windows than a graph holds."""
+    sizes, tokens = [(1, 64), (2, 64), (1, 104)], [ids(seed, 100) for seed in range(3)]
+    for kind, network in ((UNetStreaming, unet_network), (CosyVoice3Streaming, rotary_network)):
+        plain, graphed = (kind(network, flow_noise(), limits=BatchLimits(max_streams=3), steps=STEPS) for _ in range(2))
+        graphed._solve = GraphedWindowSolve(network, InPlaceOf(network), flow_noise(), sizes, STEPS)
+
+        def mels(flow: Any, voices: tuple[int, ...], ends: tuple[int, ...]) -> list[Tensor]:
+            streams = [flow.open(prompt(tokens, tokens=tokens), VocoderState(0)) for tokens in voices]
+            sent = [row[: end + LOOKAHEAD_TOKENS] for row, end in zip(tokens, ends, strict=True)]
+            return flow.render([flow.chunk(*pair, final=False) for pair in zip(streams, sent, strict=True)])
+
+        for batch in (((20, 12, 0), (20, 3, 24)), ((0, 30, 5), (10, 4, 20)), ((3, 9, 25), (90, 1, 2))):
+            for ours, theirs in zip(mels(graphed, *batch), mels(plain, *batch), strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["overlapping", "causal"])
+def test_chunks_vocoded_by_graphs_equal_the_plain_ones_whatever_was_vocoded_before(
+    kind: str, vocoder: StreamingVocoder, causal_hift: CausalHiFTGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than a graph holds; a mel of the batch before is not finite; the flow overwrites mels it returned; one
+    stream ends while the others go on."""
+    limits = BatchLimits(max_streams=3, max_hop_tokens=20)
+    monkeypatch.setattr(vocoder_graphs, "HIFT_FRAMES", 95)
+    graphed: Any
+    plain: Any
+    if kind == "causal":
+        noise = uniform_noise(causal_hift.config.harmonics + 1)
+        graphed, plain = (CausalVocoder(causal_hift, noise, limits=limits) for _ in range(2))
+        renderer = graphed._graphed = GraphedRenderer(graphed._plain, limits)
+    else:
+        network = vocoder._plain.hift
+        noise = source_noise(network.config.harmonics + 1)
+        graphed, plain = (StreamingVocoder(network, noise, limits=limits) for _ in range(2))
+        renderer = graphed._renderer = GraphedRenderer(graphed._plain, limits)
+    assert max(renderer._graphs[True].sizes)[0] < 3
     generator = torch.Generator().manual_seed(0)
 
-    def chunk(of: StreamingVocoder, final: bool, stream: Stream | None = None) -> Chunk:
+    def chunk(of: Any, final: bool, stream: Stream | None = None) -> Chunk:
         return Chunk(stream or Stream(vocoder=of.open()), np.zeros(0, np.int64), final, 0, 0, 0)
 
     bad = [chunk(graphed, False) for _ in range(3)]
@@ -137,12 +188,14 @@ def test_chunks_vocoded_by_graphs_equal_the_plain_ones_whatever_was_vocoded_befo
     for each in bad:
         graphed.close(each.stream.vocoder)
     streams = {of: [Stream(vocoder=of.open()) for _ in range(3)] for of in (graphed, plain)}
-    for lengths in ((30, 25, 6), (5, 40, 9), (12, 30, 1)):
+    for lengths, ends in (((30, 25, 6), ()), ((5, 40, 9), ()), ((12, 30, 1), (0,)), ((0, 8, 20), (1, 2))):
         mels = [torch.randn(80, length, generator=generator) - 4 for length in lengths]
         results = []
         for of in (graphed, plain):
             given = [mel.clone() for mel in mels]
-            results.append(of.step([chunk(of, False, stream) for stream in streams[of]], given))
+            rows = [row for row, length in enumerate(lengths) if length]
+            chunks = [chunk(of, row in ends, streams[of][row]) for row in rows]
+            results.append(of.step(chunks, [given[row] for row in rows]))
             for mel in given if of is graphed else []:
                 mel.fill_(torch.nan)
         for ours, theirs in zip(*results, strict=True):

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from common import stacks
+from common.flow import CosyVoice3Flow
+from common.flow.checkpoint import with_rotary
 from common.hift.checkpoint import split_weight_norm
 from common.process.metrics import FALLBACKS, RETRIED
+from common.stacks import Stack
 from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
@@ -108,21 +111,24 @@ def test_bfloat16_changes_the_mel_of_ten_steps_only_slightly(stack):
 def overflowing(network: torch.nn.Module) -> torch.nn.Module:
     """The same function with values beyond float16 in its first attention."""
     network = copy.deepcopy(network)
-    attention: Any = network.get_submodule("decoder.estimator.blocks.0.attn")
+    estimator: Any = network.get_submodule("decoder.estimator")
+    rotary = hasattr(estimator, "transformer_blocks")
+    attention = (estimator.transformer_blocks if rotary else estimator.blocks)[0].attn
     attention.to_v.weight *= 2.0**24
     attention.to_v.bias *= 2.0**24
-    attention.proj.weight *= 2.0**-24
+    (attention.to_out[0] if rotary else attention.proj).weight *= 2.0**-24
     return network
 
 
 def saved(directory: Path, flow: torch.nn.Module, hift: torch.nn.Module) -> Path:
-    torch.save(flow.state_dict(), directory / "flow.pt")
+    state = flow.state_dict()
+    torch.save(with_rotary(state, flow.config) if isinstance(flow, CosyVoice3Flow) else state, directory / "flow.pt")
     torch.save(split_weight_norm(hift.state_dict()), directory / "hift.pt")
     return directory
 
 
-def checked(directory: Path, precision: Precision) -> Precision:
-    return precision.checked(stacks.DIT, directory, "cpu", limits=BatchLimits(max_streams=2), steps=2)
+def checked(directory: Path, precision: Precision, stack: Stack = stacks.DIT) -> Precision:
+    return precision.checked(stack, directory, "cpu", limits=BatchLimits(max_streams=2), steps=2)
 
 
 AUTO_HALF = replace(HALF, automatic=frozenset({"flow", "vocoder"}))
@@ -143,6 +149,19 @@ def test_a_flow_that_overflows_computes_in_float32_unless_it_was_asked_for(tmp_p
     )
     with pytest.raises(ValueError, match=r"flow\.pt in torch\.float16: RMS error nan .*: set flow_precision to auto"):
         checked(directory, HALF)
+
+
+def test_cosyvoice3_in_float16_is_compared_with_float32(tmp_path, rotary_network, causal_hift, caplog):
+    caplog.set_level(logging.INFO)
+    fits, overflows = tmp_path / "fits", tmp_path / "overflows"
+    for directory, flow in ((fits, rotary_network), (overflows, overflowing(rotary_network))):
+        directory.mkdir()
+        saved(directory, flow, causal_hift)
+    assert checked(fits, AUTO_HALF, stacks.COSYVOICE3) == HALF
+    figures = [float(re.search(r"RMS error (\S+) of", line)[1]) for line in caplog.messages]
+    assert len(figures) == 2 and all(0 < figure < 0.01 for figure in figures)
+    assert checked(overflows, AUTO_HALF, stacks.COSYVOICE3) == Precision(torch.float32, torch.float16)
+    assert "flow.pt in torch.float16: RMS error nan of a fixed utterance" in caplog.text
 
 
 def test_a_precision_that_was_asked_for_is_obeyed_with_a_warning(tmp_path, dit_network, vocoder, caplog, monkeypatch):

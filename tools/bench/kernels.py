@@ -27,17 +27,19 @@ from triton.runtime.jit import JITFunction
 
 from common import kernels
 from common.constants import DIT_TAIL_FRAMES, MEL_BINS, SPEECH_VOCAB
-from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
-from common.flow.config import DiTConfig, EncoderConfig, UNetConfig
+from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
+from common.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
 from common.hift.config import HiFTConfig
 from common.llm.batch_sampler import RECENT
 from common.llm.engines.cuda.fused import FEW_TOKENS, Fused
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places
+from common.token2wav.cosyvoice3.fused import FusedRotaryDiT
 from common.token2wav.dit import graphs as dit_graphs
 from common.token2wav.dit.memory import TailPool
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import COSYVOICE3_FRAMES, UNET_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
-from common.token2wav.unet import graphs as unet_graphs
+from common.token2wav.unet.fused import FusedUNet
+from common.token2wav.window import graphs as window_graphs
 from tools.demo_model.llm import OFFICIAL as LLM_SIZES
 
 # Shared memory that one block can use, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
@@ -138,15 +140,19 @@ def _run_networks(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         dit = DiTFlow(DiTFlowConfig(encoder=NO_LAYERS, estimator=DiTConfig(depth=1))).to(dtype)
         unet = UNetFlow(UNetFlowConfig(encoder=NO_LAYERS, estimator=UNetConfig(mid_stages=1, blocks=1))).to(dtype)
+        rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1))).to(dtype)
         noise = NoiseTape(torch.empty(1, MEL_BINS))
     pool = TailPool(dit.config.estimator, dit.encoder_proj.weight, 1, limits.max_streams, DIT_TAIL_FRAMES)
     with (
         patch.object(dit_graphs, "Graphs", _every_size),
-        patch.object(unet_graphs, "Graphs", _every_size),
+        patch.object(window_graphs, "Graphs", _every_size),
         patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
         dit_graphs.GraphedSolve(dit, pool, noise, limits, 1)
-        unet_graphs.GraphedUNetSolve(unet, noise, limits, 1)
+        windows = [limits.sizes(limits.window_frames, most) for most in (UNET_FRAMES, COSYVOICE3_FRAMES)]
+        window_graphs.GraphedWindowSolve(unet, FusedUNet(unet.decoder.estimator, [0.0]), noise, windows[0], 1)
+        fused = FusedRotaryDiT(rotary.decoder.estimator, [0.0])
+        window_graphs.GraphedWindowSolve(rotary, fused, noise, windows[1], 1)
     channels, frames = HiFTConfig().channels // 2, limits.chunk_frames[-1]  # after the first upsampling
     for lengths in (None, torch.empty(1, dtype=torch.int64, device="meta")):
         kernels.snake(

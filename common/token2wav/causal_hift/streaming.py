@@ -13,6 +13,7 @@ from common.hift.checkpoint import load_causal_hift
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape, uniform_noise
 from common.token2wav.streaming import VocoderOptions
+from common.token2wav.vocoder_graphs import GraphedRenderer
 from common.token2wav.vocoding import BatchVocoder, StreamSlots
 
 
@@ -21,7 +22,7 @@ def load(path: Path, options: VocoderOptions) -> "CausalVocoder":
     hift = load_causal_hift(path, options.device).body_to(options.dtype)
     noise = uniform_noise(hift.config.harmonics + 1, options.device)
     load_exact = None if options.dtype == torch.float32 else partial(load_causal_hift, path, options.device)
-    return CausalVocoder(hift, noise, limits=options.limits, load_exact=load_exact)
+    return CausalVocoder(hift, noise, limits=options.limits, graphs=options.graphs, load_exact=load_exact)
 
 
 class PastPool(StreamSlots):
@@ -46,9 +47,44 @@ def empty_past(hift: CausalHiFTGenerator) -> KeptPast:
     return past
 
 
+class CausalRenderer:
+    """One pass for a batch of chunks, which reads their pasts from the pool and replaces them.
+
+    mel (B, 80, T): new frames, padded after each row's `frames` (B,). slots (B,): of the pool. starts (B,): the frame
+    where each goes on. ends (B,) bool: rows that end their streams.
+    """
+
+    def __init__(self, hift: CausalHiFTGenerator, pool: PastPool, noise: NoiseTape):
+        self.hift = hift
+        self.pool = pool
+        self.scratch = pool.scratch
+        self._noise = noise
+
+    def render(self, begun: bool, mel: Tensor, slots: Tensor, *others: Tensor, ending: bool = True) -> Tensor:
+        """Speech (B, N). ending: whether a row may end, for which there must be room; a CUDA graph always has it."""
+        starts, frames, ends = others
+        past = KeptPast(*(x[slots] for x in self.pool.past)) if begun else None
+        first = (starts + 1) * self.hift.config.hop if begun else starts
+        speech, following = self.hift(
+            mel, lambda samples: self._noise.gather(first, samples), frames, ends, past, ending=ending
+        )
+        # A row that is not finite leaves its stream as it was, so that it can be rendered again.
+        slots = torch.where(speech.sum(1).isfinite(), slots, self.scratch)
+        for kept, new in zip(self.pool.past, following, strict=True):
+            kept.index_copy_(0, slots, new)
+        return speech
+
+    def inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
+        """Those of a batch of padding rows."""
+        device = self.hift.conv_pre.weight.device
+        scratch = torch.full((B,), self.scratch, device=device)
+        mel = torch.zeros(B, self.hift.config.mel_bins, T, device=device)
+        return mel, scratch, torch.zeros_like(scratch), torch.full_like(scratch, T), torch.zeros_like(scratch).bool()
+
+
 class CausalVocoder(BatchVocoder):
-    """load_exact: loads the network in float32; without it, `hift` is that. pool: of another vocoder, whose streams are
-    rendered.
+    """graphs: by CUDA graphs on a GPU. load_exact: loads the network in float32; without it, `hift` is that. pool: of
+    another vocoder, whose streams are rendered.
     """
 
     def __init__(
@@ -57,12 +93,16 @@ class CausalVocoder(BatchVocoder):
         noise: NoiseTape,
         *,
         limits: BatchLimits,
+        graphs: bool = True,
         load_exact: Callable[[], CausalHiFTGenerator] | None = None,
         pool: PastPool | None = None,
     ):
+        device = hift.conv_pre.weight.device
         self.pool = pool or PastPool(limits.max_streams, hift)
-        super().__init__(self.pool, limits, hift.conv_pre.weight.device, needs=WITHHELD_FRAMES + 1)
+        super().__init__(self.pool, limits, device, needs=WITHHELD_FRAMES + 1)
         self._hift, self._noise, self._load_exact = hift, noise, load_exact
+        self._plain = CausalRenderer(hift, self.pool, noise)
+        self._graphed = GraphedRenderer(self._plain, limits) if graphs and device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
@@ -70,24 +110,17 @@ class CausalVocoder(BatchVocoder):
         return self.pool.nbytes
 
     def exact(self) -> "CausalVocoder":
-        """The same vocoder in float32, over the same streams, loaded for a single use."""
+        """The same vocoder in float32 by plain operations, over the same streams, loaded for a single use."""
         hift = self._load_exact() if self._load_exact else self._hift
-        return CausalVocoder(hift, self._noise, limits=self._limits, pool=self.pool)
+        return CausalVocoder(hift, self._noise, limits=self._limits, graphs=False, pool=self.pool)
 
     def _pass(
         self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]
     ) -> Tensor:
-        past = KeptPast(*(x[slots] for x in self.pool.past)) if begun else None
-        first = (starts + 1) * self._hift.config.hop if begun else starts
-        of_ends = torch.tensor(ends, device=mel.device)
-        speech, following = self._hift(
-            mel, lambda samples: self._noise.gather(first, samples), frames, of_ends, past, ending=any(ends)
-        )
-        # A row that is not finite leaves its stream as it was, so that it can be rendered again.
-        slots = torch.where(speech.sum(1).isfinite(), slots, self.pool.scratch)
-        for kept, new in zip(self.pool.past, following, strict=True):
-            kept.index_copy_(0, slots, new)
-        return speech
+        inputs = mel, slots, starts, frames, torch.tensor(ends, device=mel.device)
+        if self._graphed:
+            return self._graphed.render(begun, *inputs)
+        return self._plain.render(begun, *inputs, ending=any(ends))
 
     def _sent(self, frames: int, *, begun: bool, final: bool) -> tuple[int, int]:
         of_hift = {"begins": not begun, "ends": final}

@@ -5,11 +5,13 @@ the positions that they would have in a shorter utterance: the prompt's, then th
 """
 
 from pathlib import Path
+from typing import Any
 
 from common.flow.checkpoint import load_cosyvoice3_flow
-from common.token2wav.limits import COSYVOICE3_BATCH_TOKENS
+from common.token2wav.limits import COSYVOICE3_BATCH_TOKENS, COSYVOICE3_FRAMES
 from common.token2wav.noise import flow_noise
 from common.token2wav.streaming import FlowOptions
+from common.token2wav.window.graphs import FusedEstimator
 from common.token2wav.window.streaming import WindowStreaming
 
 
@@ -20,6 +22,10 @@ def load(path: Path, options: FlowOptions) -> "CosyVoice3Streaming":
 
 
 class CosyVoice3Streaming(WindowStreaming):
-    """The encoder runs in CUDA graphs on a GPU; the estimator has no fused form."""
-
     batch_tokens = COSYVOICE3_BATCH_TOKENS
+    graph_frames = COSYVOICE3_FRAMES
+
+    def _fused(self, estimator: Any, times: list[float]) -> FusedEstimator:
+        from common.token2wav.cosyvoice3.fused import FusedRotaryDiT  # its kernels need Triton
+
+        return FusedRotaryDiT(estimator, times)

@@ -54,8 +54,20 @@ class OverlapRenderer:
     def __init__(self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape):
         self.hift = hift
         self.pool = pool
+        self.scratch = pool.scratch
         self._noise = noise
         self._falling = falling_half(pool.speech.shape[1]).to(pool.speech.device)
+
+    def render(self, begun: bool, mel: Tensor, slots: Tensor, *others: Tensor) -> Tensor:
+        """`later` for chunks of streams that have `begun`, otherwise `first`."""
+        return (self.later if begun else self.first)(mel, slots, *others)
+
+    def inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
+        """Those of a batch of padding rows."""
+        device = self.pool.mel.device
+        scratch = torch.full((B,), self.scratch, device=device)
+        mel = torch.zeros(B, self.hift.config.mel_bins, T, device=device)
+        return mel, scratch, torch.zeros_like(scratch), torch.full_like(scratch, T)
 
     def first(self, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor) -> Tensor:
         """Speech (B, T * hop) of chunks that begin their streams."""

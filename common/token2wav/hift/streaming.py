@@ -19,6 +19,7 @@ from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape, source_noise
 from common.token2wav.stream import Chunk
 from common.token2wav.streaming import VocoderOptions
+from common.token2wav.vocoder_graphs import GraphedRenderer
 from common.token2wav.vocoding import BatchVocoder
 
 
@@ -50,11 +51,10 @@ class StreamingVocoder(BatchVocoder):
         super().__init__(self.pool, limits, device, needs=OVERLAP_FRAMES + 1)
         self._hift, self._noise, self._load_exact = hift, noise, load_exact
         self._hop = hift.config.hop
-        self._plain = self._renderer = OverlapRenderer(hift, self.pool, noise)
+        self._plain = OverlapRenderer(hift, self.pool, noise)
+        self._renderer: OverlapRenderer | GraphedRenderer = self._plain
         if graphs and device.type == "cuda":
-            from common.token2wav.hift.graphs import GraphedRenderer  # for GPUs only
-
-            self._renderer = GraphedRenderer(hift, self.pool, noise, limits)
+            self._renderer = GraphedRenderer(self._plain, limits)
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +72,7 @@ class StreamingVocoder(BatchVocoder):
     def _pass(
         self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]
     ) -> Tensor:
-        render = self._renderer.later if begun else self._renderer.first
-        return render(mel, slots, starts, frames)
+        return self._renderer.render(begun, mel, slots, starts, frames)
 
     def _sent(self, frames: int, *, begun: bool, final: bool) -> tuple[int, int]:
         sent = frames + (OVERLAP_FRAMES if begun else 0) - (0 if final else OVERLAP_FRAMES)

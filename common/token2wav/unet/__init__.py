@@ -1,1 +1,1 @@
-"""CosyVoice2's UNet flow over streams: its fused solve and CUDA graphs."""
+"""CosyVoice2's UNet flow over streams: its fused estimator."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from common.flow.checkpoint import load_unet_flow
-from common.flow.unet import UNetEstimator, UNetFlow
-from common.token2wav.limits import UNET_BATCH_TOKENS
-from common.token2wav.noise import NoiseTape, flow_noise
+from common.token2wav.limits import UNET_BATCH_TOKENS, UNET_FRAMES
+from common.token2wav.noise import flow_noise
 from common.token2wav.streaming import FlowOptions
+from common.token2wav.window.graphs import FusedEstimator
 from common.token2wav.window.streaming import WindowStreaming
 
 
@@ -22,14 +22,10 @@ def load(path: Path, options: FlowOptions) -> "UNetStreaming":
 
 
 class UNetStreaming(WindowStreaming):
-    """On a GPU with `graphs`, the solve is one of fused kernels."""
-
     batch_tokens = UNET_BATCH_TOKENS
+    graph_frames = UNET_FRAMES
 
-    def __init__(self, network: UNetFlow, noise: NoiseTape, *, graphs: bool = True, **options: Any):
-        super().__init__(network, noise, graphs=graphs, **options)
-        ours = isinstance(network.decoder.estimator, UNetEstimator)
-        if graphs and ours and network.spk_embed_affine_layer.weight.is_cuda:
-            from common.token2wav.unet.graphs import GraphedUNetSolve  # its kernels need Triton
+    def _fused(self, estimator: Any, times: list[float]) -> FusedEstimator:
+        from common.token2wav.unet.fused import FusedUNet  # its kernels need Triton
 
-            self._solve = GraphedUNetSolve(network, noise, self.limits, self._steps)
+        return FusedUNet(estimator, times)

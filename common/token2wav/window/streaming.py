@@ -2,6 +2,7 @@
 new. That bounds the cost of a chunk and needs no memory per stream.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, Self
@@ -11,15 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.accel.estimators import OnRuntime
 from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.layers import valid_frames
+from common.flow.matching import time_schedule
 from common.flow.unet import UNetFlow
 from common.token2wav.encoder_window import Window, with_ahead
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
 from common.token2wav.stream import VocoderState
 from common.token2wav.streaming import StreamingFlow
+from common.token2wav.window.graphs import FusedEstimator, GraphedWindowSolve
 from common.token2wav.window.window import WindowChunk, WindowStream, forgotten_tokens, noise_indices
 from common.voice.prompt import Prompt
 
@@ -32,10 +36,13 @@ class WindowSolve(Protocol):
 
 class WindowStreaming(StreamingFlow[WindowStream]):
     """Where chunks end on 25-token boundaries counted from the prompt's start and no token has left the window yet, the
-    mel equals that of the finished utterance rendered at once under the training masks. `graphs`: CUDA graphs on a GPU.
+    mel equals that of the finished utterance rendered at once under the training masks.
+
+    On a GPU with `graphs`, the solve is one of fused kernels in CUDA graphs, unless a runtime has the estimator.
     """
 
     cumulative = True
+    graph_frames: int  # most of a batch in a graph, padding included; see `limits`
 
     def __init__(
         self,
@@ -55,6 +62,14 @@ class WindowStreaming(StreamingFlow[WindowStream]):
         self._chunk_tokens = network.config.encoder.chunk_tokens
         self._context = context_tokens
         self._solve: WindowSolve = PlainWindowSolve(network, noise, steps)
+        if graphs and self._device.type == "cuda" and not isinstance(network.decoder.estimator, OnRuntime):
+            fused = self._fused(network.decoder.estimator, time_schedule(steps)[0])
+            sizes = limits.sizes(limits.window_frames, self.graph_frames)
+            self._solve = GraphedWindowSolve(network, fused, noise, sizes, steps)
+
+    @abstractmethod
+    def _fused(self, estimator: Any, times: list[float]) -> FusedEstimator:
+        """The network's estimator by fused kernels, at the flow times of the Euler steps."""
 
     @property
     def cache_bytes(self) -> int:
