@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,30 @@ import torch
 from common import stacks
 from common.config import AdmissionName, Token2WavConfig
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
-from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, load_dit_flow, load_unet_flow
-from common.hift.checkpoint import load_hift
-from common.hift.generator import HiFTGenerator
+from common.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    UNetFlow,
+    UNetFlowConfig,
+    load_cosyvoice3_flow,
+    load_dit_flow,
+    load_unet_flow,
+)
+from common.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, load_causal_hift, load_hift
 from common.stacks import Stack
+from common.token2wav.causal_hift.streaming import CausalVocoder
+from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, source_noise
+from common.token2wav.noise import NoiseTape, flow_noise, source_noise, uniform_noise
 from common.token2wav.precision import Precision
 from common.token2wav.stream import Stream
+from common.token2wav.streaming import StreamingFlow, Vocoder
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
 from tools.bench.token2wav_load import LoadResult, Piece, run_load
@@ -62,18 +74,50 @@ BATCHES = (1, 4, 16, 32, 64)
 CPU_LISTENERS = (1, 2, 3, 4, 6, 8)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A stack's flow at the official size, how its file is loaded, and the listeners at the same time of the loads."""
+Flow = CosyVoice3Flow | DiTFlow | UNetFlow
+HiFT = CausalHiFTGenerator | HiFTGenerator
 
-    flow: Callable[[], DiTFlow | UNetFlow]
-    load: Callable[[Path, str], DiTFlow | UNetFlow]
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A stack's networks at the official size, how their files are loaded, and their streaming forms.
+
+    listeners: at the same time, of the loads.
+    """
+
+    flow: Callable[[], Flow]
+    load_flow: Callable[[Path, str], Flow]
+    stream_flow: Callable[[Any, NoiseTape, BatchLimits], StreamingFlow]
+    hift: Callable[[], HiFT] = HiFTGenerator
+    load_hift: Callable[[Path, str], HiFT] = load_hift
+    stream_hift: Callable[..., Vocoder] = StreamingVocoder
+    noise: Callable[[int, str], NoiseTape] = source_noise
     listeners: tuple[int, ...]
 
 
 CASES = {
-    stacks.DIT: Case(lambda: DiTFlow(DiTFlowConfig()), load_dit_flow, (64, 128, 256, 320, 352, 384)),
-    stacks.UNET: Case(lambda: UNetFlow(UNetFlowConfig()), load_unet_flow, (32, 64, 80, 96)),
+    stacks.DIT: Case(
+        flow=lambda: DiTFlow(DiTFlowConfig()),
+        load_flow=load_dit_flow,
+        stream_flow=lambda flow, noise, limits: DiTStreaming(flow, noise, PromptCaches(32 << 30), limits=limits),
+        listeners=(64, 128, 256, 320, 352, 384),
+    ),
+    stacks.UNET: Case(
+        flow=lambda: UNetFlow(UNetFlowConfig()),
+        load_flow=load_unet_flow,
+        stream_flow=lambda flow, noise, limits: UNetStreaming(flow, noise, limits=limits),
+        listeners=(32, 64, 80, 96),
+    ),
+    stacks.COSYVOICE3: Case(
+        flow=lambda: CosyVoice3Flow(CosyVoice3FlowConfig()),
+        load_flow=load_cosyvoice3_flow,
+        stream_flow=lambda flow, noise, limits: CosyVoice3Streaming(flow, noise, limits=limits),
+        hift=lambda: CausalHiFTGenerator(HiFTConfig()),
+        load_hift=load_causal_hift,
+        stream_hift=CausalVocoder,
+        noise=uniform_noise,
+        listeners=(8, 16, 32, 48, 64),
+    ),
 }
 
 
@@ -102,50 +146,43 @@ def randomise(network: torch.nn.Module) -> None:
     for name, parameter in network.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim >= 2:
-            parameter.data = noise * parameter[0].numel() ** -0.5
+            noise *= parameter[0].numel() ** -0.5
         elif name.endswith("alpha") or ("norm" in name and name.endswith("weight")):
-            parameter.data = 1 + 0.1 * noise.abs()
+            noise = 1 + 0.1 * noise.abs()
         else:
-            parameter.data = 0.1 * noise
+            noise *= 0.1
+        parameter.data = noise.to(parameter.dtype)
 
 
 @dataclass
 class Subject:
-    """The networks and the engine that are timed."""
+    """What is timed: the flow in float32, the plain form of the vocoder, and the engine."""
 
-    flow: DiTFlow | UNetFlow
-    hift: HiFTGenerator
+    flow: Flow
+    vocoder: Vocoder
     engine: Token2Wav
     cumulative: bool
     device: torch.device
 
     @classmethod
     def build(cls, stack: Stack, models: Path | None, device: str, max_streams: int) -> "Subject":
+        case = CASES[stack]
         if models is None:
-            flow, hift = CASES[stack].flow(), HiFTGenerator()
+            flow, hift = case.flow(), case.hift()
             for network in (flow, hift):
                 randomise(network)
                 network.to(device).eval().requires_grad_(False)
         else:
             directory = models / stack.checkpoint
-            flow = CASES[stack].load(directory / stack.flow, device)
-            hift = load_hift(directory / stack.hift, device)
+            flow, hift = case.load_flow(directory / stack.flow, device), case.load_hift(directory / stack.hift, device)
         precision = Precision.named("auto", "auto", device)
         limits = BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary)
-        vocoder = StreamingVocoder(
-            copy.deepcopy(hift).body_to(precision.vocoder),
-            source_noise(hift.config.harmonics + 1, device),
-            limits=limits,
-        )
-        noise = flow_noise(device)
-        served = copy.deepcopy(flow).to(precision.flow)
-        streaming: DiTStreaming | UNetStreaming
-        if isinstance(served, DiTFlow):
-            streaming = DiTStreaming(served, noise, PromptCaches(32 << 30), limits=limits)
-        else:
-            streaming = UNetStreaming(served, noise, limits=limits)
+        noise = case.noise(hift.config.harmonics + 1, device)
+        plain = case.stream_hift(hift, noise, limits=replace(limits, max_streams=1), graphs=False)
+        vocoder = case.stream_hift(copy.deepcopy(hift).body_to(precision.vocoder), noise, limits=limits)
+        streaming = case.stream_flow(copy.deepcopy(flow).to(precision.flow), flow_noise(device), limits)
         engine = Token2Wav(streaming, vocoder, device)
-        return cls(flow, hift, engine, stack.cumulative, torch.device(device))
+        return cls(flow, plain, engine, stack.cumulative, torch.device(device))
 
     def step(self, batch: list[tuple[Stream, Piece]]) -> None:
         """Render a chunk of each stream."""
@@ -182,9 +219,7 @@ def plain_first_chunk(subject: Subject) -> float:
             rendered = window_flow.inference(
                 flow, tokens, prompt_tokens, mel, embedding, noise=noise, streaming=True, final=False
             )
-        samples = rendered.shape[2] * subject.hift.config.hop
-        silence = torch.zeros(1, samples, subject.hift.config.harmonics + 1, device=device)
-        subject.hift(rendered, silence)[0].cpu()
+        subject.vocoder.whole([rendered[0]])
 
     return statistics.median([subject.seconds(render) for _ in range(5)][2:])
 
@@ -247,10 +282,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--listeners", type=int, nargs="+", help="measure nothing but loads of this many, such as 256 512 1024"
     )
-    args = parser.parse_args(argv)
-    if stacks.named(args.stack) not in CASES:
-        parser.error(f"--stack {args.stack}: there is no benchmark for it yet")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -51,7 +51,7 @@ def encode(flow: UNetFlow | CosyVoice3Flow, token: Tensor, *, streaming: bool, f
     """Prompt and target tokens (B, T) -> encoder output (B, mel, 2T), or 6 frames less unless `final`."""
     if isinstance(flow, CosyVoice3Flow):
         length = token.shape[1] - (0 if final else flow.config.encoder.lookahead)
-        windows = torch.stack([torch.tensor(with_ahead(row.numpy(), length)) for row in token])
+        windows = torch.stack([torch.tensor(with_ahead(row.cpu().numpy(), length)) for row in token]).to(token.device)
         return flow.encode_window(windows, windows[..., 0]).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
     x = flow.input_embedding(token)
     context = None
