@@ -24,7 +24,11 @@ FAILED = ".failed"  # ending of the file that names the reason
 SUCCESS_AGE = Metric(
     "tts_model_success_age_seconds", "gauge", "Seconds since the model last answered a request or passed its own test"
 )
-FAILING = Metric("tts_model_failing", "gauge", "1 if the model has failed its own test and has done nothing since")
+FAILING = Metric(
+    "tts_model_failing",
+    "gauge",
+    "1 if the model has failed its own test and has done nothing since, or if the server goes on without it",
+)
 
 
 class Health:

@@ -282,3 +282,8 @@ def test_built_engines_are_served_as_the_version_of_tensorrt_llm_can(
     monkeypatch.setitem(sys.modules, "tensorrt_llm._tensorrt_engine", None)
     with pytest.raises(ValueError, match=r"TensorRT-LLM 1\.3\.0 serves no engine directories"):
         load_engine("tensorrt_llm", tmp_path, tokenizer, 1)
+
+
+def test_only_the_engine_cuda_can_be_given_another_gpu(genai_dir, tokenizer):  # noqa: F811
+    with pytest.raises(ValueError, match="'llm_gpu' 1 is for the engine cuda; onnxruntime_genai"):
+        load_engine("onnxruntime_genai", genai_dir, tokenizer, 1, gpu=1)
