@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
         """For T tokens."""
         if T <= 2:
             return self.decoder_one
-        return self.decoder_few if T <= 32 else self.decoder_many
+        return self.decoder_few if T <= 16 else self.decoder_many
 
     def linear(self, M: int, N: int, K: int, D: int) -> ProductTile:
         """For (M, K) x (K, N). D: width of a head, if a tile is one head; else 0."""
@@ -79,8 +79,7 @@ class Tiles(NamedTuple):
         return self.blocks_few if queries <= FEW_QUERIES else self.queries
 
 
-# The best of those measured on an H200, except a decoder's, which have not been run on a GPU. Each fits the shared
-# memory of the smallest architecture, 99 KiB.
+# The best of those measured on an H200. Each fits the shared memory of the smallest architecture, 99 KiB.
 TENSOR_CORES = Tiles(
     few=ProductTile(16, 32, 128, 4, 4),
     few_wide=ProductTile(16, 64, 128, 4, 4),
@@ -93,8 +92,8 @@ TENSOR_CORES = Tiles(
     paged_few=AttentionTile(16, 64, 4, 3),
     blocks_few=AttentionTile(32, 64, 4, 3),
     queries=AttentionTile(64, 64, 4, 3),
-    decoder_one=ProductTile(1, 4, 1024, 4, 1),
-    decoder_few=ProductTile(16, 32, 128, 2, 4),
+    decoder_one=ProductTile(1, 4, 1024, 8, 1),
+    decoder_few=ProductTile(16, 32, 64, 2, 6),
     decoder_many=ProductTile(64, 64, 64, 4, 4),
 )
 # The largest of those tried that spill no registers or hardly any (docs/results/kernels.md); not yet tuned on a GPU.

@@ -54,11 +54,9 @@ class Decoder:
         width, rows = len(weights.bias), slots + 1  # the last slot is for rows without a request
         self._tables = self._integers(rows, -(-sizes.context // PAGE)).fill_(SCRATCH)
         # By slot
-        self._last = self._integers(rows)  # id of the last token, which the next step computes
-        self._lengths = self._integers(rows)  # tokens before it
-        self._drawn = self._integers(rows)  # tokens of the answer
-        self._most = self._integers(rows)  # of these
-        self._seeds = self._integers(rows)
+        self._numbers = self._integers(rows, 5)
+        # Id of the last token, which the next step computes; tokens before it; tokens of the answer; the most of these
+        self._last, self._lengths, self._drawn, self._most, self._seeds = self._numbers.T
         self._ended = torch.ones(rows, dtype=torch.bool, device=device)
         self._ends = torch.zeros(rows, width, dtype=torch.bool, device=device)
         self._sampling = torch.ones(rows, len(SamplingRow._fields), device=device)
@@ -84,17 +82,20 @@ class Decoder:
         width = len(self._weights.bias)
         seed = request.sampling.seed
         sampling = SamplingRow.of(request.sampling, width)
+        numbers = (
+            ids[-1],
+            len(ids) - 1,
+            0,
+            request.sampling.max_tokens,
+            random.getrandbits(32) if seed is None else seed,
+        )
+        ends = np.zeros(width, bool)
+        ends[[end - first for end in request.end_ids if 0 <= end - first < width]] = True
         self._tables[slot, : len(pages)] = on_device(pages, self._device)
-        self._last[slot] = ids[-1]
-        self._lengths[slot] = len(ids) - 1
-        self._drawn[slot] = 0
-        self._most[slot] = request.sampling.max_tokens
-        self._seeds[slot] = random.getrandbits(32) if seed is None else seed
-        self._ended[slot] = False
-        self._ends[slot] = False
+        self._numbers[slot] = on_device(numbers, self._device)
         self._sampling[slot] = on_device(sampling, self._device)
-        ends = [end - first for end in request.end_ids if 0 <= end - first < width]
-        self._ends[slot].index_fill_(0, on_device(ends, self._device).long(), True)
+        self._ends[slot] = on_device(ends, self._device)
+        self._ended[slot] = False
         self._sampler.start(slot, [token - first for token in ids])
 
     def prefill(self, pieces: Sequence[PromptPiece]) -> None:

@@ -8,7 +8,7 @@ from common import kernels
 from common.llm.batch_sampler import BatchSampler
 from common.llm.engines.cuda.operations import Places
 
-FEW_TOKENS = 32  # up to here the weights are what takes time to read, and our own products are faster
+FEW_TOKENS = 16  # up to here the weights are what takes time to read, and our own products are faster
 MOST_TILES = 1024  # of a product of few tokens
 
 
