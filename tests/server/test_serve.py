@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
 import async_timeout
@@ -16,7 +17,7 @@ from tests.support.serve_process import ServeProcess, StreamResult, get, rendere
 
 pytestmark = pytest.mark.server
 
-LONG = "word " * 90
+LONG = "word " * 200  # about 12 s of audio
 SHORT = "A short sentence."
 
 
@@ -25,60 +26,26 @@ def repository(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return rendered(demo_models, tmp_path_factory.mktemp("serve") / "repository")
 
 
-@pytest.fixture
-def server(repository: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
-    with serve_process(repository, tmp_path / "log", *getattr(request, "param", ())) as running:
+@pytest.fixture(scope="module")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """The test of SIGTERM, its last one, ends it. A busy machine may need long for the streams that are running then."""
+    options = ("--notice-seconds", "2", "--drain-seconds", "200")
+    with serve_process(repository, tmp_path_factory.mktemp("log") / "log", *options) as running:
         yield running
 
 
-async def synthesize_while_it_stops(server: ServeProcess, streams: int) -> tuple[list[StreamResult], StreamResult]:
-    """Long streams, SIGTERM once all have begun, then a late stream: their results and that of the late one."""
-    async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
-        outcomes = [StreamResult() for _ in range(streams)]
-        speaking = [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes]
-        await asyncio.gather(*(outcome.begun.wait() for outcome in outcomes))
-        assert sum_of(server.page(), LIVE.name) >= streams - 1  # the page is a quarter of a second old
-        server.terminate()
-        await asyncio.sleep(0.5)
-        assert server.readiness() == (503, "stopping")
-        late = await synthesize(connection, SHORT, StreamResult())
-        await asyncio.gather(*speaking)
-    return outcomes, late
-
-
-def test_sigterm_refuses_new_streams_and_lets_running_ones_end(server: ServeProcess) -> None:
-    assert server.readiness() == (200, "ready")
-    outcomes, late = asyncio.run(synthesize_while_it_stops(server, 3))
-    assert late.error is not None and "is shutting down" in late.error and late.samples == 0
-    assert [outcome.error for outcome in outcomes] == [None] * 3
-    assert server.process.wait(20) == 0
-    assert "all requests ended" in (server.process.stderr.read() if server.process.stderr else "")
-
-
-@pytest.mark.parametrize("server", [("--drain-seconds", "1")], indirect=True)
-def test_streams_that_exceed_the_drain_limit_end_with_an_error(server: ServeProcess) -> None:
-    begun = time.monotonic()
-    outcomes, _ = asyncio.run(synthesize_while_it_stops(server, 3))
-    assert all(outcome.error is not None for outcome in outcomes)
-    assert server.process.wait(20) == 0
-    assert time.monotonic() - begun < 30
-
-
-@pytest.mark.parametrize("server", [("--notice-seconds", "5")], indirect=True)
-def test_the_health_page_reports_the_stop_before_any_request_is_refused(server: ServeProcess) -> None:
-    async def run() -> StreamResult:
-        async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
-            server.terminate()
-            async with async_timeout.timeout(60):
-                while server.readiness() != (503, "stopping"):
-                    await asyncio.sleep(0.05)
-            return await synthesize(connection, SHORT, StreamResult())
-
-    assert asyncio.run(run()).error is None
-    assert server.process.wait(20) == 0
+async def begin_streams(server: ServeProcess, connection: triton.InferenceServerClient) -> list[asyncio.Task[Any]]:
+    """Long streams, of which each has begun."""
+    outcomes = [StreamResult() for _ in range(2)]
+    speaking = [asyncio.create_task(synthesize(connection, LONG, outcome)) for outcome in outcomes]
+    await asyncio.gather(*(outcome.begun.wait() for outcome in outcomes))
+    assert sum_of(server.page(), LIVE.name) >= len(outcomes) - 1  # the page is a quarter of a second old
+    return speaking
 
 
 def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> None:
+    assert server.readiness() == (200, "ready")
+
     async def run() -> None:
         async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
             assert (await synthesize(connection, SHORT, StreamResult())).error is None
@@ -101,6 +68,45 @@ def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> Non
     for method, status, length in (("HEAD", 200, "5"), ("OPTIONS", 204, None)):
         with urlopen(Request(f"http://127.0.0.1:{server.health}/live", method=method), timeout=10) as answer:
             assert (answer.status, answer.headers["content-length"], answer.read()) == (status, length, b"")
+
+
+def test_after_sigterm_requests_are_accepted_for_a_while_then_refused_and_running_ones_end(
+    server: ServeProcess,
+) -> None:
+    """The health page reports the stop at once, so that load balancers have stopped sending before that."""
+
+    async def run() -> list[StreamResult]:
+        async with (
+            async_timeout.timeout(240),
+            triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection,
+        ):
+            speaking = await begin_streams(server, connection)
+            server.terminate()
+            while server.readiness() != (503, "stopping"):
+                await asyncio.sleep(0.05)
+            late = [await synthesize(connection, SHORT, StreamResult())]
+            while late[-1].error is None:
+                late.append(await synthesize(connection, SHORT, StreamResult()))
+            assert len(late) > 1 and "is shutting down" in late[-1].error and late[-1].samples == 0
+            return await asyncio.gather(*speaking)
+
+    assert [outcome.error for outcome in asyncio.run(run())] == [None] * 2
+    assert server.process.wait(20) == 0
+    assert "all requests ended" in (server.process.stderr.read() if server.process.stderr else "")
+
+
+def test_streams_that_exceed_the_drain_limit_end_with_an_error(repository: Path, tmp_path: Path) -> None:
+    async def run(server: ServeProcess) -> list[StreamResult]:
+        async with triton.InferenceServerClient(f"127.0.0.1:{server.grpc}") as connection:
+            speaking = await begin_streams(server, connection)
+            server.terminate()
+            return await asyncio.gather(*speaking)
+
+    with serve_process(repository, tmp_path / "log", "--drain-seconds", "1") as server:
+        begun = time.monotonic()
+        assert all(outcome.error is not None for outcome in asyncio.run(run(server)))
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - begun < 30
 
 
 def test_the_response_cache_is_in_memory_or_in_redis() -> None:

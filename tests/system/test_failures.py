@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from common.client import grpc_client
 from common.client.requests import ClientError, Utterance, read_reference
-from common.server.tritonserver import ServerError, free_port
+from common.server.tritonserver import ServerError
 from tests.support import failing_llm
 from tests.support.server_requests import MODELS, TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, process_of, stream
 
@@ -27,8 +27,9 @@ def voice() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def llm_and_server(serve: Serve) -> Any:
+    settings = {"model_timeout": "3", "max_start_wait_seconds": "1"}
     with failing_llm.failing_llm() as llm:
-        yield llm, serve(stack="dit", llm_transport="openai", llm_urls=(llm.url,))
+        yield llm, serve(stack="dit", llm_transport="openai", llm_urls=(llm.url,), settings=settings)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in get_args(failing_llm.Mode) if mode != "good"])
@@ -46,31 +47,27 @@ def test_a_failing_llm_server_is_an_error_within_five_seconds(
     assert_speech(stream(server.grpc_url, MODELS["dit"], utterance))
 
 
-def test_an_llm_server_that_is_down_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack="dit", llm_transport="openai", llm_urls=(f"http://127.0.0.1:{free_port()}",))
+def test_an_llm_server_that_is_down_is_an_error_within_five_seconds(llm_and_server: Any, voice: np.ndarray) -> None:
+    llm, server = llm_and_server
+    llm.stop()
     begun = time.monotonic()
     with pytest.raises(ClientError, match="cannot be reached"):
         stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
     assert time.monotonic() - begun < 5
+    llm.start()
+    assert_speech(stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT)))
 
 
-def test_an_llm_model_whose_process_has_died_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack="dit", settings={"model_timeout": "3", "max_start_wait_seconds": "1"})
-    os.kill(process_of(server, "tensorrt_llm"), signal.SIGKILL)
-    for _ in range(2):  # the first request finds it dead, the second one starts after that
-        begun = time.monotonic()
-        with pytest.raises(ClientError, match="tensorrt_llm|LLM"):
-            stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
-        assert time.monotonic() - begun < 5
-
-
-def test_the_death_of_a_models_process_ends_live_streams_and_is_reported(serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack="dit", settings={"model_timeout": "2", "max_start_wait_seconds": "1"})
+def test_the_death_of_a_models_process_ends_live_streams_and_is_reported(
+    llm_and_server: Any, voice: np.ndarray
+) -> None:
+    """The last test of this server."""
+    server = llm_and_server[1]
     begun = 0.0
 
     async def kill_after_the_first_chunk() -> None:
         nonlocal begun
-        utterance = Utterance("word " * 100, voice, VOICE_TEXT)
+        utterance = Utterance("word " * 400, voice, VOICE_TEXT)
         async with grpc_client.triton.InferenceServerClient(server.grpc_url) as connection:
             async for _ in grpc_client.chunks(connection, MODELS["dit"], utterance, 60.0):
                 if not begun:
@@ -83,3 +80,13 @@ def test_the_death_of_a_models_process_ends_live_streams_and_is_reported(serve: 
     # tritonserver aborts if the process died while holding the lock they share
     with pytest.raises(ServerError, match="the process of model token2wav_dit has died|ended unexpectedly with code"):
         server.wait()
+
+
+def test_an_llm_model_whose_process_has_died_is_an_error_within_five_seconds(serve: Serve, voice: np.ndarray) -> None:
+    server = serve(stack="dit", settings={"model_timeout": "3", "max_start_wait_seconds": "1"})
+    os.kill(process_of(server, "tensorrt_llm"), signal.SIGKILL)
+    for _ in range(2):  # the first request finds it dead, the second one starts after that
+        begun = time.monotonic()
+        with pytest.raises(ClientError, match="tensorrt_llm|LLM"):
+            stream(server.grpc_url, MODELS["dit"], Utterance(TEXT, voice, VOICE_TEXT))
+        assert time.monotonic() - begun < 5
