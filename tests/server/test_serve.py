@@ -28,7 +28,7 @@ def repository(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    """The test of SIGTERM, its last one, ends it. A busy machine may need long for the streams that are running then."""
+    """The test of SIGTERM, its last one, ends it. The limit is for the streams that are running then."""
     options = ("--notice-seconds", "2", "--drain-seconds", "200")
     with serve_process(repository, tmp_path_factory.mktemp("log") / "log", *options) as running:
         yield running

@@ -176,9 +176,9 @@ def test_curl_uploads_a_recording_and_gets_a_wav(speech_stack: SpeechStack, tmp_
     assert load_audio(path, SAMPLE_RATE).size > SAMPLE_RATE / 2
 
 
-@pytest.mark.serial
-def test_clients_that_disconnect_free_their_streams_in_triton_within_a_second(speech_stack: SpeechStack) -> None:
-    """token2wav has few slots and no stream in it expires by itself, so one that kept its slot would delay the next."""
+def test_clients_that_disconnect_free_their_streams_in_triton(speech_stack: SpeechStack) -> None:
+    """token2wav has few slots and no stream in it expires by itself, so one that kept its slot would delay the next
+    until its long text has been rendered."""
 
     create = speech_stack.client.with_options(max_retries=0).audio.speech.with_streaming_response.create
 
@@ -197,13 +197,13 @@ def test_clients_that_disconnect_free_their_streams_in_triton_within_a_second(sp
         """How much longer a new client waits for slots that were just freed than for a free one."""
         alone, usual = first_byte("Hi.")
         alone.close()
-        for other in [first_byte(LONG)[0] for _ in range(MAX_STREAMS)]:
+        for other in [first_byte(LONG * 4)[0] for _ in range(MAX_STREAMS)]:
             other.close()
         client, waited = first_byte("Hi.")
         client.close()
         return waited - usual
 
-    assert any(freed_after() < 1.0 for _ in range(3))  # the best of three, because the machine may be busy
+    assert any(freed_after() < 2.0 for _ in range(3))  # the best of three, because the machine may be busy
 
 
 def test_the_socket_speaks_a_text_that_arrives_in_pieces(speech_stack: SpeechStack) -> None:

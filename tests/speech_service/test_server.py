@@ -98,7 +98,7 @@ def test_the_sidecar_starts_and_stops_with_the_block_and_signals_its_unexpected_
 @pytest.mark.serial
 def test_the_benchmark_measures_a_small_load(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "bench"
-    options: dict[str, Any] = {"streams": 30, "length": 2, "seconds": 2, "requests": 150, "output": output}
+    options: dict[str, Any] = {"streams": 30, "length": 1, "seconds": 1, "requests": 100, "output": output}
     assert (
         bench_speech_server.main([word for name, value in options.items() for word in (f"--{name}", str(value))]) == 0
     )

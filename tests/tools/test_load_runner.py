@@ -29,7 +29,7 @@ from tools.load import runner
 pytestmark = pytest.mark.serial
 
 VOICE = str(ROOT / "tests" / "assets" / "reference_zh.wav")
-FIRST, PAUSE, CHUNKS = 0.3, 0.4, 5
+FIRST, PAUSE, CHUNKS = 0.3, 0.4, 3
 SCHEDULE = [FIRST + index * PAUSE for index in range(CHUNKS)]  # seconds from the request to each chunk
 CHUNK_SECONDS = 0.5  # longer than the pause, so that there is no gap
 MANIFEST = str(ROOT / "tests" / "assets" / "manifest.jsonl")
@@ -98,11 +98,11 @@ def test_latencies_at_200_streams_are_those_of_a_client_that_does_nothing_else(
 ) -> None:
     """Within 5 ms. One of three attempts must pass, because other processes on the machine delay either client."""
     rows = manifest(tmp_path, ["Hello."])
-    more = ("--manifest-path", rows, "--num-tasks", 200, "--num-requests", 400, "--warmup-requests", 50)
+    more = ("--manifest-path", rows, "--num-tasks", 200, "--num-requests", 200, "--warmup-requests", 50)
     late = []
     for attempt in range(3):
         assert client_grpc.main(command(stub, tmp_path / str(attempt), *more)) == 0
-        ours, bare = lateness(summary(tmp_path / str(attempt))), asyncio.run(bare_lateness(stub.address, 200, 2))
+        ours, bare = lateness(summary(tmp_path / str(attempt))), asyncio.run(bare_lateness(stub.address, 200))
         late.append([round(float(np.percentile(np.abs(both), 95)), 1) for both in (ours, bare)])
         if late[-1][0] <= late[-1][1] + 5:
             return
@@ -112,27 +112,24 @@ def test_latencies_at_200_streams_are_those_of_a_client_that_does_nothing_else(
     pytest.fail(percentiles)
 
 
-async def bare_lateness(address: str, tasks: int, turns: int) -> np.ndarray:
-    """Lateness (tasks * turns, chunks) in ms of as many requests, by a client that only reads the clock."""
+async def bare_lateness(address: str, tasks: int) -> np.ndarray:
+    """Lateness (tasks, chunks) in ms of as many requests at once, by a client that only reads the clock."""
     texts = np.array([["Hello."]], dtype=object)
     text = InferInput("target_text", [1, 1], "BYTES").set_data_from_numpy(texts)
 
-    async def stream(connection: triton.InferenceServerClient) -> list[list[float]]:
-        late = []
-        for _ in range(turns):
-            begun, arrivals = time.perf_counter(), []
+    async def stream(connection: triton.InferenceServerClient) -> list[float]:
+        begun, arrivals = time.perf_counter(), []
 
-            async def requests() -> AsyncIterator[dict[str, Any]]:
-                yield {"model_name": stacks.DEFAULT.orchestrator, "inputs": [text]}
+        async def requests() -> AsyncIterator[dict[str, Any]]:
+            yield {"model_name": stacks.DEFAULT.orchestrator, "inputs": [text]}
 
-            async for _result, error in connection.stream_infer(requests()):
-                assert error is None
-                arrivals.append(time.perf_counter() - begun)
-            late.append([1e3 * (arrival - due) for arrival, due in zip(arrivals, SCHEDULE, strict=True)])
-        return late
+        async for _result, error in connection.stream_infer(requests()):
+            assert error is None
+            arrivals.append(time.perf_counter() - begun)
+        return [1e3 * (arrival - due) for arrival, due in zip(arrivals, SCHEDULE, strict=True)]
 
     async with triton.InferenceServerClient(address) as connection:
-        return np.concatenate(await asyncio.gather(*(stream(connection) for _ in range(tasks))))
+        return np.array(await asyncio.gather(*(stream(connection) for _ in range(tasks))))
 
 
 def test_a_failing_request_does_not_stop_or_delay_the_others(
@@ -172,7 +169,7 @@ def test_a_listener_sends_its_next_request_after_the_audio_has_been_played(
     assert benchmark.main(["--servers", stub.address, "--listeners", "1", *more]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     played = SCHEDULE[0] + len(SCHEDULE) * CHUNK_SECONDS
-    assert result["rows"][0]["processing_seconds"] == pytest.approx(played + SCHEDULE[-1], abs=0.1)
+    assert -0.01 < result["rows"][0]["processing_seconds"] - (played + SCHEDULE[-1]) < 0.5
     assert result["label"] == "Listeners"
 
 
@@ -187,15 +184,18 @@ def test_a_server_that_dies_or_hangs_ends_the_run_within_10_s_with_a_report(
         more = ("--manifest-path", rows, "--num-tasks", 4, "--num-requests", 500, "--warmup-requests", 0)
         killed = []
 
-        def send() -> None:
+        def send_after_the_first_round() -> None:
+            deadline = time.monotonic() + 60
+            while len(list((tmp_path / "log").glob("*.wav"))) < 4 and time.monotonic() < deadline:
+                time.sleep(0.05)
             killed.append(time.monotonic())
             stub.process.send_signal(sent_signal)
 
-        timer = threading.Timer(3.0, send)
-        timer.start()
+        sender = threading.Thread(target=send_after_the_first_round)
+        sender.start()
         assert client_grpc.main(command(stub, tmp_path / "log", "--client", client, *more)) == 1
         assert time.monotonic() - killed[0] < 10
-        timer.join()
+        sender.join()
     result = summary(tmp_path / "log")
     assert result["requests"] - result["errors"] == 4, "the first round was finished"
     assert result["unsent"] >= 490 and "stopped answering" in result["lost_servers"][stub.address]
