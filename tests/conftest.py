@@ -31,6 +31,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (item.path != LONGEST_FILE, item.get_closest_marker("server") is None))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The serial tests are in few files, and importing the others takes ten seconds."""
+    if config.option.markexpr == "serial" and collection_path.name.startswith("test_"):
+        return "mark.serial" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def float32_on_every_cpu() -> Iterator[None]:
     """Flows compute in float32 on every CPU, unless a test chooses otherwise. In bfloat16, which "auto" selects on CPUs
@@ -108,7 +115,7 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         options["settings"] = defaults | options.get("settings", {})
         wanted = StackOptions(models_dir=demo_models, stack=stack, decoupled=decoupled, device="cpu", **options)
         current = next((server for known, server in running if known == wanted), None)
-        if current is not None:
+        if current is not None and current.model_processes():  # a test may have killed it
             return current
         _stop(running)
         directory = tmp_path_factory.mktemp("stack")

@@ -1,7 +1,6 @@
 """The speech service as a process: options, environment, shutdown, as a sidecar of a tritonserver, under load."""
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -14,14 +13,12 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-import soundfile as sf
 
 from common.server.tritonserver import ServerError, free_port
-from common.speech_service.settings import Settings
 from common.speech_service.sidecar import speech_service
 from scripts import speech_server
 from tests.conftest import ROOT
-from tests.support.speech_fixtures import RECORDING, serving, stub_triton, until
+from tests.support.speech_fixtures import stub_triton, until
 from tools.bench import speech_server as bench_speech_server
 from tools.bench.triton_stub import TritonStub
 
@@ -109,23 +106,3 @@ def test_the_benchmark_measures_a_small_load(tmp_path: Path, capfd: pytest.Captu
     settled = len(figures["memory_mib"]) // 3
     assert figures["memory_mib"][-1] - figures["memory_mib"][settled] < 10
     assert "added" in capfd.readouterr().out
-
-
-@pytest.mark.server
-def test_the_unet_stack_without_streaming(serve: Any, tmp_path: Path) -> None:
-    triton = serve(stack="unet", decoupled=False)
-    with serving(Settings(urls=(triton.grpc_url,), voices_dir=tmp_path)) as url:
-        files = {"ref_audio": RECORDING.read_bytes()}
-        fields = {
-            "input": "Hello.",
-            "model": "cosyvoice2",
-            "response_format": "wav",
-            "speed": "2",
-            "seed": "1",
-            "max_tokens": "40",
-        }
-        fast = httpx.post(f"{url}/v1/audio/speech", data=fields, files=files, timeout=60)
-        usual = httpx.post(f"{url}/v1/audio/speech", data={**fields, "speed": "1"}, files=files, timeout=60)
-        assert fast.status_code == usual.status_code == 200, fast.text
-        lengths = [sf.info(io.BytesIO(answer.content)).duration for answer in (fast, usual)]
-        assert lengths[0] == pytest.approx(lengths[1] / 2, abs=0.1)

@@ -75,8 +75,11 @@ def test_cancelled_streams_free_their_slots(server: Any, voice: np.ndarray) -> N
             async with aclosing(grpc_client.chunks(connection, MODEL, long, 60.0)) as waveforms:
                 assert (await anext(waveforms)).waveform.size
 
-    for _ in range(2 * STREAMS):
-        asyncio.run(cancel())
+    async def cancel_all_at_once() -> None:
+        await asyncio.gather(*(cancel() for _ in range(STREAMS)))
+
+    for _ in range(2):
+        asyncio.run(cancel_all_at_once())
     assert_speech(stream(server.grpc_url, MODEL, Utterance(TEXT, voice, VOICE_TEXT)))
 
 

@@ -16,7 +16,7 @@ import torch
 import tritonclient.grpc as triton
 
 from common import stacks
-from common.client import grpc_client, http_client
+from common.client import grpc_client
 from common.client.requests import SpeechResult, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
 from common.text import TextFrontend
@@ -42,6 +42,9 @@ from tests.support.server_requests import (
 
 pytestmark = pytest.mark.server
 
+STREAMS = 8  # slots of token2wav; idle streams keep theirs
+SETTINGS = {"max_streams": str(STREAMS), "idle_seconds": "600"}
+
 
 @pytest.fixture(scope="module", params=STACKS)
 def stack(request: pytest.FixtureRequest) -> str:
@@ -58,7 +61,7 @@ def voice() -> np.ndarray:
 
 
 def test_the_grpc_client_writes_a_streamed_wav(stack: str, serve: Serve, tmp_path: Path) -> None:
-    host, port = serve(stack=stack).grpc_url.split(":")
+    host, port = serve(stack=stack, settings=SETTINGS).grpc_url.split(":")
     output = tmp_path / "speech.wav"
     arguments = ["--server-addr", host, "--server-port", port, "--model-name", MODELS[stack], "--target-text", TEXT]
     arguments += ["--reference-audio", str(VOICE), "--reference-text", VOICE_TEXT, "--output-audio", str(output)]
@@ -70,7 +73,7 @@ def test_long_speech_arrives_in_several_chunks_the_first_before_the_end(
     stack: str, serve: Serve, voice: np.ndarray
 ) -> None:
     utterance = Utterance("word " * 60, voice, VOICE_TEXT, {"seed": 1})
-    speech = stream(serve(stack=stack).grpc_url, MODELS[stack], utterance)
+    speech = stream(serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack], utterance)
     assert_speech(speech)
     assert len(speech.arrivals) > 1
     assert speech.first_chunk < speech.total
@@ -79,14 +82,14 @@ def test_long_speech_arrives_in_several_chunks_the_first_before_the_end(
 def test_a_recording_without_its_text_clones_the_voice_across_languages(
     stack: str, serve: Serve, voice: np.ndarray
 ) -> None:
-    speech = stream(serve(stack=stack).grpc_url, MODELS[stack], Utterance("你好，世界。", voice))
+    speech = stream(serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack], Utterance("你好，世界。", voice))
     assert_speech(speech)
 
 
 @pytest.mark.parametrize("seconds", [10, 40])
 def test_padding_after_the_recording_changes_nothing(stack: str, seconds: int, serve: Serve, voice: np.ndarray) -> None:
     """Upstream's clients pad recordings to multiples of ten seconds and send the true length."""
-    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    address, model = serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack]
     plain = stream(address, model, Utterance(TEXT, voice, VOICE_TEXT, {"seed": 9}))
     padded = np.zeros((1, seconds * PROMPT_SAMPLE_RATE), np.float32)
     padded[0, : voice.size] = voice
@@ -104,7 +107,11 @@ LONG_TEXT = "The first sentence costs $3.50 and is spoken by nobody. " * 2 + "�
 def test_a_long_text_is_one_stream_of_its_segments(stack: str, serve: Serve, voice: np.ndarray) -> None:
     """The LLM gives each segment the answer that it gives to the segment alone, with the same voice and seed. Only the
     first one has the same audio, too: later ones begin with longer hops."""
-    address, model, parameters = serve(stack=stack).grpc_url, MODELS[stack], {"seed": 3, "max_tokens": 200}
+    address, model, parameters = (
+        serve(stack=stack, settings=SETTINGS).grpc_url,
+        MODELS[stack],
+        {"seed": 3, "max_tokens": 200},
+    )
     segments = list(TextFrontend().segments(LONG_TEXT, request_seconds=200 / TOKEN_RATE))  # short ones
     assert len(segments) > 2 and "three dollars and fifty cents" in segments[0]
     whole = stream(address, model, Utterance(LONG_TEXT, voice, VOICE_TEXT, parameters))
@@ -127,7 +134,7 @@ def anna(demo_models: Path, stack: str) -> str:
 def test_a_registered_voice_gives_the_same_audio_as_its_recording(
     stack: str, parameters: dict[str, Any], serve: Serve, voice: np.ndarray, anna: str
 ) -> None:
-    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    address, model = serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack]
     named = Utterance(TEXT, parameters={"seed": 4} | parameters, speaker=anna)
     sent = Utterance(TEXT, voice, None if parameters else VOICE_TEXT, {"seed": 4})
     np.testing.assert_allclose(stream(address, model, named).waveform, stream(address, model, sent).waveform, atol=1e-3)
@@ -136,7 +143,7 @@ def test_a_registered_voice_gives_the_same_audio_as_its_recording(
 def test_a_voice_added_while_the_server_runs_can_be_used_at_once(
     stack: str, serve: Serve, demo_models: Path, tmp_path: Path
 ) -> None:
-    host, port = serve(stack=stack).grpc_url.split(":")
+    host, port = serve(stack=stack, settings=SETTINGS).grpc_url.split(":")
     arguments = ["--server-addr", host, "--server-port", port, "--model-name", MODELS[stack], "--target-text", TEXT]
     arguments += ["--speaker", f"new-{stack}", "--output-audio", str(tmp_path / "speech.wav")]
     assert client_grpc.main(arguments) == 1
@@ -166,7 +173,7 @@ def test_upstreams_client_without_a_voice_hears_the_speaker_001_of_spk2info(
     stack: str, serve: Serve, spk2info: str
 ) -> None:
     """It then sends the text alone, see tests/tools/test_load_jobs.py."""
-    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    address, model = serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack]
     unnamed, named = (stream(address, model, Utterance(TEXT, None, None, {"seed": 2}, who)) for who in (None, spk2info))
     assert_speech(unnamed)
     np.testing.assert_allclose(unnamed.waveform, named.waveform, atol=1e-3)
@@ -175,7 +182,7 @@ def test_upstreams_client_without_a_voice_hears_the_speaker_001_of_spk2info(
 
 
 def test_an_instruction_changes_the_speech(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    address, model = serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack]
     plain, sad, happy = (
         stream(address, model, Utterance(TEXT, voice, parameters={"seed": 6}, instruct_text=text))
         for text in (None, "Speak sadly.", "Speak happily.")
@@ -186,7 +193,7 @@ def test_an_instruction_changes_the_speech(stack: str, serve: Serve, voice: np.n
 
 def test_a_small_max_tokens_cuts_nothing_off(stack: str, serve: Serve, voice: np.ndarray) -> None:
     """The LLM continues its answer. It ends at about 75 tokens, whatever the text."""
-    address, arrays = serve(stack=stack).grpc_url, request_arrays(voice)
+    address, arrays = serve(stack=stack, settings=SETTINGS).grpc_url, request_arrays(voice)
     for parameters in ({"seed": 1}, {"max_tokens": 20, "seed": 1}):
         answer = send(address, MODELS[stack], arrays, parameters)
         assert answer.error is None and answer.warning is None
@@ -195,7 +202,7 @@ def test_a_small_max_tokens_cuts_nothing_off(stack: str, serve: Serve, voice: np
 
 @pytest.mark.parametrize("stack", ["dit"], indirect=True)
 def test_repetition_aware_sampling_reaches_the_llm(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    address, arrays = serve(stack=stack).grpc_url, request_arrays(voice)
+    address, arrays = serve(stack=stack, settings=SETTINGS).grpc_url, request_arrays(voice)
     narrow = {"seed": 1, "sampling": "cosyvoice2", "top_k": 1}
     looping, free = (send(address, MODELS[stack], arrays, narrow | {"ras_window": window}) for window in (0, 10))
     assert looping.error is free.error is None
@@ -278,7 +285,7 @@ def bad_request(name: str, voice: np.ndarray) -> dict[str, np.ndarray]:
 def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(
     stack: str, name: str, serve: Serve, voice: np.ndarray
 ) -> None:
-    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    address, model = serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack]
     answer = send(address, model, bad_request(name, voice))  # it returns, so the server has ended the request
     assert answer.error is not None and BAD_REQUESTS[name][1] in answer.error
     assert answer.waveform.size == 0
@@ -288,7 +295,7 @@ def test_a_bad_request_is_refused_with_its_value_and_the_next_one_is_served(
 @pytest.mark.parametrize("name", BAD_PARAMETERS)
 def test_a_bad_parameter_is_refused_with_its_value(stack: str, name: str, serve: Serve, voice: np.ndarray) -> None:
     parameters, named = BAD_PARAMETERS[name]
-    answer = send(serve(stack=stack).grpc_url, MODELS[stack], request_arrays(voice), parameters)
+    answer = send(serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack], request_arrays(voice), parameters)
     assert answer.error is not None and named in answer.error
 
 
@@ -296,7 +303,7 @@ def test_a_stream_ends_with_exactly_one_final_response(stack: str, serve: Serve,
     """As upstream's client sees it: one long-lived stream that requests an empty final response."""
     arrivals: queue.Queue[tuple[Any, Any]] = queue.Queue()
     finals, sizes = 0, []
-    with triton.InferenceServerClient(serve(stack=stack).grpc_url) as connection:
+    with triton.InferenceServerClient(serve(stack=stack, settings=SETTINGS).grpc_url) as connection:
         connection.start_stream(lambda result, error: arrivals.put((result, error)))
         inputs = inputs_of(request_arrays(voice))
         connection.async_stream_infer(MODELS[stack], inputs, enable_empty_final_response=True)
@@ -326,7 +333,7 @@ def eight_requests(voice: np.ndarray) -> list[Utterance]:
 
 
 def test_eight_concurrent_streams_equal_the_same_streams_alone(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    address, model = serve(stack=stack).grpc_url, MODELS[stack]
+    address, model = serve(stack=stack, settings=SETTINGS).grpc_url, MODELS[stack]
     utterances = eight_requests(voice)
     alone = [stream(address, model, utterance) for utterance in utterances]
 
@@ -344,7 +351,7 @@ def test_eight_concurrent_streams_equal_the_same_streams_alone(stack: str, serve
 
 @pytest.mark.parametrize("stack", ["dit"], indirect=True)
 def test_cancelled_streams_leave_no_thread_behind(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    server = serve(stack=stack)
+    server = serve(stack=stack, settings=SETTINGS)
     status = Path(f"/proc/{process_of(server, MODELS['dit'])}/status")
     long = Utterance("word " * 100, voice, VOICE_TEXT)
 
@@ -371,7 +378,7 @@ def test_cancelled_streams_leave_no_thread_behind(stack: str, serve: Serve, voic
 def test_cancelling_many_long_texts_leaves_every_process_alive(stack: str, serve: Serve, voice: np.ndarray) -> None:
     """When each is cancelled, the LLM is generating ahead. As a call between models this damaged the heap or blocked
     the whole server, see common/triton_io/streams.py."""
-    server = serve(stack=stack)
+    server = serve(stack=stack, settings=SETTINGS)
     address, before = server.grpc_url, server.model_processes()
     long = Utterance("word " * 100, voice, VOICE_TEXT)
 
@@ -391,10 +398,9 @@ def test_cancelling_many_long_texts_leaves_every_process_alive(stack: str, serve
 
 
 def test_cancelled_streams_free_their_slots(stack: str, serve: Serve, voice: np.ndarray) -> None:
-    """token2wav has two slots for four clients. Streams without a slot wait, so one that kept its slot would block
-    them. The LLM of one stack is run by the engine cuda, on the CPU."""
-    engine = "cuda" if stack == "dit" else "auto"
-    server = serve(stack=stack, llm_engine=engine, settings={"max_streams": "2", "idle_seconds": "600"})
+    """More than token2wav has slots. Streams without a slot wait, so those that kept their slots would block the
+    last."""
+    server = serve(stack=stack, settings=SETTINGS)
     long, short = Utterance("word " * 100, voice, VOICE_TEXT), Utterance(TEXT, voice, VOICE_TEXT)
 
     async def cancel_then_finish(cancelled: int) -> SpeechResult:
@@ -406,42 +412,9 @@ def test_cancelled_streams_free_their_slots(stack: str, serve: Serve, voice: np.
         return await grpc_client.synthesize(server.grpc_url, MODELS[stack], short, timeout=30)
 
     async def run_all() -> list[SpeechResult]:
-        return await asyncio.gather(*map(cancel_then_finish, (3, 4, 5, 6)))
+        cancelled = (3, 4, 5, 6)
+        assert sum(cancelled) > 2 * STREAMS
+        return await asyncio.gather(*map(cancel_then_finish, cancelled))
 
     for speech in asyncio.run(run_all()):
         assert_speech(speech)
-
-
-# --- offline requests --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def offline_server(stack: str, serve: Serve, demo_models: Path) -> Any:
-    """It has a default speaker, too."""
-    (demo_models / "voices").mkdir(exist_ok=True)
-    shutil.copy(VOICE, demo_models / "voices" / "default.wav")
-    (demo_models / "voices" / "default.txt").write_text(VOICE_TEXT)
-    return serve(stack=stack, decoupled=False, settings={"default_speaker": "default"})
-
-
-def test_offline_requests_give_the_same_audio_over_http_and_grpc(
-    stack: str, offline_server: Any, voice: np.ndarray
-) -> None:
-    utterance = Utterance(TEXT, voice, VOICE_TEXT, {"seed": 5})
-    by_http = http_client.synthesize(f"http://{offline_server.http_url}", MODELS[stack], utterance, 60.0)
-    by_grpc = asyncio.run(grpc_client.synthesize(offline_server.grpc_url, MODELS[stack], utterance, "offline"))
-    assert_speech(by_http)
-    np.testing.assert_allclose(by_http.waveform, by_grpc.waveform, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["whitespace", "NaN", "length beyond the array", "unknown speaker"])
-def test_a_bad_offline_request_is_refused_with_its_value(
-    stack: str, name: str, offline_server: Any, voice: np.ndarray
-) -> None:
-    answer = send(offline_server.grpc_url, MODELS[stack], bad_request(name, voice))
-    assert answer.error is not None and BAD_REQUESTS[name][1] in answer.error
-
-
-def test_the_default_speaker_is_used_when_a_request_names_no_voice(stack: str, offline_server: Any) -> None:
-    url = f"http://{offline_server.http_url}"
-    assert_speech(http_client.synthesize(url, MODELS[stack], Utterance(TEXT), 60.0))

@@ -7,15 +7,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import soundfile
 
-from common.server.rendering import StackOptions, render
-from common.server.tritonserver import Ports, TritonServer
 from scripts import benchmark, client_grpc
 from tools.load import perf_analyzer as perf_analyzer_input
 
@@ -109,41 +107,6 @@ def test_the_table_of_a_sweep_over_rates_is_labelled_with_the_rates(serve: Serve
     assert benchmark.main([*other, "--output", str(tmp_path / "c")]) == 1
 
 
-@pytest.fixture
-def own_server(demo_models: Path, tmp_path: Path) -> Iterator[TritonServer]:
-    """A server that a test may kill."""
-    counted = {"admission": "count"}
-    render(StackOptions(models_dir=demo_models, stack="dit", device="cpu", settings=counted), tmp_path / "repository")
-    with TritonServer(tmp_path / "repository", ports=Ports(0, 0, 0), log_file=tmp_path / "server.log") as server:
-        yield server
-
-
-def test_a_killed_server_ends_the_benchmark_within_10_s_with_a_report(
-    own_server: TritonServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    killed = []
-
-    def kill() -> None:
-        deadline = time.monotonic() + 60
-        while len(list((tmp_path / "log").glob("*.wav"))) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert own_server._process is not None
-        killed.append(time.monotonic())
-        os.killpg(own_server._process.pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    more = ("--manifest-path", MANIFEST, "--num-tasks", 3, "--num-requests", 400, "--warmup-requests", 0)
-    assert measure(own_server.grpc_url, tmp_path / "log", *more) == 1
-    assert time.monotonic() - killed[0] < 10
-    killer.join()
-    result = summary(tmp_path / "log")
-    finished = result["requests"] - result["errors"]
-    assert finished >= 3 and 0 < result["errors"] <= 6 and result["unsent"] == 400 - result["requests"]
-    assert result["first_chunk_ms"]["p50"] > 0 and own_server.grpc_url in result["lost_servers"]
-    assert f"{finished} requests answered" in capsys.readouterr().out
-
-
 def test_perf_analyzer_reads_the_input_file(serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "input.json"
     assert perf_analyzer_input.main(["--manifest-path", str(MANIFEST), "--output", str(path)]) == 0
@@ -159,12 +122,28 @@ def test_perf_analyzer_reads_the_input_file(serve: Serve, tmp_path: Path) -> Non
     assert done.returncode == 0 and "Throughput" in done.stdout, done.stdout + done.stderr
 
 
-# The last test, because it needs a different server.
-@pytest.mark.parametrize("client", ["asyncio", "sync"])
-def test_offline_requests_are_measured(client: str, serve: Serve, tmp_path: Path) -> None:
-    server = serve(stack="dit", decoupled=False)
-    more = ("--manifest-path", MANIFEST, "--num-requests", 4, "--num-tasks", 2, "--mode", "offline", "--client", client)
-    assert measure(server.grpc_url, tmp_path, *more) == 0
-    result = summary(tmp_path)
-    assert (result["requests"], result["errors"]) == (4, 0) and result["stages_ms"] == {}
-    assert "latency_99_percentile_ms: " in (tmp_path / "rtf-manifest.txt").read_text()
+def test_a_killed_server_ends_the_benchmark_within_10_s_with_a_report(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the other tests of this server."""
+    server, killed = serve(stack="dit"), []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while len(list((tmp_path / "log").glob("*.wav"))) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert server._process is not None
+        killed.append(time.monotonic())
+        os.killpg(server._process.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    more = ("--manifest-path", MANIFEST, "--num-tasks", 3, "--num-requests", 400, "--warmup-requests", 0)
+    assert measure(server.grpc_url, tmp_path / "log", *more) == 1
+    assert time.monotonic() - killed[0] < 10
+    killer.join()
+    result = summary(tmp_path / "log")
+    finished = result["requests"] - result["errors"]
+    assert finished >= 3 and 0 < result["errors"] <= 6 and result["unsent"] == 400 - result["requests"]
+    assert result["first_chunk_ms"]["p50"] > 0 and server.grpc_url in result["lost_servers"]
+    assert f"{finished} requests answered" in capsys.readouterr().out
