@@ -1,4 +1,4 @@
-"""Both staged scripts with LOCAL=1: every stage, with the demo checkpoint and the servers that the stages start."""
+"""The staged scripts with LOCAL=1: every stage of two and most of the third, and the servers that the stages start."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from tests.support import tiny_onnx
 pytestmark = pytest.mark.server
 
 UNET, DIT = "scripts/run.sh", "scripts/run_stepaudio2_dit_token2wav.sh"
+COSYVOICE3 = "scripts/run_cosyvoice3.sh"
 PORTS = ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT", "HEALTH_PORT", "LLM_PORT")
 TOKEN2WAV = ("TOKEN2WAV_HTTP_PORT", "TOKEN2WAV_GRPC_PORT", "TOKEN2WAV_METRICS_PORT", "TOKEN2WAV_HEALTH_PORT")
 
@@ -105,6 +106,19 @@ def test_every_stage_of_the_dit_stack_disaggregated_serving_included(
         assert (tmp_path / "out/logs" / f"{server}.log").stat().st_size > 0
 
 
+@pytest.mark.timeout(600)
+def test_the_stages_of_the_cosyvoice3_stack_up_to_the_benchmark_of_its_server(
+    demo_models: Path, manifest: Path, tmp_path: Path
+) -> None:
+    """From its checkpoint, which stage 0 keeps: the LLM's engine, the repository, the server, two requests. The stage
+    after them is the program that tests/tools/test_offline_inference.py runs."""
+    done = run(COSYVOICE3, "0", "4", models=demo_models, manifest=manifest, work=tmp_path, NUM_TASKS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert stages_of(done.stdout) == [0, 1, 2, 3, 4] and "finish reason" in done.stdout
+    assert "2 requests answered, 0 failed" in done.stdout
+    assert (tmp_path / "out/cosyvoice3/grpc_streaming_1_tasks/summary.json").exists()
+
+
 def test_a_server_that_does_not_start_is_reported_with_its_log(models: Path, manifest: Path, tmp_path: Path) -> None:
     (tmp_path / "build/unet/broken/1").mkdir(parents=True)
     (tmp_path / "build/unet/broken/config.pbtxt").write_text('name: "broken" backend: "python"')
@@ -116,13 +130,14 @@ def test_a_server_that_does_not_start_is_reported_with_its_log(models: Path, man
     assert stages_of(done.stdout) == [3]
 
 
-@pytest.mark.parametrize("script", [UNET, DIT])
+@pytest.mark.parametrize("script", [UNET, DIT, COSYVOICE3])
 def test_the_scripts_have_a_help_text_and_refuse_invalid_stages(script: str) -> None:
     shown = subprocess.run(["bash", script, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0 and "LOCAL=1 bash" in shown.stdout and "Settings" in shown.stdout
     assert "shellcheck" not in shown.stdout
-    from_the_root = subprocess.run(["bash", ROOT / Path(script).name, "--help"], capture_output=True, text=True)
-    assert from_the_root.stdout == shown.stdout, "the documents call it in the current directory"
+    if script != COSYVOICE3:
+        from_the_root = subprocess.run(["bash", ROOT / Path(script).name, "--help"], capture_output=True, text=True)
+        assert from_the_root.stdout == shown.stdout, "upstream's documents call it in the current directory"
     for arguments in (["3", "2"], ["0", "10"], ["x", "1"], []):
         refused = subprocess.run(["bash", script, *arguments], cwd=ROOT, capture_output=True, text=True)
         assert refused.returncode == 2 and "START and STOP are stages" in refused.stderr
