@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -12,15 +13,19 @@ from typing import Any
 import pytest
 import yaml
 
+from common import stacks
+from common.stacks import Stack
 from scripts import prepare, render
 from tests.conftest import ROOT
 from tests.support.compose import MISSING, compose_command
 
 COMPOSE = ("docker-compose.yml", "docker-compose.dit.yml")
 COSYVOICE3 = "docker-compose.cosyvoice3.yml"  # its LLM is always inside Triton
-CPU = "deploy/compose/cpu.yml"
+CPU, RANDOM = "deploy/compose/cpu.yml", "deploy/compose/random.yml"
 LLMS = ("vllm", "triton", "trtllm-serve", "trtllm-backend", "elsewhere")
-SOURCES = [ROOT / file for file in (*COMPOSE, COSYVOICE3, CPU, "deploy/compose/services.yml", "deploy/compose/llm.yml")]
+SOURCES = [
+    ROOT / file for file in (*COMPOSE, COSYVOICE3, CPU, RANDOM, "deploy/compose/services.yml", "deploy/compose/llm.yml")
+]
 PROFILES = ("", "disaggregated", "monitoring", "disaggregated,runtime,monitoring,tensorrt")
 MANIFESTS = sorted(path for path in (ROOT / "deploy/k8s").glob("*.yaml") if path.name != "kustomization.yaml")
 TOOLS = Path(sys.executable).parent
@@ -230,7 +235,7 @@ def test_vllm_serve_finds_our_logits_processor() -> None:
 
 @needs_compose
 @pytest.mark.parametrize("profiles", ["", "disaggregated,runtime,monitoring"])
-@pytest.mark.parametrize("file", COMPOSE)
+@pytest.mark.parametrize("file", [*COMPOSE, COSYVOICE3])
 def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
     services = composed(file, CPU, profiles=profiles)["services"]
     assert not {"llm", "engine", "plans"} & set(services)
@@ -242,6 +247,19 @@ def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
             assert services[name]["environment"]["DEVICE"] == "cpu"
             assert set(services[name].get("depends_on", ["download"])) == {"download"}
     assert services["download"]["build"]["target"] == "cpu"
+
+
+@needs_compose
+def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> None:
+    """By stages 0 and 1 of its script."""
+    services = composed(COSYVOICE3, CPU, RANDOM)["services"]
+    made, engine = services["download"]["command"][2].split(" && exec ")
+    staged = (ROOT / "scripts/run_cosyvoice3.sh").read_text()
+    assert re.fullmatch(r"python3 -m tools.demo_model.make /models --weights random", made)
+    assert 'tools.demo_model.make "$MODELS" --weights random' in staged
+    parsed = prepare.build_parser().parse_args(engine.split()[3:])
+    assert (parsed.step, parsed.stack, parsed.kind) == ("engine", "cosyvoice3", "onnxruntime_genai")
+    assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-transport triton"
 
 
 @needs_compose
@@ -423,19 +441,45 @@ def test_all_manifests_are_listed_and_their_references_resolve() -> None:
         assert set(claims) <= set(kinds["PersistentVolumeClaim"])
 
 
-def test_kustomize_builds_every_object() -> None:
-    run = subprocess.run([TOOLS / "kubectl", "kustomize", ROOT / "deploy/k8s"], capture_output=True, text=True)
+def kustomized(folder: Path) -> list[dict[str, Any]]:
+    run = subprocess.run([TOOLS / "kubectl", "kustomize", folder], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    built = list(yaml.safe_load_all(run.stdout))
-    assert len(built) == len(documents()) + 1  # and the gateway's files
+    return list(yaml.safe_load_all(run.stdout))
+
+
+def test_kustomize_builds_every_object() -> None:
+    built = kustomized(ROOT / "deploy/k8s")
+    assert len(built) == len(documents()) + 2  # and the gateway's files, and the stack
     assert {one["metadata"].get("namespace") for one in built if one["kind"] != "Namespace"} == {"speech"}
-    (files,) = (one for one in built if one["kind"] == "ConfigMap")
+    (files,) = (one for one in built if one["kind"] == "ConfigMap" and "balance.sh" in one["data"])
     assert files["data"]["balance.sh"] == (ROOT / "deploy/nginx/balance.sh").read_text()
     deployments = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "Deployment"]
     images = {one["image"] for pod in deployments for one in [*pod["containers"], *pod.get("initContainers", [])]}
     assert images == {"cosyvoice2-triton:gpu", "vllm/vllm-openai:v0.25.1", "nginx:1.28.0", "redis:7.4.2"}
     (gateway,) = (pod for pod in deployments if pod["containers"][0]["name"] == "gateway")
     assert gateway["volumes"][0]["configMap"]["name"] == files["metadata"]["name"]
+
+
+@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+def test_two_values_choose_the_stack_of_the_pods(stack: Stack, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
+    path = tmp_path / "deploy/k8s/kustomization.yaml"
+    text = path.read_text().replace("STACK=dit", f"STACK={stack.name}")
+    path.write_text(text.replace("LLM=cosyvoice2_llm", f"LLM={stack.llm.directory}"))
+    built = kustomized(path.parent)
+    maps = {one["metadata"]["name"]: one["data"] for one in built if one["kind"] == "ConfigMap"}
+    pods = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "Deployment"]
+    commands = []
+    for container in (one for pod in pods for one in [*pod["containers"], *pod.get("initContainers", [])]):
+        names = [one["configMapRef"]["name"] for one in container.get("envFrom", []) if "configMapRef" in one]
+        values = {key: value for name in names for key, value in maps[name].items()}
+        commands.append([re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["command"]])  # noqa: B023
+    downloads = [prepare.build_parser().parse_args(one[3:]) for one in commands if "scripts.prepare" in one]
+    assert [one.stack for one in downloads] == [stack.name] * 2
+    (rendered,) = (render.build_parser().parse_args(one[3:]) for one in commands if "scripts.render" in one)
+    (served,) = (one for one in commands if one[0] == "vllm")
+    assert (rendered.stack, rendered.llm_model) == (stack.name, stack.llm.directory)
+    assert served[2] == f"/models/{stack.llm.directory}" and f"--served-model-name={rendered.llm_model}" in served
 
 
 def test_process_1_of_every_pod_is_the_program_itself() -> None:
