@@ -22,13 +22,15 @@ import numpy as np
 from common.client.requests import AudioPart, Utterance
 from common.constants import SAMPLE_RATE, TOKEN_RATE
 from common.speech_service.encoding import AudioEncoder
-from common.speech_service.errors import OVERLOADED, ApiError
+from common.speech_service.errors import OVERLOADED, ApiError, invalid
 from common.speech_service.metrics import Metrics
 from common.speech_service.settings import Settings
 from common.speech_service.timestamps import Timestamps
 from common.speech_service.triton import Backend, TritonPool
 
 logger = logging.getLogger(__name__)
+
+_MOMENT = "[pause 20ms]"  # a text that no model has to speak
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Dispatcher:
         one of an utterance, another is tried. ApiError."""
         with self._admitted(), self._counted():
             started = time.perf_counter()
+            await self._check_default_voice(job)
             for utterance in job.utterances:
                 async with contextlib.aclosing(self._generated(job, utterance)) as parts:
                     async for part in parts:
@@ -89,6 +92,28 @@ class Dispatcher:
                         job.samples += part.waveform.size
                         yield part.waveform
             self.metrics.audio.inc(job.samples / SAMPLE_RATE)
+
+    async def _check_default_voice(self, job: SpeechJob) -> None:
+        """ApiError naming the first utterance without a voice if it is not the first one and there is no default voice.
+
+        Only the models know theirs, so they are asked for a pause in it. The answer would otherwise break off there.
+        """
+        number, unnamed = next(
+            ((n, each) for n, each in enumerate(job.utterances, 1) if each.reference is None and not each.speaker),
+            (1, job.utterances[0]),
+        )
+        if number == 1:
+            return
+        try:
+            async with contextlib.aclosing(self._generated(job, Utterance(_MOMENT))) as parts:
+                async for _ in parts:
+                    pass
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            raise invalid(
+                f"part {number} of input, {unnamed.target_text.strip()[:40]!r}, has no voice: {error.message}", "input"
+            ) from None
 
     async def _generated(self, job: SpeechJob, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
         """The responses of a model to one of the job's utterances."""

@@ -122,6 +122,18 @@ def test_a_pause_is_exact_to_a_frame_in_every_route(speech_stack: SpeechStack) -
     assert error.status_code == 400 and "the tag <prosody>" in error.json()["error"]["message"]
 
 
+def test_a_later_part_without_a_voice_is_refused_before_any_audio(speech_stack: SpeechStack) -> None:
+    """The models here have no default voice."""
+    body = {"input": '<speak><voice name="anna">One.</voice> Two, three.</speak>', "response_format": "pcm"}
+    url = f"{speech_stack.url}/v1/audio/speech"
+    refused = httpx.post(url, json=body, timeout=60)
+    assert refused.status_code == 400, refused.text
+    error = refused.json()["error"]
+    assert error["message"].startswith("part 2 of input, '<speak> Two, three.</speak>', has no voice: no voice: ")
+    assert error["param"] == "input"
+    assert httpx.post(url, json={**body, "voice": "anna"}, timeout=60).status_code == 200
+
+
 def test_segments_have_exact_times_and_words_inside_them(speech_stack: SpeechStack) -> None:
     body = {**REQUEST, "input": "Hello there. [pause 0.5s] You have 3 days.", "response_format": "pcm"}
     answer = httpx.post(

@@ -70,6 +70,16 @@ def test_the_parts_of_a_text_are_spoken_one_after_another_in_their_voices(
     assert answer["subtitles"].count("-->") >= chunks
 
 
+def test_the_default_voice_is_asked_for_only_if_a_later_part_needs_it(served: StubbedService) -> None:
+    since = len(served.stub.requests)
+    text = "<speak><voice name='bert'>One.</voice> Two.</speak>"
+    assert len(served.post({**TEXT, "input": text}).content) == 2 * 2 * served.stub.chunks * served.stub.samples
+    assert served.post({**TEXT, "input": "One. [voice:bert] Two."}).status_code == 200
+    asked, *rest = spoken(served.stub, since)
+    assert asked == ("", "[pause 20ms]")
+    assert rest == [(B, "<speak>One.</speak>"), ("", "<speak> Two.</speak>"), ("", "One."), (B, "Two.")]
+
+
 def test_a_recording_in_the_request_is_the_voice_of_the_parts_without_a_name(served: StubbedService) -> None:
     since = len(served.stub.requests)
     wav = httpx.post(served.url + SPEECH, json={**TEXT, "response_format": "wav"}).content
