@@ -32,29 +32,14 @@ from common.tasks import TaskScope
 from common.text.duration import expected_seconds
 from common.text.markup import Pause
 from common.text.normalization import Spelled
-from common.voice.prompt import Prompt, Recording, RecordingCache
+from common.voice.mix import Mix
+from common.voice.prompt import Prompt, PromptEncoder, Recording, RecordingCache
 
 logger = logging.getLogger(__name__)
 
 # An answer is continued up to this many times the expected duration of its text, and some seconds for the pauses of a
 # short text. Slow speech is at half the usual rate; what takes longer does not speak the text any more.
 RUNAWAY_FACTOR, RUNAWAY_SECONDS = 2.0, 2.0
-
-
-class PromptEncoder(Protocol):
-    """The parts of a `Prompt`, from a recording (T,) float32 at 16 kHz. All three are requested concurrently."""
-
-    async def tokens(self, wav: np.ndarray) -> np.ndarray:
-        """Speech ids (P,) 0..6560."""
-        ...
-
-    async def mel(self, wav: np.ndarray) -> np.ndarray:
-        """(frames, 80) float32."""
-        ...
-
-    async def embedding(self, wav: np.ndarray) -> np.ndarray:
-        """X-vector (192,)."""
-        ...
 
 
 class Token2WavStream(Protocol):
@@ -104,7 +89,7 @@ class TextPreparer(Protocol):
 class VoiceLookup(Protocol):
     """Returns a registered voice by name or the default voice, see `voice.book.VoiceBook.get`. Called in a thread."""
 
-    def __call__(self, name: str | None) -> Recording | Prompt: ...
+    def __call__(self, name: str | None) -> Recording | Prompt | Mix: ...
 
 
 OnWarning = Callable[[str], object]  # called with what the caller should know although there is audio
@@ -326,7 +311,7 @@ class Synthesizer:
 
         Nothing is computed for the text or the recording before a place is `reserved`: that work would be lost.
         """
-        voice: Recording | Prompt
+        voice: Recording | Prompt | Mix
         if isinstance(request.voice, Recording):
             voice = request.voice
         else:
@@ -338,7 +323,7 @@ class Synthesizer:
         )
         first = scope.spawn(_next(texts)) if request.pieces is None else None
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.normalize))
-        known = voice if isinstance(voice, Prompt) else self._prompts.get(voice)
+        known = self._prompts.get(voice) if isinstance(voice, Recording) else None
         tokens, mel, embedding = self._encoded(known or voice, scope)
         llm_prompt = LLMPrompt("", instruction=request.instruct_text)
         if voice.text and not (request.instruct_text or request.cross_lingual):
@@ -360,8 +345,11 @@ class Synthesizer:
             self._prompts.put(voice, prompt)
         return prompt, segments
 
-    def _encoded(self, voice: Recording | Prompt, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
+    def _encoded(self, voice: Recording | Prompt | Mix, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
         """Tasks that return tokens, mel and x-vector."""
+        if isinstance(voice, Mix):
+            embedding = voice.embedding(self._encoder.embedding)
+            return [scope.spawn(part) for part in (_completed(voice.tokens), _completed(voice.mel), embedding)]
         if isinstance(voice, Prompt):
             return [scope.spawn(_completed(part)) for part in (voice.tokens, voice.mel, voice.embedding)]
         encoder = self._encoder

@@ -14,7 +14,7 @@ _INPUTS = {
     "nor a speaker": "nor a voice",
 }
 _INPUT = re.compile(rf"\b({'|'.join(_INPUTS)})\b")
-_BEGINS_WITH = {"request parameter ": "", "unknown speaker ": "voice ", "no voice": "voice"}
+_BEGINS_WITH = {"request parameter ": "", "unknown speaker ": "voice ", "speaker ": "voice ", "no voice": "voice"}
 
 
 def named(message: str) -> tuple[str, str | None]:

@@ -18,6 +18,7 @@ from common.speech_service.timestamps import Detail, Subtitles
 from common.speech_service.voices import VoiceFolder
 from common.text.markup import by_voice
 from common.text.normalization import language_of
+from common.voice.mix import mixed_voices
 from common.voice.prompt import Recording
 
 # OpenAI's model names are accepted for the default model, so that programs work unchanged.
@@ -201,8 +202,10 @@ def utterances(
 
 
 def _require(name: str, voices: VoiceFolder, field: str) -> None:
-    if voices.get(voices.resolve(name)) is None:
-        raise invalid(f"unknown voice {name!r}: a text with several voices needs registered ones", field)
+    try:
+        voices.get(voices.resolve(name))
+    except ValueError as error:
+        raise invalid(f"{error}; a text with several voices needs registered ones", field) from None
 
 
 def utterance(
@@ -221,6 +224,8 @@ def utterance(
             )
     if not wanted.input.strip():
         raise invalid("input is empty", "input")
+    if decode_upload is not None or wanted.ref_audio:
+        _refuse_mix(wanted.voice_name, voices)
     recording = _reference(wanted, decode_upload, settings.max_reference_bytes)
     if recording is not None:
         voice: dict[str, Any] = {"reference": recording, "reference_text": wanted.ref_text.strip() or None}
@@ -261,10 +266,23 @@ def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
     if not name:
         return {}
     name = voices.resolve(name)
-    voice = voices.get(name)
+    try:
+        voice = voices.get(name)
+    except ValueError:  # the models may have other voices
+        return {"speaker": name}
     if isinstance(voice, Recording):
         return {"reference": voice.wav, "reference_text": voice.text or None}
-    return {"speaker": name, "transcript": "" if voice is None else voice.text}
+    return {"speaker": name, "transcript": voice.text}
+
+
+def _refuse_mix(name: str, voices: VoiceFolder) -> None:
+    """ApiError if a request with a recording names a mix. Other names are ignored, since OpenAI's SDK requires one."""
+    try:
+        mixed = mixed_voices(name) and name not in voices.names()
+    except ValueError as error:
+        raise invalid(error, "voice") from None
+    if mixed:
+        raise invalid(f"voice {name!r} with a ref_audio: a recording cannot be mixed", "voice")
 
 
 def _other_language(language: str, transcript: str) -> bool:

@@ -14,6 +14,7 @@ from common.speech_service.recordings import decode
 from common.text import clean_line
 from common.voice.book import VoiceBook
 from common.voice.files import is_voice_name, save_recording
+from common.voice.mix import Mix, mixed_voices
 from common.voice.prompt import Prompt, Recording
 
 MAX_VOICES = 1000
@@ -42,15 +43,19 @@ class VoiceFolder:
         return {alias: voice for alias, voice in voices.items() if voice in names and alias not in names}
 
     def resolve(self, name: str) -> str:
-        """The name of the voice that `name`, perhaps an alias, stands for."""
-        return self.aliases().get(name, name) if name in self._aliases else name
-
-    def get(self, name: str) -> Recording | Prompt | None:
-        """The voice, None if the folder lacks it. UnavailableError if its file is damaged."""
+        """The name of the voice that `name`, perhaps an alias or a mix of aliases, stands for."""
         try:
-            return self._book.get(name)
-        except ValueError:
-            return None
+            parts = mixed_voices(name)
+        except ValueError:  # the lookup says what is wrong with it
+            return name
+        if not self._aliases.keys() & {name, *(part for part, _ in parts)} or name in self.names():
+            return name
+        known = self.aliases()
+        return "+".join(f"{known.get(part, part)}({weight})" for part, weight in parts) or known.get(name, name)
+
+    def get(self, name: str) -> Recording | Prompt | Mix:
+        """The voice. ValueError if the folder lacks it, or one of a mix; UnavailableError if its file is damaged."""
+        return self._book.get(name)
 
     def add(self, name: str, data: bytes, text: str) -> float:
         """Register a recording in any libsndfile format with its transcript (empty: unknown).

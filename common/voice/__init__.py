@@ -4,5 +4,6 @@ prompt.py     Recording and Prompt, and a cache of prompts by recording; numpy o
 encoders.py   the networks that make a Prompt from a recording
 files.py      the file formats of registered voices, one reader each
 book.py       VoiceBook: registered voices by name
+mix.py        voices mixed from registered ones
 audio.py      waveforms: validation, resampling, features, sound files
 """

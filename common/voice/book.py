@@ -1,8 +1,8 @@
 """The voice book: registered voices by name, so that a request needs no recording.
 
 A name is looked up as NAME.safetensors, then NAME.wav, both in the voices' folder, then in the spk2info.pt there and in
-that next to the checkpoint (see `files`). Files are checked for changes on every request, so voices can be added,
-changed or removed while the server runs.
+that next to the checkpoint (see `files`). One that is in none of them may be a mix of such names (see `mix`). Files are
+checked for changes on every request, so voices can be added, changed or removed while the server runs.
 """
 
 import logging
@@ -11,10 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from common.errors import UnavailableError
 from common.voice.files import Decode, is_voice_name, read_recording, read_spk2info, read_voice, spk2info_prompt
+from common.voice.mix import Mix, mixed_voices
 from common.voice.prompt import Prompt, Recording
 
 logger = logging.getLogger(__name__)
@@ -45,21 +46,21 @@ class VoiceBook:
         self._cache: OrderedDict[Path, tuple[tuple[int, ...], Any]] = OrderedDict()  # path -> its stamp, its content
         self._lock = Lock()
 
-    def get(self, name: str | None = None) -> Voice:
+    def get(self, name: str | None = None) -> Voice | Mix:
         """The voice of that name, or the default voice: that of `default`, else speaker UPSTREAM_DEFAULT of a
-        spk2info.pt. ValueError with the known names if there is none; UnavailableError if its file is damaged."""
+        spk2info.pt. ValueError with the known names if there is none, or naming what is wrong with a mix;
+        UnavailableError if its file is damaged."""
         if name is None:
             name = self._default or None
         with self._lock:
-            try:
-                voice = self._of_spk2info(UPSTREAM_DEFAULT) if name is None else self._find(name)
-            except (OSError, RuntimeError, ValueError) as error:
-                raise UnavailableError(f"speaker {name or UPSTREAM_DEFAULT!r} cannot be used: {error}") from error
-            if voice is None and name is None:
+            if (voice := self._read(name)) is not None:
+                return voice
+            if name is None:
                 raise ValueError("no voice: the request has neither a reference_wav nor a speaker")
-            if voice is None:
-                raise ValueError(f"unknown speaker {name!r}; known speakers: {_listed(self._names())}")
-            return voice
+            if not (parts := mixed_voices(name)):
+                self._unknown(name)
+            where = f" in {name!r}, whose voices must be registered with the models (docs/voices.md)"
+            return Mix([(self._read(part) or self._unknown(part, where), weight) for part, weight in parts])
 
     def names(self) -> list[str]:
         """The known names, sorted. UnavailableError if they cannot be read."""
@@ -68,6 +69,15 @@ class VoiceBook:
                 return self._names()
             except OSError as error:
                 raise UnavailableError(f"the voices cannot be listed: {error}") from error
+
+    def _read(self, name: str | None) -> Voice | None:
+        try:
+            return self._of_spk2info(UPSTREAM_DEFAULT) if name is None else self._find(name)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UnavailableError(f"speaker {name or UPSTREAM_DEFAULT!r} cannot be used: {error}") from error
+
+    def _unknown(self, name: str, where: str = "") -> NoReturn:
+        raise ValueError(f"unknown speaker {name!r}{where}; known speakers: {_listed(self._names())}")
 
     def _find(self, name: str) -> Voice | None:
         if self._folder is not None and is_voice_name(name):

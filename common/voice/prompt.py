@@ -7,6 +7,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -65,6 +66,22 @@ class Prompt:
         for array in (self.tokens, self.mel, self.embedding):
             digest.update(array.tobytes())
         return digest.digest()
+
+
+class PromptEncoder(Protocol):
+    """The parts of a `Prompt`, from a recording (T,) float32 at 16 kHz. All three are requested concurrently."""
+
+    async def tokens(self, wav: np.ndarray) -> np.ndarray:
+        """Speech ids (P,) 0..6560."""
+        ...
+
+    async def mel(self, wav: np.ndarray) -> np.ndarray:
+        """(frames, 80) float32."""
+        ...
+
+    async def embedding(self, wav: np.ndarray) -> np.ndarray:
+        """X-vector (192,)."""
+        ...
 
 
 class RecordingCache:

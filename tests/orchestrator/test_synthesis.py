@@ -7,11 +7,12 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from common.constants import FLOW_CHUNK_TOKENS
+from common.constants import FLOW_CHUNK_TOKENS, SPEAKER_DIM
 from common.errors import OverloadedError, UnavailableError
 from common.llm.interface import MAX_SEED, LLMPrompt, Sampling
 from common.orchestrator.chunking import HopRules
 from common.orchestrator.request import SynthesisRequest
+from common.voice.mix import Mix
 from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import (
     PROMPT_TOKENS,
@@ -177,6 +178,22 @@ def test_a_voice_of_an_x_vector_alone_gives_the_llm_no_speech_and_the_flow_no_pr
     audio = pipeline.run(pipeline.synthesize(request))
     np.testing.assert_array_equal(np.concatenate(audio), 70_000 + np.arange(20))
     assert pipeline.llm.prompts == [LLMPrompt("hello", instruction=instruction)]
+
+
+def test_a_mix_is_an_x_vector_alone_of_which_the_recordings_are_encoded() -> None:
+    pipeline = Pipeline(FakeLM([1]))
+    x_vectors = [np.eye(1, SPEAKER_DIM, at, dtype=np.float32)[0] for at in range(2)]
+    known = dataclasses.replace(fake_prompt(7), embedding=x_vectors[0])
+    recording = speech_request(3).voice
+    assert isinstance(recording, Recording)
+    pipeline.voices["a(3)+b"] = Mix([(known, 3.0), (recording, 1.0)])
+    pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(), voice="a(3)+b")))
+    assert pipeline.llm.prompts == [LLMPrompt("hello")]
+    assert pipeline.encoder.started == ["embedding"]
+    (stream,) = pipeline.token2wav.streams
+    assert len(stream.prompt.tokens) == len(stream.prompt.mel) == 0
+    encoded = np.full(SPEAKER_DIM, SPEAKER_DIM**-0.5)
+    np.testing.assert_allclose(stream.prompt.embedding, 0.75 * x_vectors[0] + 0.25 * encoded, rtol=1e-6)
 
 
 def test_text_and_transcript_are_spelled_out_if_the_request_enables_it() -> None:

@@ -134,6 +134,17 @@ def test_a_later_part_without_a_voice_is_refused_before_any_audio(speech_stack: 
     assert httpx.post(url, json={**body, "voice": "anna"}, timeout=60).status_code == 200
 
 
+def test_uploaded_voices_are_mixed(speech_stack: SpeechStack) -> None:
+    url, body = f"{speech_stack.url}/v1/audio/speech", {"input": TEXT, "response_format": "pcm", **SEED}
+    mixes = [httpx.post(url, json={**body, "voice": name}, timeout=60) for name in ("anna+anna", "anna(2)+alloy(0.5)")]
+    assert [answer.status_code for answer in mixes] == [200, 200], mixes[0].text
+    assert len(mixes[0].content) == len(mixes[1].content) > SAMPLE_RATE
+    for name, words in {"anna+nobody": "unknown speaker 'nobody'", "anna(0)+anna": "the weight '0' of 'anna'"}.items():
+        refused = httpx.post(url, json={**body, "voice": name}, timeout=60)
+        assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+        assert refused.json()["error"]["param"] == "voice"
+
+
 def test_segments_have_exact_times_and_words_inside_them(speech_stack: SpeechStack) -> None:
     body = {**REQUEST, "input": "Hello there. [pause 0.5s] You have 3 days.", "response_format": "pcm"}
     answer = httpx.post(

@@ -91,10 +91,15 @@ def test_a_recording_in_the_request_is_the_voice_of_the_parts_without_a_name(ser
 @pytest.mark.parametrize(
     ("text", "voice", "words"),
     [
-        ("One. [voice:nobody] Two.", "anna", "unknown voice 'nobody'"),
-        ("[voice:anna(2)+bert(1)] One.", "anna", "unknown voice 'anna(2)+bert(1)'"),
+        ("One. [voice:nobody] Two.", "anna", "unknown speaker 'nobody'"),
+        ("[voice:anna(0)+bert] One.", "anna", "the weight '0' of 'anna' is not a number above 0"),
+        (
+            "[voice:anna+nobody] One.",
+            "anna",
+            "unknown speaker 'nobody' in 'anna+nobody', whose voices must be registered",
+        ),
         ("[voice:bert] One. <speak>", "anna", "the tag <speak>"),
-        ("<speak><voice name='bert'>One.</voice> Two.</speak>", "nobody", "unknown voice 'nobody'"),
+        ("<speak><voice name='bert'>One.</voice> Two.</speak>", "nobody", "unknown speaker 'nobody'"),
         ("One. [voice:] Two.", "anna", "without a name"),
         ("<speak><voice>One.</voice></speak>", "anna", "<voice> has no name"),
         ("<speak><sub alias='x'><voice name='bert'>y</voice></sub></speak>", "anna", "the tag <voice>"),
@@ -151,6 +156,38 @@ def test_over_the_websocket_a_voice_lasts_until_the_end_of_the_utterance(served:
         received = [*say("One. [voice:bert] Two. Three, [voice:anna] four. [voice:bert]"), *say("Five.")]
     assert "error" not in [message["type"] for message in received]
     assert spoken(served.stub, since) == [(A, "One."), (B, "Two."), (B, "Three,"), (A, "four."), (A, "Five.")]
+
+
+def test_a_mix_is_requested_by_its_name_with_aliases_resolved_over_every_route(served: StubbedService) -> None:
+    since, mix = len(served.stub.requests), "anna(2)+bert"
+    assert served.post({**TEXT, "voice": mix}).status_code == 200
+    assert served.post({**TEXT, "voice": "anna(2)+nova(0.5)", "language": "zh"}).status_code == 200
+    assert served.post({**TEXT, "input": f"[voice:{mix}] Hello."}).status_code == 200
+    batch = served.post({"items": [TEXT], "voice": mix}, f"{SPEECH}/batch").json()
+    assert [result["status"] for result in batch["results"]] == ["success"]
+    form = {"tts_text": TEXT["input"], "spk_id": mix}
+    assert httpx.post(f"{served.url}/inference_sft", data=form).status_code == 200
+    with connect(served.url.replace("http", "ws") + f"{SPEECH}/stream") as socket:
+        fields: dict[str, str]
+        for fields in (
+            {"type": "session.config", "voice": mix},
+            {"type": "input.text", "text": TEXT["input"]},
+            {"type": "input.done"},
+        ):
+            socket.send(json.dumps(fields))
+        while "session.done" not in str(socket.recv(10)):
+            pass
+    resolved = [(mix, "Hello."), ("anna(2.0)+bert(0.5)", "Hello."), *[(mix, "Hello.")] * 4]
+    assert spoken(served.stub, since) == resolved
+
+
+def test_a_mix_with_a_recording_is_a_400(served: StubbedService) -> None:
+    before, wav = served.stub.served, base64.b64encode(b"not looked at").decode()
+    for name, words in {"anna+bert": "voice 'anna+bert' with a ref_audio", "a(-1)+b": "weight '-1' of 'a'"}.items():
+        answer = served.post({**TEXT, "voice": name, "ref_audio": wav})
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "voice"
+    assert served.stub.served == before
 
 
 def test_the_plain_runtime_speaks_them_too(served: StubbedService) -> None:

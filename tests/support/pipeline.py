@@ -14,6 +14,7 @@ from common.orchestrator.chunking import Hop, HopRules
 from common.orchestrator.request import SynthesisRequest
 from common.orchestrator.silence import SilenceRules
 from common.orchestrator.synthesis import Synthesizer
+from common.voice.mix import Mix
 from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import (
     FakeLM,
@@ -50,7 +51,7 @@ class Pipeline:
         self.llm = llm
         self.encoder = encoder or FakePromptEncoder()
         self.token2wav = token2wav or FakeToken2Wav()
-        self.voices: dict[str, Recording | Prompt] = {}
+        self.voices: dict[str, Recording | Prompt | Mix] = {}
         self.texts = FakeTextPreparer()
         self.rules = rules or HopRules()
 

@@ -20,6 +20,11 @@ from common.client import grpc_client
 from common.client.requests import SpeechResult, Utterance, read_reference
 from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
 from common.text import TextFrontend
+from common.voice.audio import mel_spectrogram
+from common.voice.encoders import SpeakerEncoder
+from common.voice.files import save_voice
+from common.voice.mix import Mix
+from common.voice.prompt import Prompt
 from scripts import add_voice, client_grpc
 from tests.support.server_requests import (
     ASSETS,
@@ -150,6 +155,49 @@ def test_a_voice_added_while_the_server_runs_can_be_used_at_once(
     register = [str(demo_models), f"new-{stack}", "--stack", stack, "--reference-audio", str(VOICE)]
     assert add_voice.main([*register, "--reference-text", VOICE_TEXT]) == 0
     assert client_grpc.main(arguments) == 0
+
+
+@pytest.fixture(scope="module")
+def mixed(anna: str, stack: str, demo_models: Path, voice: np.ndarray) -> tuple[str, str, str]:
+    """Two voices to mix, a recording and an x-vector, and the recording's x-vector as a voice of its own."""
+    x_vector = SpeakerEncoder(demo_models / stacks.named(stack).checkpoint)([voice])[0].astype(np.float16).astype(float)
+    x_vectors = {
+        "only-anna": (x_vector / np.linalg.norm(x_vector)).astype(np.float16),  # as models send it to each other
+        "only-bert": np.random.default_rng(0).normal(0, 1, 192),
+    }
+    for name, values in x_vectors.items():
+        save_voice(demo_models / "voices" / f"{name}.safetensors", Prompt.aligned(Mix.tokens, Mix.mel, values))
+    return anna, "only-bert", "only-anna"
+
+
+def test_a_mix_of_voices_is_between_them_in_the_order_of_the_weights(
+    stack: str, serve: Serve, mixed: tuple[str, str, str]
+) -> None:
+    address, model, (a, b, only_a) = serve(stack=stack).grpc_url, MODELS[stack], mixed
+    names = (only_a, f"{a}(2)+{a}", f"{a}(3)+{b}", f"{a}+{b}(3)")
+    spoken = [stream(address, model, Utterance(TEXT, None, None, {"seed": 2}, name)).waveform for name in names]
+    assert len({waveform.size for waveform in spoken}) == 1  # the LLM gets nothing of any of the voices
+    alone, *others = (mel_spectrogram(torch.from_numpy(waveform)[None])[0].numpy() for waveform in spoken)
+    itself, near, far = (float(np.linalg.norm(mel - alone)) for mel in others)
+    assert itself < 0.01 * far
+    assert 0.1 * far < near < 0.9 * far
+
+
+def test_a_mix_that_cannot_be_made_is_refused_with_its_value(
+    stack: str, serve: Serve, voice: np.ndarray, mixed: tuple[str, str, str]
+) -> None:
+    address, arrays, (a, b, _) = serve(stack=stack).grpc_url, request_arrays(voice), mixed
+    unnamed = {name: value for name, value in arrays.items() if name not in NO_RECORDING}
+    for speaker, words in {
+        f"{a}+nobody": f"unknown speaker 'nobody' in '{a}+nobody', whose voices must be registered",
+        f"{a}(0)+{b}": f"the weight '0' of '{a}' is not a number above 0",
+        f"{a}+{b}(inf)": f"the weight 'inf' of '{b}'",
+        "+".join([a] * 5): "mixes 5 voices, more than 4",
+    }.items():
+        answer = send(address, MODELS[stack], unnamed | {"speaker": text_array(speaker)})
+        assert answer.error is not None and words in answer.error and answer.waveform.size == 0
+    answer = send(address, MODELS[stack], arrays | {"speaker": text_array(f"{a}+{b}")})
+    assert answer.error is not None and f"speaker '{a}+{b}' with a reference_wav" in answer.error
 
 
 @pytest.fixture(params=["recording", "x-vector"])
