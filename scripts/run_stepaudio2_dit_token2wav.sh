@@ -147,7 +147,7 @@ if stage 6 "token2wav alone"; then
 fi
 
 if stage 7 "serve disaggregated: the LLM on GPU 0, $TOKEN2WAV_GPUS x $INSTANCES_PER_GPU token2wav on the others"; then
-    stop_servers # of stage 3
+    stop_server triton # of stage 3, whose LLM server stays
     start_llm
     for ((i = 0; i < TOKEN2WAV_GPUS * INSTANCES_PER_GPU; i++)); do
         start_triton "token2wav-$i" $((1 + i / INSTANCES_PER_GPU)) $((TOKEN2WAV_HTTP_PORT + i)) \

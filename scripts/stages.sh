@@ -72,10 +72,18 @@ await() { # NAME URL: waits until it is ready; if it fails, prints the end of it
     return 1
 }
 
-# The LLM's server, of the settings LLM_COMMAND and LLM_PORT, on GPU 0.
+# The LLM's server, of the settings LLM_COMMAND and LLM_PORT, on GPU 0. One that an earlier stage started is kept.
 start_llm() {
+    [[ -z ${SERVERS[llm]:-} ]] || return 0
     CUDA_VISIBLE_DEVICES=0 start llm "${LLM_COMMAND[@]}"
     await llm "http://127.0.0.1:$LLM_PORT/health"
+}
+
+stop_server() { # NAME: if it was started
+    [[ -n ${SERVERS[$1]:-} ]] || return 0
+    kill -s TERM "${SERVERS[$1]}" 2>/dev/null || true
+    wait "${SERVERS[$1]}" 2>/dev/null || true
+    unset "SERVERS[$1]"
 }
 
 stop_servers() {
