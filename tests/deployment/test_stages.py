@@ -110,11 +110,11 @@ def test_every_stage_of_the_dit_stack_disaggregated_serving_included(
 def test_the_stages_of_the_cosyvoice3_stack_up_to_the_benchmark_of_its_server(
     demo_models: Path, manifest: Path, tmp_path: Path
 ) -> None:
-    """From its checkpoint, which stage 0 keeps: the LLM's engine, the repository, the server, two requests. The stage
-    after them is the program that tests/tools/test_offline_inference.py runs."""
-    done = run(COSYVOICE3, "0", "4", models=demo_models, manifest=manifest, work=tmp_path, NUM_TASKS="1")
+    """From a checkpoint as stage 0 makes it: the LLM's engine, the repository, the server, two requests. Stage 5 is the
+    program that tests/tools/test_offline_inference.py runs."""
+    done = run(COSYVOICE3, "1", "4", models=demo_models, manifest=manifest, work=tmp_path, NUM_TASKS="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert stages_of(done.stdout) == [0, 1, 2, 3, 4] and "finish reason" in done.stdout
+    assert stages_of(done.stdout) == [1, 2, 3, 4] and "finish reason" in done.stdout
     assert "2 requests answered, 0 failed" in done.stdout
     assert (tmp_path / "out/cosyvoice3/grpc_streaming_1_tasks/summary.json").exists()
 

@@ -46,6 +46,7 @@ pytestmark = [
 STEPS = 3
 ENCODER = EncoderConfig(blocks=1, up_blocks=1)
 # Limits of the RMS error of a chunk's mel, relative to the RMS of the mel of the plain form in float32.
+TF32 = 1e-3  # the same where cuDNN may multiply float32 in TF32: the grouped convolutions of CosyVoice3
 BOUNDS = [(torch.float32, 1e-4), (torch.float16, 3e-3), (torch.bfloat16, 3e-2)]
 
 
@@ -159,7 +160,9 @@ def test_a_flow_of_windows_on_a_gpu_equals_its_plain_form_up_to_rounding(
     plain = WINDOWS[kind](network, flow_noise("cuda"), steps=STEPS, graphs=False, **options)
     fused = WINDOWS[kind](copy.deepcopy(network).to(dtype), flow_noise("cuda"), steps=STEPS, **options)
     assert isinstance(plain._solve, PlainWindowSolve) and isinstance(fused._solve, GraphedWindowSolve)
-    assert worst_error(plain, fused, [(10, 18, 25), (25, 5, 25), (50, 60, 50), (100, 2, 100)]) < bound
+    assert worst_error(plain, fused, [(10, 18, 25), (25, 5, 25), (50, 60, 50), (100, 2, 100)]) < max(
+        bound, TF32 if kind == "rotary" else 0
+    )
 
 
 @torch.inference_mode()

@@ -1,0 +1,12 @@
+"""The benchmark of token2wav, as far as it runs without a GPU and without a load."""
+
+from pathlib import Path
+
+from common import stacks
+from tools.bench.token2wav import CASES, Subject, first_chunk, plain_first_chunk
+
+
+def test_every_stack_can_be_measured_and_cosyvoice3_is(demo_models: Path) -> None:
+    assert CASES.keys() == set(stacks.BUILT_IN)
+    subject = Subject.build(stacks.COSYVOICE3, demo_models, "cpu", max_streams=1)
+    assert 0 < first_chunk(subject) < 60 and 0 < plain_first_chunk(subject) < 60
