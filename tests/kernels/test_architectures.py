@@ -8,7 +8,9 @@ from tools.bench import kernels
 from tools.bench.kernels import SHARED_KIB, Launch, compiled, launches, pretended
 
 FLOW = {"add_norm_mish", "append", "attend_blocks", "attend_paged", "linear", "prepare", "rotate_first_head", "snake"}
-DECODER = {"attend_pages", "draw", "gated", "join_parts", "project", "project_heads"}
+DECODER = {
+    "add", "attend_pages", "draw", "gate", "gated", "join_parts", "normed", "project", "project_heads", "turn_heads"
+}  # fmt: skip
 
 
 def of_each_size(capability: int) -> list[Launch]:
