@@ -169,7 +169,7 @@ def test_a_voice_is_recorded_used_saved_and_deleted(page: Any) -> None:
     page.get_by_role("button", name="Stop recording").click()
     page.get_by_text("selected as the voice").wait_for()
     page.get_by_role("button", name="Speak", exact=True).click()
-    state(page, "Done:")
+    state(page, "Speaking …")
     page.get_by_label("Name").fill("of mine")
     page.get_by_role("button", name="Save as a voice").click()
     page.get_by_text("Saved as of mine.").wait_for()
@@ -206,7 +206,7 @@ def test_the_page_recovers_when_the_service_was_away(page: Any) -> None:
     page.get_by_text("cosyvoice2_dit", exact=True).wait_for()
     assert page.get_by_label("Voice", exact=True).input_value() == VOICE
     page.get_by_role("button", name="Speak", exact=True).click()
-    state(page, "Done:")
+    state(page, "Speaking …")
 
 
 def test_the_services_error_message_is_shown(page: Any) -> None:
