@@ -19,6 +19,9 @@ from common.llm.interface import FinishReason, TokenChunk
 NOTHING, FAULT = -1, -2
 URGENT_TOKENS = HopConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # of an answer: its listener hears nothing before
 STEPS_PER_LOOK = 3  # where no answer is urgent
+# Tokens of an answer that is not urgent are reported so many at a time: each report costs the host about as much as a
+# row of a step costs the GPU, and the next chunk needs 25 tokens or more.
+TOKENS_PER_REPORT = 8
 
 
 class PromptPiece(NamedTuple):
@@ -51,11 +54,13 @@ class StepModel(Protocol):
 
 @dataclass(eq=False)
 class SequenceRow(Generation):
-    """A request. slot, pages: while it is computed. prefilled: tokens of its prompt."""
+    """A request. slot, pages: while it is computed. prefilled: tokens of its prompt. held: new tokens, not yet
+    reported."""
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
+    held: list[int] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
@@ -150,7 +155,7 @@ class Scheduler:
         return [answer for row, columns in live if (answer := self._answer(row, columns))]
 
     def _answer(self, row: SequenceRow, columns: list[int]) -> Answer | None:
-        request, tokens = row.request, []
+        request, tokens = row.request, row.held
         reason: FinishReason | None = None
         for column in columns:
             if column == FAULT:
@@ -163,4 +168,7 @@ class Scheduler:
                 reason = "stop"
             elif row.generated == request.sampling.max_tokens:
                 reason = "length"
+        if not (reason or row.generated <= URGENT_TOKENS or len(tokens) >= TOKENS_PER_REPORT):
+            return None
+        row.held = []
         return Answer(row, TokenChunk(tokens, reason)) if tokens else None
