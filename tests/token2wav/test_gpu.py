@@ -46,8 +46,9 @@ pytestmark = [
 STEPS = 3
 ENCODER = EncoderConfig(blocks=1, up_blocks=1)
 # Limits of the RMS error of a chunk's mel, relative to the RMS of the mel of the plain form in float32.
-TF32 = 1e-3  # the same where cuDNN may multiply float32 in TF32: the grouped convolutions of CosyVoice3
 BOUNDS = [(torch.float32, 1e-4), (torch.float16, 3e-3), (torch.bfloat16, 3e-2)]
+# The same where cuDNN may multiply float32 in TF32: of CosyVoice3's flow, and of the audio of its vocoder.
+TF32, TF32_AUDIO = 1e-3, 3e-2
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -214,8 +215,8 @@ def causal() -> CausalHiFTGenerator:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.float16, 3e-2)])
-def test_the_causal_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_causal_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.dtype) -> None:
     """Rows of different lengths, streams that end while others go on, first and later chunks."""
     hift, noise, limits = causal(), uniform_noise(9, "cuda"), BatchLimits(max_streams=4)
     plain = CausalVocoder(hift, noise, limits=limits, graphs=False)
@@ -232,7 +233,7 @@ def test_the_causal_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype:
         )
         for ours, theirs in zip(actual, expected, strict=True):
             assert isinstance(ours, Tensor) and isinstance(theirs, Tensor) and len(ours) == len(theirs) > 0
-            assert relative_error(ours, theirs) < bound
+            assert relative_error(ours, theirs) < TF32_AUDIO
         for row in mels.keys() - set(ends):
             before, after = (of.pool.past.phases[streams[of][row].vocoder.slot] for of in (plain, graphed))
             assert ((after - before + 0.5) % 1 - 0.5).abs().max() < 1e-2  # cycles
@@ -297,7 +298,7 @@ def test_more_mels_than_a_graph_holds_are_rendered_in_parts(kind: str, hift: HiF
         together = vocoder.step(chunks[:40], list(part))
         (alone,) = vocoder.step(chunks[40:], [part[39]])
         assert isinstance(alone, Tensor) and isinstance(together[39], Tensor)
-        assert relative_error(together[39], alone) < 1e-2
+        assert relative_error(together[39], alone) < (TF32_AUDIO if kind == "causal" else 1e-2)
 
 
 @pytest.fixture(scope="module")
