@@ -147,6 +147,8 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; run on a machine with two GPUs")
 def test_the_second_gpu_gives_the_tokens_of_the_first_and_takes_nothing_of_it(llm_dir, tokenizer):  # noqa: F811
     def spoken(gpu):
+        # torch captures on one stream for the whole process, of the first GPU. A model's process has one GPU.
+        torch.cuda.graph.default_capture_stream = None
         engine = load_engine("cuda", llm_dir, tokenizer, 2, memory_gib=4.0, instance_kind="KIND_GPU", gpu=gpu)
         request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("text")), Sampling(seed=1), tokenizer.end_ids)
 
