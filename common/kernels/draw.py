@@ -1,7 +1,7 @@
 """Drawing the next tokens of a batch, one row in one program.
 
-The thresholds of top-k and top-p are found by quartering the range of numbers, two bits at a time, instead of sorting:
-a program holds its row in registers, and counts or sums what is at or above a number.
+The thresholds of top-k and top-p are found by halving the range of numbers, bit by bit, instead of sorting: a program
+holds its row in registers, and counts or sums what is at or above a number.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = 16
+WARPS = 8
 
 
 @triton.jit
@@ -38,13 +38,12 @@ def _ordered(scores):
 def _reached(order, amounts, needed):
     """The largest number such that the amounts at or above it sum up to `needed`; 0 if they never do."""
     found = tl.zeros((), tl.uint32)
-    quarters = tl.arange(0, 4).to(tl.uint32)
-    unit = tl.full((), 1 << 30, tl.uint32)
-    for _ in range(16):
-        candidates = found | (quarters * unit)  # (4,), the first is `found`
-        sums = tl.sum(tl.where(order[:, None] >= candidates[None, :], amounts[:, None], 0.0), 0)
-        found = tl.max(tl.where(sums >= needed, candidates, found), 0)
-        unit = unit >> 2
+    bit = tl.full((), 0x80000000, tl.uint32)
+    for _ in range(32):
+        candidate = found | bit
+        if tl.sum(tl.where(order >= candidate, amounts, 0.0), 0) >= needed:
+            found = candidate
+        bit = bit >> 1
     return found
 
 

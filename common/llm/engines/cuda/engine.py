@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 MAX_PREFILL = {"cuda": 1024, "cpu": 256}  # tokens of prompts between two steps
-# Of a GPU's memory, beside weights and pages: CUDA's context, graphs and temporary tensors. Not measured yet.
+# Of a GPU's memory, beside weights and pages: CUDA's context, graphs and temporary tensors.
 PROCESS_GIB = 1.0
 
 
