@@ -15,6 +15,7 @@ from common.kernels.tiles import ProductTile, tiles
 
 LOG2_E = 1.4426950408889634
 MOST_SPLITS = 16
+LEAST = tl.constexpr(-1e30)  # below every score
 PROGRAMS = 128  # of attention, which a GPU runs at once
 PRODUCT_PROGRAMS = 256  # of a product, so that all of a GPU reads weights
 COLUMNS = 1024  # of a program that computes no products
@@ -363,6 +364,7 @@ def _attend_pages(
         own = (start + at)[None, :] < length[:, None]
         scores = tl.where(own, tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
+        largest = tl.maximum(largest, LEAST)  # a token may have nothing in this block, where others of its run have
         weights = tl.exp2(scores - largest[:, None])
         shrink = tl.exp2(best - largest)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")

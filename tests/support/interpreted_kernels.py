@@ -29,9 +29,9 @@ SAMPLING = [
 
 
 def layer(operations: Operations, T: int, consecutive: int) -> list[torch.Tensor]:
-    """What a layer and the head make of T tokens; their sequences begin with 0, 70 and 140 tokens.
+    """What a layer and the head make of T tokens; their sequences begin with 0, 60 and 120 tokens.
 
-    consecutive: so many tokens follow each other in one sequence.
+    consecutive: so many tokens follow each other in one sequence; some of them cross the end of a page.
     """
     random = torch.Generator().manual_seed(T)
 
@@ -42,9 +42,9 @@ def layer(operations: Operations, T: int, consecutive: int) -> list[torch.Tensor
     keys, values = (torch.full((2, SLOTS * 3 + 1, KV_HEADS, PAGE, D), torch.nan) for _ in range(2))
     run, within = torch.arange(T) // consecutive, torch.arange(T) % consecutive
     slots = run % SLOTS
-    positions = 70 * slots + run // SLOTS * consecutive + within
+    positions = 60 * slots + run // SLOTS * consecutive + within
     for slot in range(SLOTS):
-        for position in range(70 * slot):
+        for position in range(60 * slot):
             for pool in (keys, values):
                 pool[LAYER, tables[slot, position // PAGE], :, position % PAGE] = normal(KV_HEADS, D)
     places = Places(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2), consecutive)
