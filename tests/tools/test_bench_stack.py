@@ -1,0 +1,34 @@
+"""The parts of tools.bench.stack that need no server; the rest was run by hand."""
+
+import argparse
+
+import pytest
+
+from tools.bench.stack import GpuPlan, main, peak
+
+
+def test_the_peak_is_the_largest_sum_over_all_gpus() -> None:
+    samples = "0, 100\n1, 50\n0, 120\n1, 70\n0, 90\n1, 80\n0, 9"
+    assert peak(samples) == 190
+    assert peak("1, 50\n0, 7\n") == 7  # the first sample is incomplete
+    assert peak("") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [("7.5:4", {"gpu_memory_gib": "7.5", "max_streams": "4"}), (":2", {"max_streams": "2"})],
+)
+def test_a_plan_is_memory_and_streams(text: str, settings: dict[str, str]) -> None:
+    assert GpuPlan.read(text).settings == settings
+
+
+@pytest.mark.parametrize("text", ["7.5", "7.5:", ":0", "7.5:four"])
+def test_another_plan_is_refused_by_its_value(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=repr(text)):
+        GpuPlan.read(text)
+
+
+def test_a_plan_that_cannot_be_rendered_ends_with_the_reason(tmp_path, capsys) -> None:
+    given = [str(tmp_path), "--plans", "much:2", "--device", "cpu", "--output", str(tmp_path / "plans")]
+    assert main(given) == 1
+    assert "error: " in capsys.readouterr().err
