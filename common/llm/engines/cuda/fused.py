@@ -13,8 +13,8 @@ MOST_TILES = 1024  # of a product of few tokens
 
 
 class Fused:
-    """`Operations`. A layer of few tokens is five kernels, or six, of many tokens twelve, five of them products of
-    cuBLAS. Used by one thread, on one stream."""
+    """`Operations`. A layer of few tokens is five or six kernels; one of many tokens is eleven or twelve, of which four
+    are products of cuBLAS. Used by one thread, on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)

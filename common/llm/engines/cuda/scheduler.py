@@ -19,8 +19,8 @@ from common.llm.interface import FinishReason, TokenChunk
 NOTHING, FAULT = -1, -2
 URGENT_TOKENS = HopConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # of an answer: its listener hears nothing before
 STEPS_PER_LOOK = 3  # where no answer is urgent
-# Tokens of an answer that is not urgent are reported so many at a time: each report costs the host about as much as a
-# row of a step costs the GPU, and the next chunk needs 25 tokens or more.
+# Tokens of an answer that is not urgent are reported so many at a time: each report is work of the host, which has one
+# Python process for all requests, and the next chunk needs 25 tokens or more.
 TOKENS_PER_REPORT = 8
 
 
