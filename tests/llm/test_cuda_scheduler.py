@@ -11,9 +11,10 @@ from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import SCRATCH, Pages
 from common.llm.engines.cuda.scheduler import (
     FAULT,
+    FIRST_REPORT,
+    MOST_HELD,
     NOTHING,
     STEPS_PER_LOOK,
-    TOKENS_PER_REPORT,
     URGENT_TOKENS,
     Scheduler,
     SequenceRow,
@@ -163,7 +164,7 @@ def test_a_hundred_thousand_random_changes_lose_no_page_and_no_token():
         chunks = [item for item in items if not isinstance(item, Exception)]
         told = [token for chunk in chunks for token in chunk.tokens]
         if not sequence.cancelled:
-            assert told == device.drawn[: len(told)] and len(device.drawn) - len(told) < TOKENS_PER_REPORT
+            assert told == device.drawn[: len(told)] and len(device.drawn) - len(told) < MOST_HELD
             assert device.faulty or told == device.drawn
             reason = "stop" if told and told[-1] == END else "length"
             assert device.faulty == isinstance(items[-1], FloatingPointError)
@@ -187,16 +188,28 @@ def test_who_has_spoken_long_enough_gets_several_tokens_at_a_look():
         served.step()
     assert set(served.model.counts) == {1}
     served.model.counts.clear()
-    reports = len(served.answers[first])
     for _ in range(5):
         served.step()
     assert served.model.counts == [STEPS_PER_LOOK] * 5
-    assert [len(chunk.tokens) for chunk in served.answers[first][reports:]] == [TOKENS_PER_REPORT + 2]
     served.add(prompt=200, max_tokens=10)  # who waits for a first token
     served.step()
     assert served.model.counts[-1] == 1
     served.run()
     assert served.tokens(first) == [FIRST + 5] * 60
+
+
+def test_tokens_are_reported_when_the_listener_can_use_them():
+    """The first ones, those of the first chunk at once, then as many as keep the number of reports small."""
+    served = Served(lambda: 5)
+    sequence = served.add(max_tokens=212)
+    sent, late = [], []
+    while served.waiting or served.scheduler.rows:
+        for answer in served.step():
+            sent.append(len(answer.item.tokens))
+        late.append((sum(sent), sequence.generated - sum(sent)))
+    assert sent[0] == FIRST_REPORT and sent[0] + sent[1] == URGENT_TOKENS
+    assert len(sent) <= 12 and sum(sent) == 212
+    assert all(held < max(reported / 2, URGENT_TOKENS) and held < MOST_HELD for reported, held in late)
 
 
 def test_requests_wait_for_pages_in_the_order_of_their_arrival():

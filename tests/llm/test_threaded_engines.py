@@ -11,7 +11,7 @@ from common.errors import UnavailableError
 from common.llm.engines.interface import EngineLM, GenerationRequest
 from common.llm.engines.loading import load_engine
 from common.llm.engines.threaded import ThreadedEngine
-from common.llm.interface import LLMPrompt, Sampling
+from common.llm.interface import LLMPrompt, Sampling, TokenChunk
 from common.llm.speech_tokens import LLMTokenizer
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 
@@ -38,6 +38,10 @@ def make_request(tokenizer: LLMTokenizer, text: str, **sampling) -> GenerationRe
 
 async def tokens_of(engine: ThreadedEngine, request: GenerationRequest) -> list[int]:
     return [token async for chunk in engine.generate(request) for token in chunk.tokens]
+
+
+async def chunks_of(engine: ThreadedEngine, request: GenerationRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(request)]
 
 
 def wait_until(condition, seconds=10.0):
@@ -101,11 +105,27 @@ def test_an_answer_in_parts_equals_the_whole_answer(engine, tokenizer, prompt):
 
 
 def test_max_tokens_ends_a_request_with_the_reason(engine, tokenizer):
-    async def run():
-        return [chunk async for chunk in engine.generate(make_request(tokenizer, "Hello", seed=1, max_tokens=5))]
+    *first, last = asyncio.run(chunks_of(engine, make_request(tokenizer, "Hello", seed=1, max_tokens=5)))
+    assert {chunk.finish_reason for chunk in first} == {None} and last.finish_reason == "length"
+    assert sum(len(chunk.tokens) for chunk in (*first, last)) == 5
 
-    chunks = asyncio.run(run())
-    assert [chunk.finish_reason for chunk in chunks] == [None] * 4 + ["length"]
+
+def test_the_loop_is_woken_once_for_all_answers_of_a_step(engine, tokenizer):
+    """And all of them arrive: streams that begin together, each with as many answers as the others."""
+
+    async def run():
+        loop, calls = asyncio.get_running_loop(), []
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *call: calls.append(call) or wake(*call)
+        request = make_request(tokenizer, "Hello", seed=1, min_tokens=60, max_tokens=60)
+        answers = [await chunks_of(engine, request)]
+        alone, calls[:] = len(calls), []
+        answers += await asyncio.gather(*(chunks_of(engine, request) for _ in range(STREAMS)))
+        return alone, len(calls), answers
+
+    alone, together, answers = asyncio.run(run())
+    assert all(sum(len(chunk.tokens) for chunk in chunks) == 60 for chunks in answers)
+    assert alone <= together < alone * STREAMS / 2
 
 
 def test_closing_the_stream_frees_the_request(engine, tokenizer):

@@ -55,6 +55,7 @@ class BatchingEngine(ThreadedEngine[RowGeneration]):
 
     def _step(self) -> None:
         self._prefill_one()
+        self._wake_readers()  # the first token does not wait for the others' next ones
         self._decode_all()
 
     def _prefill_one(self) -> None:

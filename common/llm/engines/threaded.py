@@ -5,8 +5,10 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from common.errors import FatalError, UnavailableError
@@ -41,6 +43,33 @@ class Generation:
             self.cancel()
 
 
+class Inbox:
+    """Answers on their way to the tasks of an asyncio loop. The loop is woken once for all answers of a step: a wake-up
+    for each would make the two threads take the GIL from each other as often."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._answers: deque[tuple[OnTokens, TokenChunk | Exception]] = deque()
+        self.readers = 0
+
+    def add(self, on_tokens: OnTokens, item: TokenChunk | Exception) -> None:
+        """From any thread; `on_tokens` is called in the loop, after `wake`. RuntimeError if the loop is closed."""
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop is closed")
+        self._answers.append((on_tokens, item))
+
+    def wake(self) -> None:
+        """From any thread."""
+        if self._answers:
+            with suppress(RuntimeError):  # the loop is closed, so nobody reads them
+                self._loop.call_soon_threadsafe(self._hand_over)
+
+    def _hand_over(self) -> None:
+        while self._answers:
+            on_tokens, item = self._answers.popleft()
+            on_tokens(item)
+
+
 GenerationT = TypeVar("GenerationT", bound=Generation)
 
 
@@ -55,6 +84,7 @@ class ThreadedEngine(ABC, Generic[GenerationT]):
         self._max_requests = max_requests
         self._waiting: deque[GenerationT] = deque()  # submitted, not yet in a row
         self._rows = rows  # those that are computed
+        self._inboxes: dict[asyncio.AbstractEventLoop, Inbox] = {}  # of the loops with readers
         self._wake = threading.Condition()  # guards the waiting queue, the list of rows and the failure
         self._failure: UnavailableError | None = None
         self._thread = threading.Thread(target=self._serve, name="llm-engine", daemon=True)
@@ -89,19 +119,32 @@ class ThreadedEngine(ABC, Generic[GenerationT]):
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """The tokens of one request as they are sampled. Closing the generator cancels the request."""
-        loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
-        generation = self.submit(request, lambda item: loop.call_soon_threadsafe(arrived.put_nowait, item))
+        with self._inbox() as inbox:
+            generation = self.submit(request, partial(inbox.add, arrived.put_nowait))
+            try:
+                finished = False
+                while not finished:
+                    item = await arrived.get()
+                    if isinstance(item, Exception):
+                        raise item
+                    yield item
+                    finished = item.finish_reason is not None
+            finally:
+                generation.cancel()
+
+    @contextmanager
+    def _inbox(self) -> Iterator[Inbox]:
+        """The running loop's, for one more reader."""
+        loop = asyncio.get_running_loop()
+        inbox = self._inboxes.setdefault(loop, Inbox(loop))
+        inbox.readers += 1
         try:
-            finished = False
-            while not finished:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-                finished = item.finish_reason is not None
+            yield inbox
         finally:
-            generation.cancel()
+            inbox.readers -= 1
+            if not inbox.readers:
+                del self._inboxes[loop]
 
     def close(self) -> None:
         """Fail all live requests and end the thread."""
@@ -112,12 +155,18 @@ class ThreadedEngine(ABC, Generic[GenerationT]):
         try:
             while self._await_work():
                 self._step()
+                self._wake_readers()
         except Exception as error:
             logger.exception("the LLM engine failed")
             self._fail(FatalError(f"the LLM engine failed: {error}"))
         finally:
             with self._wake:
                 self._rows.clear()
+
+    def _wake_readers(self) -> None:
+        """Hand over what was reported. After each step; a longer step may call it earlier."""
+        for inbox in list(self._inboxes.values()):
+            inbox.wake()
 
     def _await_work(self) -> bool:
         """Wait for a request; False if the engine has failed or is closed."""
@@ -134,3 +183,4 @@ class ThreadedEngine(ABC, Generic[GenerationT]):
         for generation in orphans:
             generation.report(reason)
             generation.cancel()
+        self._wake_readers()

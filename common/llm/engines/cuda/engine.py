@@ -58,9 +58,9 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
             raise RuntimeError("a fault of a test")
         with self._wake:
             self._scheduler.admit(self._waiting)
-        speaking = [row for row in self._rows if row.generated]
+        speaking = next((row for row in self._rows if row.generated), None)
         if speaking and faults.take("nan_logits"):
-            self._decoder.spoil(speaking[0].pages[0])
+            self._decoder.spoil(speaking.pages[0])
         answers = self._scheduler.compute()
         with self._wake:  # before the end is reported: the caller may submit the next request at once
             for answer in answers:

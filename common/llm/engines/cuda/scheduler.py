@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from common.config import HopConfig
-from common.constants import LOOKAHEAD_TOKENS
+from common.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import Pages
 from common.llm.engines.interface import GenerationRequest
@@ -19,9 +19,20 @@ from common.llm.interface import FinishReason, TokenChunk
 NOTHING, FAULT = -1, -2
 URGENT_TOKENS = HopConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # of an answer: its listener hears nothing before
 STEPS_PER_LOOK = 3  # where no answer is urgent
-# Tokens of an answer that is not urgent are reported so many at a time: each report is work of the host, which has one
-# Python process for all requests, and the next chunk needs 25 tokens or more.
-TOKENS_PER_REPORT = 8
+# Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
+FIRST_REPORT = 3  # tokens
+MOST_HELD = TOKEN_RATE  # a second of speech
+
+
+def tokens_of_report(reported: int) -> int:
+    """How many new tokens of a request are reported together, after so many.
+
+    The first ones, so that the request is known to run; then all that the first chunk waits for. After that the tokens
+    held back are at most half of those the listener has already, so the second chunk waits for a few steps at most.
+    """
+    if reported < URGENT_TOKENS:
+        return URGENT_TOKENS - reported if reported else FIRST_REPORT
+    return min(reported // 2, MOST_HELD)
 
 
 class PromptPiece(NamedTuple):
@@ -168,7 +179,7 @@ class Scheduler:
                 reason = "stop"
             elif row.generated == request.sampling.max_tokens:
                 reason = "length"
-        if not (reason or row.generated <= URGENT_TOKENS or len(tokens) >= TOKENS_PER_REPORT):
+        if not reason and len(tokens) < tokens_of_report(row.generated - len(tokens)):
             return None
         row.held = []
-        return Answer(row, TokenChunk(tokens, reason)) if tokens else None
+        return Answer(row, TokenChunk(tokens, reason))
