@@ -68,8 +68,8 @@ def tritonserver_environment(models: ModelEnvironment, libraries: Sequence[Path]
     # The models' processes share the cores. By default an OpenMP thread that waits for the others of its process spins,
     # while those may not get a core: a millisecond of work can then take a hundred.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # oneDNN, which computes on CPUs, keeps what it prepares for 1,024 shapes. Windows have hundreds of lengths: a
-    # process grew for half an hour. With 256 it is no slower (docs/results/soak.md).
+    # oneDNN, which computes on CPUs, keeps what it prepares for 1,024 shapes, of which windows have hundreds. With 256
+    # it is no slower (docs/results/soak.md).
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     # Voices of 1 to 30 s come and go: torch's usual segments leave a GPU's memory in pieces too small for the next.
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

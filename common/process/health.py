@@ -13,12 +13,14 @@ from pathlib import Path
 
 from common.errors import UnavailableError, is_fatal
 from common.process.environment import ModelEnvironment
+from common.process.memory import return_freed
 from common.process.metrics import Metric, MetricsPublisher, Values
 
 logger = logging.getLogger(__name__)
 
 TEST_SECONDS = 10.0
 POLL_SECONDS = 1.0
+RETURN_SECONDS = 30.0  # between two times that freed memory is given back
 FAILED = ".failed"  # ending of the file that names the reason
 
 SUCCESS_AGE = Metric(
@@ -76,7 +78,7 @@ health = Health()  # of this process: Triton runs each model instance in one of 
 
 
 class ModelMonitor:
-    """Publishes the health and the metrics of a model instance until `close`.
+    """Publishes the health and the metrics of a model instance until `close`, and gives back the memory that it frees.
 
     test: a small job that raises if the model cannot do its work, in a thread of its own. read: the model's metrics.
     args: those that Triton passes to `initialize`. Does nothing if no process reads what is published.
@@ -99,8 +101,12 @@ class ModelMonitor:
         self._publisher.close()
 
     def _run(self) -> None:
+        returned_at = time.monotonic()
         while not self._ended.wait(POLL_SECONDS):
             health.test_if_due(self._test, self._model)
+            if time.monotonic() - returned_at >= RETURN_SECONDS:
+                return_freed()
+                returned_at = time.monotonic()
 
 
 def report_failure(model: str, error: BaseException) -> None:

@@ -1,11 +1,15 @@
 """Whether a model does its work: its own test, what it publishes, and the failure that it reports."""
 
+import ctypes
 import logging
+import re
+import time
 from pathlib import Path
 
 import pytest
 
 from common.errors import FatalError, ModelCallError, UnavailableError, is_fatal
+from common.process import health as health_module
 from common.process.environment import METRICS_DIRECTORY
 from common.process.health import (
     FAILING,
@@ -119,6 +123,39 @@ def test_without_a_directory_a_failure_is_only_logged(
 )
 def test_errors_after_which_a_process_cannot_serve(error: Exception, fatal: bool) -> None:
     assert is_fatal(error) == fatal
+
+
+def anonymous_mib() -> float:
+    found = re.search(r"^Anonymous: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) / 1024
+
+
+def test_a_model_gives_freed_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 MiB in blocks of 64 KiB, each below one of 2 KiB that stays, so that `free` alone gives nothing back."""
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    monkeypatch.setattr(health_module, "RETURN_SECONDS", 0.0)
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    large, small = zip(*[(libc.malloc(64 << 10), libc.malloc(2 << 10)) for _ in range(1600)], strict=True)
+    for block in large:
+        ctypes.memset(block, 1, 64 << 10)
+    full = anonymous_mib()
+    for block in large:
+        libc.free(block)
+    assert anonymous_mib() > full - 20
+    monitor = ModelMonitor({"model_name": "m", "model_instance_name": "m_0"}, test=dict)
+    deadline = time.monotonic() + 30
+    while anonymous_mib() > full - 80 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    monitor.close()
+    for block in small:
+        libc.free(block)
+    assert anonymous_mib() < full - 80
 
 
 def test_the_health_is_numbers_on_the_metrics_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

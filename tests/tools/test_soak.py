@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from tools.bench.triton_stub import TritonStub
 from tools.load.samples import Sample
 from tools.soak import cases, runner
 from tools.soak.cases import BAD, BAD_INPUTS, CANCELLED, WEIGHTS, BadInput, SoakCase, SoakPlan
-from tools.soak.faults import KINDS, InjectedFault
+from tools.soak.faults import HARD_SHARE, KINDS, InjectedFault
 from tools.soak.ledger import Ledger, Request
 from tools.soak.routes import ROUTES, Addresses, Client, Parts
 from tools.soak.runner import MixedLoad, SoakResult, SoakSettings
-from tools.soak.sampling import JUDGED_SECONDS, WARM_UP_SECONDS, ProcessHistory
+from tools.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, Measure, ProcessHistory
 from tools.soak.stack import Life
 
 PATIENCE = 0.1
@@ -187,31 +187,67 @@ def test_a_service_that_ends_by_itself_or_does_not_recover_is_a_problem() -> Non
 # --- growth ----------------------------------------------------------------------------------------------------------
 
 
-def history(values: list[float]) -> ProcessHistory:
-    """A process whose threads have these values over the shortest life that is judged."""
-    at = np.linspace(0, WARM_UP_SECONDS + 1.1 * JUDGED_SECONDS, len(values)).tolist()
-    return ProcessHistory("model", 1, at=at, threads=values)
+LONG = WARM_UP_SECONDS + LONG_SECONDS
+HOUR = 30 * 60.0  # the last life in an hour of soak
+
+
+def history(values: Sequence[float] | np.ndarray, seconds: float = WARM_UP_SECONDS + JUDGED_SECONDS) -> ProcessHistory:
+    """A process that has each measure's values over a life of so many seconds."""
+    at, values = np.linspace(0, seconds, len(values)).tolist(), list(values)
+    return ProcessHistory("model", 1, at=at, memory=values, threads=values)
+
+
+def grows(process: ProcessHistory, measure: Measure = "memory") -> bool:
+    growth = process.growth(measure)
+    assert growth is not None
+    assert bool(result(growths=[growth]).problems()) == growth.grows
+    return growth.grows
+
+
+def steps(*sizes: tuple[float, int]) -> list[float]:
+    return [size for size, count in sizes for _ in range(count)]
 
 
 @pytest.mark.parametrize(
-    ("values", "grows"),
+    ("values", "expected"),
     [
-        ([20.0] * 40, False),
-        ([1.0] * 16 + [20.0] * 24, False),  # while it warms up
-        (np.linspace(20, 60, 40).tolist(), True),
-        ([20.0] * 30 + [90.0] * 2 + [20.0] * 8, False),  # a moment
+        (steps((20, 60)), False),
+        (steps((1, 24), (20, 36)), False),  # while it warms up
+        (np.linspace(1, 200, 60), True),
+        (steps((20, 50), (90, 2), (20, 8)), False),  # a moment
     ],
 )
-def test_growth_is_what_comes_after_the_warm_up(values: list[float], grows: bool) -> None:
-    growth = history(values).growth("threads")
-    assert growth is not None and growth.grows == grows
-    assert bool(result(growths=[growth]).problems()) == grows
+def test_threads_grow_if_there_are_more_at_the_end(values: Sequence[float] | np.ndarray, expected: bool) -> None:
+    assert grows(history(values), "threads") == expected
+
+
+NOISE = 200 * np.random.default_rng(1).random(360)  # work under way, MiB
+
+
+@pytest.mark.parametrize(
+    ("values", "seconds", "expected"),
+    [
+        (300 + NOISE + np.linspace(0, 60, 360), HOUR, True),  # 2 MiB a minute
+        (300 + NOISE, HOUR, False),
+        (NOISE + steps((300, 60), (500, 40), (700, 40), (850, 220)), HOUR, False),  # the largest work comes early
+        (NOISE + steps((300, 240), (360, 120)), HOUR, True),  # a step that comes late, and stays
+        (NOISE + steps((300, 320), (360, 40)), HOUR, False),  # it may go again
+        (300 + NOISE + np.linspace(0, 60, 360), LONG - 60, False),  # too slow for a life so short
+        (300 + NOISE + np.linspace(0, 600, 360), LONG - 60, True),
+    ],
+)
+def test_memory_grows_if_what_stays_is_more_at_the_end(values: np.ndarray, seconds: float, expected: bool) -> None:
+    assert grows(history(values, seconds)) == expected
 
 
 def test_a_short_life_is_not_judged() -> None:
-    process = history([20.0] * 40)
-    process.at = [at / 2 for at in process.at]
-    assert process.growth("threads") is None and ProcessHistory("new", 1).growth("threads") is None
+    assert history([20.0] * 40, WARM_UP_SECONDS + JUDGED_SECONDS - 1).growth("threads") is None
+    assert ProcessHistory("new", 1).growth("threads") is None
+
+
+def test_a_life_of_the_last_half_of_an_hour_is_a_long_one() -> None:
+    """Where no fault ends a service, a process is judged by the strict tolerances."""
+    assert (1 - HARD_SHARE) * 60 * 60 - 60 > LONG
 
 
 # --- the requests ----------------------------------------------------------------------------------------------------

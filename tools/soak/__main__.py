@@ -11,7 +11,7 @@ WebSocket with barge-in, the plain runtime over HTTP and gRPC, and voices that a
 the requests are cancelled, 5 % are bad in one of many ways, each of which has the error that must be the answer.
 
 Faults, on a stack of its own only: processes killed and stopped, and the faults of common/process/faults.py inside the
-models; a service that ends is started again, as compose and Kubernetes do. In the last 40 % of the time nothing is
+models; a service that ends is started again, as compose and Kubernetes do. In the last half of the time nothing is
 killed, so that growth can be judged.
 
 Each request ends exactly once: done; cancelled; rejected (bad input, as expected); refused (the server is full and

@@ -29,8 +29,8 @@ TAKEN_SECONDS = 60.0  # for a fault inside a model to happen, which needs a requ
 END_SECONDS = 60.0  # for a service to end after a fault that it does not survive: a hang is noticed after 15 s
 SURVIVED_SECONDS = 15.0  # after which a service has survived a fault
 GAP_SECONDS, GAP_SHARE = (8.0, 25.0), 0.1  # between the end of one fault and the next; at most this share of the run
-HARD_SHARE = 0.6  # of the run, in which faults may end services; after it they do not, so that one life is long
-HARD_PROBABILITY = 0.4  # of such a fault, in that share
+HARD_SHARE = 0.5  # of the run, in which faults may end services; after it they do not, so that one life is long
+HARD_PROBABILITY = 0.5  # of such a fault, in that share
 
 MODELS = ("audio_tokenizer", "speaker_embedding", "tensorrt_llm", *STREAMED.models, *WHOLE.models)
 TRITON_ROUTES = (*ROUTES, "voices")  # a dead Triton is behind every route

@@ -11,7 +11,7 @@ import numpy as np
 from tools.load.report import table
 from tools.soak.ledger import OUTCOMES
 from tools.soak.runner import SoakResult
-from tools.soak.sampling import JUDGED_SECONDS, TOLERANCES, WARM_UP_SECONDS
+from tools.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, SHORT_FACTOR, TOLERANCES, WARM_UP_SECONDS
 
 REASONS = 12  # shown per outcome, most frequent first
 
@@ -37,10 +37,11 @@ def markdown(result: SoakResult, command: str, conditions: Sequence[str]) -> str
         _faults(result),
         "\n## Processes\n",
         f"Growth is judged for processes that have lived {JUDGED_SECONDS:.0f} s after a warm-up of "
-        f"{WARM_UP_SECONDS:.0f} s: the second half of that time against the first (medians; of shared memory the "
-        "maxima, because Triton's python backend never gives any back). Tolerated: "
+        f"{WARM_UP_SECONDS:.0f} s: the last third of that time against the middle one (the minima of memory, the "
+        "maxima of shared memory, otherwise the medians). Tolerated: "
         + "; ".join(f"{name} {100 * share:.0f} % or {amount:g}" for name, (share, amount) in TOLERANCES.items())
-        + ", whichever is more. Memory (anonymous) and shared memory are in MiB.\n",
+        + f", whichever is more, and {SHORT_FACTOR:g} times as much if that time is shorter than {LONG_SECONDS:.0f} s. "
+        "Memory (anonymous) and shared memory are in MiB.\n",
         _growths(result),
     ]
     return "\n".join(part for part in parts if part) + "\n"
@@ -93,14 +94,14 @@ def _faults(result: SoakResult) -> str:
 
 def _growths(result: SoakResult) -> str:
     rows = [
-        [each.process, each.pid, each.measure, f"{each.seconds:.0f}", f"{each.first:.1f}", f"{each.second:.1f}"]
+        [each.process, each.pid, each.measure, f"{each.seconds:.0f}", f"{each.middle:.1f}", f"{each.last:.1f}"]
         + [f"{each.limit:.1f}", "**yes**" if each.grows else ""]
         for each in result.growths
-        if each.second or each.first
+        if each.middle or each.last
     ]
     if not rows:
-        return "No process lived long enough to be judged."
-    return table(["process", "id", "measure", "seconds", "first half", "second half", "limit", "grows"], rows)
+        return "No process lived long enough to be judged: growth was not looked for."
+    return table(["process", "id", "measure", "seconds", "middle third", "last third", "limit", "grows"], rows)
 
 
 def as_json(result: SoakResult, command: str, conditions: Sequence[str]) -> dict[str, Any]:

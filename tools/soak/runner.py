@@ -80,7 +80,7 @@ class SoakResult:
             for each in self.ledger.offenders()
         ]
         found += [
-            f"growth: {each.process} (process {each.pid}), {each.measure} {each.first:.1f} -> {each.second:.1f} "
+            f"growth: {each.process} (process {each.pid}), {each.measure} {each.middle:.1f} -> {each.last:.1f} "
             f"within {each.seconds:.0f} s, more than {each.limit:.1f}"
             for each in self.growths
             if each.grows
@@ -271,7 +271,7 @@ async def _soak(
         load = MixedLoad(plan, client, result.ledger, settings.patience, clock)
         before = await client.voices() if addresses.speech else []
         async with TaskScope() as tasks:
-            tasks.spawn(sampler.run())
+            sampling = tasks.spawn(sampler.run())
             tasks.spawn(_observing(observe, result, clock, until, injector))
             injecting = None if injector is None else tasks.spawn(injector.run())
             loading = tasks.spawn(load.run(settings.tasks, until))
@@ -283,6 +283,7 @@ async def _soak(
                 loading.cancel()
                 await asyncio.gather(loading, return_exceptions=True)
             result.seconds = clock()
+            sampling.cancel()  # idle servers need less
             if injecting is not None and injector is not None:
                 injecting.cancel()
                 await asyncio.gather(injecting, return_exceptions=True)

@@ -6,18 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 SAMPLE_SECONDS = 5.0
 WARM_UP_SECONDS = 180.0  # of each process, in which caches fill and pools start
 JUDGED_SECONDS = 240.0  # a process is judged if it has lived for this long after its warm-up
+LONG_SECONDS = 900.0  # after its warm-up, within which a process meets its largest work
+SHORT_FACTOR = 4.0  # of the tolerances, for a process that has lived for less
 
 Measure = Literal["memory", "threads", "files", "shared"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
-# By how much the second half of a process's life may exceed the first: a share, and an amount in the measure's unit.
+# By how much the last third of a life may exceed the middle one: a share, and an amount in the measure's unit.
 TOLERANCES: Mapping[Measure, tuple[float, float]] = {
-    "memory": (0.05, 24.0),  # MiB
+    "memory": (0.02, 12.0),  # MiB
     "threads": (0.0, 8.0),
     "files": (0.0, 8.0),
     "shared": (0.05, 8.0),  # MiB
@@ -62,19 +65,21 @@ class ProcessHistory:
         self.shared.append(shared_memory(self.prefix) if self.prefix else 0.0)
 
     def growth(self, measure: Measure) -> "Growth | None":
-        """The second half of the life after the warm-up against the first, while the load was the same; None if it was
-        too short to be judged. Medians, so that a moment of a fault does not count; for shared memory the maxima,
-        because Triton's python backend never gives any back: it has the size of the highest load so far.
+        """The last third of the life after the warm-up against the middle one; None if it was too short to be judged.
+
+        The first third is for steps: a process gets larger when it first meets its largest work. Of memory the minima:
+        what stays when a model gives back what it has freed (common/process/memory.py), without the work under way. Of
+        shared memory the maxima, because Triton's python backend never gives any back. Otherwise medians, so that a
+        moment of a fault does not count.
         """
-        values = getattr(self, measure)
-        warm = [index for index, at in enumerate(self.at) if at - self.at[0] >= WARM_UP_SECONDS]
-        if not warm or self.at[-1] - self.at[warm[0]] < JUDGED_SECONDS:
+        begin = self.at[0] + WARM_UP_SECONDS if self.at else 0.0
+        judged = self.at[-1] - begin if self.at else 0.0
+        if judged < JUDGED_SECONDS:
             return None
-        middle = (self.at[warm[0]] + self.at[-1]) / 2
-        first = [values[index] for index in warm if self.at[index] < middle]
-        second = [values[index] for index in warm if self.at[index] >= middle]
-        of = max if measure == "shared" else median
-        return Growth(self.name, self.pid, measure, self.at[-1] - self.at[warm[0]], of(first), of(second))
+        values = np.array(getattr(self, measure))
+        thirds = np.floor(3 * (np.array(self.at) - begin) / judged)
+        middle, last = values[thirds == 1], values[thirds >= 2]
+        return Growth(self.name, self.pid, measure, judged, _level(measure, middle), _level(measure, last))
 
     def as_json(self) -> dict[str, Any]:
         lists = {name: [round(value, 1) for value in getattr(self, name)] for name in ("at", "resident", *MEASURES)}
@@ -83,24 +88,30 @@ class ProcessHistory:
 
 @dataclass(frozen=True)
 class Growth:
-    """A measure of one process in the first and the second half of `seconds`."""
+    """A measure of one process in the middle and the last third of `seconds`."""
 
     process: str
     pid: int
     measure: Measure
     seconds: float
-    first: float
-    second: float
+    middle: float
+    last: float
 
     @property
     def limit(self) -> float:
-        """The largest value of `second` that is no growth."""
+        """The largest value of `last` that is no growth."""
         share, amount = TOLERANCES[self.measure]
-        return self.first + max(share * self.first, amount)
+        factor = SHORT_FACTOR if self.seconds < LONG_SECONDS else 1.0
+        return self.middle + factor * max(share * self.middle, amount)
 
     @property
     def grows(self) -> bool:
-        return self.second > self.limit
+        return self.last > self.limit
+
+
+def _level(measure: Measure, values: np.ndarray) -> float:
+    """What a process has of a measure within some time, see `ProcessHistory.growth`."""
+    return float(np.percentile(values, {"memory": 0, "shared": 100}.get(measure, 50)))
 
 
 @dataclass

@@ -1,0 +1,16 @@
+"""Memory that this process has freed but still holds."""
+
+import ctypes
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def return_freed() -> None:
+    """Give what the C library keeps of it back to the system; takes tens of milliseconds per 100 MiB at most.
+
+    glibc keeps what is freed below the last block in use. Tensors have hundreds of sizes and leave its heap in pieces:
+    token2wav then holds two to three times the memory that it uses, and more with every new size
+    (docs/results/soak.md). Does nothing with a C library that cannot.
+    """
+    if _trim is not None:
+        _trim(0)
