@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.launch import early, wait
 from common.kernels.tiles import tiles
 
 LOG2_E = 1.4426950408889634
@@ -35,7 +36,9 @@ def _attend_paged(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, ring_keys, ring_values,
     B, T, plane, planes, scale,
     H: tl.constexpr, D: tl.constexpr, RING: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     row, head = tl.program_id(1) // H, tl.program_id(1) % H
     stream, guidance = row % B, row // B
     at = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -89,7 +92,7 @@ def attend_paged(
     _attend_paged[(triton.cdiv(T, span.queries), R * H)](
         q, k, v, out, table, ring_keys, ring_values, R // 2, T, plane, steps * depth, D**-0.5 * LOG2_E,
         H=H, D=D, RING=ring_keys.shape[-2], BLOCK_Q=span.queries, BLOCK_K=span.keys,
-        num_warps=span.warps, num_stages=span.stages,
+        num_warps=span.warps, num_stages=span.stages, **early(),
     )  # fmt: skip
     return out
 
@@ -98,7 +101,9 @@ def attend_paged(
 def _attend_blocks(
     q_ptr, k_ptr, v_ptr, out_ptr, frames_ptr, B, T, scale,
     H: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     row, head = tl.program_id(1) // H, tl.program_id(1) % H
     at = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     lane = tl.arange(0, D)
@@ -128,13 +133,16 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, frames: Tensor, chunk: int) -
     _attend_blocks[(triton.cdiv(T, span.queries), R * H)](
         q, k, v, out, frames, len(frames), T, D**-0.5 * LOG2_E,
         H=H, D=D, CHUNK=chunk, BLOCK_Q=span.queries, BLOCK_K=span.keys,
-        num_warps=span.warps, num_stages=span.stages,
+        num_warps=span.warps, num_stages=span.stages, **early(),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["B", "T", "step"])
-def _append(keys_ptr, values_ptr, table_ptr, B, T, H, step, D: tl.constexpr, BLOCK: tl.constexpr):
+def _append(
+    keys_ptr, values_ptr, table_ptr, B, T, H, step, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait(PDL)
     head, row, layer = tl.program_id(1) % H, tl.program_id(1) // H, tl.program_id(2)
     stream, guidance = row % B, row // B
     own = tl.load(table_ptr + 5 * B + stream)
@@ -161,7 +169,7 @@ def append(keys: Tensor, values: Tensor, table: Tensor, step: int) -> None:
     its keys and of its values (steps, depth, 2, H, length, D), 10 length.
     """
     depth, R, H, T, D = keys.shape
-    _append[(triton.cdiv(T, 32), R * H, depth)](keys, values, table, R // 2, T, H, step, D=D, BLOCK=32)
+    _append[(triton.cdiv(T, 32), R * H, depth)](keys, values, table, R // 2, T, H, step, D=D, BLOCK=32, **early())
 
 
 @triton.jit
@@ -173,7 +181,10 @@ def _rotate_pairs(x_ptr, places, cosine, sine, mask):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _rotate_first_head(q_ptr, k_ptr, rotary_ptr, T, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _rotate_first_head(
+    q_ptr, k_ptr, rotary_ptr, T, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (at < T)[:, None]
     angles = at[:, None] * HALF + tl.arange(0, HALF)[None, :]
@@ -190,4 +201,4 @@ def rotate_first_head(q: Tensor, k: Tensor, rotary: Tensor) -> None:
     rotary (2, T, D / 2) float32: cosine, sine.
     """
     R, H, T, D = q.shape
-    _rotate_first_head[(triton.cdiv(T, 32), R)](q, k, rotary, T, H=H, HALF=D // 2, BLOCK=32, num_warps=4)
+    _rotate_first_head[(triton.cdiv(T, 32), R)](q, k, rotary, T, H=H, HALF=D // 2, BLOCK=32, num_warps=4, **early())

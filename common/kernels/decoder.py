@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.launch import early, wait
 from common.kernels.tiles import ProductTile, tiles
 
 LOG2_E = 1.4426950408889634
@@ -73,7 +74,7 @@ def _project_heads(
     x_ptr, weight_ptr, bias_ptr, q_ptr, keys_ptr, values_ptr, tables_ptr, slots_ptr, positions_ptr, rotary_ptr,
     T, eps, pages, context,
     K: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile is a part of one head: BN of its first D / 2 columns, and those that are turned with them."""
     HALF: tl.constexpr = D // 2
@@ -81,6 +82,7 @@ def _project_heads(
     head = tl.program_id(1) // (HALF // BN)
     column = tl.program_id(1) % (HALF // BN) * BN + tl.arange(0, BN)
     row = head * D + column
+    wait(PDL)
     # What the product does not need is loaded before it, so that nothing waits for it afterwards.
     inside = m < T
     mask = inside[:, None] & (column < HALF)[None, :]
@@ -133,7 +135,7 @@ def project_heads(
     _project_heads[(triton.cdiv(T, tile.rows), (H + 2 * KV) * (D // 2 // columns))](
         x, weight, bias, q, keys, values, tables, slots, positions, rotary, T, eps, tables.shape[1], rotary.shape[1],
         K=K, H=H, KV=KV, D=D, PAGE=PAGE, BM=tile.rows, BN=columns, BK=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
     return q
 
@@ -141,10 +143,11 @@ def project_heads(
 @triton.jit(do_not_specialize=["T"])
 def _gated(
     x_ptr, weight_ptr, out_ptr, T, eps,
-    K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
+    wait(PDL)
     gate, up = _products(x_ptr, weight_ptr, m, n, n + N, T, 2 * N, eps, 0, K, K, True, True, BM, BN, BK)
     result = gate * tl.sigmoid(gate) * up
     mask = (m < T)[:, None] & (n < N)[None, :]
@@ -158,7 +161,7 @@ def gated(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     tile = tiles(weight.dtype).decoder(T)
     _gated[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns))](
         x, weight, out, T, eps, K=K, N=N, BM=tile.rows, BN=tile.columns, BK=tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
     return out
 
@@ -167,7 +170,7 @@ def gated(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _project(
     x_ptr, weight_ptr, out_ptr, parts_ptr, arrived_ptr, T, N, eps,
     K: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The last of the SPLITS programs of a tile to arrive sums their parts, always in the same order."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -175,6 +178,7 @@ def _project(
     split = tl.program_id(2)
     places = out_ptr + m[:, None] * N + n[None, :]
     mask = (m < T)[:, None] & (n < N)[None, :]
+    wait(PDL)
     result, _ = _products(
         x_ptr, weight_ptr, m, n, n, T, N, eps, split * PART, K, PART, NORM, False, BM, BN, BK
     )  # fmt: skip
@@ -226,12 +230,13 @@ def _launch_project(
     part = triton.cdiv(triton.cdiv(K, tile.depth), splits) * tile.depth
     _project[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns), splits)](
         x, weight, out, parts, arrived, T, N, eps, K=K, PART=part, SPLITS=splits, NORM=norm, ADD=add,
-        BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
 
 
 @triton.jit
-def _add(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
+def _add(x_ptr, y_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.load(x_ptr + at, mask=at < count) + tl.load(y_ptr + at, mask=at < count).to(tl.float32)
     tl.store(x_ptr + at, sums, mask=at < count)
@@ -239,11 +244,12 @@ def _add(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
 
 def add(x: Tensor, y: Tensor) -> None:
     """x float32 += y of another type. (torch's kernel for two types takes twice as long.)"""
-    _add[(triton.cdiv(x.numel(), COLUMNS),)](x, y, x.numel(), BLOCK=COLUMNS, num_warps=4)
+    _add[(triton.cdiv(x.numel(), COLUMNS),)](x, y, x.numel(), BLOCK=COLUMNS, num_warps=4, **early())
 
 
 @triton.jit
-def _normed(x_ptr, out_ptr, eps, K: tl.constexpr, WIDE: tl.constexpr):
+def _normed(x_ptr, out_ptr, eps, K: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     row, k = tl.program_id(0), tl.arange(0, WIDE)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
     scale = 1 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
@@ -253,16 +259,17 @@ def _normed(x_ptr, out_ptr, eps, K: tl.constexpr, WIDE: tl.constexpr):
 def normed(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x (T, K) float32, divided by its root mean square -> (T, K) of that type."""
     out = torch.empty_like(x, dtype=dtype)
-    _normed[(len(x),)](x, out, eps, K=x.shape[1], WIDE=triton.next_power_of_2(x.shape[1]), num_warps=4)
+    _normed[(len(x),)](x, out, eps, K=x.shape[1], WIDE=triton.next_power_of_2(x.shape[1]), num_warps=4, **early())
     return out
 
 
 @triton.jit
 def _turn_heads(
     heads_ptr, q_ptr, keys_ptr, values_ptr, tables_ptr, slots_ptr, positions_ptr, rotary_ptr, pages, context,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All heads (HEADS,) of one token, half of their columns (D / 2,) with the other half."""
+    wait(PDL)
     HALF: tl.constexpr = D // 2
     t, head, column = tl.program_id(0), tl.arange(0, HEADS), tl.arange(0, HALF)
     position = tl.load(positions_ptr + t)
@@ -302,13 +309,14 @@ def turn_heads(
     q = torch.empty(T, H, D, dtype=heads.dtype, device=heads.device)
     _turn_heads[(T,)](
         heads, q, keys, values, tables, slots, positions, rotary, tables.shape[1], rotary.shape[1],
-        H=H, KV=KV, D=D, PAGE=PAGE, HEADS=triton.next_power_of_2(H + 2 * KV), num_warps=4,
+        H=H, KV=KV, D=D, PAGE=PAGE, HEADS=triton.next_power_of_2(H + 2 * KV), num_warps=4, **early(),
     )  # fmt: skip
     return q
 
 
 @triton.jit
-def _gate(pairs_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(pairs_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     row, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(pairs_ptr + row * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
     up = tl.load(pairs_ptr + (row * 2 + 1) * N + n, mask=n < N, other=0.0).to(tl.float32)
@@ -319,7 +327,7 @@ def gate(pairs: Tensor) -> Tensor:
     """(T, 2 N): gates, then values -> silu(gate) * value (T, N)"""
     T, N = len(pairs), pairs.shape[1] // 2
     out = torch.empty(T, N, dtype=pairs.dtype, device=pairs.device)
-    _gate[(T, triton.cdiv(N, COLUMNS))](pairs, out, N=N, BLOCK=COLUMNS, num_warps=4)
+    _gate[(T, triton.cdiv(N, COLUMNS))](pairs, out, N=N, BLOCK=COLUMNS, num_warps=4, **early())
     return out
 
 
@@ -327,7 +335,7 @@ def gate(pairs: Tensor) -> Tensor:
 def _attend_pages(
     q_ptr, keys_ptr, values_ptr, tables_ptr, slots_ptr, positions_ptr, out_ptr, parts_ptr, pages, scale,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The queries of TOKENS tokens of one sequence and of one key head, over one of SPLITS parts of the sequence.
 
@@ -342,6 +350,7 @@ def _attend_pages(
     token = first + row // HEADS
     query = token * H + kv * GROUP + of_group
     mask = (of_group < GROUP)[:, None]
+    wait(PDL)
     q = tl.load(q_ptr + query[:, None] * D + lane[None, :], mask=mask, other=0.0)
     q = (q * scale).to(keys_ptr.dtype.element_ty)
     length = tl.load(positions_ptr + token).to(tl.int32) + 1
@@ -381,7 +390,8 @@ def _attend_pages(
 
 
 @triton.jit
-def _join_parts(parts_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr):
+def _join_parts(parts_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     row = tl.program_id(0)
     lane = tl.arange(0, D)
     parts = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * (D + 2)
@@ -410,8 +420,8 @@ def attend_pages(
         q, keys, values, tables, slots, positions, out, parts, tables.shape[1], D**-0.5 * LOG2_E,
         H=H, KV=KV, D=D, PAGE=PAGE, BLOCK=min(span.keys, PAGE), SPLITS=splits,
         TOKENS=consecutive, HEADS=max(span.queries // consecutive, group),
-        num_warps=span.warps, num_stages=span.stages,
+        num_warps=span.warps, num_stages=span.stages, **early(),
     )  # fmt: skip
     if splits > 1:
-        _join_parts[(T * H,)](parts, out, D=D, SPLITS=splits, num_warps=1)
+        _join_parts[(T * H,)](parts, out, D=D, SPLITS=splits, num_warps=1, **early())
     return out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.launch import early, wait
+
 WARPS = 8
 
 
@@ -58,8 +60,9 @@ def _picked(weights, uniform, C):
 @triton.jit
 def _draw(
     logits_ptr, bias_ptr, seen_ptr, recent_ptr, ends_ptr, slots_ptr, positions_ptr, keys_ptr, sampling_ptr, out_ptr, C,
-    RECENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    RECENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     row = tl.program_id(0)
     slot, position = tl.load(slots_ptr + row), tl.load(positions_ptr + row)
     sampling = sampling_ptr + row * 7  # fields of `SamplingRow`
@@ -114,6 +117,6 @@ def draw(
     _draw[(R,)](
         logits, bias, seen.view(torch.uint8), recent, ends.view(torch.uint8), slots, positions, keys, sampling, out, C,
         RECENT=recent.shape[1], WINDOW=triton.next_power_of_2(recent.shape[1]), BLOCK=triton.next_power_of_2(C),
-        num_warps=WARPS,
+        num_warps=WARPS, **early(),
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.launch import early, wait
 from common.kernels.tiles import FEW_ROWS, tiles
 
 
@@ -72,8 +73,9 @@ def _normed(x, mean, rstd, scale_ptr, shift_ptr, extra_ptr, k, wide, MISH: tl.co
 def _prepare(
     x_ptr, scale_ptr, shift_ptr, extra_ptr, history_ptr, new_history_ptr, frames_ptr, out_ptr, rows, T, B, eps,
     C: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr, EXTRA: tl.constexpr,
-    HISTORY: tl.constexpr, BM: tl.constexpr, WIDE: tl.constexpr,
+    HISTORY: tl.constexpr, BM: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait(PDL)
     at = tl.program_id(0) * BM + tl.arange(0, BM)  # in (R, PAD + T)
     row, j = at // (T + PAD), at % (T + PAD)
     k = tl.arange(0, WIDE)
@@ -104,7 +106,7 @@ def _linear(
     C: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr, EXTRA: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
     HEADS: tl.constexpr, QK_NORM: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     row, t = m // T, m % T
@@ -114,6 +116,7 @@ def _linear(
     x_rows = x_ptr + (m + row * PAD)[:, None] * C
     weights = weight_ptr + n[:, None] * K
     acc = tl.zeros((BM, BN), tl.float32)
+    wait(PDL)
     if NORM:
         mean, square = _moments(x_ptr, m, m < M, C, BK)
         rstd = 1 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
@@ -184,7 +187,7 @@ def linear(
         _prepare[(triton.cdiv(rows, few),)](
             x, scale, shift, extra, old, new, frames, prepared, rows, T, len(frames), eps,
             C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None, HISTORY=history is not None,
-            BM=few, WIDE=triton.next_power_of_2(C),
+            BM=few, WIDE=triton.next_power_of_2(C), **early(),
         )  # fmt: skip
         x, norm, mish, extra = prepared, None, False, None
     if heads is not None:
@@ -198,13 +201,16 @@ def linear(
         C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None,
         BIAS=bias is not None, ACTIVATION=activation, RESIDUAL=add_to is not None, GATE=gate is not None,
         HEADS=N // (3 * D) if D else 0, QK_NORM=qk_norm is not None,
-        BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["M"])
-def _add_norm_mish(x_ptr, scale_ptr, shift_ptr, out_ptr, M, C: tl.constexpr, BM: tl.constexpr, WIDE: tl.constexpr):
+def _add_norm_mish(
+    x_ptr, scale_ptr, shift_ptr, out_ptr, M, C: tl.constexpr, BM: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait(PDL)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.arange(0, WIDE)
     mask = (m < M)[:, None] & (k < C)[None, :]
@@ -222,5 +228,7 @@ def add_norm_mish(x: Tensor, norm: tuple[Tensor, Tensor], add_to: Tensor) -> Ten
     """add_to += mish(layer norm of x): x and add_to (..., C), norm: scale and shift (C,)."""
     C = x.shape[-1]
     rows = x.numel() // C
-    _add_norm_mish[(triton.cdiv(rows, 8),)](x, *norm, add_to, rows, C=C, BM=8, WIDE=triton.next_power_of_2(C))
+    _add_norm_mish[(triton.cdiv(rows, 8),)](
+        x, *norm, add_to, rows, C=C, BM=8, WIDE=triton.next_power_of_2(C), **early()
+    )
     return add_to

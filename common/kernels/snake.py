@@ -5,9 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.launch import early, wait
+
 
 @triton.jit(do_not_specialize=["T"])
-def _snake(x_ptr, alpha_ptr, lengths_ptr, out_ptr, T, C, RAGGED: tl.constexpr, BLOCK: tl.constexpr):
+def _snake(x_ptr, alpha_ptr, lengths_ptr, out_ptr, T, C, RAGGED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     channel = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     places = channel.to(tl.int64) * T + at
@@ -25,6 +28,6 @@ def snake(x: Tensor, alpha: Tensor, lengths: Tensor | None) -> Tensor:
     B, C, T = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _snake[(triton.cdiv(T, 1024), B * C)](
-        x.contiguous(), alpha, lengths, out, T, C, RAGGED=lengths is not None, BLOCK=1024
+        x.contiguous(), alpha, lengths, out, T, C, RAGGED=lengths is not None, BLOCK=1024, **early()
     )  # fmt: skip
     return out

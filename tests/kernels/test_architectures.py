@@ -52,6 +52,17 @@ def test_the_largest_kernels_of_the_llm_compile_and_fit_the_least_shared_memory(
     assert too_large([largest[name] for name in sorted(DECODER)], capability) == {}
 
 
+@pytest.mark.parametrize("capability", [89, 90])
+def test_a_kernel_that_starts_early_waits_for_the_one_before(capability: int) -> None:
+    """Compute capability 9.0 is the first that can. A kernel that did not wait would read what is not there yet."""
+    for launch in of_each_size(capability):
+        given = dict(launch.constants)
+        assert given["PDL"] == given.get("launch_pdl", False) == (capability >= 90), launch.name
+        code = launch.kernel.src
+        reads = ("tl.load(", "_products(", "_moments(", "_rotate_pairs(")
+        assert code.index("wait(PDL)") < min(code.index(read) for read in reads if read in code), launch.name
+
+
 @pytest.mark.parametrize(
     ("dtype", "capability", "expected"),
     [

@@ -55,7 +55,7 @@ def test_the_second_gpu_gives_the_audio_of_the_first_and_takes_nothing_of_it(
 ) -> None:
     taken = torch.cuda.memory_reserved(0)
     second = spoken(stack, "cuda:1")
-    assert torch.cuda.memory_reserved(0) == taken and torch.cuda.memory_reserved(1) > 0
+    assert torch.cuda.memory_reserved(0) <= taken and torch.cuda.memory_reserved(1) > 0
     first = spoken(stack, "cuda:0")
     for one, other in zip(first, second, strict=True):
         assert one.shape == other.shape and np.abs(one - other).max() < 1e-3
