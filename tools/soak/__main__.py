@@ -19,7 +19,8 @@ says so); failed (an error that one of the injected faults explains). Anything e
 part of its answer for --patience seconds has hung. The requests are the same for the same --seed, though their times
 are not.
 
-Writes OUTPUT.md, OUTPUT.json (every request), OUTPUT.png and the servers' logs to OUTPUT.files/.
+Writes OUTPUT.md, OUTPUT.json (every request), OUTPUT.png and the servers' logs to OUTPUT.files/. A stack of its own
+needs two CPU cores, 4 GB of memory and one or two minutes more than --minutes, ten if they hang.
 docs/benchmark.md explains the figures.
 """
 
@@ -51,6 +52,7 @@ from tools.soak.routes import Addresses
 from tools.soak.runner import SoakSettings, soak
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+LINE_SECONDS = 30.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -125,8 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     plot_soak(
         result, f"soak of {args.minutes:g} minutes, seed {args.seed}", args.output.with_name(f"{args.output.name}.png")
     )
-    print(f"written to {args.output}.md, .json and .png")
-    return 130 if result.interrupted else 1 if result.problems() else 0
+    problems = len(result.problems())
+    verdict = "interrupted" if result.interrupted else "failed" if problems else "passed"
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in result.ledger.counts().most_common())
+    print(f"soak {verdict}: {problems} problems; {counts}; written to {args.output}.md, .json and .png")
+    return 130 if result.interrupted else 1 if problems else 0
 
 
 def conditions() -> list[str]:
@@ -141,11 +146,12 @@ def conditions() -> list[str]:
 
 
 class _SoakProgress:
-    """A bar of the seconds of load."""
+    """How the load gets on, on stderr: a bar in a terminal, otherwise a line every LINE_SECONDS."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self._seconds = round(seconds)
         self._bar: tqdm[None] | None = None
+        self._next_line = 0.0
 
     def __enter__(self) -> "_SoakProgress":
         print("starting the servers ...", file=sys.stderr, flush=True)
@@ -156,12 +162,20 @@ class _SoakProgress:
             self._bar.close()
 
     def show(self, elapsed: float, ledger: Ledger, fault: str) -> None:
-        if self._bar is None:
-            self._bar = tqdm(total=round(self._seconds), desc="soak", unit="s")
         done, live = ledger.counts()["done"], sum(request.ended is None for request in ledger.requests)
         state = f"{len(ledger.requests)} requests, {live} live, {done} done, {ledger.errors} errors"
-        self._bar.set_postfix_str(f"{state}{f', {fault}' if fault else ''}", refresh=False)
-        self._bar.update(min(round(elapsed), self._bar.total) - self._bar.n)
+        state += f", {fault}" if fault else ""
+        if sys.stderr.isatty():
+            self._show_bar(min(round(elapsed), self._seconds), state)
+        elif elapsed >= self._next_line:
+            self._next_line += LINE_SECONDS
+            print(f"{elapsed:.0f} of {self._seconds} s: {state}", file=sys.stderr, flush=True)
+
+    def _show_bar(self, elapsed: int, state: str) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=self._seconds, desc="soak", unit="s")
+        self._bar.set_postfix_str(state, refresh=False)
+        self._bar.update(elapsed - self._bar.n)
         self._bar.refresh()
 
 
