@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from common.config import SAMPLING_PRESETS, OrchestratorConfig
-from common.constants import MAX_STREAM_TOKENS
+from common.config import SAMPLING_PRESETS, HopConfig, OrchestratorConfig
+from common.constants import LOOKAHEAD_TOKENS, MAX_STREAM_TOKENS
 from common.text.duration import expected_seconds
 
 MAX_INT32 = 2**31 - 1  # the type of integers in the LLM's tensors
 MAX_SEED = MAX_INT32  # the smallest maximum seed among the engines
+URGENT_TOKENS = HopConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # what the first chunk of audio usually needs
 MAX_RAS_WINDOW = 64  # tokens of each request that the sampler on a GPU remembers
 
 TEXT_TOKENS_PER_SECOND = 2.5
@@ -27,7 +28,8 @@ class LLMPrompt:
     `instruction`, how to speak, takes the place of both. Cross-lingual mode leaves all three empty: the LLM then gets
     only the text. `generated`: speech ids of this utterance that the LLM has made already and is to continue.
     `ids`: the whole prompt as ids of the LLM, in place of the template, see `interleaving`; then the texts and
-    `generated` only bound the length of the answer.
+    `generated` only bound the length of the answer. `urgent_tokens`: how many of the answer's tokens a listener waits
+    for who has no audio yet; a hint for the order of work.
     """
 
     target_text: str
@@ -36,6 +38,7 @@ class LLMPrompt:
     instruction: str = ""
     generated: Sequence[int] = field(default=(), repr=False)
     ids: Sequence[int] = field(default=(), repr=False)
+    urgent_tokens: int = URGENT_TOKENS
 
     @property
     def speech_tokens(self) -> list[int]:

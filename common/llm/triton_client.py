@@ -61,11 +61,12 @@ class TritonLM:
             sampling = sampling.seeded()
         input_ids = self._tokenizer.encode_prompt(prompt)
         inputs = request_tensors(input_ids, sampling, self._tokenizer.end_ids[0])
-        parameters = request_parameters(sampling)
-        if self._bias is not None:
+        parameters = request_parameters(prompt, sampling)
+        if self._bias is not None:  # the C++ backend, which reads no parameters
             inputs["embedding_bias"] = self._bias[None]
-            if parameters:
+            if sampling.ras_window:
                 raise ValueError(f"ras_window {sampling.ras_window}: TensorRT-LLM has no repetition-aware sampling")
+            parameters = {}
         wait = self._timeouts.first_token
         generated, ended = 0, False
         try:

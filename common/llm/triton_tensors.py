@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from common.llm.engines.interface import GenerationRequest
-from common.llm.interface import Sampling
+from common.llm.interface import URGENT_TOKENS, LLMPrompt, Sampling
 
 Tensors = Mapping[str, np.ndarray]
 NumberT = TypeVar("NumberT", int, float)
@@ -62,11 +62,12 @@ def request_tensors(input_ids: Sequence[int], sampling: Sampling, end_id: int) -
     }
 
 
-def request_parameters(sampling: Sampling) -> dict[str, str]:
-    """The sampling values that have no tensor. As text, because request parameters cannot be floats."""
-    if not sampling.ras_window:
-        return {}
-    return {"ras_window": str(sampling.ras_window), "ras_tau": str(sampling.ras_tau)}
+def request_parameters(prompt: LLMPrompt, sampling: Sampling) -> dict[str, str]:
+    """What has no tensor. As text, because request parameters cannot be floats."""
+    parameters = {"urgent_tokens": str(prompt.urgent_tokens)}
+    if sampling.ras_window:
+        parameters |= {"ras_window": str(sampling.ras_window), "ras_tau": str(sampling.ras_tau)}
+    return parameters
 
 
 def generation_request(
@@ -90,7 +91,12 @@ def generation_request(
         ras_tau=_parameter(parameters, "ras_tau", float, Sampling.ras_tau),
         **given,
     )
-    return GenerationRequest(input_ids[:length].tolist(), sampling, tuple(dict.fromkeys((*end_ids, end_id))))
+    return GenerationRequest(
+        input_ids[:length].tolist(),
+        sampling,
+        tuple(dict.fromkeys((*end_ids, end_id))),
+        _parameter(parameters, "urgent_tokens", int, URGENT_TOKENS),
+    )
 
 
 def scalar(tensors: Tensors, name: str, default: object = None) -> Any:

@@ -83,6 +83,15 @@ class HopRules:
         """The length that later hops are multiples of: `first_hop`, rounded up to the boundary."""
         return math.ceil(self.first_hop / self.boundary) * self.boundary
 
+    def first_length(self, prompt_tokens: int) -> int:
+        """Length of a text's first hop: extended to a boundary, so it is never shorter than configured."""
+        return self.first_hop + -(prompt_tokens + self.first_hop) % self.boundary
+
+    def first_context(self, prompt_tokens: int | None) -> int:
+        """Tokens that the LLM makes before the first chunk is rendered; the most of them for a prompt not yet known."""
+        longest = self.first_hop + self.boundary - 1
+        return LOOKAHEAD_TOKENS + (longest if prompt_tokens is None else self.first_length(prompt_tokens))
+
     def schedule(self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic) -> "HopSchedule":
         """The schedule of a text, spoken with a prompt of `prompt_tokens` tokens."""
         if self.strategy == "time_based":
@@ -100,8 +109,7 @@ class HopSchedule:
         self._before = 0  # tokens of the segments before this one
         self._offset = 0
         self._finished = False
-        # Extended to a boundary, so the first hop is never shorter than configured.
-        self._first_hop = rules.first_hop + -(prompt_tokens + rules.first_hop) % rules.boundary
+        self._first_hop = rules.first_length(prompt_tokens)
 
     def begin_segment(self) -> None:
         """The hops after this are those of the text's next segment, whose tokens are counted from 0.

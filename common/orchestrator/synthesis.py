@@ -325,11 +325,17 @@ class Synthesizer:
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.normalize))
         known = self._prompts.get(voice) if isinstance(voice, Recording) else None
         tokens, mel, embedding = self._encoded(known or voice, scope)
-        llm_prompt = LLMPrompt("", instruction=request.instruct_text)
+        kept = None
         if voice.text and not (request.instruct_text or request.cross_lingual):
             # The same tokens that Prompt.aligned will keep.
-            kept = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO]
-            llm_prompt = LLMPrompt("", await scope.result(transcript), kept.tolist())
+            kept = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO].tolist()
+            llm_prompt = LLMPrompt("", await scope.result(transcript), kept)
+        else:
+            llm_prompt = LLMPrompt("", instruction=request.instruct_text)
+        urgent = (
+            0 if reserved is None else self._rules.first_context(kept and len(kept))
+        )  # nobody waits for a chunk offline
+        llm_prompt = replace(llm_prompt, urgent_tokens=urgent)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silence)
@@ -373,6 +379,7 @@ class Synthesizer:
                 segment, pause = new_buffer(pause), 0.0
                 await segments.put(segment)
                 await segment.fill(self._llm, replace(llm_prompt, target_text=text), sampling)
+                llm_prompt = replace(llm_prompt, urgent_tokens=0)  # later segments' listener has audio
             text = await _next(rest)
         if pause:
             await segments.put(Pause(pause))

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -266,6 +267,36 @@ def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, w
         alone, first, second = asyncio.run(together())
         assert first == second and alone == asyncio.run(collect(engine, short)) and len(alone) > 20
         assert engine._pages.free == 64 and engine.live == 0
+    finally:
+        engine.close()
+
+
+def test_the_llm_rests_while_a_first_chunk_is_rendered_unless_a_request_comes(llm_dir, tokenizer, monkeypatch):  # noqa: F811
+    """Else the test would take a minute."""
+    monkeypatch.setattr("common.llm.engines.cuda.engine.REST_SECONDS", 60)
+    engine = load(llm_dir, tokenizer, 1.0)
+    sampling = Sampling(max_tokens=100, min_tokens=100, seed=1)
+    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids)
+
+    async def run():
+        arrived = []
+
+        async def read():
+            async for chunk in engine.generate(request):
+                arrived.extend(chunk.tokens)
+
+        reader = asyncio.create_task(read())
+        while len(arrived) < request.urgent_tokens:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        resting = len(arrived)
+        follower = await collect(engine, replace(request, urgent_tokens=0))
+        await reader
+        return resting, arrived, follower
+
+    try:
+        resting, arrived, follower = asyncio.run(run())
+        assert request.urgent_tokens <= resting < 100 and arrived == follower and len(arrived) == 100
     finally:
         engine.close()
 

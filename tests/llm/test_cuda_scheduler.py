@@ -11,16 +11,16 @@ from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import SCRATCH, Pages
 from common.llm.engines.cuda.scheduler import (
     FAULT,
+    FEW_ROWS,
     FIRST_REPORT,
     MOST_HELD,
     NOTHING,
     STEPS_PER_LOOK,
-    URGENT_TOKENS,
     Scheduler,
     SequenceRow,
 )
 from common.llm.engines.interface import GenerationRequest
-from common.llm.interface import Sampling
+from common.llm.interface import URGENT_TOKENS, Sampling
 
 FIRST, END, SLOTS = 1000, 1099, 16
 
@@ -104,8 +104,8 @@ class Served:
         self.waiting = deque()
         self.answers: dict[SequenceRow, list] = {}
 
-    def add(self, prompt=10, max_tokens=20):
-        request = GenerationRequest(list(range(prompt)), Sampling(max_tokens=max_tokens), (END,))
+    def add(self, prompt=10, max_tokens=20, urgent_tokens=URGENT_TOKENS):
+        request = GenerationRequest(list(range(prompt)), Sampling(max_tokens=max_tokens), (END,), urgent_tokens)
         sequence = SequenceRow(request, lambda item: None)
         self.waiting.append(sequence)
         self.answers[sequence] = []
@@ -181,21 +181,25 @@ def test_prompts_are_prefilled_in_pieces_together_with_others():
     assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in sequences)
 
 
-def test_who_has_spoken_long_enough_gets_several_tokens_at_a_look():
+def test_several_tokens_are_made_at_a_look_unless_one_of_many_rows_is_urgent_or_a_prompt_waits():
     served = Served(lambda: 5)
-    first = served.add(max_tokens=60)
-    while first.generated < URGENT_TOKENS:
+    rows = [served.add(max_tokens=60) for _ in range(FEW_ROWS)]
+    for _ in range(3):
         served.step()
-    assert set(served.model.counts) == {1}
+    assert served.model.counts == [1] + [STEPS_PER_LOOK] * 2  # few rows; before, their prompts
+    rows.append(served.add(max_tokens=60, urgent_tokens=12))
+    while rows[-1].generated < 12:
+        served.step()
+    assert set(served.model.counts[3:]) == {1} and rows[0].generated >= URGENT_TOKENS
     served.model.counts.clear()
     for _ in range(5):
         served.step()
     assert served.model.counts == [STEPS_PER_LOOK] * 5
-    served.add(prompt=200, max_tokens=10)  # who waits for a first token
+    served.add(prompt=200, max_tokens=10)
     served.step()
     assert served.model.counts[-1] == 1
     served.run()
-    assert served.tokens(first) == [FIRST + 5] * 60
+    assert all(served.tokens(row) == [FIRST + 5] * 60 for row in rows)
 
 
 def test_tokens_are_reported_when_the_listener_can_use_them():
@@ -210,6 +214,10 @@ def test_tokens_are_reported_when_the_listener_can_use_them():
     assert sent[0] == FIRST_REPORT and sent[0] + sent[1] == URGENT_TOKENS
     assert len(sent) <= 12 and sum(sent) == 212
     assert all(held < max(reported / 2, URGENT_TOKENS) and held < MOST_HELD for reported, held in late)
+    follower = served.add(max_tokens=100, urgent_tokens=0)  # a listener who has audio
+    served.run()
+    sizes = [len(chunk.tokens) for chunk in served.answers[follower]]
+    assert sizes[:3] == [FIRST_REPORT] * 3 and sizes == sorted(sizes[:-1]) + sizes[-1:]
 
 
 def test_requests_wait_for_pages_in_the_order_of_their_arrival():

@@ -212,6 +212,8 @@ def test_repetition_aware_sampling_is_set_by_request_parameters(decoupled_model,
     assert looping[:2] == free[:2] and looping != free
     error = error_of(send(decoupled_model, prompt, parameters={"ras_window": "ten"}))
     assert "ras_window must be a number, not 'ten'" in error.message()
+    error = error_of(send(decoupled_model, prompt, parameters={"urgent_tokens": "all"}))
+    assert "urgent_tokens must be a number, not 'all'" in error.message()
 
 
 def test_streaming_from_a_model_that_is_not_decoupled_is_an_error(plain_model):

@@ -102,11 +102,14 @@ def test_an_answer_is_continued_after_its_tokens_and_within_the_limits_of_the_wh
     assert (inputs["min_length"].item(), inputs["request_output_len"].item()) == (1, 37)
 
 
-def test_repetition_aware_sampling_is_sent_as_request_parameters(tokenizer):
+def test_what_has_no_tensor_is_sent_as_request_parameters(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     speak(model, tokenizer)
     speak(model, tokenizer, ras_window=10)
-    assert model.parameters == [{}, {"ras_window": "10", "ras_tau": "0.1"}]
+    assert model.parameters == [
+        {"urgent_tokens": "18"},
+        {"urgent_tokens": "18", "ras_window": "10", "ras_tau": "0.1"},
+    ]
 
 
 def test_the_c_plus_plus_backend_gets_a_bias_and_a_seed_and_no_repetition_aware_sampling(tokenizer):
@@ -119,7 +122,9 @@ def test_the_c_plus_plus_backend_gets_a_bias_and_a_seed_and_no_repetition_aware_
         assert [tokens async for tokens in stream] == []
         return model
 
-    inputs, other = asyncio.run(run()).requests + asyncio.run(run()).requests
+    models = asyncio.run(run()), asyncio.run(run())
+    (inputs,), (other,) = (model.requests for model in models)
+    assert [model.parameters for model in models] == [[{}], [{}]]
     assert inputs["embedding_bias"].shape == (1, 9)
     assert inputs["seed"] == inputs["random_seed"] != other["random_seed"]
     with pytest.raises(ValueError, match="ras_window 10: TensorRT-LLM has no"):

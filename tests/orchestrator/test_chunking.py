@@ -40,6 +40,7 @@ def test_with_a_boundary_the_first_hop_reaches_it_and_doubling_starts_at_one_flo
 ) -> None:
     rules = HopRules(boundary=FLOW_CHUNK_TOKENS)
     assert lengths(rules, first + 25 + 50 + 100 + 100 + 7, prompt_tokens) == [first, 25, 50, 100, 100, 7]
+    assert rules.first_context(prompt_tokens) == first + 3 <= rules.first_context(None) == 42
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from common.constants import SAMPLE_RATE
 from common.errors import UnavailableError
-from common.llm.interface import LLMPrompt
+from common.llm.interface import URGENT_TOKENS, LLMPrompt
 from common.text.markup import Pause
 from tests.support.fakes import (
     PROMPT_TOKENS,
@@ -48,7 +48,11 @@ def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offl
     audio = np.concatenate(pipeline.run(scenario()))
     np.testing.assert_array_equal(audio, 30_000 + np.concatenate([np.arange(40), [100], np.arange(200, 260)]))
     voice = ("reference", [3] * PROMPT_TOKENS)
-    assert pipeline.llm.prompts == [LLMPrompt(text, *voice) for text in ("0-40", "100-101", "200-260")]
+    urgent = (0 if offline else URGENT_TOKENS, 0, 0)  # only who has no audio yet waits for some
+    texts = ("0-40", "100-101", "200-260")
+    assert pipeline.llm.prompts == [
+        LLMPrompt(text, *voice, urgent_tokens=n) for text, n in zip(texts, urgent, strict=True)
+    ]
     assert pipeline.llm.samplings == [request.sampling] * 3
     assert len(pipeline.encoder.started) == 3  # the voice is encoded once
 

@@ -11,7 +11,15 @@ import numpy as np
 from common.config import InstanceKind
 from common.constants import SPEECH_VOCAB
 from common.errors import UnavailableError
-from common.llm.interface import FinishReason, LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
+from common.llm.interface import (
+    URGENT_TOKENS,
+    FinishReason,
+    LengthRatios,
+    LLMPrompt,
+    Sampling,
+    TokenChunk,
+    TokenStream,
+)
 from common.llm.speech_tokens import LLMTokenizer
 
 WARM_UP_STREAMS, WARM_UP_TOKENS = 32, 4
@@ -29,11 +37,15 @@ class Resources(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One sequence to generate. It ends after the first of `end_ids`, which is part of the answer."""
+    """One sequence to generate. It ends after the first of `end_ids`, which is part of the answer.
+
+    urgent_tokens: see `LLMPrompt`; only the engine `cuda` heeds it.
+    """
 
     input_ids: Sequence[int] = field(repr=False)
     sampling: Sampling
     end_ids: tuple[int, ...]
+    urgent_tokens: int = URGENT_TOKENS
 
     def check(self, vocab_size: int, context: int) -> None:
         """ValueError if a model with these limits cannot serve it; `context` counts prompt and new tokens."""
@@ -87,7 +99,8 @@ class EngineLM:
         tokenizer = self._tokenizer
         ids = tokenizer.encode_prompt(prompt)
         sampling = self._ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
-        async with aclosing(self._engine.generate(GenerationRequest(ids, sampling, tokenizer.end_ids))) as chunks:
+        request = GenerationRequest(ids, sampling, tokenizer.end_ids, prompt.urgent_tokens)
+        async with aclosing(self._engine.generate(request)) as chunks:
             async for tokens, reason in chunks:
                 yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)
 

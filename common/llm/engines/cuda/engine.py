@@ -9,7 +9,7 @@ from common.config import device_of
 from common.llm.engines.cuda.decoder import Decoder
 from common.llm.engines.cuda.operations import PAGE, Operations, Plain
 from common.llm.engines.cuda.pages import Pages
-from common.llm.engines.cuda.scheduler import Scheduler, SequenceRow
+from common.llm.engines.cuda.scheduler import FEW_ROWS, Scheduler, SequenceRow
 from common.llm.engines.cuda.weights import Qwen2Sizes, Weights
 from common.llm.engines.interface import GenerationRequest, Resources
 from common.llm.engines.threaded import OnTokens, ThreadedEngine
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 MAX_PREFILL = {"cuda": 1024, "cpu": 256}  # tokens of prompts between two steps
+# After the tokens of a first chunk: about as long as it takes to render on the same GPU, while its listener waits. They
+# hear what the LLM makes next more than half a second later.
+REST_SECONDS = 0.025
 # Of a GPU's memory, beside weights and pages: CUDA's context, graphs and temporary tensors.
 PROCESS_GIB = 1.0
 
@@ -58,6 +61,7 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
             raise RuntimeError("a fault of a test")
         with self._wake:
             self._scheduler.admit(self._waiting)
+        urgent = self._scheduler.urgent
         speaking = next((row for row in self._rows if row.generated), None)
         if speaking and faults.take("nan_logits"):
             self._decoder.spoil(speaking.pages[0])
@@ -68,6 +72,14 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
                     self._scheduler.remove(answer.sequence)
         for answer in answers:
             answer.sequence.report(answer.item)
+        if urgent and self._rows and len(self._rows) <= FEW_ROWS and not self._scheduler.urgent:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Leave the GPU to token2wav for REST_SECONDS, or until a request comes."""
+        self._wake_readers()
+        with self._wake:
+            self._wake.wait_for(lambda: self._waiting or self._failure, REST_SECONDS)
 
 
 def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources) -> CudaEngine:

@@ -7,8 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from common.config import HopConfig
-from common.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
+from common.constants import TOKEN_RATE
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import Pages
 from common.llm.engines.interface import GenerationRequest
@@ -17,22 +16,22 @@ from common.llm.interface import FinishReason, TokenChunk
 
 # In place of a column of the logits: the row's request had ended before; its logits are not finite.
 NOTHING, FAULT = -1, -2
-URGENT_TOKENS = HopConfig.first_hop_tokens + LOOKAHEAD_TOKENS  # of an answer: its listener hears nothing before
-STEPS_PER_LOOK = 3  # where no answer is urgent
+STEPS_PER_LOOK = 3  # at what was drawn, where no answer is urgent
+FEW_ROWS = 8  # a step of so few takes hardly longer than a look
 # Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
 FIRST_REPORT = 3  # tokens
 MOST_HELD = TOKEN_RATE  # a second of speech
 
 
-def tokens_of_report(reported: int) -> int:
-    """How many new tokens of a request are reported together, after so many.
+def tokens_of_report(reported: int, urgent: int) -> int:
+    """How many new tokens of a request, of which so many are urgent, are reported together, after so many.
 
     The first ones, so that the request is known to run; then all that the first chunk waits for. After that the tokens
     held back are at most half of those the listener has already, so the second chunk waits for a few steps at most.
     """
-    if reported < URGENT_TOKENS:
-        return URGENT_TOKENS - reported if reported else FIRST_REPORT
-    return min(reported // 2, MOST_HELD)
+    if reported < urgent:
+        return urgent - reported if reported else FIRST_REPORT
+    return min(max(reported // 2, FIRST_REPORT), MOST_HELD)
 
 
 class PromptPiece(NamedTuple):
@@ -78,6 +77,11 @@ class SequenceRow(Generation):
         """Whether its next token can be computed by a step: all of the prompt but the last token is prefilled."""
         return self.prefilled == len(self.request.input_ids) - 1
 
+    @property
+    def urgent(self) -> bool:
+        """Whether its listener waits for its next token."""
+        return self.generated < self.request.urgent_tokens
+
 
 class Answer(NamedTuple):
     """New tokens of a request, or the error that ends it."""
@@ -100,6 +104,11 @@ class Scheduler:
         self.rows: list[SequenceRow] = []  # what is computed, oldest first
         self._selected: list[SequenceRow] = []
         self._launched: tuple[Burst, list[SequenceRow]] | None = None
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a listener waits for the next token of a row."""
+        return any(row.urgent for row in self.rows)
 
     def pages_of(self, request: GenerationRequest) -> int:
         """Pages of the longest answer."""
@@ -157,8 +166,9 @@ class Scheduler:
         if ready != self._selected:
             self._selected = ready
             self._model.select([row.slot for row in ready if row.slot is not None])
-        urgent = len(ready) < len(self.rows) or any(row.generated < URGENT_TOKENS for row in ready)
-        return self._model.step(len(ready), 1 if urgent else STEPS_PER_LOOK), ready
+        prefilling = len(ready) < len(self.rows)
+        single = prefilling or (len(ready) > FEW_ROWS and self.urgent)
+        return self._model.step(len(ready), 1 if single else STEPS_PER_LOOK), ready
 
     def _answers(self, burst: Burst, rows: list[SequenceRow]) -> list[Answer]:
         found = burst.columns().T.tolist()  # (steps, rows) -> (rows, steps)
@@ -179,7 +189,7 @@ class Scheduler:
                 reason = "stop"
             elif row.generated == request.sampling.max_tokens:
                 reason = "length"
-        if not reason and len(tokens) < tokens_of_report(row.generated - len(tokens)):
+        if not reason and len(tokens) < tokens_of_report(row.generated - len(tokens), request.urgent_tokens):
             return None
         row.held = []
         return Answer(row, TokenChunk(tokens, reason))
