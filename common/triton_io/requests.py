@@ -24,6 +24,9 @@ InputT = TypeVar("InputT")
 ResultT = TypeVar("ResultT")
 
 CANCEL_POLL_SECONDS = 0.1
+# Live requests are asked in turn, so many of them at each poll: the first POLLED within a tenth of a second, any number
+# within half a second.
+POLLED, POLLS_PER_TURN = 8, 5
 SHUTDOWN_SECONDS = 10.0
 
 
@@ -250,20 +253,31 @@ class RequestLoop:
         """Poll which clients have disconnected.
 
         In a thread, because each check waits for tritonserver: with hundreds of requests that would take a good part
-        of the loop's time.
+        of the loop's time, and all of them at each poll would take a good part of the process's.
         """
+        turn: list[asyncio.Future[None]] = []  # who is still to be asked
+        share = POLLED
         while not self._closed.wait(CANCEL_POLL_SECONDS):
-            for work, responder in list(self._live.items()):
-                try:
-                    gone = responder.is_cancelled()
-                except Exception:  # an error with one request must not end the polling of the others
-                    logger.exception("%s: cannot find out whether a client has disconnected", self._model)
-                    self._live.pop(work, None)
-                    continue
-                if gone:
-                    self._live.pop(work, None)
-                    with suppress(RuntimeError):  # the loop is closed
-                        self.loop.call_soon_threadsafe(work.cancel)
+            if not turn:
+                turn = list(self._live)
+                share = max(POLLED, -(-len(turn) // POLLS_PER_TURN))
+            for work in turn[:share]:
+                if (responder := self._live.get(work)) is not None:
+                    self._check(work, responder)
+            del turn[:share]
+
+    def _check(self, work: "asyncio.Future[None]", responder: Responder) -> None:
+        """Cancel the work of a client who has disconnected."""
+        try:
+            gone = responder.is_cancelled()
+        except Exception:  # an error with one request must not end the polling of the others
+            logger.exception("%s: cannot find out whether a client has disconnected", self._model)
+            self._live.pop(work, None)
+            return
+        if gone:
+            self._live.pop(work, None)
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(work.cancel)
 
     async def _cancel_all(self) -> None:
         tasks = list(self._tasks)

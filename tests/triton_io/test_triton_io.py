@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -250,6 +251,23 @@ def test_an_error_while_polling_one_request_does_not_stop_the_polling_of_others(
     other.cancelled = True
     wait_until(lambda: other.final)
     assert not odd.final
+
+
+def test_many_live_requests_are_asked_in_turn(serve, decoupled):
+    """Each check is a call to tritonserver: two a second for each request, and every client that goes is noticed."""
+    loop = serve(wait_forever)
+    senders = [submit(loop, decoupled) for _ in range(100)]
+    wait_until(lambda: len(loop._live) == len(senders))
+    asked = []
+    for index, sender in enumerate(senders):
+        sender.is_cancelled = lambda index=index: asked.append(index)
+    begun = time.monotonic()
+    wait_until(lambda: set(asked) == set(range(100)) and time.monotonic() > begun + 1.0)
+    assert len(asked) <= 100 * (2 * (time.monotonic() - begun) + 2)
+    for index, sender in enumerate(senders):
+        sender.is_cancelled = lambda index=index: index % 9 == 0
+    wait_until(lambda: all(sender.final for sender in senders[::9]))
+    assert not any(sender.final for index, sender in enumerate(senders) if index % 9)
 
 
 def test_closing_answers_running_and_later_requests_with_unavailable(serve, decoupled):
