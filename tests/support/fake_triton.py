@@ -39,11 +39,13 @@ class Tensor:
         self._name, self._array = name, array
 
     @classmethod
-    def from_dlpack(cls, name: str, source: torch.Tensor) -> "Tensor":
-        if not isinstance(source, torch.Tensor) or not source.is_contiguous():
+    def from_dlpack(cls, name: str, source: object) -> "Tensor":
+        """`source`: a torch tensor, or a capsule of one."""
+        given = torch.from_dlpack(source)
+        if not given.is_contiguous():
             raise TritonModelException(f"{name}: the real backend takes contiguous torch tensors only")
         tensor = cls.__new__(cls)
-        tensor._name, tensor._array = name, source.numpy()
+        tensor._name, tensor._array = name, given.numpy()
         return tensor
 
     def name(self) -> str:
