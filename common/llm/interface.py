@@ -28,8 +28,10 @@ class LLMPrompt:
     `instruction`, how to speak, takes the place of both. Cross-lingual mode leaves all three empty: the LLM then gets
     only the text. `generated`: speech ids of this utterance that the LLM has made already and is to continue.
     `ids`: the whole prompt as ids of the LLM, in place of the template, see `interleaving`; then the texts and
-    `generated` only bound the length of the answer. `urgent_tokens`: how many of the answer's tokens a listener waits
-    for who has no audio yet; a hint for the order of work.
+    `generated` only bound the length of the answer.
+
+    Two hints for the order of work: `urgent_tokens`, how many of the answer's tokens a listener waits for who has no
+    audio yet; `played`, whether a listener hears the speech while it is made, and so needs TOKEN_RATE of them a second.
     """
 
     target_text: str
@@ -38,7 +40,8 @@ class LLMPrompt:
     instruction: str = ""
     generated: Sequence[int] = field(default=(), repr=False)
     ids: Sequence[int] = field(default=(), repr=False)
-    urgent_tokens: int = URGENT_TOKENS
+    urgent_tokens: int = field(default=URGENT_TOKENS, compare=False)
+    played: bool = field(default=False, compare=False)
 
     @property
     def speech_tokens(self) -> list[int]:

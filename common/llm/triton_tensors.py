@@ -64,7 +64,7 @@ def request_tensors(input_ids: Sequence[int], sampling: Sampling, end_id: int) -
 
 def request_parameters(prompt: LLMPrompt, sampling: Sampling) -> dict[str, str]:
     """What has no tensor. As text, because request parameters cannot be floats."""
-    parameters = {"urgent_tokens": str(prompt.urgent_tokens)}
+    parameters = {"urgent_tokens": str(prompt.urgent_tokens), "played": str(int(prompt.played))}
     if sampling.ras_window:
         parameters |= {"ras_window": str(sampling.ras_window), "ras_tau": str(sampling.ras_tau)}
     return parameters
@@ -96,6 +96,7 @@ def generation_request(
         sampling,
         tuple(dict.fromkeys((*end_ids, end_id))),
         _parameter(parameters, "urgent_tokens", int, URGENT_TOKENS),
+        bool(_parameter(parameters, "played", int, 0)),
     )
 
 

@@ -332,10 +332,9 @@ class Synthesizer:
             llm_prompt = LLMPrompt("", await scope.result(transcript), kept)
         else:
             llm_prompt = LLMPrompt("", instruction=request.instruct_text)
-        urgent = (
-            0 if reserved is None else self._rules.first_context(kept and len(kept))
-        )  # nobody waits for a chunk offline
-        llm_prompt = replace(llm_prompt, urgent_tokens=urgent)
+        played = reserved is not None  # else nobody hears it before it is whole
+        urgent = self._rules.first_context(kept and len(kept)) if played else 0
+        llm_prompt = replace(llm_prompt, urgent_tokens=urgent, played=played)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silence)

@@ -15,7 +15,7 @@ from transformers import Qwen2ForCausalLM
 from common.llm.engines.cuda.decoder import Decoder
 from common.llm.engines.cuda.engine import load_engine
 from common.llm.engines.cuda.operations import PAGE, Places, Plain
-from common.llm.engines.cuda.scheduler import FAULT, NOTHING, PromptPiece
+from common.llm.engines.cuda.scheduler import AHEAD_TOKENS, FAULT, FEW_ROWS, NOTHING, PromptPiece
 from common.llm.engines.cuda.weights import Weights
 from common.llm.engines.interface import GenerationRequest, Resources, candidate_ids
 from common.llm.interface import LLMPrompt, Sampling
@@ -297,6 +297,30 @@ def test_the_llm_rests_while_a_first_chunk_is_rendered_unless_a_request_comes(ll
     try:
         resting, arrived, follower = asyncio.run(run())
         assert request.urgent_tokens <= resting < 100 and arrived == follower and len(arrived) == 100
+    finally:
+        engine.close()
+
+
+def test_answers_that_are_ahead_of_their_listeners_take_turns_and_end(llm_dir, tokenizer, monkeypatch):  # noqa: F811
+    """More than a few, at beats of a tenth of a second; one that nobody listens to does not wait for them."""
+    monkeypatch.setattr("common.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
+    engine = load(llm_dir, tokenizer, 1.0, requests=FEW_ROWS + 2)
+    sampling = Sampling(max_tokens=AHEAD_TOKENS + 12, min_tokens=AHEAD_TOKENS + 12, seed=1)
+    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids)
+    ended = []
+
+    async def speak(played):
+        tokens = await collect(engine, replace(request, urgent_tokens=0, played=played))
+        ended.append(played)
+        return tokens
+
+    async def run():
+        return await asyncio.gather(*(speak(played) for played in [True] * (FEW_ROWS + 1) + [False]))
+
+    try:
+        answers = asyncio.run(run())
+        assert {len(answer) for answer in answers} == {AHEAD_TOKENS + 12}
+        assert ended == [False] + [True] * (FEW_ROWS + 1) and engine.live == 0
     finally:
         engine.close()
 

@@ -10,6 +10,7 @@ import pytest
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import SCRATCH, Pages
 from common.llm.engines.cuda.scheduler import (
+    AHEAD_TOKENS,
     FAULT,
     FEW_ROWS,
     FIRST_REPORT,
@@ -104,16 +105,16 @@ class Served:
         self.waiting = deque()
         self.answers: dict[SequenceRow, list] = {}
 
-    def add(self, prompt=10, max_tokens=20, urgent_tokens=URGENT_TOKENS):
-        request = GenerationRequest(list(range(prompt)), Sampling(max_tokens=max_tokens), (END,), urgent_tokens)
+    def add(self, prompt=10, max_tokens=20, **hints):
+        request = GenerationRequest(list(range(prompt)), Sampling(max_tokens=max_tokens), (END,), **hints)
         sequence = SequenceRow(request, lambda item: None)
         self.waiting.append(sequence)
         self.answers[sequence] = []
         return sequence
 
-    def step(self):
+    def step(self, *, ahead=True):
         self.scheduler.admit(self.waiting)
-        answers = self.scheduler.compute()
+        answers = self.scheduler.compute(ahead=ahead)
         for answer in answers:
             self.answers[answer.sequence].append(answer.item)
             if answer.ends:
@@ -200,6 +201,31 @@ def test_several_tokens_are_made_at_a_look_unless_one_of_many_rows_is_urgent_or_
     assert served.model.counts[-1] == 1
     served.run()
     assert all(served.tokens(row) == [FIRST + 5] * 60 for row in rows)
+
+
+def test_rows_that_are_ahead_of_their_listeners_wait_for_their_turn():
+    served = Served(lambda: 5)
+    rows = [served.add(max_tokens=200, played=played) for played in (True, True, False)]
+    while not rows[0].ahead:
+        served.step()
+    assert rows[0].generated == rows[2].generated >= AHEAD_TOKENS and not served.scheduler.idle
+    newcomer = served.add(max_tokens=200, played=True)
+    served.step(ahead=False)
+    before = rows[0].generated
+    while not newcomer.ahead:
+        served.step(ahead=False)
+    assert rows[0].generated == rows[1].generated == before and newcomer.generated >= AHEAD_TOKENS
+    assert rows[2].generated >= before + AHEAD_TOKENS
+    while rows[2].slot is not None:
+        served.step(ahead=False)
+    served.step(ahead=False)  # what was launched before its end was known
+    assert served.scheduler.idle
+    served.step()
+    served.add(prompt=200, max_tokens=10)
+    served.step()
+    assert served.model.counts[-1] == STEPS_PER_LOOK and not served.scheduler.idle  # of those that waited
+    served.run()
+    assert all(served.tokens(row) == [FIRST + 5] * 200 for row in (*rows, newcomer))
 
 
 def test_tokens_are_reported_when_the_listener_can_use_them():

@@ -106,10 +106,8 @@ def test_what_has_no_tensor_is_sent_as_request_parameters(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     speak(model, tokenizer)
     speak(model, tokenizer, ras_window=10)
-    assert model.parameters == [
-        {"urgent_tokens": "18"},
-        {"urgent_tokens": "18", "ras_window": "10", "ras_tau": "0.1"},
-    ]
+    hints = {"urgent_tokens": "18", "played": "0"}
+    assert model.parameters == [hints, {**hints, "ras_window": "10", "ras_tau": "0.1"}]
 
 
 def test_the_c_plus_plus_backend_gets_a_bias_and_a_seed_and_no_repetition_aware_sampling(tokenizer):

@@ -48,11 +48,9 @@ def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offl
     audio = np.concatenate(pipeline.run(scenario()))
     np.testing.assert_array_equal(audio, 30_000 + np.concatenate([np.arange(40), [100], np.arange(200, 260)]))
     voice = ("reference", [3] * PROMPT_TOKENS)
-    urgent = (0 if offline else URGENT_TOKENS, 0, 0)  # only who has no audio yet waits for some
-    texts = ("0-40", "100-101", "200-260")
-    assert pipeline.llm.prompts == [
-        LLMPrompt(text, *voice, urgent_tokens=n) for text, n in zip(texts, urgent, strict=True)
-    ]
+    assert pipeline.llm.prompts == [LLMPrompt(text, *voice) for text in ("0-40", "100-101", "200-260")]
+    hints = [(prompt.urgent_tokens, prompt.played) for prompt in pipeline.llm.prompts]
+    assert hints == ([(0, False)] * 3 if offline else [(URGENT_TOKENS, True), (0, True), (0, True)])
     assert pipeline.llm.samplings == [request.sampling] * 3
     assert len(pipeline.encoder.started) == 3  # the voice is encoded once
 

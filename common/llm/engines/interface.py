@@ -39,13 +39,14 @@ class Resources(NamedTuple):
 class GenerationRequest:
     """One sequence to generate. It ends after the first of `end_ids`, which is part of the answer.
 
-    urgent_tokens: see `LLMPrompt`; only the engine `cuda` heeds it.
+    urgent_tokens, played: see `LLMPrompt`; only the engine `cuda` heeds them.
     """
 
     input_ids: Sequence[int] = field(repr=False)
     sampling: Sampling
     end_ids: tuple[int, ...]
     urgent_tokens: int = URGENT_TOKENS
+    played: bool = False
 
     def check(self, vocab_size: int, context: int) -> None:
         """ValueError if a model with these limits cannot serve it; `context` counts prompt and new tokens."""
@@ -99,7 +100,7 @@ class EngineLM:
         tokenizer = self._tokenizer
         ids = tokenizer.encode_prompt(prompt)
         sampling = self._ratios.bound(sampling, prompt, tokenizer.text_length(prompt.target_text))
-        request = GenerationRequest(ids, sampling, tokenizer.end_ids, prompt.urgent_tokens)
+        request = GenerationRequest(ids, sampling, tokenizer.end_ids, prompt.urgent_tokens, prompt.played)
         async with aclosing(self._engine.generate(request)) as chunks:
             async for tokens, reason in chunks:
                 yield TokenChunk(tokenizer.to_speech_ids(tokens), reason)

@@ -1,15 +1,17 @@
 """Loads the decoder and serves requests with it in a thread."""
 
 import logging
+import time
 from pathlib import Path
 
 import torch
 
 from common.config import device_of
+from common.constants import TOKEN_RATE
 from common.llm.engines.cuda.decoder import Decoder
 from common.llm.engines.cuda.operations import PAGE, Operations, Plain
 from common.llm.engines.cuda.pages import Pages
-from common.llm.engines.cuda.scheduler import FEW_ROWS, Scheduler, SequenceRow
+from common.llm.engines.cuda.scheduler import FEW_ROWS, STEPS_PER_LOOK, Scheduler, SequenceRow
 from common.llm.engines.cuda.weights import Qwen2Sizes, Weights
 from common.llm.engines.interface import GenerationRequest, Resources
 from common.llm.engines.threaded import OnTokens, ThreadedEngine
@@ -23,6 +25,9 @@ MAX_PREFILL = {"cuda": 1024, "cpu": 256}  # tokens of prompts between two steps
 # After the tokens of a first chunk: about as long as it takes to render on the same GPU, while its listener waits. They
 # hear what the LLM makes next more than half a second later.
 REST_SECONDS = 0.025
+# Of more than a few rows, those that are ahead of their listeners are computed together, at three times the rate of
+# speech: a step of many rows costs hardly more than one of few, and the GPU is token2wav's as well.
+BEAT_SECONDS = STEPS_PER_LOOK / (3 * TOKEN_RATE)
 # Of a GPU's memory, beside weights and pages: CUDA's context, graphs and temporary tensors.
 PROCESS_GIB = 1.0
 
@@ -38,6 +43,7 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
         self._sizes = sizes
         self._pages = pages
         self._scheduler = Scheduler(decoder, max_requests, pages)
+        self._next_beat = 0.0
         super().__init__(max_requests, self._scheduler.rows)
 
     def _serve(self) -> None:
@@ -65,7 +71,7 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
         speaking = next((row for row in self._rows if row.generated), None)
         if speaking and faults.take("nan_logits"):
             self._decoder.spoil(speaking.pages[0])
-        answers = self._scheduler.compute()
+        answers = self._scheduler.compute(ahead=self._beat())
         with self._wake:  # before the end is reported: the caller may submit the next request at once
             for answer in answers:
                 if answer.ends:
@@ -73,13 +79,26 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
         for answer in answers:
             answer.sequence.report(answer.item)
         if urgent and self._rows and len(self._rows) <= FEW_ROWS and not self._scheduler.urgent:
-            self._rest()
+            self._rest(REST_SECONDS)
+        elif len(self._rows) > FEW_ROWS and self._scheduler.idle:
+            self._rest(self._next_beat - time.monotonic())
 
-    def _rest(self) -> None:
-        """Leave the GPU to token2wav for REST_SECONDS, or until a request comes."""
+    def _beat(self) -> bool:
+        """Whether it is time for the rows that are ahead."""
+        now = time.monotonic()
+        if len(self._rows) <= FEW_ROWS:
+            self._next_beat = now
+            return True
+        if now < self._next_beat:
+            return False
+        self._next_beat = max(self._next_beat, now - BEAT_SECONDS) + BEAT_SECONDS
+        return True
+
+    def _rest(self, seconds: float) -> None:
+        """Leave the GPU to token2wav, or until a request comes."""
         self._wake_readers()
         with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._failure, REST_SECONDS)
+            self._wake.wait_for(lambda: self._waiting or self._failure, max(0.0, seconds))
 
 
 def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources) -> CudaEngine:

@@ -18,6 +18,7 @@ from common.llm.interface import FinishReason, TokenChunk
 NOTHING, FAULT = -1, -2
 STEPS_PER_LOOK = 3  # at what was drawn, where no answer is urgent
 FEW_ROWS = 8  # a step of so few takes hardly longer than a look
+AHEAD_TOKENS = 3 * TOKEN_RATE  # of an answer that is played: its listener is seconds behind
 # Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
 FIRST_REPORT = 3  # tokens
 MOST_HELD = TOKEN_RATE  # a second of speech
@@ -82,6 +83,11 @@ class SequenceRow(Generation):
         """Whether its listener waits for its next token."""
         return self.generated < self.request.urgent_tokens
 
+    @property
+    def ahead(self) -> bool:
+        """Whether its listener needs no more tokens for a while."""
+        return self.request.played and self.generated >= AHEAD_TOKENS
+
 
 class Answer(NamedTuple):
     """New tokens of a request, or the error that ends it."""
@@ -109,6 +115,11 @@ class Scheduler:
     def urgent(self) -> bool:
         """Whether a listener waits for the next token of a row."""
         return any(row.urgent for row in self.rows)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is launched, and nothing will be before the rows that are ahead are computed again."""
+        return not self._launched and all(row.ready and row.ahead for row in self.rows)
 
     def pages_of(self, request: GenerationRequest) -> int:
         """Pages of the longest answer."""
@@ -140,10 +151,13 @@ class Scheduler:
         self._pages.give_back(sequence.pages)
         sequence.slot, sequence.pages = None, []
 
-    def compute(self) -> list[Answer]:
-        """Launch prefills and steps; returns what the steps launched by the call before have drawn."""
+    def compute(self, *, ahead: bool = True) -> list[Answer]:
+        """Launch prefills and steps; returns what the steps launched by the call before have drawn.
+
+        ahead: also of the rows that are ahead of their listeners.
+        """
         self._prefill()
-        ready = [row for row in self.rows if row.ready]
+        ready = [row for row in self.rows if row.ready and (ahead or not row.ahead)]
         launched = self._launched
         self._launched = self._step(ready) if ready else None
         return self._answers(*launched) if launched else []
@@ -166,8 +180,8 @@ class Scheduler:
         if ready != self._selected:
             self._selected = ready
             self._model.select([row.slot for row in ready if row.slot is not None])
-        prefilling = len(ready) < len(self.rows)
-        single = prefilling or (len(ready) > FEW_ROWS and self.urgent)
+        prefilling = any(not row.ready for row in self.rows)
+        single = (prefilling or (len(ready) > FEW_ROWS and self.urgent)) and not any(row.ahead for row in ready)
         return self._model.step(len(ready), 1 if single else STEPS_PER_LOOK), ready
 
     def _answers(self, burst: Burst, rows: list[SequenceRow]) -> list[Answer]:
