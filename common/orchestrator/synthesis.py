@@ -309,20 +309,23 @@ class Synthesizer:
     ) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, and start the LLM as soon as its part of the prompt is ready.
 
-        Nothing is computed for the text or the recording before a place is `reserved`: that work would be lost.
+        No model is called for the text or the recording before a place is `reserved`: that work would be lost. What
+        takes less time than the reservation is done meanwhile.
         """
         voice: Recording | Prompt | Mix
         if isinstance(request.voice, Recording):
             voice = request.voice
         else:
             voice = await scope.result(asyncio.to_thread(self._voices, request.voice))
-        if reserved is not None:
-            await scope.result(reserved)
         texts = self._texts.segments(
             request.target_text, request.normalize, request.sampling.max_tokens / TOKEN_RATE, request.as_is
         )
         first = scope.spawn(_next(texts)) if request.pieces is None else None
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.normalize))
+        if isinstance(voice, Recording):
+            await scope.result(asyncio.to_thread(getattr, voice, "digest"))
+        if reserved is not None:
+            await scope.result(reserved)
         known = self._prompts.get(voice) if isinstance(voice, Recording) else None
         tokens, mel, embedding = self._encoded(known or voice, scope)
         kept = None

@@ -21,6 +21,11 @@ class Recording:
     wav: np.ndarray = field(repr=False)
     text: str = ""
 
+    @cached_property
+    def digest(self) -> bytes:
+        """Of the samples: 0.3 ms for 5 s."""
+        return hashlib.blake2b(self.wav.tobytes(), digest_size=16).digest()
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -96,17 +101,12 @@ class RecordingCache:
 
     def get(self, recording: Recording) -> Prompt | None:
         """The prompt of these samples, with this recording's transcript."""
-        digest = self._digest(recording)
-        if (prompt := self._prompts.get(digest)) is None:
+        if (prompt := self._prompts.get(recording.digest)) is None:
             return None
-        self._prompts.move_to_end(digest)
+        self._prompts.move_to_end(recording.digest)
         return replace(prompt, text=recording.text)
 
     def put(self, recording: Recording, prompt: Prompt) -> None:
-        self._prompts[self._digest(recording)] = prompt
+        self._prompts[recording.digest] = prompt
         if len(self._prompts) > self._capacity:
             self._prompts.popitem(last=False)
-
-    @staticmethod
-    def _digest(recording: Recording) -> bytes:
-        return hashlib.blake2b(recording.wav.tobytes(), digest_size=16).digest()

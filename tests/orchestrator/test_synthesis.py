@@ -262,6 +262,21 @@ def test_a_refused_listener_costs_neither_the_llm_nor_the_prompt_models_anything
     assert [stream.aborts for stream in pipeline.token2wav.streams] == [0]
 
 
+def test_the_text_is_prepared_while_a_place_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline(FakeLM(*one_by_one(18)))
+    prepared: list[str] = []
+    monkeypatch.setattr(pipeline.texts, "transcript", lambda text, normalize: prepared.append(text) or text)
+    reserve = FakeToken2WavStream.reserve
+
+    async def slow(stream: FakeToken2WavStream) -> None:
+        await reserve(stream)
+        await run_until(lambda: bool(prepared))
+        assert pipeline.llm.prompts == [] and pipeline.encoder.started == []
+
+    monkeypatch.setattr(FakeToken2WavStream, "reserve", slow)
+    assert pipeline.run()
+
+
 def test_offline_makes_one_waveform_in_one_call() -> None:
     pipeline = Pipeline(FakeLM(*one_by_one(40)))
 
