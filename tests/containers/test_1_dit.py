@@ -72,7 +72,7 @@ def test_prometheus_scrapes_every_server_and_its_rules_load(dit: Project) -> Non
         result = json.loads(body)["data"]["result"] if status == 200 else []
         return int(result[0]["value"][1]) if result else 0
 
-    wait_for("Prometheus sees 3 Tritons, their models and the speech service", lambda: up() == 7, 60)
+    wait_for("Prometheus sees 3 Tritons, their models and the speech service", lambda: up() == 7)
     rules = json.loads(dit.get("/api/v1/rules", "PROMETHEUS_PORT")[1])["data"]["groups"]
     assert rules and all(rule["health"] != "err" for group in rules for rule in group["rules"])
 
