@@ -22,6 +22,8 @@ from tritonclient.utils import InferenceServerException
 from common.client import requests as speech
 
 CONNECT_SECONDS = 10.0
+# grpc.aio says this, as INTERNAL, if the call ends before the request has left; the server's own status is lost then.
+_REFUSED_EARLY = "Internal error from Core"
 
 
 async def synthesize(
@@ -135,6 +137,11 @@ async def _responses(
             if error is not None:
                 raise error
             yield result
+    except grpc.aio.AioRpcError as error:
+        if error.details() != _REFUSED_EARLY:
+            raise
+        message = "the server has ended the call before the request was sent: retry"
+        raise InferenceServerException(message, status=str(grpc.StatusCode.UNAVAILABLE)) from error
     finally:
         responses.cancel()
 

@@ -20,13 +20,32 @@ RUN_DIR=${RUN_DIR:-/tmp/nginx}
 
 mkdir -p "$RUN_DIR/ready" "$RUN_DIR/names"
 
-# New connections are refused at once, live streams continue until worker_shutdown_timeout. Docker stops nginx's image by
-# SIGQUIT.
+# Docker stops nginx's image by SIGQUIT. Until the live streams have ended, or worker_shutdown_timeout, new requests are
+# answered as if no server were ready; nginx alone would close its ports at once, and clients see broken connections.
 nginx=
 stop() {
-    if [ -n "$nginx" ]; then kill -s QUIT "$nginx" && wait "$nginx"; fi
+    trap '' TERM INT QUIT
+    if [ -n "$nginx" ]; then
+        old=$(cat "/proc/$nginx/task/$nginx/children" 2>/dev/null || true)
+        : >"$RUN_DIR/servers"
+        upstreams
+        if nginx -q -t -c "$NGINX_CONF" && kill -s HUP "$nginx"; then
+            # shellcheck disable=SC2086  # several words
+            while running $old; do sleep 0.1; done
+        fi
+        kill -s QUIT "$nginx" && wait "$nginx" || true
+    fi
     exit 0
 }
+
+# running PID ...: succeeds if one of them is
+running() {
+    for process; do
+        if [ -d "/proc/$process" ]; then return 0; fi
+    done
+    return 1
+}
+
 trap stop TERM INT QUIT
 
 # probe FILE URL LINE: writes LINE to FILE if URL returns 200
@@ -90,16 +109,20 @@ upstream() {
     echo "}"
 }
 
-# Succeeds if the list of servers has changed; writes it to upstreams.conf.
-changed() {
-    servers=$(ready_servers)
-    if [ -f "$RUN_DIR/upstreams.conf" ] && [ "$servers" = "$(cat "$RUN_DIR/servers")" ]; then return 1; fi
-    echo "$servers" >"$RUN_DIR/servers"
+upstreams() {
     {
         upstream tts_http 3 tts
         upstream tts_grpc 4 tts
         upstream speech 3 speech
     } >"$RUN_DIR/upstreams.conf"
+}
+
+# Succeeds if the list of servers has changed; writes it to upstreams.conf.
+changed() {
+    servers=$(ready_servers)
+    if [ -f "$RUN_DIR/upstreams.conf" ] && [ "$servers" = "$(cat "$RUN_DIR/servers")" ]; then return 1; fi
+    echo "$servers" >"$RUN_DIR/servers"
+    upstreams
     echo "ready: $(echo "$servers" | tr '\n' ';')" >&2
 }
 

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 
@@ -10,8 +11,14 @@ from tests.containers import images
 from tests.containers.engine import Engine, ProvisionError, engine
 from tests.containers.project import Project
 
-# `timeout` and CI end a run by SIGTERM, after which pytest would not clean up.
-signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    """`timeout` and CI end a run by SIGTERM, after which pytest would not clean up. One that follows is ignored."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGTERM, interrupt)
 
 
 @pytest.fixture(scope="session")

@@ -135,7 +135,7 @@ class Project:
 def http(request: str | urllib.request.Request) -> tuple[int, bytes]:
     """Status and body; 0 and the error if there is no answer."""
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:

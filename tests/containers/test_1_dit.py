@@ -158,6 +158,32 @@ def test_the_second_start_keeps_what_exists(dit: Project) -> None:
     assert not dit.spoken(MODEL).error
 
 
+@pytest.mark.extended
+def test_restarting_everything_ends_live_streams_and_refuses_new_ones_until_it_serves_again(dit: Project) -> None:
+    async def scene() -> tuple[Answer, list[str], list[int]]:
+        live = Answer()
+        speaking = asyncio.create_task(dit.speak(MODEL, LONG, live))
+        await live.begun.wait()
+        restart = asyncio.create_task(asyncio.to_thread(dit.compose, "restart"))
+        errors, statuses = [], []
+        while not restart.done():
+            answer, (status, _) = await asyncio.gather(
+                dit.speak(MODEL, "Hello.", Answer()), asyncio.to_thread(dit.say, input="Hello.")
+            )
+            errors.append(answer.error)
+            if not speaking.done():  # later the gateway itself is away, until its container runs again
+                statuses.append(status)
+            await asyncio.sleep(0.5)
+        await restart
+        return await speaking, errors, statuses
+
+    live, errors, statuses = asyncio.run(scene())
+    assert not live.error and live.samples > 200_000
+    assert [error for error in errors if error and "UNAVAILABLE" not in error] == []
+    assert 503 in statuses and set(statuses) <= {200, 503}
+    wait_for("it speaks again", lambda: dit.say()[0] == 200)
+
+
 def test_the_gateway_stops_at_once_and_with_code_0(dit: Project) -> None:
     start = time.monotonic()
     dit.compose("stop", "gateway")

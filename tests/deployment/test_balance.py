@@ -1,33 +1,51 @@
 """deploy/nginx/balance.sh in front of health pages that the tests serve."""
 
+import asyncio
 import os
 import shutil
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import grpc
 import pytest
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException
 
-from tests.support.gateway import gateway, wait_for
+from common.client.grpc_client import chunks
+from common.client.requests import Utterance
+from tests.support.gateway import Gateway, gateway, wait_for
+from tests.support.serve_process import MODEL, get
 
 pytestmark = pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed: apt-get install nginx-light")
 NOTICED = 5.0  # seconds
+SLOW = f"/v2/models/{MODEL}"
+REFUSALS = 30
 
 
 class HealthPage(ThreadingHTTPServer):
-    """Ready until `status` changes."""
+    """Ready until `status` changes. SLOW is answered when `released` is set."""
 
     status = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked, self.released = threading.Event(), threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
     server: HealthPage
 
     def do_GET(self) -> None:
+        if self.path == SLOW:
+            self.server.asked.set()
+            self.server.released.wait(60)
         self.send_response(self.server.status)
         self.end_headers()
 
@@ -37,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def health_page() -> Iterator[HealthPage]:
-    with HealthPage(("127.0.0.1", 0), Handler) as server:
+    with HealthPage() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server
@@ -51,6 +69,42 @@ def test_every_stop_signal_ends_it_soon_and_with_code_0(tmp_path: Path, stop: si
     with gateway(tmp_path, ["127.0.0.1"], stop=stop):
         start = time.monotonic()
     assert time.monotonic() - start < 5
+
+
+def test_until_the_last_stream_has_ended_a_stopped_gateway_answers_that_no_server_is_ready(tmp_path: Path) -> None:
+    def refusals(running: Gateway, page: HealthPage) -> tuple[str | None, set[str | None]]:
+        try:
+            url = f"http://127.0.0.1:{running.http}/v2/health/ready"
+            wait_for(lambda: get(url)[0] == 503)
+            with pytest.raises(urllib.error.HTTPError) as refused, urllib.request.urlopen(url):
+                pass
+            refused.value.close()
+            return refused.value.headers["Retry-After"], {asyncio.run(status(running)) for _ in range(REFUSALS)}
+        finally:
+            page.released.set()
+
+    async def status(running: Gateway) -> str | None:
+        """Of a stream. grpc.aio loses it in one of ten refusals, which the client must know."""
+        async with triton.InferenceServerClient(f"127.0.0.1:{running.grpc}") as connection:
+            try:
+                async for _ in chunks(connection, MODEL, Utterance("Hello.", speaker="anyone"), 30.0):
+                    pass
+            except grpc.aio.AioRpcError as error:
+                return str(error.code())
+            except InferenceServerException as error:
+                return str(error.status())
+        return None
+
+    with ThreadPoolExecutor() as threads, health_page() as page:
+        port = page.server_port
+        with gateway(tmp_path, [f"127.0.0.1:{port}:2:{port}"], stop=signal.SIGQUIT) as running:
+            wait_for(lambda: running.servers() == 1)
+            live = threads.submit(urllib.request.urlopen, f"http://127.0.0.1:{running.http}{SLOW}", timeout=60)
+            assert page.asked.wait(10)
+            refused = threads.submit(refusals, running, page)
+        with live.result() as answer:
+            assert answer.status == 200
+        assert refused.result() == ("2", {str(grpc.StatusCode.UNAVAILABLE)})
 
 
 def test_servers_that_stay_ready_stay_in_the_list(tmp_path: Path) -> None:

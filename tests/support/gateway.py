@@ -31,7 +31,7 @@ class Gateway:
 def gateway(
     directory: Path, servers: list[str], stop: signal.Signals = signal.SIGTERM, **environment: str
 ) -> Iterator[Gateway]:
-    """deploy/nginx with other ports and paths. `stop` must end it soon, with code 0."""
+    """deploy/nginx with other ports and paths. `stop` must end it, with code 0."""
     run, ports = directory / "run", {number: free_port() for number in (8000, 8001, 10086)}
     config = (ROOT / "deploy/nginx/nginx.conf").read_text()
     for number, port in ports.items():
@@ -56,7 +56,7 @@ def gateway(
         finally:
             process.send_signal(stop)
             try:
-                assert process.wait(20) == 0
+                assert process.wait(60) == 0
             finally:
                 process.kill()
 
