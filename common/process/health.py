@@ -5,6 +5,7 @@ itself: a small job through its own queue and engine. The result is published wi
 shows by its age that the process is not stopped. If the process cannot recover, a file names the reason.
 """
 
+import gc
 import logging
 import threading
 import time
@@ -79,6 +80,7 @@ health = Health()  # of this process: Triton runs each model instance in one of 
 
 class ModelMonitor:
     """Publishes the health and the metrics of a model instance until `close`, and gives back the memory that it frees.
+    Made once the model is loaded.
 
     test: a small job that raises if the model cannot do its work, in a thread of its own. read: the model's metrics.
     args: those that Triton passes to `initialize`. Does nothing if no process reads what is published.
@@ -93,6 +95,8 @@ class ModelMonitor:
         health.succeeded()  # it has just been loaded
         self._publisher = MetricsPublisher(lambda: {**read(), **health.values()}, args)
         if ModelEnvironment.read().metrics_directory:
+            gc.collect()
+            gc.freeze()  # loaded objects stay: to scan them again would stop all threads for a tenth of a second
             threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def close(self) -> None:

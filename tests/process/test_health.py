@@ -1,6 +1,7 @@
 """Whether a model does its work: its own test, what it publishes, and the failure that it reports."""
 
 import ctypes
+import gc
 import logging
 import re
 import time
@@ -156,6 +157,16 @@ def test_a_model_gives_freed_memory_back(tmp_path: Path, monkeypatch: pytest.Mon
     for block in small:
         libc.free(block)
     assert anonymous_mib() < full - 80
+
+
+def test_what_was_loaded_is_not_scanned_for_garbage_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    loaded = [object()]
+    try:
+        ModelMonitor({"model_name": "m", "model_instance_name": "m_0"}, test=dict).close()
+        assert all(each is not loaded for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_the_health_is_numbers_on_the_metrics_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ request with `stop` ends the running one of the same id. Probabilities and beam 
 """
 
 import asyncio
-import gc
 from contextlib import aclosing
 
 from common import triton_io
@@ -36,7 +35,6 @@ class TritonPythonModel:
         self._requests = triton_io.RequestLoop(self._serve, model="tensorrt_llm", decoupled=config.decoupled)
         self._requests.run(warm_up(self._engine, tokenizer, config.max_requests))
         self._monitor = ModelMonitor(args, test=lambda: self._requests.run(speak_once(self._engine, tokenizer)))
-        gc.freeze()  # loaded objects are permanent: to scan them stops all requests for a tenth of a second
 
     def execute(self, requests):
         for request in requests:
