@@ -197,6 +197,8 @@ class Token2WavService:
         waiting.
         """
         for queued in self._queue.firsts():
+            if queued.stream_id in self._streams and not queued.request.aborts:
+                continue
             prompt = queued.request.prompt if self._opens(queued) else None
             waits = not queued.admitted or self._free <= 0 or (prompt and not self._engine.fitting([prompt])[0])
             if waits and self._opens(queued) and queued.stream_id not in self._streams:
@@ -256,7 +258,7 @@ class Token2WavService:
     def _opens(self, queued: QueuedRequest) -> bool:
         """Whether a stream is to be opened for a request, the first one of its stream in the queue."""
         request = queued.request
-        if request.whole or request.aborts or queued.opened or request.start is False:
+        if request.start is False or queued.opened or request.whole or request.aborts:
             return False
         return bool(request.start) or request.stream_id not in self._streams
 
@@ -312,31 +314,25 @@ class Token2WavService:
                 unopened.add(stream_id)
             if stream_id not in unopened:
                 requests.append(queued)
-                candidates.append(
-                    Candidate(
-                        stream_id=stream_id,
-                        audio_left=self._audio_left(queued, now),
-                        arrived=queued.arrived,
-                        tokens=self._computed(queued, live) if first and live else None,
-                    )
-                )
+                tokens = self._computed(queued, live) if first and live else None
+                candidates.append(Candidate(stream_id, self._audio_left(queued, live, now), queued.arrived, tokens))
         return candidates, requests
 
-    def _audio_left(self, queued: QueuedRequest, now: float) -> float | None:
+    def _audio_left(self, queued: QueuedRequest, live: LiveStream | None, now: float) -> float | None:
         """Of the request's listener."""
         if queued.request.whole:
             return patience(now - queued.arrived_at)
-        live = self._streams.get(queued.stream_id)
         return live.playback.left(now) if live else None
 
     def _computed(self, queued: QueuedRequest, live: LiveStream) -> int | None:
         """How many tokens are computed for the request; None if it is to be served alone."""
-        if not queued.request.has_chunk or queued.request.speed != 1.0:
-            return None
-        try:
-            queued.chunk = queued.chunk or self._chunk(live, queued.request)
-        except ValueError:
-            return None  # served alone, which raises it again for the sender
+        if queued.chunk is None:
+            if not queued.request.has_chunk or queued.request.speed != 1.0:
+                return None
+            try:
+                queued.chunk = self._chunk(live, queued.request)
+            except ValueError:
+                return None  # served alone, which raises it again for the sender
         return queued.chunk.computed
 
     def _cancelled(self, queued: QueuedRequest) -> bool:
