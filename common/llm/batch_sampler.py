@@ -6,10 +6,10 @@ Nothing branches on the content of the batch, because a CUDA graph repeats one b
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from common.device import on_device
 from common.llm.interface import MAX_RAS_WINDOW, Sampling
 
 RECENT = MAX_RAS_WINDOW + 1  # sampled tokens that are kept of each request: a window, and the one that is being sampled
@@ -101,12 +101,6 @@ class BatchSampler:
         columns = torch.where(repeats.sum(1, keepdim=True) >= limits, other, sampled)
         self.recent[slots, positions % RECENT] = columns.flatten()
         return columns
-
-
-def on_device(values: Sequence[float] | np.ndarray, device: torch.device) -> Tensor:
-    """`values` on the device, without synchronizing with it."""
-    host = torch.as_tensor(values)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def _nucleus(scores: Tensor, max_top_k: int, top_ks: Tensor, top_ps: Tensor, ras: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.batches import isolated
+from common.device import on_device
 from common.errors import UnavailableError
 from common.token2wav.limits import BatchLimits
 from common.token2wav.stream import Chunk, NotFiniteError, VocoderState
@@ -101,16 +102,16 @@ class BatchVocoder(ABC):
         lengths = [mel.shape[1] for _, mel in rows]
         mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for _, mel in rows])
         states = [chunk.stream.vocoder for chunk, _ in rows]
-        positions = [[state.slot, state.frame] for state in states]
-        slots, starts = torch.tensor(positions, device=mel.device).unbind(1)
+        positions = [[state.slot, state.frame, length] for state, length in zip(states, lengths, strict=True)]
+        slots, starts, frames = on_device(positions, mel.device).unbind(1)
         finals = [chunk.final for chunk, _ in rows]
-        speech = self._pass(begun, mel, slots, starts, torch.tensor(lengths, device=mel.device), finals).cpu()
+        speech = self._pass(begun, mel, slots, starts, frames, finals).cpu()
         audio: list[Tensor | Exception] = []
-        for row, (final, frames, state) in enumerate(zip(finals, lengths, states, strict=True)):
+        for row, (final, length, state) in enumerate(zip(finals, lengths, states, strict=True)):
             if not speech[row].sum().isfinite():  # what is kept of the stream has then not been replaced
                 audio.append(NotFiniteError("the audio is not finite"))
                 continue
-            sent, samples = self._sent(frames, begun=begun, final=final)
+            sent, samples = self._sent(length, begun=begun, final=final)
             audio.append(speech[row, :samples])
             state.frame += sent
             state.begun, state.pending = True, None
@@ -125,7 +126,7 @@ class BatchVocoder(ABC):
         """The audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
         lengths = [mel.shape[1] for mel in mels]
         mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for mel in mels])
-        speech = self._whole(mel, torch.tensor(lengths, device=mel.device)).cpu()
+        speech = self._whole(mel, on_device(lengths, mel.device)).cpu()
         return [
             row[: self._sent(length, begun=False, final=True)[1]] for row, length in zip(speech, lengths, strict=True)
         ]

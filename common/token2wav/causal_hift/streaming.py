@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.device import on_device
 from common.hift.causal import WITHHELD_FRAMES, CausalHiFTGenerator, KeptPast
 from common.hift.checkpoint import load_causal_hift
 from common.token2wav.limits import BatchLimits
@@ -117,7 +118,7 @@ class CausalVocoder(BatchVocoder):
     def _pass(
         self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]
     ) -> Tensor:
-        inputs = mel, slots, starts, frames, torch.tensor(ends, device=mel.device)
+        inputs = mel, slots, starts, frames, on_device(ends, mel.device)
         if self._graphed:
             return self._graphed.render(begun, *inputs)
         return self._plain.render(begun, *inputs, ending=any(ends))

@@ -18,6 +18,7 @@ from common.constants import (
     MAX_STREAM_TOKENS,
     TOKEN_MEL_RATIO,
 )
+from common.device import on_device
 from common.flow.cache import KeyValues
 from common.flow.checkpoint import load_dit_flow
 from common.flow.dit import DiTEstimator, DiTFlow
@@ -229,7 +230,7 @@ class DiTStreaming(StreamingFlow[DiTStream]):
             [TOKEN_MEL_RATIO * (len(window) - chunk.new) for window, chunk in zip(windows, chunks, strict=True)]
         )
         frames = starts[:, None] + torch.arange(max(chunk.frames for chunk in chunks))
-        frames = frames.clamp(max=mu.shape[1] - 1).to(mu.device)
+        frames = on_device(frames.clamp(max=mu.shape[1] - 1), mu.device)
         return mu.gather(1, frames[:, :, None].expand(-1, -1, mu.shape[2]))
 
 

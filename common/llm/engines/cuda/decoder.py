@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.llm.batch_sampler import BatchSampler, SamplingRow, on_device
+from common.device import on_device
+from common.llm.batch_sampler import BatchSampler, SamplingRow
 from common.llm.engines.cuda.graphs import SizedGraphs
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Operations, Places
 from common.llm.engines.cuda.pages import SCRATCH

@@ -24,7 +24,7 @@ GIB = 1 << 30
 MAX_PREFILL = {"cuda": 1024, "cpu": 256}  # tokens of prompts between two steps
 # After the tokens of a first chunk: about as long as it takes to render on the same GPU, while its listener waits. They
 # hear what the LLM makes next more than half a second later.
-REST_SECONDS = 0.025
+REST_SECONDS = 0.035
 # Of more than a few rows, those that are ahead of their listeners are computed together, at three times the rate of
 # speech: a step of many rows costs hardly more than one of few, and the GPU is token2wav's as well.
 BEAT_SECONDS = STEPS_PER_LOOK / (3 * TOKEN_RATE)
