@@ -33,7 +33,9 @@ def test_services_start_in_order_and_become_healthy(dit: Project) -> None:
     wait_for("the first start, until all are healthy", lambda: all(map(dit.healthy, ("tts", "gateway", "speech"))))
     download, tts, gateway = map(dit.container, ("download", "tts", "gateway"))
     assert download["State"]["ExitCode"] == 0
-    assert moment(download, "FinishedAt") <= moment(tts, "StartedAt") <= moment(gateway, "StartedAt")
+    assert moment(download, "FinishedAt") <= moment(tts, "StartedAt")
+    # A tritonserver that aborts while it loads, as on a machine that is too busy, is started again later.
+    assert moment(tts, "StartedAt") <= moment(gateway, "StartedAt") or tts["RestartCount"]
     assert not dit.exists("llm") and not dit.exists("engine")
     assert dit.execute("tts", "id", "-u").strip() == "1001"
 
@@ -173,7 +175,7 @@ def test_restarting_everything_ends_live_streams_and_refuses_new_ones_until_it_s
             errors.append(answer.error)
             if not speaking.done():  # later the gateway itself is away, until its container runs again
                 statuses.append(status)
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1)
         await restart
         return await speaking, errors, statuses
 
