@@ -3,19 +3,23 @@ tools/parity/llm.py, which tests/token2wav/test_cosyvoice3.py runs."""
 
 import asyncio
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
 from common.constants import SPEECH_VOCAB
-from common.llm.engines.interface import EngineLM
+from common.llm.engines.interface import EngineLM, GenerationRequest
 from common.llm.engines.loading import load_engine
 from common.llm.interface import LLMPrompt, Sampling
 from common.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM
+from common.llm.openai_client import OpenAILM
 from common.llm.speech_tokens import COSYVOICE3, LLMTokenizer
 from common.text.words import WordSplitter
-from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
+from tests.support import fake_vllm
+from tests.support.llm_fixtures import genai_dir, install, llm_dir  # noqa: F401
+from tests.support.raw_http_server import STREAM, RawHttpServer, ids_event
 
 VOICE = LLMPrompt("", "A transcript.", range(100, 137))
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
@@ -100,6 +104,52 @@ def test_an_engine_speaks_a_sequence_as_transformers_would(name, request, tokeni
         best = logits[len(ids) - 1 : len(ids) + count - 1, speech].argmax(1)
         assert best.tolist() == tokens[done : done + count]
         done += count
+
+
+class ServedEngine(RawHttpServer):
+    """Speaks the protocol of `vllm serve` with the tokens of an engine of this process."""
+
+    def __init__(self, engine, tokenizer):
+        super().__init__()
+        self.engine, self.end_ids = engine, tokenizer.end_ids
+
+    async def answer_to(self, body):
+        body = dict(body)
+        assert body.pop("model") == "model" and body.pop("stream") and body.pop("return_token_ids")
+        assert tuple(body.pop("stop_token_ids")) == self.end_ids
+        ids, ras = body.pop("prompt"), body.pop("vllm_xargs", {})
+        request = GenerationRequest(ids, Sampling(**body, **ras), self.end_ids)
+        return [STREAM, *[ids_event(*chunk) async for chunk in self.engine.generate(request)]]
+
+
+def test_a_vllm_server_gets_each_block_as_a_request_of_ids_and_speaks_like_an_engine(engine, tokenizer):
+    text, sampling = "Twelve, and one more.", Sampling(temperature=0, repetition_penalty=1.0, ras_window=10, seed=3)
+
+    async def over_http():
+        server = ServedEngine(engine, tokenizer)
+        async with server.running() as url:
+            llm = OpenAILM([url], "model", tokenizer)
+            stream = InterleavedLM(llm, tokenizer).generate(VOICE, pieces_of(*text), sampling)
+            tokens = [token async for tokens in stream for token in tokens]
+            await llm.aclose()
+        return tokens, [body["prompt"] for body in server.bodies], stream.finish_reason, server.bodies
+
+    *spoken, bodies = asyncio.run(over_http())
+    assert tuple(spoken) == asyncio.run(speak(engine, tokenizer, text, sampling))
+    blocks = [(body["min_tokens"], body["max_tokens"]) for body in bodies[:-1]]
+    assert blocks == [(8, 8), *[(SPEECH_BLOCK, SPEECH_BLOCK)] * (len(bodies) - 2)] and len(blocks) > 3
+    for before, after in itertools.pairwise(spoken[1]):
+        assert after[: len(before)] == before  # what vLLM's prefix cache holds
+
+
+def test_the_engine_vllm_continues_its_own_blocks(install, llm_dir, tokenizer, monkeypatch):  # noqa: F811
+    install("vllm")
+    monkeypatch.setattr(fake_vllm, "FIRST_ID", tokenizer.first_speech_id)  # then it speaks 0, 1, 2, … in each block
+    engine = load_engine("vllm", llm_dir, tokenizer, 4)
+    tokens, asked, _ = asyncio.run(speak(engine, tokenizer, "Twelve, all.", GREEDY))
+    assert engine._llm.prompts == asked
+    assert tokens[: 8 + SPEECH_BLOCK] == [*range(8), *range(SPEECH_BLOCK)]
+    assert asked[2][len(asked[1]) :][:SPEECH_BLOCK] == tokenizer.to_llm_ids(range(SPEECH_BLOCK))
 
 
 def test_requests_together_speak_like_each_alone(engine, tokenizer):

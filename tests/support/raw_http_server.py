@@ -40,11 +40,14 @@ class RawHttpServer:
         finally:
             server.close()
 
+    async def answer_to(self, body):
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
     async def _serve(self, reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-l"))
         self.bodies.append(json.loads(await reader.readexactly(length)))
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        answer = await self.answer_to(self.bodies[-1])
         watch = asyncio.create_task(self._watch(reader))
         self.live += 1
         try:
