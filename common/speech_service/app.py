@@ -102,7 +102,9 @@ def _add_errors(app: FastAPI) -> None:
             404: f"{request.url.path} does not exist",
             405: f"{request.url.path} does not support {request.method}",
         }
-        return error_response(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+        answer = error_response(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+        answer.headers.update(error.headers or {})  # of a 405: `Allow`
+        return answer
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:

@@ -32,8 +32,14 @@ _BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") 
 _CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
 
 
+_TYPES = ("str", "VoiceId")  # alternatives of a field, which pydantic lists in the place of an error like fields
+
+
 def _encodable(text: str) -> str:
-    text.encode()  # UnicodeEncodeError, a ValueError, if it has half of a surrogate pair
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start + 1} is half of a surrogate pair") from None
     return text
 
 
@@ -142,10 +148,11 @@ class BatchRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    items: list[dict[str, Any]] = Field(min_length=1)
+    items: list[Any] = Field(min_length=1, description="objects; any other is an error of that item")
 
-    def requests(self) -> list[dict[str, Any]]:
-        return [{**(self.model_extra or {}), **_given(item)} for item in self.items]
+    def requests(self) -> list[Any]:
+        defaults = self.model_extra or {}
+        return [{**defaults, **_given(item)} if isinstance(item, dict) else item for item in self.items]
 
 
 def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
@@ -162,8 +169,10 @@ def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
 
 
 def _given(fields: Any) -> Any:
-    """Without fields that are null, which many clients send for those that they leave out."""
-    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+    """Without fields that are null, which many clients send for those that they leave out; also inside of objects."""
+    if not isinstance(fields, dict):
+        return fields
+    return {name: _given(value) for name, value in fields.items() if value is not None}
 
 
 def parse(model: type[BaseModel], fields: Any) -> Any:
@@ -171,9 +180,12 @@ def parse(model: type[BaseModel], fields: Any) -> Any:
     try:
         return model.model_validate(_given(fields))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = str(first["loc"][0]) if first["loc"] else ""  # the rest names alternatives of a type
-        raise invalid(f"{where or 'the body'}: {first['msg']}", param=where or None) from None
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        of_field = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
+        first = max(of_field, key=lambda each: len(each["loc"]))  # inside of an object, if it is one
+        where = ".".join(str(part) for part in first["loc"] if part not in _TYPES)
+        message = f"{where or 'the body'}: {first['msg'].removeprefix('Value error, ')}"
+        raise invalid(message, param=where.partition(".")[0] or None) from None
 
 
 def utterances(

@@ -35,7 +35,13 @@ MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
 _POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close codes of the protocol
 
 _MODES = "sentences", "tokens"
-_DOCUMENT_BEGINS, _DOCUMENT_ENDS = "<speak", "</speak>"
+# Fields of /v1/audio/speech that a session has not, and what it has instead.
+_OTHERWISE = {
+    "input": "send input.text",
+    "stream_format": "audio is sent in binary messages",
+    "subtitles": "use timestamps",
+}
+_DOCUMENT_BEGINS, _DOCUMENT_ENDS = ("<speak", "<?xml"), "</speak>"
 _HALF_A_CHARACTER = "text has half of a surrogate pair, whose other half did not follow"
 
 logger = logging.getLogger(__name__)
@@ -136,13 +142,15 @@ class SocketSession:
         """Set the request fields of later sentences. Not during an utterance, which would change its voice."""
         if self._unfinished or self._waiting or self._speaking or self._pieces:
             raise invalid("session.config during an utterance: send it before input.text or after session.done")
-        mode = fields.pop("mode", None) or _MODES[0]
+        if (mode := fields.pop("mode", None)) is None:
+            mode = _MODES[0]
         if mode not in _MODES:
             raise invalid(f"mode must be {' or '.join(_MODES)}, not {mode!r}", "mode")
         config = {"response_format": "pcm", **fields}
         wanted: SpeechRequest = parse(SpeechRequest, {**config, "input": "."})
-        if wanted.subtitles:
-            raise invalid(f"subtitles {wanted.subtitles!r} of a WebSocket: use timestamps", "subtitles")
+        for name, instead in _OTHERWISE.items():
+            if (value := fields.get(name)) is not None:
+                raise invalid(f"{name} {value!r} of a WebSocket: {instead}", name)
         self._service.encoder(wanted)
         self._config, self._by_tokens = config, mode == "tokens"
 

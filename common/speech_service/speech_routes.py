@@ -64,7 +64,7 @@ async def batch(request: Request) -> Response:
         )
     slots = asyncio.Semaphore(BATCH_STREAMS)
 
-    async def one(index: int, item: dict[str, Any]) -> dict[str, Any]:
+    async def one(index: int, item: Any) -> dict[str, Any]:
         async with slots:
             try:
                 return {"index": index, "status": "success", **await _whole(service, item)}
@@ -82,8 +82,10 @@ async def batch(request: Request) -> Response:
     return JSONResponse({"results": results, "succeeded": succeeded, "failed": len(results) - succeeded})
 
 
-async def _whole(service: Service, item: dict[str, Any]) -> dict[str, Any]:
+async def _whole(service: Service, item: Any) -> dict[str, Any]:
     """The result of one item of a batch."""
+    if not isinstance(item, dict):
+        raise invalid(f"the item is a JSON {type(item).__name__}, not an object")
     wanted: SpeechRequest = parse(SpeechRequest, item)
     encoder = service.encoder(wanted)
     job = await service.job(wanted)

@@ -37,7 +37,10 @@ class TextFrontend:
 
         ValueError if the text has nothing of either, and if its markup is not supported.
         """
-        whole = list(parts(text))
+        try:
+            whole = list(parts(text))
+        except ValueError as error:
+            raise ValueError(f"target_text: {error}") from None
         words = "".join(part for part in whole if isinstance(part, str))
         seconds, language, some = _seconds_in(words), language_of(words), False
         for part in whole:

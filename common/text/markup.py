@@ -25,7 +25,7 @@ STRENGTHS = {"none": 0.0, "x-weak": 0.1, "weak": 0.25, "medium": 0.5, "strong": 
 _SUPPORTED = ("break", "p", "s", "say-as", "speak", "sub")
 
 _MAX_DEPTH = 20
-_DOCUMENT = re.compile(r"<speak\b.*</speak\s*>", re.DOTALL)
+_DOCUMENT = re.compile(r"(?:<\?xml\b[^<>]*>\s*)?<speak\b.*</speak\s*>", re.DOTALL)
 _PAUSE = re.compile(r"\[pause(?:\s+([^\[\]]*))?\]|(<break\b[^<>]*>)(?:\s*</break\s*>)?", re.IGNORECASE)
 _VOICE = re.compile(r"\[voice:([^\[\]]*)\]", re.IGNORECASE)
 _VOICE_TAG = re.compile(r"<(?:[\w.-]+:)?voice\b")

@@ -38,6 +38,9 @@ _TOUCHING = re.compile(r"(?<=\d)(?=[^\w\s.,:])|(?<=[^\w\s.,:])(?=\d)")
 _KINDS = {"urls": r"(?:https?://|www\.)[^\s<>\"]*[^\s<>\".,;:!?)\]']", "emails": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+"}
 _PROTOCOL = re.compile(r"\bhttps?://(?=\w)", re.IGNORECASE)
 
+# The English grammar gives up on a sentence with such an address beside a comma or another address.
+_ADDRESS = re.compile(r"((?:[\w-]+[.@/:])+[\w/?=&%#~-]*\w)", re.ASCII)
+
 # Telephone numbers: with a country code, in American groups, or with a leading zero.
 _PHONE = re.compile(
     r"(?<![\w.,-])(?:\+\d[\d ().-]{5,}\d|(?:\(\d{3}\) ?|\d{3}-)?[2-9]\d\d-\d{4}"
@@ -119,7 +122,10 @@ def _in_words(text: str, language: Language) -> str:
         except Exception as error:  # usually an assertion of the package; its errors are not documented
             logger.info("the %s grammar cannot read %r: %s", language, attempt[:80], error or type(error).__name__)
         else:
-            return text.replace(core, words) if is_speakable(words) else text
+            if is_speakable(words):
+                return text.replace(core, words)
+    if language == "en" and len(parts := _ADDRESS.split(text)) > 1 and not _ADDRESS.fullmatch(core):
+        return "".join(_in_words(part, language) for part in parts)
     return text
 
 

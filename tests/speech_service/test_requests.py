@@ -112,11 +112,26 @@ def test_no_json_value_is_more_than_a_client_error_that_names_the_field(served: 
                 if answer.status_code != 200:
                     assert answer.json()["error"]["param"] == field, (field, value, answer.text)
         assert client.post(SPEECH, content=json.dumps({**TEXT, "\ud800": 1})).status_code == 400
-        batch = {"items": [{**TEXT, "seed": 1 << 63}, {"input": "\ud800"}, TEXT]}
-        answer = client.post(f"{SPEECH}/batch", content=json.dumps(batch)).json()
-        assert [result["status"] for result in answer["results"]] == ["error", "error", "success"]
-        assert [result["error"]["param"] for result in answer["results"][:2]] == ["seed", "input"]
+        for bad, param in (
+            ({**TEXT, "seed": 1 << 63}, "seed"),
+            ({"input": "\ud800"}, "input"),
+            (5, None),
+            (None, None),
+        ):
+            answer = client.post(f"{SPEECH}/batch", content=json.dumps({"items": [bad, TEXT]})).json()
+            assert [result["status"] for result in answer["results"]] == ["error", "success"]
+            assert answer["results"][0]["error"]["param"] == param
     assert failures() == before
+
+
+def test_inside_of_an_object_null_is_absent_and_an_unknown_field_is_named(served: StubbedService) -> None:
+    assert served.post({**TEXT, "normalization_options": {"normalize": None, "x": None}}).status_code == 200
+    for field, value in {"normalization_options": {"x": 1}, "voice": {"id": "anna", "x": 1}}.items():
+        error = served.post({**TEXT, field: value}).json()["error"]
+        assert (error["param"], error["message"]) == (field, f"{field}.x: Extra inputs are not permitted")
+    content = json.dumps({**TEXT, "input": "a\ud800"})
+    error = served.post(content=content).json()["error"]
+    assert error["message"] == "input: character 2 is half of a surrogate pair"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +177,7 @@ def test_an_unknown_path_or_method_is_answered_in_the_same_format(
 ) -> None:
     answer = httpx.request(method, served.url + path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
+    assert answer.headers.get("allow") == ("POST" if status == 405 else None)
 
 
 def test_an_invalid_field_of_the_plain_runtime_is_rejected(served: StubbedService) -> None:

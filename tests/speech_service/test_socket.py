@@ -121,6 +121,9 @@ def test_a_client_that_disconnects_ends_the_work(url: str, stub: TritonStub) -> 
         ('{"type": "input.text"}', "no text"),
         ('{"type": "session.config", "speed": 9}', "speed"),
         ('{"type": "session.config", "mode": "words"}', "mode must be sentences or tokens, not 'words'"),
+        ('{"type": "session.config", "mode": []}', "mode must be sentences or tokens"),
+        ('{"type": "session.config", "input": "Hi."}', "input 'Hi.' of a WebSocket: send input.text"),
+        ('{"type": "session.config", "stream_format": "sse"}', "stream_format 'sse' of a WebSocket"),
         ('{"type": "session.config", "voise": "x"}', "voise"),
         (json.dumps({"type": "input.text", "text": "a" * 70_000}), "waiting to be spoken"),
         (json.dumps({"type": "input.text", "text": "a" * 5000}), "more than 4096 characters"),
@@ -164,9 +167,9 @@ def test_halves_of_a_character_are_joined_and_one_that_stays_alone_is_an_error(u
 
 
 def test_an_ssml_document_is_one_sentence_however_it_arrives(url: str) -> None:
-    document = "<speak>One. <break time='1s'/> Two. Three.</speak>"
+    document = "<?xml version='1.0'?> <speak>One. <break time='1s'/> Two. Three.</speak>"
     with connect(url) as socket:
-        for piece in ("Hi. <sp", document[3:20], document[20:], " Bye. <speak>Left"):
+        for piece in ("Hi. <?xm", document[4:60], document[60:], " Bye. <speak>Left"):
             send(socket, "input.text", text=piece)
         send(socket, "input.done")
         assert sentences(receive(socket, "session.done")) == ["Hi.", document, "Bye.", "<speak>Left"]

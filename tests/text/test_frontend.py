@@ -42,6 +42,7 @@ def frontend() -> TextFrontend:
         ("+10 or 100-2000", "plus ten or one hundred to two thousand"),
         ("See https://a.org/b now.", "See a dot org slash b now."),
         ("Mail bob@a.org.", "Mail bob at a dot org."),
+        ("See a.org, b@a.org: $5.", "See a dot org, b at a dot org: five dollars."),
         ("价格是13.5元，涨了3.5%。", "价格是十三点五元，涨了百分之三点五。"),
         ("价格是￥１３．５，涨了３．５％。", "价格是十三点五元，涨了百分之三点五。"),
         ("会议在2023年11月5日12：30开始。", "会议在二零二三年十一月五日十二点三十分开始。"),
