@@ -71,6 +71,8 @@ def tritonserver_environment(models: ModelEnvironment, libraries: Sequence[Path]
     # oneDNN, which computes on CPUs, keeps what it prepares for 1,024 shapes, of which windows have hundreds. With 256
     # it is no slower (docs/results/soak.md).
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    # torch keeps another 1,024 of its bfloat16 matrix products, of 250 KiB each.
+    environment.setdefault("LRU_CACHE_CAPACITY", "256")
     # Voices of 1 to 30 s come and go: torch's usual segments leave a GPU's memory in pieces too small for the next.
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return environment | models.variables()

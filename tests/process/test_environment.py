@@ -41,7 +41,7 @@ def test_tritonserver_gets_this_interpreter_the_libraries_and_the_variables(monk
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     environment = tritonserver_environment(FULL, [Path("/lib/a"), Path("/lib/b")])
-    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
+    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == environment["LRU_CACHE_CAPACITY"] == "256"
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert environment["LD_LIBRARY_PATH"] == "/lib/a:/lib/b:/mine"
     assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
