@@ -336,7 +336,7 @@ class Synthesizer:
         else:
             llm_prompt = LLMPrompt("", instruction=request.instruct_text)
         played = reserved is not None  # else nobody hears it before it is whole
-        urgent = self._rules.first_context(kept and len(kept)) if played else 0
+        urgent = self._rules.first_context(None if kept is None else len(kept)) if played else 0
         llm_prompt = replace(llm_prompt, urgent_tokens=urgent, played=played)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.support.fakes import (
     FakeTextPreparer,
     FakeToken2Wav,
     Step,
+    fake_prompt,
     speech_request,
 )
 from tests.support.pipeline import Pipeline, run_until
@@ -53,6 +55,15 @@ def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offl
     assert hints == ([(0, False)] * 3 if offline else [(URGENT_TOKENS, True), (0, True), (0, True)])
     assert pipeline.llm.samplings == [request.sampling] * 3
     assert len(pipeline.encoder.started) == 3  # the voice is encoded once
+
+
+def test_a_voice_with_a_transcript_and_no_speech_tokens_speaks() -> None:
+    """The tokens that the first chunk needs are counted from its prompt's, of which there are none."""
+    pipeline = Pipeline(CountingLM())
+    voice = fake_prompt(7, "its text")
+    pipeline.voices["anna"] = replace(voice, tokens=voice.tokens[:0], mel=voice.mel[:0])
+    (audio,) = pipeline.run(pipeline.synthesize(replace(speech_request(text="0-10"), voice="anna")))
+    assert len(audio) == 10 and pipeline.llm.prompts == [LLMPrompt("0-10", "its text", [])]
 
 
 def test_a_later_segment_starts_with_the_audio_that_its_listener_has_left_and_with_a_longer_hop() -> None:
