@@ -190,6 +190,10 @@ class Token2Wav:
         """How many tokens a batch should have at most, counted as `Chunk.computed`."""
         return self._flow.batch_tokens
 
+    def padded(self, chunks: int, tokens: int) -> int:
+        """See `limits.padding`."""
+        return self._flow.padded(chunks, tokens)
+
     @property
     def cache_bytes(self) -> int:
         """Memory of the streams and of the prompt caches."""

@@ -6,8 +6,9 @@ than what `max_streams` can fill. What they take of the memory is computed in `m
 """
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 
 from common.config import Token2WavConfig
@@ -36,9 +37,9 @@ UNET_FRAMES = 13_312
 COSYVOICE3_FRAMES = 4096  # of twice the width of the others; not tuned on a GPU
 HIFT_FRAMES = 4096
 PREFILL_FRAMES = 2048  # one prompt of the longest, or several shorter ones
-# A batch of this many new tokens takes about 80 ms on an H200 (docs/results/token2wav.md), which bounds how long a
+# A batch of this many new tokens takes about 100 ms on an H200 (docs/results/token2wav.md), which bounds how long a
 # first chunk may wait.
-DIT_BATCH_TOKENS = 1600
+DIT_BATCH_TOKENS = 2048
 UNET_BATCH_TOKENS = 2500  # of windows
 COSYVOICE3_BATCH_TOKENS = 1000  # of windows; an estimate from its 7.4 GFLOP per frame
 
@@ -113,6 +114,21 @@ class BatchLimits:
         """Batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all."""
         batches = [*(B for B in BATCHES if B < self.max_chunks), self.max_chunks]
         return [(B, T) for B, T in product(batches, lengths) if B * T <= most]
+
+
+def padding(sizes: Collection[Size]) -> Callable[[int, int], int]:
+    """How many tokens are computed for a number of chunks, given the tokens of the longest, padding included.
+
+    sizes: of the CUDA graphs, batch size and mel frames; none if there are no graphs.
+    """
+
+    @cache
+    def padded(chunks: int, tokens: int) -> int:
+        frames = TOKEN_MEL_RATIO * tokens
+        holding = (B * T for B, T in sizes if B >= chunks and T >= frames)
+        return int(min(holding, default=chunks * frames)) // TOKEN_MEL_RATIO
+
+    return padded
 
 
 def _up_to(classes: tuple[int, ...], most: int) -> list[int]:

@@ -1,17 +1,18 @@
 """Which queued streams are opened next, and which chunks are rendered in one batch. Pure policy: no streams, no
 tensors, no clock."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 # The fixed cost of a batch, in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow
 # (docs/results/token2wav.md); the UNet's ratio is about the same.
 START_TOKENS = 300
-# A listener with this much audio left can wait. Batches of chunks for such listeners get at most UNHURRIED_SHARE of the
-# tokens, so that a new stream waits less for them and gains less company in its batch. If the GPU cannot keep up that
-# way, listeners soon have less audio left, and batches grow.
+# A listener with this much audio left can wait. Chunks for such listeners fill a batch up to UNHURRIED_SHARE of the
+# tokens, so that a new stream waits less for them, and up to COMPANY_SHARE if the batch has a first chunk. If the GPU
+# cannot keep up that way, listeners soon have less audio left, and batches grow.
 PLENTY_SECONDS = 1.0
-UNHURRIED_SHARE = 0.25
+UNHURRIED_SHARE = 0.5
+COMPANY_SHARE = 0.25
 # While a listener with a queued chunk has less audio left than this, one voice at a time is prefilled.
 NEARLY_DRY_SECONDS = 0.25
 # Nobody listens to a whole utterance while it is rendered: it waits this long for the listeners, and after that for
@@ -86,35 +87,50 @@ def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_fra
     return chosen[:free]
 
 
-def pick(waiting: Sequence[Candidate], max_chunks: int, max_tokens: int) -> list[int]:
+def pick(
+    waiting: Sequence[Candidate], max_chunks: int, max_tokens: int, padded: Callable[[int, int], int]
+) -> list[int]:
     """Indices of the next batch, most urgent first, at most one chunk per stream. `waiting` is not empty.
 
-    Every row of a batch costs as much as its longest chunk. A chunk joins if that raises the tokens per second: a few
-    chunks of any length share the batch's fixed cost, many chunks of one length waste nothing on padding. A batch of
-    several chunks has at most `max_tokens` tokens, padding included, or UNHURRIED_SHARE of them if its last chunk can
-    wait. That bounds how long a first chunk waits for the batch before it.
+    padded: how many tokens are computed for a number of chunks, given the tokens of the longest: every row costs as
+    much as the longest, and a batch is filled with empty rows to the size of a CUDA graph. The most urgent chunk is
+    always served. Of the batches of the most urgent chunks up to some length, one is chosen that renders the most
+    tokens per second: a few chunks of any length share the fixed cost, many of one length waste nothing on padding. A
+    batch of several chunks has at most `max_tokens` tokens, padding included; see UNHURRIED_SHARE. That bounds how long
+    a first chunk waits for the batch before it.
     """
     urgency = [_urgency(request.audio_left, request.arrived) for request in waiting]
     order = sorted(range(len(waiting)), key=urgency.__getitem__)
-    if waiting[order[0]].tokens is None:
+    first = waiting[order[0]]
+    if first.tokens is None:
         return order[:1]
-    batch: list[int] = []
+    share = COMPANY_SHARE if first.audio_left is None else UNHURRIED_SHARE
+    chunks: list[tuple[int, int, int, float]] = []  # index, tokens, padded tokens, most tokens of a batch with it
     streams: set[str] = set()
-    longest = own = 0  # tokens of the longest chunk, and of all
     for index in order:
         request = waiting[index]
-        allowed = max_tokens if request.urgent else max_tokens * UNHURRIED_SHARE
-        if batch and (len(batch) == max_chunks or longest * (len(batch) + 1) > allowed):
-            break  # nor can any later one join, which is less urgent
         # The requests of a stream are served in order: one that cannot join holds back the later ones.
         if request.stream_id not in streams and request.tokens is not None:
-            before, padded = longest * len(batch), max(longest, request.tokens) * (len(batch) + 1)
-            pays = (own + request.tokens) * (START_TOKENS + before) >= own * (START_TOKENS + padded)
-            if not batch or (pays and padded <= allowed):
-                batch.append(index)
-                longest, own = max(longest, request.tokens), own + request.tokens
+            most = max_tokens if request.urgent else max_tokens * share
+            chunks.append((index, request.tokens, padded(1, request.tokens), most))
         streams.add(request.stream_id)
-    return batch
+    best, best_rate = order[:1], 0.0
+    shortest = padded(1, first.tokens)
+    for length in sorted({length for _, _, length, _ in chunks if length >= shortest}):
+        batch: list[int] = []
+        longest = own = 0  # tokens of the longest chunk, and of all
+        for index, tokens, its_length, most in chunks:
+            if its_length > length:
+                continue
+            longest, own = max(longest, tokens), own + tokens
+            computed = padded(len(batch) + 1, longest)
+            if batch and (len(batch) == max_chunks or longest * (len(batch) + 1) > most):
+                break  # nor can any later one join, which is less urgent
+            batch.append(index)
+            rate = own / (START_TOKENS + computed)
+            if rate > best_rate and (len(batch) == 1 or computed <= most):
+                best, best_rate = batch.copy(), rate
+    return best
 
 
 def _urgency(audio_left: float | None, arrived: int) -> tuple[bool, float, int]:

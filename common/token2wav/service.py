@@ -292,7 +292,7 @@ class Token2WavService:
         candidates, requests = self._candidates()
         if not candidates:
             return
-        chosen = pick(candidates, self._limits.max_chunks, self._engine.batch_tokens)
+        chosen = pick(candidates, self._limits.max_chunks, self._engine.batch_tokens, self._engine.padded)
         batch = [requests[index] for index in chosen]
         self._take(batch)
         if wanted := [queued for queued in batch if not self._cancelled(queued)]:
@@ -377,7 +377,7 @@ class Token2WavService:
         except Exception as error:  # one that no batch would survive
             results = [error] * len(batch)
         if batch[0].stream_id != TEST_STREAM:  # small, and alone: it tells nothing about the others
-            self._admission.rendered(*costs(chunks, results), self._clock() - begun)
+            self._admission.rendered(*costs(self._engine, chunks, results), self._clock() - begun)
         for queued, result in zip(batch, results, strict=True):
             live = self._streams[queued.stream_id]
             if isinstance(result, Exception) or queued.request.final:

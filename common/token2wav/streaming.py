@@ -23,7 +23,7 @@ from common.flow.layers import valid_frames
 from common.flow.unet import UNetFlow
 from common.stacks import Stack
 from common.token2wav.encoder_window import Window, WindowEncoder, with_ahead
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import BatchLimits, padding
 from common.token2wav.noise import NoiseTape
 from common.token2wav.stream import Chunk, StreamT, VocoderState
 from common.voice.prompt import Prompt
@@ -128,6 +128,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     cumulative: bool  # a chunk carries all tokens of its stream so far, not only the new ones
     batch_tokens: int  # of a batch, counted as `Chunk.computed`; see `limits`
+    padded: Callable[[int, int], int]  # see `limits.padding`
 
     def __init__(
         self,
@@ -149,6 +150,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
         self.speaker_dim = network.config.speaker_dim
         self._device = network.spk_embed_affine_layer.weight.device
         self._encoder = WindowEncoder(network, limits, graphs)
+        self.padded = padding(())
         self._noise = noise
         self._steps = steps
         self._max_tokens = max_tokens

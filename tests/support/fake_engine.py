@@ -52,6 +52,9 @@ class FakeEngine:
     def warm_up(self):
         pass
 
+    def padded(self, chunks, tokens):
+        return chunks * tokens
+
     def sample(self, tokens=3):
         return PROMPT, np.zeros(tokens, np.int64)
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from common.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
 from common.playback import Playback
 from common.token2wav.admission import Admission
+from common.token2wav.limits import DIT_BATCH_TOKENS, DIT_FRAMES, BatchLimits, padding
 from common.token2wav.scheduler import Candidate, pick
 
 HOPS = (15, 25, 50, 100, 22)
 UTTERANCE_SECONDS = sum(HOPS) / TOKEN_RATE
 WITHHELD = 4  # tokens of the first chunk that are played with the last
-MAX_CHUNKS, MAX_TOKENS = 64, 1600
+LIMITS = BatchLimits(max_streams=400)
+PADDED = padding(LIMITS.sizes(LIMITS.chunk_frames, DIT_FRAMES))
 
 
 def arrivals(listeners: float, seconds: float, seed: int = 0) -> list[float]:
@@ -110,9 +112,9 @@ class Listeners:
         waiting = [
             Candidate(str(each), self._playback[each].left(now), at, self._size(each)) for each, at in self._queue
         ]
-        streams = [self._queue[index][0] for index in pick(waiting, MAX_CHUNKS, MAX_TOKENS)]
+        streams = [self._queue[index][0] for index in pick(waiting, LIMITS.max_chunks, DIT_BATCH_TOKENS, PADDED)]
         self._queue = [each for each in self._queue if each[0] not in streams]
-        padded = len(streams) * max(map(self._size, streams))
+        padded = PADDED(len(streams), max(map(self._size, streams)))
         self._batch = streams, padded, now
         self._at(now + self._cost(padded, now), "done", -1)
 
@@ -145,15 +147,15 @@ class Listeners:
         return seconds
 
     def _await_tokens(self, now: float, stream: int) -> None:
-        needed = sum(HOPS[: self._chunk[stream]]) + self._size(stream)
+        ahead = LOOKAHEAD_TOKENS if self._chunk[stream] < len(HOPS) - 1 else 0
+        needed = sum(HOPS[: self._chunk[stream] + 1]) + ahead
         if self._llm_rate:
             self._awaiting[stream] = needed
         else:
             self._at(max(now, self._begins[stream] + needed / self._rate), "request", stream)
 
     def _size(self, stream: int) -> int:
-        hop = HOPS[self._chunk[stream]]
-        return hop if hop == HOPS[-1] else hop + LOOKAHEAD_TOKENS
+        return HOPS[self._chunk[stream]]
 
     def _learn(self, now: float) -> None:
         assert self._admission

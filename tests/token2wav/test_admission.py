@@ -3,20 +3,22 @@
 import numpy as np
 import pytest
 
-from common.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
+from common.constants import TOKEN_RATE
 from common.token2wav.admission import Admission
-from tests.support.listeners import HOPS, MAX_TOKENS, UTTERANCE_SECONDS, Listeners, arrivals, batch_seconds
+from common.token2wav.limits import DIT_BATCH_TOKENS
+from tests.support.listeners import HOPS, PADDED, UTTERANCE_SECONDS, Listeners, arrivals, batch_seconds
 
-# Listeners at any moment without a gap and without admission, of the multiples of 64: 448 with an LLM at twice real
-# time, 576 with one at 12 times.
-CAPACITY = {50: 448, 300: 576}
+# Listeners at any moment without a gap and without admission, of the multiples of 64: 384 with an LLM at twice real
+# time, 512 with one at 12 times.
+CAPACITY = {50: 384, 300: 512}
 
 
 def admission(max_streams: int = 10_000) -> Admission:
     """What the service knows after it has measured a chunk alone and eight together."""
-    made, tokens = Admission(max_streams, MAX_TOKENS, 0.0), HOPS[0] + LOOKAHEAD_TOKENS
+    made, tokens = Admission(max_streams, DIT_BATCH_TOKENS, 0.0), HOPS[0]
     for chunks in (1, 8):
-        made.rendered(chunks, chunks * tokens, chunks * tokens / TOKEN_RATE, batch_seconds(chunks * tokens))
+        padded = PADDED(chunks, tokens)
+        made.rendered(chunks, padded, chunks * tokens / TOKEN_RATE, batch_seconds(padded))
     return made
 
 
@@ -51,7 +53,7 @@ def test_a_crowd_that_comes_within_a_second_is_not_admitted_as_a_whole() -> None
 
 
 def test_after_an_overload_nobody_is_refused_any_more() -> None:
-    begins = arrivals(4 * 448, 15.0)
+    begins = arrivals(4 * CAPACITY[50], 15.0)
     calm = [20.0 + at for at in arrivals(200, 20.0, seed=1)]
     served = Listeners([*begins, *calm], 50, admission=admission()).simulate(50.0)
     assert served.refused and max(served.refused) < len(begins)
@@ -94,7 +96,7 @@ def test_the_first_listener_is_always_admitted() -> None:
 
 
 def test_counted_streams_are_refused_by_their_number_alone() -> None:
-    slow = Admission(8, MAX_TOKENS, 0.0, by="count")
+    slow = Admission(8, DIT_BATCH_TOKENS, 0.0, by="count")
     slow.rendered(1, 18, 0.6, 5.0)
     for _ in range(10):
         slow.delivered(-1.0, 0.1, 1.0, 1.0, 1.0)

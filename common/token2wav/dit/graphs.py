@@ -74,8 +74,8 @@ class GraphedSolve:
         self._solver = FusedDiTSolver(network, steps)
         self._pool = pool
         self._noise = noise
-        sizes = limits.sizes(limits.chunk_frames, DIT_FRAMES)
-        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow")
+        self.sizes = limits.sizes(limits.chunk_frames, DIT_FRAMES)
+        self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow")
         prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
         self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts")
 

@@ -35,7 +35,7 @@ from common.token2wav.dit.memory import (
 )
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.encoder_window import Window, with_ahead
-from common.token2wav.limits import DIT_BATCH_TOKENS, BatchLimits
+from common.token2wav.limits import DIT_BATCH_TOKENS, BatchLimits, padding
 from common.token2wav.noise import NoiseTape, flow_noise
 from common.token2wav.stream import NotFiniteError, VocoderState
 from common.token2wav.streaming import FlowOptions, StreamingFlow
@@ -87,7 +87,8 @@ class DiTStreaming(StreamingFlow[DiTStream]):
         elif graphs and weight.is_cuda:
             from common.token2wav.dit.graphs import GraphedSolve  # its kernels need Triton
 
-            self._solve = GraphedSolve(network, self._pool, noise, limits, steps)
+            self._solve = graphed = GraphedSolve(network, self._pool, noise, limits, steps)
+            self.padded = padding(graphed.sizes)
         else:
             self._solve = GatheredSolve(DiTSolver(network, steps), self._pool, noise)
 

@@ -19,7 +19,7 @@ from common.flow.layers import valid_frames
 from common.flow.matching import time_schedule
 from common.flow.unet import UNetFlow
 from common.token2wav.encoder_window import Window, with_ahead
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import BatchLimits, padding
 from common.token2wav.noise import NoiseTape
 from common.token2wav.stream import VocoderState
 from common.token2wav.streaming import StreamingFlow
@@ -66,6 +66,7 @@ class WindowStreaming(StreamingFlow[WindowStream]):
             fused = self._fused(network.decoder.estimator, time_schedule(steps)[0])
             sizes = limits.sizes(limits.window_frames, self.graph_frames)
             self._solve = GraphedWindowSolve(network, fused, noise, sizes, steps)
+            self.padded = padding(sizes)
 
     @abstractmethod
     def _fused(self, estimator: Any, times: list[float]) -> FusedEstimator:
