@@ -1,20 +1,43 @@
-"""Kernels of the LLM and of CosyVoice3's flow under Triton's interpreter, compared with plain torch. A program of its
-own, because Triton decides at its import whether it interprets:
+"""The GPU's kernels under Triton's interpreter, compared with plain torch; every address that they read or write is
+checked. A program of its own, because Triton decides at its import whether it interprets:
 `TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels`."""
 
-import torch
-from torch.testing import assert_close
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
-from common.constants import MEL_BINS
-from common.flow.config import RotaryDiTConfig
+import numpy as np
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from triton.runtime import interpreter
+
+from common import kernels
+from common.constants import LOOKAHEAD_TOKENS, MEL_BINS
+from common.flow.cache import KeyValues
+from common.flow.config import RotaryDiTConfig, UNetConfig
 from common.flow.cosyvoice3 import RotaryDiTEstimator
 from common.flow.layers import valid_frames
+from common.flow.unet import UNetEstimator
+from common.hift.f0 import silenced
 from common.llm.batch_sampler import BatchSampler, SamplingRow
 from common.llm.engines.cuda.fused import Fused
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Operations, Places, Plain
 from common.llm.interface import Sampling
 from common.token2wav.cosyvoice3.fused import FusedRotaryDiT
+from common.token2wav.dit import graphs as dit_graphs
+from common.token2wav.dit.memory import PromptCaches, TailPool
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import flow_noise
+from common.token2wav.stream import VocoderState
+from common.token2wav.unet.fused import FusedUNet
+from common.voice.prompt import Prompt
+from tests.support.streams import DIT, GOLDEN
 from tools.bench.kernels import pretended
+from tools.parity import flow_dit
+from tools.parity.fixture import Fixture
 
 HEADS, KV_HEADS, D, HIDDEN, MLP, LAYER = 6, 2, 16, 24, 200, 1
 SLOTS, CONTEXT = 3, 3 * PAGE
@@ -113,8 +136,158 @@ def compare_velocities() -> None:
     assert_close(found * valid, expected * valid, atol=1e-4, rtol=1e-4)
 
 
+@torch.inference_mode()
+def compare_unet() -> None:
+    """Two streams, the second one padded, in more than one chunk of attention."""
+    torch.manual_seed(0)
+    config = UNetConfig(channels=32, heads=2, head_dim=16, blocks=1, mid_stages=1, chunk_frames=10)
+    network = UNetEstimator(config).eval()
+    for parameter in network.parameters():
+        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
+    frames, T, times = torch.tensor([14, 11]), 14, [0.0, 0.4]
+    x, mu, condition = torch.randn(3, 4, MEL_BINS, T)
+    speaker = torch.randn(4, MEL_BINS)
+    valid = valid_frames(frames, T).repeat(2, 1, 1)
+    expected = network(x, torch.full((4,), times[1]), mu, speaker, condition, valid, streaming=True)
+    rows = torch.cat([x, mu, speaker[:, :, None].expand_as(x), condition], dim=1).transpose(1, 2).contiguous()
+    found = FusedUNet(network, times).velocity(1, rows, frames).transpose(1, 2)
+    assert_close(found * valid, expected * valid, atol=1e-4, rtol=1e-4)
+
+
+class Padded:
+    """In place of `Graphs`: one more row and three more frames than are needed, computed at once."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], *_: Any) -> None:
+        self._function, self._inputs = function, inputs
+
+    def fitting(self, B: int, T: int) -> tuple[int, int]:
+        return B + 1, T + 3
+
+    def run(self, size: tuple[int, int], *values: Tensor) -> Tensor:
+        inputs = self._inputs(*size)
+        for tensor, value in zip(inputs, values, strict=True):
+            tensor[tuple(slice(length) for length in value.shape)] = value
+        return self._function(*inputs)
+
+
+@torch.inference_mode()
+def compare_dit(extents: "Extents") -> None:
+    """A stream in a voice and one without a prompt: rings that wrap around, a row and frames of padding."""
+    network = flow_dit.build(Fixture(GOLDEN / f"{DIT}.json"), "stepaudio2_flow_tiny.weights.safetensors")
+    limits = BatchLimits(max_streams=2)
+
+    def streaming() -> DiTStreaming:
+        return DiTStreaming(network, flow_noise(), PromptCaches(1 << 28), limits=limits, steps=1, tail_frames=10)
+
+    plain, fused = streaming(), streaming()
+    extents.addressed = [fused._pool.keys, fused._pool.values]
+    empty = TailPool.empty_attention
+
+    def noted(pool: TailPool, frames: int) -> KeyValues:
+        place = empty(pool, frames)
+        extents.addressed += [place.keys, place.values]
+        return place
+
+    with (
+        patch.object(dit_graphs, "Graphs", Padded),
+        patch.object(TailPool, "empty_attention", noted),
+        patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
+    ):
+        fused._solve = dit_graphs.GraphedSolve(network, fused._pool, flow_noise(), limits, 1)
+        random = np.random.default_rng(0)
+        voices = [prompt(random, tokens, network.config.speaker_dim) for tokens in (5, 0)]
+        for flow in (plain, fused):
+            flow.prefill(voices)
+        streams = [[flow.open(voice, VocoderState(0)) for voice in voices] for flow in (plain, fused)]
+        for hops in ((2, 3), (4, 1), (1, 4)):
+            tokens = [random.integers(0, network.config.vocab, hop + LOOKAHEAD_TOKENS) for hop in hops]
+            expected, found = (
+                flow.render([flow.chunk(stream, part, final=False) for stream, part in zip(of, tokens, strict=True)])
+                for flow, of in zip((plain, fused), streams, strict=True)
+            )
+            for ours, theirs in zip(found, expected, strict=True):
+                assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def prompt(random: np.random.Generator, tokens: int, speaker_dim: int) -> Prompt:
+    mel = random.standard_normal((2 * tokens, MEL_BINS)).astype(np.float32)
+    return Prompt(np.arange(tokens), mel, random.standard_normal(speaker_dim).astype(np.float32), text="")
+
+
+def compare_snake() -> None:
+    """Longer than a block; rows that end early."""
+    torch.manual_seed(0)
+    x, alpha = torch.randn(2, 3, 1100), torch.rand(3)
+    for lengths in (None, torch.tensor([1100, 1025])):
+        expected = silenced(x + torch.sin(alpha[:, None] * x).square() / (alpha[:, None] + 1e-9), lengths)
+        assert_close(kernels.snake(x, alpha, lengths), expected)
+
+
+class Extents:
+    """The memory that a kernel may use: that of its tensors, and if it has a table of addresses, `addressed`."""
+
+    def __init__(self) -> None:
+        self.addressed: list[Tensor] = []
+        self._begins = self._ends = np.zeros(0, np.uint64)
+
+    def allow(self, tensors: list[Tensor]) -> None:
+        spans = sorted((x.data_ptr(), x.data_ptr() + _nbytes(x)) for x in tensors if x.numel())
+        merged: list[list[int]] = []
+        for begin, end in spans:
+            if merged and begin < merged[-1][1]:
+                merged[-1][1] = max(end, merged[-1][1])
+            else:
+                merged.append([begin, end])
+        self._begins, self._ends = np.array(merged, np.uint64).T
+
+    def check(self, addresses: np.ndarray, size: int) -> None:
+        place = np.searchsorted(self._begins, addresses, side="right") - 1
+        inside = (place >= 0) & (addresses + np.uint64(size) <= self._ends[place])
+        if not inside.all():
+            raise AssertionError(f"{(~inside).sum()} of {inside.size} addresses are outside of the kernel's tensors")
+
+
+def _nbytes(x: Tensor) -> int:
+    """From its first element to its last."""
+    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+
+
+@contextmanager
+def checked() -> Iterator[Extents]:
+    """Each address that a kernel reads or writes is within its tensors, or AssertionError."""
+    extents, builder = Extents(), interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    arguments = interpreter.GridExecutor._init_args_hst
+
+    def init(self: Any, given: Any, named: Any) -> Any:
+        found = [x for x in (*given, *named.values()) if isinstance(x, Tensor)]
+        extents.allow(found + (extents.addressed if "table_ptr" in self.arg_names else []))
+        return arguments(self, given, named)
+
+    def masked_load(self: Any, addresses: Any, mask: Any, *rest: Any) -> Any:
+        check(addresses, mask)
+        return load(self, addresses, mask, *rest)
+
+    def masked_store(self: Any, addresses: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(addresses, mask)
+        return store(self, addresses, value, mask, *rest)
+
+    def check(addresses: Any, mask: Any) -> None:
+        extents.check(addresses.data[mask.data.astype(bool)], addresses.get_element_ty().primitive_bitwidth // 8)
+
+    with (
+        patch.object(interpreter.GridExecutor, "_init_args_hst", init),
+        patch.object(builder, "create_masked_load", masked_load),
+        patch.object(builder, "create_masked_store", masked_store),
+    ):
+        yield extents
+
+
 if __name__ == "__main__":
-    with pretended(75):
+    with pretended(75), checked() as extents:
+        compare_snake()
         compare_layers()
+        compare_unet()
         compare_velocities()
+        compare_dit(extents)
         compare_draws()
