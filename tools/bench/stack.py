@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -51,6 +52,9 @@ class GpuPlan(NamedTuple):
             raise argparse.ArgumentTypeError(f"{text!r} is not gpu_memory_gib:max_streams, such as 7.5:4 or :4")
         return cls(gib, int(streams))
 
+    def __str__(self) -> str:
+        return f"{self.gib}:{self.streams}"
+
     @property
     def settings(self) -> dict[str, str]:
         return {"max_streams": str(self.streams)} | ({"gpu_memory_gib": self.gib} if self.gib else {})
@@ -60,24 +64,23 @@ class PeakMemory:
     """The most memory of all GPUs together within the block, MiB; None without nvidia-smi."""
 
     mib: int | None = None
-    _process: subprocess.Popen[str] | None = None
+    _process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "PeakMemory":
         query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
-        try:
-            self._process = subprocess.Popen(
-                [*query, f"--loop-ms={SAMPLE_MILLISECONDS}"], stdout=subprocess.PIPE, text=True
-            )
-        except FileNotFoundError:
-            pass
+        self._samples = tempfile.TemporaryFile("w+")  # a pipe that nobody reads is full after minutes
+        with suppress(FileNotFoundError):
+            self._process = subprocess.Popen([*query, f"--loop-ms={SAMPLE_MILLISECONDS}"], stdout=self._samples)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._process is None:
-            return
-        self._process.terminate()
-        output, _ = self._process.communicate()
-        self.mib = peak(output)
+        with self._samples as samples:
+            if self._process is None:
+                return
+            self._process.terminate()
+            self._process.wait()
+            samples.seek(0)
+            self.mib = peak(samples.read())
 
 
 def peak(samples: str) -> int | None:
@@ -145,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 llm_engine=args.llm_engine,
                 settings=parse_settings(args.settings) | plan.settings,
             )
+            print(f"plan {plan}: loading, which takes a minute or two on a GPU, then measuring", file=sys.stderr)
             lines.append("| " + " | ".join(measure(plan, options, args.requests, args.output)) + " |")
             print(lines[-1], flush=True)
             args.output.with_name(f"{args.output.name}.md").write_text("\n".join(lines) + "\n")
