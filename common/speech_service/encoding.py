@@ -4,6 +4,7 @@ Uses FFmpeg's encoders and filters through PyAV. An encoder belongs to one answe
 release the GIL, so those of compressed formats should run in a thread.
 """
 
+import struct
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -116,6 +117,14 @@ class AudioEncoder:
         """The remaining bytes, and the end of the container."""
         rest = b"".join(self._bytes(part) for part in self._filtered(None))
         return rest if self._writer is None else rest + self._writer.close()
+
+    def complete(self, audio: bytes) -> bytes:
+        """All bytes of an answer, with the lengths in a WAV file's header, which are not known while it is streamed."""
+        if self.format.container != "wav":
+            return audio
+        samples = audio.index(b"data") + 8  # a chunk begins with its name and its length
+        lengths = [struct.pack("<I", len(audio) - begin) for begin in (8, samples)]
+        return audio[:4] + lengths[0] + audio[8 : samples - 4] + lengths[1] + audio[samples:]
 
     def _filtered(self, chunk: np.ndarray | None) -> Iterator[np.ndarray]:
         if self._filter is None:

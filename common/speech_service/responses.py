@@ -9,7 +9,7 @@ import asyncio
 import base64
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -33,13 +33,18 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class AudioResponse(Response):
-    """Sends the bytes of `parts` as they are produced, or, if `whole`, together once all are there.
+    """Sends the bytes of `parts` as they are produced, or, once all are there, what `whole` makes of them.
 
     stall: seconds that a client may leave them unread.
     """
 
     def __init__(
-        self, parts: AsyncGenerator[bytes, None], media_type: str, stall: float, rate: int, whole: bool = False
+        self,
+        parts: AsyncGenerator[bytes, None],
+        media_type: str,
+        stall: float,
+        rate: int,
+        whole: Callable[[bytes], bytes] | None = None,
     ) -> None:
         super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_STREAMING_HEADERS})
         del self.headers["content-length"]  # unknown, so the body is chunked
@@ -61,8 +66,8 @@ class AudioResponse(Response):
         async with aclosing(self._parts) as parts:
             try:
                 first = await anext(parts)
-                if self._whole:
-                    first = b"".join([first, *[part async for part in parts]])
+                if self._whole is not None:
+                    first = self._whole(b"".join([first, *[part async for part in parts]]))
                     self.headers["content-length"] = str(len(first))
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
@@ -94,7 +99,7 @@ async def whole(
 ) -> dict[str, Any]:
     """A complete answer, with timestamps and subtitles if they are wanted."""
     async with aclosing(parts):
-        audio = b"".join([part async for part in parts])
+        audio = encoder.complete(b"".join([part async for part in parts]))
     return {
         "audio_data": base64.b64encode(audio).decode(),
         "media_type": encoder.format.media_type,

@@ -47,9 +47,10 @@ async def speech(request: Request) -> Response:
         return AudioResponse(answer, "text/event-stream", service.settings.stall, encoder.rate)
     if wanted.stream_format == "json":
         answer = whole_json(audio, job, encoder, wanted.subtitles)
-        return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, whole=True)
+        return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, whole=bytes)
     kind = encoder.format.media_type
-    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, whole=not wanted.stream)
+    complete = None if wanted.stream else encoder.complete
+    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, complete)
 
 
 @router.post("/v1/audio/speech/batch", openapi_extra=_body(BatchRequest))

@@ -199,6 +199,22 @@ def test_fields_are_sent_to_the_model_under_its_own_names(served: StubbedService
     assert request.parameters["ras_window"].int64_param == 20 and request.parameters["ras_tau"].string_param == "0.2"
 
 
+@pytest.mark.parametrize(("name", "rate"), [("wav", SAMPLE_RATE), ("mulaw_wav", 8000), ("alaw_wav", 8000)])
+def test_a_wav_file_that_is_not_streamed_has_its_length(served: StubbedService, name: str, rate: int) -> None:
+    body = {**TEXT, "response_format": name}
+    batch = served.post({"items": [body]}, "/v1/audio/speech/batch").json()["results"][0]
+    in_json = served.post({**body, "stream_format": "json"}).json()
+    spoken = served.stub.chunks * served.stub.samples * rate // SAMPLE_RATE
+    for audio in (served.post({**body, "stream": False}).content, *map(audio_data, (in_json, batch))):
+        riff, samples = (int.from_bytes(audio[at : at + 4], "little") for at in (4, audio.index(b"data") + 4))
+        assert riff == len(audio) - 8 and samples == len(audio) - audio.index(b"data") - 8
+        assert sf.info(io.BytesIO(audio)).frames == pytest.approx(spoken, abs=16)
+
+
+def audio_data(answer: dict[str, str]) -> bytes:
+    return base64.b64decode(answer["audio_data"])
+
+
 def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:
     options = {"normalize": True, "unit_normalization": False, "url_normalization": False, "phone_normalization": False}
     body = {**TEXT, "stream": False, "lang_code": "z", "volume_multiplier": 0.5, "normalization_options": options}
