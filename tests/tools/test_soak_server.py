@@ -2,10 +2,15 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tools.soak import __main__ as soak
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
@@ -26,3 +31,25 @@ def test_a_short_soak_accounts_for_every_request(tmp_path: Path, capsys: pytest.
     assert {process["name"] for process in report["processes"]} >= {"serve", "speech", "tritonserver", "cosyvoice2"}
     assert (tmp_path / "soak.png").stat().st_size > 10_000
     assert "the process of model token2wav_dit has died" in (tmp_path / "soak.md").read_text()
+
+
+def test_servers_that_are_still_starting_end_with_the_soak(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.soak", "--output", str(tmp_path / "soak")]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while len(servers(tmp_path)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert len(servers(tmp_path)) >= 2
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and "its servers have ended" in said
+    assert servers(tmp_path) == []
+
+
+def servers(directory: Path) -> list[str]:
+    """The processes with a path in the directory, without the soak itself."""
+    found = subprocess.run(["pgrep", "--list-full", "--full", str(directory)], capture_output=True, text=True).stdout
+    return [line for line in found.splitlines() if "tools.soak" not in line]

@@ -123,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ClientError, RuntimeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except asyncio.CancelledError:
+        print("soak interrupted: there is no report; its servers have ended", file=sys.stderr)
+        return 130
     print(write(result, args.output, command, conditions()))
     plot_soak(
         result, f"soak of {args.minutes:g} minutes, seed {args.seed}", args.output.with_name(f"{args.output.name}.png")

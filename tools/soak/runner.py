@@ -232,17 +232,19 @@ def _judged(task: "asyncio.Task[None]", expected: str | None) -> tuple[Outcome |
 async def soak(settings: SoakSettings, samples: Sequence[Sample], observe: Observe) -> SoakResult:
     """The whole run. ClientError, RuntimeError or OSError if it cannot begin.
 
-    Ctrl-C and SIGTERM end it early; what was seen so far is the result.
+    Ctrl-C and SIGTERM end the load early; what was seen so far is the result. Before and after the load they raise
+    CancelledError. The servers are stopped in any case.
     """
     started = time.monotonic()
 
     def clock() -> float:
         return time.monotonic() - started
 
-    if settings.addresses is not None:
-        return await _soak(settings, samples, observe, clock, settings.addresses, None)
-    async with local_stack(settings.models, settings.work, clock) as local:
-        result = await _soak(settings, samples, observe, clock, local.addresses, local)
+    with interruptible():
+        if settings.addresses is not None:
+            return await _soak(settings, samples, observe, clock, settings.addresses, None)
+        async with local_stack(settings.models, settings.work, clock) as local:
+            result = await _soak(settings, samples, observe, clock, local.addresses, local)
     result.lives = [life for service in local.services for life in service.lives]
     # uvicorn sends itself the signal again when it has ended its work
     badly = [each for each in local.services if each.code not in (0, -signal.SIGTERM)]
@@ -276,8 +278,7 @@ async def _soak(
             injecting = None if injector is None else tasks.spawn(injector.run())
             loading = tasks.spawn(load.run(settings.tasks, until))
             try:
-                with interruptible():
-                    await tasks.result(loading)
+                await tasks.result(loading)
             except asyncio.CancelledError:
                 result.interrupted = True
                 loading.cancel()
