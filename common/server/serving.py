@@ -2,15 +2,18 @@
 
 import contextlib
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from urllib.parse import urlsplit
 
 from common.server.supervisor import HealthPage, drain
 from common.server.tritonserver import ServerError, TritonServer, require_free
 
 REDIS_PORT = 6379
+LISTEN_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,14 @@ class Companion:
     title: str
     url: str
     start: Callable[[TritonServer], contextlib.AbstractContextManager[threading.Event]]
+
+    def listens(self) -> bool:
+        address = urlsplit(self.url)
+        try:
+            socket.create_connection((address.hostname, address.port), 1.0).close()
+        except OSError:
+            return False
+        return True
 
 
 class Terminated(BaseException):
@@ -71,9 +82,11 @@ def serve(
         require_free(health_port, server.host)
     service = contextlib.nullcontext(threading.Event()) if companion is None else companion.start(server)
     with HealthPage(server, server.host, health_port) as health, server, service as companion_ended:
-        health.state = "ready"
-        announce("\n".join(_addresses(server, health, companion)))
         try:
+            while companion is not None and not companion.listens() and not companion_ended.wait(LISTEN_POLL_SECONDS):
+                pass
+            health.state = "ready"
+            announce("\n".join(_addresses(server, health, companion)))
             server.wait()
         except Terminated:
             drain(server, health, notice_seconds, drain_seconds)

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
@@ -61,6 +62,7 @@ def servers(
             if not running or running[-1].process.poll() is not None:
                 log = tmp_path_factory.mktemp("log") / "log"
                 running.append(stack.enter_context(serve_process(repository, log, *options)))
+                socket.create_connection(("127.0.0.1", SPEECH_PORT)).close()  # it listens when it is announced
             return running[-1]
 
         yield current
