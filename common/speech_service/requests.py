@@ -184,7 +184,8 @@ def parse(model: type[BaseModel], fields: Any) -> Any:
         of_field = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
         first = max(of_field, key=lambda each: len(each["loc"]))  # inside of an object, if it is one
         where = ".".join(str(part) for part in first["loc"] if part not in _TYPES)
-        message = f"{where or 'the body'}: {first['msg'].removeprefix('Value error, ')}"
+        wrong = "unknown field, see docs/http.md" if first["type"] == "extra_forbidden" else first["msg"]
+        message = f"{where or 'the body'}: {wrong.removeprefix('Value error, ')}"
         raise invalid(message, param=where.partition(".")[0] or None) from None
 
 

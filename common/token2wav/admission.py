@@ -222,7 +222,7 @@ class Admission:
             "gaps": "their audio nearly runs out",
         }[reason]
         return OverloadedError(
-            f"of {live} listeners {ends:.2g} end each second, and {why}; try later or on another server", wait, reason
+            f"listeners: {live}, {ends:.2g} end each second; {why}; try later or on another server", wait, reason
         )
 
     def _reason(self, live: int, ahead: int, burst: float) -> Reason | None:

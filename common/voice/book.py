@@ -56,7 +56,10 @@ class VoiceBook:
             if (voice := self._read(name)) is not None:
                 return voice
             if name is None:
-                raise ValueError("no voice: the request has neither a reference_wav nor a speaker")
+                raise ValueError(
+                    "no voice: the request has neither a reference_wav nor a speaker, and no default_speaker is set "
+                    "(docs/voices.md)"
+                )
             if not (parts := mixed_voices(name)):
                 self._unknown(name)
             where = f" in {name!r}, whose voices must be registered with the models (docs/voices.md)"

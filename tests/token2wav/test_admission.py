@@ -141,9 +141,7 @@ def test_a_refusal_names_the_listeners_the_rate_and_when_to_try_again() -> None:
         full.update(64, [1.0] * 64, float(second))
     refusal = full.ask(64, 0, 60.0)
     assert refusal is not None and refusal.reason == "streams" and refusal.retry_after == pytest.approx(1 / 8, rel=0.15)
-    assert str(refusal) == (
-        "of 64 listeners 7.2 end each second, and there is room for 64; try later or on another server"
-    )
+    assert str(refusal) == "listeners: 64, 7.2 end each second; there is room for 64; try later or on another server"
     later = full.ask(64, 39, 60.0)
     assert later is not None and later.retry_after == pytest.approx(5, rel=0.15)
 

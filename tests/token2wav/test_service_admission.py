@@ -97,7 +97,7 @@ def test_a_live_stream_restarts_while_all_slots_are_taken(service, client):
 
 def test_a_new_listener_who_would_be_too_many_is_refused_while_a_batch_is_rendered(full, engine):
     for request in (NEW, {"start": True}, {**NEW, "tokens": [4], "final": True, "end": True}):
-        with pytest.raises(OverloadedError, match="of 4 listeners .* there is room for 4"):
+        with pytest.raises(OverloadedError, match="listeners: 4, .* there is room for 4"):
             full.post(5, **request)
     with pytest.raises(OverloadedError):
         full.post("request a", [6], start=None, prompt=PROMPT, final=False)

@@ -54,7 +54,7 @@ def test_the_report_of_a_run_without_answers_has_no_figures() -> None:
 
 
 def test_refusals_are_no_errors_and_their_time_is_reported() -> None:
-    message = "unavailable: overloaded, retry after 3 s: token2wav_dit: of 9 listeners 2 end each second"
+    message = "unavailable: overloaded, retry after 3 s: token2wav_dit: listeners: 9, 2 end each second"
     outcomes = [RequestOutcome(str(n), "s", 0.0, (), (), 0.01 * n, message) for n in range(1, 4)]
     figures = {"mode": "streaming", "label": 1, **Run(outcomes, elapsed=1.0).figures()}
     assert (figures["requests"], figures["errors"], figures["refused"]) == (3, 0, 3)

@@ -17,7 +17,7 @@ import torch
 
 from common import stacks
 from common.voice.files import read_spk2info
-from scripts import prepare
+from scripts import prepare, render
 from tests.conftest import ROOT
 from tests.support import tiny_onnx
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
@@ -284,8 +284,15 @@ def test_an_engine_is_served_with_what_the_version_of_tensorrt_llm_needs(
 def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    download = "run: python -m scripts.prepare download"
     assert prepare.main(["engine", str(tmp_path)]) == 1
-    assert "run: python -m scripts.prepare download" in capsys.readouterr().err
+    assert download in capsys.readouterr().err
+    for stack in ("dit", "unet"):
+        assert prepare.main(["plans", str(tmp_path), "--stack", stack]) == 1
+        assert f"flow.pt is missing; {download} {tmp_path} --stack {stack}" in capsys.readouterr().err
+    for stack in stacks.names():
+        assert render.main([str(tmp_path), str(tmp_path / "rendered"), "--stack", stack]) == 1
+        assert f"{download} {tmp_path} --stack {stack}" in capsys.readouterr().err
 
 
 def test_waiting_ends_when_the_awaited_process_ends() -> None:
@@ -310,6 +317,9 @@ def test_plans_are_built_from_existing_onnx_files_and_kept(tmp_path: Path, capsy
     assert len(list((directory / "tensorrt").glob("*.plan"))) == 3
     assert prepare.main(["plans", str(tmp_path), "--stack", "unet", "--capability", "9.0"]) == 1
     assert "builds no plans for compute capability 9.0" in capsys.readouterr().err
+    damaged = tmp_path / stacks.DIT.checkpoint / stacks.DIT.flow
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"")
     assert prepare.main(["plans", str(tmp_path), "--stack", "dit", "--capability", "8.9"]) == 1
     assert "not every network of" in capsys.readouterr().err
 

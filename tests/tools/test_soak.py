@@ -30,7 +30,7 @@ from tools.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, M
 from tools.soak.stack import Life
 
 PATIENCE = 0.1
-OVERLOADED = unavailable_message(OverloadedError("of 1 listeners 0.2 end each second", 3.0))
+OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))
 SECOND = np.full(SAMPLE_RATE, 0.1, np.float32)
 SAMPLE = Sample("one", "quick words", np.full(PROMPT_SAMPLE_RATE, 0.1, np.float32), "A transcript.")
 PLAN = SoakPlan(1, tuple(WEIGHTS), [SAMPLE])

@@ -22,8 +22,9 @@ def remedy(options: StackOptions, missing: Path) -> str:
         return "convert the LLM with scripts.convert_checkpoint and build it with trtllm-build, see docs/llm.md"
     if missing == options.engine_dir and options.tokenizer_dir.exists():
         return f"run: python -m scripts.convert_genai --model-dir {options.tokenizer_dir} --output-dir {missing}"
-    if stacks.named(options.stack) not in STACKS:
-        download = f"python -m scripts.prepare download {options.models_dir} --stack {options.stack}"
-        random = f"python -m tools.demo_model.make {options.models_dir}-random --weights random"
-        return f"for the official files run: {download}; for random weights: {random}"
-    return f"for the demo checkpoint run: python -m tools.demo_model.make {options.models_dir}"
+    download = f"python -m scripts.prepare download {options.models_dir} --stack {options.stack}"
+    if stacks.named(options.stack) in STACKS:
+        other = f"for the demo checkpoint: python -m tools.demo_model.make {options.models_dir}"
+    else:
+        other = f"for random weights: python -m tools.demo_model.make {options.models_dir}-random --weights random"
+    return f"for the official files run: {download}; {other}"

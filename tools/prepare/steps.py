@@ -96,17 +96,19 @@ def build(models: Path, args: argparse.Namespace) -> None:
 
 def plans(models: Path, args: argparse.Namespace) -> None:
     """With the default limits of serving; tools.export.engines takes others. RuntimeError if one is missing, ValueError
-    if the stack has none."""
+    if the stack has none or its checkpoint is not there."""
     from tools.export import engines, onnx
 
     stack = stacks.named(args.stack)
     if not stack.networks:
         raise ValueError(f"the flow of the {stack.name} stack runs in torch only: it has no plans")
     directory = models / stack.checkpoint
-    if any(not (directory / file).exists() for file in stack.networks.values()) and onnx.main(
-        ["--model-dir", str(directory)]
-    ):
-        raise RuntimeError(f"not every network of {directory} was exported; the output is above")
+    if any(not (directory / file).exists() for file in stack.networks.values()):
+        if not (directory / stack.flow).exists():
+            download = f"python -m scripts.prepare download {models} --stack {stack.name}"
+            raise ValueError(f"{directory / stack.flow} is missing; run: {download}")
+        if onnx.main(["--model-dir", str(directory)]):
+            raise RuntimeError(f"not every network of {directory} was exported; the output is above")
     target = ["--capability", *args.capability] if args.capability else []
     if engines.main(["--model-dir", str(directory), *target]):
         raise RuntimeError(f"not every plan of {directory} was built; the output is above")
