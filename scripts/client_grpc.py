@@ -38,8 +38,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--server-addr", default="localhost")
-    parser.add_argument("--server-port", type=int, default=GRPC_PORT)
+    parser.add_argument("--server-addr", default="localhost", help="default: %(default)s")
+    parser.add_argument("--server-port", type=int, default=GRPC_PORT, help="of Triton's gRPC (default: %(default)s)")
     parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
     add_request_arguments(parser)
     add_job_arguments(parser)

@@ -7,7 +7,7 @@
         --llm-transport openai --llm-urls http://localhost:8000/v1 --llm-model cosyvoice2_llm
 
 The destination is replaced as a whole, with the settings of an earlier rendering. `--set KEY=VALUE` sets any other key
-of the model templates.
+of the model templates; docs/deployment.md#tuning and docs/llm.md explain the most important ones.
 """
 
 import argparse
@@ -34,16 +34,46 @@ def build_parser() -> argparse.ArgumentParser:
         help="one response per request, not a stream",
     )
     parser.add_argument(
-        "--device", choices=get_args(Device), default=StackOptions.device, help="of the prompt models and token2wav"
+        "--device",
+        choices=get_args(Device),
+        default=StackOptions.device,
+        help="of the models (default: auto, a GPU if there is one)",
     )
-    parser.add_argument("--llm-transport", choices=get_args(LLMTransport), default=StackOptions.llm_transport)
+    parser.add_argument(
+        "--llm-transport",
+        choices=get_args(LLMTransport),
+        default=StackOptions.llm_transport,
+        help="triton (default): the model tensorrt_llm of the same server; openai: the servers of --llm-urls",
+    )
     parser.add_argument("--llm-urls", nargs="+", default=(), metavar="URL", help="OpenAI-compatible servers, http://…")
     parser.add_argument("--llm-model", default=StackOptions.llm_model, help="name of the LLM at its server")
-    parser.add_argument("--llm-backend", choices=get_args(LLMBackend), default=StackOptions.llm_backend)
-    parser.add_argument("--llm-engine", choices=get_args(LLMEngine), default=StackOptions.llm_engine)
+    parser.add_argument(
+        "--llm-backend",
+        choices=get_args(LLMBackend),
+        default=StackOptions.llm_backend,
+        help="of the model tensorrt_llm (default: python)",
+    )
+    parser.add_argument(
+        "--llm-engine",
+        choices=get_args(LLMEngine),
+        default=StackOptions.llm_engine,
+        help="of the python backend; auto (default): the first that is installed and can load the LLM, see docs/llm.md",
+    )
     parser.add_argument("--llm-engine-dir", type=Path, help="default: the directory for the engine in models_dir")
-    parser.add_argument("--max-batch-size", type=int, default=StackOptions.max_batch_size)
-    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--max-batch-size",
+        type=int,
+        default=StackOptions.max_batch_size,
+        help="recordings per batch of the prompt models (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another template key; may be repeated; an unknown one prints them all",
+    )
     return parser
 
 

@@ -30,10 +30,14 @@ def build_parser() -> argparse.ArgumentParser:
         default=LOOPBACK,
         help="address of Triton's HTTP endpoint; another one only behind the gateway, see docs/deployment.md#security",
     )
-    parser.add_argument("--http-port", type=int, default=Ports.http, help="0: any free port, also for the others")
-    parser.add_argument("--grpc-port", type=int, default=Ports.grpc)
-    parser.add_argument("--metrics-port", type=int, default=Ports.metrics)
-    parser.add_argument("--health-port", type=int, default=HEALTH_PORT)
+    parser.add_argument(
+        "--http-port", type=int, default=Ports.http, help="0: any free port, also for the others (%(default)s)"
+    )
+    parser.add_argument("--grpc-port", type=int, default=Ports.grpc, help="default: %(default)s")
+    parser.add_argument("--metrics-port", type=int, default=Ports.metrics, help="of Triton's own metrics (%(default)s)")
+    parser.add_argument(
+        "--health-port", type=int, default=HEALTH_PORT, help="/ready, /live and our metrics (%(default)s)"
+    )
     parser.add_argument("--cache-mib", type=int, default=CACHE_MIB, help="memory of the prompt models' response cache")
     parser.add_argument(
         "--redis",

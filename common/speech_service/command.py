@@ -31,13 +31,20 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
 
-    def add(name: str, default: Any, **how: Any) -> None:
+    def add(name: str, default: Any, help: str, **how: Any) -> None:
+        if isinstance(default, (int, float, Path)):
+            help = f"{help} (default: {default})"
         given = os.environ.get(f"{ENVIRONMENT}{name.upper()}")
         if given is not None:
             default = [part.strip() for part in given.split(",") if part.strip()] if "nargs" in how else given
-        parser.add_argument(f"--{name}", default=default, **how)
+        parser.add_argument(f"--{name}", default=default, help=help, **how)
 
-    add("url", list(Settings.urls), nargs="+", help="gRPC addresses of Triton; the least busy one is used")
+    add(
+        "url",
+        list(Settings.urls),
+        nargs="+",
+        help=f"gRPC addresses of Triton; the least busy one is used (default: {Settings.urls[0]})",
+    )
     add("ref_audios_dir", Settings.voices_dir, type=Path, help="folder of the registered voices")
     add(
         "voice_aliases",
@@ -46,7 +53,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         help="further names of voices, such as alloy=anna; one without a voice gets one of those registered; default: "
         "OpenAI's names",
     )
-    add("host", "127.0.0.1", help="0.0.0.0 to accept other hosts; then also set --api_keys")
+    add("host", LOOPBACK[0], help=f"0.0.0.0 to accept other hosts; then also set --api_keys (default: {LOOPBACK[0]})")
     add("port", 10086, type=int, help="0: any free one")
     add("runtime_port", None, type=int, help="serve the plain runtime's gRPC service too; its clients expect 50000")
     add(
@@ -66,14 +73,19 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     )
     add("max_streams", Settings.max_streams, type=int, help="concurrent streams; more are answered 429")
     add("max_sessions", Settings.max_sessions, type=int, help="limit of open WebSockets")
-    add("max_input_chars", Settings.max_input_chars, type=int)
-    add("max_reference_mb", Settings.max_reference_mb, type=int, help="size limit of an uploaded recording")
+    add("max_input_chars", Settings.max_input_chars, type=int, help="limit of a text, in characters")
+    add("max_reference_mb", Settings.max_reference_mb, type=int, help="size limit of an uploaded recording, in MiB")
     add("max_batch", Settings.max_batch, type=int, help="limit of texts in one batch")
-    add("max_connections", Settings.max_connections, type=int, help="more are answered 503")
+    add("max_connections", Settings.max_connections, type=int, help="open HTTP connections; more are answered 503")
     add("timeout", Settings.timeout, type=float, help="seconds for a whole answer")
     add("stall", Settings.stall, type=float, help="seconds that a client may leave its audio unread")
     add("receive_timeout", Settings.receive_timeout, type=float, help="seconds in which a request must have arrived")
-    add("idle", Settings.idle, type=float, help="seconds that a WebSocket may be silent")
+    add(
+        "idle",
+        Settings.idle,
+        type=float,
+        help="seconds that a WebSocket may be silent, or a gRPC connection without calls",
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Generate one prompt, or many concurrently, with any engine or server of the LLM: tokens, speed, finish reason.
+"""Generate one prompt, or many concurrently, with any engine of the LLM, and print the speed.
 
     python -m tools.bench.llm --engine cuda     the time to token 18 and tokens/s of 1, 16, 64 and 256 streams
 
