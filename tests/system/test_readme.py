@@ -11,6 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from common.config import OrchestratorConfig, SpeakerEmbeddingConfig, TensorrtLLMConfig, Token2WavConfig
+from common.orchestrator.request import _PARAMETERS as REQUEST_PARAMETERS
+from common.process import health, metrics
+from common.server.rendering import placeholders
+from common.speech_service.command import build_parser
+from common.speech_service.metrics import Metrics
+from common.speech_service.requests import SpeechRequest
 from tests.conftest import ROOT
 from tests.support.help_texts import LAUNCHERS, PROGRAMS, explanations
 from tests.system.test_architecture import FLOORS, LIBRARY, MODELS, TOOLS, name_of
@@ -39,6 +46,19 @@ def text_of(page: Path) -> str:
 def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(page))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub writes them in links."""
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*\.md)?#([^)]+)\)", text_of(page))
+    assert [link for link in links if link[1] not in anchors(page.parent / link[0] if link[0] else page)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -117,6 +137,56 @@ def test_the_table_of_models_has_every_tensor() -> None:
             assert {name for name in re.findall(r"`(\w+)`", row) if name not in tensors | {model}} == set()
 
 
+def cells(page: str) -> set[str]:
+    """What stands in code in the tables of a page, without labels and values."""
+    rows = "\n".join(line for line in text_of(ROOT / page).splitlines() if line.startswith("|"))
+    return {re.split(r"[{= ]", code)[0] for code in re.findall(r"`([^`]+)`", rows)}
+
+
+def test_the_tables_of_metrics_have_those_of_the_code_and_no_others() -> None:
+    values = [*vars(metrics).values(), *vars(health).values()]
+    models = {one.name for one in values if isinstance(one, metrics.Metric)}
+    assert {name for name in cells("docs/deployment.md") if name.startswith("tts_")} - {"tts_vocoder"} == models
+    page = Metrics().page().decode()
+    service = {name for name in re.findall(r"^# TYPE (\S+)", page, re.MULTILINE) if not name.endswith("_created")}
+    assert {name for name in cells("docs/http.md") if name.startswith("speech_")} == service
+
+
+def test_every_field_and_parameter_of_a_request_is_documented() -> None:
+    assert SpeechRequest.model_fields.keys() - cells("docs/http.md") == set()
+    prose = text_of(ROOT / "README.md").split("Optional request parameters:")[1].split("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", prose)) - {"cosyvoice2", "triton", "speaker"} == REQUEST_PARAMETERS
+
+
+def test_the_table_of_the_speech_services_options_has_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SPEECH_")]:
+        monkeypatch.delenv(name)
+    section = text_of(ROOT / "docs" / "http.md").split("## Running it")[1]
+    stated: dict[str, str] = {}
+    for names, values in re.findall(r"^\| (`--.+?) \| (.+?) \|", section, re.MULTILINE):
+        options = re.findall(r"`(--\w+)`", names)
+        stated |= dict(zip(options, values.split(", ") if len(options) > 1 else [values], strict=True))
+    defaults = {one.option_strings[0]: one.default for one in build_parser("")._actions if one.dest != "help"}
+    assert stated.keys() == defaults.keys()
+    for option, value in defaults.items():
+        if isinstance(value, int | float | Path):
+            assert stated[option].strip("`") == (f"{value:g}" if isinstance(value, float) else str(value)), option
+
+
+def test_every_setting_that_is_given_exists_and_every_one_there_is_is_named() -> None:
+    templates = [path.parents[1] / "config.pbtxt" for path in MODELS]
+    keys = {key for path in templates for key in placeholders(path.read_text())}
+    text = "\n".join(text_of(page) for page in PAGES if page.parent.name != "results")  # these name earlier ones, too
+    given = set(re.findall(r"--set (\w+)=", text)) - {"KEY"}
+    assert len(given) > 10 and given <= keys
+    # Those that options of scripts.render give are explained by its help.
+    configs = (SpeakerEmbeddingConfig, TensorrtLLMConfig, Token2WavConfig, OrchestratorConfig)
+    by_options = {"model_dir", "llm_tokenizer_dir", "tokenizer_dir", "instance_kind", "gpt_model_path", "engine"}
+    by_options |= {"llm_transport", "llm_urls", "llm_model", "llm_backend"}
+    settings = {key for config in configs for key in config.parameters()} - by_options
+    assert {key for key in settings if not re.search(rf"`[^`]*\b{key}\b", text)} == set()
+
+
 def test_the_diagram_is_rendered_from_its_source() -> None:
     picture = text_of(ROOT / "docs" / "architecture.svg")
     labels = re.findall(r"<b>([^<]+)</b>", text_of(ROOT / "docs" / "architecture.dot"))
@@ -142,6 +212,14 @@ def test_every_launcher_runs_as_a_file_from_any_directory(launcher: str) -> None
 def test_every_program_runs_as_a_module(program: str) -> None:
     help_text = explanations("module")[program]
     assert "usage:" in help_text and len(help_text) > 200, help_text
+
+
+def test_every_program_is_named_in_a_document() -> None:
+    """Except for those that a make target or a document runs in another form, and a stub of the tests."""
+    others = {"scripts.check_machine", "scripts.demo", "tools.parity", "tools.soak", "common.speech_service"}
+    others |= {"tools.prepare.share_tensorrt", "tools.bench.triton_stub"}
+    text = "\n".join(map(text_of, PAGES))
+    assert {name for name in PROGRAMS if not re.search(rf"\b{re.escape(name)}\b(?!\.\w)", text)} - others == set()
 
 
 def test_a_launcher_runs_as_a_file_in_a_separate_process(tmp_path: Path) -> None:
