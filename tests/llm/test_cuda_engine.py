@@ -15,7 +15,7 @@ from transformers import Qwen2ForCausalLM
 from common.llm.engines.cuda.decoder import Decoder
 from common.llm.engines.cuda.engine import load_engine
 from common.llm.engines.cuda.operations import PAGE, Places, Plain
-from common.llm.engines.cuda.scheduler import AHEAD_TOKENS, FAULT, FEW_ROWS, NOTHING, PromptPiece
+from common.llm.engines.cuda.scheduler import FAULT, NOTHING, PromptPiece
 from common.llm.engines.cuda.weights import Weights
 from common.llm.engines.interface import GenerationRequest, Resources, candidate_ids
 from common.llm.interface import LLMPrompt, Sampling
@@ -271,12 +271,12 @@ def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, w
         engine.close()
 
 
-def test_the_llm_rests_while_a_first_chunk_is_rendered_unless_a_request_comes(llm_dir, tokenizer, monkeypatch):  # noqa: F811
-    """Else the test would take a minute."""
-    monkeypatch.setattr("common.llm.engines.cuda.engine.REST_SECONDS", 60)
+def test_a_played_answer_leaves_the_gpu_to_its_first_chunk_and_others_do_not_wait(llm_dir, tokenizer, monkeypatch):  # noqa: F811
+    """There is one beat only: else the test would take a minute."""
+    monkeypatch.setattr("common.llm.engines.cuda.engine.BEAT_SECONDS", 60)
     engine = load(llm_dir, tokenizer, 1.0)
     sampling = Sampling(max_tokens=100, min_tokens=100, seed=1)
-    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids)
+    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids, played=True)
 
     async def run():
         arrived = []
@@ -288,24 +288,24 @@ def test_the_llm_rests_while_a_first_chunk_is_rendered_unless_a_request_comes(ll
         reader = asyncio.create_task(read())
         while len(arrived) < request.urgent_tokens:
             await asyncio.sleep(0.01)
+        not_played = await collect(engine, replace(request, played=False))
         await asyncio.sleep(0.3)
-        resting = len(arrived)
-        follower = await collect(engine, replace(request, urgent_tokens=0))
-        await reader
-        return resting, arrived, follower
+        reader.cancel()
+        return arrived, not_played
 
     try:
-        resting, arrived, follower = asyncio.run(run())
-        assert request.urgent_tokens <= resting < 100 and arrived == follower and len(arrived) == 100
+        arrived, not_played = asyncio.run(run())
+        assert request.urgent_tokens <= len(arrived) < 100
+        assert len(not_played) == 100 and arrived == not_played[: len(arrived)]
     finally:
         engine.close()
 
 
-def test_answers_that_are_ahead_of_their_listeners_take_turns_and_end(llm_dir, tokenizer, monkeypatch):  # noqa: F811
-    """More than a few, at beats of a tenth of a second; one that nobody listens to does not wait for them."""
+def test_played_answers_are_computed_at_beats_after_their_first_chunks(llm_dir, tokenizer, monkeypatch):  # noqa: F811
     monkeypatch.setattr("common.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
-    engine = load(llm_dir, tokenizer, 1.0, requests=FEW_ROWS + 2)
-    sampling = Sampling(max_tokens=AHEAD_TOKENS + 12, min_tokens=AHEAD_TOKENS + 12, seed=1)
+    played = [True] * 5 + [False]
+    engine = load(llm_dir, tokenizer, 1.0, requests=len(played))
+    sampling = Sampling(max_tokens=20, min_tokens=20, seed=1)
     request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids)
     ended = []
 
@@ -315,12 +315,12 @@ def test_answers_that_are_ahead_of_their_listeners_take_turns_and_end(llm_dir, t
         return tokens
 
     async def run():
-        return await asyncio.gather(*(speak(played) for played in [True] * (FEW_ROWS + 1) + [False]))
+        return await asyncio.gather(*map(speak, played))
 
     try:
         answers = asyncio.run(run())
-        assert {len(answer) for answer in answers} == {AHEAD_TOKENS + 12}
-        assert ended == [False] + [True] * (FEW_ROWS + 1) and engine.live == 0
+        assert {len(answer) for answer in answers} == {20} and all(answer == answers[0] for answer in answers)
+        assert ended == sorted(played) and engine.live == 0
     finally:
         engine.close()
 

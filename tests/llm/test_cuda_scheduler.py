@@ -10,7 +10,6 @@ import pytest
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import SCRATCH, Pages
 from common.llm.engines.cuda.scheduler import (
-    AHEAD_TOKENS,
     FAULT,
     FEW_ROWS,
     FIRST_REPORT,
@@ -208,14 +207,14 @@ def test_rows_that_are_ahead_of_their_listeners_wait_for_their_turn():
     rows = [served.add(max_tokens=200, played=played) for played in (True, True, False)]
     while not rows[0].ahead:
         served.step()
-    assert rows[0].generated == rows[2].generated >= AHEAD_TOKENS and not served.scheduler.idle
+    assert rows[0].generated == rows[2].generated >= URGENT_TOKENS and not served.scheduler.idle
     newcomer = served.add(max_tokens=200, played=True)
     served.step(ahead=False)
     before = rows[0].generated
     while not newcomer.ahead:
         served.step(ahead=False)
-    assert rows[0].generated == rows[1].generated == before and newcomer.generated >= AHEAD_TOKENS
-    assert rows[2].generated >= before + AHEAD_TOKENS
+    assert rows[0].generated == rows[1].generated == before and newcomer.generated >= URGENT_TOKENS
+    assert rows[2].generated >= before + URGENT_TOKENS
     while rows[2].slot is not None:
         served.step(ahead=False)
     served.step(ahead=False)  # what was launched before its end was known

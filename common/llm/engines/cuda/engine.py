@@ -11,7 +11,7 @@ from common.constants import TOKEN_RATE
 from common.llm.engines.cuda.decoder import Decoder
 from common.llm.engines.cuda.operations import PAGE, Operations, Plain
 from common.llm.engines.cuda.pages import Pages
-from common.llm.engines.cuda.scheduler import FEW_ROWS, STEPS_PER_LOOK, Scheduler, SequenceRow
+from common.llm.engines.cuda.scheduler import STEPS_PER_LOOK, Scheduler, SequenceRow
 from common.llm.engines.cuda.weights import Qwen2Sizes, Weights
 from common.llm.engines.interface import GenerationRequest, Resources
 from common.llm.engines.threaded import OnTokens, ThreadedEngine
@@ -22,12 +22,9 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 MAX_PREFILL = {"cuda": 1024, "cpu": 256}  # tokens of prompts between two steps
-# After the tokens of a first chunk: about as long as it takes to render on the same GPU, while its listener waits. They
-# hear what the LLM makes next more than half a second later.
-REST_SECONDS = 0.035
-# Of more than a few rows, those that are ahead of their listeners are computed together, at three times the rate of
-# speech: a step of many rows costs hardly more than one of few, and the GPU is token2wav's as well.
-BEAT_SECONDS = STEPS_PER_LOOK / (3 * TOKEN_RATE)
+# Rows that are ahead of their listeners are computed together, at ten times the rate of speech: a step of many rows
+# takes hardly longer than one of few, and between them the GPU is token2wav's, which renders first chunks.
+BEAT_SECONDS = STEPS_PER_LOOK / (10 * TOKEN_RATE)
 # Of a GPU's memory, beside weights and pages: CUDA's context, graphs and temporary tensors.
 PROCESS_GIB = 1.0
 
@@ -67,7 +64,6 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
             raise RuntimeError("a fault of a test")
         with self._wake:
             self._scheduler.admit(self._waiting)
-        urgent = self._scheduler.urgent
         speaking = next((row for row in self._rows if row.generated), None)
         if speaking and faults.take("nan_logits"):
             self._decoder.spoil(speaking.pages[0])
@@ -78,17 +74,12 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
                     self._scheduler.remove(answer.sequence)
         for answer in answers:
             answer.sequence.report(answer.item)
-        if urgent and self._rows and len(self._rows) <= FEW_ROWS and not self._scheduler.urgent:
-            self._rest(REST_SECONDS)
-        elif len(self._rows) > FEW_ROWS and self._scheduler.idle:
+        if self._rows and self._scheduler.idle:
             self._rest(self._next_beat - time.monotonic())
 
     def _beat(self) -> bool:
         """Whether it is time for the rows that are ahead."""
         now = time.monotonic()
-        if len(self._rows) <= FEW_ROWS:
-            self._next_beat = now
-            return True
         if now < self._next_beat:
             return False
         self._next_beat = max(self._next_beat, now - BEAT_SECONDS) + BEAT_SECONDS

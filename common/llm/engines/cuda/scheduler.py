@@ -18,7 +18,6 @@ from common.llm.interface import FinishReason, TokenChunk
 NOTHING, FAULT = -1, -2
 STEPS_PER_LOOK = 3  # at what was drawn, where no answer is urgent
 FEW_ROWS = 8  # a step of so few takes hardly longer than a look
-AHEAD_TOKENS = 3 * TOKEN_RATE  # of an answer that is played: its listener is seconds behind
 # Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
 FIRST_REPORT = 3  # tokens
 MOST_HELD = TOKEN_RATE  # a second of speech
@@ -85,8 +84,8 @@ class SequenceRow(Generation):
 
     @property
     def ahead(self) -> bool:
-        """Whether its listener needs no more tokens for a while."""
-        return self.request.played and self.generated >= AHEAD_TOKENS
+        """Whether its listener waits for none of its next tokens, and hears them at the rate of speech."""
+        return self.request.played and not self.urgent
 
 
 class Answer(NamedTuple):
