@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from common.text import chinese
 from common.text.duration import expected_seconds
 from common.text.markdown import spoken
-from common.text.markup import Pause, parts
+from common.text.markup import Pause, is_heard, parts
 from common.text.normalization import Language, Spelled, half_width, language_of, normalized
 from common.text.segments import Seconds, fitting, segment_limit, segments, sentences
 
@@ -42,17 +42,19 @@ class TextFrontend:
         except ValueError as error:
             raise ValueError(f"target_text: {error}") from None
         words = "".join(part for part in whole if isinstance(part, str))
-        seconds, language, some = _seconds_in(words), language_of(words), False
+        seconds, language = _seconds_in(words), language_of(words)
+        some, pauses = False, 0.0
         for part in whole:
             if isinstance(part, Pause):
+                pauses += part.seconds
                 found: Iterable[str | Pause] = (part,)
             else:
                 spoken_words = _normalized(part, seconds, language, as_is=as_is) if normalize else sentences(part)
                 found = segments(spoken_words, seconds, segment_limit(request_seconds))
             for each in found:
                 yield each
-                some = some or each != Pause(0.0)
-        if not some:
+                some = some or isinstance(each, str)
+        if not (some or is_heard(pauses)):
             raise ValueError(f"target_text has nothing to speak: {text[:80]!r}")
 
     def transcript(self, text: str, normalize: bool = True) -> str:

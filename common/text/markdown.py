@@ -22,12 +22,19 @@ _EMOJI = regex.compile(
     r"|\p{Regional_Indicator}|\p{Emoji_Modifier}|[\u200D\u20E3\uFE0F])+",
     regex.V1,
 )
-_EMOJI_BEFORE_A_MARK = regex.compile(rf"[^\S\n]*{_EMOJI.pattern}(?=[.,!?;:…])", regex.V1)
+_MARKS = frozenset(".,!?;:…")
+_BLANK = "".join(char for char in map(chr, range(0x3001)) if char.isspace() and char != "\n")
 
 
 def without_emoji(text: str) -> str:
-    """`text` with blanks in place of emoji; a digit in a key cap stays."""
-    return text if text.isascii() else _EMOJI.sub(" ", _EMOJI_BEFORE_A_MARK.sub("", text))
+    """`text` with blanks in place of emoji, none before a mark; a digit in a key cap stays. Linear time."""
+    if text.isascii():
+        return text
+    kept, end = [], 0
+    for found in _EMOJI.finditer(text):
+        before, end = text[end : found.start()], found.end()
+        kept += [before.rstrip(_BLANK)] if text[end : end + 1] in _MARKS else [before, " "]
+    return "".join(kept) + text[end:]
 
 
 def spoken(text: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from xml.sax.saxutils import escape
 
+from common.constants import MEL_RATE
 from common.text.cleaning import is_speakable
 from common.text.markdown import spoken
 
@@ -76,7 +77,7 @@ def by_voice(text: str) -> list[VoicePart]:
     contents = [list(parts(part.text)) for part in cut]
     for _ in _limited(each for content in contents for each in content):
         pass
-    found = [part for part, content in zip(cut, contents, strict=True) if any(map(_is_heard, content))]
+    found = [part for part, content in zip(cut, contents, strict=True) if _is_heard(content)]
     if len(found) > MAX_VOICE_PARTS:
         raise ValueError(
             f"the voice changes so often that the text has {len(found)} parts, more than {MAX_VOICE_PARTS}"
@@ -99,8 +100,14 @@ def _limited(found: Iterable[str | Pause]) -> Iterator[str | Pause]:
         yield part
 
 
-def _is_heard(part: str | Pause) -> bool:
-    return part.seconds > 0 if isinstance(part, Pause) else is_speakable(spoken(part))
+def _is_heard(content: list[str | Pause]) -> bool:
+    pauses = sum(part.seconds for part in content if isinstance(part, Pause))
+    return is_heard(pauses) or any(isinstance(part, str) and is_speakable(spoken(part)) for part in content)
+
+
+def is_heard(pauses: float) -> bool:
+    """Whether silence of so many seconds is at least one frame, of which pauses are made."""
+    return round(pauses * MEL_RATE) > 0
 
 
 def _voice_name(name: str) -> str:
@@ -120,13 +127,13 @@ def _by_element(document: ET.Element) -> list[VoicePart]:
 
 def _voiced(element: ET.Element, voice: str, depth: int) -> Iterator[tuple[str, str]]:
     """Voice and XML of the pieces of an element without its tail."""
-    name = _local_name(element)
+    name = element.tag
     if depth > _MAX_DEPTH:
         raise _too_deep()
     if name not in ("p", "s", "voice") and depth:
-        if any(_local_name(inner) == "voice" for inner in element.iter()):
+        if any(inner.tag == "voice" for inner in element.iter()):
             raise _not_supported("voice")
-        yield voice, ET.tostring(element, "unicode")
+        yield voice, ET.tostring(element, "unicode").replace(" />", "/>")  # not longer than it was: there is a limit
         return
     inside = _voice_name(_attribute(element, "name")) if name == "voice" else voice
     around = "\n" if name in ("p", "s") else ""  # as in `_of_element`
@@ -173,12 +180,16 @@ def _merged(found: Iterator[str | Pause]) -> Iterator[str | Pause]:
 
 
 def _document(text: str) -> ET.Element:
+    """The elements, their names without namespaces, which would be written again with every part of a text."""
     if "<!DOCTYPE" in text.upper():
         raise ValueError("SSML with a DOCTYPE is not supported")
     try:
-        return ET.fromstring(text)
+        root = ET.fromstring(text)
     except ET.ParseError as error:
         raise ValueError(f"the SSML is not well-formed: {error}") from None
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+    return root
 
 
 def _element(tag: str) -> ET.Element:
@@ -187,7 +198,7 @@ def _element(tag: str) -> ET.Element:
 
 
 def _of_element(element: ET.Element, depth: int) -> Iterator[str | Pause]:
-    name = _local_name(element)
+    name = element.tag
     if name not in _SUPPORTED or (name == "speak") != (depth == 0):
         raise _not_supported(name)
     if depth > _MAX_DEPTH:
@@ -207,10 +218,6 @@ def _of_element(element: ET.Element, depth: int) -> Iterator[str | Pause]:
         yield around
 
 
-def _local_name(element: ET.Element) -> str:
-    return element.tag.rpartition("}")[2]
-
-
 def _too_deep() -> ValueError:
     return ValueError(f"SSML of more than {_MAX_DEPTH} levels")
 
@@ -224,7 +231,7 @@ def _not_supported(tag: str) -> ValueError:
 
 def _attribute(element: ET.Element, name: str) -> str:
     if (value := element.get(name)) is None:
-        raise ValueError(f"the tag <{_local_name(element)}> has no {name}")
+        raise ValueError(f"the tag <{element.tag}> has no {name}")
     return value
 
 

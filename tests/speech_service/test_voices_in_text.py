@@ -49,7 +49,7 @@ SPOKEN = [(A, "One."), (B, "Two."), (A, "Three."), (B, "[pause 1s] Four.")]
 SSML = '<speak>One.<p>Two <voice name="bert">&lt;3 <sub alias="x">y</sub><break/></voice> Three.</p></speak>'
 SPOKEN_SSML = [
     (A, "<speak>One.\nTwo </speak>"),
-    (B, '<speak>&lt;3 <sub alias="x">y</sub><break /></speak>'),
+    (B, '<speak>&lt;3 <sub alias="x">y</sub><break/></speak>'),
     (A, "<speak> Three.\n</speak>"),
 ]
 
@@ -68,6 +68,21 @@ def test_the_parts_of_a_text_are_spoken_one_after_another_in_their_voices(
     assert [each["start"] for each in answer["segments"]] == pytest.approx([0.2 * number for number in range(chunks)])
     assert answer["usage"]["input_tokens"] == len(text) and answer["usage"]["output_tokens"] == 5 * chunks
     assert answer["subtitles"].count("-->") >= chunks
+
+
+def test_a_document_with_a_namespace_and_many_breaks_does_not_grow_over_the_limit_of_the_models() -> None:
+    words = "Some more words. <break time='200ms'/>" * 90
+    document = f"<speak xmlns='http://www.w3.org/2001/10/synthesis'>{words}<voice name='bert'>Bye.</voice></speak>"
+    first, second = by_voice(document)
+    assert len(first.text) + len(second.text) <= len(document)
+    assert first.text.count('<break time="200ms"/>') == 90
+
+
+def test_a_part_with_a_pause_shorter_than_a_frame_does_not_count() -> None:
+    """The model would answer without audio."""
+    assert by_voice("[voice:anna][pause 5ms][voice:bert] Hi.") == [VoicePart("bert", " Hi.")]
+    pauses = "[pause 5ms]" * 3
+    assert by_voice(f"[voice:anna]{pauses}[voice:bert] Hi.")[0] == VoicePart("anna", pauses)
 
 
 def test_the_default_voice_is_asked_for_only_if_a_later_part_needs_it(served: StubbedService) -> None:

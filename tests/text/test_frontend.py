@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.text import TextFrontend, clean_text
+from common.text import TextFrontend, clean_text, is_speakable
 from common.text.duration import expected_seconds
 from common.text.markdown import spoken
 from common.text.normalization import half_width, language_of, normalized
@@ -285,6 +285,14 @@ def test_a_text_of_markup_alone_has_nothing_to_speak(frontend: TextFrontend) -> 
 def test_hostile_markup_takes_bounded_time(pattern: str) -> None:
     started = time.process_time()
     spoken((pattern * 4096)[:4096])
+    assert time.process_time() - started < 3.0
+
+
+@pytest.mark.parametrize("pattern", ["😀", "é" + " " * 99])
+def test_emoji_and_blanks_take_linear_time(pattern: str) -> None:
+    """As long as a message of the WebSocket may be: it took minutes."""
+    started = time.process_time()
+    assert is_speakable((pattern * 60_000)[:60_000] + "a")
     assert time.process_time() - started < 3.0
 
 

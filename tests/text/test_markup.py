@@ -24,6 +24,7 @@ def spoken(frontend: TextFrontend, text: str, normalize: bool = True) -> list[st
         ("[pause] 5", [0.5, "five."]),
         ("价格 [pause 1s] 25", ["价格。", 1.0, "二十五。"]),
         ("[pause .25s]", [0.25]),
+        ("[pause 5ms] [pause 6ms]", [0.005, 0.006]),
         ("[laughter] <b>Ha</b>", ["[laughter] Ha."]),
         ("<speak>Hi <break time='1s'/> there</speak>", ["Hi.", 1.0, "there."]),
         ("<?xml version='1.0' encoding='UTF-16'?>\n<speak>Hi</speak>", ["Hi."]),
@@ -68,6 +69,7 @@ def test_pauses_are_kept_without_normalization(frontend: TextFrontend) -> None:
         ("<speak>" + "<s>" * 30 + "a" + "</s>" * 30 + "</speak>", "levels"),
         ("<speak></speak>", "nothing to speak"),
         ("[pause 0s]", "nothing to speak"),
+        ("[pause 5ms]", "nothing to speak"),  # less than half a frame
     ],
 )
 def test_what_is_not_supported_is_an_error_that_names_it(text: str, message: str, frontend: TextFrontend) -> None:
