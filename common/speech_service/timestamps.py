@@ -6,6 +6,7 @@ normalized, with numbers as words.
 """
 
 from collections.abc import Iterable, Iterator
+from html import escape
 from typing import Any, Literal
 
 import numpy as np
@@ -66,7 +67,7 @@ def subtitles(segments: Iterable[dict[str, Any]], kind: Subtitles) -> str:
     mark, head = (",", "") if kind == "srt" else (".", "WEBVTT\n\n")
     cues = (cue for segment in segments for cue in _cues(segment))
     return head + "".join(
-        f"{number}\n{_clock(start, mark)} --> {_clock(end, mark)}\n{text}\n\n"
+        f"{number}\n{_clock(start, mark)} --> {_clock(end, mark)}\n{_cue_text(text, kind)}\n\n"
         for number, (text, start, end) in enumerate(cues, 1)
     )
 
@@ -86,6 +87,11 @@ def _cues(segment: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
         text, end = text + gap + word["word"], word["end"]
     if text:
         yield text, start, end
+
+
+def _cue_text(text: str, kind: Subtitles) -> str:
+    """WebVTT reads `<` and `&` as markup, and `-->` as the times of another cue; SubRip has no escapes."""
+    return escape(text, quote=False) if kind == "vtt" else text
 
 
 def _clock(seconds: float, mark: str) -> str:

@@ -22,6 +22,7 @@ _SAME = 1e-6  # seconds
 # Costs of an assignment, as negative logarithms of likelihoods.
 _VARIANCE = 0.03  # of the sound of some words, in seconds^2 for each expected second
 _NO_PUNCTUATION = 3.0  # a pause after a word without punctuation
+_MOST_WORDS = 1000  # to assign pauses to: two minutes have fewer, and time and memory grow with their square
 _MOST_INSIDE = 3  # pauses inside words between two ends that are known, which bounds the time for a long text
 _INSIDE = 2.0  # a pause inside a word, such as before a plosive
 _PUNCTUATION = 1.0  # what a pause after punctuation gains
@@ -53,7 +54,8 @@ def word_times(text: str, audio: np.ndarray) -> list[SpokenWord]:
     weights = np.array([_weight(text[slice(*word)]) for word in words])
     due = np.concatenate([[0.0], np.cumsum(weights)]) * (sound / weights.sum())  # (words + 1,): where each ends
     at = np.concatenate([[0.0], [where for where, _ in pauses], [sound]])
-    known = _assigned(due, marks, at)  # ends of words that are at pauses
+    # Ends of words that are at pauses; of a text that cannot have been spoken to its end, only the last one.
+    known = _assigned(due, marks, at) if len(words) <= _MOST_WORDS else {0: 0, len(words): len(at) - 1}
     ends = np.interp(due, due[list(known)], at[list(known.values())])
     starts, stops = begin + ends[:-1], begin + ends[1:]
     for where, length in pauses:

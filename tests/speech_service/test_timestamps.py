@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,21 @@ def test_any_text_and_audio_give_times_in_order_inside_the_audio(text: str, audi
     times = [at for word in word_times(text, audio) for at in (word.start, word.stop)]
     assert times == sorted(times) and all(-1e-9 <= at <= audio.size / SAMPLE_RATE + 1e-9 for at in times)
     assert bool(times) == bool(audio.size)
+
+
+def test_more_words_than_can_have_been_spoken_take_bounded_time() -> None:
+    """A text in pieces that was cut short: its pauses took more than a minute to assign."""
+    started = time.process_time()
+    words = word_times("字" * 4096, np.tile(np.concatenate([sound(0.28), silence(0.12)]), 250))
+    assert time.process_time() - started < 5.0
+    assert [words[0].start, words[-1].stop] == pytest.approx([0.0, 99.88])
+
+
+def test_marks_of_webvtt_are_no_markup() -> None:
+    times = Timestamps("word")
+    times.add(AudioPart(SPOKEN, [("a<b & c --> d.", SPOKEN.size)]))
+    assert "a&lt;b &amp; c --&gt; d." in subtitles(times.segments, "vtt").splitlines()
+    assert "a<b & c --> d." in subtitles(times.segments, "srt").splitlines()
 
 
 @pytest.mark.parametrize("cut", [1000, 24_000, 10**6])
