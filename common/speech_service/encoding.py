@@ -22,8 +22,6 @@ _SLICE = 1024
 MAX_VOLUME = 10.0
 _TEMPO_RANGE = (0.5, 2.0)  # of one atempo filter: outside this range it drops samples instead of blending them
 
-ANY_RATE = frozenset((*RATES, PROMPT_SAMPLE_RATE, SAMPLE_RATE))
-
 
 @dataclass(frozen=True)
 class Format:
@@ -37,7 +35,7 @@ class Format:
     codec: str = ""
     bit_rate: int | None = None
     options: dict[str, str] = field(default_factory=dict)
-    rates: frozenset[int] = ANY_RATE
+    rates: frozenset[int] = RATES
     silence: bytes = b""
 
 

@@ -152,33 +152,40 @@ class BatchRequest(BaseModel):
 
     def requests(self) -> list[Any]:
         defaults = self.model_extra or {}
-        return [{**defaults, **_given(item)} if isinstance(item, dict) else item for item in self.items]
+        return [{**defaults, **item} if isinstance(item, dict) else item for item in self.items]
 
 
 def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
-    """The JSON object in `data`; `what` names it in messages. ApiError, also if reading it would take long."""
+    """The JSON object in `data` without fields that are null, which many clients send for those that they leave out.
+
+    `what` names it in messages. ApiError, also if reading it would take long.
+    """
     if len(data.translate(None, _CHEAP)) > settings.max_json_chars:
         raise invalid(f"{what} has more than {settings.max_json_chars} characters besides letters, digits and base64")
     try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        fields = _given(json.loads(data))
+    except RecursionError:
+        raise invalid(f"{what} has objects or lists inside of one another, too many levels of them") from None
+    except ValueError as error:
         raise invalid(f"{what} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise invalid(f"{what} is a JSON {type(fields).__name__}, not an object")
     return fields
 
 
-def _given(fields: Any) -> Any:
-    """Without fields that are null, which many clients send for those that they leave out; also inside of objects."""
-    if not isinstance(fields, dict):
-        return fields
-    return {name: _given(value) for name, value in fields.items() if value is not None}
+def _given(value: Any) -> Any:
+    """`value` without fields that are null, also inside of objects and lists."""
+    if isinstance(value, list):
+        return [_given(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _given(each) for name, each in value.items() if each is not None}
+    return value
 
 
 def parse(model: type[BaseModel], fields: Any) -> Any:
     """`fields` as an instance of `model`; ApiError naming the invalid field."""
     try:
-        return model.model_validate(_given(fields))
+        return model.model_validate(fields)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         of_field = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]

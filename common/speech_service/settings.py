@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.constants import GRPC_PORT, SAMPLE_RATE
+from common.constants import GRPC_PORT, PROMPT_SAMPLE_RATE, SAMPLE_RATE
 
-RATES = (8_000, 11_025, 12_000, 22_050, 32_000, 44_100, 48_000)  # in addition to the models' own two
+RATES = frozenset((8_000, 11_025, 12_000, PROMPT_SAMPLE_RATE, 22_050, SAMPLE_RATE, 32_000, 44_100, 48_000))
 MIB = 1 << 20
 MAX_CHAR_BYTES = 4  # of UTF-8
 
@@ -53,6 +53,10 @@ class Settings:
         for alias in self.voice_aliases:
             if not all(part.strip() for part in alias.split("=", 1)):
                 raise ValueError(f"voice_aliases {alias!r} is not ALIAS=VOICE or ALIAS")
+        if self.sample_rate not in RATES:
+            raise ValueError(
+                f"default_sample_rate {self.sample_rate} is not one of {', '.join(map(str, sorted(RATES)))}"
+            )
         for name in (each for each in vars(self) if each.startswith("max_")):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not positive")

@@ -96,6 +96,16 @@ def test_an_invalid_request_is_answered_in_openais_format_and_calls_no_model(ser
     assert served.stub.served == before
 
 
+DEEP = '{"a": ' * 600 + "1" + "}" * 600
+
+
+@pytest.mark.parametrize("path", [SPEECH, f"{SPEECH}/batch"])
+def test_objects_deep_inside_of_objects_are_the_clients_error(served: StubbedService, path: str) -> None:
+    body = f'{{"input": "Hello.", "items": [{{"input": "Hello."}}], "a": {DEEP}}}'
+    headers = {"content-type": "application/json"}
+    assert httpx.post(served.url + path, content=body, headers=headers).status_code == 400
+
+
 NASTY = [1 << 63, -(1 << 63) - 1, 1 << 70, "9" * 5000, float("inf"), float("nan"), "\ud800", "\0", "a" * 5000, {}, None]
 
 
@@ -183,6 +193,11 @@ def test_an_unknown_path_or_method_is_answered_in_the_same_format(
 def test_an_invalid_field_of_the_plain_runtime_is_rejected(served: StubbedService) -> None:
     answer = httpx.post(f"{served.url}/inference_sft", data={"tts_text": "Hello.", "spk_id": "a" * 300})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "voice"
+
+
+def test_null_in_place_of_a_text_is_not_spoken(served: StubbedService) -> None:
+    answer = served.post({"tts_text": None, "spk_id": "anna"}, "/inference_sft")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tts_text"
 
 
 def test_fields_are_sent_to_the_model_under_its_own_names(served: StubbedService) -> None:

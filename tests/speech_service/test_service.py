@@ -13,7 +13,6 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from common.constants import SAMPLE_RATE
 from common.errors import INVALID
 from common.server.tritonserver import free_port
 from common.speech_service.settings import Settings
@@ -248,14 +247,6 @@ def test_an_answer_that_takes_too_long_is_a_timeout(tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
 
 
-def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path) -> None:
-    stub = TritonStub(samples=20 * SAMPLE_RATE)
-    with stub_triton(stub) as address, serving(Settings(urls=(address,), stall=0.5)) as url:
-        with httpx.stream("POST", url + SPEECH, json={**TEXT, "input": "endless"}) as answer:
-            assert answer.status_code == 200
-            until(lambda: stub.served == 1 and stub.live == 0, 15)
-
-
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/"])
 def test_pages_that_are_watched_answer_head_and_options(served: StubbedService, path: str) -> None:
     head = httpx.head(served.url + path)
@@ -318,6 +309,7 @@ def test_preflight_requests_and_monitoring_need_no_key(guarded: str) -> None:
         ({"urls": ("localhost",)}, "'localhost' is not the address"),
         ({"urls": ("https://x:1",)}, "not the address"),
         ({"max_streams": 0}, "max_streams 0"),
+        ({"sample_rate": 12_345}, "default_sample_rate 12345 is not one of 8000"),
         ({"timeout": -1.0}, "timeout -1.0"),
     ],
 )
