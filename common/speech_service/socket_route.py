@@ -13,6 +13,7 @@ place of a sentence: the model gets the text while it is being written.
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from contextlib import aclosing
@@ -32,6 +33,7 @@ from common.text.markup import without_voices
 from common.text.sentences import WINDOW, SentenceSplitter
 
 MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
+MAX_WAITING_UTTERANCES = 64  # that have ended and are not spoken yet
 _POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close codes of the protocol
 
 _MODES = "sentences", "tokens"
@@ -41,7 +43,7 @@ _OTHERWISE = {
     "stream_format": "audio is sent in binary messages",
     "subtitles": "use timestamps",
 }
-_DOCUMENT_BEGINS, _DOCUMENT_ENDS = ("<speak", "<?xml"), "</speak>"
+_DOCUMENT_BEGINS, _DOCUMENT_ENDS = re.compile(r"\s*(?:<speak|<\?xml)\b"), "</speak>"
 _HALF_A_CHARACTER = "text has half of a surrogate pair, whose other half did not follow"
 
 logger = logging.getLogger(__name__)
@@ -87,9 +89,9 @@ class SocketSession:
         self._half = ""  # of a surrogate pair, which a client that cuts text by UTF-16 units may send in two pieces
         self._splitter = SentenceSplitter()
         self._document = ""  # SSML that has not ended, which is spoken as one sentence
-        self._waiting: deque[str | TextPieces] = deque()  # complete sentences, or all of the utterance
+        # Complete sentences, or all of the utterance; None where the client has sent input.done.
+        self._waiting: deque[str | TextPieces | None] = deque()
         self._waiting_chars = 0  # of all of them
-        self._finished = False  # the client has sent input.done
         self._utterance = 0
         self._sentences = 0  # spoken so far in this utterance
         self._voice: dict[str, str] = {}  # request fields for the voice that the utterance has changed to
@@ -190,24 +192,33 @@ class SocketSession:
 
     def _complete(self, text: str) -> list[str]:
         documents: list[str] = []
-        while self._document or (self._splitter.unfinished + text).lstrip().startswith(_DOCUMENT_BEGINS):
-            document, end, text = (self._document + self._splitter.finish() + text).partition(_DOCUMENT_ENDS)
-            self._document = "" if end else document
+        while _DOCUMENT_BEGINS.match(begun := self._unfinished + text):
+            self._drop_unfinished()
+            document, end, text = begun.partition(_DOCUMENT_ENDS)
             if not end:
+                self._document = document
                 return documents
             documents.append(document.strip() + end)
+        text, self._document = self._document + text, ""  # "<speak" may have been the beginning of another word
         return [*documents, *self._split(text)]
 
     def _split(self, text: str) -> list[str]:
         return [sentence.strip() for sentence in self._splitter.push(text) if is_speakable(sentence)]
 
     def _finish(self) -> None:
+        if self._waiting.count(None) >= MAX_WAITING_UTTERANCES:
+            raise ApiError(
+                429,
+                f"{MAX_WAITING_UTTERANCES} utterances are waiting to be spoken: wait for session.done",
+                code="too_much_text",
+            )
         rest, half = self._unfinished, self._half
         self._drop_unfinished()
-        self._finished, self._half = True, ""
+        self._half = ""
         self._queue([rest.strip()] if is_speakable(rest) else [])
         if self._pieces is not None:
             self._pieces.end()
+        self._waiting.append(None)
         self._wake()
         if half:
             raise invalid(_HALF_A_CHARACTER, "text")
@@ -240,10 +251,12 @@ class SocketSession:
             self._speaker = asyncio.create_task(self._speak())
 
     async def _speak(self) -> None:
-        """Speak the waiting sentences, then end the utterance if input.done was received."""
+        """Speak the waiting sentences, and end each utterance for which input.done was received."""
         while self._waiting:
             try:
-                sentence = self._waiting.popleft()
+                if (sentence := self._waiting.popleft()) is None:
+                    await self._end_utterance()
+                    continue
                 self._waiting_chars -= len(sentence) if isinstance(sentence, str) else 0
                 await self._speak_sentence(sentence)
             except WebSocketDisconnect:
@@ -256,11 +269,12 @@ class SocketSession:
                 await self._socket.close(_INTERNAL_ERROR, "internal error")
                 return
         self._active = time.monotonic()
-        if self._finished:
-            done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
-            self._utterance, self._sentences, self._finished = self._utterance + 1, 0, False
-            self._pieces, self._voice = None, {}
-            await self._send("session.done", **done)
+
+    async def _end_utterance(self) -> None:
+        done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
+        self._utterance, self._sentences = self._utterance + 1, 0
+        self._pieces, self._voice = None, {}
+        await self._send("session.done", **done)
 
     async def _speak_sentence(self, sentence: str | TextPieces) -> None:
         before = self._voice
@@ -300,7 +314,7 @@ class SocketSession:
     async def _cancel(self) -> None:
         """Barge-in: discard all text so far; no audio of it is sent after the answer to this message."""
         self._waiting.clear()
-        self._waiting_chars, self._finished, self._half = 0, False, ""
+        self._waiting_chars, self._half = 0, ""
         self._drop_unfinished()
         await self.stop_speaking()
         self._pieces, self._voice = None, {}

@@ -13,6 +13,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from common.constants import SAMPLE_RATE
 from common.speech_service.settings import Settings
+from common.speech_service.socket_route import MAX_WAITING_UTTERANCES
 from tests.support.speech_fixtures import serving, stub_triton, until
 from tools.bench.triton_stub import TritonStub, texts_of
 
@@ -175,6 +176,44 @@ def test_an_ssml_document_is_one_sentence_however_it_arrives(url: str) -> None:
         assert sentences(receive(socket, "session.done")) == ["Hi.", document, "Bye.", "<speak>Left"]
         send(socket, "input.text", text="<speak></speak>" * 1500 + "<speak>" + "a" * 5000)
         assert "more than 4096 characters" in receive(socket, "error")[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize("pieces", [["<speaker> Yes. No"], ["<speak", "er> Yes. No"]])
+def test_a_word_that_begins_like_a_document_is_spoken_by_sentences(url: str, pieces: list[str]) -> None:
+    with connect(url) as socket:
+        for piece in pieces:
+            send(socket, "input.text", text=piece)
+        assert sentences(receive(socket, "audio.done")) == ["<speaker> Yes."]
+
+
+def test_the_next_utterance_may_be_sent_before_the_end_of_the_one_before(url: str) -> None:
+    with connect(url) as socket:
+        for text in ("One. Two", "Three", ""):
+            send(socket, "input.text", text=text)
+            send(socket, "input.done")
+        ends = [receive(socket, "session.done") for _ in range(3)]
+    assert [sentences(each) for each in ends] == [["One.", "Two"], ["Three"], []]
+    assert [(end["utterance_index"], end["total_sentences"]) for *_, end in ends] == [(0, 2), (1, 1), (2, 0)]
+
+
+def test_utterances_that_wait_are_limited(url: str) -> None:
+    with connect(url) as socket:
+        send(socket, "input.text", text="endless talk")
+        for _ in range(MAX_WAITING_UTTERANCES + 2):
+            send(socket, "input.done")
+        assert receive(socket, "error")[-1]["error"]["code"] == "too_much_text"
+        send(socket, "input.cancel")
+        receive(socket, "audio.cancelled")
+        send(socket, "input.done")
+        assert receive(socket, "session.done")[-1]["utterance_index"] == 1
+
+
+def test_an_object_deep_inside_of_objects_does_not_end_the_session(url: str) -> None:
+    with connect(url) as socket:
+        socket.send('{"type": "session.config", "a": ' + '{"a": ' * 600 + "1" + "}" * 601)
+        receive(socket, "error")
+        send(socket, "input.done")
+        receive(socket, "session.done")
 
 
 def test_emoji_alone_are_no_sentence(url: str) -> None:
