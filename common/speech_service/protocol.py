@@ -1,10 +1,13 @@
-"""uvicorn's HTTP protocol with limits for what arrives before a request reaches the application.
+"""uvicorn's HTTP protocol with limits for what arrives before a request reaches the application, and for what a client
+leaves unread.
 
 uvicorn with httptools collects headers of any size and waits for the rest of a request for as long as the client likes.
+It closes a connection only once the client has read everything, so one that stops reading keeps it, and its memory.
 """
 
 import asyncio
 import logging
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -13,6 +16,7 @@ from common.speech_service.settings import Settings
 
 MAX_HEADER_BYTES = 64 << 10
 HEADER_SECONDS = 10.0
+MAX_MILLISECONDS = (1 << 31) - 1  # of a socket option
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +25,14 @@ class LimitedProtocol(HttpToolsProtocol):
     """One connection, up to an upgrade to a WebSocket, which has pings instead.
 
     Headers must have arrived HEADER_SECONDS after the connection or the request has begun, and the body
-    `receive_timeout` seconds after its headers.
+    `receive_timeout` seconds after its headers. A client that takes nothing of what is sent to it for `stall` seconds,
+    also over a WebSocket, loses the connection; one that reads slowly keeps it.
     """
 
     def __init__(self, settings: Settings, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._receive_timeout = settings.receive_timeout
+        self._stall_milliseconds = min(max(1, round(1000 * settings.stall)), MAX_MILLISECONDS)  # 0: no limit
         self._header_seconds = min(HEADER_SECONDS, settings.receive_timeout)
         self._max_bytes = MAX_HEADER_BYTES + 2 * settings.max_body_bytes  # of a request: its chunks have headers too
         self._deadline: asyncio.TimerHandle | None = None
@@ -35,6 +41,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Only the kernel knows whether the client takes anything (tcp(7)). The option stays after an upgrade.
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._stall_milliseconds)
         self._expect_within(self._header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -11,6 +11,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from common.constants import SAMPLE_RATE
 from common.speech_service.settings import Settings
 from tests.speech_service.test_requests import in_base64, recording
 from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
@@ -28,10 +29,14 @@ def url() -> Iterator[str]:
             yield served
 
 
-def opened(url: str, data: bytes = b"") -> socket.socket:
-    """A connection on which `data` has been sent."""
+def opened(url: str, data: bytes = b"", receive_buffer: int = 0) -> socket.socket:
+    """A connection on which `data` has been sent. receive_buffer: its bytes, 0 for the system's choice."""
     host, port = url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)), timeout=10)
+    client = socket.socket()
+    client.settimeout(10)
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.connect((host, int(port)))
     client.sendall(data)
     return client
 
@@ -71,6 +76,36 @@ def test_a_large_body_may_arrive_with_its_headers_again_and_again(url: str) -> N
             received = b""
             while not received.endswith(b"0\r\n\r\n"):
                 received += client.recv(1 << 16)
+
+
+def test_clients_that_do_not_read_lose_their_streams_and_their_connections() -> None:
+    stub, whole = TritonStub(samples=20 * SAMPLE_RATE), request(json.dumps({**TEXT, "stream": False}).encode())
+    batch = request(json.dumps({"items": [TEXT] * 3}).encode()).replace(b"speech ", b"speech/batch ", 1)
+    upgrade = f"GET {SPEECH}/stream HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    socket_key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    with stub_triton(stub) as address, serving(Settings(urls=(address,), stall=SECONDS)) as served:
+
+        def ended() -> float:
+            lines = httpx.get(f"{served}/metrics").text.splitlines()
+            return sum(
+                float(line.split()[-1]) for line in lines if line.startswith(f'speech_requests_total{{route="{SPEECH}')
+            )
+
+        clients = [opened(served, data, receive_buffer=4096) for data in (whole, batch)]
+        clients.append(opened(served, request(json.dumps({**TEXT, "input": "endless"}).encode()), receive_buffer=4096))
+        clients.append(opened(served, (upgrade + socket_key).encode(), receive_buffer=4096))
+        assert clients[-1].recv(12) == b"HTTP/1.1 101"
+        for message in ({"type": "input.text", "text": "Hello"}, {"type": "input.done"}):
+            data = json.dumps(message).encode()
+            clients[-1].sendall(bytes([0x81, 0x80 | len(data), 0, 0, 0, 0]) + data)  # a text, masked with zeros
+        try:
+            until(lambda: ended() == len(clients) and stub.live == 0, 30)
+            with pytest.raises(ConnectionError):  # the connection is gone, and not only the stream
+                while clients[0].recv(1 << 16):
+                    pass
+        finally:
+            for client in clients:
+                client.close()
 
 
 def test_a_request_over_the_limit_of_connections_is_answered_503(url: str) -> None:
