@@ -35,6 +35,7 @@ from common.text import TextFrontend
 from common.voice.book import VoiceBook
 
 CLOSE_SECONDS = 5.0
+TEST_SECONDS = 10.0  # a loop that takes longer for nothing is blocked
 
 
 class OrchestratorModel:
@@ -56,7 +57,7 @@ class OrchestratorModel:
             self._loop.submit(request)
 
     def _test(self) -> None:
-        self._loop.run(asyncio.sleep(0))
+        self._loop.run(asyncio.sleep(0), TEST_SECONDS)
 
     def finalize(self) -> None:
         try:

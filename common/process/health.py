@@ -5,8 +5,10 @@ itself: a small job through its own queue and engine. The result is published wi
 shows by its age that the process is not stopped. If the process cannot recover, a file names the reason.
 """
 
+import faulthandler
 import gc
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +25,7 @@ TEST_SECONDS = 10.0
 POLL_SECONDS = 1.0
 RETURN_SECONDS = 30.0  # between two times that freed memory is given back
 FAILED = ".failed"  # ending of the file that names the reason
+STACKS_SIGNAL = signal.SIGUSR1  # a model writes the Python stacks of all its threads to the log
 
 SUCCESS_AGE = Metric(
     "tts_model_success_age_seconds", "gauge", "Seconds since the model last answered a request or passed its own test"
@@ -93,6 +96,9 @@ class ModelMonitor:
         self._model = args["model_name"]
         self._ended = threading.Event()
         health.succeeded()  # it has just been loaded
+        faulthandler.register(
+            STACKS_SIGNAL
+        )  # before the first metrics, which tell the server that the process has this
         self._publisher = MetricsPublisher(lambda: {**read(), **health.values()}, args)
         if ModelEnvironment.read().metrics_directory:
             gc.collect()

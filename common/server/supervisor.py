@@ -131,4 +131,5 @@ def drain(server: TritonServer, health: HealthPage, notice: float, limit: float)
         time.sleep(DRAIN_POLL_SECONDS)
     if live:
         logger.warning("%d requests still running after %g s; they end with UNAVAILABLE", live, limit)
+        server.write_stacks()
     return live

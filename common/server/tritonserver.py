@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from collections.abc import Container
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from common.constants import CALL_THREADS, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from common.process import metrics
 from common.process.drain import DrainFile
 from common.process.environment import ModelEnvironment, tritonserver_environment
+from common.process.health import STACKS_SIGNAL
 from common.replicas import first_replica
 from common.server.installation import Installation, ServerError
 from common.server.logs import MAX_BYTES, rotate
@@ -45,6 +47,7 @@ CACHE_MIB = 64  # default size of the local response cache
 STARTS = 3
 HUNG_SECONDS = 60.0  # after the last instance has been loaded; the server is ready within one
 LOAD_SECONDS = 600  # for all models to load, and for each of them
+STACKS_SECONDS = 0.2  # for models to write their stacks
 STOP_SECONDS = 12  # to finish running requests and unload the models; then the process group is killed
 
 # Kills what is left of a server and removes its shared memory and files, even if the process that started both was
@@ -295,12 +298,22 @@ class TritonServer:
             if self._unloading > STOP_SECONDS or self.answers_ready():
                 for model in sorted({self._models[pid] for pid in dead}):
                     faults.setdefault(model, f"the process of model {model} has died")
+        if faults:
+            self.write_stacks(faults)
         working = {first_replica(model) for model in set(self._models.values()) - faults.keys()}
         if any(first_replica(model) not in working for model in faults):
             self.kill()
             raise ServerError(f"{'; '.join(faults.values())}; tritonserver has to be restarted")
         for model, reason in faults.items():
             self._lose(model, reason)
+
+    def write_stacks(self, models: Container[str] | None = None) -> None:
+        """Have our models that still run, or some of them, write the Python stacks of their threads to the log."""
+        for process, model in self.model_processes().items():
+            if model in (self._watch.models if models is None else models) and model in self._watch.models:
+                with suppress(ProcessLookupError):
+                    os.kill(process, STACKS_SIGNAL)
+        time.sleep(STACKS_SECONDS)
 
     def _lose(self, model: str, reason: str) -> None:
         """Go on without a model. Its process is ended: what hangs may come back, and would get no requests."""

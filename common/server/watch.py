@@ -56,6 +56,11 @@ class ModelWatch:
                 faults[model] = f"model {model} has failed and cannot recover: {reason}"
         return faults
 
+    @property
+    def models(self) -> set[str]:
+        """Those that publish their files."""
+        return {instance.model for instance in self._instances.values()}
+
     def lose(self, model: str, reason: str) -> None:
         """From now on the server goes on without a model, whose processes have ended. Others ask `has_failed`."""
         self.lost[model] = reason

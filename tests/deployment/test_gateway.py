@@ -28,6 +28,7 @@ LONG = "word " * 24
 STREAMS = 16
 BEGUN = 4  # before a server dies
 NOTICE = "2"  # seconds; the gateway checks every second
+DRAIN = "40"  # seconds, far more than a stream takes
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,10 @@ class Fleet:
 
     def start(self, index: int) -> None:
         running = serve_process(
-            self._repository, self._directory / f"log-{index}", "--notice-seconds", NOTICE, ports=self._ports[index]
+            self._repository,
+            self._directory / f"log-{index}",
+            *("--notice-seconds", NOTICE, "--drain-seconds", DRAIN),
+            ports=self._ports[index],
         )
         self.servers[index] = self._stacks[index].enter_context(running)
 
@@ -62,6 +66,10 @@ class Fleet:
         self.servers[index].terminate()
         assert self.servers[index].process.wait(60) == 0
         self._stacks[index].close()
+
+    def logs(self) -> str:
+        """The ends of the servers' logs, which have the stacks of what did not end."""
+        return "\n".join(path.read_text()[-20_000:] for path in sorted(self._directory.glob("log-*")))
 
     def close(self) -> None:
         for stack in self._stacks:
@@ -132,7 +140,8 @@ def test_a_rolling_restart_under_load_loses_no_stream(running_gateway: Gateway, 
             await asyncio.gather(*listeners)
 
     asyncio.run(run())
-    assert [outcome.error for outcome in outcomes if outcome.error] == []
+    if errors := [outcome.error for outcome in outcomes if outcome.error]:
+        pytest.fail(f"{errors}\n{fleet.logs()}")
     assert len(outcomes) > 6
 
 

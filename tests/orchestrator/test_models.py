@@ -454,6 +454,15 @@ def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loo
     assert model._loop.loop.is_closed()
 
 
+def test_a_blocked_loop_fails_the_models_own_test(tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.orchestrator.model.TEST_SECONDS", 0.1)
+    with started("cosyvoice2_dit", tokenizer_dir) as model:
+        model._test()
+        model._loop.loop.call_soon_threadsafe(time.sleep, 0.5)
+        with pytest.raises(TimeoutError):
+            model._test()
+
+
 def test_hops_that_the_flow_cannot_render_stop_the_model_from_loading(tokenizer_dir: Path) -> None:
     with (
         pytest.raises(ValueError, match="largest hop of 60"),
