@@ -37,7 +37,7 @@ _SPELLING: dict[str, Spelled] = {
     "email_normalization": "emails",
     "phone_normalization": "phones",
 }
-_FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments"}
+_FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments", "played"}
 _PARAMETERS = {*_SAMPLING_KINDS, *_SPELLING, *_FLAGS, "sampling", "speed"}
 _TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
 
@@ -50,8 +50,8 @@ class SynthesisRequest:
     describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
     `normalize`, `as_is`: see `TextFrontend`. `speed` above 1 is faster; whole utterances only.
     `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
-    samples. `pieces`: the text, in place of `target_text`, while it is being written; spoken as it is, without
-    normalization and markup.
+    samples. `played`: somebody hears a streamed answer while it is made. `pieces`: the text, in place of
+    `target_text`, while it is being written; spoken as it is, without normalization and markup.
     """
 
     target_text: str
@@ -64,6 +64,7 @@ class SynthesisRequest:
     speed: float = 1.0
     timeline: bool = False
     segments: bool = False
+    played: bool = True
     pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
 
 
@@ -109,6 +110,7 @@ class RequestInputs:
             speed=_speed_of(self.parameters),
             timeline=_flag("timeline", self.parameters.get("timeline", False)),
             segments=_flag("segments", self.parameters.get("segments", False)),
+            played=_flag("played", self.parameters.get("played", True)),
             pieces=self.pieces,
         )
 

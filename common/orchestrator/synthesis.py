@@ -335,7 +335,7 @@ class Synthesizer:
             llm_prompt = LLMPrompt("", await scope.result(transcript), kept)
         else:
             llm_prompt = LLMPrompt("", instruction=request.instruct_text)
-        played = reserved is not None  # else nobody hears it before it is whole
+        played = request.played and reserved is not None  # else nobody hears it before it is whole
         urgent = self._rules.first_context(None if kept is None else len(kept)) if played else 0
         llm_prompt = replace(llm_prompt, urgent_tokens=urgent, played=played)
         on_stage("voice")

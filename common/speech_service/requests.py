@@ -116,6 +116,11 @@ class SpeechRequest(BaseModel):
     ras_tau: Finite | None = Field(None, description="share of these from which a token is replaced")
     max_tokens: Int64 | None = Field(None, description="speech tokens per request to the LLM, 25 per second")
 
+    def flags(self) -> dict[str, bool]:
+        """The flags among a model's request parameters that differ from their defaults."""
+        whole = not self.stream or self.stream_format == "json"
+        return self.normalization_options.parameters() | ({"played": False} if whole else {})
+
     @field_validator("sampling")
     @classmethod
     def _is_preset(cls, sampling: str) -> str:
@@ -256,7 +261,7 @@ def utterance(
     # Floats as text, which the models accept: Triton 2.51 has no float parameters.
     sampling = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
     parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
-    parameters |= wanted.normalization_options.parameters()
+    parameters |= wanted.flags()
     if _other_language(
         wanted.language or wanted.lang_code, voice.pop("transcript", "") or voice.get("reference_text") or ""
     ):

@@ -88,6 +88,7 @@ async def _whole(service: Service, item: Any) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise invalid(f"the item is a JSON {type(item).__name__}, not an object")
     wanted: SpeechRequest = parse(SpeechRequest, item)
+    wanted.stream = False
     encoder = service.encoder(wanted)
     job = await service.job(wanted)
     return await whole(service.audio(job, encoder), job, encoder, wanted.subtitles)

@@ -33,6 +33,10 @@ def test_an_unknown_parameter_is_an_error_that_names_it_and_the_known_ones() -> 
         check(parameters={"temprature": 0.5})
 
 
+def test_an_answer_is_played_unless_the_request_says_otherwise() -> None:
+    assert check().played and not check(parameters={"played": False}).played
+
+
 def test_what_is_not_to_be_spelled_out_is_chosen_by_flags() -> None:
     assert check().as_is == frozenset()
     assert check(parameters={"url_normalization": "false", "phone_normalization": False}).as_is == {"urls", "phones"}

@@ -39,10 +39,10 @@ class CountingLM(FakeLM):
         return [[1], self.events[prompt.target_text], [2]]
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offline: bool) -> None:
+@pytest.mark.parametrize(("offline", "played"), [(False, True), (False, False), (True, True)])
+def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offline: bool, played: bool) -> None:
     pipeline = Pipeline(CountingLM())
-    request = speech_request(voice=3, text="0-40|100-101|200-260")
+    request = replace(speech_request(voice=3, text="0-40|100-101|200-260"), played=played)
 
     async def scenario() -> list[np.ndarray]:
         return [await pipeline.synthesizer.offline(request)] if offline else await pipeline.synthesize(request)
@@ -52,7 +52,7 @@ def test_segments_are_rendered_in_order_in_one_voice_with_the_same_sampling(offl
     voice = ("reference", [3] * PROMPT_TOKENS)
     assert pipeline.llm.prompts == [LLMPrompt(text, *voice) for text in ("0-40", "100-101", "200-260")]
     hints = [(prompt.urgent_tokens, prompt.played) for prompt in pipeline.llm.prompts]
-    assert hints == ([(0, False)] * 3 if offline else [(URGENT_TOKENS, True), (0, True), (0, True)])
+    assert hints == ([(0, False)] * 3 if offline or not played else [(URGENT_TOKENS, True), (0, True), (0, True)])
     assert pipeline.llm.samplings == [request.sampling] * 3
     assert len(pipeline.encoder.started) == 3  # the voice is encoded once
 

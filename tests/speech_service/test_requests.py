@@ -220,6 +220,7 @@ def test_a_wav_file_that_is_not_streamed_has_its_length(served: StubbedService, 
     batch = served.post({"items": [body]}, "/v1/audio/speech/batch").json()["results"][0]
     in_json = served.post({**body, "stream_format": "json"}).json()
     spoken = served.stub.chunks * served.stub.samples * rate // SAMPLE_RATE
+    assert all("played" in request.parameters for request in list(served.stub.requests)[-2:])
     for audio in (served.post({**body, "stream": False}).content, *map(audio_data, (in_json, batch))):
         riff, samples = (int.from_bytes(audio[at : at + 4], "little") for at in (4, audio.index(b"data") + 4))
         assert riff == len(audio) - 8 and samples == len(audio) - audio.index(b"data") - 8
@@ -244,6 +245,7 @@ def test_fields_of_peers_have_their_meaning(served: StubbedService) -> None:
         "phone_normalization": False,
     }
     assert "email_normalization" not in parameters and "text_frontend" not in parameters
+    assert "played" in parameters and not parameters["played"].bool_param  # the answer is sent when it is complete
     served.post({**TEXT, "normalization_options": {"normalize": False}})
     assert not served.stub.requests[-1].parameters["text_frontend"].bool_param
     for broken in ({"normalization_options": {"urls": False}}, {"volume_multiplier": 0}, {"lang_code": "<"}):
