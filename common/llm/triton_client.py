@@ -1,7 +1,8 @@
 """The LLM as a model of the same Triton, with the tensors of TensorRT-LLM's backend, whichever backend serves it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Protocol
 
@@ -12,6 +13,10 @@ from common.errors import UnavailableError
 from common.llm.interface import LengthRatios, LLMPrompt, Sampling, Timeouts, TokenChunk, TokenStream
 from common.llm.speech_tokens import LLMTokenizer
 from common.llm.triton_tensors import Tensors, output_tokens, request_parameters, request_tensors
+
+CLOSE_SECONDS = 1.0  # from the end token to the end of the stream
+
+logger = logging.getLogger(__name__)
 
 
 class ResponseStreams(Protocol):
@@ -81,9 +86,8 @@ class TritonLM:
                     ended = any(token in self._tokenizer.end_ids for token in llm_ids)
                     wait = self._timeouts.token
                     yield TokenChunk(self._tokenizer.to_speech_ids(llm_ids))
-                if ended:  # read up to the last response, or a finished request would count as cancelled
-                    async with timeout(wait):
-                        await anext(responses, None)
+                if ended:
+                    await _read_end(responses)
             # TensorRT-LLM's tensors give no finish reason; the token count does.
             yield TokenChunk([], "length" if generated >= sampling.max_tokens and not ended else "stop")
         except asyncio.TimeoutError:
@@ -92,3 +96,12 @@ class TritonLM:
             raise
         except RuntimeError as error:
             raise UnavailableError(f"the LLM failed: {error}") from error
+
+
+async def _read_end(responses: AsyncIterator[object]) -> None:
+    """Read up to the last response, or a finished request would count as cancelled. The answer does not wait for it."""
+    try:
+        async with timeout(CLOSE_SECONDS):
+            await anext(responses, None)
+    except asyncio.TimeoutError:
+        logger.warning("the LLM did not end its stream within %g s of its last token", CLOSE_SECONDS)

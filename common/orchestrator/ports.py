@@ -225,6 +225,10 @@ class TritonToken2WavStream:
         return TritonToken2WavStream(self._token2wav, self.model)
 
     async def abort(self) -> None:
+        # In a task of its own: a client who leaves meanwhile cancels its waiter, and END must be sent all the same.
+        await asyncio.shield(asyncio.ensure_future(self._abort()))
+
+    async def _abort(self) -> None:
         if self._in_flight is not None:
             await asyncio.wait({self._in_flight})
         if not self._open:

@@ -223,9 +223,9 @@ class RequestLoop:
 
     async def _serve(self, request: Any, responder: Responder) -> None:
         """The error boundary of one request."""
-        request_id.set(request.request_id())  # for this task
         failure: Any = None
         try:
+            request_id.set(request.request_id())  # for this task; ValueError if it is not UTF-8
             if self._closing:
                 raise self._shutting_down()
             await self._handle(request, responder)

@@ -301,6 +301,25 @@ def test_a_played_answer_leaves_the_gpu_to_its_first_chunk_and_others_do_not_wai
         engine.close()
 
 
+def test_an_engine_that_rests_does_not_spin_while_a_request_waits_for_pages(llm_dir, tokenizer, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("common.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
+    engine = load(llm_dir, tokenizer, 1.0)
+    sampling = Sampling(max_tokens=30, min_tokens=30, seed=1)
+    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids, 0, True)
+    engine._pages.take(engine._pages.free - engine._scheduler.pages_of(request))  # for one answer at a time
+    steps, step = [], engine._step
+    monkeypatch.setattr(engine, "_step", lambda: (steps.append(1), step()))
+
+    async def run():
+        return await asyncio.gather(*(collect(engine, request) for _ in range(2)))
+
+    try:
+        first, second = asyncio.run(run())
+        assert first == second and len(first) == 30 and len(steps) < 100
+    finally:
+        engine.close()
+
+
 def test_played_answers_are_computed_at_beats_after_their_first_chunks(llm_dir, tokenizer, monkeypatch):  # noqa: F811
     monkeypatch.setattr("common.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
     played = [True] * 5 + [False]

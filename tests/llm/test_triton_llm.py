@@ -67,6 +67,13 @@ def test_speech_ids_are_yielded_as_they_arrive_up_to_the_end_token(tokenizer):
     assert model.open_streams == 0
 
 
+def test_a_stream_that_does_not_end_after_its_last_token_ends_the_answer(tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr("common.llm.triton_client.CLOSE_SECONDS", 0.05)
+    model = ScriptedModel([tokenizer.first_speech_id, tokenizer.end_ids[0]], 60.0)
+    assert speak(model, tokenizer) == ([[0]], "stop")
+    assert model.open_streams == 0 and "did not end its stream" in caplog.text
+
+
 def test_reaching_max_tokens_is_reported(tokenizer):
     model = ScriptedModel([tokenizer.first_speech_id], [tokenizer.first_speech_id])
     assert speak(model, tokenizer, max_tokens=2) == ([[0], [0]], "length")

@@ -267,6 +267,26 @@ def test_an_abort_waits_for_the_chunk_in_flight() -> None:
     asyncio.run(main())
 
 
+def test_a_client_who_leaves_during_an_abort_does_not_keep_the_stream_open() -> None:
+    async def main() -> None:
+        call = FakeCall(gate=asyncio.Event())
+        models = token2wav(call, cumulative=False)
+        stream = models.open()
+        starting = asyncio.create_task(stream.start(PROMPT, None))
+        await asyncio.sleep(0.01)
+        starting.cancel()
+        aborting = asyncio.create_task(stream.abort())
+        await asyncio.sleep(0.01)
+        aborting.cancel()
+        await asyncio.wait({aborting})
+        assert call.gate is not None
+        call.gate.set()
+        await asyncio.sleep(0.01)
+        assert [sent.end for sent in call.sent] == [False, True] and not any(models.live.values())
+
+    asyncio.run(main())
+
+
 def test_correlation_ids_are_63_bits_and_differ() -> None:
     ids = {new_correlation_id() for _ in range(100)}
     assert len(ids) == 100

@@ -290,6 +290,14 @@ def test_a_model_that_is_not_decoupled_must_send_a_response():
     assert "sent no response" in sender.responses[0].error().message()
 
 
+def test_a_request_whose_id_is_not_utf_8_is_answered(serve, decoupled, monkeypatch):
+    sent = request(decoupled)
+    monkeypatch.setattr(sent, "request_id", b"\xff".decode)
+    serve(send_audio).submit(sent)
+    wait_until(lambda: sent.sender.final)
+    assert "'utf-8' codec can't decode" in sent.sender.responses[0].error().message()
+
+
 def test_a_deferred_answer_that_cannot_be_sent_still_ends_the_request():
     sent = InferenceRequest.from_client({})
     reply = triton_io.answer_later(sent, "waveform", model="m")

@@ -41,6 +41,7 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
         self._pages = pages
         self._scheduler = Scheduler(decoder, max_requests, pages)
         self._next_beat = 0.0
+        self._last_waiting: SequenceRow | None = None  # of those for which there were no pages
         super().__init__(max_requests, self._scheduler.rows)
 
     def _serve(self) -> None:
@@ -64,6 +65,7 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
             raise RuntimeError("a fault of a test")
         with self._wake:
             self._scheduler.admit(self._waiting)
+            self._last_waiting = self._waiting[-1] if self._waiting else None
         speaking = next((row for row in self._rows if row.generated), None)
         if speaking and faults.take("nan_logits"):
             self._decoder.spoil(speaking.pages[0])
@@ -74,7 +76,8 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
                     self._scheduler.remove(answer.sequence)
         for answer in answers:
             answer.sequence.report(answer.item)
-        if self._rows and self._scheduler.idle:
+        pages_wanted = self._last_waiting is not None and any(answer.ends for answer in answers)
+        if self._rows and self._scheduler.idle and not pages_wanted:
             self._rest(self._next_beat - time.monotonic())
 
     def _beat(self) -> bool:
@@ -86,10 +89,13 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
         return True
 
     def _rest(self, seconds: float) -> None:
-        """Leave the GPU to token2wav, or until a request comes."""
+        """Leave the GPU to token2wav, or until a further request comes."""
         self._wake_readers()
         with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._failure, max(0.0, seconds))
+            self._wake.wait_for(
+                lambda: self._failure or (self._waiting and self._waiting[-1] is not self._last_waiting),
+                max(0.0, seconds),
+            )
 
 
 def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources) -> CudaEngine:
