@@ -5,7 +5,10 @@ chunks and closes it.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from common.accel.loading import flow_runtime
 from common.batches import isolated
 from common.config import FlowRuntime, Token2WavConfig
 from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from common.device import new_stream
 from common.errors import is_fatal
 from common.process import faults
 from common.process.metrics import EVICTED, FAILED, FALLBACKS, RETRIED, Values
@@ -42,8 +46,33 @@ logger = logging.getLogger(__name__)
 SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
 
 
+@dataclass(frozen=True)
+class Lane:
+    """What renders one batch at a time: a flow and a vocoder with their CUDA graphs, and a CUDA stream."""
+
+    flow: StreamingFlow
+    vocoder: Vocoder
+    stream: torch.cuda.Stream | None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """The body computes on the lane's stream. What it has begun there is done at the end, also after an error, so
+        that threads and lanes need no other order between them."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            try:
+                yield
+            finally:
+                if self.stream is not None:
+                    self.stream.synchronize()
+
+
 class Token2Wav:
-    """A flow and a vocoder. Not thread-safe: one thread renders."""
+    """A flow and a vocoder.
+
+    At the same time, one thread each may: render a batch or whole utterances; render first chunks (`starts`), if
+    `starts_apart`; do all the rest, but `prefill`, and `open` in a voice without a prompt cache, only while no first
+    chunks are rendered.
+    """
 
     def __init__(
         self,
@@ -58,6 +87,13 @@ class Token2Wav:
         self._flow = flow
         self._vocoder = vocoder
         self._device = device
+        self._batches = Lane(flow, vocoder, self._new_stream())
+        self._starts = self._batches
+        flow_of_starts, vocoder_of_starts = flow.for_starts(), vocoder.for_starts()
+        if flow_of_starts is not None and vocoder_of_starts is not None:
+            self._starts = Lane(flow_of_starts, vocoder_of_starts, self._new_stream(urgent=True))
+        self._opening = replace(self._starts, stream=self._new_stream(urgent=True))
+        self._lock = threading.Lock()  # of the prompt caches, the slots of streams, and the counts
         self._files = files
         self._fallbacks = fallbacks
         self._bad_chunk: Chunk | None = None
@@ -130,16 +166,26 @@ class Token2Wav:
             contexts=config.flow_contexts,
         )
 
-    def warm_up(self) -> None:
+    def _new_stream(self, urgent: bool = False) -> torch.cuda.Stream | None:
+        device = torch.device(self._device)
+        return new_stream(device, urgent) if device.type == "cuda" else None
+
+    @property
+    def starts_apart(self) -> bool:
+        """Whether first chunks can be rendered at the same time as another batch."""
+        return self._starts is not self._batches
+
+    def warm_up(self, *, starts: bool = False) -> None:
         """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run.
-        ValueError with the file whose network speaks no numbers."""
+        ValueError with the file whose network speaks no numbers. starts: in the thread that renders first chunks."""
         _use(self._device)
-        prompt, tokens = self.sample(FLOW_CHUNK_TOKENS)
+        prompt, tokens = self.sample(self.limits.first_hop_tokens if starts else FLOW_CHUNK_TOKENS)
         try:
             stream = self.open(prompt)
-            self.step([self.chunk(stream, tokens, final=False)])
+            self.step([self.chunk(stream, tokens, final=False)], starts=starts)
             self.close(stream)
-            self.whole(prompt, tokens)
+            if not starts:
+                self.whole(prompt, tokens)
         except NotFiniteError as error:
             with torch.inference_mode():
                 (mel,) = self._flow.exact().whole([(prompt, tokens)])
@@ -155,31 +201,37 @@ class Token2Wav:
         """Mel frames that opening a stream in that voice prefills: 0 if its prompt cache is there. ValueError for an
         invalid prompt."""
         self._check(prompt)
-        return self._flow.prefill_frames(prompt)
+        with self._lock:
+            return self._flow.prefill_frames(prompt)
 
     def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
         """See `StreamingFlow.fitting`: streams of the other voices wait until some end."""
-        return self._flow.fitting(prompts)
+        with self._lock:
+            return self._flow.fitting(prompts)
 
-    @torch.inference_mode()
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         """Build the prompt caches of different voices in one batch, if there is room for all."""
-        self._flow.prefill(prompts)
+        with self._lock, self._opening.used():
+            self._opening.flow.prefill(prompts)
 
-    @torch.inference_mode()
     def open(self, prompt: Prompt) -> Stream:
         """Start a stream in a voice; builds the voice's prompt cache if it is not there yet."""
         self._check(prompt)
-        vocoder = self._vocoder.open()
-        try:
-            return self._flow.open(prompt, vocoder)
-        except BaseException:
-            self._vocoder.close(vocoder)
-            raise
+        with self._lock, self._opening.used():
+            vocoder = self._vocoder.open()
+            try:
+                return self._opening.flow.open(prompt, vocoder)
+            except BaseException:
+                self._vocoder.close(vocoder)
+                raise
 
     def chunk(self, stream: Stream, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk:
         """See `StreamingFlow.chunk`: the next chunk of a stream, or a ValueError."""
         return self._flow.chunk(stream, tokens, final=final, offset=offset)
+
+    def is_start(self, chunk: Chunk) -> bool:
+        """Whether `render` takes it with `starts`: a first chunk, unless it is longer than those of the first hop."""
+        return chunk.offset == 0 and chunk.frames <= self._starts.flow.limits.chunk_frames[-1]
 
     @property
     def limits(self) -> BatchLimits:
@@ -190,9 +242,9 @@ class Token2Wav:
         """How many tokens a batch should have at most, counted as `Chunk.computed`."""
         return self._flow.batch_tokens
 
-    def padded(self, chunks: int, tokens: int) -> int:
+    def padded(self, chunks: int, tokens: int, *, starts: bool = False) -> int:
         """See `limits.padding`."""
-        return self._flow.padded(chunks, tokens)
+        return (self._starts if starts else self._batches).flow.padded(chunks, tokens)
 
     @property
     def cache_bytes(self) -> int:
@@ -215,49 +267,55 @@ class Token2Wav:
         }
 
     def close(self, stream: Stream) -> None:
-        """Free what the stream holds. To be called once."""
-        self._flow.close(stream)
-        self._vocoder.close(stream.vocoder)
+        """Free what the stream holds. To be called once, and not while a chunk of it is rendered."""
+        with self._lock:
+            self._flow.close(stream)
+            self._vocoder.close(stream.vocoder)
 
-    def step(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
+    def step(self, chunks: Sequence[Chunk], *, starts: bool = False) -> list[np.ndarray]:
         """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
 
         The chunks are of different streams; batching changes the audio of each by rounding only (docs/accelerators.md,
         Precision).
         """
         audio = []
-        for result in self.render(chunks):
+        for result in self.render(chunks, starts=starts):
             if isinstance(result, Exception):
                 raise result
             audio.append(result)
         return audio
 
-    @torch.inference_mode()
-    def render(self, chunks: Sequence[Chunk]) -> list[np.ndarray | Exception]:
+    def render(self, chunks: Sequence[Chunk], *, starts: bool = False) -> list[np.ndarray | Exception]:
         """As `step`, but a chunk that cannot be rendered gets an exception, and its stream cannot go on; the others get
         their audio. A batch for which the memory is not enough is rendered in parts. A chunk whose audio is not finite
-        is rendered again in float32.
+        is rendered again in float32. starts: the chunks are first ones (`is_start`).
         """
+        lane = self._starts if starts else self._batches
+        with lane.used():
+            results = self._rendered(lane, chunks)
+            for index, result in enumerate(results):
+                if isinstance(result, NotFiniteError):
+                    with self._lock:
+                        results[index] = self._again(chunks[index], result)
+        with self._lock:
+            self._failed += sum(isinstance(result, Exception) for result in results)
+        return [result if isinstance(result, Exception) else result.numpy() for result in results]
 
+    def _rendered(self, lane: Lane, chunks: Sequence[Chunk]) -> list[Tensor | Exception]:
         def flow(part: Sequence[Chunk]) -> list[Tensor]:
             self._fail_if_asked(part)
-            mels = self._flow.render(part)
+            mels = lane.flow.render(part)
             return mels if len(part) == len(chunks) else [mel.clone() for mel in mels]  # the next part overwrites them
 
         mels = isolated(flow, chunks)
         good = [(chunk, mel) for chunk, mel in zip(chunks, mels, strict=True) if isinstance(mel, Tensor)]
         if good and faults.take("nan_mel"):
             good[0][1].fill_(torch.nan)
-        audio = iter(self._vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
-        results = [mel if isinstance(mel, Exception) else next(audio) for mel in mels]
-        for index, result in enumerate(results):
-            if isinstance(result, NotFiniteError):
-                results[index] = self._again(chunks[index], result)
-        self._failed += sum(isinstance(result, Exception) for result in results)
-        return [result if isinstance(result, Exception) else result.numpy() for result in results]
+        audio = iter(lane.vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
+        return [mel if isinstance(mel, Exception) else next(audio) for mel in mels]
 
     def _again(self, chunk: Chunk, reason: NotFiniteError) -> Tensor | Exception:
-        """The audio (N,) of a chunk in float32. Other streams wait meanwhile."""
+        """The audio (N,) of a chunk in float32. Other streams of its lane wait meanwhile, and those that begin."""
         logger.warning("%s: a chunk is rendered again in float32", reason)
         self._retried += 1
         try:
@@ -287,7 +345,6 @@ class Token2Wav:
         (audio,) = self.whole_batch([(prompt, tokens)], speed)
         return audio
 
-    @torch.inference_mode()
     def whole_batch(self, utterances: Sequence[tuple[Prompt, np.ndarray]], speed: float = 1.0) -> list[np.ndarray]:
         """Whole utterances in one batch, each as `whole` renders it alone. ValueError if one of them is invalid."""
         for prompt, tokens in utterances:
@@ -295,14 +352,17 @@ class Token2Wav:
             self._flow.check_ids(tokens)
             if len(tokens) == 0:
                 raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-        audio = _whole(self._flow, self._vocoder, utterances, speed)
-        if not all(row.isfinite().all() for row in audio):
-            logger.warning("the audio is not finite: whole utterances are rendered again in float32")
-            self._retried += len(utterances)
-            audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed)
-        if not all(row.isfinite().all() for row in audio):
-            self._failed += len(utterances)
-            raise NotFiniteError("the audio is not finite")
+        with self._batches.used():
+            audio = _whole(self._flow, self._vocoder, utterances, speed)
+            if not all(row.isfinite().all() for row in audio):
+                logger.warning("the audio is not finite: whole utterances are rendered again in float32")
+                with self._lock:
+                    self._retried += len(utterances)
+                    audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed)
+            if not all(row.isfinite().all() for row in audio):
+                with self._lock:
+                    self._failed += len(utterances)
+                raise NotFiniteError("the audio is not finite")
         return [row.numpy() for row in audio]
 
     def _check(self, prompt: Prompt) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from common.device import new_stream
 from common.token2wav.limits import Size
 
 logger = logging.getLogger(__name__)
@@ -21,17 +22,24 @@ WARM_UPS = 2
 
 
 @cache
-def _pool(device: int) -> torch.cuda.CUDAGraph:
-    """The owner of the memory in which all graphs of the process on that GPU, the current one, compute.
+def _pool(device: int, urgent: bool) -> torch.cuda.CUDAGraph:
+    """The owner of the memory in which the graphs of the process on that GPU, the current one, compute: all that are
+    urgent, or all others.
 
-    They share it because one is replayed at a time, on one stream, and nothing stays there between two replays: inputs
-    and results are outside. The first graph, which does nothing, keeps it: torch frees a pool with its last graph, and
-    then nothing can be captured into it.
+    They share it because one of them is replayed at a time, on one stream, and nothing stays there between two replays:
+    inputs and results are outside. The first graph, which does nothing, keeps it: torch frees a pool with its last
+    graph, and then nothing can be captured into it.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=_capture_stream(device, urgent)):
         torch.zeros(1, device=device)
     return graph
+
+
+@cache
+def _capture_stream(device: int, urgent: bool) -> torch.cuda.Stream:
+    """Where graphs are captured: their kernels have its priority."""
+    return new_stream(device, urgent)
 
 
 @cache
@@ -49,7 +57,8 @@ class _Graph:
 
 
 class Graphs:
-    """The graphs of one function, one per size. One replay at a time, those of other functions included."""
+    """The graphs of one function, one per size. One replay at a time, those of other functions included; those that are
+    urgent may be replayed at the same time as one of the others."""
 
     def __init__(
         self,
@@ -57,8 +66,10 @@ class Graphs:
         inputs: Callable[..., tuple[Tensor, ...]],
         sizes: Iterable[Size],
         name: str,
+        urgent: bool = False,
     ):
-        """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log."""
+        """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log. urgent:
+        see `new_stream`."""
         self._name = name
         self._warned = False
         self._graphs: dict[Size, _Graph] = {}
@@ -72,7 +83,7 @@ class Graphs:
         memory = sample.new_empty(max(map(math.prod, shapes.values())))
         for size, shape in tqdm(shapes.items(), desc=f"capturing {name}", unit="graph"):
             result = memory[: math.prod(shape)].view(shape)
-            self._graphs[size] = _Graph(given[size], result, _capture(function, given[size], result))
+            self._graphs[size] = _Graph(given[size], result, _capture(function, given[size], result, urgent))
 
     @property
     def sizes(self) -> Iterable[Size]:
@@ -123,9 +134,11 @@ def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Ten
     return result
 
 
-def _capture(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor) -> torch.cuda.CUDAGraph:
+def _capture(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor, urgent: bool
+) -> torch.cuda.CUDAGraph:
     """The graph that writes the function's result to `result`."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool(torch.cuda.current_device()).pool()):
+    graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
+    with torch.cuda.graph(graph, pool=_pool(device, urgent).pool(), stream=_capture_stream(device, urgent)):
         result.copy_(function(*inputs))
     return graph

@@ -7,7 +7,7 @@ than what `max_streams` can fill. What they take of the memory is computed in `m
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 
@@ -23,6 +23,7 @@ from common.constants import (
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
 MAX_BATCH = 64  # chunks; larger batches gain nothing
+START_BATCH = 8  # first chunks, or prompts, of a batch of their own
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
 PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024)  # the same of prompts
@@ -49,13 +50,15 @@ class BatchLimits:
     """The limits of a token2wav model, and the batch and graph sizes that follow from them.
 
     max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
-    chunks end on its multiples (`Stack.chunk_boundary`). ValueError if a chunk of the largest hop alone is beyond them.
+    chunks end on its multiples (`Stack.chunk_boundary`). starts: of batches of first chunks or prompts alone, which are
+    small. ValueError if a chunk of the largest hop alone is beyond them.
     """
 
     max_streams: int = Token2WavConfig.max_streams
     first_hop_tokens: int = Token2WavConfig.first_hop_tokens
     max_hop_tokens: int = Token2WavConfig.max_hop_tokens
     chunk_boundary: int = 1
+    starts: bool = False
     prefill_frames = PREFILL_FRAMES
 
     def __post_init__(self) -> None:
@@ -67,9 +70,13 @@ class BatchLimits:
             )
 
     @property
+    def of_starts(self) -> "BatchLimits":
+        return replace(self, starts=True)
+
+    @property
     def max_chunks(self) -> int:
         """Chunks of one batch."""
-        return min(MAX_BATCH, self.max_streams)
+        return min(START_BATCH if self.starts else MAX_BATCH, self.max_streams)
 
     @cached_property
     def chunk_frames(self) -> tuple[int, ...]:
@@ -103,16 +110,18 @@ class BatchLimits:
 
     @property
     def _longest_hop(self) -> int:
-        return max(self.max_hop_tokens, self._longest_first_hop)
+        return self._longest_first_hop if self.starts else max(self.max_hop_tokens, self._longest_first_hop)
 
     @property
     def _longest_window(self) -> int:
         prompt = int(TOKEN_RATE * MAX_REFERENCE_SECONDS)
-        return prompt + CONTEXT_TOKENS + self._longest_hop + LOOKAHEAD_TOKENS - 1
+        return prompt + (0 if self.starts else CONTEXT_TOKENS) + self._longest_hop + LOOKAHEAD_TOKENS - 1
 
     def sizes(self, lengths: tuple[int, ...], most: int) -> list[Size]:
-        """Batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all."""
+        """Batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all, or an
+        eighth of that for starts, but of any length alone."""
         batches = [*(B for B in BATCHES if B < self.max_chunks), self.max_chunks]
+        most = max(most // 8, lengths[-1]) if self.starts else most
         return [(B, T) for B, T in product(batches, lengths) if B * T <= most]
 
 

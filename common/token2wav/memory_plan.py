@@ -127,8 +127,10 @@ class Networks:
         return (count + 1) * (DIT_TAIL_FRAMES * self.frame + self.history + self.vocoder_stream)
 
     def batches(self, limits: BatchLimits) -> int:
-        """Bytes of temporary tensors: of the network that needs most, because they take turns."""
-        return int(FRAGMENTS * max(self._encoder(limits), self._solve(limits), self._vocode(limits)))
+        """Bytes of temporary tensors: of the network that needs most, because they take turns, once for first chunks
+        and prompts and once for all other batches, which are computed at the same time."""
+        both = limits, limits.of_starts
+        return int(FRAGMENTS * sum(max(self._encoder(of), self._solve(of), self._vocode(of)) for of in both))
 
     def _encoder(self, limits: BatchLimits) -> int:
         config, sizes = self.flow.encoder, limits.sizes(limits.window_tokens, ENCODER_TOKENS)
@@ -145,8 +147,9 @@ class Networks:
         if isinstance(self.flow, CosyVoice3FlowConfig):
             frames = _most(limits.sizes(limits.window_frames, COSYVOICE3_FRAMES))
             return 2 * ROTARY_VALUES * self.flow.estimator.width * frames * self.flow_size
-        chunks, prompts = (limits.chunk_frames, DIT_FRAMES), (limits.prompt_frames, PREFILL_FRAMES)
-        frames = max(_most(limits.sizes(*chunks)), _most(limits.sizes(*prompts)))
+        frames = _most(limits.sizes(limits.chunk_frames, DIT_FRAMES))
+        if limits.starts:
+            frames = max(frames, _most(limits.sizes(limits.prompt_frames, PREFILL_FRAMES)))
         values = 2 * DIT_VALUES * self.flow.estimator.width * frames * self.flow_size
         return values + frames * self.frame // self.steps + 3 * limits.max_chunks * self.history
 
@@ -160,15 +163,23 @@ class Networks:
 
     def graphs(self, limits: BatchLimits) -> int:
         """Bytes of the CUDA graphs apart from temporary tensors."""
-        encoded = limits.sizes(limits.window_tokens, ENCODER_TOKENS)
-        vocoded = limits.sizes(limits.chunk_frames, HIFT_FRAMES), limits.sizes(limits.first_chunk_frames, HIFT_FRAMES)
-        if isinstance(self.flow, DiTFlowConfig):
-            prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
-            solved = [limits.sizes(limits.chunk_frames, DIT_FRAMES), prompts]
-        else:
+        return GRAPH * sum(len(sizes) for of in (limits, limits.of_starts) for sizes in self._graph_sizes(of))
+
+    def _graph_sizes(self, limits: BatchLimits) -> list[list[Size]]:
+        """Of each function."""
+        made = [
+            limits.sizes(limits.window_tokens, ENCODER_TOKENS),
+            limits.sizes(limits.first_chunk_frames, HIFT_FRAMES),
+        ]
+        if not limits.starts:
+            made.append(limits.sizes(limits.chunk_frames, HIFT_FRAMES))
+        if not isinstance(self.flow, DiTFlowConfig):
             most = COSYVOICE3_FRAMES if isinstance(self.flow, CosyVoice3FlowConfig) else UNET_FRAMES
-            solved = [limits.sizes(limits.window_frames, most)]
-        return GRAPH * sum(map(len, (encoded, *solved, *vocoded)))
+            return [*made, limits.sizes(limits.window_frames, most)]
+        made.append(limits.sizes(limits.chunk_frames, DIT_FRAMES))
+        if limits.starts:
+            made.append(limits.sizes(limits.prompt_frames, PREFILL_FRAMES))
+        return made
 
 
 @dataclass(frozen=True)

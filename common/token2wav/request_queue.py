@@ -171,8 +171,14 @@ class RequestQueue:
             self.refusal = self.refusal or refusal
             self._notify()
 
+    def wake(self) -> None:
+        """End `wait_for_change`."""
+        with self._changed:
+            self._notify()
+
     def wait_for_change(self, version: int, seconds: float) -> None:
-        """Return once a request is added or the queue is closed after that version, or after `seconds`."""
+        """Return once a request is added, the queue is closed or `wake` is called after that version, or after
+        `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self.version != version, seconds)
 

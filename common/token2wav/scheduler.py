@@ -88,7 +88,12 @@ def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_fra
 
 
 def pick(
-    waiting: Sequence[Candidate], max_chunks: int, max_tokens: int, padded: Callable[[int, int], int]
+    waiting: Sequence[Candidate],
+    max_chunks: int,
+    max_tokens: int,
+    padded: Callable[[int, int], int],
+    *,
+    waited_for: bool = True,
 ) -> list[int]:
     """Indices of the next batch, most urgent first, at most one chunk per stream. `waiting` is not empty.
 
@@ -96,15 +101,17 @@ def pick(
     much as the longest, and a batch is filled with empty rows to the size of a CUDA graph. The most urgent chunk is
     always served. Of the batches of the most urgent chunks up to some length, one is chosen that renders the most
     tokens per second: a few chunks of any length share the fixed cost, many of one length waste nothing on padding. A
-    batch of several chunks has at most `max_tokens` tokens, padding included; see UNHURRIED_SHARE. That bounds how long
-    a first chunk waits for the batch before it.
+    batch of several chunks has at most `max_tokens` tokens, padding included; if first chunks have to wait for it
+    (`waited_for`), see UNHURRIED_SHARE. That bounds how long a chunk waits for the batch before it.
     """
     urgency = [_urgency(request.audio_left, request.arrived) for request in waiting]
     order = sorted(range(len(waiting)), key=urgency.__getitem__)
     first = waiting[order[0]]
     if first.tokens is None:
         return order[:1]
-    share = COMPANY_SHARE if first.audio_left is None else UNHURRIED_SHARE
+    share = 1.0
+    if waited_for:
+        share = COMPANY_SHARE if first.audio_left is None else UNHURRIED_SHARE
     chunks: list[tuple[int, int, int, float]] = []  # index, tokens, padded tokens, most tokens of a batch with it
     streams: set[str] = set()
     for index in order:

@@ -1,19 +1,21 @@
 """The owner of a token2wav model's streams.
 
-`Token2WavService` has a thread that renders and a thread that sends replies. A stream's state, its queued requests and
-its end belong to the first; `submit` only adds to the queue. A stream is freed in `_close`, whatever ends it: its final
-chunk, an abort, an error, a cancellation, or `idle_seconds` without a request. `scheduler` picks the streams to open
-and the chunks of a batch.
+`Token2WavService` has a thread that decides, one or two that render, and one that sends replies. A stream's state, its
+queued requests and its end belong to the first; `submit` only adds to the queue. A stream is freed in `_close`,
+whatever ends it: its final chunk, an abort, an error, a cancellation, or `idle_seconds` without a request. While a
+chunk of it is rendered nothing else happens to it. `scheduler` picks the streams to open and the chunks of a batch.
 """
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ from common.errors import FatalError, UnavailableError
 from common.playback import Playback
 from common.process import faults
 from common.token2wav.admission import Admission
+from common.token2wav.batch_thread import BatchThread, Rendered
 from common.token2wav.costs import costs, measure
 from common.token2wav.engine import Token2Wav
 from common.token2wav.request_queue import MAX_WAITING, QueuedRequest, Reply, RequestQueue
@@ -39,6 +42,7 @@ logger = logging.getLogger(__name__)
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
 ADMIT_SECONDS = 0.02  # between two looks at the listeners who wait to be admitted
+SWITCH_SECONDS = 0.0005  # until a thread lets another one run Python: 5 ms would delay first chunks
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
 
 
@@ -68,8 +72,9 @@ class Starting(NamedTuple):
 class Token2WavService:
     """Renders the chunks of all live streams in batches, most urgent first.
 
-    Each turn frees the streams that were aborted, opens new ones, and renders one batch, which includes first chunks of
-    the streams that it opened. New listeners are admitted by `Admission`.
+    Each turn answers the batches that are done, frees the streams that were aborted, opens new ones, and gives each
+    thread that is free the next batch. On a GPU first chunks have a thread of their own, so that they wait for no other
+    batch. New listeners are admitted by `Admission`.
     """
 
     def __init__(
@@ -92,6 +97,11 @@ class Token2WavService:
             self._admission, 2 * (self._limits.max_streams + MAX_WAITING), max_start_wait_seconds, clock
         )
         self._served: list[QueuedRequest] = []  # in this turn, taken from the queue
+        self._threads = [
+            BatchThread(name, starts=starts, on_done=self._queue.wake, clock=clock)
+            for name, starts in (("token2wav-starts", True), ("token2wav-batches", False))
+            if engine.starts_apart or not starts
+        ]
         self._batches = 0
         self._chunks = 0
         self._waited_seconds = 0.0
@@ -151,8 +161,7 @@ class Token2WavService:
 
     def _run(self) -> None:
         try:
-            self._engine.warm_up()  # in this thread: the GPU libraries cache per thread
-            measure(self._engine, self._admission, self._clock)
+            self._warm_up()
         except BaseException as error:
             self._warm.set_exception(error)
             return
@@ -167,12 +176,30 @@ class Token2WavService:
         except Exception as error:
             logger.exception("token2wav has failed and refuses all requests")
             self._queue.close(FatalError(f"token2wav has failed: {error}"))
-        for queued in [*self._served, *self._queue.waiting()]:
+        for thread in self._threads:
+            thread.close()
+        try:
+            self._answer_batches()
+        except Exception:
+            logger.exception("a batch could not be answered")
+        in_flight = (queued for thread in self._threads for queued in thread.batch)
+        for queued in [*self._served, *in_flight, *self._queue.waiting()]:
             if not queued.replied:
                 self._reply(queued, self._queue.refusal or FatalError("token2wav has ended"))
         self._replies.shutdown()
         for stream_id in list(self._streams):
             self._close(stream_id)
+
+    def _warm_up(self) -> None:
+        """In each thread that uses the GPU, because its libraries cache per thread."""
+        if self._engine.starts_apart:
+            sys.setswitchinterval(SWITCH_SECONDS)
+        *others, batches = self._threads
+        batches.call(self._engine.warm_up)
+        for thread in others:
+            thread.call(partial(self._engine.warm_up, starts=True))
+        batches.call(partial(measure, self._engine, self._admission, self._clock))
+        self._engine.close(self._engine.open(self._engine.sample()[0]))
 
     def _learn(self) -> None:
         now = self._clock()
@@ -180,15 +207,27 @@ class Token2WavService:
         self._admission.update(self._queue.listeners(self._streams), [each for each in left if each is not None], now)
 
     def _turn(self) -> bool:
-        """Serve aborts, starts and a batch; False if there was nothing that could be served."""
+        """Answer what is done, serve aborts and starts, begin batches; False if there was nothing to do."""
         if faults.take("token2wav_thread"):
             raise RuntimeError("a fault of a test")
         self._served.clear()
+        answered = self._answer_batches()
         self._serve_aborts()
         self._admit_waiting()
         opened = self._serve_starts()
-        self._serve_batch()
-        return opened or bool(self._served)
+        for thread in self._threads:
+            if thread.idle:
+                self._serve_batch(thread)
+        return answered or opened or bool(self._served)
+
+    def _in_flight(self) -> set[str]:
+        """The streams of the batches that are rendered."""
+        return {queued.stream_id for thread in self._threads for queued in thread.batch}
+
+    def _firsts(self) -> list[QueuedRequest]:
+        """The first request of each stream, of which nothing is rendered now."""
+        in_flight = self._in_flight()
+        return [queued for queued in self._queue.firsts() if queued.stream_id not in in_flight]
 
     def _serve_aborts(self) -> None:
         """First of all: an abort takes no time, and frees a slot for a stream that waits for one.
@@ -196,7 +235,7 @@ class Token2WavService:
         A stream that waits for its place and is aborted is not opened: until then it would only keep its senders
         waiting.
         """
-        for queued in self._queue.firsts():
+        for queued in self._firsts():
             if queued.stream_id in self._streams and not queued.request.aborts:
                 continue
             prompt = queued.request.prompt if self._opens(queued) else None
@@ -223,12 +262,14 @@ class Token2WavService:
 
     def _serve_starts(self) -> bool:
         """Open the streams that `scheduler.starts` chooses of those whose voices have room, new voices prefilled in
-        one batch; False if there is none. One that is opened for a chunk stays in the queue with that chunk.
+        one batch, for which the first thread must be idle; False if there is none. One that is opened for a chunk stays
+        in the queue with that chunk.
         """
-        firsts = self._queue.firsts()
+        firsts = self._firsts()
         opening = [queued for queued in firsts if queued.admitted and self._opens(queued)]
         waiting = [one for queued in opening if (one := self._starting(queued)) is not None]
         waiting = list(compress(waiting, self._engine.fitting([one.prompt for one in waiting])))
+        waiting = [one for one in waiting if self._threads[0].idle or not one.start.frames]
         if not waiting:
             return False
         now = self._clock()
@@ -287,22 +328,36 @@ class Token2WavService:
         except Exception:
             logger.exception("%d voices could not be prefilled in one batch; each is tried alone", len(voices))
 
-    def _serve_batch(self) -> None:
-        """Render the most urgent chunks in one batch, or serve one request of another kind."""
-        candidates, requests = self._candidates()
-        if not candidates:
+    def _serve_batch(self, thread: BatchThread) -> None:
+        """Begin to render the most urgent chunks in one batch, or serve one request of another kind."""
+        apart = self._engine.starts_apart
+        waiting = self._candidates()
+        of_thread = [each for each in waiting if self._is_start(each) == thread.starts] if apart else waiting
+        if not thread.starts:
+            of_thread = of_thread or waiting  # without other work it helps the thread for first chunks
+        if not of_thread:
             return
-        chosen = pick(candidates, self._limits.max_chunks, self._engine.batch_tokens, self._engine.padded)
-        batch = [requests[index] for index in chosen]
+        limits = self._limits.of_starts if thread.starts else self._limits
+        padded = partial(self._engine.padded, starts=thread.starts)
+        candidates = [candidate for candidate, _ in of_thread]
+        chosen = pick(candidates, limits.max_chunks, self._engine.batch_tokens, padded, waited_for=not apart)
+        batch = [of_thread[index][1] for index in chosen]
         self._take(batch)
         if wanted := [queued for queued in batch if not self._cancelled(queued)]:
-            self._serve(wanted)
+            self._serve(thread, wanted)
 
-    def _candidates(self) -> tuple[list[Candidate], list[QueuedRequest]]:
-        """The queued requests as the scheduler sees them, and themselves; none of streams that are not opened yet."""
+    def _is_start(self, waiting: tuple[Candidate, QueuedRequest]) -> bool:
+        """Whether it is a chunk for the thread of first chunks. The test's is not: it tests the other one."""
+        candidate, queued = waiting
+        first = candidate.audio_left is None and queued.stream_id != TEST_STREAM
+        return first and queued.chunk is not None and self._engine.is_start(queued.chunk)
+
+    def _candidates(self) -> list[tuple[Candidate, QueuedRequest]]:
+        """The queued requests as the scheduler sees them, and themselves; none of streams that are not opened yet, or
+        that are in flight."""
         now = self._clock()
-        candidates: list[Candidate] = []
-        requests: list[QueuedRequest] = []
+        candidates: list[tuple[Candidate, QueuedRequest]] = []
+        in_flight = self._in_flight()
         seen: set[str] = set()
         unopened: set[str] = set()
         for queued in self._queue.waiting():
@@ -312,11 +367,11 @@ class Token2WavService:
             seen.add(stream_id)
             if first and self._opens(queued):
                 unopened.add(stream_id)
-            if stream_id not in unopened:
-                requests.append(queued)
+            if stream_id not in unopened and stream_id not in in_flight:
                 tokens = self._computed(queued, live) if first and live else None
-                candidates.append(Candidate(stream_id, self._audio_left(queued, live, now), queued.arrived, tokens))
-        return candidates, requests
+                left = self._audio_left(queued, live, now)
+                candidates.append((Candidate(stream_id, left, queued.arrived, tokens), queued))
+        return candidates
 
     def _audio_left(self, queued: QueuedRequest, live: LiveStream | None, now: float) -> float | None:
         """Of the request's listener."""
@@ -347,38 +402,54 @@ class Token2WavService:
         self._fail(queued, asyncio.CancelledError())
         return True
 
-    def _serve(self, batch: list[QueuedRequest]) -> None:
-        """Answer a batch of chunks, or one request of another kind."""
+    def _serve(self, thread: BatchThread, batch: list[QueuedRequest]) -> None:
+        """Begin to render a batch of chunks, or serve one request of another kind."""
         if len(batch) == 1:
             (queued,) = batch
+            if queued.request.whole:
+                thread.render(batch, partial(self._whole, queued.request))
+                return
             try:
-                audio = self._without_rendering(queued.request)
-                if audio is None and queued.chunk is None:
+                if not self._renders(queued.request):
+                    self._reply(queued, SILENCE)
+                    return
+                if queued.chunk is None:
                     queued.chunk = self._chunk(self._streams[queued.stream_id], queued.request)
             except Exception as error:
                 self._fail(queued, error)
                 return
-            if audio is not None:
-                self._reply(queued, audio)
-                return
-        self._render(batch)
-
-    def _render(self, batch: list[QueuedRequest]) -> None:
-        """Render a batch of chunks and reply to each."""
         chunks = [queued.chunk for queued in batch if queued.chunk is not None]
         assert len(chunks) == len(batch)
-        results: Sequence[np.ndarray | Exception]
         self._batches += 1
         self._chunks += len(batch)
         self._waited_seconds += sum(self._clock() - queued.arrived_at for queued in batch)
-        begun = self._clock()
-        try:
-            results = self._engine.render(chunks)
-        except Exception as error:  # one that no batch would survive
-            results = [error] * len(batch)
-        if batch[0].stream_id != TEST_STREAM:  # small, and alone: it tells nothing about the others
-            self._admission.rendered(*costs(self._engine, chunks, results), self._clock() - begun)
-        for queued, result in zip(batch, results, strict=True):
+        thread.render(batch, partial(self._engine.render, chunks, starts=thread.starts))
+
+    def _whole(self, request: Token2WavRequest) -> list[np.ndarray]:
+        return [self._engine.whole(request.voice, request.tokens, request.speed)]
+
+    def _answer_batches(self) -> bool:
+        """Reply to the requests of the batches that are done; False if there is none."""
+        answered = False
+        for thread in self._threads:
+            if (rendered := thread.take()) is None:
+                continue
+            answered = True
+            self._served += rendered.batch
+            if rendered.batch[0].request.whole:
+                self._admission.rendered_whole(rendered.seconds)
+                self._reply(rendered.batch[0], rendered.results[0])
+            else:
+                self._answer_chunks(rendered, of_starts=thread.starts)
+        return answered
+
+    def _answer_chunks(self, rendered: Rendered, *, of_starts: bool) -> None:
+        """Reply to a batch of chunks. of_starts: it was rendered apart, and tells nothing about the others' cost."""
+        chunks = [queued.chunk for queued in rendered.batch if queued.chunk is not None]
+        # The test's chunk is small, and alone: it tells nothing either.
+        if not of_starts and rendered.batch[0].stream_id != TEST_STREAM:
+            self._admission.rendered(*costs(self._engine, chunks, rendered.results), rendered.seconds)
+        for queued, result in zip(rendered.batch, rendered.results, strict=True):
             live = self._streams[queued.stream_id]
             if isinstance(result, Exception) or queued.request.final:
                 self._close(queued.stream_id)
@@ -408,30 +479,25 @@ class Token2WavService:
         queued.replied = True
         self._replies.submit(queued.send, result)
 
-    def _without_rendering(self, request: Token2WavRequest) -> np.ndarray | None:
-        """The reply to a request that renders no chunk: a whole utterance or nothing. None if it is a chunk's."""
-        if request.whole:
-            begun = self._clock()
-            audio = self._engine.whole(request.voice, request.tokens, request.speed)
-            self._admission.rendered_whole(self._clock() - begun)
-            return audio
+    def _renders(self, request: Token2WavRequest) -> bool:
+        """Whether a request of a live stream has a chunk to render. ValueError if it is invalid."""
         if request.aborts:  # its turn came after `_serve_aborts`
             self._close(request.stream_id)
-            return SILENCE
+            return False
         if request.stream_id not in self._streams:
             raise ValueError(
                 f"{request.stream_id} is not live: it was not opened, has ended or failed, or was idle for "
                 f"{self._idle_seconds:g} s"
             )
         request.check_speed()
-        return None if request.has_chunk else SILENCE
+        return request.has_chunk
 
     def _chunk(self, live: LiveStream, request: Token2WavRequest) -> Chunk:
         request.check_voice(live.prompt)
         return self._engine.chunk(live.stream, request.tokens, final=bool(request.final), offset=request.offset)
 
     def _reap(self) -> None:
-        waiting = {queued.stream_id for queued in self._queue.waiting()}
+        waiting = {queued.stream_id for queued in self._queue.waiting()} | self._in_flight()
         oldest = self._clock() - self._idle_seconds
         for stream_id in [i for i, s in self._streams.items() if s.used_at < oldest and i not in waiting]:
             logger.warning("%s was idle for %.0f s and was freed", stream_id, self._idle_seconds)

@@ -3,6 +3,7 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,6 +96,10 @@ class Vocoder(Protocol):
         """Memory reserved for streams."""
         ...
 
+    def for_starts(self) -> "Vocoder | None":
+        """See `StreamingFlow.for_starts`."""
+        ...
+
     def exact(self) -> "Vocoder":
         """The same vocoder in float32, over the same streams, loaded for a single use."""
         ...
@@ -151,6 +156,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
         self._device = network.spk_embed_affine_layer.weight.device
         self._encoder = WindowEncoder(network, limits, graphs)
         self.padded = padding(())
+        self._graphed = graphs and self._device.type == "cuda" and not isinstance(estimator, OnRuntime)
         self._noise = noise
         self._steps = steps
         self._max_tokens = max_tokens
@@ -163,6 +169,21 @@ class StreamingFlow(ABC, Generic[StreamT]):
             return self._plain(self._network)
         self._evict_idle()
         return self._plain(self._load_exact())
+
+    def for_starts(self) -> Self | None:
+        """This flow over the same streams and prompt caches, with CUDA graphs of its own for prompts and first chunks:
+        it computes a batch of them while this one computes another batch. None without graphs."""
+        if not self._graphed:
+            return None
+        flow = copy(self)
+        flow.limits = self.limits.of_starts
+        flow._encoder = WindowEncoder(self._network, flow.limits)
+        flow._capture()
+        return flow
+
+    def _capture(self) -> None:
+        """Make the CUDA graphs of the solve, for the sizes of `limits`."""
+        raise NotImplementedError
 
     def _evict_idle(self) -> None:
         """Free the prompt caches that no stream uses."""

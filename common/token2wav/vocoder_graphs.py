@@ -33,10 +33,16 @@ class GraphedRenderer:
 
     def __init__(self, plain: Renderer, limits: BatchLimits):
         self._plain = plain
-        of = {True: (limits.chunk_frames, ""), False: (limits.first_chunk_frames, "'s first chunks")}
+        of = {False: (limits.first_chunk_frames, "'s first chunks")}
+        if not limits.starts:
+            of[True] = limits.chunk_frames, ""
         self._graphs = {
             begun: Graphs(
-                partial(plain.render, begun), plain.inputs, limits.sizes(lengths, HIFT_FRAMES), f"the vocoder{name}"
+                partial(plain.render, begun),
+                plain.inputs,
+                limits.sizes(lengths, HIFT_FRAMES),
+                f"the vocoder{name}",
+                urgent=limits.starts,
             )
             for begun, (lengths, name) in of.items()
         }

@@ -44,15 +44,19 @@ class FakeEngine:
     batch_tokens: int = 1600
     cache_bytes: int = 4096
     contexts: tuple[int, float] = (0, 0.0)
+    starts_apart: bool = False
     limits: BatchLimits = BatchLimits(max_streams=4)
 
     def __post_init__(self):
         self.gate.set()
 
-    def warm_up(self):
+    def warm_up(self, starts=False):
         pass
 
-    def padded(self, chunks, tokens):
+    def is_start(self, chunk):
+        return chunk.offset == 0 and chunk.new <= 20
+
+    def padded(self, chunks, tokens, starts=False):
         return chunks * tokens
 
     def sample(self, tokens=3):
@@ -83,7 +87,7 @@ class FakeEngine:
             raise RuntimeError("the scheduler's own mistake")
         return Chunk(stream, tokens, final, stream.rendered, len(tokens), len(tokens))
 
-    def render(self, chunks):
+    def render(self, chunks, starts=False):
         self.entered.set()
         self.gate.wait(10)
         if any(13 in chunk.tokens for chunk in chunks):

@@ -1,7 +1,9 @@
 """Fused kernels and CUDA graphs compared with the plain form, on a GPU. Weights are random."""
 
 import copy
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -136,7 +138,8 @@ def test_voices_prefilled_together_on_a_gpu_equal_each_in_plain_form(
     plain = DiTStreaming(dit, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS, graphs=False)
     plain._solve = GatheredSolve(DiTSolver(dit, STEPS), plain._pool, flow_noise("cuda"))
     served = copy.deepcopy(dit).to(dtype)
-    fused = DiTStreaming(served, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS)
+    fused = DiTStreaming(served, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS).for_starts()
+    assert fused is not None
     voices = [replace(prompt, embedding=prompt.embedding + shift) for shift in range(3) for prompt in prompts()]
     fused.prefill(voices)
     assert [fused.prefill_frames(voice) for voice in voices] == [0] * len(voices)
@@ -310,9 +313,9 @@ def hift() -> HiFTGenerator:
     return network
 
 
-def engine(flow: DiTFlow, hift: HiFTGenerator, dtype: torch.dtype) -> Token2Wav:
+def engine(flow: DiTFlow, hift: HiFTGenerator, dtype: torch.dtype, streams: int = 4) -> Token2Wav:
     """By graphs in float16, without them in float32."""
-    graphs, limits = dtype == torch.float16, BatchLimits(max_streams=4)
+    graphs, limits = dtype == torch.float16, BatchLimits(max_streams=streams)
     served, body = copy.deepcopy(flow).to(dtype), copy.deepcopy(hift).body_to(dtype)
     caches, noise = PromptCaches(1 << 33), source_noise(hift.config.harmonics + 1, "cuda")
     streaming = DiTStreaming(
@@ -331,6 +334,7 @@ def spoken(engine: Token2Wav, spoil: Callable[[Any], None] = lambda stream: None
         chunks = [engine.chunk(stream, row, final=False) for stream, row in zip(streams, ahead, strict=True)]
         if begin == 20:
             spoil(streams[2])
+            torch.cuda.synchronize()  # the engine computes on other streams
         parts.append([torch.from_numpy(audio) for audio in engine.step(chunks)])
     for stream in streams:
         engine.close(stream)
@@ -346,6 +350,50 @@ def test_a_chunk_that_is_not_finite_beside_graphs_is_rendered_again(dit: DiTFlow
     for of_stream in zip(expected, in_ring, in_voice, strict=True):
         assert all(relative_error(audio, of_stream[0]) < 0.1 for audio in of_stream)
     assert subject.counts[RETRIED] == 2 and subject.counts[FAILED] == 0
+
+
+def test_first_chunks_are_the_same_beside_other_batches(dit: DiTFlow, hift: HiFTGenerator) -> None:
+    """And so are those batches: both lanes have graphs, streams and results of their own. New voices are prefilled
+    meanwhile."""
+    subject = engine(dit, hift, torch.float16, streams=24)
+    tokens, made = np.random.default_rng(0).integers(0, 6561, (8, 400)), prompts()
+
+    def first(row: int, **how: bool) -> np.ndarray:
+        stream = subject.open(made[row % 3])
+        chunk = subject.chunk(stream, tokens[row, : 15 + LOOKAHEAD_TOKENS], final=False)
+        assert subject.is_start(chunk)
+        (audio,) = subject.step([chunk], **how)
+        subject.close(stream)
+        return audio
+
+    def whole() -> list[list[np.ndarray]]:
+        streams, audio = [subject.open(made[row % 3]) for row in range(8)], []
+        for begin in range(0, 300, 50):
+            ahead = tokens[:, begin : begin + 50 + LOOKAHEAD_TOKENS]
+            chunks = [subject.chunk(stream, row, final=False) for stream, row in zip(streams, ahead, strict=True)]
+            audio.append(subject.step(chunks))
+        for stream in streams:
+            subject.close(stream)
+        return audio
+
+    assert subject.starts_apart
+    alone, firsts = whole(), [first(row, starts=True) for row in range(8)]
+    for row in range(8):
+        assert relative_error(torch.tensor(firsts[row]), torch.tensor(first(row))) < 0.1
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        batches = pool.submit(lambda: [whole() for _ in range(6)])
+        batches.add_done_callback(lambda _: done.set())
+        rounds = 0
+        while not done.is_set():
+            assert all(np.array_equal(first(row, starts=True), firsts[row]) for row in range(8))
+            stranger = replace(made[0], embedding=made[0].embedding + rounds)
+            subject.close(subject.open(stranger))
+            rounds += 1
+    assert rounds > 3
+    for audio in batches.result():
+        for ours, theirs in zip(audio, alone, strict=True):
+            assert all(np.array_equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 @torch.inference_mode()

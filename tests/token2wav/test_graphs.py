@@ -39,7 +39,7 @@ class Replayed:
 
     made: list["Replayed"] = []
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], result: Tensor) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], result: Tensor, urgent: bool) -> None:
         self._function, self._inputs, self._result = function, inputs, result
         self.made.append(self)
 
@@ -92,9 +92,9 @@ def dit_solves(monkeypatch: pytest.MonkeyPatch, dit_network: DiTFlow) -> tuple[A
     monkeypatch.setattr(graphs, "FusedDiTSolver", DiTSolver)
     monkeypatch.setattr(graphs, "PagedContext", OwnFrames)
     pool = TailPool(dit_network.decoder.estimator.config, dit_network.encoder_proj.weight, STEPS, 4, frames=10)
-    limits = BatchLimits(max_streams=4)
+    limits = BatchLimits(max_streams=4).of_starts
     plain = GatheredSolve(DiTSolver(dit_network, STEPS), pool, flow_noise())
-    return graphs.GraphedSolve(dit_network, pool, flow_noise(), limits, STEPS), plain
+    return graphs.GraphedSolve(graphs.FusedDiTSolver(dit_network, STEPS), pool, flow_noise(), limits), plain
 
 
 @torch.inference_mode()
@@ -144,7 +144,7 @@ def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_befor
     sizes, tokens = [(1, 64), (2, 64), (1, 104)], [ids(seed, 100) for seed in range(3)]
     for kind, network in ((UNetStreaming, unet_network), (CosyVoice3Streaming, rotary_network)):
         plain, graphed = (kind(network, flow_noise(), limits=BatchLimits(max_streams=3), steps=STEPS) for _ in range(2))
-        graphed._solve = GraphedWindowSolve(network, InPlaceOf(network), flow_noise(), sizes, STEPS)
+        graphed._solve = GraphedWindowSolve(network, InPlaceOf(network), flow_noise(), sizes, STEPS, urgent=False)
 
         def mels(flow: Any, voices: tuple[int, ...], ends: tuple[int, ...]) -> list[Tensor]:
             streams = [flow.open(prompt(tokens, tokens=tokens), VocoderState(0)) for tokens in voices]

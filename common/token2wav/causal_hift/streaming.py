@@ -2,6 +2,7 @@
 there is nothing to cross-fade."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -109,6 +110,14 @@ class CausalVocoder(BatchVocoder):
     def nbytes(self) -> int:
         """Memory reserved for streams."""
         return self.pool.nbytes
+
+    def for_starts(self) -> "CausalVocoder | None":
+        if self._graphed is None:
+            return None
+        vocoder = copy(self)
+        vocoder._limits = self._limits.of_starts
+        vocoder._graphed = GraphedRenderer(self._plain, vocoder._limits)
+        return vocoder
 
     def exact(self) -> "CausalVocoder":
         """The same vocoder in float32 by plain operations, over the same streams, loaded for a single use."""

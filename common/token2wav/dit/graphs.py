@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common import kernels
 from common.flow.cache import KeyValues
-from common.flow.dit import NORM_EPS, DiTFlow
+from common.flow.dit import NORM_EPS
 from common.token2wav.dit.memory import DiTChunk, Prefilled, TailPool, first_frame, prefilled
 from common.token2wav.dit.solver import Context, DiTSolver, Scratch
 from common.token2wav.graphs import Graphs
@@ -68,27 +68,30 @@ class PagedContext:
 
 
 class GraphedSolve:
-    """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory."""
+    """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory. The one for starts also has
+    graphs for prompts."""
 
-    def __init__(self, network: DiTFlow, pool: TailPool, noise: NoiseTape, limits: BatchLimits, steps: int):
-        self._solver = FusedDiTSolver(network, steps)
+    def __init__(self, solver: FusedDiTSolver, pool: TailPool, noise: NoiseTape, limits: BatchLimits):
+        self._solver = solver
         self._pool = pool
         self._noise = noise
         self.sizes = limits.sizes(limits.chunk_frames, DIT_FRAMES)
-        self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow")
-        prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
-        self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts")
+        self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow", urgent=limits.starts)
+        self._prompts: Graphs | None = None
+        if limits.starts:
+            prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
+            self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts", urgent=True)
 
     def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
         B, T, _ = mu.shape
-        size = self._prompts.fitting(B, T)
+        size = self._prompts.fitting(B, T) if self._prompts else None
         if size is None and B > 1:
             halves = slice(0, B // 2), slice(B // 2, B)
             return [left for part in halves for left in self.prefill(mu[part], speaker[part], mel[part], frames[part])]
         prompts = [self._pool.empty_attention(count) for count in frames]
         columns = [self._own_frames_column(count, into) for count, into in zip(frames, prompts, strict=True)]
         table = self._padded(columns, size[0] if size else B)
-        if size is None:
+        if self._prompts is None or size is None:
             return prefilled(prompts, self._prefill(mu, mel, speaker, table.to(mu.device)))
         return prefilled(prompts, self._prompts.run(size, mu, mel, speaker, table))
 

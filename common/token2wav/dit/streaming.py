@@ -84,13 +84,19 @@ class DiTStreaming(StreamingFlow[DiTStream]):
         self._solve: Solve
         if not isinstance(network.decoder.estimator, DiTEstimator):
             self._solve = ChunkwiseSolve(network, self._pool, noise)
-        elif graphs and weight.is_cuda:
-            from common.token2wav.dit.graphs import GraphedSolve  # its kernels need Triton
+        elif self._graphed:
+            from common.token2wav.dit.graphs import FusedDiTSolver  # its kernels need Triton
 
-            self._solve = graphed = GraphedSolve(network, self._pool, noise, limits, steps)
-            self.padded = padding(graphed.sizes)
+            self._fused = FusedDiTSolver(network, steps)
+            self._capture()
         else:
             self._solve = GatheredSolve(DiTSolver(network, steps), self._pool, noise)
+
+    def _capture(self) -> None:
+        from common.token2wav.dit.graphs import GraphedSolve
+
+        self._solve = graphed = GraphedSolve(self._fused, self._pool, self._noise, self.limits)
+        self.padded = padding(graphed.sizes)
 
     @property
     def cache_bytes(self) -> int:

@@ -5,6 +5,7 @@ there. Their audio is cross-faded with the tail that the chunk before withheld.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +61,14 @@ class StreamingVocoder(BatchVocoder):
     def nbytes(self) -> int:
         """Memory reserved for streams."""
         return self.pool.nbytes
+
+    def for_starts(self) -> "StreamingVocoder | None":
+        if self._renderer is self._plain:
+            return None
+        vocoder = copy(self)
+        vocoder._limits = self._limits.of_starts
+        vocoder._renderer = GraphedRenderer(self._plain, vocoder._limits)
+        return vocoder
 
     def exact(self) -> "StreamingVocoder":
         """The same vocoder in float32 by plain operations, over the same streams, loaded for a single use."""

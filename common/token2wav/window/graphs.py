@@ -35,15 +35,18 @@ class GraphedWindowSolve:
         noise: NoiseTape,
         sizes: Sequence[Size],
         steps: int,
+        *,
+        urgent: bool,
     ):
-        """estimator: of the network, for the times of `steps` steps. sizes: batch and window length, mel frames."""
+        """estimator: of the network, for the times of `steps` steps. sizes: batch and window length, mel frames.
+        urgent: see `Graphs`."""
         _, self._widths = time_schedule(steps)
         self._estimator = estimator
         self._guidance = network.decoder.guidance
         self._noise = noise
         weight = network.spk_embed_affine_layer.weight
         self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
-        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow")
+        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow", urgent=urgent)
 
     def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
         return self._run(chunks, mu, max(TOKEN_MEL_RATIO * chunk.computed for chunk in chunks))

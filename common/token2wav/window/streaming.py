@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.accel.estimators import OnRuntime
 from common.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
 from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.layers import valid_frames
@@ -59,14 +58,20 @@ class WindowStreaming(StreamingFlow[WindowStream]):
         super().__init__(
             network, noise, limits=limits, steps=steps, max_tokens=max_tokens, graphs=graphs, load_exact=load_exact
         )
+        self._network: UNetFlow | CosyVoice3Flow = network
         self._chunk_tokens = network.config.encoder.chunk_tokens
         self._context = context_tokens
         self._solve: WindowSolve = PlainWindowSolve(network, noise, steps)
-        if graphs and self._device.type == "cuda" and not isinstance(network.decoder.estimator, OnRuntime):
-            fused = self._fused(network.decoder.estimator, time_schedule(steps)[0])
-            sizes = limits.sizes(limits.window_frames, self.graph_frames)
-            self._solve = GraphedWindowSolve(network, fused, noise, sizes, steps)
-            self.padded = padding(sizes)
+        if self._graphed:
+            self._estimator = self._fused(network.decoder.estimator, time_schedule(steps)[0])
+            self._capture()
+
+    def _capture(self) -> None:
+        sizes = self.limits.sizes(self.limits.window_frames, self.graph_frames)
+        self._solve = GraphedWindowSolve(
+            self._network, self._estimator, self._noise, sizes, self._steps, urgent=self.limits.starts
+        )
+        self.padded = padding(sizes)
 
     @abstractmethod
     def _fused(self, estimator: Any, times: list[float]) -> FusedEstimator:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from tqdm import tqdm
 
+from common.device import new_stream
+
 WARM_UPS = 2
 
 
@@ -14,14 +16,15 @@ class SizedGraphs:
     def __init__(self, function: Callable[[int], None], sizes: Iterable[int], name: str) -> None:
         """`name`: for the log."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        pool = torch.cuda.graph_pool_handle()
+        pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+        stream = new_stream(device, urgent=True)  # every listener waits for tokens; token2wav's batches are long
         # Largest first: the smaller ones then fit into the memory that its graph took.
         for size in tqdm(sorted(sizes, reverse=True), desc=f"capturing {name}", unit="graph"):
             for _ in range(WARM_UPS):  # compiles kernels
                 function(size)
             torch.cuda.synchronize()
             graph = self._graphs[size] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 function(size)
 
     def run(self, size: int) -> None:
