@@ -79,9 +79,13 @@ class BatchThread:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            function, done = item
-            try:
-                done.set_result(function())
-            except BaseException as error:
-                done.set_exception(error)
+            _call(*item)
+            del item  # so that an idle thread keeps no batch alive
             self._on_done()
+
+
+def _call(function: Callable[[], object], done: Future) -> None:
+    try:
+        done.set_result(function())
+    except BaseException as error:
+        done.set_exception(error)

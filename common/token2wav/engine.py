@@ -231,7 +231,7 @@ class Token2Wav:
 
     def is_start(self, chunk: Chunk) -> bool:
         """Whether `render` takes it with `starts`: a first chunk, unless it is longer than those of the first hop."""
-        return chunk.offset == 0 and chunk.frames <= self._starts.flow.limits.chunk_frames[-1]
+        return chunk.offset == 0 and chunk.new <= self.limits.first_chunk_tokens
 
     @property
     def limits(self) -> BatchLimits:

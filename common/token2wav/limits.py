@@ -22,6 +22,7 @@ from common.constants import (
 
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
+LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
 MAX_BATCH = 64  # chunks; larger batches gain nothing
 START_BATCH = 8  # first chunks, or prompts, of a batch of their own
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -70,6 +71,11 @@ class BatchLimits:
             )
 
     @property
+    def first_chunk_tokens(self) -> int:
+        """New tokens of the longest chunk that the first hop makes, also if it is the final one."""
+        return self._longest_first_hop + LOOKAHEAD_TOKENS - 1
+
+    @property
     def of_starts(self) -> "BatchLimits":
         return replace(self, starts=True)
 
@@ -86,7 +92,7 @@ class BatchLimits:
     @cached_property
     def first_chunk_frames(self) -> tuple[int, ...]:
         """The classes of first chunks, which are short."""
-        return tuple(_up_to(self.chunk_frames, TOKEN_MEL_RATIO * (self._longest_first_hop + LOOKAHEAD_TOKENS - 1)))
+        return tuple(_up_to(self.chunk_frames, TOKEN_MEL_RATIO * self.first_chunk_tokens))
 
     @cached_property
     def window_tokens(self) -> tuple[int, ...]:
@@ -101,7 +107,7 @@ class BatchLimits:
     @cached_property
     def prompt_frames(self) -> tuple[int, ...]:
         """Length classes of prompts, mel frames."""
-        return _classes(PROMPT_FRAMES, int(TOKEN_MEL_RATIO * TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2 * TOKEN_MEL_RATIO)
+        return _classes(PROMPT_FRAMES, TOKEN_MEL_RATIO * LONGEST_PROMPT)
 
     @property
     def _longest_first_hop(self) -> int:
@@ -114,8 +120,7 @@ class BatchLimits:
 
     @property
     def _longest_window(self) -> int:
-        prompt = int(TOKEN_RATE * MAX_REFERENCE_SECONDS)
-        return prompt + (0 if self.starts else CONTEXT_TOKENS) + self._longest_hop + LOOKAHEAD_TOKENS - 1
+        return LONGEST_PROMPT + (0 if self.starts else CONTEXT_TOKENS) + self._longest_hop + LOOKAHEAD_TOKENS - 1
 
     def sizes(self, lengths: tuple[int, ...], most: int) -> list[Size]:
         """Batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all, or an

@@ -38,14 +38,13 @@ class Start(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A queued request as the policy sees it.
+    """A queued request as the policy sees it, the first one of its stream.
 
     audio_left: seconds until its listener runs out of audio, negative after that; None before the first audio.
     arrived: its number in the order of arrival.
     tokens: how many are computed for it; None if it is served alone (a whole utterance, an invalid chunk).
     """
 
-    stream_id: str
     audio_left: float | None
     arrived: int
     tokens: int | None
@@ -95,7 +94,7 @@ def pick(
     *,
     waited_for: bool = True,
 ) -> list[int]:
-    """Indices of the next batch, most urgent first, at most one chunk per stream. `waiting` is not empty.
+    """Indices of the next batch, most urgent first. `waiting` is not empty.
 
     padded: how many tokens are computed for a number of chunks, given the tokens of the longest: every row costs as
     much as the longest, and a batch is filled with empty rows to the size of a CUDA graph. The most urgent chunk is
@@ -113,14 +112,11 @@ def pick(
     if waited_for:
         share = COMPANY_SHARE if first.audio_left is None else UNHURRIED_SHARE
     chunks: list[tuple[int, int, int, float]] = []  # index, tokens, padded tokens, most tokens of a batch with it
-    streams: set[str] = set()
     for index in order:
         request = waiting[index]
-        # The requests of a stream are served in order: one that cannot join holds back the later ones.
-        if request.stream_id not in streams and request.tokens is not None:
+        if request.tokens is not None:
             most = max_tokens if request.urgent else max_tokens * share
             chunks.append((index, request.tokens, padded(1, request.tokens), most))
-        streams.add(request.stream_id)
     best, best_rate = order[:1], 0.0
     shortest = padded(1, first.tokens)
     for length in sorted({length for _, _, length, _ in chunks if length >= shortest}):

@@ -163,6 +163,9 @@ class Token2WavService:
         try:
             self._warm_up()
         except BaseException as error:
+            for thread in self._threads:
+                thread.close()
+            self._replies.shutdown()
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)
@@ -176,6 +179,10 @@ class Token2WavService:
         except Exception as error:
             logger.exception("token2wav has failed and refuses all requests")
             self._queue.close(FatalError(f"token2wav has failed: {error}"))
+        self._end()
+
+    def _end(self) -> None:
+        """Answer what is left, and free all streams."""
         for thread in self._threads:
             thread.close()
         try:
@@ -353,24 +360,16 @@ class Token2WavService:
         return first and queued.chunk is not None and self._engine.is_start(queued.chunk)
 
     def _candidates(self) -> list[tuple[Candidate, QueuedRequest]]:
-        """The queued requests as the scheduler sees them, and themselves; none of streams that are not opened yet, or
-        that are in flight."""
+        """The queued requests as the scheduler sees them, and themselves: the first one of each stream that is open.
+        The later ones wait for it."""
         now = self._clock()
         candidates: list[tuple[Candidate, QueuedRequest]] = []
-        in_flight = self._in_flight()
-        seen: set[str] = set()
-        unopened: set[str] = set()
-        for queued in self._queue.waiting():
-            stream_id = queued.stream_id
-            live = self._streams.get(stream_id)
-            first = stream_id not in seen  # later ones wait for it: their chunks cannot be checked yet
-            seen.add(stream_id)
-            if first and self._opens(queued):
-                unopened.add(stream_id)
-            if stream_id not in unopened and stream_id not in in_flight:
-                tokens = self._computed(queued, live) if first and live else None
-                left = self._audio_left(queued, live, now)
-                candidates.append((Candidate(stream_id, left, queued.arrived, tokens), queued))
+        for queued in self._firsts():
+            if self._opens(queued):
+                continue
+            live = self._streams.get(queued.stream_id)
+            tokens = self._computed(queued, live) if live else None
+            candidates.append((Candidate(self._audio_left(queued, live, now), queued.arrived, tokens), queued))
         return candidates
 
     def _audio_left(self, queued: QueuedRequest, live: LiveStream | None, now: float) -> float | None:
@@ -437,8 +436,10 @@ class Token2WavService:
             answered = True
             self._served += rendered.batch
             if rendered.batch[0].request.whole:
-                self._admission.rendered_whole(rendered.seconds)
-                self._reply(rendered.batch[0], rendered.results[0])
+                (result,) = rendered.results
+                if not isinstance(result, Exception):
+                    self._admission.rendered_whole(rendered.seconds)
+                self._reply(rendered.batch[0], result)
             else:
                 self._answer_chunks(rendered, of_starts=thread.starts)
         return answered

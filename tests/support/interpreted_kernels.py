@@ -157,7 +157,9 @@ def compare_unet() -> None:
 class Padded:
     """In place of `Graphs`: one more row and three more frames than are needed, computed at once."""
 
-    def __init__(self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], *_: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], *_: Any, urgent: bool
+    ) -> None:
         self._function, self._inputs = function, inputs
 
     def fitting(self, B: int, T: int) -> tuple[int, int]:
@@ -193,7 +195,9 @@ def compare_dit(extents: "Extents") -> None:
         patch.object(TailPool, "empty_attention", noted),
         patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
-        fused._solve = dit_graphs.GraphedSolve(network, fused._pool, flow_noise(), limits, 1)
+        fused._solve = dit_graphs.GraphedSolve(
+            dit_graphs.FusedDiTSolver(network, 1), fused._pool, flow_noise(), limits.of_starts
+        )
         random = np.random.default_rng(0)
         voices = [prompt(random, tokens, network.config.speaker_dim) for tokens in (5, 0)]
         for flow in (plain, fused):

@@ -109,9 +109,7 @@ class Listeners:
         self._queue.append((stream, next(self._order)))
 
     def _render(self, now: float) -> None:
-        waiting = [
-            Candidate(str(each), self._playback[each].left(now), at, self._size(each)) for each, at in self._queue
-        ]
+        waiting = [Candidate(self._playback[each].left(now), at, self._size(each)) for each, at in self._queue]
         streams = [self._queue[index][0] for index in pick(waiting, LIMITS.max_chunks, DIT_BATCH_TOKENS, PADDED)]
         self._queue = [each for each in self._queue if each[0] not in streams]
         padded = PADDED(len(streams), max(map(self._size, streams)))

@@ -31,6 +31,9 @@ class ConstantVocoder:
         self.slots = 0
         self.nbytes = 4
 
+    def for_starts(self) -> None:
+        return None
+
     def open(self) -> VocoderState:
         self.slots += 1
         return VocoderState(slot=self.slots)

@@ -18,74 +18,67 @@ def pick(
     return scheduler.pick(waiting, max_chunks, max_tokens, padding(sizes))
 
 
-def chunk(stream: int, *, audio_left: float | None = None, tokens: int | None = 15, arrived: int = 0) -> Candidate:
-    return Candidate(stream, audio_left, arrived, tokens)
+def chunk(*, audio_left: float | None = None, tokens: int | None = 15, arrived: int = 0) -> Candidate:
+    return Candidate(audio_left, arrived, tokens)
 
 
 def test_first_chunks_come_first_then_who_runs_out_of_audio_first_then_arrival() -> None:
     waiting = [
-        chunk(0, audio_left=0.9),
-        chunk(1, audio_left=0.3),
-        chunk(2, arrived=8),
-        chunk(3, arrived=7),
-        chunk(4, audio_left=0.3, arrived=-1),
+        chunk(audio_left=0.9),
+        chunk(audio_left=0.3),
+        chunk(arrived=8),
+        chunk(arrived=7),
+        chunk(audio_left=0.3, arrived=-1),
     ]
     assert pick(waiting) == [3, 2, 4, 1, 0]
 
 
 def test_a_batch_holds_the_most_urgent_up_to_its_limit() -> None:
-    waiting = [chunk(stream, audio_left=10.0 - stream) for stream in range(5)]
+    waiting = [chunk(audio_left=10.0 - stream) for stream in range(5)]
     assert pick(waiting, max_chunks=2, max_tokens=1600) == [4, 3]
 
 
 def test_a_few_chunks_of_any_lengths_share_a_batch() -> None:
     """The fixed cost of a batch is 300 tokens."""
-    waiting = [chunk(0, tokens=15), chunk(1, tokens=100, arrived=1), chunk(2, tokens=50, arrived=2)]
+    waiting = [chunk(tokens=15), chunk(tokens=100, arrived=1), chunk(tokens=50, arrived=2)]
     assert pick(waiting, max_tokens=300) == [0, 1, 2]
     assert pick(waiting, max_tokens=199) == [0, 2]
 
 
 def test_a_chunk_does_not_join_if_padding_costs_more_than_it_saves() -> None:
-    long = [chunk(stream, tokens=100, arrived=stream) for stream in range(8)]
-    assert pick([*long, chunk(8, tokens=7, arrived=8)]) == list(range(8))
-    short = [chunk(stream, tokens=18, arrived=stream) for stream in range(8)]
-    assert pick([*short, chunk(8, tokens=100, arrived=8)]) == list(range(8))
+    long = [chunk(tokens=100, arrived=stream) for stream in range(8)]
+    assert pick([*long, chunk(tokens=7, arrived=8)]) == list(range(8))
+    short = [chunk(tokens=18, arrived=stream) for stream in range(8)]
+    assert pick([*short, chunk(tokens=100, arrived=8)]) == list(range(8))
 
 
 def test_a_batch_is_filled_to_the_size_of_a_graph() -> None:
     """Five chunks would compute eight rows."""
     sizes = [(rows, frames) for rows in (1, 4, 8) for frames in (32, 208)]
-    waiting = [chunk(stream, tokens=100, arrived=stream) for stream in range(8)]
+    waiting = [chunk(tokens=100, arrived=stream) for stream in range(8)]
     assert [len(pick(waiting[:count], sizes=sizes)) for count in range(1, 9)] == [1, 2, 3, 4, 4, 4, 7, 8]
 
 
 def test_chunks_of_a_length_share_a_batch_although_a_shorter_one_is_more_urgent_than_some() -> None:
     """The most urgent is always in; those it would be padded to come next."""
     sizes = [(rows, frames) for rows in (1, 2, 4, 8) for frames in (32, 208)]
-    long = [chunk(stream, audio_left=2.0, tokens=100, arrived=stream) for stream in range(4)]
-    short = [chunk(4 + stream, audio_left=1.9, tokens=15, arrived=stream) for stream in range(1)]
+    long = [chunk(audio_left=2.0, tokens=100, arrived=stream) for stream in range(4)]
+    short = [chunk(audio_left=1.9, tokens=15)]
     assert pick([*long, *short], sizes=sizes) == [4, 0, 1, 2]
-    later = [chunk(4, audio_left=2.1, tokens=15)]
+    later = [chunk(audio_left=2.1, tokens=15)]
     assert pick([*long, *later], sizes=sizes) == [0, 1, 2, 3]
-    shorts = [chunk(4 + stream, audio_left=1.9, tokens=15, arrived=stream) for stream in range(4)]
+    shorts = [chunk(audio_left=1.9, tokens=15, arrived=stream) for stream in range(4)]
     assert pick([*long, *shorts], max_tokens=300, sizes=sizes) == [4, 5, 6, 7]
 
 
 def test_requests_without_a_chunk_are_served_alone() -> None:
-    waiting = [chunk(0, tokens=None), chunk(1), chunk(2, tokens=None)]
+    waiting = [chunk(tokens=None), chunk(), chunk(tokens=None)]
     assert pick(waiting) == [0]
     assert pick(waiting[1:]) == [0]
 
 
-def test_the_requests_of_a_stream_are_served_in_order() -> None:
-    """The second chunk of stream 1 waits, even if the first does not fit or is no chunk."""
-    assert pick([chunk(0), chunk(1, arrived=1), chunk(1, arrived=2)]) == [0, 1]
-    assert pick([chunk(0), chunk(1, tokens=90, arrived=1), chunk(1, arrived=2)], max_tokens=100) == [0]
-    assert pick([chunk(0), chunk(1, tokens=None, arrived=1), chunk(1, arrived=2)]) == [0]
-
-
 def test_a_batch_is_bounded_in_tokens_but_never_empty() -> None:
-    waiting = [chunk(stream, tokens=100, arrived=stream) for stream in range(4)]
+    waiting = [chunk(tokens=100, arrived=stream) for stream in range(4)]
     assert pick(waiting, max_tokens=250) == [0, 1]
     assert pick(waiting, max_tokens=10) == [0]
 
@@ -93,10 +86,10 @@ def test_a_batch_is_bounded_in_tokens_but_never_empty() -> None:
 def test_a_first_chunk_is_not_held_up_by_chunks_that_could_wait() -> None:
     """Sixteen listeners have plenty of audio left: few of them join the batch of a new stream, and without one the
     batch stays short for the stream that may begin next. Listeners who are about to run out get a full batch."""
-    idle = [chunk(stream, audio_left=4.0, tokens=100, arrived=stream) for stream in range(16)]
-    assert pick([*idle, chunk(16, arrived=16)]) == [16, 0, 1, 2]
+    idle = [chunk(audio_left=4.0, tokens=100, arrived=stream) for stream in range(16)]
+    assert pick([*idle, chunk(arrived=16)]) == [16, 0, 1, 2]
     assert pick(idle) == list(range(8))
-    late = [chunk(stream, audio_left=0.2, tokens=100, arrived=stream) for stream in range(16)]
+    late = [chunk(audio_left=0.2, tokens=100, arrived=stream) for stream in range(16)]
     assert pick(late) == list(range(16))
     assert pick([*late[:8], *idle[8:]]) == list(range(8))
 

@@ -148,11 +148,14 @@ def _run_networks(dtype: torch.dtype) -> None:
         patch.object(window_graphs, "Graphs", _every_size),
         patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
-        dit_graphs.GraphedSolve(dit, pool, noise, limits, 1)
-        windows = [limits.sizes(limits.window_frames, most) for most in (UNET_FRAMES, COSYVOICE3_FRAMES)]
-        window_graphs.GraphedWindowSolve(unet, FusedUNet(unet.decoder.estimator, [0.0]), noise, windows[0], 1)
-        fused = FusedRotaryDiT(rotary.decoder.estimator, [0.0])
-        window_graphs.GraphedWindowSolve(rotary, fused, noise, windows[1], 1)
+        solver = dit_graphs.FusedDiTSolver(dit, 1)
+        fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
+        fused_rotary = FusedRotaryDiT(rotary.decoder.estimator, [0.0])
+        for of in (limits, limits.of_starts):
+            dit_graphs.GraphedSolve(solver, pool, noise, of)
+            sizes = [of.sizes(of.window_frames, most) for most in (UNET_FRAMES, COSYVOICE3_FRAMES)]
+            window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes[0], 1, urgent=of.starts)
+            window_graphs.GraphedWindowSolve(rotary, fused_rotary, noise, sizes[1], 1, urgent=of.starts)
     channels, frames = HiFTConfig().channels // 2, limits.chunk_frames[-1]  # after the first upsampling
     for lengths in (None, torch.empty(1, dtype=torch.int64, device="meta")):
         kernels.snake(
@@ -194,7 +197,7 @@ def _run_decoder(dtype: torch.dtype) -> None:
     kernels.draw(logits, bias, seen, recent, seen, slots, slots, slots, torch.empty(T, 7, device="meta"))
 
 
-def _every_size(function: Any, inputs: Any, sizes: Any, name: str) -> None:
+def _every_size(function: Any, inputs: Any, sizes: Any, name: str, urgent: bool) -> None:
     """In place of `Graphs`: calls the function instead of capturing it."""
     for size in sizes:
         function(*inputs(*size))
