@@ -90,12 +90,15 @@ class FakeEngine:
     def render(self, chunks, starts=False):
         self.entered.set()
         self.gate.wait(10)
+        return self.audio(chunks, self.batches)
+
+    def audio(self, chunks, batches):
         if any(13 in chunk.tokens for chunk in chunks):
             raise RuntimeError("broken chunk")
         for chunk in chunks:  # as the engine does: a chunk continues the stream as it was when the chunk was made
             assert chunk.offset == chunk.stream.rendered
             chunk.stream.rendered += chunk.new
-        self.batches.append([int(chunk.tokens[0]) for chunk in chunks])
+        batches.append([int(chunk.tokens[0]) for chunk in chunks])
         return [
             RuntimeError("bad chunk")
             if 12 in c.tokens
@@ -105,6 +108,62 @@ class FakeEngine:
 
     def whole(self, prompt, tokens, speed):
         return np.full(int(len(tokens) * 2 * HOP_SAMPLES / speed), tokens[0], np.float32)
+
+
+@dataclass
+class TwoLanes(FakeEngine):
+    """Renders first chunks apart, held back by `starts_gate`; `broken` is what the service did that an engine does not
+    allow."""
+
+    starts_apart: bool = True
+    starts_gate: threading.Event = field(default_factory=threading.Event)
+    starts_entered: threading.Event = field(default_factory=threading.Event)
+    starts: list[list[int]] = field(default_factory=list)  # as `batches`, of those that were rendered apart
+    broken: list[str] = field(default_factory=list)
+    limits: BatchLimits = BatchLimits(max_streams=24)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.starts_gate.set()
+        self._lock = threading.Lock()
+        self._rendering = {True: (), False: ()}  # chunks, by lane
+
+    def _expect(self, holds, what):
+        if not holds:
+            self.broken.append(what)
+
+    def _prefills(self, prompt):
+        self._expect(prompt.digest in self.known or not self._rendering[True], "a prefill beside first chunks")
+
+    def prefill(self, prompts):
+        for prompt in prompts:
+            self._prefills(prompt)
+        super().prefill(prompts)
+
+    def open(self, prompt):
+        self._prefills(prompt)
+        return super().open(prompt)
+
+    def close(self, stream):
+        in_use = [chunk.stream for lane in (True, False) for chunk in self._rendering[lane]]
+        self._expect(all(stream is not each for each in in_use), "a stream is closed while it is rendered")
+        super().close(stream)
+
+    def render(self, chunks, starts=False):
+        with self._lock:
+            self._expect(not self._rendering[starts], "two batches of one lane at once")
+            others = [chunk.stream for chunk in self._rendering[not starts]]
+            self._expect(all(c.stream is not o for c in chunks for o in others), "a stream is in both lanes")
+            self._expect(not starts or all(map(self.is_start, chunks)), "no first chunk, rendered as one")
+            self._rendering[starts] = tuple(chunks)
+        try:
+            if not starts:
+                return super().render(chunks)
+            self.starts_entered.set()
+            self.starts_gate.wait(10)
+            return self.audio(chunks, self.starts)
+        finally:
+            self._rendering[starts] = ()
 
 
 class Client:

@@ -1,0 +1,119 @@
+"""The thread that renders one batch at a time."""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.token2wav.batch_thread import BatchThread, Rendered
+
+BATCH: Any = ("one", "two")  # stand for requests, which it only hands back
+AUDIO = np.zeros(3, np.float32)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def done() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def thread(done: threading.Event, clock: Clock) -> Iterator[BatchThread]:
+    made = BatchThread("a batch thread", starts=False, on_done=done.set, clock=clock)
+    yield made
+    made.close()
+
+
+def test_a_batch_is_handed_back_once_with_its_results_and_its_time(
+    thread: BatchThread, done: threading.Event, clock: Clock
+) -> None:
+    gate = threading.Event()
+
+    def work() -> Sequence[np.ndarray]:
+        gate.wait(10)
+        clock.now += 0.5
+        return [AUDIO, AUDIO]
+
+    assert thread.idle and thread.take() is None
+    thread.render(BATCH, work)
+    assert not thread.idle and thread.take() is None and thread.batch == BATCH
+    gate.set()
+    assert done.wait(10)
+    rendered = thread.take()
+    assert rendered == Rendered(BATCH, [AUDIO, AUDIO], 0.5)
+    assert thread.idle and thread.take() is None and thread.batch == ()
+
+
+def test_an_error_of_the_work_is_the_result_of_each_request(thread: BatchThread, done: threading.Event) -> None:
+    error = RuntimeError("broken")
+
+    def work() -> Sequence[np.ndarray]:
+        raise error
+
+    thread.render(BATCH, work)
+    assert done.wait(10)
+    rendered = thread.take()
+    assert rendered and rendered.results == [error, error]
+    thread.call(lambda: None)  # it goes on
+
+
+def test_a_call_runs_in_the_thread_and_raises_what_it_raises(thread: BatchThread) -> None:
+    names: list[str] = []
+    thread.call(lambda: names.append(threading.current_thread().name))
+    assert names == ["a batch thread"]
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 / 0)
+    with pytest.raises(KeyboardInterrupt):
+        thread.call(interrupt)
+    thread.call(lambda: None)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_it_ends_after_the_batch_which_can_still_be_taken(done: threading.Event, clock: Clock) -> None:
+    gate, thread = threading.Event(), BatchThread("ends", starts=True, on_done=done.set, clock=clock)
+    thread.render(BATCH, lambda: [AUDIO] if gate.wait(10) else [])
+    threading.Timer(0.05, gate.set).start()
+    thread.close()
+    assert not any(each.name == "ends" for each in threading.enumerate())
+    rendered = thread.take()
+    assert rendered and rendered.results == [AUDIO]
+
+
+def test_an_idle_thread_keeps_nothing_of_its_last_batch(thread: BatchThread, done: threading.Event) -> None:
+    """The request holds its chunk, and the chunk its stream's memory."""
+
+    class Request:
+        pass
+
+    request = Request()
+    kept = weakref.ref(request)
+    batch: Any = [request]
+    thread.render(batch, lambda: [AUDIO])
+    assert done.wait(10)
+    thread.take()
+    del request, batch
+    deadline = time.monotonic() + 5
+    while kept() is not None and time.monotonic() < deadline:  # the thread may still be on its way to rest
+        gc.collect()
+        time.sleep(0.01)
+    assert kept() is None

@@ -1,0 +1,287 @@
+"""The service on an engine that renders first chunks apart from other batches. The engine is a fake."""
+
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common.constants import SPEAKER_DIM
+from common.errors import UnavailableError
+from common.token2wav.admission import Admission
+from tests.support.fake_engine import NEW, PROMPT, Client, TwoLanes, started
+
+
+@pytest.fixture
+def engine():
+    return TwoLanes()
+
+
+@pytest.fixture(autouse=True)
+def ended(service, engine):
+    """The service must end, free every stream, and keep to what the engine allows."""
+    interval = sys.getswitchinterval()
+    yield
+    engine.gate.set()
+    engine.starts_gate.set()
+    service.close()
+    sys.setswitchinterval(interval)
+    assert engine.live == 0 and engine.broken == []
+
+
+def value(replies):
+    reply = replies.get(timeout=10)
+    if isinstance(reply, BaseException):
+        raise reply
+    return float(reply[0]) if len(reply) else None
+
+
+def hold_batches(client, engine, stream=90):
+    """The other lane renders token 90, a later chunk of a stream, until `engine.gate` is set; its replies."""
+    client.start(stream, [stream])
+    engine.gate.clear()
+    engine.entered.clear()
+    replies = client.post(stream, [stream], final=False)
+    assert engine.entered.wait(10)
+    return replies
+
+
+def hold_starts(client, engine, stream=91):
+    """The lane of first chunks renders token 91 until `engine.starts_gate` is set; its replies."""
+    engine.starts_gate.clear()
+    engine.starts_entered.clear()
+    replies = client.post(stream, [stream], final=False, **NEW)
+    assert engine.starts_entered.wait(10)
+    return replies
+
+
+def until(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_first_chunk_does_not_wait_for_another_batch(client, engine):
+    held = hold_batches(client, engine)
+    assert value(client.post(1, [1], final=False, **NEW)) == 1
+    assert engine.starts == [[90], [1]] and engine.batches == []
+    engine.gate.set()
+    assert value(held) == 90
+
+
+def test_listeners_do_not_wait_for_a_first_chunk(client, engine):
+    client.start(1, [1])
+    held = hold_starts(client, engine)
+    assert value(client.post(1, [2], final=False)) == 2
+    assert value(client.post(1, [3], final=True, end=True)) == 3
+    assert engine.batches == [[2], [3]]
+    engine.starts_gate.set()
+    assert value(held) == 91
+
+
+def test_first_chunks_that_wait_together_are_rendered_together_up_to_the_size_of_their_batches(client, engine):
+    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
+    waiting = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 32)]
+    until(lambda: client.service.stats().queued == 12)
+    engine.starts_gate.set()
+    assert [value(each) for each in waiting] == list(range(20, 32))
+    assert engine.starts[1:] == [[91], list(range(20, 28)), list(range(28, 32))]
+    engine.gate.set()
+    assert (value(batches), value(starts)) == (90, 91)
+
+
+def test_without_other_work_the_other_thread_helps_with_first_chunks(client, engine):
+    held = hold_starts(client, engine)
+    assert value(client.post(1, [1], final=False, **NEW)) == 1
+    assert engine.batches == [[1]]
+    engine.starts_gate.set()
+    assert value(held) == 91
+
+
+def test_listeners_come_before_that_help(client, engine):
+    client.start(1, [1])
+    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
+    first, later = client.post(2, [2], final=False, **NEW), client.post(1, [3], final=False)
+    until(lambda: client.service.stats().queued == 2)
+    engine.gate.set()
+    assert value(batches) == 90 and value(later) == 3 and value(first) == 2
+    assert engine.batches == [[90], [3], [2]]
+    engine.starts_gate.set()
+    assert value(starts) == 91
+
+
+def test_a_long_first_chunk_is_rendered_with_the_others(client, engine):
+    held = hold_starts(client, engine)
+    assert value(client.post(1, [7] * 21, final=False, **NEW)) == 7
+    assert engine.batches == [[7]]
+    engine.starts_gate.set()
+    assert value(held) == 91
+
+
+def test_the_next_chunk_of_a_stream_waits_for_the_one_that_is_rendered(client, engine):
+    held = hold_starts(client, engine, 1)
+    later = [client.post(1, [2], final=False), client.post(1, [3], final=True, end=True)]
+    assert value(client.post(5, [5], final=False, **NEW)) == 5  # the other thread has looked at them meanwhile
+    assert engine.batches == [[5]]
+    engine.starts_gate.set()
+    assert [value(each) for each in (held, *later)] == [1, 2, 3]
+    assert engine.batches == [[5], [2], [3]]
+
+
+def test_the_next_chunk_of_a_stream_waits_for_a_first_one_in_the_queue(client, engine):
+    """It would be a chunk for the other thread, which has nothing else to do but the later chunk of stream 3."""
+    client.start(3, [3])
+    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
+    own = [client.post(1, [1], final=False, **NEW), client.post(1, [2], final=False)]
+    other = client.post(3, [4], final=False)
+    until(lambda: client.service.stats().queued == 3)
+    engine.gate.set()
+    assert [value(each) for each in (batches, other, *own)] == [90, 4, 1, 2]
+    assert engine.batches == [[90], [4], [1], [2]]
+    engine.starts_gate.set()
+    assert value(starts) == 91
+
+
+def test_a_new_voice_is_not_prefilled_beside_first_chunks_but_a_known_one_begins(client, engine):
+    engine.known.add(PROMPT.digest)
+    held = hold_starts(client, engine)
+    stranger = replace(PROMPT, embedding=np.ones(SPEAKER_DIM, np.float32))
+    new = client.post(1, [1], final=False, start=True, prompt=stranger)
+    assert value(client.post(2, [2], final=False, **NEW)) == 2
+    assert stranger.digest not in engine.known
+    engine.starts_gate.set()
+    assert (value(held), value(new)) == (91, 1)
+    assert stranger.digest in engine.known
+
+
+def test_an_abort_waits_for_the_chunk_that_is_rendered(service, client, engine):
+    held = hold_starts(client, engine, 1)
+    end = client.post(1, end=True)
+    assert value(client.post(5, [5], final=True, **NEW)) == 5
+    assert service.stats().live_streams == 1 and end.empty()
+    engine.starts_gate.set()
+    assert (value(held), value(end)) == (1, None)
+    assert service.stats().live_streams == 0
+
+
+def test_a_stream_that_restarts_waits_for_the_chunk_that_is_rendered(client, engine):
+    held = hold_starts(client, engine, 1)
+    again = client.post(1, [6], final=True, **NEW)
+    assert value(client.post(5, [5], final=True, **NEW)) == 5
+    assert again.empty()
+    engine.starts_gate.set()
+    assert (value(held), value(again)) == (1, 6)
+
+
+def test_a_stream_that_is_rendered_is_not_idle(service, client, engine, clock):
+    held = hold_starts(client, engine, 1)
+    clock.now += 60
+    assert value(client.post(5, [5], final=True, **NEW)) == 5
+    engine.starts_gate.set()
+    assert value(held) == 1 and value(client.post(1, [2], final=True, end=True)) == 2
+
+
+@pytest.mark.parametrize("token", [12, 13])
+def test_a_first_chunk_that_fails_ends_no_stream_of_the_other_thread(service, client, engine, token):
+    held = hold_batches(client, engine)
+    failing = client.post(1, [token], final=False, **NEW)
+    with pytest.raises(RuntimeError, match="chunk"):
+        value(failing)
+    assert service.stats().live_streams == 1
+    engine.gate.set()
+    assert value(held) == 90 and value(client.post(90, [4], final=False)) == 4
+
+
+def test_a_first_chunk_does_not_wait_for_a_whole_utterance(client, engine):
+    gate, entered = threading.Event(), threading.Event()
+
+    def whole(prompt, tokens, speed):
+        entered.set()
+        gate.wait(10)
+        return np.full(3, tokens[0], np.float32)
+
+    engine.whole = whole
+    utterance = client.post(1, [8], start=True, end=True, prompt=PROMPT)
+    assert entered.wait(10)
+    assert value(client.post(2, [2], final=True, **NEW)) == 2
+    assert utterance.empty()
+    gate.set()
+    assert value(utterance) == 8
+
+
+def test_a_whole_utterance_that_fails_says_nothing_about_the_next_ones_wait(client, engine, monkeypatch):
+    rendered = []
+    monkeypatch.setattr(Admission, "rendered_whole", lambda self, seconds: rendered.append(seconds))
+
+    def broken(*_):
+        raise ValueError("no utterance")
+
+    engine.whole, whole = broken, engine.whole
+    with pytest.raises(ValueError, match="no utterance"):
+        client.send(1, [8], start=True, end=True, prompt=PROMPT)
+    assert rendered == []
+    engine.whole = whole
+    assert client.send(1, [8], start=True, end=True, prompt=PROMPT)[0] == 8
+    assert len(rendered) == 1
+
+
+def test_admission_learns_from_the_other_batches_only(client, engine, monkeypatch):
+    learnt = []
+    monkeypatch.setattr(Admission, "rendered", lambda self, chunks, *_: learnt.append(chunks))
+    client.start(1, [1])
+    assert learnt == []
+    client.send(1, [2], final=False)
+    assert learnt == [1]
+
+
+def test_the_service_tests_the_thread_of_the_other_batches(service, engine):
+    held = hold_starts(Client(service), engine)
+    service.test()
+    assert len(engine.batches) == 1
+    engine.starts_gate.set()
+    assert value(held) == 91
+
+
+def test_closing_answers_what_is_rendered_and_refuses_what_waits(service, client, engine):
+    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
+    waiting = [client.post(90, [4], final=False), client.post(5, [5], final=False, **NEW)]
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    engine.gate.set()
+    engine.starts_gate.set()
+    closing.join(10)
+    assert not closing.is_alive() and (value(batches), value(starts)) == (90, 91)
+    for each in waiting:
+        with pytest.raises(UnavailableError, match="shutting down"):
+            value(each)
+
+
+def test_a_service_that_fails_answers_what_is_rendered_and_refuses_what_waits(service, client, engine):
+    client.start(2)
+    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
+    waiting = client.post(90, [4], final=False)
+    failing = client.post(2, [15], final=False)
+    engine.starts_gate.set()
+    assert value(starts) == 91
+    assert batches.empty()
+    engine.gate.set()
+    assert value(batches) == 90
+    for each in (waiting, failing):
+        with pytest.raises(UnavailableError, match="own mistake"):
+            value(each)
+
+
+@pytest.mark.parametrize("lane", [False, True])
+def test_an_engine_that_fails_its_warm_up_leaves_no_thread(clock, lane):
+    def broken(starts=False):
+        if starts == lane:
+            raise ValueError("a bad checkpoint")
+
+    engine, before = TwoLanes(), threading.active_count()
+    engine.warm_up = broken
+    with pytest.raises(ValueError, match="a bad checkpoint"):
+        started(engine, clock)
+    until(lambda: threading.active_count() <= before)
