@@ -70,8 +70,8 @@ class Token2Wav:
     """A flow and a vocoder.
 
     At the same time, one thread each may: render a batch or whole utterances; render first chunks (`starts`), if
-    `starts_apart`; do all the rest, but `prefill`, and `open` in a voice without a prompt cache, only while no first
-    chunks are rendered.
+    `starts_apart`; do all the rest, but `prefill`, and `open` in a voice without a prompt cache, only while the thread
+    for first chunks, or without one that for batches, renders nothing.
     """
 
     def __init__(
@@ -110,19 +110,20 @@ class Token2Wav:
         precision: Precision,
         runtime: FlowRuntime = "auto",
         steps: int = EULER_STEPS,
-        voice_bytes: Callable[[Precision], int] = lambda _: UNPLANNED_VOICES,
+        plan: Callable[[Precision], tuple[BatchLimits, int]] | None = None,
         contexts: int = Token2WavConfig.flow_contexts,
     ) -> "Token2Wav":
         """The networks of a stack from its checkpoint directory, and the runtime's own files.
 
         runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
-        memory stays free, which suits whole utterances. voice_bytes: memory for prompt caches. contexts: execution
-        contexts of each TensorRT plan.
+        memory stays free, which suits whole utterances. plan: makes the limits, and the bytes for prompt caches.
+        contexts: execution contexts of each TensorRT plan.
         ValueError for a checkpoint that does not fit, see also `Precision.checked`.
         """
         _use(device)
         runtime = flow_runtime(runtime, device)
         asked, precision = precision, precision.checked(stack, model_dir, device, limits=limits, steps=steps)
+        limits, voice_bytes = plan(precision) if plan else (limits, UNPLANNED_VOICES)
         options = FlowOptions(
             stack=stack,
             device=device,
@@ -130,7 +131,7 @@ class Token2Wav:
             runtime=runtime,
             steps=steps,
             limits=limits,
-            prompt_cache_bytes=voice_bytes(precision),
+            prompt_cache_bytes=voice_bytes,
             contexts=contexts,
         )
         files = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
@@ -162,7 +163,7 @@ class Token2Wav:
             precision=Precision.named(*names, config.device, config.flow_runtime),
             runtime=config.flow_runtime,
             steps=config.n_timesteps,
-            voice_bytes=partial(_voice_bytes, stack, config, limits),
+            plan=partial(_plan, stack, config, limits),
             contexts=config.flow_contexts,
         )
 
@@ -381,8 +382,8 @@ def _whole(
     return vocoder.whole(mels)
 
 
-def _voice_bytes(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision: Precision) -> int:
-    """Memory for prompt caches; on a GPU what the plan leaves, which is then all that this process can take."""
+def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision: Precision) -> tuple[BatchLimits, int]:
+    """The limits, and bytes for prompt caches; on a GPU as the plan has it, which then caps this process."""
     networks = Networks.read(
         stack,
         Path(config.model_dir),
@@ -391,7 +392,7 @@ def _voice_bytes(stack: Stack, config: Token2WavConfig, limits: BatchLimits, pre
         steps=config.n_timesteps,
     )
     if torch.device(config.device).type != "cuda":
-        return voices_on_host(networks, limits)
+        return limits, voices_on_host(networks, limits)
     free, has = torch.cuda.mem_get_info(config.device)
     if config.gpu_memory_gib is not None:
         may_take = int(config.gpu_memory_gib * GIB)
@@ -400,7 +401,7 @@ def _voice_bytes(stack: Stack, config: Token2WavConfig, limits: BatchLimits, pre
     made = plan_memory(networks, limits, min(may_take, has), config.llm_share_gib)
     made.log()
     torch.cuda.set_per_process_memory_fraction(made.own / has, config.device)
-    return made.voices
+    return replace(limits, starts_apart=not made.lacking), made.voices
 
 
 def _use(device: torch.device | str) -> None:

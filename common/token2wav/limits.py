@@ -51,14 +51,16 @@ class BatchLimits:
     """The limits of a token2wav model, and the batch and graph sizes that follow from them.
 
     max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
-    chunks end on its multiples (`Stack.chunk_boundary`). starts: of batches of first chunks or prompts alone, which are
-    small. ValueError if a chunk of the largest hop alone is beyond them.
+    chunks end on its multiples (`Stack.chunk_boundary`). starts_apart: with CUDA graphs, first chunks and prompts have
+    graphs of their own, and are computed while another batch is. starts: of those graphs, which are small. ValueError
+    if a chunk of the largest hop alone is beyond them.
     """
 
     max_streams: int = Token2WavConfig.max_streams
     first_hop_tokens: int = Token2WavConfig.first_hop_tokens
     max_hop_tokens: int = Token2WavConfig.max_hop_tokens
     chunk_boundary: int = 1
+    starts_apart: bool = True
     starts: bool = False
     prefill_frames = PREFILL_FRAMES
 
@@ -78,6 +80,16 @@ class BatchLimits:
     @property
     def of_starts(self) -> "BatchLimits":
         return replace(self, starts=True)
+
+    @property
+    def lanes(self) -> tuple["BatchLimits", ...]:
+        """Those of the batches that are computed at the same time."""
+        return (self, self.of_starts) if self.starts_apart else (self,)
+
+    @property
+    def of_prompts(self) -> bool:
+        """Whether prompts are computed by these graphs."""
+        return self.starts or not self.starts_apart
 
     @property
     def max_chunks(self) -> int:

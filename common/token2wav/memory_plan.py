@@ -127,10 +127,9 @@ class Networks:
         return (count + 1) * (DIT_TAIL_FRAMES * self.frame + self.history + self.vocoder_stream)
 
     def batches(self, limits: BatchLimits) -> int:
-        """Bytes of temporary tensors: of the network that needs most, because they take turns, once for first chunks
-        and prompts and once for all other batches, which are computed at the same time."""
-        both = limits, limits.of_starts
-        return int(FRAGMENTS * sum(max(self._encoder(of), self._solve(of), self._vocode(of)) for of in both))
+        """Bytes of temporary tensors: of the network that needs most, because they take turns, for each of the batches
+        that are computed at the same time."""
+        return int(FRAGMENTS * sum(max(self._encoder(of), self._solve(of), self._vocode(of)) for of in limits.lanes))
 
     def _encoder(self, limits: BatchLimits) -> int:
         config, sizes = self.flow.encoder, limits.sizes(limits.window_tokens, ENCODER_TOKENS)
@@ -148,7 +147,7 @@ class Networks:
             frames = _most(limits.sizes(limits.window_frames, COSYVOICE3_FRAMES))
             return 2 * ROTARY_VALUES * self.flow.estimator.width * frames * self.flow_size
         frames = _most(limits.sizes(limits.chunk_frames, DIT_FRAMES))
-        if limits.starts:
+        if limits.of_prompts:
             frames = max(frames, _most(limits.sizes(limits.prompt_frames, PREFILL_FRAMES)))
         values = 2 * DIT_VALUES * self.flow.estimator.width * frames * self.flow_size
         return values + frames * self.frame // self.steps + 3 * limits.max_chunks * self.history
@@ -163,7 +162,7 @@ class Networks:
 
     def graphs(self, limits: BatchLimits) -> int:
         """Bytes of the CUDA graphs apart from temporary tensors."""
-        return GRAPH * sum(len(sizes) for of in (limits, limits.of_starts) for sizes in self._graph_sizes(of))
+        return GRAPH * sum(len(sizes) for of in limits.lanes for sizes in self._graph_sizes(of))
 
     def _graph_sizes(self, limits: BatchLimits) -> list[list[Size]]:
         """Of each function."""
@@ -177,7 +176,7 @@ class Networks:
             most = COSYVOICE3_FRAMES if isinstance(self.flow, CosyVoice3FlowConfig) else UNET_FRAMES
             return [*made, limits.sizes(limits.window_frames, most)]
         made.append(limits.sizes(limits.chunk_frames, DIT_FRAMES))
-        if limits.starts:
+        if limits.of_prompts:
             made.append(limits.sizes(limits.prompt_frames, PREFILL_FRAMES))
         return made
 
@@ -185,11 +184,13 @@ class Networks:
 @dataclass(frozen=True)
 class MemoryPlan:
     """memory: bytes of the GPU that the server may take. parts: bytes by what takes them. voice: bytes of a voice of
-    VOICE_SECONDS."""
+    VOICE_SECONDS. lacking: bytes for which first chunks are not rendered apart, see `BatchLimits.starts_apart`; 0 if
+    they are."""
 
     memory: int
     parts: Mapping[str, int]
     voice: int
+    lacking: int
 
     @property
     def voices(self) -> int:
@@ -209,6 +210,8 @@ class MemoryPlan:
         lines = [f"  {name:<40}{size / GIB:8.2f} GiB" for name, size in rows.items()]
         if self.voice:
             lines[-2] += f", {self.voices // self.voice} of {VOICE_SECONDS:g} s"
+        if self.lacking:
+            lines.append(f"  with {self.lacking / GIB:.1f} GiB more, first chunks would not wait for other batches")
         return "\n".join(["memory of the GPU:", *lines])
 
 
@@ -219,13 +222,14 @@ def other_models(streams: int, llm_gib: float | None) -> dict[str, int]:
 
 
 def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: float | None) -> MemoryPlan:
-    """How the memory is used. ValueError with what would fit if `limits.max_streams` streams do not.
+    """How the memory is used: with first chunks apart if there is room for that. ValueError with what would fit if
+    `limits.max_streams` streams do not.
 
     memory: bytes of the GPU that the server may take. llm_gib: of them, the LLM's, as in `other_models`.
     """
 
-    def missing(streams: int) -> tuple[MemoryPlan, int]:
-        fewer = replace(limits, max_streams=streams)
+    def missing(streams: int, starts_apart: bool = False) -> tuple[MemoryPlan, int]:
+        fewer = replace(limits, max_streams=streams, starts_apart=starts_apart)
         parts = {
             **other_models(streams, llm_gib),
             "process": PROCESS,
@@ -236,13 +240,16 @@ def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: f
             "whole utterances": networks.whole,
         }
         voices = max(streams * networks.voice(VOICE_SECONDS), networks.longest_voice(limits))
-        made = MemoryPlan(memory, parts, networks.voice(VOICE_SECONDS))
+        made = MemoryPlan(memory, parts, networks.voice(VOICE_SECONDS), lacking=0)
         return made, voices - made.voices
 
     streams = limits.max_streams
+    apart, lacking_apart = missing(streams, starts_apart=True)
+    if lacking_apart <= 0:
+        return apart
     made, lacking = missing(streams)
     if lacking <= 0:
-        return made
+        return replace(made, lacking=lacking_apart)
     needed = math.ceil(10 * (memory + lacking) / GIB) / 10
     fitting = next((fewer for fewer in range(streams - 1, 0, -1) if missing(fewer)[1] <= 0), 0)
     raise ValueError(

@@ -165,7 +165,6 @@ class Token2WavService:
         except BaseException as error:
             for thread in self._threads:
                 thread.close()
-            self._replies.shutdown()
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)

@@ -172,8 +172,9 @@ class StreamingFlow(ABC, Generic[StreamT]):
 
     def for_starts(self) -> Self | None:
         """This flow over the same streams and prompt caches, with CUDA graphs of its own for prompts and first chunks:
-        it computes a batch of them while this one computes another batch. None without graphs."""
-        if not self._graphed:
+        it computes a batch of them while this one computes another batch. None without graphs or
+        `limits.starts_apart`."""
+        if not (self._graphed and self.limits.starts_apart):
             return None
         flow = copy(self)
         flow.limits = self.limits.of_starts

@@ -89,6 +89,34 @@ def test_each_gpu_holds_its_streams_in_as_many_voices(
     assert table.splitlines()[-1].split() == ["sum", f"{gib}.00", "GiB"]
 
 
+@pytest.mark.parametrize(
+    ("stack", "gib", "streams", "apart"),
+    [
+        (stacks.DIT, 7.5, 4, False),
+        (stacks.DIT, 11.5, 16, True),
+        (stacks.DIT, 15.5, 32, True),
+        (stacks.DIT, 22.5, 64, False),
+        (stacks.DIT, 46, 128, True),
+        (stacks.UNET, 7.5, 4, True),
+        (stacks.UNET, 22.5, 32, True),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_the_settings_that_the_documents_name_fit_and_first_chunks_are_apart_where_there_is_room(
+    stack: Stack, gib: float, streams: int, apart: bool
+) -> None:
+    """docs/deployment.md, Sizing."""
+    networks, own = official(stack), limits(stack, streams)
+    made = plan_memory(networks, own, int(gib * GIB), None)
+    assert (made.lacking == 0) == apart
+    assert made.parts["graphs"] == networks.graphs(replace(own, starts_apart=apart))
+    assert ("first chunks would not wait" in str(made)) != apart
+    if not apart:
+        enough = plan_memory(networks, own, int(gib * GIB) + made.lacking, None)
+        assert enough.lacking == 0 and enough.voices >= streams * networks.voice(VOICE_SECONDS)
+        assert plan_memory(networks, own, int(gib * GIB) + made.lacking - 1, None).lacking == 1
+
+
 def test_streams_that_do_not_fit_are_refused_with_the_numbers_that_do() -> None:
     networks = official(stacks.DIT)
     with pytest.raises(

@@ -93,6 +93,36 @@ def test_first_chunks_that_wait_together_are_rendered_together_up_to_the_size_of
     assert (value(batches), value(starts)) == (90, 91)
 
 
+def test_first_chunks_are_padded_to_the_graphs_of_their_own(client, engine):
+    engine.padded = lambda chunks, tokens, starts=False: 9999 if starts and chunks > 2 else chunks * tokens
+    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
+    waiting = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 24)]
+    until(lambda: client.service.stats().queued == 4)
+    engine.starts_gate.set()
+    assert [value(each) for each in waiting] == list(range(20, 24))
+    assert engine.starts[2:] == [[20, 21], [22, 23]]
+    engine.gate.set()
+    assert (value(batches), value(starts)) == (90, 91)
+
+
+def test_batches_are_not_shortened_for_first_chunks_that_do_not_wait_for_them(client, engine):
+    """Listeners with four seconds of audio each."""
+    for stream in range(20, 36):
+        client.start(stream, [stream] * 100)
+    held = hold_batches(client, engine)
+    waiting = [client.post(stream, [stream] * 100, final=False) for stream in range(20, 36)]
+    until(lambda: client.service.stats().queued == 16)
+    engine.gate.set()
+    assert value(held) == 90 and [value(each) for each in waiting] == list(range(20, 36))
+    assert engine.batches[-1] == list(range(20, 36))
+
+
+def test_the_first_chunk_of_a_later_segment_is_not_rendered_apart(client, engine):
+    """Its listener still hears the segment before."""
+    assert value(client.post(1, [1], final=False, audio_left=3.0, **NEW)) == 1
+    assert engine.batches == [[1]] and engine.starts == []
+
+
 def test_without_other_work_the_other_thread_helps_with_first_chunks(client, engine):
     held = hold_starts(client, engine)
     assert value(client.post(1, [1], final=False, **NEW)) == 1
@@ -243,6 +273,8 @@ def test_the_service_tests_the_thread_of_the_other_batches(service, engine):
     assert len(engine.batches) == 1
     engine.starts_gate.set()
     assert value(held) == 91
+    service.test()
+    assert len(engine.batches) == 2 and engine.starts == [[91]]
 
 
 def test_closing_answers_what_is_rendered_and_refuses_what_waits(service, client, engine):
@@ -256,6 +288,24 @@ def test_closing_answers_what_is_rendered_and_refuses_what_waits(service, client
     assert not closing.is_alive() and (value(batches), value(starts)) == (90, 91)
     for each in waiting:
         with pytest.raises(UnavailableError, match="shutting down"):
+            value(each)
+
+
+def test_closing_answers_all_even_if_a_batch_cannot_be_answered(service, client, engine, monkeypatch):
+    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(service, "_deliver", broken)
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    engine.gate.set()
+    engine.starts_gate.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    for each in (batches, starts):
+        with pytest.raises(UnavailableError):
             value(each)
 
 

@@ -112,7 +112,7 @@ class CausalVocoder(BatchVocoder):
         return self.pool.nbytes
 
     def for_starts(self) -> "CausalVocoder | None":
-        if self._graphed is None:
+        if self._graphed is None or not self._limits.starts_apart:
             return None
         vocoder = copy(self)
         vocoder._limits = self._limits.of_starts

@@ -68,8 +68,8 @@ class PagedContext:
 
 
 class GraphedSolve:
-    """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory. The one for starts also has
-    graphs for prompts."""
+    """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory. `limits.of_prompts`: it
+    has graphs for prompts too."""
 
     def __init__(self, solver: FusedDiTSolver, pool: TailPool, noise: NoiseTape, limits: BatchLimits):
         self._solver = solver
@@ -78,9 +78,9 @@ class GraphedSolve:
         self.sizes = limits.sizes(limits.chunk_frames, DIT_FRAMES)
         self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow", urgent=limits.starts)
         self._prompts: Graphs | None = None
-        if limits.starts:
+        if limits.of_prompts:
             prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
-            self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts", urgent=True)
+            self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts", urgent=limits.starts)
 
     def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
         B, T, _ = mu.shape

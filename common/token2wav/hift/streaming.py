@@ -63,7 +63,7 @@ class StreamingVocoder(BatchVocoder):
         return self.pool.nbytes
 
     def for_starts(self) -> "StreamingVocoder | None":
-        if self._renderer is self._plain:
+        if self._renderer is self._plain or not self._limits.starts_apart:
             return None
         vocoder = copy(self)
         vocoder._limits = self._limits.of_starts
