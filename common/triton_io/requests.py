@@ -1,6 +1,7 @@
 """Ways to answer requests: at once as a batch, later from a thread, or each in a task of an asyncio loop."""
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -153,9 +154,11 @@ class DeferredAnswer:
 
 def answer_later(request: Any, output: str, *, model: str) -> DeferredAnswer:
     """For `execute` of a model that is not decoupled and hands the request to another thread."""
-    return DeferredAnswer(
-        Responder(request.get_response_sender(), decoupled=False), output, model, request.request_id()
-    )
+    try:
+        name = request.request_id()
+    except ValueError:  # it is not UTF-8, and only for the log
+        name = ""
+    return DeferredAnswer(Responder(request.get_response_sender(), decoupled=False), output, model, name)
 
 
 Handler = Callable[[Any, Responder], Awaitable[None]]
@@ -201,7 +204,7 @@ class RequestLoop:
     def end_requests(self) -> None:
         """Cancel the running requests; they and all later ones are answered with UNAVAILABLE."""
         self._closing = True
-        with suppress(TimeoutError, asyncio.TimeoutError):
+        with suppress(concurrent.futures.TimeoutError):  # the built-in TimeoutError since Python 3.11
             self.run(self._cancel_all(), SHUTDOWN_SECONDS)
 
     def close(self) -> None:

@@ -298,6 +298,13 @@ def test_a_request_whose_id_is_not_utf_8_is_answered(serve, decoupled, monkeypat
     assert "'utf-8' codec can't decode" in sent.sender.responses[0].error().message()
 
 
+def test_a_request_whose_id_is_not_utf_8_can_be_answered_later(monkeypatch):
+    sent = request(decoupled=False)
+    monkeypatch.setattr(sent, "request_id", b"\xff".decode)
+    triton_io.answer_later(sent, "waveform", model="m")(np.ones(3, np.float32))
+    assert sent.sender.final and sent.sender.responses[0].error() is None
+
+
 def test_a_deferred_answer_that_cannot_be_sent_still_ends_the_request():
     sent = InferenceRequest.from_client({})
     reply = triton_io.answer_later(sent, "waveform", model="m")
