@@ -180,7 +180,7 @@ class Token2Wav:
         """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run.
         ValueError with the file whose network speaks no numbers. starts: in the thread that renders first chunks."""
         _use(self._device)
-        prompt, tokens = self.sample(self.limits.first_hop_tokens if starts else FLOW_CHUNK_TOKENS)
+        prompt, tokens = self.sample(self.limits.first_hop_tokens + LOOKAHEAD_TOKENS if starts else FLOW_CHUNK_TOKENS)
         try:
             stream = self.open(prompt)
             self.step([self.chunk(stream, tokens, final=False)], starts=starts)

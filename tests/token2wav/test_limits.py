@@ -6,11 +6,22 @@ import pytest
 import torch
 
 from common import stacks
-from common.constants import TOKEN_MEL_RATIO
+from common.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
 from common.orchestrator.chunking import HopRules
 from common.token2wav import graphs as graphs_module
 from common.token2wav.graphs import Graphs
-from common.token2wav.limits import DIT_FRAMES, BatchLimits
+from common.token2wav.limits import (
+    COSYVOICE3_FRAMES,
+    DIT_FRAMES,
+    ENCODER_TOKENS,
+    HIFT_FRAMES,
+    LONGEST_PROMPT,
+    PREFILL_FRAMES,
+    START_BATCH,
+    STEP,
+    UNET_FRAMES,
+    BatchLimits,
+)
 
 
 def limits_of(stack: str, **values: int) -> BatchLimits:
@@ -39,6 +50,81 @@ def test_every_chunk_of_every_prompt_length_fits_a_graph(stack, strategy, first_
     assert limits.first_chunk_frames[-2:][0] < longest_first or len(limits.first_chunk_frames) == 1
 
 
+# Of every function that a stack may have graphs of: their lengths, and the most of a batch.
+FUNCTIONS = {
+    "encoder": ("window_tokens", ENCODER_TOKENS),
+    "unet": ("window_frames", UNET_FRAMES),
+    "cosyvoice3": ("window_frames", COSYVOICE3_FRAMES),
+    "dit": ("chunk_frames", DIT_FRAMES),
+    "prompts": ("prompt_frames", PREFILL_FRAMES),
+    "vocoder": ("chunk_frames", HIFT_FRAMES),
+    "vocoder, first": ("first_chunk_frames", HIFT_FRAMES),
+}
+
+
+def graph_sizes(limits: BatchLimits) -> dict[str, list[tuple[int, ...]]]:
+    return {name: limits.sizes(getattr(limits, lengths), most) for name, (lengths, most) in FUNCTIONS.items()}
+
+
+def lengths(prompt: int, context: int, new: int, first: bool) -> dict[str, int]:
+    """What those graphs must hold for a chunk, and for the prompt of a first one."""
+    window, frames = prompt + context + new, TOKEN_MEL_RATIO * new
+    windows = {"encoder": window, "unet": TOKEN_MEL_RATIO * window, "cosyvoice3": TOKEN_MEL_RATIO * window}
+    needed = {**windows, "dit": frames, "vocoder": frames}
+    return {**needed, "prompts": TOKEN_MEL_RATIO * prompt, "vocoder, first": frames} if first else needed
+
+
+FIRST_HOPS = [5, 15, 30, 100]
+
+
+@pytest.mark.parametrize("max_streams", [1, 6, 64])
+@pytest.mark.parametrize("boundary", [1, 25])
+@pytest.mark.parametrize("first_hop", FIRST_HOPS)
+def test_a_first_chunk_after_the_longest_prompt_fits_the_graphs_for_starts(first_hop, boundary, max_streams):
+    """A length class that was too small left the longest prompts to eager kernels."""
+    limits = BatchLimits(
+        max_streams=max_streams, first_hop_tokens=first_hop, max_hop_tokens=100, chunk_boundary=boundary
+    )
+    starts, others = graph_sizes(limits.of_starts), graph_sizes(limits)
+    for function, needed in lengths(LONGEST_PROMPT, 0, limits.first_chunk_tokens, first=True).items():
+        for sizes in (starts[function], others[function]):  # the other thread renders first chunks when it is idle
+            assert any(T >= needed for B, T in sizes if B == 1), function
+        assert max(T for _, T in starts[function]) < needed + STEP, function  # and no graph is larger than that
+        assert max(B for B, _ in starts[function]) <= limits.of_starts.max_chunks == min(START_BATCH, max_streams)
+
+
+@pytest.mark.parametrize("first_hop", FIRST_HOPS)
+def test_graphs_for_starts_take_an_eighth_of_the_others_or_hold_one_chunk(first_hop):
+    """Their memory is needed beside that of the others."""
+    starts = BatchLimits(first_hop_tokens=first_hop).of_starts
+    for function, sizes in graph_sizes(starts).items():
+        longest = max(T for _, T in sizes)
+        assert max(B * T for B, T in sizes) <= max(longest, FUNCTIONS[function][1] // 8), function
+
+
+@pytest.mark.parametrize("stack", stacks.names())
+@pytest.mark.parametrize(("first_hop", "max_hop"), [(15, 100), (5, 50), (30, 200), (15, 25)])
+def test_both_lanes_have_graphs_for_all_that_they_are_sent(stack, first_hop, max_hop):
+    """First chunks for the one, all chunks for the other, in voices of any length."""
+    limits = limits_of(stack, first_hop_tokens=first_hop, max_hop_tokens=max_hop)
+    starts, others = graph_sizes(limits.of_starts), graph_sizes(limits)
+    rules = HopRules(first_hop=first_hop, max_hop=max_hop, boundary=limits.chunk_boundary)
+    for prompt, length in itertools.product((0, 3, 26, LONGEST_PROMPT), (3, first_hop + 2, first_hop + 26, 900)):
+        schedule = rules.schedule(prompt)
+        while (hop := schedule.next_hop(length, ended=True)) is not None:
+            first = hop.offset == 0
+            assert not first or hop.length <= limits.first_chunk_tokens
+            for function, needed in lengths(prompt, min(hop.offset, CONTEXT_TOKENS), hop.length, first).items():
+                for sizes in (starts, others) if first else (others,):
+                    assert any(T >= needed for B, T in sizes[function] if B == 1), function
+
+
+def test_a_first_chunk_is_at_most_the_longest_first_hop_and_what_the_final_one_adds():
+    limits = BatchLimits(first_hop_tokens=15, chunk_boundary=25)
+    assert limits.first_chunk_tokens == 39 + LOOKAHEAD_TOKENS - 1
+    assert limits.of_starts.first_chunk_tokens == limits.first_chunk_tokens
+
+
 def test_the_default_sizes():
     limits = BatchLimits()
     assert limits.chunk_frames == (32, 64, 104, 128, 208)
@@ -47,6 +133,10 @@ def test_the_default_sizes():
     sizes = limits.sizes(limits.chunk_frames, DIT_FRAMES)
     assert {(64, 104), (32, 208)} <= set(sizes) and (64, 128) not in sizes
     assert limits.max_chunks == 64
+    starts = limits.of_starts
+    assert starts.chunk_frames == starts.first_chunk_frames == (32, 40)
+    assert starts.window_tokens == (160, 208, 256, 320, 416, 512, 768, 776)
+    assert starts.max_chunks == START_BATCH and starts.prompt_frames == limits.prompt_frames
 
 
 @pytest.mark.parametrize(("max_streams", "batches"), [(1, (1,)), (3, (1, 2, 3)), (32, (1, 2, 4, 8, 16, 32)), (400, 7)])
