@@ -1,19 +1,24 @@
-"""A thread of a token2wav service that renders one batch at a time."""
+"""The threads of a token2wav service that render, each one batch at a time."""
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
+from common.token2wav.engine import Token2Wav
 from common.token2wav.request_queue import QueuedRequest
+
+SWITCH_SECONDS = 0.0005  # until a thread lets another one run Python: 5 ms would delay first chunks
 
 Work = Callable[[], Sequence[np.ndarray | Exception]]
 
 
-class Rendered(NamedTuple):
+class RenderedBatch(NamedTuple):
     """What became of a batch: a result for each of its requests, and the seconds that it took."""
 
     batch: Sequence[QueuedRequest]
@@ -34,7 +39,7 @@ class BatchThread:
         self.batch: Sequence[QueuedRequest] = ()
         self._on_done = on_done
         self._clock = clock
-        self._rendering: Future[Rendered] | None = None
+        self._rendering: Future[RenderedBatch] | None = None
         self._work: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -55,7 +60,7 @@ class BatchThread:
         self.batch, self._rendering = batch, Future()
         self._work.put((lambda: self._rendered(batch, work), self._rendering))
 
-    def take(self) -> Rendered | None:
+    def take(self) -> RenderedBatch | None:
         """The batch that is done; None if there is none."""
         if self._rendering is None or not self._rendering.done():
             return None
@@ -68,14 +73,14 @@ class BatchThread:
         self._work.put(None)
         self._thread.join()
 
-    def _rendered(self, batch: Sequence[QueuedRequest], work: Work) -> Rendered:
+    def _rendered(self, batch: Sequence[QueuedRequest], work: Work) -> RenderedBatch:
         begun = self._clock()
         results: Sequence[np.ndarray | Exception]
         try:
             results = work()
         except Exception as error:  # one that no batch would survive
             results = [error] * len(batch)
-        return Rendered(batch, results, self._clock() - begun)
+        return RenderedBatch(batch, results, self._clock() - begun)
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
@@ -89,3 +94,49 @@ def _call(function: Callable[[], object], done: Future) -> None:
         done.set_result(function())
     except BaseException as error:
         done.set_exception(error)
+
+
+class BatchThreads:
+    """Those of an engine: one that renders first chunks, if the engine renders them apart, and one for all others."""
+
+    def __init__(self, engine: Token2Wav, *, on_done: Callable[[], None], clock: Callable[[], float]):
+        """See `BatchThread`."""
+        self._engine = engine
+        self._threads = [
+            BatchThread(name, starts=starts, on_done=on_done, clock=clock)
+            for name, starts in (("token2wav-starts", True), ("token2wav-batches", False))
+            if engine.starts_apart or not starts
+        ]
+
+    def __iter__(self) -> Iterator[BatchThread]:
+        return iter(self._threads)
+
+    @property
+    def prefills(self) -> bool:
+        """Whether a voice can be prefilled: that uses the memory of first chunks."""
+        return self._threads[0].idle
+
+    @property
+    def in_flight(self) -> list[QueuedRequest]:
+        """The requests of the batches that are rendered."""
+        return [queued for thread in self._threads for queued in thread.batch]
+
+    @property
+    def streams(self) -> set[str]:
+        """The streams of these."""
+        return {queued.stream_id for queued in self.in_flight}
+
+    def warm_up(self) -> None:
+        """In each thread, because the GPU libraries cache per thread."""
+        if self._engine.starts_apart:
+            sys.setswitchinterval(SWITCH_SECONDS)
+        for thread in reversed(self._threads):
+            thread.call(partial(self._engine.warm_up, starts=thread.starts))
+
+    def call(self, function: Callable[[], object]) -> None:
+        """In the thread for all other batches: see `BatchThread.call`."""
+        self._threads[-1].call(function)
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.close()

@@ -89,7 +89,8 @@ class Token2Wav:
         self._device = device
         self._batches = Lane(flow, vocoder, self._new_stream())
         self._starts = self._batches
-        flow_of_starts, vocoder_of_starts = flow.for_starts(), vocoder.for_starts()
+        flow_of_starts = flow.for_starts()
+        vocoder_of_starts = vocoder.for_starts() if flow_of_starts is not None else None
         if flow_of_starts is not None and vocoder_of_starts is not None:
             self._starts = Lane(flow_of_starts, vocoder_of_starts, self._new_stream(urgent=True))
         self._opening = replace(self._starts, stream=self._new_stream(urgent=True))

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,9 @@ from common.constants import CALLS_AT_ONCE
 from common.errors import OverloadedError, UnavailableError
 from common.token2wav.admission import Admission
 from common.token2wav.requests import Token2WavRequest
+from common.token2wav.scheduler import Start
 from common.token2wav.stream import Chunk
+from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,14 @@ class QueuedRequest:
             self.reply(result)
         except Exception:  # a receiver's error must not end the other streams
             logger.exception("a reply failed")
+
+
+class Starting(NamedTuple):
+    """A queued request that opens a stream: its voice, and what decides when its turn comes."""
+
+    queued: QueuedRequest
+    prompt: Prompt
+    start: Start
 
 
 class RequestQueue:

@@ -1,23 +1,19 @@
 """The owner of a token2wav model's streams.
 
 `Token2WavService` has a thread that decides, one or two that render, and one that sends replies. A stream's state, its
-queued requests and its end belong to the first; `submit` only adds to the queue. A stream is freed in `_close`,
-whatever ends it: its final chunk, an abort, an error, a cancellation, or `idle_seconds` without a request. While a
-chunk of it is rendered nothing else happens to it. `scheduler` picks the streams to open and the chunks of a batch.
+queued requests and its end belong to the first; `submit` only adds to the queue. A stream ends with its final chunk, an
+abort, an error, a cancellation, or `idle_seconds` without a request. While a chunk of it is rendered nothing else
+happens to it. `scheduler` picks the streams to open and the chunks of a batch.
 """
 
 import asyncio
 import logging
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,14 +23,15 @@ from common.errors import FatalError, UnavailableError
 from common.playback import Playback
 from common.process import faults
 from common.token2wav.admission import Admission
-from common.token2wav.batch_thread import BatchThread, Rendered
+from common.token2wav.batch_thread import BatchThread, BatchThreads, RenderedBatch
 from common.token2wav.costs import costs, measure
 from common.token2wav.engine import Token2Wav
-from common.token2wav.request_queue import MAX_WAITING, QueuedRequest, Reply, RequestQueue
+from common.token2wav.live_streams import LiveStream, LiveStreams
+from common.token2wav.request_queue import MAX_WAITING, QueuedRequest, Reply, RequestQueue, Starting
 from common.token2wav.requests import TEST_STREAM, Token2WavRequest
 from common.token2wav.scheduler import Candidate, Start, patience, pick, starts
 from common.token2wav.stats import Stats
-from common.token2wav.stream import Chunk, Stream
+from common.token2wav.stream import Chunk
 from common.voice.prompt import Prompt
 
 logger = logging.getLogger(__name__)
@@ -42,31 +39,7 @@ logger = logging.getLogger(__name__)
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
 ADMIT_SECONDS = 0.02  # between two looks at the listeners who wait to be admitted
-SWITCH_SECONDS = 0.0005  # until a thread lets another one run Python: 5 ms would delay first chunks
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
-
-
-@dataclass
-class LiveStream:
-    """A live stream: the engine's part, its voice, and what its listener still has to play."""
-
-    stream: Stream
-    prompt: Prompt
-    used_at: float
-    playback: Playback
-
-    def add(self, seconds: float, now: float) -> float:
-        """Count audio that was rendered; returns the gap before it, see `Playback.add`."""
-        self.used_at = now
-        return self.playback.add(seconds, now)
-
-
-class Starting(NamedTuple):
-    """A queued request that opens a stream: its voice, and what decides when its turn comes."""
-
-    queued: QueuedRequest
-    prompt: Prompt
-    start: Start
 
 
 class Token2WavService:
@@ -88,20 +61,14 @@ class Token2WavService:
     ):
         self._engine = engine
         self._limits = engine.limits
-        self._idle_seconds = idle_seconds
         self._clock = clock
-        self._streams: dict[str, LiveStream] = {}
-        self._idled: deque[str] = deque(maxlen=self._limits.max_streams)  # those freed last because they were idle
         self._admission = Admission(self._limits.max_streams, engine.batch_tokens, clock(), by=admission)
+        self._streams = LiveStreams(engine, self._admission, idle_seconds)
         self._queue = RequestQueue(
             self._admission, 2 * (self._limits.max_streams + MAX_WAITING), max_start_wait_seconds, clock
         )
         self._served: list[QueuedRequest] = []  # in this turn, taken from the queue
-        self._threads = [
-            BatchThread(name, starts=starts, on_done=self._queue.wake, clock=clock)
-            for name, starts in (("token2wav-starts", True), ("token2wav-batches", False))
-            if engine.starts_apart or not starts
-        ]
+        self._threads = BatchThreads(engine, on_done=self._queue.wake, clock=clock)
         self._batches = 0
         self._chunks = 0
         self._waited_seconds = 0.0
@@ -122,11 +89,6 @@ class Token2WavService:
         if not self._queue.add(request, reply, is_cancelled, self._streams):
             reply(SILENCE)
 
-    @property
-    def _free(self) -> int:
-        """Streams that can be opened now."""
-        return self._limits.max_streams - len(self._streams)
-
     def stats(self) -> Stats:
         contexts, context_waited_seconds = self._engine.contexts
         return Stats(
@@ -146,7 +108,7 @@ class Token2WavService:
         all of them must not look like a failure. Raises what a client would get."""
         reply: Future[np.ndarray | BaseException] = Future()
         prompt, tokens = self._engine.sample()
-        final = True if self._free > 0 and self._engine.fitting([prompt])[0] else None
+        final = True if self._streams.free > 0 and self._engine.fitting([prompt])[0] else None
         request = Token2WavRequest(TEST_STREAM, start=True, end=True, tokens=tokens, prompt=prompt, final=final)
         self.submit(request, reply.set_result)
         if isinstance(result := reply.result(), BaseException):
@@ -163,8 +125,7 @@ class Token2WavService:
         try:
             self._warm_up()
         except BaseException as error:
-            for thread in self._threads:
-                thread.close()
+            self._threads.close()
             self._warm.set_exception(error)
             return
         self._warm.set_result(None)
@@ -182,35 +143,27 @@ class Token2WavService:
 
     def _end(self) -> None:
         """Answer what is left, and free all streams."""
-        for thread in self._threads:
-            thread.close()
+        self._threads.close()
         try:
             self._answer_batches()
         except Exception:
             logger.exception("a batch could not be answered")
-        in_flight = (queued for thread in self._threads for queued in thread.batch)
-        for queued in [*self._served, *in_flight, *self._queue.waiting()]:
+        for queued in [*self._served, *self._threads.in_flight, *self._queue.waiting()]:
             if not queued.replied:
                 self._reply(queued, self._queue.refusal or FatalError("token2wav has ended"))
         self._replies.shutdown()
         for stream_id in list(self._streams):
-            self._close(stream_id)
+            self._streams.close(stream_id)
 
     def _warm_up(self) -> None:
-        """In each thread that uses the GPU, because its libraries cache per thread."""
-        if self._engine.starts_apart:
-            sys.setswitchinterval(SWITCH_SECONDS)
-        *others, batches = self._threads
-        batches.call(self._engine.warm_up)
-        for thread in others:
-            thread.call(partial(self._engine.warm_up, starts=True))
-        batches.call(partial(measure, self._engine, self._admission, self._clock))
+        """In each thread that uses the GPU, also in this one."""
+        self._threads.warm_up()
+        self._threads.call(partial(measure, self._engine, self._admission, self._clock))
         self._engine.close(self._engine.open(self._engine.sample()[0]))
 
     def _learn(self) -> None:
         now = self._clock()
-        left = [live.playback.left(now) for live in self._streams.values()]
-        self._admission.update(self._queue.listeners(self._streams), [each for each in left if each is not None], now)
+        self._admission.update(self._queue.listeners(self._streams), self._streams.audio_left(now), now)
 
     def _turn(self) -> bool:
         """Answer what is done, serve aborts and starts, begin batches; False if there was nothing to do."""
@@ -226,13 +179,9 @@ class Token2WavService:
                 self._serve_batch(thread)
         return answered or opened or bool(self._served)
 
-    def _in_flight(self) -> set[str]:
-        """The streams of the batches that are rendered."""
-        return {queued.stream_id for thread in self._threads for queued in thread.batch}
-
     def _firsts(self) -> list[QueuedRequest]:
         """The first request of each stream, of which nothing is rendered now."""
-        in_flight = self._in_flight()
+        in_flight = self._threads.streams
         return [queued for queued in self._queue.firsts() if queued.stream_id not in in_flight]
 
     def _serve_aborts(self) -> None:
@@ -245,12 +194,12 @@ class Token2WavService:
             if queued.stream_id in self._streams and not queued.request.aborts:
                 continue
             prompt = queued.request.prompt if self._opens(queued) else None
-            waits = not queued.admitted or self._free <= 0 or (prompt and not self._engine.fitting([prompt])[0])
+            waits = not queued.admitted or self._streams.free <= 0 or (prompt and not self._engine.fitting([prompt])[0])
             if waits and self._opens(queued) and queued.stream_id not in self._streams:
                 queued = self._drop_if_aborted(queued)
             if queued.request.aborts:
                 self._take([queued])
-                self._close(queued.stream_id)
+                self._streams.close(queued.stream_id)
                 self._reply(queued, SILENCE)
 
     def _drop_if_aborted(self, start: QueuedRequest) -> QueuedRequest:
@@ -268,20 +217,20 @@ class Token2WavService:
 
     def _serve_starts(self) -> bool:
         """Open the streams that `scheduler.starts` chooses of those whose voices have room, new voices prefilled in
-        one batch, for which the first thread must be idle; False if there is none. One that is opened for a chunk stays
+        one batch if the threads allow it; False if there is none. One that is opened for a chunk stays
         in the queue with that chunk.
         """
         firsts = self._firsts()
         opening = [queued for queued in firsts if queued.admitted and self._opens(queued)]
         waiting = [one for queued in opening if (one := self._starting(queued)) is not None]
         waiting = list(compress(waiting, self._engine.fitting([one.prompt for one in waiting])))
-        waiting = [one for one in waiting if self._threads[0].idle or not one.start.frames]
+        waiting = [one for one in waiting if self._threads.prefills or not one.start.frames]
         if not waiting:
             return False
         now = self._clock()
         live = (self._streams.get(queued.stream_id) for queued in firsts)
         listeners = [stream.playback.left(now) for stream in live if stream is not None]
-        order = starts([one.start for one in waiting], listeners, self._limits.prefill_frames, self._free)
+        order = starts([one.start for one in waiting], listeners, self._limits.prefill_frames, self._streams.free)
         chosen = [waiting[index] for index in order]
         chosen = [one for one in chosen if not self._cancelled(one.queued)]
         begun = self._clock()
@@ -294,7 +243,7 @@ class Token2WavService:
                 continue
             self._admission.opened(now - queued.arrived_at)
             playback = Playback(queued.request.audio_left, now)
-            self._streams[queued.stream_id] = LiveStream(stream, prompt, now, playback)
+            self._streams.add(queued.stream_id, LiveStream(stream, prompt, now, playback))
             queued.opened = True
             if not queued.request.has_chunk:
                 self._take([queued])
@@ -312,11 +261,10 @@ class Token2WavService:
     def _starting(self, queued: QueuedRequest) -> Starting | None:
         """A start as the scheduler sees it; None if it is invalid, and has its reply."""
         request = queued.request
-        self._close(request.stream_id)  # START on a live stream restarts it
+        self._streams.close(request.stream_id)  # START on a live stream restarts it
         try:
-            if request.start is None and request.stream_id in self._idled:
-                self._idled.remove(request.stream_id)  # the sender knows now: the next request opens a stream
-                raise ValueError(f"{request.stream_id} was idle for {self._idle_seconds:g} s and was freed")
+            if request.start is None:
+                self._streams.check_not_idled(request.stream_id)
             request.check_speed()
             prompt = request.voice
             frames = self._engine.prefill_frames(prompt)
@@ -443,7 +391,7 @@ class Token2WavService:
                 self._answer_chunks(rendered, of_starts=thread.starts)
         return answered
 
-    def _answer_chunks(self, rendered: Rendered, *, of_starts: bool) -> None:
+    def _answer_chunks(self, rendered: RenderedBatch, *, of_starts: bool) -> None:
         """Reply to a batch of chunks. of_starts: it was rendered apart, and tells nothing about the others' cost."""
         chunks = [queued.chunk for queued in rendered.batch if queued.chunk is not None]
         # The test's chunk is small, and alone: it tells nothing either.
@@ -452,7 +400,7 @@ class Token2WavService:
         for queued, result in zip(rendered.batch, rendered.results, strict=True):
             live = self._streams[queued.stream_id]
             if isinstance(result, Exception) or queued.request.final:
-                self._close(queued.stream_id)
+                self._streams.close(queued.stream_id)
             if not isinstance(result, Exception):
                 self._deliver(queued, live, len(result) / SAMPLE_RATE)
             self._reply(queued, result)
@@ -472,7 +420,7 @@ class Token2WavService:
     def _fail(self, queued: QueuedRequest, error: BaseException) -> None:
         """Reply with an error that ends the stream."""
         self._take([queued])
-        self._close(queued.stream_id)
+        self._streams.close(queued.stream_id)
         self._reply(queued, error)
 
     def _reply(self, queued: QueuedRequest, result: np.ndarray | BaseException) -> None:
@@ -482,12 +430,12 @@ class Token2WavService:
     def _renders(self, request: Token2WavRequest) -> bool:
         """Whether a request of a live stream has a chunk to render. ValueError if it is invalid."""
         if request.aborts:  # its turn came after `_serve_aborts`
-            self._close(request.stream_id)
+            self._streams.close(request.stream_id)
             return False
         if request.stream_id not in self._streams:
             raise ValueError(
                 f"{request.stream_id} is not live: it was not opened, has ended or failed, or was idle for "
-                f"{self._idle_seconds:g} s"
+                f"{self._streams.idle_seconds:g} s"
             )
         request.check_speed()
         return request.has_chunk
@@ -497,15 +445,6 @@ class Token2WavService:
         return self._engine.chunk(live.stream, request.tokens, final=bool(request.final), offset=request.offset)
 
     def _reap(self) -> None:
-        waiting = {queued.stream_id for queued in self._queue.waiting()} | self._in_flight()
-        oldest = self._clock() - self._idle_seconds
-        for stream_id in [i for i, s in self._streams.items() if s.used_at < oldest and i not in waiting]:
-            logger.warning("%s was idle for %.0f s and was freed", stream_id, self._idle_seconds)
-            self._close(stream_id)
-            self._idled.append(stream_id)
-        self._queue.drop_reserved(oldest)
-
-    def _close(self, stream_id: str) -> None:
-        if live := self._streams.pop(stream_id, None):
-            self._engine.close(live.stream)
-            self._admission.ended()
+        now = self._clock()
+        self._streams.reap(now, {queued.stream_id for queued in self._queue.waiting()} | self._threads.streams)
+        self._queue.drop_reserved(now - self._streams.idle_seconds)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.token2wav.batch_thread import BatchThread, Rendered
+from common.token2wav.batch_thread import BatchThread, RenderedBatch
 
 BATCH: Any = ("one", "two")  # stand for requests, which it only hands back
 AUDIO = np.zeros(3, np.float32)
@@ -57,7 +57,7 @@ def test_a_batch_is_handed_back_once_with_its_results_and_its_time(
     gate.set()
     assert done.wait(10)
     rendered = thread.take()
-    assert rendered == Rendered(BATCH, [AUDIO, AUDIO], 0.5)
+    assert rendered == RenderedBatch(BATCH, [AUDIO, AUDIO], 0.5)
     assert thread.idle and thread.take() is None and thread.batch == ()
 
 

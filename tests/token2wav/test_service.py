@@ -191,7 +191,7 @@ def test_closing_refuses_queued_and_new_requests(engine, clock):
 
 
 def test_an_engine_that_fails_its_warm_up_is_an_error_at_the_start(engine, clock):
-    def broken():
+    def broken(starts):
         raise ValueError("not a checkpoint that speaks")
 
     engine.warm_up = broken
