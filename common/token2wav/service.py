@@ -217,8 +217,8 @@ class Token2WavService:
 
     def _serve_starts(self) -> bool:
         """Open the streams that `scheduler.starts` chooses of those whose voices have room, new voices prefilled in
-        one batch if the threads allow it; False if there is none. One that is opened for a chunk stays
-        in the queue with that chunk.
+        one batch if the threads allow it; False if there is none. One that is opened for a chunk stays in the queue
+        with that chunk.
         """
         firsts = self._firsts()
         opening = [queued for queued in firsts if queued.admitted and self._opens(queued)]

@@ -182,9 +182,9 @@ class StreamingFlow(ABC, Generic[StreamT]):
         flow._capture()
         return flow
 
+    @abstractmethod
     def _capture(self) -> None:
         """Make the CUDA graphs of the solve, for the sizes of `limits`."""
-        raise NotImplementedError
 
     def _evict_idle(self) -> None:
         """Free the prompt caches that no stream uses."""
