@@ -1,14 +1,37 @@
 """Stand-ins with which an engine with CUDA graphs runs on a CPU."""
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.token2wav.dit.memory import TailPool
-from tests.token2wav.test_graphs import Replayed
+from common.flow import CosyVoice3Flow, DiTFlow, UNetFlow
+from common.flow.cache import KeyValues
+from common.hift import CausalHiFTGenerator
+from common.hift.generator import HiFTGenerator
+from common.token2wav import dit
+from common.token2wav.causal_hift.streaming import CausalVocoder
+from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
+from common.token2wav.dit.memory import PromptCaches, TailPool
+from common.token2wav.dit.solver import DiTSolver
+from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.engine import Token2Wav
+from common.token2wav.hift.streaming import StreamingVocoder
+from common.token2wav.limits import BatchLimits
+from common.token2wav.noise import flow_noise, source_noise, uniform_noise
+from common.token2wav.streaming import StreamingFlow, Vocoder
+from common.token2wav.unet.streaming import UNetStreaming
+from tests.support.streams import VOICES_BYTES
+from tests.token2wav.test_graphs import STEPS, Replayed
+
+LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20)
+CONTEXT = 40  # tokens
 
 
 class Cuda(str):
@@ -69,3 +92,43 @@ class Addressed:
             for address, new in zip(column[8:10], (keys, values), strict=True):
                 latest = new[:, row :: len(self._columns), :, own - count : own]
                 self._places[address][step].index_copy_(3, at, latest)
+
+
+def replace_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Those of the DiT, in a module of its graphs that is imported anew."""
+    name = "common.token2wav.dit.graphs"
+    patch.setitem(sys.modules, "common.kernels", ModuleType("common.kernels"))
+    patch.setattr(dit, "graphs", None, raising=False)
+    patch.setitem(sys.modules, name, ModuleType(name))
+    del sys.modules[name]
+    graphs = import_module(name)
+    patch.setattr(graphs, "FusedDiTSolver", DiTSolver)
+    patch.setattr(graphs, "PagedContext", Addressed)
+    patch.setattr(Addressed, "places", {})
+    empty = TailPool.empty_attention
+
+    def noted(pool: TailPool, frames: int) -> KeyValues:
+        made = empty(pool, frames)
+        Addressed.places |= {x.data_ptr(): x for x in (made.keys, made.values) if frames}
+        return made
+
+    patch.setattr(TailPool, "empty_attention", noted)
+
+
+@torch.inference_mode()
+def engine_of(network: Any, hift: Any, graphs: bool, limits: BatchLimits = LIMITS) -> Token2Wav:
+    return Token2Wav(flow_of(network, graphs, limits), vocoder_of(hift, graphs, limits))
+
+
+def flow_of(network: CosyVoice3Flow | DiTFlow | UNetFlow, graphs: bool, limits: BatchLimits) -> StreamingFlow:
+    options: dict[str, Any] = {"limits": limits, "steps": STEPS, "context_tokens": CONTEXT, "graphs": graphs}
+    if isinstance(network, DiTFlow):
+        return DiTStreaming(network, flow_noise(), PromptCaches(VOICES_BYTES), tail_frames=30, **options)
+    return (UNetStreaming if isinstance(network, UNetFlow) else CosyVoice3Streaming)(network, flow_noise(), **options)
+
+
+def vocoder_of(hift: CausalHiFTGenerator | HiFTGenerator, graphs: bool, limits: BatchLimits) -> Vocoder:
+    components = hift.config.harmonics + 1
+    if isinstance(hift, CausalHiFTGenerator):
+        return CausalVocoder(hift, uniform_noise(components), limits=limits, graphs=graphs)
+    return StreamingVocoder(hift, source_noise(components), limits=limits, graphs=graphs)

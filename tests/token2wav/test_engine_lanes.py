@@ -1,16 +1,13 @@
 """An engine that renders first chunks apart, with a stand-in for CUDA graphs and their kernels that runs on a CPU; on a
 GPU it is in `test_gpu`."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,36 +15,24 @@ import pytest
 import torch
 
 from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
-from common.flow import CosyVoice3Flow, DiTFlow, UNetFlow
-from common.flow.cache import KeyValues
-from common.hift import CausalHiFTGenerator
-from common.hift.generator import HiFTGenerator
 from common.orchestrator.chunking import HopRules
 from common.process.environment import TEST_FAULTS
 from common.process.metrics import EVICTED, FAILED, RETRIED, Values
-from common.token2wav import dit
 from common.token2wav import graphs as graphs_module
 from common.token2wav import limits as limits_module
-from common.token2wav.causal_hift.streaming import CausalVocoder
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.memory import PromptCaches, TailPool
-from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, source_noise, uniform_noise
 from common.token2wav.stream import Chunk, Stream
-from common.token2wav.streaming import StreamingFlow, Vocoder
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
-from tests.support.graphs_on_cpu import Addressed, Noted, OnGpu
-from tests.support.streams import VOICES_BYTES, Piece, dit_pieces, ids, prompt, unet_pieces
-from tests.token2wav.test_graphs import STEPS, InPlaceOf, Replayed
+from tests.support.graphs_on_cpu import CONTEXT, LIMITS, Noted, OnGpu, engine_of, flow_of, replace_kernels
+from tests.support.streams import Piece, dit_pieces, ids, prompt, unet_pieces
+from tests.token2wav.test_graphs import InPlaceOf, Replayed
 
 TOLERANCE = 1e-3  # between batches, as in test_engine
-LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20)
-CONTEXT = 40  # tokens
 # Few graphs, which are made fast: a prompt has at most 26 tokens.
 SMALL = {
     "LONGEST_PROMPT": 26,
@@ -90,29 +75,8 @@ def pretended_gpu() -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(limits_module, name, value)
         for flow in (UNetStreaming, CosyVoice3Streaming):
             patch.setattr(flow, "_fused", lambda self, *_: InPlaceOf(self._network))
-        _replace_kernels(patch)
+        replace_kernels(patch)
         yield patch
-
-
-def _replace_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Those of the DiT, in a module of its graphs that is imported anew."""
-    name = "common.token2wav.dit.graphs"
-    patch.setitem(sys.modules, "common.kernels", ModuleType("common.kernels"))
-    patch.setattr(dit, "graphs", None, raising=False)
-    patch.setitem(sys.modules, name, ModuleType(name))
-    del sys.modules[name]
-    graphs = import_module(name)
-    patch.setattr(graphs, "FusedDiTSolver", DiTSolver)
-    patch.setattr(graphs, "PagedContext", Addressed)
-    patch.setattr(Addressed, "places", {})
-    empty = TailPool.empty_attention
-
-    def noted(pool: TailPool, frames: int) -> KeyValues:
-        made = empty(pool, frames)
-        Addressed.places |= {x.data_ptr(): x for x in (made.keys, made.values) if frames}
-        return made
-
-    patch.setattr(TailPool, "empty_attention", noted)
 
 
 @pytest.fixture(autouse=True)
@@ -134,27 +98,8 @@ def subject(request: pytest.FixtureRequest, pretended_gpu: pytest.MonkeyPatch) -
     with pytest.MonkeyPatch.context() as patch:
         for layer in (network.spk_embed_affine_layer, hift.conv_pre):
             patch.setitem(layer._parameters, "weight", OnGpu(layer.weight, requires_grad=False))
-        engine, plain = (_engine(network, hift, graphs) for graphs in (True, False))
+        engine, plain = (engine_of(network, hift, graphs) for graphs in (True, False))
         yield Subject(engine, plain, spoken(plain, []))
-
-
-@torch.inference_mode()
-def _engine(network: Any, hift: Any, graphs: bool, limits: BatchLimits = LIMITS) -> Token2Wav:
-    return Token2Wav(_flow(network, graphs, limits), _vocoder(hift, graphs, limits))
-
-
-def _flow(network: CosyVoice3Flow | DiTFlow | UNetFlow, graphs: bool, limits: BatchLimits) -> StreamingFlow:
-    options: dict[str, Any] = {"limits": limits, "steps": STEPS, "context_tokens": CONTEXT, "graphs": graphs}
-    if isinstance(network, DiTFlow):
-        return DiTStreaming(network, flow_noise(), PromptCaches(VOICES_BYTES), tail_frames=30, **options)
-    return (UNetStreaming if isinstance(network, UNetFlow) else CosyVoice3Streaming)(network, flow_noise(), **options)
-
-
-def _vocoder(hift: CausalHiFTGenerator | HiFTGenerator, graphs: bool, limits: BatchLimits) -> Vocoder:
-    components = hift.config.harmonics + 1
-    if isinstance(hift, CausalHiFTGenerator):
-        return CausalVocoder(hift, uniform_noise(components), limits=limits, graphs=graphs)
-    return StreamingVocoder(hift, source_noise(components), limits=limits, graphs=graphs)
 
 
 class Plan(NamedTuple):
@@ -218,7 +163,7 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
 
 
-def test_streams_that_begin_in_a_lane_of_their_own_sound_as_those_of_a_plain_engine(
+def test_streams_that_begin_in_a_lane_of_their_own_sound_as_those_of_a_plainengine_of(
     subject: Subject, replays: list[Noted], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Slots and voices serve again. Every chunk fits a graph, except for the first one that is too long."""
@@ -314,7 +259,7 @@ def test_the_warm_up_renders_a_first_chunk_of_any_first_hop(
 ) -> None:
     of: Any = subject.plain
     limits = replace(LIMITS, first_hop_tokens=hop)
-    engine = _engine(of._flow._network, of._vocoder._hift, graphs=False, limits=limits)
+    engine = engine_of(of._flow._network, of._vocoder._hift, graphs=False, limits=limits)
     rendered: list[int] = []
     render = engine.render
 
@@ -338,7 +283,7 @@ def test_where_the_memory_is_too_small_for_two_lanes_one_has_graphs_for_all(
     subject: Subject, replays: list[Noted]
 ) -> None:
     of: Any = subject.plain
-    engine = _engine(of._flow._network, of._vocoder._hift, graphs=True, limits=replace(LIMITS, starts_apart=False))
+    engine = engine_of(of._flow._network, of._vocoder._hift, graphs=True, limits=replace(LIMITS, starts_apart=False))
     assert not engine.starts_apart and engine._flow.for_starts() is engine._vocoder.for_starts() is None
     assert_same(spoken(engine, replays), subject.expected)
     replays.clear()
@@ -473,7 +418,7 @@ def test_a_start_is_any_first_chunk_of_the_first_hop(
     """As the hop schedule makes them, also of a text that ends in the first hop; no longer one, and no later one."""
     limits = BatchLimits(max_streams=1, first_hop_tokens=first_hop, max_hop_tokens=20, chunk_boundary=boundary)
     network = request.getfixturevalue(f"{kind}_network")
-    engine = Token2Wav(_flow(network, graphs=False, limits=limits), vocoder)
+    engine = Token2Wav(flow_of(network, graphs=False, limits=limits), vocoder)
     rules = HopRules(first_hop=first_hop, max_hop=20, boundary=boundary)
     longest = 0
     for voice in [prompt(0, tokens=tokens) for tokens in range(3, 3 + boundary)]:
