@@ -1,4 +1,4 @@
-"""Small tensors from the host to a GPU, and streams of a priority."""
+"""Tensors between the host and a GPU, and streams of a priority."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,17 @@ def on_device(values: Sequence[object] | np.ndarray | Tensor, device: torch.devi
     """`values` on the device, without waiting for it: a plain copy would wait for everything launched before."""
     host = torch.as_tensor(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def on_host(values: Tensor) -> Tensor:
+    """`values` on the CPU. Only this stream is waited for: a copy to memory that is not pinned would hold back the work
+    that other threads launch meanwhile."""
+    if values.device.type != "cuda":
+        return values.to("cpu", copy=True)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    torch.cuda.current_stream(values.device).synchronize()
+    return host
 
 
 def new_stream(device: torch.device | int, urgent: bool) -> torch.cuda.Stream:

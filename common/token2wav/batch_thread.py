@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.token2wav.engine import Token2Wav
+from common.token2wav.limits import STARTS
 from common.token2wav.request_queue import QueuedRequest
 
 SWITCH_SECONDS = 0.0005  # until a thread lets another one run Python: 5 ms would delay first chunks
@@ -19,29 +20,57 @@ Work = Callable[[], Sequence[np.ndarray | Exception]]
 
 
 class RenderedBatch(NamedTuple):
-    """What became of a batch: a result for each of its requests, and the seconds that it took."""
+    """What became of a batch: a result for each of its requests, and the seconds that it took, see `SharedTime`."""
 
     batch: Sequence[QueuedRequest]
     results: Sequence[np.ndarray | Exception]
     seconds: float
 
 
+class SharedTime:
+    """Seconds that batches take which share a GPU: a second in which two are rendered is half a second of each."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._batches = 0
+        self._seconds, self._updated = 0.0, clock()
+
+    def begin(self) -> float:
+        """A batch begins; returns what `end` takes."""
+        with self._lock:
+            self._update()
+            self._batches += 1
+            return self._seconds
+
+    def end(self, begun: float) -> float:
+        """Its seconds."""
+        with self._lock:
+            self._update()
+            self._batches -= 1
+            return self._seconds - begun
+
+    def _update(self) -> None:
+        now = self._clock()
+        self._seconds += (now - self._updated) / max(1, self._batches)
+        self._updated = now
+
+
 class BatchThread:
     """The owner gives it a batch, and takes that back with its results when it is done.
 
-    starts: whether it renders first chunks apart from other batches. batch: the requests in flight, empty if there are
-    none.
+    lane: of the engine, which it renders in. batch: the requests in flight, empty if there are none.
     """
 
-    def __init__(self, name: str, *, starts: bool, on_done: Callable[[], None], clock: Callable[[], float]):
-        """on_done: called from the thread after each batch."""
-        self.starts = starts
+    def __init__(self, lane: int, *, on_done: Callable[[], None], time: SharedTime):
+        """on_done: called from the thread after each batch. time: of the lanes that it shares the GPU with."""
+        self.lane = lane
         self.batch: Sequence[QueuedRequest] = ()
         self._on_done = on_done
-        self._clock = clock
+        self._time = time
         self._rendering: Future[RenderedBatch] | None = None
         self._work: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"token2wav-lane-{lane}", daemon=True)
         self._thread.start()
 
     @property
@@ -74,13 +103,13 @@ class BatchThread:
         self._thread.join()
 
     def _rendered(self, batch: Sequence[QueuedRequest], work: Work) -> RenderedBatch:
-        begun = self._clock()
+        begun = self._time.begin()
         results: Sequence[np.ndarray | Exception]
         try:
             results = work()
         except Exception as error:  # one that no batch would survive
             results = [error] * len(batch)
-        return RenderedBatch(batch, results, self._clock() - begun)
+        return RenderedBatch(batch, results, self._time.end(begun))
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
@@ -97,29 +126,29 @@ def _call(function: Callable[[], object], done: Future) -> None:
 
 
 class BatchThreads:
-    """Those of an engine: one that renders first chunks, if the engine renders them apart, and one for all others."""
+    """Those of an engine's lanes, in the order in which they choose their batches: that of first chunks first."""
 
     def __init__(self, engine: Token2Wav, *, on_done: Callable[[], None], clock: Callable[[], float]):
         """See `BatchThread`."""
         self._engine = engine
-        self._threads = [
-            BatchThread(name, starts=starts, on_done=on_done, clock=clock)
-            for name, starts in (("token2wav-starts", True), ("token2wav-batches", False))
-            if engine.starts_apart or not starts
-        ]
+        shared = SharedTime(clock)  # first chunks tell nothing about the cost of others
+        self._threads = {
+            lane: BatchThread(lane, on_done=on_done, time=SharedTime(clock) if lane == STARTS else shared)
+            for lane in range(engine.lanes)
+        }
 
     def __iter__(self) -> Iterator[BatchThread]:
-        return iter(self._threads)
+        return iter(sorted(self._threads.values(), key=lambda thread: thread.lane != STARTS))
 
     @property
     def prefills(self) -> bool:
         """Whether a voice can be prefilled: that uses the memory of first chunks."""
-        return self._threads[0].idle
+        return self._threads.get(STARTS, self._threads[0]).idle
 
     @property
     def in_flight(self) -> list[QueuedRequest]:
         """The requests of the batches that are rendered."""
-        return [queued for thread in self._threads for queued in thread.batch]
+        return [queued for thread in self._threads.values() for queued in thread.batch]
 
     @property
     def streams(self) -> set[str]:
@@ -128,15 +157,15 @@ class BatchThreads:
 
     def warm_up(self) -> None:
         """In each thread, because the GPU libraries cache per thread."""
-        if self._engine.starts_apart:
+        if self._engine.lanes > 1:
             sys.setswitchinterval(SWITCH_SECONDS)
-        for thread in reversed(self._threads):
-            thread.call(partial(self._engine.warm_up, starts=thread.starts))
+        for thread in self._threads.values():
+            thread.call(partial(self._engine.warm_up, thread.lane))
 
     def call(self, function: Callable[[], object]) -> None:
-        """In the thread for all other batches: see `BatchThread.call`."""
-        self._threads[-1].call(function)
+        """In the thread of lane 0: see `BatchThread.call`."""
+        self._threads[0].call(function)
 
     def close(self) -> None:
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.close()

@@ -62,7 +62,7 @@ class WindowEncoder:
             torch.backends.cuda.enable_cudnn_sdp(False)
         if graphs and self._device.type == "cuda":
             sizes = limits.sizes(limits.window_tokens, ENCODER_TOKENS)
-            self._graphs = Graphs(network.encode_window, self._inputs, sizes, "the encoder", urgent=limits.starts)
+            self._graphs = Graphs(network.encode_window, self._inputs, sizes, "the encoder", lane=limits.lane)
 
     def encode(self, windows: Sequence[Window], *, warn: bool = True) -> Tensor:
         """(B, 2 T, mel), T at least the longest window. Valid until the next call.

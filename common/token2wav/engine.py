@@ -20,13 +20,13 @@ from torch import Tensor
 from common.accel.loading import flow_runtime
 from common.batches import isolated
 from common.config import FlowRuntime, Token2WavConfig
-from common.constants import EULER_STEPS, FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from common.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
 from common.device import new_stream
 from common.errors import is_fatal
 from common.process import faults
 from common.process.metrics import EVICTED, FAILED, FALLBACKS, RETRIED, Values
 from common.stacks import Stack
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import STARTS, BatchLimits
 from common.token2wav.memory_plan import (
     GIB,
     PROCESS,
@@ -69,9 +69,9 @@ class Lane:
 class Token2Wav:
     """A flow and a vocoder.
 
-    At the same time, one thread each may: render a batch or whole utterances; render first chunks (`starts`), if
-    `starts_apart`; do all the rest, but `prefill`, and `open` in a voice without a prompt cache, only while the thread
-    for first chunks, or without one that for batches, renders nothing.
+    At the same time, one thread each may: render a batch in each of the `lanes`, in lane 0 also whole utterances; do
+    all the rest, but `prefill`, and `open` in a voice without a prompt cache, only while the lane of first chunks, or
+    the only one, renders nothing.
     """
 
     def __init__(
@@ -87,13 +87,14 @@ class Token2Wav:
         self._flow = flow
         self._vocoder = vocoder
         self._device = device
-        self._batches = Lane(flow, vocoder, self._new_stream())
-        self._starts = self._batches
-        flow_of_starts = flow.for_starts()
-        vocoder_of_starts = vocoder.for_starts() if flow_of_starts is not None else None
-        if flow_of_starts is not None and vocoder_of_starts is not None:
-            self._starts = Lane(flow_of_starts, vocoder_of_starts, self._new_stream(urgent=True))
-        self._opening = replace(self._starts, stream=self._new_stream(urgent=True))
+        self._lanes = [Lane(flow, vocoder, self._new_stream())]
+        for lane in range(1, flow.limits.lanes):
+            flow_of, vocoder_of = flow.for_lane(lane), vocoder.for_lane(lane)
+            if flow_of is None or vocoder_of is None:
+                break
+            self._lanes.append(Lane(flow_of, vocoder_of, self._new_stream(urgent=lane == STARTS)))
+        starts = self._lanes[STARTS] if self.lanes > 1 else self._lanes[0]
+        self._opening = replace(starts, stream=self._new_stream(urgent=True))
         self._lock = threading.Lock()  # of the prompt caches, the slots of streams, and the counts
         self._files = files
         self._fallbacks = fallbacks
@@ -154,6 +155,7 @@ class Token2Wav:
             first_hop_tokens=config.first_hop_tokens,
             max_hop_tokens=config.max_hop_tokens,
             chunk_boundary=stack.chunk_boundary,
+            lanes=stack.lanes,
         )
         names = config.flow_precision, config.vocoder_precision
         return cls.load(
@@ -173,20 +175,20 @@ class Token2Wav:
         return new_stream(device, urgent) if device.type == "cuda" else None
 
     @property
-    def starts_apart(self) -> bool:
-        """Whether first chunks can be rendered at the same time as another batch."""
-        return self._starts is not self._batches
+    def lanes(self) -> int:
+        """How many batches can be rendered at the same time. If more than one, first chunks alone in lane STARTS."""
+        return len(self._lanes)
 
-    def warm_up(self, *, starts: bool = False) -> None:
+    def warm_up(self, lane: int = 0) -> None:
         """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run.
-        ValueError with the file whose network speaks no numbers. starts: in the thread that renders first chunks."""
+        ValueError with the file whose network speaks no numbers. To be called in the thread of the lane."""
         _use(self._device)
-        prompt, tokens = self.sample(self.limits.first_hop_tokens + LOOKAHEAD_TOKENS if starts else FLOW_CHUNK_TOKENS)
+        prompt, tokens = self.sample(self.limits.first_hop_tokens + LOOKAHEAD_TOKENS)
         try:
             stream = self.open(prompt)
-            self.step([self.chunk(stream, tokens, final=False)], starts=starts)
+            self.step([self.chunk(stream, tokens, final=False)], lane)
             self.close(stream)
-            if not starts:
+            if lane == 0:
                 self.whole(prompt, tokens)
         except NotFiniteError as error:
             with torch.inference_mode():
@@ -232,7 +234,7 @@ class Token2Wav:
         return self._flow.chunk(stream, tokens, final=final, offset=offset)
 
     def is_start(self, chunk: Chunk) -> bool:
-        """Whether `render` takes it with `starts`: a first chunk, unless it is longer than those of the first hop."""
+        """Whether lane STARTS renders it: a first chunk, unless it is longer than those of the first hop."""
         return chunk.offset == 0 and chunk.new <= self.limits.first_chunk_tokens
 
     @property
@@ -244,9 +246,9 @@ class Token2Wav:
         """How many tokens a batch should have at most, counted as `Chunk.computed`."""
         return self._flow.batch_tokens
 
-    def padded(self, chunks: int, tokens: int, *, starts: bool = False) -> int:
+    def padded(self, chunks: int, tokens: int, lane: int = 0) -> int:
         """See `limits.padding`."""
-        return (self._starts if starts else self._batches).flow.padded(chunks, tokens)
+        return self._lanes[lane].flow.padded(chunks, tokens)
 
     @property
     def cache_bytes(self) -> int:
@@ -274,27 +276,26 @@ class Token2Wav:
             self._flow.close(stream)
             self._vocoder.close(stream.vocoder)
 
-    def step(self, chunks: Sequence[Chunk], *, starts: bool = False) -> list[np.ndarray]:
+    def step(self, chunks: Sequence[Chunk], lane: int = 0) -> list[np.ndarray]:
         """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
 
         The chunks are of different streams; batching changes the audio of each by rounding only (docs/accelerators.md,
         Precision).
         """
         audio = []
-        for result in self.render(chunks, starts=starts):
+        for result in self.render(chunks, lane):
             if isinstance(result, Exception):
                 raise result
             audio.append(result)
         return audio
 
-    def render(self, chunks: Sequence[Chunk], *, starts: bool = False) -> list[np.ndarray | Exception]:
+    def render(self, chunks: Sequence[Chunk], lane: int = 0) -> list[np.ndarray | Exception]:
         """As `step`, but a chunk that cannot be rendered gets an exception, and its stream cannot go on; the others get
         their audio. A batch for which the memory is not enough is rendered in parts. A chunk whose audio is not finite
-        is rendered again in float32. starts: the chunks are first ones (`is_start`).
+        is rendered again in float32. Lane STARTS renders what `is_start` only.
         """
-        lane = self._starts if starts else self._batches
-        with lane.used():
-            results = self._rendered(lane, chunks)
+        with self._lanes[lane].used():
+            results = self._rendered(self._lanes[lane], chunks)
             for index, result in enumerate(results):
                 if isinstance(result, NotFiniteError):
                     with self._lock:
@@ -354,7 +355,7 @@ class Token2Wav:
             self._flow.check_ids(tokens)
             if len(tokens) == 0:
                 raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-        with self._batches.used():
+        with self._lanes[0].used():
             audio = _whole(self._flow, self._vocoder, utterances, speed)
             if not all(row.isfinite().all() for row in audio):
                 logger.warning("the audio is not finite: whole utterances are rendered again in float32")
@@ -402,7 +403,7 @@ def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision:
     made = plan_memory(networks, limits, min(may_take, has), config.llm_share_gib)
     made.log()
     torch.cuda.set_per_process_memory_fraction(made.own / has, config.device)
-    return replace(limits, starts_apart=not made.lacking), made.voices
+    return replace(limits, lanes=made.lanes), made.voices
 
 
 def _use(device: torch.device | str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.device import new_stream
-from common.token2wav.limits import Size
+from common.token2wav.limits import STARTS, Size
 
 logger = logging.getLogger(__name__)
 
@@ -22,24 +22,23 @@ WARM_UPS = 2
 
 
 @cache
-def _pool(device: int, urgent: bool) -> torch.cuda.CUDAGraph:
-    """The owner of the memory in which the graphs of the process on that GPU, the current one, compute: all that are
-    urgent, or all others.
+def _pool(device: int, lane: int) -> torch.cuda.CUDAGraph:
+    """The owner of the memory in which the graphs of a lane on that GPU, the current one, compute.
 
     They share it because one of them is replayed at a time, on one stream, and nothing stays there between two replays:
     inputs and results are outside. The first graph, which does nothing, keeps it: torch frees a pool with its last
     graph, and then nothing can be captured into it.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=_capture_stream(device, urgent)):
+    with torch.cuda.graph(graph, stream=_capture_stream(device, lane)):
         torch.zeros(1, device=device)
     return graph
 
 
 @cache
-def _capture_stream(device: int, urgent: bool) -> torch.cuda.Stream:
-    """Where graphs are captured: their kernels have its priority."""
-    return new_stream(device, urgent)
+def _capture_stream(device: int, lane: int) -> torch.cuda.Stream:
+    """Where the graphs of a lane are captured: their kernels have its priority, and its work space of cuBLAS."""
+    return new_stream(device, lane == STARTS)
 
 
 @cache
@@ -57,8 +56,7 @@ class _Graph:
 
 
 class Graphs:
-    """The graphs of one function, one per size. One replay at a time, those of other functions included; those that are
-    urgent may be replayed at the same time as one of the others."""
+    """The graphs of one function, one per size. One replay of a lane at a time, those of other functions included."""
 
     def __init__(
         self,
@@ -66,10 +64,9 @@ class Graphs:
         inputs: Callable[..., tuple[Tensor, ...]],
         sizes: Iterable[Size],
         name: str,
-        urgent: bool = False,
+        lane: int = 0,
     ):
-        """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log. urgent:
-        see `new_stream`."""
+        """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log."""
         self._name = name
         self._warned = False
         self._graphs: dict[Size, _Graph] = {}
@@ -83,7 +80,7 @@ class Graphs:
         memory = sample.new_empty(max(map(math.prod, shapes.values())))
         for size, shape in tqdm(shapes.items(), desc=f"capturing {name}", unit="graph"):
             result = memory[: math.prod(shape)].view(shape)
-            self._graphs[size] = _Graph(given[size], result, _capture(function, given[size], result, urgent))
+            self._graphs[size] = _Graph(given[size], result, _capture(function, given[size], result, lane))
 
     @property
     def sizes(self) -> Iterable[Size]:
@@ -135,10 +132,10 @@ def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Ten
 
 
 def _capture(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor, urgent: bool
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor, lane: int
 ) -> torch.cuda.CUDAGraph:
     """The graph that writes the function's result to `result`."""
     graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
-    with torch.cuda.graph(graph, pool=_pool(device, urgent).pool(), stream=_capture_stream(device, urgent)):
+    with torch.cuda.graph(graph, pool=_pool(device, lane).pool(), stream=_capture_stream(device, lane)):
         result.copy_(function(*inputs))
     return graph

@@ -19,11 +19,15 @@ from common.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
+from common.stacks import Stack
 
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
 LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
 MAX_BATCH = 64  # chunks; larger batches gain nothing
+# A lane renders one batch at a time, with CUDA graphs of its own. If there are several, STARTS renders first chunks and
+# prompts, and the others everything else.
+STARTS = 1
 START_BATCH = 8  # first chunks, or prompts, of a batch of their own
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
@@ -51,17 +55,17 @@ class BatchLimits:
     """The limits of a token2wav model, and the batch and graph sizes that follow from them.
 
     max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
-    chunks end on its multiples (`Stack.chunk_boundary`). starts_apart: with CUDA graphs, first chunks and prompts have
-    graphs of their own, and are computed while another batch is. starts: of those graphs, which are small. ValueError
-    if a chunk of the largest hop alone is beyond them.
+    chunks end on its multiples (`Stack.chunk_boundary`). lanes: how many there are with CUDA graphs (`Stack.lanes`).
+    lane: the one that is limited; STARTS has small batches. ValueError if a chunk of the largest hop alone is beyond
+    the limits.
     """
 
     max_streams: int = Token2WavConfig.max_streams
     first_hop_tokens: int = Token2WavConfig.first_hop_tokens
     max_hop_tokens: int = Token2WavConfig.max_hop_tokens
     chunk_boundary: int = 1
-    starts_apart: bool = True
-    starts: bool = False
+    lanes: int = Stack.lanes
+    lane: int = 0
     prefill_frames = PREFILL_FRAMES
 
     def __post_init__(self) -> None:
@@ -77,19 +81,22 @@ class BatchLimits:
         """New tokens of the longest chunk that the first hop makes, also if it is the final one."""
         return self._longest_first_hop + LOOKAHEAD_TOKENS - 1
 
-    @property
-    def of_starts(self) -> "BatchLimits":
-        return replace(self, starts=True)
+    def of_lane(self, lane: int) -> "BatchLimits":
+        return replace(self, lane=lane)
 
     @property
-    def lanes(self) -> tuple["BatchLimits", ...]:
-        """Those of the batches that are computed at the same time."""
-        return (self, self.of_starts) if self.starts_apart else (self,)
+    def of_each_lane(self) -> list["BatchLimits"]:
+        return [self.of_lane(lane) for lane in range(self.lanes)]
+
+    @property
+    def starts(self) -> bool:
+        """Whether only first chunks and prompts are rendered."""
+        return self.lane == STARTS
 
     @property
     def of_prompts(self) -> bool:
         """Whether prompts are computed by these graphs."""
-        return self.starts or not self.starts_apart
+        return self.starts or self.lanes == 1
 
     @property
     def max_chunks(self) -> int:

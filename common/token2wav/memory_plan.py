@@ -129,7 +129,8 @@ class Networks:
     def batches(self, limits: BatchLimits) -> int:
         """Bytes of temporary tensors: of the network that needs most, because they take turns, for each of the batches
         that are computed at the same time."""
-        return int(FRAGMENTS * sum(max(self._encoder(of), self._solve(of), self._vocode(of)) for of in limits.lanes))
+        of_each = (max(self._encoder(of), self._solve(of), self._vocode(of)) for of in limits.of_each_lane)
+        return int(FRAGMENTS * sum(of_each))
 
     def _encoder(self, limits: BatchLimits) -> int:
         config, sizes = self.flow.encoder, limits.sizes(limits.window_tokens, ENCODER_TOKENS)
@@ -162,7 +163,7 @@ class Networks:
 
     def graphs(self, limits: BatchLimits) -> int:
         """Bytes of the CUDA graphs apart from temporary tensors."""
-        return GRAPH * sum(len(sizes) for of in limits.lanes for sizes in self._graph_sizes(of))
+        return GRAPH * sum(len(sizes) for of in limits.of_each_lane for sizes in self._graph_sizes(of))
 
     def _graph_sizes(self, limits: BatchLimits) -> list[list[Size]]:
         """Of each function."""
@@ -184,13 +185,13 @@ class Networks:
 @dataclass(frozen=True)
 class MemoryPlan:
     """memory: bytes of the GPU that the server may take. parts: bytes by what takes them. voice: bytes of a voice of
-    VOICE_SECONDS. lacking: bytes for which first chunks are not rendered apart, see `BatchLimits.starts_apart`; 0 if
-    they are."""
+    VOICE_SECONDS. lanes: see `BatchLimits`. lacking: bytes for which first chunks have no lane; 0 if they have one."""
 
     memory: int
     parts: Mapping[str, int]
     voice: int
-    lacking: int
+    lanes: int
+    lacking: int = 0
 
     @property
     def voices(self) -> int:
@@ -222,14 +223,14 @@ def other_models(streams: int, llm_gib: float | None) -> dict[str, int]:
 
 
 def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: float | None) -> MemoryPlan:
-    """How the memory is used: with first chunks apart if there is room for that. ValueError with what would fit if
-    `limits.max_streams` streams do not.
+    """How the memory is used: with as many lanes as there is room for, up to `limits.lanes`. ValueError with what would
+    fit if `limits.max_streams` streams do not.
 
     memory: bytes of the GPU that the server may take. llm_gib: of them, the LLM's, as in `other_models`.
     """
 
-    def missing(streams: int, starts_apart: bool = False) -> tuple[MemoryPlan, int]:
-        fewer = replace(limits, max_streams=streams, starts_apart=starts_apart)
+    def missing(streams: int, lanes: int = 1) -> tuple[MemoryPlan, int]:
+        fewer = replace(limits, max_streams=streams, lanes=lanes)
         parts = {
             **other_models(streams, llm_gib),
             "process": PROCESS,
@@ -240,16 +241,14 @@ def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: f
             "whole utterances": networks.whole,
         }
         voices = max(streams * networks.voice(VOICE_SECONDS), networks.longest_voice(limits))
-        made = MemoryPlan(memory, parts, networks.voice(VOICE_SECONDS), lacking=0)
+        made = MemoryPlan(memory, parts, networks.voice(VOICE_SECONDS), lanes)
         return made, voices - made.voices
 
     streams = limits.max_streams
-    apart, lacking_apart = missing(streams, starts_apart=True)
-    if lacking_apart <= 0:
-        return apart
     made, lacking = missing(streams)
     if lacking <= 0:
-        return replace(made, lacking=lacking_apart)
+        lanes = max(lanes for lanes in range(1, limits.lanes + 1) if missing(streams, lanes)[1] <= 0)
+        return replace(missing(streams, lanes)[0], lacking=max(0, missing(streams, lanes=2)[1]))
     needed = math.ceil(10 * (memory + lacking) / GIB) / 10
     fitting = next((fewer for fewer in range(streams - 1, 0, -1) if missing(fewer)[1] <= 0), 0)
     raise ValueError(

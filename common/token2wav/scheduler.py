@@ -2,7 +2,10 @@
 tensors, no clock."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple
+
+from common.token2wav.limits import STARTS
 
 # The fixed cost of a batch, in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow
 # (docs/results/token2wav.md); the UNet's ratio is about the same.
@@ -13,6 +16,10 @@ START_TOKENS = 300
 PLENTY_SECONDS = 1.0
 UNHURRIED_SHARE = 0.5
 COMPANY_SHARE = 0.25
+# While one batch of later chunks is rendered and at least this share of the tokens of a batch waits, another one is
+# rendered beside it: together they take less time than one after the other, but each of them takes longer, and so do
+# first chunks.
+BACKLOG_SHARE = 0.5
 # While a listener with a queued chunk has less audio left than this, one voice at a time is prefilled.
 NEARLY_DRY_SECONDS = 0.25
 # Nobody listens to a whole utterance while it is rendered: it waits this long for the listeners, and after that for
@@ -43,11 +50,13 @@ class Candidate(NamedTuple):
     audio_left: seconds until its listener runs out of audio, negative after that; None before the first audio.
     arrived: its number in the order of arrival.
     tokens: how many are computed for it; None if it is served alone (a whole utterance, an invalid chunk).
+    start: whether it is a first chunk that lane STARTS renders.
     """
 
     audio_left: float | None
     arrived: int
     tokens: int | None
+    start: bool = False
 
     @property
     def urgent(self) -> bool:
@@ -86,6 +95,25 @@ def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_fra
     return chosen[:free]
 
 
+def lane_takes(lane: int, lanes: int, waiting: Sequence[Candidate], max_tokens: int) -> list[int]:
+    """Indices of what a lane that is free may render now, given what no other lane has taken.
+
+    Of several lanes, STARTS renders first chunks, and lane 0 all others, or first chunks if there are no others. A
+    further lane renders chunks beside lane 0, but none that is served alone, and only of a backlog, see BACKLOG_SHARE;
+    max_tokens: as for `pick`.
+    """
+    if lanes == 1:
+        return list(range(len(waiting)))
+    firsts = [index for index, request in enumerate(waiting) if request.start]
+    others = [index for index, request in enumerate(waiting) if not request.start]
+    if lane == STARTS:
+        return firsts
+    if lane == 0:
+        return others or firsts
+    chunks = {index: waiting[index].tokens or 0 for index in others if waiting[index].tokens is not None}
+    return list(chunks) if sum(chunks.values()) >= BACKLOG_SHARE * max_tokens else []
+
+
 def pick(
     waiting: Sequence[Candidate],
     max_chunks: int,
@@ -118,12 +146,13 @@ def pick(
             most = max_tokens if request.urgent else max_tokens * share
             chunks.append((index, request.tokens, padded(1, request.tokens), most))
     best, best_rate = order[:1], 0.0
-    shortest = padded(1, first.tokens)
-    for length in sorted({length for _, _, length, _ in chunks if length >= shortest}):
+    lengths = sorted({length for _, _, length, _ in chunks})
+    at_least = lengths.index(padded(1, first.tokens))
+    for low, high in product(lengths[: at_least + 1], lengths[at_least:]):
         batch: list[int] = []
         longest = own = 0  # tokens of the longest chunk, and of all
-        for index, tokens, its_length, most in chunks:
-            if its_length > length:
+        for index, tokens, length, most in chunks:
+            if not low <= length <= high:
                 continue
             longest, own = max(longest, tokens), own + tokens
             computed = padded(len(batch) + 1, longest)

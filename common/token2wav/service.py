@@ -26,10 +26,11 @@ from common.token2wav.admission import Admission
 from common.token2wav.batch_thread import BatchThread, BatchThreads, RenderedBatch
 from common.token2wav.costs import costs, measure
 from common.token2wav.engine import Token2Wav
+from common.token2wav.limits import STARTS
 from common.token2wav.live_streams import LiveStream, LiveStreams
 from common.token2wav.request_queue import MAX_WAITING, QueuedRequest, Reply, RequestQueue, Starting
 from common.token2wav.requests import TEST_STREAM, Token2WavRequest
-from common.token2wav.scheduler import Candidate, Start, patience, pick, starts
+from common.token2wav.scheduler import Candidate, Start, lane_takes, patience, pick, starts
 from common.token2wav.stats import Stats
 from common.token2wav.stream import Chunk
 from common.voice.prompt import Prompt
@@ -47,7 +48,7 @@ class Token2WavService:
 
     Each turn answers the batches that are done, frees the streams that were aborted, opens new ones, and gives each
     thread that is free the next batch. On a GPU first chunks have a thread of their own, so that they wait for no other
-    batch. New listeners are admitted by `Admission`.
+    batch, and the others have two. New listeners are admitted by `Admission`.
     """
 
     def __init__(
@@ -174,9 +175,7 @@ class Token2WavService:
         self._serve_aborts()
         self._admit_waiting()
         opened = self._serve_starts()
-        for thread in self._threads:
-            if thread.idle:
-                self._serve_batch(thread)
+        self._serve_batches()
         return answered or opened or bool(self._served)
 
     def _firsts(self) -> list[QueuedRequest]:
@@ -282,29 +281,27 @@ class Token2WavService:
         except Exception:
             logger.exception("%d voices could not be prefilled in one batch; each is tried alone", len(voices))
 
-    def _serve_batch(self, thread: BatchThread) -> None:
-        """Begin to render the most urgent chunks in one batch, or serve one request of another kind."""
-        apart = self._engine.starts_apart
-        waiting = self._candidates()
-        of_thread = [each for each in waiting if self._is_start(each) == thread.starts] if apart else waiting
-        if not thread.starts:
-            of_thread = of_thread or waiting  # without other work it helps the thread for first chunks
-        if not of_thread:
-            return
-        limits = self._limits.of_starts if thread.starts else self._limits
-        padded = partial(self._engine.padded, starts=thread.starts)
-        candidates = [candidate for candidate, _ in of_thread]
-        chosen = pick(candidates, limits.max_chunks, self._engine.batch_tokens, padded, waited_for=not apart)
-        batch = [of_thread[index][1] for index in chosen]
-        self._take(batch)
-        if wanted := [queued for queued in batch if not self._cancelled(queued)]:
-            self._serve(thread, wanted)
-
-    def _is_start(self, waiting: tuple[Candidate, QueuedRequest]) -> bool:
-        """Whether it is a chunk for the thread of first chunks. The test's is not: it tests the other one."""
-        candidate, queued = waiting
-        first = candidate.audio_left is None and queued.stream_id != TEST_STREAM
-        return first and queued.chunk is not None and self._engine.is_start(queued.chunk)
+    def _serve_batches(self) -> None:
+        """Give each thread that is free the most urgent chunks that it renders, as one batch, or a request of another
+        kind."""
+        idle = [thread for thread in self._threads if thread.idle]
+        waiting = self._candidates() if idle else []
+        for thread in idle:
+            candidates = [candidate for candidate, _ in waiting]
+            if not (of_lane := lane_takes(thread.lane, self._engine.lanes, candidates, self._engine.batch_tokens)):
+                continue
+            chosen = pick(
+                [candidates[index] for index in of_lane],
+                self._limits.of_lane(thread.lane).max_chunks,
+                self._engine.batch_tokens,
+                partial(self._engine.padded, lane=thread.lane),
+                waited_for=self._engine.lanes == 1,
+            )
+            batch = [waiting[of_lane[index]][1] for index in chosen]
+            self._take(batch)
+            waiting = [each for each in waiting if each[1] not in batch]
+            if wanted := [queued for queued in batch if not self._cancelled(queued)]:
+                self._serve(thread, wanted)
 
     def _candidates(self) -> list[tuple[Candidate, QueuedRequest]]:
         """The queued requests as the scheduler sees them, and themselves: the first one of each stream that is open.
@@ -316,7 +313,10 @@ class Token2WavService:
                 continue
             live = self._streams.get(queued.stream_id)
             tokens = self._computed(queued, live) if live else None
-            candidates.append((Candidate(self._audio_left(queued, live, now), queued.arrived, tokens), queued))
+            left = self._audio_left(queued, live, now)
+            start = left is None and queued.chunk is not None and self._engine.is_start(queued.chunk)
+            start = start and queued.stream_id != TEST_STREAM  # the test is of lane 0
+            candidates.append((Candidate(left, queued.arrived, tokens, start), queued))
         return candidates
 
     def _audio_left(self, queued: QueuedRequest, live: LiveStream | None, now: float) -> float | None:
@@ -369,7 +369,7 @@ class Token2WavService:
         self._batches += 1
         self._chunks += len(batch)
         self._waited_seconds += sum(self._clock() - queued.arrived_at for queued in batch)
-        thread.render(batch, partial(self._engine.render, chunks, starts=thread.starts))
+        thread.render(batch, partial(self._engine.render, chunks, thread.lane))
 
     def _whole(self, request: Token2WavRequest) -> list[np.ndarray]:
         return [self._engine.whole(request.voice, request.tokens, request.speed)]
@@ -388,7 +388,7 @@ class Token2WavService:
                     self._admission.rendered_whole(rendered.seconds)
                 self._reply(rendered.batch[0], result)
             else:
-                self._answer_chunks(rendered, of_starts=thread.starts)
+                self._answer_chunks(rendered, of_starts=thread.lane == STARTS)
         return answered
 
     def _answer_chunks(self, rendered: RenderedBatch, *, of_starts: bool) -> None:

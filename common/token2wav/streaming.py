@@ -96,8 +96,8 @@ class Vocoder(Protocol):
         """Memory reserved for streams."""
         ...
 
-    def for_starts(self) -> "Vocoder | None":
-        """See `StreamingFlow.for_starts`."""
+    def for_lane(self, lane: int) -> "Vocoder | None":
+        """See `StreamingFlow.for_lane`."""
         ...
 
     def exact(self) -> "Vocoder":
@@ -170,14 +170,13 @@ class StreamingFlow(ABC, Generic[StreamT]):
         self._evict_idle()
         return self._plain(self._load_exact())
 
-    def for_starts(self) -> Self | None:
-        """This flow over the same streams and prompt caches, with CUDA graphs of its own for prompts and first chunks:
-        it computes a batch of them while this one computes another batch. None without graphs or
-        `limits.starts_apart`."""
-        if not (self._graphed and self.limits.starts_apart):
+    def for_lane(self, lane: int) -> Self | None:
+        """This flow over the same streams and prompt caches, with CUDA graphs of its own: it computes a batch while
+        this one computes another one. None without graphs."""
+        if not self._graphed:
             return None
         flow = copy(self)
-        flow.limits = self.limits.of_starts
+        flow.limits = self.limits.of_lane(lane)
         flow._encoder = WindowEncoder(self._network, flow.limits)
         flow._capture()
         return flow

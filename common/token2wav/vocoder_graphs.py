@@ -42,7 +42,7 @@ class GraphedRenderer:
                 plain.inputs,
                 limits.sizes(lengths, HIFT_FRAMES),
                 f"the vocoder{name}",
-                urgent=limits.starts,
+                lane=limits.lane,
             )
             for begun, (lengths, name) in of.items()
         }

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.batches import isolated
-from common.device import on_device
+from common.device import on_device, on_host
 from common.errors import UnavailableError
 from common.token2wav.limits import BatchLimits
 from common.token2wav.stream import Chunk, NotFiniteError, VocoderState
@@ -105,7 +105,7 @@ class BatchVocoder(ABC):
         positions = [[state.slot, state.frame, length] for state, length in zip(states, lengths, strict=True)]
         slots, starts, frames = on_device(positions, mel.device).unbind(1)
         finals = [chunk.final for chunk, _ in rows]
-        speech = self._pass(begun, mel, slots, starts, frames, finals).cpu()
+        speech = on_host(self._pass(begun, mel, slots, starts, frames, finals))
         audio: list[Tensor | Exception] = []
         for row, (final, length, state) in enumerate(zip(finals, lengths, states, strict=True)):
             if not speech[row].sum().isfinite():  # what is kept of the stream has then not been replaced

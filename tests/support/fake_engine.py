@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import STARTS, BatchLimits
 from common.token2wav.requests import Token2WavRequest
 from common.token2wav.service import Token2WavService
 from common.token2wav.stream import Chunk
@@ -44,19 +44,19 @@ class FakeEngine:
     batch_tokens: int = 1600
     cache_bytes: int = 4096
     contexts: tuple[int, float] = (0, 0.0)
-    starts_apart: bool = False
+    lanes: int = 1
     limits: BatchLimits = BatchLimits(max_streams=4)
 
     def __post_init__(self):
         self.gate.set()
 
-    def warm_up(self, starts=False):
+    def warm_up(self, lane=0):
         pass
 
     def is_start(self, chunk):
         return chunk.offset == 0 and chunk.new <= 20
 
-    def padded(self, chunks, tokens, starts=False):
+    def padded(self, chunks, tokens, lane=0):
         return chunks * tokens
 
     def sample(self, tokens=3):
@@ -87,7 +87,7 @@ class FakeEngine:
             raise RuntimeError("the scheduler's own mistake")
         return Chunk(stream, tokens, final, stream.rendered, len(tokens), len(tokens))
 
-    def render(self, chunks, starts=False):
+    def render(self, chunks, lane=0):
         self.entered.set()
         self.gate.wait(10)
         return self.audio(chunks, self.batches)
@@ -111,29 +111,33 @@ class FakeEngine:
 
 
 @dataclass
-class TwoLanes(FakeEngine):
-    """Renders first chunks apart, held back by `starts_gate`; `broken` is what the service did that an engine does not
-    allow."""
+class FakeLanes(FakeEngine):
+    """Renders first chunks apart, held back by `starts_gate`, and in a third lane more batches, held back by
+    `more_gate`; `broken` is what the service did that an engine does not allow."""
 
-    starts_apart: bool = True
+    lanes: int = 2
     starts_gate: threading.Event = field(default_factory=threading.Event)
     starts_entered: threading.Event = field(default_factory=threading.Event)
     starts: list[list[int]] = field(default_factory=list)  # as `batches`, of those that were rendered apart
+    more_gate: threading.Event = field(default_factory=threading.Event)
+    more_entered: threading.Event = field(default_factory=threading.Event)
+    more: list[list[int]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     limits: BatchLimits = BatchLimits(max_streams=24)
 
     def __post_init__(self):
         super().__post_init__()
         self.starts_gate.set()
+        self.more_gate.set()
         self._lock = threading.Lock()
-        self._rendering = {True: (), False: ()}  # chunks, by lane
+        self._rendering = [()] * self.lanes  # chunks
 
     def _expect(self, holds, what):
         if not holds:
             self.broken.append(what)
 
     def _prefills(self, prompt):
-        self._expect(prompt.digest in self.known or not self._rendering[True], "a prefill beside first chunks")
+        self._expect(prompt.digest in self.known or not self._rendering[STARTS], "a prefill beside first chunks")
 
     def prefill(self, prompts):
         for prompt in prompts:
@@ -145,25 +149,29 @@ class TwoLanes(FakeEngine):
         return super().open(prompt)
 
     def close(self, stream):
-        in_use = [chunk.stream for lane in (True, False) for chunk in self._rendering[lane]]
+        in_use = [chunk.stream for chunks in self._rendering for chunk in chunks]
         self._expect(all(stream is not each for each in in_use), "a stream is closed while it is rendered")
         super().close(stream)
 
-    def render(self, chunks, starts=False):
+    def render(self, chunks, lane=0):
         with self._lock:
-            self._expect(not self._rendering[starts], "two batches of one lane at once")
-            others = [chunk.stream for chunk in self._rendering[not starts]]
-            self._expect(all(c.stream is not o for c in chunks for o in others), "a stream is in both lanes")
-            self._expect(not starts or all(map(self.is_start, chunks)), "no first chunk, rendered as one")
-            self._rendering[starts] = tuple(chunks)
+            self._expect(not self._rendering[lane], "two batches of one lane at once")
+            others = [chunk.stream for rendering in self._rendering for chunk in rendering]
+            self._expect(all(c.stream is not o for c in chunks for o in others), "a stream is in two lanes")
+            self._expect(lane != STARTS or all(map(self.is_start, chunks)), "no first chunk, rendered as one")
+            self._rendering[lane] = tuple(chunks)
         try:
-            if not starts:
-                return super().render(chunks)
-            self.starts_entered.set()
-            self.starts_gate.wait(10)
-            return self.audio(chunks, self.starts)
+            if lane == STARTS:
+                self.starts_entered.set()
+                self.starts_gate.wait(10)
+                return self.audio(chunks, self.starts)
+            if lane > STARTS:
+                self.more_entered.set()
+                self.more_gate.wait(10)
+                return self.audio(chunks, self.more)
+            return super().render(chunks)
         finally:
-            self._rendering[starts] = ()
+            self._rendering[lane] = ()
 
 
 class Client:

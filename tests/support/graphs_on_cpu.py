@@ -30,7 +30,7 @@ from common.token2wav.unet.streaming import UNetStreaming
 from tests.support.streams import VOICES_BYTES
 from tests.token2wav.test_graphs import STEPS, Replayed
 
-LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20)
+LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20, lanes=3)
 CONTEXT = 40  # tokens
 
 
@@ -52,9 +52,9 @@ class Noted(Replayed):
     replays: list["Noted"] = []
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], result: Tensor, urgent: bool) -> None:
-        super().__init__(function, inputs, result, urgent)
-        self.urgent = urgent
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], result: Tensor, lane: int) -> None:
+        super().__init__(function, inputs, result, lane)
+        self.lane = lane
 
     def replay(self) -> None:
         self.meanwhile()

@@ -29,7 +29,7 @@ from common.token2wav.cosyvoice3.fused import FusedRotaryDiT
 from common.token2wav.dit import graphs as dit_graphs
 from common.token2wav.dit.memory import PromptCaches, TailPool
 from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import STARTS, BatchLimits
 from common.token2wav.noise import flow_noise
 from common.token2wav.stream import VocoderState
 from common.token2wav.unet.fused import FusedUNet
@@ -158,7 +158,7 @@ class Padded:
     """In place of `Graphs`: one more row and three more frames than are needed, computed at once."""
 
     def __init__(
-        self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], *_: Any, urgent: bool
+        self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], *_: Any, lane: int
     ) -> None:
         self._function, self._inputs = function, inputs
 
@@ -196,7 +196,7 @@ def compare_dit(extents: "Extents") -> None:
         patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
         fused._solve = dit_graphs.GraphedSolve(
-            dit_graphs.FusedDiTSolver(network, 1), fused._pool, flow_noise(), limits.of_starts
+            dit_graphs.FusedDiTSolver(network, 1), fused._pool, flow_noise(), limits.of_lane(STARTS)
         )
         random = np.random.default_rng(0)
         voices = [prompt(random, tokens, network.config.speaker_dim) for tokens in (5, 0)]

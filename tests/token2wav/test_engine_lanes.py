@@ -24,7 +24,7 @@ from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import STARTS, BatchLimits
 from common.token2wav.stream import Chunk, Stream
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
@@ -131,6 +131,11 @@ def pieces(engine: Token2Wav, tokens: np.ndarray, hops: list[int]) -> list[Piece
     return (unet_pieces if engine._flow.cumulative else dit_pieces)(tokens, hops)
 
 
+def starts_of(engine: Token2Wav) -> int:
+    """The lane that renders first chunks."""
+    return STARTS if engine.lanes > 1 else 0
+
+
 def spoken(engine: Token2Wav, replays: list[Noted]) -> list[np.ndarray]:
     """The audio of the plans' streams as far as they come, each batch by the graphs of its lane alone."""
     audio: list[list[np.ndarray]] = [[] for _ in PLANS]
@@ -139,18 +144,19 @@ def spoken(engine: Token2Wav, replays: list[Noted]) -> list[np.ndarray]:
         replays.clear()
         opened = [row for row, plan in enumerate(PLANS) if plan.begin == turn]
         live |= {row: (engine.open(PLANS[row].voice), PLANS[row].pieces(engine)) for row in opened}
-        assert all(replay.urgent == engine.starts_apart for replay in replays)
+        assert {replay.lane for replay in replays} <= {starts_of(engine)}
         chunks = {row: left.pop(0).of(engine, stream) for row, (stream, left) in live.items()}
         for starts in (True, False):
+            lane = starts_of(engine) if starts else 0
             rows = [row for row, chunk in chunks.items() if engine.is_start(chunk) == starts]
             replays.clear()
-            for row, result in zip(rows, engine.render([chunks[row] for row in rows], starts=starts), strict=True):
+            for row, result in zip(rows, engine.render([chunks[row] for row in rows], lane), strict=True):
                 if isinstance(result, Exception):
                     assert str(result) == "a bad chunk"
                     engine.close(live.pop(row)[0])
                 else:
                     audio[row].append(result)
-            assert {replay.urgent for replay in replays} <= {starts and engine.starts_apart}
+            assert {replay.lane for replay in replays} <= {lane}
             assert len(replays) >= (GRAPHS if rows and engine._flow._graphed else 0)
         for row in [row for row, (_, left) in live.items() if not left]:
             engine.close(live.pop(row)[0])
@@ -168,7 +174,7 @@ def test_streams_that_begin_in_a_lane_of_their_own_sound_as_those_of_a_plainengi
 ) -> None:
     """Slots and voices serve again. Every chunk fits a graph, except for the first one that is too long."""
     engine, plain, expected = subject
-    assert engine.starts_apart and not plain.starts_apart
+    assert (engine.lanes, plain.lanes) == (LIMITS.lanes, 1)
     assert [len(audio) for audio in expected] == [plan.tokens * TOKEN_MEL_RATIO * HOP_SAMPLES for plan in PLANS]
     assert min(np.abs(audio).max() for audio in expected) > 0.01
     for _ in range(2):
@@ -230,12 +236,12 @@ def test_new_voices_are_prefilled_by_the_graphs_of_first_chunks(subject: Subject
         replays.clear()
         of.prefill(voices[:3])
         assert [of.prefill_frames(voice) for voice in voices[:3]] == [0, 0, 0]
-        assert [replay.urgent for replay in replays] == [True] * (made if of is engine else 0)
+        assert [replay.lane for replay in replays] == [STARTS] * (made if of is engine else 0)
         replays.clear()
         streams = [of.open(voice) for voice in voices]
-        assert [replay.urgent for replay in replays] == [True] * (made if of is engine else 0)
+        assert [replay.lane for replay in replays] == [STARTS] * (made if of is engine else 0)
         plan = pieces(of, ids(0, 40), [10, 20])
-        turns = [of.step([piece.of(of, s) for s in streams], starts=piece is plan[0]) for piece in plan]
+        turns = [of.step([piece.of(of, s) for s in streams], starts_of(of) * (piece is plan[0])) for piece in plan]
         audio.append([np.concatenate(parts) for parts in zip(*turns, strict=True)])
         for stream in streams:
             of.close(stream)
@@ -243,13 +249,13 @@ def test_new_voices_are_prefilled_by_the_graphs_of_first_chunks(subject: Subject
 
 
 def test_each_lane_warms_up_its_own_graphs(subject: Subject, replays: list[Noted]) -> None:
-    subject.engine.warm_up(starts=True)
-    assert len(replays) >= GRAPHS and {replay.urgent for replay in replays} == {True}
-    replays.clear()
-    subject.engine.warm_up()
-    assert [replay.urgent for replay in replays][-GRAPHS:] == [False] * GRAPHS
+    for lane in range(LIMITS.lanes):
+        replays.clear()
+        subject.engine.warm_up(lane)
+        assert [replay.lane for replay in replays][-GRAPHS:] == [lane] * GRAPHS
+        assert {replay.lane for replay in replays} <= {STARTS, lane}  # the voice is prefilled by the first
     tokens, frames = (30, (80, 112)) if subject.engine._flow.cumulative else (10, (24, 32))  # see SMALL
-    padded = [subject.engine.padded(3, tokens, starts=starts) for starts in (True, False)]
+    padded = [subject.engine.padded(3, tokens, lane) for lane in (STARTS, 0)]
     assert padded == [4 * length // TOKEN_MEL_RATIO for length in frames]
 
 
@@ -263,12 +269,12 @@ def test_the_warm_up_renders_a_first_chunk_of_any_first_hop(
     rendered: list[int] = []
     render = engine.render
 
-    def noted(chunks: Sequence[Chunk], *, starts: bool) -> list[np.ndarray | Exception]:
+    def noted(chunks: Sequence[Chunk], lane: int) -> list[np.ndarray | Exception]:
         rendered.extend(chunk.new for chunk in chunks)
-        return render(chunks, starts=starts)
+        return render(chunks)
 
     monkeypatch.setattr(engine, "render", noted)
-    engine.warm_up(starts=True)
+    engine.warm_up(STARTS)
     assert rendered == [hop]
 
 
@@ -276,15 +282,15 @@ def test_the_warm_up_renders_a_first_chunk_of_any_first_hop(
 def test_without_graphs_of_both_networks_there_is_one_lane(subject: Subject) -> None:
     engine, plain, _ = subject
     for flow, vocoder in ((engine._flow, plain._vocoder), (plain._flow, engine._vocoder)):
-        assert not Token2Wav(flow, vocoder).starts_apart
+        assert Token2Wav(flow, vocoder).lanes == 1
 
 
-def test_where_the_memory_is_too_small_for_two_lanes_one_has_graphs_for_all(
+def test_where_the_memory_is_too_small_for_more_lanes_one_has_graphs_for_all(
     subject: Subject, replays: list[Noted]
 ) -> None:
     of: Any = subject.plain
-    engine = engine_of(of._flow._network, of._vocoder._hift, graphs=True, limits=replace(LIMITS, starts_apart=False))
-    assert not engine.starts_apart and engine._flow.for_starts() is engine._vocoder.for_starts() is None
+    engine = engine_of(of._flow._network, of._vocoder._hift, graphs=True, limits=replace(LIMITS, lanes=1))
+    assert engine.lanes == 1
     assert_same(spoken(engine, replays), subject.expected)
     replays.clear()
     engine.prefill([prompt(seed) for seed in (20, 21)])
@@ -328,7 +334,7 @@ def firsts(engine: Token2Wav, turn: int) -> list[np.ndarray]:
     voices = [VOICES[turn % 4], VOICES[(turn + 1) % 4]]
     streams = [engine.open(voice) for voice in voices]
     piece = pieces(engine, ids(turn, 30), [8 + turn % 3])[0]
-    audio = engine.step([piece.of(engine, stream) for stream in streams], starts=True)
+    audio = engine.step([piece.of(engine, stream) for stream in streams], STARTS)
     for stream in streams:
         engine.close(stream)
     return audio
@@ -350,7 +356,7 @@ def begun(engine: Token2Wav) -> list[Stream]:
     """The streams of `later`, after their first chunks."""
     streams = [engine.open(voice) for voice in VOICES[:2]]
     plans = [pieces(engine, ids(100 + row, 90), [10]) for row in range(2)]
-    engine.step([plan[0].of(engine, stream) for plan, stream in zip(plans, streams, strict=True)], starts=True)
+    engine.step([plan[0].of(engine, stream) for plan, stream in zip(plans, streams, strict=True)], STARTS)
     return streams
 
 
@@ -387,7 +393,7 @@ def test_a_batch_and_first_chunks_in_turns_are_each_as_alone(
         ]
     for result, expected in zip(rendered, alone, strict=True):
         assert_equal(result.result(), expected)
-    assert [replay.urgent for replay in replays] == [True, False] * GRAPHS * LATER
+    assert [replay.lane for replay in replays] == [STARTS, 0] * GRAPHS * LATER
 
 
 def test_first_chunks_and_new_voices_beside_batches_are_as_alone(subject: Subject) -> None:

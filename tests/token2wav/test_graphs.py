@@ -23,7 +23,7 @@ from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.memory import GatheredSolve, NoContext, TailPool
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
+from common.token2wav.limits import STARTS, BatchLimits
 from common.token2wav.noise import flow_noise, source_noise, uniform_noise
 from common.token2wav.stream import Chunk, Stream, VocoderState
 from common.token2wav.unet.streaming import UNetStreaming
@@ -92,7 +92,7 @@ def dit_solves(monkeypatch: pytest.MonkeyPatch, dit_network: DiTFlow) -> tuple[A
     monkeypatch.setattr(graphs, "FusedDiTSolver", DiTSolver)
     monkeypatch.setattr(graphs, "PagedContext", OwnFrames)
     pool = TailPool(dit_network.decoder.estimator.config, dit_network.encoder_proj.weight, STEPS, 4, frames=10)
-    limits = BatchLimits(max_streams=4).of_starts
+    limits = BatchLimits(max_streams=4).of_lane(STARTS)
     plain = GatheredSolve(DiTSolver(dit_network, STEPS), pool, flow_noise())
     return graphs.GraphedSolve(graphs.FusedDiTSolver(dit_network, STEPS), pool, flow_noise(), limits), plain
 
@@ -144,7 +144,7 @@ def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_befor
     sizes, tokens = [(1, 64), (2, 64), (1, 104)], [ids(seed, 100) for seed in range(3)]
     for kind, network in ((UNetStreaming, unet_network), (CosyVoice3Streaming, rotary_network)):
         plain, graphed = (kind(network, flow_noise(), limits=BatchLimits(max_streams=3), steps=STEPS) for _ in range(2))
-        graphed._solve = GraphedWindowSolve(network, InPlaceOf(network), flow_noise(), sizes, STEPS, urgent=False)
+        graphed._solve = GraphedWindowSolve(network, InPlaceOf(network), flow_noise(), sizes, STEPS, lane=0)
 
         def mels(flow: Any, voices: tuple[int, ...], ends: tuple[int, ...]) -> list[Tensor]:
             streams = [flow.open(prompt(tokens, tokens=tokens), VocoderState(0)) for tokens in voices]

@@ -44,7 +44,7 @@ def official(stack: Stack) -> Networks:
 
 
 def limits(stack: Stack, streams: int) -> BatchLimits:
-    return BatchLimits(max_streams=streams, chunk_boundary=stack.chunk_boundary)
+    return BatchLimits(max_streams=streams, chunk_boundary=stack.chunk_boundary, lanes=stack.lanes)
 
 
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
@@ -90,30 +90,30 @@ def test_each_gpu_holds_its_streams_in_as_many_voices(
 
 
 @pytest.mark.parametrize(
-    ("stack", "gib", "streams", "apart"),
+    ("stack", "gib", "streams", "lanes"),
     [
-        (stacks.DIT, 7.5, 4, False),
-        (stacks.DIT, 11.5, 16, True),
-        (stacks.DIT, 15.5, 32, True),
-        (stacks.DIT, 22.5, 64, False),
-        (stacks.DIT, 46, 128, True),
-        (stacks.UNET, 7.5, 4, True),
-        (stacks.UNET, 22.5, 32, True),
+        (stacks.DIT, 7.5, 4, 1),
+        (stacks.DIT, 11.5, 16, 2),
+        (stacks.DIT, 15.5, 32, 2),
+        (stacks.DIT, 22.5, 64, 1),
+        (stacks.DIT, 46, 128, 3),
+        (stacks.UNET, 7.5, 4, 2),
+        (stacks.UNET, 22.5, 32, 2),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_the_settings_that_the_documents_name_fit_and_first_chunks_are_apart_where_there_is_room(
-    stack: Stack, gib: float, streams: int, apart: bool
+def test_the_settings_that_the_documents_name_fit_with_as_many_lanes_as_there_is_room_for(
+    stack: Stack, gib: float, streams: int, lanes: int
 ) -> None:
     """docs/deployment.md, Sizing."""
     networks, own = official(stack), limits(stack, streams)
     made = plan_memory(networks, own, int(gib * GIB), None)
-    assert (made.lacking == 0) == apart
-    assert made.parts["graphs"] == networks.graphs(replace(own, starts_apart=apart))
-    assert ("first chunks would not wait" in str(made)) != apart
-    if not apart:
+    assert made.lanes == lanes
+    assert made.parts["graphs"] == networks.graphs(replace(own, lanes=lanes))
+    assert ("first chunks would not wait" in str(made)) == (made.lacking > 0) == (lanes == 1)
+    if made.lacking:
         enough = plan_memory(networks, own, int(gib * GIB) + made.lacking, None)
-        assert enough.lacking == 0 and enough.voices >= streams * networks.voice(VOICE_SECONDS)
+        assert enough.lanes == 2 and enough.voices >= streams * networks.voice(VOICE_SECONDS)
         assert plan_memory(networks, own, int(gib * GIB) + made.lacking - 1, None).lacking == 1
 
 
@@ -138,7 +138,8 @@ def test_streams_that_do_not_fit_are_refused_with_the_numbers_that_do() -> None:
 
 def test_without_an_llm_on_the_gpu_its_share_is_for_voices() -> None:
     networks = official(stacks.DIT)
-    alone, beside = (plan_memory(networks, limits(stacks.DIT, 64), 24 * GIB, llm) for llm in (0.0, None))
+    own = replace(limits(stacks.DIT, 64), lanes=2)
+    alone, beside = (plan_memory(networks, own, 24 * GIB, llm) for llm in (0.0, None))
     assert alone.voices - beside.voices == int(planned_llm_gib(64 + SPARE_REQUESTS) * GIB) == beside.parts["LLM"]
     assert beside.own == beside.voices + sum(
         size for name, size in beside.parts.items() if name not in ("LLM", "prompt models", "process")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from common.token2wav import scheduler
-from common.token2wav.limits import Size, padding
-from common.token2wav.scheduler import Candidate, Start, patience, starts
+from common.token2wav.limits import STARTS, Size, padding
+from common.token2wav.scheduler import Candidate, Start, lane_takes, patience, starts
 from tests.support.listeners import Listeners, arrivals, batch_seconds
 
 
@@ -69,6 +69,33 @@ def test_chunks_of_a_length_share_a_batch_although_a_shorter_one_is_more_urgent_
     assert pick([*long, *later], sizes=sizes) == [0, 1, 2, 3]
     shorts = [chunk(audio_left=1.9, tokens=15, arrived=stream) for stream in range(4)]
     assert pick([*long, *shorts], max_tokens=300, sizes=sizes) == [4, 5, 6, 7]
+
+
+def test_chunks_that_are_shorter_than_the_most_urgent_one_wait_if_others_of_its_length_fill_the_batch() -> None:
+    """For a batch of their own, of which the next most urgent one is then the first."""
+    sizes = [(B, T) for B in (1, 2, 4, 8) for T in (64, 208)]
+    waiting = [chunk(audio_left=0.05 * row, tokens=30 if row % 2 else 100) for row in range(16)]
+    assert pick(waiting, max_tokens=832, sizes=sizes) == [0, 2, 4, 6, 8, 10, 12, 14]
+    left = [each for each in waiting if each.tokens == 30]
+    assert pick(left, max_tokens=832, sizes=sizes) == [*range(8)]
+    few = [chunk(audio_left=0.1 * row, tokens=30 if row else 100) for row in range(4)]
+    assert pick(few, max_tokens=832, sizes=sizes) == [0, 1, 2, 3]  # all share the fixed cost
+
+
+def test_the_lane_of_first_chunks_and_that_of_all_others_take_their_own() -> None:
+    start, whole = chunk()._replace(start=True), chunk(audio_left=0.1, tokens=None)
+    waiting = [start, chunk(audio_left=1.0), start, whole, chunk(audio_left=0.2)]
+    assert lane_takes(STARTS, 3, waiting, 1600) == lane_takes(STARTS, 2, waiting, 1600) == [0, 2]
+    assert lane_takes(0, 3, waiting, 1600) == lane_takes(0, 2, waiting, 1600) == [1, 3, 4]
+    assert lane_takes(0, 3, [start, start], 1600) == [0, 1]  # it helps where there is nothing else to do
+    assert lane_takes(0, 1, waiting, 1600) == [*range(5)]
+
+
+def test_a_further_lane_takes_the_chunks_of_a_backlog() -> None:
+    start, whole = chunk(tokens=700)._replace(start=True), chunk(audio_left=0.1, tokens=None)
+    waiting = [whole, start, *(chunk(audio_left=1.0, tokens=100) for _ in range(8))]
+    assert lane_takes(2, 3, waiting, 1600) == [*range(2, 10)]
+    assert lane_takes(2, 3, waiting, 1602) == lane_takes(2, 3, waiting[:-1], 1600) == []
 
 
 def test_requests_without_a_chunk_are_served_alone() -> None:

@@ -11,12 +11,12 @@ import pytest
 from common.constants import SPEAKER_DIM
 from common.errors import UnavailableError
 from common.token2wav.admission import Admission
-from tests.support.fake_engine import NEW, PROMPT, Client, TwoLanes, started
+from tests.support.fake_engine import NEW, PROMPT, Client, FakeLanes, started
 
 
 @pytest.fixture
 def engine():
-    return TwoLanes()
+    return FakeLanes()
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_first_chunks_that_wait_together_are_rendered_together_up_to_the_size_of
 
 
 def test_first_chunks_are_padded_to_the_graphs_of_their_own(client, engine):
-    engine.padded = lambda chunks, tokens, starts=False: 9999 if starts and chunks > 2 else chunks * tokens
+    engine.padded = lambda chunks, tokens, lane=0: 9999 if lane and chunks > 2 else chunks * tokens
     batches, starts = hold_batches(client, engine), hold_starts(client, engine)
     waiting = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 24)]
     until(lambda: client.service.stats().queued == 4)
@@ -324,13 +324,13 @@ def test_a_service_that_fails_answers_what_is_rendered_and_refuses_what_waits(se
             value(each)
 
 
-@pytest.mark.parametrize("lane", [False, True])
-def test_an_engine_that_fails_its_warm_up_leaves_no_thread(clock, lane):
-    def broken(starts=False):
-        if starts == lane:
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_engine_that_fails_its_warm_up_leaves_no_thread(clock, failing):
+    def broken(lane):
+        if lane == failing:
             raise ValueError("a bad checkpoint")
 
-    engine, before = TwoLanes(), threading.active_count()
+    engine, before = FakeLanes(), threading.active_count()
     engine.warm_up = broken
     with pytest.raises(ValueError, match="a bad checkpoint"):
         started(engine, clock)

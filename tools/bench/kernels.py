@@ -36,7 +36,7 @@ from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places
 from common.token2wav.cosyvoice3.fused import FusedRotaryDiT
 from common.token2wav.dit import graphs as dit_graphs
 from common.token2wav.dit.memory import TailPool
-from common.token2wav.limits import COSYVOICE3_FRAMES, UNET_FRAMES, BatchLimits
+from common.token2wav.limits import COSYVOICE3_FRAMES, STARTS, UNET_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
 from common.token2wav.unet.fused import FusedUNet
 from common.token2wav.window import graphs as window_graphs
@@ -151,11 +151,11 @@ def _run_networks(dtype: torch.dtype) -> None:
         solver = dit_graphs.FusedDiTSolver(dit, 1)
         fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
         fused_rotary = FusedRotaryDiT(rotary.decoder.estimator, [0.0])
-        for of in (limits, limits.of_starts):
+        for of in (limits, limits.of_lane(STARTS)):
             dit_graphs.GraphedSolve(solver, pool, noise, of)
             sizes = [of.sizes(of.window_frames, most) for most in (UNET_FRAMES, COSYVOICE3_FRAMES)]
-            window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes[0], 1, urgent=of.starts)
-            window_graphs.GraphedWindowSolve(rotary, fused_rotary, noise, sizes[1], 1, urgent=of.starts)
+            window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes[0], 1, lane=of.lane)
+            window_graphs.GraphedWindowSolve(rotary, fused_rotary, noise, sizes[1], 1, lane=of.lane)
     channels, frames = HiFTConfig().channels // 2, limits.chunk_frames[-1]  # after the first upsampling
     for lengths in (None, torch.empty(1, dtype=torch.int64, device="meta")):
         kernels.snake(
@@ -197,7 +197,7 @@ def _run_decoder(dtype: torch.dtype) -> None:
     kernels.draw(logits, bias, seen, recent, seen, slots, slots, slots, torch.empty(T, 7, device="meta"))
 
 
-def _every_size(function: Any, inputs: Any, sizes: Any, name: str, urgent: bool) -> None:
+def _every_size(function: Any, inputs: Any, sizes: Any, name: str, lane: int) -> None:
     """In place of `Graphs`: calls the function instead of capturing it."""
     for size in sizes:
         function(*inputs(*size))

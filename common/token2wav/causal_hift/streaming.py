@@ -111,11 +111,11 @@ class CausalVocoder(BatchVocoder):
         """Memory reserved for streams."""
         return self.pool.nbytes
 
-    def for_starts(self) -> "CausalVocoder | None":
-        if self._graphed is None or not self._limits.starts_apart:
+    def for_lane(self, lane: int) -> "CausalVocoder | None":
+        if self._graphed is None:
             return None
         vocoder = copy(self)
-        vocoder._limits = self._limits.of_starts
+        vocoder._limits = self._limits.of_lane(lane)
         vocoder._graphed = GraphedRenderer(self._plain, vocoder._limits)
         return vocoder
 

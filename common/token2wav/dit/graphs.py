@@ -76,11 +76,11 @@ class GraphedSolve:
         self._pool = pool
         self._noise = noise
         self.sizes = limits.sizes(limits.chunk_frames, DIT_FRAMES)
-        self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow", urgent=limits.starts)
+        self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow", lane=limits.lane)
         self._prompts: Graphs | None = None
         if limits.of_prompts:
             prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
-            self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts", urgent=limits.starts)
+            self._prompts = Graphs(self._prefill, self._prompt_inputs, prompts, "prompts", lane=limits.lane)
 
     def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
         B, T, _ = mu.shape

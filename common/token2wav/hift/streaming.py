@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.constants import OVERLAP_FRAMES
+from common.device import on_host
 from common.hift.checkpoint import load_hift
 from common.hift.generator import HiFTGenerator
 from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
@@ -62,11 +63,11 @@ class StreamingVocoder(BatchVocoder):
         """Memory reserved for streams."""
         return self.pool.nbytes
 
-    def for_starts(self) -> "StreamingVocoder | None":
-        if self._renderer is self._plain or not self._limits.starts_apart:
+    def for_lane(self, lane: int) -> "StreamingVocoder | None":
+        if self._renderer is self._plain:
             return None
         vocoder = copy(self)
-        vocoder._limits = self._limits.of_starts
+        vocoder._limits = self._limits.of_lane(lane)
         vocoder._renderer = GraphedRenderer(self._plain, vocoder._limits)
         return vocoder
 
@@ -76,7 +77,7 @@ class StreamingVocoder(BatchVocoder):
         return StreamingVocoder(hift, self._noise, limits=self._limits, graphs=False, pool=self.pool)
 
     def _rest(self, chunk: Chunk, mel: Tensor) -> Tensor:
-        return self.pool.speech[chunk.stream.vocoder.slot].to("cpu", copy=True)  # the slot's next stream writes there
+        return on_host(self.pool.speech[chunk.stream.vocoder.slot])
 
     def _pass(
         self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]

@@ -69,7 +69,7 @@ class WindowStreaming(StreamingFlow[WindowStream]):
     def _capture(self) -> None:
         sizes = self.limits.sizes(self.limits.window_frames, self.graph_frames)
         self._solve = GraphedWindowSolve(
-            self._network, self._estimator, self._noise, sizes, self._steps, urgent=self.limits.starts
+            self._network, self._estimator, self._noise, sizes, self._steps, lane=self.limits.lane
         )
         self.padded = padding(sizes)
 
