@@ -11,6 +11,7 @@ import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 MIN_GLIBC = (2, 35)  # the wheel's platform tag: manylinux_2_35
@@ -48,6 +49,7 @@ class Installation:
     @classmethod
     def _of_wheel(cls, package: Path) -> "Installation":
         _require_glibc()
+        _require_numpy()
         root = package / "tritonserver"
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         stub = root / "python_backend_stubs" / version / "triton_python_backend_stub"
@@ -83,6 +85,15 @@ def _require_glibc() -> None:
         raise ServerError(
             f"tritonserver needs glibc {needed} or newer; this machine has {name or 'another C library'} {release}; "
             "run: docker run -it --network host -v $PWD:/src -w /src python:3.11-bookworm make demo"
+        )
+
+
+def _require_numpy() -> None:
+    """With a later one the wheel's python backend mistakes strings, and a model's process ends at the first request."""
+    if int((found := version("numpy")).split(".")[0]) > 1:
+        raise ServerError(
+            f"tritonserver's python backend needs numpy 1.26; this Python has {found}; "
+            f"run: {sys.executable} -m pip install 'numpy<2'"
         )
 
 

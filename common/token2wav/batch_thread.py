@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import STARTS
 from common.token2wav.request_queue import QueuedRequest
+from common.token2wav.scheduler import STARTS
 
 SWITCH_SECONDS = 0.0005  # until a thread lets another one run Python: 5 ms would delay first chunks
 

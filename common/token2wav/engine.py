@@ -26,7 +26,7 @@ from common.errors import is_fatal
 from common.process import faults
 from common.process.metrics import EVICTED, FAILED, FALLBACKS, RETRIED, Values
 from common.stacks import Stack
-from common.token2wav.limits import STARTS, BatchLimits
+from common.token2wav.limits import BatchLimits
 from common.token2wav.memory_plan import (
     GIB,
     PROCESS,
@@ -37,6 +37,7 @@ from common.token2wav.memory_plan import (
     voices_on_host,
 )
 from common.token2wav.precision import Precision
+from common.token2wav.scheduler import STARTS
 from common.token2wav.stream import Chunk, NotFiniteError, Stream
 from common.token2wav.streaming import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
 from common.voice.prompt import Prompt

@@ -14,7 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.device import new_stream
-from common.token2wav.limits import STARTS, Size
+from common.token2wav.limits import Size
+from common.token2wav.scheduler import STARTS
 
 logger = logging.getLogger(__name__)
 

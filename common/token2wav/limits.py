@@ -20,14 +20,12 @@ from common.constants import (
     TOKEN_RATE,
 )
 from common.stacks import Stack
+from common.token2wav.scheduler import STARTS
 
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
 LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
 MAX_BATCH = 64  # chunks; larger batches gain nothing
-# A lane renders one batch at a time, with CUDA graphs of its own. If there are several, STARTS renders first chunks and
-# prompts, and the others everything else.
-STARTS = 1
 START_BATCH = 8  # first chunks, or prompts, of a batch of their own
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from common.token2wav.limits import STARTS
-
+# A lane renders one batch at a time. If there are several, this one renders first chunks and prompts, and the others
+# everything else: see `lane_takes`.
+STARTS = 1
 # The fixed cost of a batch, in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow
 # (docs/results/token2wav.md); the UNet's ratio is about the same.
 START_TOKENS = 300

@@ -26,11 +26,10 @@ from common.token2wav.admission import Admission
 from common.token2wav.batch_thread import BatchThread, BatchThreads, RenderedBatch
 from common.token2wav.costs import costs, measure
 from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import STARTS
 from common.token2wav.live_streams import LiveStream, LiveStreams
 from common.token2wav.request_queue import MAX_WAITING, QueuedRequest, Reply, RequestQueue, Starting
 from common.token2wav.requests import TEST_STREAM, Token2WavRequest
-from common.token2wav.scheduler import Candidate, Start, lane_takes, patience, pick, starts
+from common.token2wav.scheduler import STARTS, Candidate, Start, lane_takes, patience, pick, starts
 from common.token2wav.stats import Stats
 from common.token2wav.stream import Chunk
 from common.voice.prompt import Prompt

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
-from common.token2wav.limits import STARTS, BatchLimits
+from common.token2wav.limits import BatchLimits
 from common.token2wav.requests import Token2WavRequest
+from common.token2wav.scheduler import STARTS
 from common.token2wav.service import Token2WavService
 from common.token2wav.stream import Chunk
 from common.voice.prompt import Prompt

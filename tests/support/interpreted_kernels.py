@@ -29,8 +29,9 @@ from common.token2wav.cosyvoice3.fused import FusedRotaryDiT
 from common.token2wav.dit import graphs as dit_graphs
 from common.token2wav.dit.memory import PromptCaches, TailPool
 from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.limits import STARTS, BatchLimits
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise
+from common.token2wav.scheduler import STARTS
 from common.token2wav.stream import VocoderState
 from common.token2wav.unet.fused import FusedUNet
 from common.voice.prompt import Prompt

@@ -22,9 +22,10 @@ from common.token2wav import graphs as graphs_module
 from common.token2wav import limits as limits_module
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Token2Wav
+from common.token2wav.engine import Lane, Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import STARTS, BatchLimits
+from common.token2wav.limits import BatchLimits
+from common.token2wav.scheduler import STARTS
 from common.token2wav.stream import Chunk, Stream
 from common.token2wav.unet.streaming import UNetStreaming
 from common.voice.prompt import Prompt
@@ -131,11 +132,6 @@ def pieces(engine: Token2Wav, tokens: np.ndarray, hops: list[int]) -> list[Piece
     return (unet_pieces if engine._flow.cumulative else dit_pieces)(tokens, hops)
 
 
-def starts_of(engine: Token2Wav) -> int:
-    """The lane that renders first chunks."""
-    return STARTS if engine.lanes > 1 else 0
-
-
 def spoken(engine: Token2Wav, replays: list[Noted]) -> list[np.ndarray]:
     """The audio of the plans' streams as far as they come, each batch by the graphs of its lane alone."""
     audio: list[list[np.ndarray]] = [[] for _ in PLANS]
@@ -144,10 +140,10 @@ def spoken(engine: Token2Wav, replays: list[Noted]) -> list[np.ndarray]:
         replays.clear()
         opened = [row for row, plan in enumerate(PLANS) if plan.begin == turn]
         live |= {row: (engine.open(PLANS[row].voice), PLANS[row].pieces(engine)) for row in opened}
-        assert {replay.lane for replay in replays} <= {starts_of(engine)}
+        assert {replay.lane for replay in replays} <= {min(STARTS, engine.lanes - 1)}
         chunks = {row: left.pop(0).of(engine, stream) for row, (stream, left) in live.items()}
         for starts in (True, False):
-            lane = starts_of(engine) if starts else 0
+            lane = min(STARTS if starts else 2 * (turn % 2), engine.lanes - 1)
             rows = [row for row, chunk in chunks.items() if engine.is_start(chunk) == starts]
             replays.clear()
             for row, result in zip(rows, engine.render([chunks[row] for row in rows], lane), strict=True):
@@ -169,7 +165,7 @@ def assert_same(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
 
 
-def test_streams_that_begin_in_a_lane_of_their_own_sound_as_those_of_a_plainengine_of(
+def test_streams_that_change_between_lanes_sound_as_those_of_a_plain_engine(
     subject: Subject, replays: list[Noted], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Slots and voices serve again. Every chunk fits a graph, except for the first one that is too long."""
@@ -212,7 +208,7 @@ def test_a_first_chunk_that_is_not_finite_is_rendered_again_and_its_stream_goes_
 
 
 @pytest.mark.parametrize("subject", ["dit"], indirect=True)
-def test_a_voice_that_is_not_finite_is_made_again_for_both_lanes(subject: Subject, of_fault: OfFault) -> None:
+def test_a_voice_that_is_not_finite_is_made_again_for_all_lanes(subject: Subject, of_fault: OfFault) -> None:
     audio, more = of_fault("nan_voice")
     assert_same(audio, subject.expected)
     assert (more[RETRIED], more[EVICTED]) == (1, 1)
@@ -241,17 +237,24 @@ def test_new_voices_are_prefilled_by_the_graphs_of_first_chunks(subject: Subject
         streams = [of.open(voice) for voice in voices]
         assert [replay.lane for replay in replays] == [STARTS] * (made if of is engine else 0)
         plan = pieces(of, ids(0, 40), [10, 20])
-        turns = [of.step([piece.of(of, s) for s in streams], starts_of(of) * (piece is plan[0])) for piece in plan]
+        lanes = [min(STARTS, of.lanes - 1), *[0] * (len(plan) - 1)]
+        turns = [of.step([piece.of(of, s) for s in streams], lane) for piece, lane in zip(plan, lanes, strict=True)]
         audio.append([np.concatenate(parts) for parts in zip(*turns, strict=True)])
         for stream in streams:
             of.close(stream)
     assert_same(*audio)
 
 
-def test_each_lane_warms_up_its_own_graphs(subject: Subject, replays: list[Noted]) -> None:
+def test_each_lane_warms_up_its_own_graphs(
+    subject: Subject, replays: list[Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, plain = list[Lane](), Lane.used
+    monkeypatch.setattr(Lane, "used", lambda lane: used.append(lane) or plain(lane))
     for lane in range(LIMITS.lanes):
         replays.clear()
+        used.clear()
         subject.engine.warm_up(lane)
+        assert used[1] is subject.engine._lanes[lane]  # the first is the one in which the stream is opened
         assert [replay.lane for replay in replays][-GRAPHS:] == [lane] * GRAPHS
         assert {replay.lane for replay in replays} <= {STARTS, lane}  # the voice is prefilled by the first
     tokens, frames = (30, (80, 112)) if subject.engine._flow.cumulative else (10, (24, 32))  # see SMALL

@@ -30,8 +30,9 @@ from common.token2wav.engine import Token2Wav
 from common.token2wav.graphs import Graphs
 from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
 from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import STARTS, BatchLimits
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise, uniform_noise
+from common.token2wav.scheduler import STARTS
 from common.token2wav.stream import Chunk, Stream, VocoderState
 from common.token2wav.unet.streaming import UNetStreaming
 from common.token2wav.vocoder_graphs import GraphedRenderer

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +24,9 @@ from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.memory import GatheredSolve, NoContext, TailPool
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import STARTS, BatchLimits
+from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise, uniform_noise
+from common.token2wav.scheduler import STARTS
 from common.token2wav.stream import Chunk, Stream, VocoderState
 from common.token2wav.unet.streaming import UNetStreaming
 from common.token2wav.vocoder_graphs import GraphedRenderer
@@ -95,6 +97,16 @@ def dit_solves(monkeypatch: pytest.MonkeyPatch, dit_network: DiTFlow) -> tuple[A
     limits = BatchLimits(max_streams=4).of_lane(STARTS)
     plain = GatheredSolve(DiTSolver(dit_network, STEPS), pool, flow_noise())
     return graphs.GraphedSolve(graphs.FusedDiTSolver(dit_network, STEPS), pool, flow_noise(), limits), plain
+
+
+def test_the_graphs_of_first_chunks_are_urgent_and_each_lane_has_a_stream_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int, bool]] = []
+    monkeypatch.setattr(graphs_module, "new_stream", lambda *of: made.append(of) or len(made))
+    stream = cache(graphs_module._capture_stream.__wrapped__)
+    assert [stream(7, lane) for lane in (0, STARTS, 2, 0)] == [1, 2, 3, 1]
+    assert made == [(7, False), (7, True), (7, False)]
 
 
 @torch.inference_mode()

@@ -18,11 +18,11 @@ from common.token2wav.limits import (
     LONGEST_PROMPT,
     PREFILL_FRAMES,
     START_BATCH,
-    STARTS,
     STEP,
     UNET_FRAMES,
     BatchLimits,
 )
+from common.token2wav.scheduler import STARTS
 
 
 def limits_of(stack: str, **values: int) -> BatchLimits:

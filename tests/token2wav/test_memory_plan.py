@@ -13,9 +13,9 @@ from common.config import SPARE_REQUESTS, Token2WavConfig, planned_llm_gib
 from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
 from common.stacks import Stack
 from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Precision, Token2Wav
+from common.token2wav.engine import Precision, Token2Wav, _plan
 from common.token2wav.limits import BatchLimits
-from common.token2wav.memory_plan import FLOW_NOISE, GIB, VOICE_SECONDS, Networks, plan_memory
+from common.token2wav.memory_plan import FLOW_NOISE, GIB, VOICE_SECONDS, MemoryPlan, Networks, plan_memory
 from common.voice.prompt import Prompt
 from tools.demo_model.checkpoint import STACKS, TRAINED
 
@@ -153,6 +153,20 @@ def test_on_a_cpu_the_longest_voice_always_has_room(monkeypatch: pytest.MonkeyPa
     engine = Token2Wav.from_config(stacks.DIT, config)
     longest = Prompt(np.arange(752), np.zeros((1504, 80), np.float32), np.ones(192, np.float32), text="")
     assert engine.fitting([longest, replace(longest, embedding=np.zeros(192, np.float32))]) == [True, False]
+    assert (engine.limits.lanes, engine.lanes) == (stacks.DIT.lanes, 1) == (3, 1)  # without graphs there is one
+
+
+def test_a_gpu_has_as_many_lanes_and_voices_as_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = TRAINED / stacks.DIT.checkpoint
+    config = Token2WavConfig(model_dir=str(directory), device="cuda:0", gpu_memory_gib=8.0)
+    planned = MemoryPlan(8 * GIB, {"LLM": GIB, "prompt models": GIB, "process": GIB}, voice=GIB, lanes=2)
+    shares: list[float] = []
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (15 * GIB, 16 * GIB))
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, device: shares.append(share))
+    monkeypatch.setattr("common.token2wav.engine.plan_memory", lambda *_: planned)
+    own = limits(stacks.DIT, 4)
+    assert _plan(stacks.DIT, config, own, Precision(torch.float16, torch.float16)) == (replace(own, lanes=2), 5 * GIB)
+    assert shares == [5 / 16]
 
 
 def test_the_settings_have_the_models_names(tmp_path: Path) -> None:

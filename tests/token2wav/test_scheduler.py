@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from common.token2wav import scheduler
-from common.token2wav.limits import STARTS, Size, padding
-from common.token2wav.scheduler import Candidate, Start, lane_takes, patience, starts
+from common.token2wav.limits import Size, padding
+from common.token2wav.scheduler import STARTS, Candidate, Start, lane_takes, patience, starts
 from tests.support.listeners import Listeners, arrivals, batch_seconds
 
 

@@ -112,14 +112,20 @@ def test_only_lane_0_renders_whole_utterances(client, engine, hold_0):
     assert (value(hold_0), value(whole)) == (90, 5)
 
 
-def test_the_cost_of_a_batch_is_its_share_of_the_time(engine, clock, hold_2, hold_0, monkeypatch):
-    """Both lanes render for four seconds, then one for another."""
+def test_the_cost_of_a_batch_is_its_share_of_the_time(client, engine, clock, hold_2, hold_0, monkeypatch):
+    """Both lanes render for four seconds, then one for another. A first chunk beside them takes no share."""
     seconds = []
     monkeypatch.setattr(Admission, "rendered", lambda _, chunks, tokens, speech, took: seconds.append(took))
+    engine.starts_gate.clear()
+    engine.starts_entered.clear()
+    first = client.post(91, [91], final=False, **NEW)
+    assert engine.starts_entered.wait(10)
     clock.now += 4
     engine.more_gate.set()
     assert value(hold_2) == 92
     clock.now += 1
     engine.gate.set()
     assert value(hold_0) == 90
+    engine.starts_gate.set()
+    assert value(first) == 91
     assert seconds == [2, 3]

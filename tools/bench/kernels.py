@@ -36,8 +36,9 @@ from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places
 from common.token2wav.cosyvoice3.fused import FusedRotaryDiT
 from common.token2wav.dit import graphs as dit_graphs
 from common.token2wav.dit.memory import TailPool
-from common.token2wav.limits import COSYVOICE3_FRAMES, STARTS, UNET_FRAMES, BatchLimits
+from common.token2wav.limits import COSYVOICE3_FRAMES, UNET_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
+from common.token2wav.scheduler import STARTS
 from common.token2wav.unet.fused import FusedUNet
 from common.token2wav.window import graphs as window_graphs
 from tools.demo_model.llm import OFFICIAL as LLM_SIZES
