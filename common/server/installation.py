@@ -5,13 +5,13 @@ but they have to be arranged in one backend directory, and it lacks the library 
 """
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import platform
 import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 MIN_GLIBC = (2, 35)  # the wheel's platform tag: manylinux_2_35
@@ -90,7 +90,7 @@ def _require_glibc() -> None:
 
 def _require_numpy() -> None:
     """With a later one the wheel's python backend mistakes strings, and a model's process ends at the first request."""
-    if int((found := version("numpy")).split(".")[0]) > 1:
+    if int((found := importlib.metadata.version("numpy")).split(".")[0]) > 1:
         raise ServerError(
             f"tritonserver's python backend needs numpy 1.26; this Python has {found}; "
             f"run: {sys.executable} -m pip install 'numpy<2'"

@@ -90,10 +90,11 @@ class Token2Wav:
         self._device = device
         self._lanes = [Lane(flow, vocoder, self._new_stream())]
         for lane in range(1, flow.limits.lanes):
-            flow_of, vocoder_of = flow.for_lane(lane), vocoder.for_lane(lane)
-            if flow_of is None or vocoder_of is None:
+            of_lane = flow.for_lane(lane)
+            vocoder_of_lane = vocoder.for_lane(lane) if of_lane is not None else None
+            if of_lane is None or vocoder_of_lane is None:
                 break
-            self._lanes.append(Lane(flow_of, vocoder_of, self._new_stream(urgent=lane == STARTS)))
+            self._lanes.append(Lane(of_lane, vocoder_of_lane, self._new_stream(urgent=lane == STARTS)))
         starts = self._lanes[STARTS] if self.lanes > 1 else self._lanes[0]
         self._opening = replace(starts, stream=self._new_stream(urgent=True))
         self._lock = threading.Lock()  # of the prompt caches, the slots of streams, and the counts

@@ -126,7 +126,7 @@ class BatchVocoder(ABC):
         """The audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
         lengths = [mel.shape[1] for mel in mels]
         mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for mel in mels])
-        speech = self._whole(mel, on_device(lengths, mel.device)).cpu()
+        speech = on_host(self._whole(mel, on_device(lengths, mel.device)))
         return [
             row[: self._sent(length, begun=False, final=True)[1]] for row, length in zip(speech, lengths, strict=True)
         ]

@@ -241,7 +241,7 @@ def test_no_process_outlives_a_killed_parent(victims, repository):
 
 
 def test_a_numpy_with_which_models_would_end_at_the_first_request_is_refused(repository, monkeypatch):
-    monkeypatch.setattr(installation, "version", lambda name: "2.5.2" if name == "numpy" else "")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.5.2" if name == "numpy" else "")
     with (
         pytest.raises(ServerError, match=r"needs numpy 1.26; this Python has 2.5.2; run: .* -m pip install 'numpy<2'"),
         TritonServer(repository, ports=FREE),
