@@ -1,9 +1,9 @@
 """The owner of a token2wav model's streams.
 
-`Token2WavService` has a thread that decides, one or two that render, and one that sends replies. A stream's state, its
-queued requests and its end belong to the first; `submit` only adds to the queue. A stream ends with its final chunk, an
-abort, an error, a cancellation, or `idle_seconds` without a request. While a chunk of it is rendered nothing else
-happens to it. `scheduler` picks the streams to open and the chunks of a batch.
+`Token2WavService` has a thread that decides, one for each lane that renders, and one that sends replies. A stream's
+state, its queued requests and its end belong to the first; `submit` only adds to the queue. A stream ends with its
+final chunk, an abort, an error, a cancellation, or `idle_seconds` without a request. While a chunk of it is rendered
+nothing else happens to it. `scheduler` picks the streams to open and the chunks of a batch.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Token2WavService:
 
     Each turn answers the batches that are done, frees the streams that were aborted, opens new ones, and gives each
     thread that is free the next batch. On a GPU first chunks have a thread of their own, so that they wait for no other
-    batch, and the others have two. New listeners are admitted by `Admission`.
+    batch; `scheduler.lane_takes` says what each thread renders. New listeners are admitted by `Admission`.
     """
 
     def __init__(
