@@ -397,6 +397,8 @@ def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision:
     )
     if torch.device(config.device).type != "cuda":
         return limits, voices_on_host(networks, limits)
+    if flow_runtime(config.flow_runtime, config.device) != "cuda_graph":
+        limits = replace(limits, lanes=1)  # others need CUDA graphs of the flow
     free, has = torch.cuda.mem_get_info(config.device)
     if config.gpu_memory_gib is not None:
         may_take = int(config.gpu_memory_gib * GIB)

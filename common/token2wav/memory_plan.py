@@ -185,7 +185,7 @@ class Networks:
 @dataclass(frozen=True)
 class MemoryPlan:
     """memory: bytes of the GPU that the server may take. parts: bytes by what takes them. voice: bytes of a voice of
-    VOICE_SECONDS. lanes: see `BatchLimits`. lacking: bytes for which first chunks have no lane; 0 if they have one."""
+    VOICE_SECONDS. lanes: see `BatchLimits`. lacking: bytes for which first chunks have no lane, or 0."""
 
     memory: int
     parts: Mapping[str, int]
@@ -248,7 +248,7 @@ def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: f
     made, lacking = missing(streams)
     if lacking <= 0:
         lanes = max(lanes for lanes in range(1, limits.lanes + 1) if missing(streams, lanes)[1] <= 0)
-        return replace(missing(streams, lanes)[0], lacking=max(0, missing(streams, lanes=2)[1]))
+        return replace(missing(streams, lanes)[0], lacking=max(0, missing(streams, min(2, limits.lanes))[1]))
     needed = math.ceil(10 * (memory + lacking) / GIB) / 10
     fitting = next((fewer for fewer in range(streams - 1, 0, -1) if missing(fewer)[1] <= 0), 0)
     raise ValueError(

@@ -136,7 +136,7 @@ class Token2WavService:
                 self._learn()
                 if not self._turn():
                     self._queue.wait_for_change(version, ADMIT_SECONDS if self._queue.admits_later else REAP_SECONDS)
-        except Exception as error:
+        except BaseException as error:  # of any kind: nobody else would answer the requests
             logger.exception("token2wav has failed and refuses all requests")
             self._queue.close(FatalError(f"token2wav has failed: {error}"))
         self._end()
@@ -146,7 +146,7 @@ class Token2WavService:
         self._threads.close()
         try:
             self._answer_batches()
-        except Exception:
+        except BaseException:
             logger.exception("a batch could not be answered")
         for queued in [*self._served, *self._threads.in_flight, *self._queue.waiting()]:
             if not queued.replied:

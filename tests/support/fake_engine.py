@@ -1,7 +1,10 @@
 """An engine for the tests of the token2wav service that needs no networks, and a client of that service."""
 
 import queue
+import sys
 import threading
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -196,6 +199,35 @@ class Client:
 
     def start(self, stream_id, tokens=NO_TOKENS):
         return self.send(stream_id, tokens, start=True, prompt=PROMPT)
+
+
+def value(replies):
+    """The first sample of an answer, None of an empty one."""
+    reply = replies.get(timeout=10)
+    if isinstance(reply, BaseException):
+        raise reply
+    return float(reply[0]) if len(reply) else None
+
+
+def until(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@contextmanager
+def ended(service, engine):
+    """After the body the service must end, free every stream, and have kept to what the `FakeLanes` allows."""
+    interval = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        for gate in (engine.gate, engine.starts_gate, engine.more_gate):
+            gate.set()
+        service.close()
+        sys.setswitchinterval(interval)
+    assert engine.live == 0 and engine.broken == []
 
 
 class Clock:

@@ -163,10 +163,21 @@ def test_a_gpu_has_as_many_lanes_and_voices_as_are_planned(monkeypatch: pytest.M
     shares: list[float] = []
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (15 * GIB, 16 * GIB))
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, device: shares.append(share))
-    monkeypatch.setattr("common.token2wav.engine.plan_memory", lambda *_: planned)
+    wanted: list[int] = []
+    monkeypatch.setattr(
+        "common.token2wav.engine.plan_memory", lambda networks, limits, *_: wanted.append(limits.lanes) or planned
+    )
     own = limits(stacks.DIT, 4)
     assert _plan(stacks.DIT, config, own, Precision(torch.float16, torch.float16)) == (replace(own, lanes=2), 5 * GIB)
     assert shares == [5 / 16]
+    _plan(stacks.DIT, replace(config, flow_runtime="tensorrt"), own, Precision(torch.float16, torch.float16))
+    assert wanted == [3, 1]  # without CUDA graphs of the flow there is one
+
+
+def test_where_one_lane_is_wanted_none_is_lacking() -> None:
+    own = replace(limits(stacks.DIT, 4), lanes=1)
+    made = plan_memory(official(stacks.DIT), own, int(7.5 * GIB), None)
+    assert (made.lanes, made.lacking) == (1, 0) and "first chunks" not in str(made)
 
 
 def test_the_settings_have_the_models_names(tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
 """The service on an engine that renders first chunks apart from other batches. The engine is a fake."""
 
-import sys
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from common.constants import SPEAKER_DIM
-from common.errors import UnavailableError
+from common.errors import FatalError, UnavailableError
 from common.token2wav.admission import Admission
-from tests.support.fake_engine import NEW, PROMPT, Client, FakeLanes, started
+from tests.support.fake_engine import NEW, PROMPT, Client, FakeLanes, ended, started, until, value
 
 
 @pytest.fixture
@@ -20,22 +18,9 @@ def engine():
 
 
 @pytest.fixture(autouse=True)
-def ended(service, engine):
-    """The service must end, free every stream, and keep to what the engine allows."""
-    interval = sys.getswitchinterval()
-    yield
-    engine.gate.set()
-    engine.starts_gate.set()
-    service.close()
-    sys.setswitchinterval(interval)
-    assert engine.live == 0 and engine.broken == []
-
-
-def value(replies):
-    reply = replies.get(timeout=10)
-    if isinstance(reply, BaseException):
-        raise reply
-    return float(reply[0]) if len(reply) else None
+def ends(service, engine):
+    with ended(service, engine):
+        yield
 
 
 def hold_batches(client, engine, stream=90):
@@ -55,13 +40,6 @@ def hold_starts(client, engine, stream=91):
     replies = client.post(stream, [stream], final=False, **NEW)
     assert engine.starts_entered.wait(10)
     return replies
-
-
-def until(holds):
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_first_chunk_does_not_wait_for_another_batch(client, engine):
@@ -321,6 +299,24 @@ def test_a_service_that_fails_answers_what_is_rendered_and_refuses_what_waits(se
     assert value(batches) == 90
     for each in (waiting, failing):
         with pytest.raises(UnavailableError, match="own mistake"):
+            value(each)
+
+
+def test_whatever_a_batch_raises_every_request_is_answered(client, engine):
+    """Also what no Exception is: it ends the service, which nobody else would notice."""
+    client.start(3, [3])
+    batches, starts = hold_batches(client, engine), hold_starts(client, engine)
+    waiting = client.post(3, [4], final=False)
+
+    def broken(chunks, batches):
+        raise SystemExit("broken")
+
+    engine.audio = broken
+    engine.gate.set()
+    until(lambda: client.service._queue.refusal is not None)
+    engine.starts_gate.set()
+    for each in (batches, starts, waiting):
+        with pytest.raises(FatalError, match="token2wav has failed: broken"):
             value(each)
 
 

@@ -1,13 +1,10 @@
 """The service on an engine that renders first chunks and two other batches at the same time. The engine is a fake."""
 
-import sys
-import time
-
 import pytest
 
 from common.token2wav.admission import Admission
 from common.token2wav.scheduler import BACKLOG_SHARE
-from tests.support.fake_engine import NEW, PROMPT, FakeLanes
+from tests.support.fake_engine import NEW, PROMPT, FakeLanes, ended, until, value
 
 BACKLOG = round(BACKLOG_SHARE * FakeLanes.batch_tokens)  # tokens that wait for which lane 2 renders
 
@@ -18,29 +15,9 @@ def engine():
 
 
 @pytest.fixture(autouse=True)
-def ended(service, engine):
-    """The service must end, free every stream, and keep to what the engine allows."""
-    interval = sys.getswitchinterval()
-    yield
-    for gate in (engine.gate, engine.starts_gate, engine.more_gate):
-        gate.set()
-    service.close()
-    sys.setswitchinterval(interval)
-    assert engine.live == 0 and engine.broken == []
-
-
-def value(replies):
-    reply = replies.get(timeout=10)
-    if isinstance(reply, BaseException):
-        raise reply
-    return float(reply[0]) if len(reply) else None
-
-
-def until(holds):
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+def ends(service, engine):
+    with ended(service, engine):
+        yield
 
 
 @pytest.fixture
