@@ -13,12 +13,12 @@ from common.accel.signatures import SPEAKER, Signature, signature_of
 from common.config import OrchestratorConfig, Token2WavConfig
 from common.constants import (
     CONTEXT_TOKENS,
-    DIT_TAIL_FRAMES,
     LOOKAHEAD_TOKENS,
     MAX_REFERENCE_SECONDS,
     MAX_STREAM_TOKENS,
     MEL_RATE,
     MIN_REFERENCE_SECONDS,
+    TAIL_FRAMES,
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
@@ -143,7 +143,7 @@ class Serving:
             "chunk": {
                 "rows": rows,
                 "frames": _span(TOKEN_MEL_RATIO * TOKEN_RATE, hop),
-                "cached": Span(0, usual_prompt + DIT_TAIL_FRAMES, prompt + DIT_TAIL_FRAMES),
+                "cached": Span(0, usual_prompt + TAIL_FRAMES, prompt + TAIL_FRAMES),
             },
         }
         flows = [

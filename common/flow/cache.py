@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.flow.config import DiTConfig
 
-CONV_HISTORY = 2  # frames before a chunk that the DiT's causal convolutions, of kernel size 3, need
+CONV_HISTORY = DiTConfig.conv_kernel - 1  # frames before a chunk that the DiT's causal convolutions need
 
 
 @dataclass(frozen=True)

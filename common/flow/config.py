@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from common.checkpoint import Shapes
 from common.constants import (
@@ -102,6 +103,13 @@ class DiTConfig:
     head_dim: int = 64
     feed_forward: int = 2048
     time_frequencies: int = 256
+    conv_kernel: ClassVar[int] = 3
+    chunk_frames: ClassVar[int] = 0
+
+    @property
+    def conv_pairs(self) -> int:
+        """Pairs of causal convolutions: one in each block."""
+        return self.depth
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "DiTConfig":
@@ -196,7 +204,8 @@ class LookaheadConfig:
 class RotaryDiTConfig:
     """Diffusion transformer estimator of CosyVoice3.
 
-    conv_groups, chunk_frames (upstream's `static_chunk_size`): no tensor shows them.
+    conv_groups, chunk_frames (upstream's `static_chunk_size`): no tensor shows them. conv_pairs: of causal
+    convolutions, before the first block.
     """
 
     in_channels: int = 4 * MEL_BINS  # noisy mel, prompt mel, encoder output, speaker
@@ -210,6 +219,7 @@ class RotaryDiTConfig:
     conv_kernel: int = 31
     conv_groups: int = 16
     chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO
+    conv_pairs: ClassVar[int] = 1
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> "RotaryDiTConfig":

@@ -23,18 +23,23 @@ def rotary_frequencies(head_dim: int) -> Tensor:
     return ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
-def rotate(x: Tensor, head_dim: int) -> Tensor:
-    """x (B, T, C): the first `head_dim` channels turned by each frame's position, in pairs of neighbours; the others as
-    they are.
+def rotary(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Cosine and sine of the angles of frames: positions (...), `rotary_frequencies` -> (2, ..., head_dim / 2)."""
+    angle = positions.float()[..., None] * frequencies
+    return torch.stack([angle.cos(), angle.sin()])
 
-    Upstream applies the rotary embedding before it splits the heads, so that only the first head has positions.
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """x (B, T, C): the first channels turned by each frame's angles, in pairs of neighbours; the others as they are.
+
+    rotary (2, 1 or B, T, head_dim / 2). Upstream applies the rotary embedding before it splits the heads, so that only
+    the first head has positions.
     """
-    B, T, _ = x.shape
-    position = torch.arange(T, device=x.device, dtype=torch.float32)
-    angle = position[:, None] * rotary_frequencies(head_dim).to(x.device)  # (T, head_dim / 2)
+    cosine, sine = rotary
+    head_dim = 2 * rotary.shape[-1]
     pairs = x[..., :head_dim].float().unflatten(-1, (-1, 2))  # (B, T, head_dim) -> (B, T, head_dim / 2, 2)
     even, odd = pairs.unbind(-1)
-    turned = torch.stack([even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin()], dim=-1)
+    turned = torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], dim=-1)
     return torch.cat([turned.flatten(2).to(x.dtype), x[..., head_dim:]], dim=-1)
 
 
@@ -106,7 +111,9 @@ class RotaryAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x (B, T, C), mask (B, 1, 1 or T, T) bool -> (B, T, C)"""
-        q, k = (rotate(project(x), self.head_dim) for project in (self.to_q, self.to_k))
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        turns = rotary(positions, rotary_frequencies(self.head_dim).to(x.device))
+        q, k = (rotate(project(x), turns) for project in (self.to_q, self.to_k))
         q, k, v = (split_heads(part, self.heads) for part in (q, k, self.to_v(x)))  # (B, T, C) -> (B, H, T, D)
         return self.to_out(merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
 
@@ -192,7 +199,7 @@ class RotaryDiTEstimator(nn.Module):
 
 
 class CosyVoice3Flow(MelFlow[RotaryDiTEstimator]):
-    """Look-ahead layer and rotary DiT; `common.token2wav.cosyvoice3` streams it, computing windows again."""
+    """Look-ahead layer and rotary DiT; `common.token2wav.cosyvoice3` streams it with caches."""
 
     def __init__(self, config: CosyVoice3FlowConfig) -> None:
         super().__init__(config, config.encoder.width)

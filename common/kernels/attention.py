@@ -35,8 +35,8 @@ def _segment(q, keys, values, ends, frames, best, total, acc, D: tl.constexpr, B
 def _attend_paged(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, ring_keys, ring_values,
     B, T, plane, planes, scale,
-    H: tl.constexpr, D: tl.constexpr, RING: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     row, head = tl.program_id(1) // H, tl.program_id(1) % H
@@ -53,8 +53,11 @@ def _attend_paged(
     everything = tl.zeros((BLOCK_Q,), tl.int32)
 
     own = tl.load(table_ptr + 5 * B + stream).to(tl.int32)
+    ends = everything + own
+    if CHUNK:
+        ends = tl.minimum((at // CHUNK + 1) * CHUNK, ends)
     best, total, acc = _segment(
-        q, k_ptr + chunk, v_ptr + chunk, everything + own, own, best, total, acc, D, BLOCK_K
+        q, k_ptr + chunk, v_ptr + chunk, ends, tl.max(ends, 0), best, total, acc, D, BLOCK_K
     )  # fmt: skip
 
     prompt = tl.load(table_ptr + 2 * B + stream)
@@ -76,14 +79,15 @@ def _attend_paged(
 
 
 def attend_paged(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, ring_keys: Tensor, ring_values: Tensor, plane: int
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, ring_keys: Tensor, ring_values: Tensor, plane: int, chunk: int = 0
 ) -> Tensor:
-    """Attention over a voice's prompt, a stream's ring buffer and the chunk itself, without copying them together.
+    """Attention over a voice's prompt, a stream's ring buffer and a row's own frames, without copying them together.
 
     q, k, v (R, H, T, D) contiguous -> (R, T, H * D). Rows R = 2 B: conditional, then unconditional. Rings (slots,
     steps, depth, 2, H, ring, D); plane: step * depth + layer. The table (>= 6, B) int64 has these rows: address of the
     prompt's keys and of its values (steps, depth, 2, H, P, D), P, slot, number of frames written in the slot's ring,
-    number of valid frames of the chunk (at least one).
+    number of valid frames of the row (at least one). chunk: of its own frames, one attends to all, or if this is not 0,
+    to its own block of so many and all before it, as in `attend_blocks`.
     """
     R, H, T, D = q.shape
     steps, depth = ring_keys.shape[1:3]
@@ -91,7 +95,7 @@ def attend_paged(
     span = tiles(k.dtype).paged(R * T)
     _attend_paged[(triton.cdiv(T, span.queries), R * H)](
         q, k, v, out, table, ring_keys, ring_values, R // 2, T, plane, steps * depth, D**-0.5 * LOG2_E,
-        H=H, D=D, RING=ring_keys.shape[-2], BLOCK_Q=span.queries, BLOCK_K=span.keys,
+        H=H, D=D, RING=ring_keys.shape[-2], CHUNK=chunk, BLOCK_Q=span.queries, BLOCK_K=span.keys,
         num_warps=span.warps, num_stages=span.stages, **early(),
     )  # fmt: skip
     return out
@@ -145,15 +149,15 @@ def _append(
     wait(PDL)
     head, row, layer = tl.program_id(1) % H, tl.program_id(1) // H, tl.program_id(2)
     stream, guidance = row % B, row // B
-    own = tl.load(table_ptr + 5 * B + stream)
     place = tl.load(table_ptr + 6 * B + stream)
     length = tl.load(table_ptr + 10 * B + stream)
-    count = tl.minimum(own, length)
+    kept = tl.load(table_ptr + 11 * B + stream)
+    count = tl.minimum(kept, length)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, D)[None, :]
     mask = (at < count)[:, None]
     chunk = ((layer * 2 * B + row).to(tl.int64) * H + head) * T * D
-    source = chunk + (own - count + at)[:, None] * D + lane
+    source = chunk + (kept - count + at)[:, None] * D + lane
     of_plane = (((step * tl.num_programs(2) + layer) * 2 + guidance) * H + head) * length * D
     target = of_plane + ((place + at) % length)[:, None] * D + lane
     keys = tl.load(table_ptr + 8 * B + stream).to(keys_ptr.dtype)
@@ -163,10 +167,11 @@ def _append(
 
 
 def append(keys: Tensor, values: Tensor, table: Tensor, step: int) -> None:
-    """Store the newest frames of each stream at one step, keys and values (depth, R, H, T, D), in its ring or prompt.
+    """Store frames of each stream at one step, keys and values (depth, R, H, T, D), in its ring or prompt.
 
     The table is that of `attend_paged` with further rows: 6 index of a stream's next frame there, 8 and 9 address of
-    its keys and of its values (steps, depth, 2, H, length, D), 10 length.
+    its keys and of its values (steps, depth, 2, H, length, D), 10 length, 11 how many frames to store, from the row's
+    first on; of more than there is room for, the last ones.
     """
     depth, R, H, T, D = keys.shape
     _append[(triton.cdiv(T, 32), R * H, depth)](keys, values, table, R // 2, T, H, step, D=D, BLOCK=32, **early())
@@ -180,17 +185,18 @@ def _rotate_pairs(x_ptr, places, cosine, sine, mask):
     tl.store(x_ptr + places + 1, (odd * cosine + even * sine).to(x_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["B", "T"])
 def _rotate_first_head(
-    q_ptr, k_ptr, rotary_ptr, T, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    q_ptr, k_ptr, rotary_ptr, B, T, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     wait(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (at < T)[:, None]
-    angles = at[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    cosine = tl.load(rotary_ptr + angles, mask=mask, other=0.0)
-    sine = tl.load(rotary_ptr + T * HALF + angles, mask=mask, other=0.0)
-    places = tl.program_id(1).to(tl.int64) * (2 * H * HALF * T) + 2 * angles
+    within = at[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    angles = rotary_ptr + tl.program_id(1) % B * T * HALF + within
+    cosine = tl.load(angles, mask=mask, other=0.0)
+    sine = tl.load(angles + B * T * HALF, mask=mask, other=0.0)
+    places = tl.program_id(1).to(tl.int64) * (2 * H * HALF * T) + 2 * within
     _rotate_pairs(q_ptr, places, cosine, sine, mask)
     _rotate_pairs(k_ptr, places, cosine, sine, mask)
 
@@ -198,7 +204,9 @@ def _rotate_first_head(
 def rotate_first_head(q: Tensor, k: Tensor, rotary: Tensor) -> None:
     """Turn the pairs of neighbouring channels of head 0 by each frame's angles, in place: q, k (R, H, T, D).
 
-    rotary (2, T, D / 2) float32: cosine, sine.
+    rotary (2, B, T, D / 2) float32: cosine, sine; B divides R, and row r is stream r % B.
     """
     R, H, T, D = q.shape
-    _rotate_first_head[(triton.cdiv(T, 32), R)](q, k, rotary, T, H=H, HALF=D // 2, BLOCK=32, num_warps=4, **early())
+    _rotate_first_head[(triton.cdiv(T, 32), R)](
+        q, k, rotary, rotary.shape[1], T, H=H, HALF=D // 2, BLOCK=32, num_warps=4, **early()
+    )  # fmt: skip

@@ -107,6 +107,14 @@ class BatchLimits:
         return _classes(FRAMES, TOKEN_MEL_RATIO * (self._longest_hop + LOOKAHEAD_TOKENS - 1))
 
     @cached_property
+    def row_frames(self) -> tuple[int, ...]:
+        """The same of what a flow that keeps keys and values computes for a chunk: also the tokens before it that are
+        not kept, see `cached.memory.Row`. After a prompt these are up to a boundary and the look-ahead."""
+        before = self.chunk_boundary - 1 + LOOKAHEAD_TOKENS if self.chunk_boundary > 1 else 0
+        longest = TOKEN_MEL_RATIO * (self._longest_hop + LOOKAHEAD_TOKENS - 1 + before)
+        return _classes((*FRAMES, *(c for c in self.chunk_frames if c > FRAMES[-1])), longest)
+
+    @cached_property
     def first_chunk_frames(self) -> tuple[int, ...]:
         """The classes of first chunks, which are short."""
         return tuple(_up_to(self.chunk_frames, TOKEN_MEL_RATIO * self.first_chunk_tokens))

@@ -16,14 +16,20 @@ from pkgutil import resolve_name
 from common.checkpoint import Shapes, read_state, shapes_of
 from common.config import SPARE_REQUESTS, planned_llm_gib
 from common.constants import (
-    DIT_TAIL_FRAMES,
     HOP_SAMPLES,
     MAX_REFERENCE_SECONDS,
     MEL_RATE,
+    TAIL_FRAMES,
     TOKEN_MEL_RATIO,
 )
-from common.flow.cache import CONV_HISTORY
-from common.flow.config import CosyVoice3FlowConfig, DiTConfig, DiTFlowConfig, LookaheadConfig, UNetFlowConfig
+from common.flow.config import (
+    CosyVoice3FlowConfig,
+    DiTConfig,
+    DiTFlowConfig,
+    LookaheadConfig,
+    RotaryDiTConfig,
+    UNetFlowConfig,
+)
 from common.flow.encoder import SCORES_AT_ONCE
 from common.stacks import Stack
 from common.token2wav.limits import (
@@ -102,17 +108,17 @@ class Networks:
     @property
     def frame(self) -> int:
         """Bytes of keys and values of a mel frame, which a flow that computes its window again does not keep."""
-        if not isinstance(self.flow, DiTFlowConfig):
+        if isinstance(self.flow, UNetFlowConfig):
             return 0
         return kept_per_frame(self.flow.estimator, self.steps, self.flow_size)
 
     @property
     def history(self) -> int:
         """Bytes of the convolutions' history of a stream or a voice."""
-        if not isinstance(self.flow, DiTFlowConfig):
+        if isinstance(self.flow, UNetFlowConfig):
             return 0
-        dit = self.flow.estimator
-        return self.steps * dit.depth * 2 * 2 * CONV_HISTORY * dit.width * self.flow_size
+        of = self.flow.estimator
+        return self.steps * of.conv_pairs * 2 * 2 * (of.conv_kernel - 1) * of.width * self.flow_size
 
     def voice(self, seconds: float) -> int:
         """Bytes of the prompt cache of a recording."""
@@ -124,7 +130,7 @@ class Networks:
     def streams(self, count: int) -> int:
         """Bytes of that many streams: the most recent frames, history, and the vocoder's part. One slot more is for the
         padding of batches."""
-        return (count + 1) * (DIT_TAIL_FRAMES * self.frame + self.history + self.vocoder_stream)
+        return (count + 1) * (TAIL_FRAMES * self.frame + self.history + self.vocoder_stream)
 
     def batches(self, limits: BatchLimits) -> int:
         """Bytes of temporary tensors: of the network that needs most, because they take turns, for each of the batches
@@ -144,14 +150,19 @@ class Networks:
         if isinstance(self.flow, UNetFlowConfig):
             frames = _most(limits.sizes(limits.window_frames, UNET_FRAMES))
             return 2 * UNET_VALUES * self.flow.estimator.channels * frames * self.flow_size
-        if isinstance(self.flow, CosyVoice3FlowConfig):
-            frames = _most(limits.sizes(limits.window_frames, COSYVOICE3_FRAMES))
-            return 2 * ROTARY_VALUES * self.flow.estimator.width * frames * self.flow_size
-        frames = _most(limits.sizes(limits.chunk_frames, DIT_FRAMES))
+        most, per_channel = self._cached
+        frames = _most(limits.sizes(limits.row_frames, most))
         if limits.of_prompts:
             frames = max(frames, _most(limits.sizes(limits.prompt_frames, PREFILL_FRAMES)))
-        values = 2 * DIT_VALUES * self.flow.estimator.width * frames * self.flow_size
+        values = 2 * per_channel * self.flow.estimator.width * frames * self.flow_size
         return values + frames * self.frame // self.steps + 3 * limits.max_chunks * self.history
+
+    @property
+    def _cached(self) -> tuple[int, int]:
+        """Of a flow that keeps keys and values: most frames of a batch of chunks, and `*_VALUES`."""
+        if isinstance(self.flow, DiTFlowConfig):
+            return DIT_FRAMES, DIT_VALUES
+        return COSYVOICE3_FRAMES, ROTARY_VALUES
 
     def _vocode(self, limits: BatchLimits) -> int:
         return HIFT_VALUES * HOP_SAMPLES * _most(limits.sizes(limits.chunk_frames, HIFT_FRAMES)) * self.vocoder_size
@@ -173,10 +184,9 @@ class Networks:
         ]
         if not limits.starts:
             made.append(limits.sizes(limits.chunk_frames, HIFT_FRAMES))
-        if not isinstance(self.flow, DiTFlowConfig):
-            most = COSYVOICE3_FRAMES if isinstance(self.flow, CosyVoice3FlowConfig) else UNET_FRAMES
-            return [*made, limits.sizes(limits.window_frames, most)]
-        made.append(limits.sizes(limits.chunk_frames, DIT_FRAMES))
+        if isinstance(self.flow, UNetFlowConfig):
+            return [*made, limits.sizes(limits.window_frames, UNET_FRAMES)]
+        made.append(limits.sizes(limits.row_frames, self._cached[0]))
         if limits.of_prompts:
             made.append(limits.sizes(limits.prompt_frames, PREFILL_FRAMES))
         return made
@@ -258,8 +268,8 @@ def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: f
     )
 
 
-def kept_per_frame(config: DiTConfig, steps: int, size: int) -> int:
-    """Bytes of the DiT's keys and values of a mel frame, in both rows of the guidance. size: bytes per value."""
+def kept_per_frame(config: DiTConfig | RotaryDiTConfig, steps: int, size: int) -> int:
+    """Bytes of an estimator's keys and values of a mel frame, in both rows of the guidance. size: bytes per value."""
     return 2 * steps * config.depth * 2 * config.heads * config.head_dim * size
 
 

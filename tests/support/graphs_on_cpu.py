@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -15,11 +16,12 @@ from common.flow import CosyVoice3Flow, DiTFlow, UNetFlow
 from common.flow.cache import KeyValues
 from common.hift import CausalHiFTGenerator
 from common.hift.generator import HiFTGenerator
-from common.token2wav import dit
+from common.token2wav import cached
+from common.token2wav.cached.memory import TailPool
+from common.token2wav.cached.prompt_caches import PromptCaches
+from common.token2wav.cached.solver import CachedSolver
 from common.token2wav.causal_hift.streaming import CausalVocoder
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.memory import PromptCaches, TailPool
-from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder
@@ -75,35 +77,40 @@ class Addressed:
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.zeros_like(q)
+        after = torch.arange(q.shape[2])[:, None]
         for row, (keys, values, prompt_frames, slot, written, own, *_) in enumerate(self._columns):
             both, seen = [row, len(self._columns) + row], []
             for address, ring, new in ((keys, self._pool.keys, k), (values, self._pool.values, v)):
                 of_prompt = [self._places[address][step, layer]] if prompt_frames else []
                 parts = [*of_prompt, ring[slot, step, layer, :, :, :written], new[both, :, :own]]
                 seen.append(torch.cat(parts, dim=2))
-            out[both] = F.scaled_dot_product_attention(q[both], seen[0], seen[1])
+            at = torch.arange(seen[0].shape[2]) - (prompt_frames + written)  # those of the row itself from 0 on
+            mask_chunk = self._pool.mask_chunk or len(after)
+            mask = (at < 0) | (at // mask_chunk <= after // mask_chunk)
+            out[both] = F.scaled_dot_product_attention(q[both], seen[0], seen[1], attn_mask=mask)
         return out.transpose(1, 2).flatten(2)  # (R, H, T, D) -> (R, T, H * D)
 
     def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
         for row, column in enumerate(self._columns):
-            own, following, length = column[5], column[6], column[10]
-            count = min(own, length)
+            following, length, kept = column[6], column[10], column[11]
+            count = min(kept, length)
             at = (following + torch.arange(count)) % length
             for address, new in zip(column[8:10], (keys, values), strict=True):
-                latest = new[:, row :: len(self._columns), :, own - count : own]
+                latest = new[:, row :: len(self._columns), :, kept - count : kept]
                 self._places[address][step].index_copy_(3, at, latest)
 
 
 def replace_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Those of the DiT, in a module of its graphs that is imported anew."""
-    name = "common.token2wav.dit.graphs"
+    """Those of the flows that keep keys and values, in a module of their graphs that is imported anew."""
+    name = "common.token2wav.cached.graphs"
     patch.setitem(sys.modules, "common.kernels", ModuleType("common.kernels"))
-    patch.setattr(dit, "graphs", None, raising=False)
+    patch.setattr(cached, "graphs", None, raising=False)
     patch.setitem(sys.modules, name, ModuleType(name))
     del sys.modules[name]
     graphs = import_module(name)
-    patch.setattr(graphs, "FusedDiTSolver", DiTSolver)
     patch.setattr(graphs, "PagedContext", Addressed)
+    for flow in (DiTStreaming, CosyVoice3Streaming):
+        patch.setattr(flow, "_solver", unfused(flow._solver))
     patch.setattr(Addressed, "places", {})
     empty = TailPool.empty_attention
 
@@ -115,16 +122,25 @@ def replace_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TailPool, "empty_attention", noted)
 
 
+def unfused(solver: Callable[..., CachedSolver]) -> Callable[..., CachedSolver]:
+    return lambda flow, *, fused: solver(flow, fused=False)
+
+
 @torch.inference_mode()
 def engine_of(network: Any, hift: Any, graphs: bool, limits: BatchLimits = LIMITS) -> Token2Wav:
+    if isinstance(network, CosyVoice3Flow):  # what it computes for a chunk begins at a boundary
+        limits = replace(limits, chunk_boundary=network.config.encoder.chunk_tokens)
     return Token2Wav(flow_of(network, graphs, limits), vocoder_of(hift, graphs, limits))
 
 
 def flow_of(network: CosyVoice3Flow | DiTFlow | UNetFlow, graphs: bool, limits: BatchLimits) -> StreamingFlow:
-    options: dict[str, Any] = {"limits": limits, "steps": STEPS, "context_tokens": CONTEXT, "graphs": graphs}
+    options: dict[str, Any] = {"limits": limits, "steps": STEPS, "graphs": graphs}
+    if isinstance(network, UNetFlow):
+        return UNetStreaming(network, flow_noise(), context_tokens=CONTEXT, **options)
+    caches = PromptCaches(VOICES_BYTES)
     if isinstance(network, DiTFlow):
-        return DiTStreaming(network, flow_noise(), PromptCaches(VOICES_BYTES), tail_frames=30, **options)
-    return (UNetStreaming if isinstance(network, UNetFlow) else CosyVoice3Streaming)(network, flow_noise(), **options)
+        return DiTStreaming(network, flow_noise(), caches, tail_frames=30, context_tokens=CONTEXT, **options)
+    return CosyVoice3Streaming(network, flow_noise(), caches, tail_frames=60, **options)
 
 
 def vocoder_of(hift: CausalHiFTGenerator | HiFTGenerator, graphs: bool, limits: BatchLimits) -> Vocoder:

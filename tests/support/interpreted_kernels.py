@@ -2,7 +2,7 @@
 checked. A program of its own, because Triton decides at its import whether it interprets:
 `TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +16,8 @@ from triton.runtime import interpreter
 from common import kernels
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS
 from common.flow.cache import KeyValues
-from common.flow.config import RotaryDiTConfig, UNetConfig
-from common.flow.cosyvoice3 import RotaryDiTEstimator
+from common.flow.config import CosyVoice3FlowConfig, LookaheadConfig, RotaryDiTConfig, UNetConfig
+from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.layers import valid_frames
 from common.flow.unet import UNetEstimator
 from common.hift.f0 import silenced
@@ -25,9 +25,11 @@ from common.llm.batch_sampler import BatchSampler, SamplingRow
 from common.llm.engines.cuda.fused import Fused
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Operations, Places, Plain
 from common.llm.interface import Sampling
-from common.token2wav.cosyvoice3.fused import FusedRotaryDiT
-from common.token2wav.dit import graphs as dit_graphs
-from common.token2wav.dit.memory import PromptCaches, TailPool
+from common.token2wav.cached import graphs as cached_graphs
+from common.token2wav.cached.memory import TailPool
+from common.token2wav.cached.prompt_caches import PromptCaches
+from common.token2wav.cached.streaming import CachedStreaming
+from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise
@@ -117,27 +119,6 @@ def compare_draws() -> None:
 
 
 @torch.inference_mode()
-def compare_velocities() -> None:
-    """CosyVoice3's estimator: two streams, the second one padded, in more than one chunk of attention."""
-    torch.manual_seed(0)
-    config = RotaryDiTConfig(
-        width=48, depth=1, heads=3, head_dim=16, feed_forward=40, time_frequencies=16, conv_kernel=5, conv_groups=4,
-        chunk_frames=10,
-    )  # fmt: skip
-    network = RotaryDiTEstimator(config).eval()
-    for parameter in network.parameters():
-        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
-    frames, T, times = torch.tensor([24, 13]), 24, [0.0, 0.4]
-    x, mu, condition = torch.randn(3, 4, MEL_BINS, T)
-    speaker = torch.randn(4, MEL_BINS)
-    valid = valid_frames(frames, T).repeat(2, 1, 1)
-    expected = network(x, torch.full((4,), times[1]), mu, speaker, condition, valid, streaming=True)
-    rows = torch.cat([x, mu, speaker[:, :, None].expand_as(x), condition], dim=1).transpose(1, 2).contiguous()
-    found = FusedRotaryDiT(network, times).velocity(1, rows, frames).transpose(1, 2)
-    assert_close(found * valid, expected * valid, atol=1e-4, rtol=1e-4)
-
-
-@torch.inference_mode()
 def compare_unet() -> None:
     """Two streams, the second one padded, in more than one chunk of attention."""
     torch.manual_seed(0)
@@ -155,6 +136,9 @@ def compare_unet() -> None:
     assert_close(found * valid, expected * valid, atol=1e-4, rtol=1e-4)
 
 
+TWO = BatchLimits(max_streams=2)
+
+
 class Padded:
     """In place of `Graphs`: one more row and three more frames than are needed, computed at once."""
 
@@ -168,21 +152,52 @@ class Padded:
 
     def run(self, size: tuple[int, int], *values: Tensor) -> Tensor:
         inputs = self._inputs(*size)
-        for tensor, value in zip(inputs, values, strict=True):
+        for tensor, value in zip(inputs, values, strict=False):
             tensor[tuple(slice(length) for length in value.shape)] = value
         return self._function(*inputs)
 
 
 @torch.inference_mode()
 def compare_dit(extents: "Extents") -> None:
-    """A stream in a voice and one without a prompt: rings that wrap around, a row and frames of padding."""
     network = flow_dit.build(Fixture(GOLDEN / f"{DIT}.json"), "stepaudio2_flow_tiny.weights.safetensors")
-    limits = BatchLimits(max_streams=2)
+    compare_streams(
+        extents,
+        lambda: DiTStreaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=1, tail_frames=6),
+        voices=(5, 0),
+        hops=((2, 3), (2, 1), (1, 2)),
+    )
 
-    def streaming() -> DiTStreaming:
-        return DiTStreaming(network, flow_noise(), PromptCaches(1 << 28), limits=limits, steps=1, tail_frames=6)
 
+@torch.inference_mode()
+def compare_rotary(extents: "Extents") -> None:
+    """Rows begin within a prompt, at a chunk of the mask and within the last one; they keep all, a part and nothing of
+    what they compute."""
+    torch.manual_seed(0)
+    estimator = RotaryDiTConfig(
+        width=48, depth=2, heads=3, head_dim=16, feed_forward=40, time_frequencies=16, conv_kernel=5, conv_groups=4,
+        chunk_frames=4,
+    )  # fmt: skip
+    encoder = LookaheadConfig(hidden=24, chunk_tokens=2)
+    network = CosyVoice3Flow(CosyVoice3FlowConfig(vocab=50, speaker_dim=8, encoder=encoder, estimator=estimator)).eval()
+    for parameter in network.parameters():
+        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
+    compare_streams(
+        extents,
+        lambda: CosyVoice3Streaming(network, flow_noise(), PromptCaches(1 << 28), limits=TWO, steps=2, tail_frames=6),
+        voices=(8, 1),
+        hops=((2, 3), (1, 4), (5, 1)),
+    )
+
+
+def compare_streams(
+    extents: "Extents",
+    streaming: Callable[[], CachedStreaming],
+    voices: Sequence[int],
+    hops: Sequence[Sequence[int]],
+) -> None:
+    """Streams in two voices, given the tokens of their prompts: rings that wrap around, a row and frames of padding."""
     plain, fused = streaming(), streaming()
+    network = fused._network
     extents.addressed = [fused._pool.keys, fused._pool.values]
     empty = TailPool.empty_attention
 
@@ -192,20 +207,23 @@ def compare_dit(extents: "Extents") -> None:
         return place
 
     with (
-        patch.object(dit_graphs, "Graphs", Padded),
+        patch.object(cached_graphs, "Graphs", Padded),
         patch.object(TailPool, "empty_attention", noted),
         patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
-        fused._solve = dit_graphs.GraphedSolve(
-            dit_graphs.FusedDiTSolver(network, 1), fused._pool, flow_noise(), limits.of_lane(STARTS)
-        )
+        solver = fused._solver(fused=True)
+        fused._solve = cached_graphs.GraphedSolve(solver, fused._pool, flow_noise(), TWO.of_lane(STARTS), 200)
         random = np.random.default_rng(0)
-        voices = [prompt(random, tokens, network.config.speaker_dim) for tokens in (5, 0)]
+        spoken_in = [prompt(random, tokens, network.config.speaker_dim) for tokens in voices]
         for flow in (plain, fused):
-            flow.prefill(voices)
-        streams = [[flow.open(voice, VocoderState(0)) for voice in voices] for flow in (plain, fused)]
-        for hops in ((2, 3), (2, 1), (1, 2)):
-            tokens = [random.integers(0, network.config.vocab, hop + LOOKAHEAD_TOKENS) for hop in hops]
+            flow.prefill(spoken_in)
+        streams = [[flow.open(voice, VocoderState(0)) for voice in spoken_in] for flow in (plain, fused)]
+        sent = [random.integers(0, network.config.vocab, 40) for _ in voices]
+        ends = np.zeros(len(voices), int)
+        for batch in hops:
+            begins = np.zeros_like(ends) if plain.cumulative else ends
+            ends = ends + batch
+            tokens = [row[begin : end + LOOKAHEAD_TOKENS] for row, begin, end in zip(sent, begins, ends, strict=True)]
             expected, found = (
                 flow.render([flow.chunk(stream, part, final=False) for stream, part in zip(of, tokens, strict=True)])
                 for flow, of in zip((plain, fused), streams, strict=True)
@@ -293,6 +311,6 @@ if __name__ == "__main__":
         compare_snake()
         compare_layers()
         compare_unet()
-        compare_velocities()
+        compare_rotary(extents)
         compare_dit(extents)
         compare_draws()

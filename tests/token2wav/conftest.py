@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder

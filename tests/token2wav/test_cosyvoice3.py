@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,16 @@ from common.flow.checkpoint import ROTARY_KEY, with_rotary
 from common.hift import CausalHiFTGenerator, load_causal_hift, split_weight_norm
 from common.hift.causal import WITHHELD_FRAMES
 from common.process.metrics import FAILED, RETRIED
+from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.causal_hift.streaming import CausalVocoder
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
+from common.token2wav.encoder_window import with_ahead
 from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, uniform_noise
 from common.token2wav.precision import Precision
 from common.token2wav.stream import Chunk, Stream, VocoderState
-from tests.support.streams import GOLDEN3, ids, prompt, unet_pieces
+from tests.support.streams import GOLDEN3, VOICES_BYTES, ids, prompt, unet_pieces
 from tools.parity.manifests import run_manifests
 from tools.parity.runner import all_checks, run_folder
 
@@ -53,7 +56,13 @@ def vocoder(hift, noise) -> CausalVocoder:
 
 @pytest.fixture
 def flow(network) -> CosyVoice3Streaming:
-    return CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
+    return streaming(network)
+
+
+def streaming(network: CosyVoice3Flow, **options: Any) -> CosyVoice3Streaming:
+    """With two Euler steps, and room for all frames."""
+    given = {"limits": LIMITS, "steps": 2, "tail_frames": 1000, **options}
+    return CosyVoice3Streaming(network, flow_noise(), PromptCaches(VOICES_BYTES), **given)
 
 
 def mels(*lengths: int) -> list[Tensor]:
@@ -172,7 +181,7 @@ def checkpoint(network, hift, tmp_path):
 def test_the_engine_of_the_stack_loads_the_official_files(checkpoint, network, hift, noise):
     precision = Precision(torch.float32, torch.float32)
     engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
-    flow = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
+    flow = streaming(network)
     own = Token2Wav(flow, CausalVocoder(hift, noise, limits=LIMITS))
     audio, expected = (each.whole(prompt(3), ids(3, 40)) for each in (engine, own))
     np.testing.assert_allclose(audio, expected, atol=1e-3)
@@ -183,7 +192,7 @@ def test_the_engine_in_bfloat16_is_near_the_one_in_float32(checkpoint, network, 
     """A mel's error moves the pitch, and with it the phase: the vocoder is compared on one mel."""
     precision = Precision(torch.bfloat16, torch.bfloat16)
     engine = Token2Wav.load(stacks.COSYVOICE3, checkpoint, device="cpu", limits=LIMITS, precision=precision, steps=2)
-    exact = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
+    exact = streaming(network)
     mel, expected = (flow.whole([(prompt(3), ids(3, 40))])[0].float() for flow in (engine._flow, exact))
     assert (mel - expected).norm() < 0.05 * expected.norm()
     vocoders = engine._vocoder, CausalVocoder(hift, noise, limits=LIMITS)
@@ -207,15 +216,19 @@ def test_another_runtime_than_torch_is_refused(checkpoint):
         )
 
 
-def rendered(flow: CosyVoice3Streaming, seeds: Sequence[int], hops: list[int], tokens: int) -> list[Tensor]:
-    """The mels (80, T) of streams whose chunks are batched."""
+def rendered(
+    flow: CosyVoice3Streaming, seeds: Sequence[int], hops: list[int], tokens: int, voice: int = 13
+) -> list[Tensor]:
+    """The mels (80, T) of streams whose chunks are batched. voice: tokens of the first one's prompt."""
     pieces = [unet_pieces(ids(seed, tokens), hops) for seed in seeds]
-    streams = [flow.open(prompt(seed, tokens=13 + 7 * seed), VocoderState(0)) for seed in seeds]
+    streams = [flow.open(prompt(seed, tokens=voice + 7 * seed), VocoderState(0)) for seed in seeds]
     parts: list[list[Tensor]] = [[] for _ in seeds]
     for turn in range(len(pieces[0])):
         chunks = [plan[turn].of(flow, stream) for plan, stream in zip(pieces, streams, strict=True)]
         for index, mel in enumerate(flow.render(chunks)):
             parts[index].append(mel.clone())
+    for stream in streams:
+        flow.close(stream)
     return [torch.cat(part, dim=1) for part in parts]
 
 
@@ -233,24 +246,75 @@ def test_chunks_that_end_on_boundaries_equal_the_finished_utterance_under_the_ch
     (streamed,) = rendered(flow, [0], [12, 25, 25], 70)
     (at_once,) = rendered(flow, [0], [], 70)
     torch.testing.assert_close(streamed, at_once, atol=MEL, rtol=0)
+    torch.testing.assert_close(at_once, under_the_mask(flow, 13, 70), atol=MEL, rtol=0)
     (elsewhere,) = rendered(flow, [0], [20], 70)
     assert (elsewhere - at_once)[:, TOKEN_MEL_RATIO * 12 : TOKEN_MEL_RATIO * 20].abs().max() > 0.01
 
 
+def under_the_mask(flow: CosyVoice3Streaming, voice: int, count: int, seen: Tensor | None = None) -> Tensor:
+    """The mel (80, T) of a whole utterance by the network itself. seen (1, T, T) bool: in place of its own mask."""
+    of, tokens, network = prompt(0, tokens=voice), ids(0, count), flow._network
+    row = np.concatenate([of.tokens, tokens])
+    window = torch.from_numpy(with_ahead(row, len(row)).copy())[None]
+    mu = network.encode_window(window, torch.zeros(1)).transpose(1, 2)  # (B, T, C) -> (B, C, T)
+    valid = torch.ones(2, 1, mu.shape[2], dtype=torch.bool) if seen is None else seen.repeat(2, 1, 1)
+    mel = network.decoder.solve(
+        lambda _, *inputs: network.decoder.estimator(*inputs, valid=valid, streaming=seen is None),
+        flow_noise().read(0, mu.shape[2]).T[None],  # (T, C) -> (1, C, T)
+        mu,
+        network.project_speaker(torch.from_numpy(of.embedding)[None]),
+        network.prompt_condition(torch.from_numpy(of.mel)[None], mu.shape[2]),
+        flow._steps,
+    )
+    return mel[0, :, TOKEN_MEL_RATIO * voice :]
+
+
 @torch.inference_mode()
-def test_a_long_stream_computes_its_prompt_and_the_recent_tokens_only(network):
-    flow = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=1, context_tokens=50)
-    stream, tokens = flow.open(prompt(0, tokens=13), VocoderState(0)), ids(0, 300)
-    for end in range(25, 275, 25):
-        chunk = flow.chunk(stream, tokens[: end + LOOKAHEAD_TOKENS], final=False)
-        assert chunk.computed <= 13 + 50 + 25
-        (mel,) = flow.render([chunk])
-        assert mel.shape == (80, 50) and mel.isfinite().all()
+@pytest.mark.parametrize("voice", [0, 2, 25, 27, 28, 49, 53, 75])
+def test_chunks_that_end_on_boundaries_equal_the_whole_after_a_prompt_of_any_length(flow, voice):
+    """Of a prompt the whole chunks of the mask are kept whose look-ahead it has; the rest is computed again."""
+    stream = flow.open(prompt(0, tokens=voice), VocoderState(0))
+    assert stream.prompt.frames == max(0, voice - LOOKAHEAD_TOKENS) // 25 * 50
+    flow.close(stream)
+    first = 50 - voice % 25
+    (streamed,) = rendered(flow, [0], [first, 25, 50], first + 75 + 9, voice)
+    torch.testing.assert_close(streamed, under_the_mask(flow, voice, first + 84), atol=MEL, rtol=0)
+
+
+@torch.inference_mode()
+def test_chunks_that_end_elsewhere_leave_nothing_behind_that_later_ones_would_see(flow):
+    """What is rendered of a chunk of the mask before it is whole differs, what comes after it does not."""
+    (streamed,) = rendered(flow, [0], [5, 9, 4, 3, 30, 2, 17], 80)
+    expected = under_the_mask(flow, 13, 80)
+    last = TOKEN_MEL_RATIO * 70  # tokens are rendered before the final chunk
+    assert (streamed - expected)[:, : TOKEN_MEL_RATIO * 5].abs().max() > 0.01
+    torch.testing.assert_close(streamed[:, last:], expected[:, last:], atol=MEL, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_long_stream_attends_to_its_prompt_and_the_most_recent_frames_only(network):
+    """As the network itself under the mask of what each chunk saw, with the positions of the whole utterance."""
+    flow = streaming(network, steps=1, tail_frames=70)
+    pieces, voice = unet_pieces(ids(0, 195), [20, 25, 50, 50]), 30
+    stream, begin, mels, row = flow.open(prompt(0, tokens=voice), VocoderState(0)), 2 * voice, [], []
+    frames = torch.arange(2 * (voice + 195))
+    seen = frames // 50 <= frames[:, None] // 50
+    for piece in pieces:
+        chunk = piece.of(flow, stream)
+        first, end = stream.prompt.frames + stream.tail.total, begin + chunk.frames
+        assert chunk.computed == (end - first) // TOKEN_MEL_RATIO
+        seen[first:end, stream.prompt.frames : max(stream.prompt.frames, first - 70)] = False
+        mels += flow.render([chunk])
+        row.append(chunk.computed)
+        begin = end
+    assert row[1:-1] == [25, 50, 50]
+    expected = under_the_mask(flow, voice, 195, seen[None])
+    torch.testing.assert_close(torch.cat(mels, dim=1), expected, atol=MEL, rtol=0)
 
 
 @torch.inference_mode()
 def test_the_engine_speaks_chunk_by_chunk_and_renders_a_bad_chunk_again(network, hift, noise, monkeypatch):
-    flow = CosyVoice3Streaming(network, flow_noise(), limits=LIMITS, steps=2)
+    flow = streaming(network)
     engine = Token2Wav(flow, CausalVocoder(hift, noise, limits=LIMITS))
     pieces = unet_pieces(ids(3, 60), [15, 25])
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from common.constants import (
-    DIT_TAIL_FRAMES,
     HOP_SAMPLES,
     MAX_STREAM_TOKENS,
     OVERLAP_FRAMES,
+    TAIL_FRAMES,
     TOKEN_MEL_RATIO,
 )
-from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits
@@ -137,7 +137,7 @@ def test_a_batch_that_needs_too_much_memory_is_rendered_in_parts(kind, request, 
     expected = [step(engine, engine.open(prompt(seed)), piece) for seed in range(3)]
     chunks = [piece.of(engine, engine.open(prompt(seed))) for seed in range(3)]
     full = torch.OutOfMemoryError("CUDA out of memory")
-    fail(monkeypatch, engine._flow._solve, "run", lambda chunks, mu: full if len(chunks) > 1 else None)
+    fail(monkeypatch, engine._flow._solve, "run", lambda streams, *_: full if len(streams) > 1 else None)
     fail(monkeypatch, vocoder._renderer, "first", lambda mel, *rest: full if len(mel) > 1 else None)
     for audio, alone in zip(engine.step(chunks), expected, strict=True):
         np.testing.assert_allclose(audio, alone, atol=1e-3)
@@ -154,8 +154,12 @@ def test_one_bad_chunk_of_a_batch_gets_an_error_and_the_others_their_audio(kind,
     first = engine.step([plans[0].of(engine, stream) for stream in streams])
     chunks = [plans[1].of(engine, stream) for stream in streams]
     if fault == "in the flow":
-        bad = chunks[1]
-        fail(monkeypatch, engine._flow._solve, "run", lambda chunks, mu: RuntimeError("bad") if bad in chunks else None)
+        bad = chunks[1], streams[1]  # what a solve gets
+
+        def refused(given, *_):
+            return RuntimeError("bad") if any(each is one for each in given for one in bad) else None
+
+        fail(monkeypatch, engine._flow._solve, "run", refused)
     elif fault == "in the vocoder":
         slot = streams[1].vocoder.slot
         fail(
@@ -185,7 +189,7 @@ def test_the_sample_of_a_models_own_test_is_audible_work(kind, request):
 def test_a_dead_gpu_is_an_error_for_the_whole_batch(dit, monkeypatch):
     chunks = [Piece(ids(1, 20), final=True).of(dit, dit.open(prompt(seed))) for seed in range(2)]
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    fail(monkeypatch, dit._flow._solve, "run", lambda chunks, mu: error)
+    fail(monkeypatch, dit._flow._solve, "run", lambda *_: error)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         dit.render(chunks)
 
@@ -195,7 +199,7 @@ def test_a_stream_whose_memory_is_ahead_of_its_audio_cannot_go_on(dit):
     stored twice and then speak from the wrong place."""
     stream = dit.open(prompt(1))
     chunk = Piece(ids(1, 20), final=False).of(dit, stream)
-    dit._flow._pool.advance(chunk)
+    dit._flow._pool.advance(stream.tail, dit._flow._pool.row(stream, chunk.new))
     with pytest.raises(RuntimeError, match="ahead of its audio"):
         dit.step([chunk])
 
@@ -235,8 +239,8 @@ def test_the_dit_equals_its_reference_also_after_frames_leave_the_cache(dit_netw
         expected, cache = dit_flow.inference_chunk(
             dit_network, torch.from_numpy(chunk.tokens)[None], cache, final=chunk.final, noise=noise
         )
-        cache = cache.trimmed(DIT_TAIL_FRAMES)
-        assert stream.complete == (stream.rendered <= DIT_TAIL_FRAMES // TOKEN_MEL_RATIO)
+        cache = cache.trimmed(TAIL_FRAMES)
+        assert stream.complete == (stream.rendered <= TAIL_FRAMES // TOKEN_MEL_RATIO)
         torch.testing.assert_close(flow.render([chunk])[0], expected[0], atol=1e-4, rtol=0)
 
 

@@ -20,6 +20,7 @@ from common.process.environment import TEST_FAULTS
 from common.process.metrics import EVICTED, FAILED, RETRIED, Values
 from common.token2wav import graphs as graphs_module
 from common.token2wav import limits as limits_module
+from common.token2wav.cached.streaming import CachedStreaming
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Lane, Token2Wav
@@ -34,13 +35,19 @@ from tests.support.streams import Piece, dit_pieces, ids, prompt, unet_pieces
 from tests.token2wav.test_graphs import InPlaceOf, Replayed
 
 TOLERANCE = 1e-3  # between batches, as in test_engine
-# Few graphs, which are made fast: a prompt has at most 26 tokens.
+# Few graphs, which are made fast: a prompt has at most 28 tokens, the fewest of which CosyVoice3 keeps something.
 SMALL = {
-    "LONGEST_PROMPT": 26,
+    "LONGEST_PROMPT": 28,
     "CONTEXT_TOKENS": CONTEXT,
     "PROMPT_FRAMES": (32,),
     "WINDOW_TOKENS": (24, 56),
     "WINDOW_FRAMES": (48, 112),
+}
+# Tokens of the longest of three chunks -> frames of a row of the graph that holds them, for first chunks and others.
+PADDED: dict[type, tuple[int, tuple[int, int]]] = {
+    DiTStreaming: (10, (24, 32)),
+    UNetStreaming: (30, (80, 112)),
+    CosyVoice3Streaming: (30, (64, 64)),
 }
 GRAPHS = 3  # that a batch replays: encoder, estimator, vocoder
 
@@ -74,8 +81,7 @@ def pretended_gpu() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(Replayed, "made", [])
         for name, value in SMALL.items():
             patch.setattr(limits_module, name, value)
-        for flow in (UNetStreaming, CosyVoice3Streaming):
-            patch.setattr(flow, "_fused", lambda self, *_: InPlaceOf(self._network))
+        patch.setattr(UNetStreaming, "_fused", lambda self, *_: InPlaceOf(self._network))
         replace_kernels(patch)
         yield patch
 
@@ -120,7 +126,7 @@ class Plan(NamedTuple):
 PLANS = [
     Plan(0, prompt(0), 62, [10, 20, 14]),
     Plan(0, prompt(1, tokens=0), 50, [8, 13, 20]),
-    Plan(0, prompt(2, tokens=26), 30, [10]),
+    Plan(0, prompt(2, tokens=28), 30, [10]),
     Plan(1, prompt(3, tokens=7), LIMITS.first_chunk_tokens, []),
     Plan(2, prompt(0), 44, [9, 20]),
     Plan(2, prompt(1, tokens=0), 15, [2, 1, 9]),
@@ -225,8 +231,8 @@ def test_a_first_chunk_that_fails_leaves_the_others_of_its_batch_as_they_are(
 def test_new_voices_are_prefilled_by_the_graphs_of_first_chunks(subject: Subject, replays: list[Noted]) -> None:
     """Three in one batch, one by itself; the streams in them sound the same, also in their later chunks."""
     engine, plain, _ = subject
-    voices = [prompt(seed, tokens=tokens) for seed, tokens in ((20, 12), (21, 26), (22, 0), (23, 3))]
-    made = 2 if isinstance(engine._flow, DiTStreaming) else 0  # by the encoder and the estimator
+    voices = [prompt(seed, tokens=tokens) for seed, tokens in ((20, 12), (21, 28), (22, 0), (23, 28))]
+    made = 2 if isinstance(engine._flow, CachedStreaming) else 0  # by the encoder and the estimator
     audio: list[list[np.ndarray]] = []
     for of in (engine, plain):
         replays.clear()
@@ -257,7 +263,7 @@ def test_each_lane_warms_up_its_own_graphs(
         assert used[1] is subject.engine._lanes[lane]  # the first is the one in which the stream is opened
         assert [replay.lane for replay in replays][-GRAPHS:] == [lane] * GRAPHS
         assert {replay.lane for replay in replays} <= {STARTS, lane}  # the voice is prefilled by the first
-    tokens, frames = (30, (80, 112)) if subject.engine._flow.cumulative else (10, (24, 32))  # see SMALL
+    tokens, frames = PADDED[type(subject.engine._flow)]
     padded = [subject.engine.padded(3, tokens, lane) for lane in (STARTS, 0)]
     assert padded == [4 * length // TOKEN_MEL_RATIO for length in frames]
 
@@ -296,8 +302,8 @@ def test_where_the_memory_is_too_small_for_more_lanes_one_has_graphs_for_all(
     assert engine.lanes == 1
     assert_same(spoken(engine, replays), subject.expected)
     replays.clear()
-    engine.prefill([prompt(seed) for seed in (20, 21)])
-    assert len(replays) == (2 if isinstance(of._flow, DiTStreaming) else 0)  # by the encoder and the estimator
+    engine.prefill([prompt(seed, tokens=28) for seed in (20, 21)])
+    assert len(replays) == (2 if isinstance(of._flow, CachedStreaming) else 0)  # by the encoder and the estimator
 
 
 class Turns:

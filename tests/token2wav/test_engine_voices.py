@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from common.errors import UnavailableError
-from common.token2wav.dit.memory import PromptCaches, TailPool
+from common.token2wav.cached.memory import TailPool
+from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import stacks
 from common.constants import LOOKAHEAD_TOKENS, OVERLAP_FRAMES
 from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, encoder
 from common.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
@@ -20,10 +21,12 @@ from common.hift.config import HiFTConfig
 from common.hift.generator import HiFTGenerator
 from common.process.metrics import FAILED, RETRIED
 from common.token2wav import encoder_window
+from common.token2wav.cached.graphs import GraphedSolve
+from common.token2wav.cached.prompt_caches import PromptCaches
+from common.token2wav.cached.solve import GatheredSolve
+from common.token2wav.cached.streaming import CachedStreaming
 from common.token2wav.causal_hift.streaming import CausalVocoder
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.memory import GatheredSolve, PromptCaches
-from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.encoder_window import Window, WindowEncoder, with_ahead
 from common.token2wav.engine import Token2Wav
@@ -37,7 +40,7 @@ from common.token2wav.stream import Chunk, Stream, VocoderState
 from common.token2wav.unet.streaming import UNetStreaming
 from common.token2wav.vocoder_graphs import GraphedRenderer
 from common.token2wav.window.graphs import GraphedWindowSolve
-from common.token2wav.window.streaming import PlainWindowSolve, WindowStreaming
+from common.token2wav.window.streaming import PlainWindowSolve
 from common.voice.prompt import Prompt
 from tools.bench.token2wav import randomise
 
@@ -77,7 +80,16 @@ def rotary() -> CosyVoice3Flow:
     return ready(CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=2))))
 
 
-WINDOWS: dict[str, Callable[..., WindowStreaming]] = {"unet": UNetStreaming, "rotary": CosyVoice3Streaming}
+def streaming(network: Any, **options: Any) -> CachedStreaming | UNetStreaming:
+    """A flow on the GPU, with the limits of its stack."""
+    stack = stacks.UNET if isinstance(network, UNetFlow) else stacks.DIT
+    stack = stacks.COSYVOICE3 if isinstance(network, CosyVoice3Flow) else stack
+    limits = replace(options.pop("limits"), chunk_boundary=stack.chunk_boundary)
+    given = {"steps": STEPS, "limits": limits, **options}
+    if isinstance(network, UNetFlow):
+        return UNetStreaming(network, flow_noise("cuda"), **given)
+    kind: Any = DiTStreaming if isinstance(network, DiTFlow) else CosyVoice3Streaming
+    return kind(network, flow_noise("cuda"), PromptCaches(1 << 33), **given)
 
 
 def prompts() -> list[Prompt]:
@@ -90,7 +102,7 @@ def prompts() -> list[Prompt]:
     return made
 
 
-def opened(flow: DiTStreaming | WindowStreaming, prompt: Prompt) -> Stream:
+def opened(flow: CachedStreaming | UNetStreaming, prompt: Prompt) -> Stream:
     return flow.open(prompt, VocoderState(0))
 
 
@@ -118,34 +130,37 @@ def worst_error(plain, fused, hops: list[tuple[int, int, int]]) -> float:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
-def test_the_dit_on_a_gpu_equals_its_plain_form_up_to_rounding(dit: DiTFlow, dtype: torch.dtype, bound: float) -> None:
-    """Ring buffers wrap around; batch sizes are between and above those of the graphs."""
-    limits = BatchLimits(max_streams=3)
-    plain = DiTStreaming(dit, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS, graphs=False)
-    plain._solve = GatheredSolve(DiTSolver(dit, STEPS), plain._pool, flow_noise("cuda"))
-    served = copy.deepcopy(dit).to(dtype)
-    fused = DiTStreaming(served, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS)
+@pytest.mark.parametrize("kind", ["dit", "rotary"])
+def test_a_flow_that_keeps_its_past_on_a_gpu_equals_its_plain_form_up_to_rounding(
+    kind: str, dtype: torch.dtype, bound: float, request: pytest.FixtureRequest
+) -> None:
+    """Ring buffers wrap around; batch sizes are between and above those of the graphs; chunks end anywhere."""
+    network, limits = request.getfixturevalue(kind), BatchLimits(max_streams=3)
+    plain = streaming(network, limits=limits, graphs=False)
+    fused = streaming(copy.deepcopy(network).to(dtype), limits=limits)
+    assert isinstance(plain._solve, GatheredSolve) and isinstance(fused._solve, GraphedSolve)
+    bound = max(bound, TF32 if kind == "rotary" else 0)
     assert worst_error(plain, fused, [(15, 15, 15), (25, 4, 22), (100, 60, 1), (104, 110, 30)]) < bound
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
+@pytest.mark.parametrize("kind", ["dit", "rotary"])
 def test_voices_prefilled_together_on_a_gpu_equal_each_in_plain_form(
-    dit: DiTFlow, dtype: torch.dtype, bound: float
+    kind: str, dtype: torch.dtype, bound: float, request: pytest.FixtureRequest
 ) -> None:
     """More voices than a graph holds, of different lengths."""
-    limits = BatchLimits(max_streams=3)
-    plain = DiTStreaming(dit, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS, graphs=False)
-    plain._solve = GatheredSolve(DiTSolver(dit, STEPS), plain._pool, flow_noise("cuda"))
-    served = copy.deepcopy(dit).to(dtype)
-    fused = DiTStreaming(served, flow_noise("cuda"), PromptCaches(1 << 33), limits=limits, steps=STEPS).for_lane(STARTS)
+    network, limits = request.getfixturevalue(kind), BatchLimits(max_streams=3)
+    plain = streaming(network, limits=limits, graphs=False)
+    fused = streaming(copy.deepcopy(network).to(dtype), limits=limits).for_lane(STARTS)
     assert fused is not None
+    bound = max(bound, TF32 if kind == "rotary" else 0)
     voices = [replace(prompt, embedding=prompt.embedding + shift) for shift in range(3) for prompt in prompts()]
     fused.prefill(voices)
     assert [fused.prefill_frames(voice) for voice in voices] == [0] * len(voices)
     for voice in voices:
         ours, theirs = opened(fused, voice), opened(plain, voice)
-        if len(voice.tokens):
+        if ours.prompt.frames:
             pairs = [(getattr(of.prompt.attention, name) for of in (ours, theirs)) for name in ("keys", "values")]
             pairs.append((ours.prompt.history, theirs.prompt.history))
             assert max(relative_error(*pair) for pair in pairs) < bound
@@ -155,35 +170,25 @@ def test_voices_prefilled_together_on_a_gpu_equal_each_in_plain_form(
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS)
-@pytest.mark.parametrize("kind", WINDOWS)
 def test_a_flow_of_windows_on_a_gpu_equals_its_plain_form_up_to_rounding(
-    kind: str, dtype: torch.dtype, bound: float, request: pytest.FixtureRequest
+    unet: UNetFlow, dtype: torch.dtype, bound: float
 ) -> None:
     """Streams become longer than the context window."""
-    network, options = request.getfixturevalue(kind), {"limits": BatchLimits(max_streams=3), "context_tokens": 50}
-    plain = WINDOWS[kind](network, flow_noise("cuda"), steps=STEPS, graphs=False, **options)
-    fused = WINDOWS[kind](copy.deepcopy(network).to(dtype), flow_noise("cuda"), steps=STEPS, **options)
+    options: dict[str, Any] = {"limits": BatchLimits(max_streams=3), "context_tokens": 50}
+    plain = streaming(unet, graphs=False, **options)
+    fused = streaming(copy.deepcopy(unet).to(dtype), **options)
     assert isinstance(plain._solve, PlainWindowSolve) and isinstance(fused._solve, GraphedWindowSolve)
-    assert worst_error(plain, fused, [(10, 18, 25), (25, 5, 25), (50, 60, 50), (100, 2, 100)]) < max(
-        bound, TF32 if kind == "rotary" else 0
-    )
+    assert worst_error(plain, fused, [(10, 18, 25), (25, 5, 25), (50, 60, 50), (100, 2, 100)]) < bound
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["dit", *WINDOWS])
+@pytest.mark.parametrize("kind", ["dit", "rotary", "unet"])
 def test_whole_utterances_are_equal_with_and_without_graphs(kind: str, request: pytest.FixtureRequest) -> None:
     network, limits = request.getfixturevalue(kind), BatchLimits(max_streams=4)
-
-    def flow(graphs: bool) -> DiTStreaming | WindowStreaming:
-        if kind != "dit":
-            return WINDOWS[kind](network, flow_noise("cuda"), limits=limits, steps=STEPS, graphs=graphs)
-        caches = PromptCaches(1 << 33)
-        return DiTStreaming(network, flow_noise("cuda"), caches, limits=limits, steps=STEPS, graphs=graphs)
-
     utterances = [(prompt, np.arange(count)) for prompt, count in zip(prompts(), (40, 100, 3), strict=True)]
-    expected = flow(graphs=True).whole(utterances)
-    for actual, mel in zip(flow(graphs=False).whole(utterances), expected, strict=True):
-        assert relative_error(actual, mel) < BOUNDS[0][1]
+    plain, graphed = (streaming(network, limits=limits, graphs=graphs) for graphs in (False, True))
+    for actual, expected in zip(plain.whole(utterances), graphed.whole(utterances), strict=True):
+        assert relative_error(actual, expected) < BOUNDS[0][1]
 
 
 @torch.inference_mode()
@@ -268,13 +273,13 @@ def test_a_fused_layer_equals_its_unfused_operations(rows: int) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", WINDOWS)
-def test_more_windows_than_a_graph_holds_are_rendered_in_parts(kind: str, request: pytest.FixtureRequest) -> None:
-    """Short windows come before long ones, so that each part alone would be padded to another length."""
+@pytest.mark.parametrize("kind", ["rotary", "unet"])
+def test_more_rows_than_a_graph_holds_are_rendered_in_parts(kind: str, request: pytest.FixtureRequest) -> None:
+    """Short ones come before long ones, so that each part alone would be padded to another length."""
     limits, network = BatchLimits(max_streams=32), request.getfixturevalue(kind)
-    flow = WINDOWS[kind](copy.deepcopy(network).half(), flow_noise("cuda"), limits=limits, steps=STEPS)
+    flow = streaming(copy.deepcopy(network).half(), limits=limits)
     tokens = np.random.default_rng(0).integers(0, 6561, 400)
-    hops = [25] * 12 + [330] * 12
+    hops = [25] * 12 + [100 if kind == "rotary" else 330] * 12
     prompt = prompts()[2]
 
     def chunk(hop: int) -> Chunk:

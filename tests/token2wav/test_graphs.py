@@ -19,9 +19,10 @@ from common.flow.matching import time_schedule
 from common.hift import CausalHiFTGenerator
 from common.token2wav import graphs as graphs_module
 from common.token2wav import vocoder_graphs
+from common.token2wav.cached.memory import TailPool
+from common.token2wav.cached.solve import GatheredSolve, NoContext
 from common.token2wav.causal_hift.streaming import CausalVocoder
-from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.memory import GatheredSolve, NoContext, TailPool
+from common.token2wav.cosyvoice3.solver import RotarySolver
 from common.token2wav.dit.solver import DiTSolver
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.limits import BatchLimits
@@ -71,11 +72,11 @@ class OwnFrames:
     places: dict[int, KeyValues] = {}
 
     def __init__(self, pool: TailPool, table: Tensor) -> None:
-        self._frames, self._into = table[5], table[8].tolist()
+        self._frames, self._into, self._mask_chunk = table[5], table[8].tolist(), pool.mask_chunk
         self.places[pool.keys[-1].data_ptr()] = KeyValues(pool.keys[-1], pool.values[-1])
 
     def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return NoContext(self._frames, q.shape[2], []).attend(step, layer, q, k, v)
+        return NoContext(self._frames, q.shape[2], [], self._mask_chunk).attend(step, layer, q, k, v)
 
     def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
         for row, (address, count) in enumerate(zip(self._into, self._frames.tolist(), strict=True)):
@@ -84,19 +85,22 @@ class OwnFrames:
                 kept[step, ..., :count, :] = new[:, row :: len(self._into), :, :count]
 
 
-@pytest.fixture
-def dit_solves(monkeypatch: pytest.MonkeyPatch, dit_network: DiTFlow) -> tuple[Any, GatheredSolve]:
-    """With graphs, and plain."""
+@pytest.fixture(params=["dit_network", "rotary_network"])
+def solves(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> tuple[CosyVoice3Flow | DiTFlow, Any, GatheredSolve]:
+    """A network, and its solve with graphs and plain."""
+    network: CosyVoice3Flow | DiTFlow = request.getfixturevalue(request.param)
     monkeypatch.setitem(sys.modules, "common.kernels", ModuleType("common.kernels"))
-    monkeypatch.delitem(sys.modules, "common.token2wav.dit.graphs", raising=False)
-    from common.token2wav.dit import graphs
+    monkeypatch.delitem(sys.modules, "common.token2wav.cached.graphs", raising=False)
+    from common.token2wav.cached import graphs
 
-    monkeypatch.setattr(graphs, "FusedDiTSolver", DiTSolver)
     monkeypatch.setattr(graphs, "PagedContext", OwnFrames)
-    pool = TailPool(dit_network.decoder.estimator.config, dit_network.encoder_proj.weight, STEPS, 4, frames=10)
+    pool = TailPool(network.config.estimator, network.spk_embed_affine_layer.weight, STEPS, 4, frames=10)
     limits = BatchLimits(max_streams=4).of_lane(STARTS)
-    plain = GatheredSolve(DiTSolver(dit_network, STEPS), pool, flow_noise())
-    return graphs.GraphedSolve(graphs.FusedDiTSolver(dit_network, STEPS), pool, flow_noise(), limits), plain
+    solver = DiTSolver(network, STEPS) if isinstance(network, DiTFlow) else RotarySolver(network, STEPS)
+    plain = GatheredSolve(solver, pool, flow_noise())
+    return network, graphs.GraphedSolve(solver, pool, flow_noise(), limits, 200), plain
 
 
 def test_the_graphs_of_first_chunks_are_urgent_and_each_lane_has_a_stream_of_its_own(
@@ -111,9 +115,9 @@ def test_the_graphs_of_first_chunks_are_urgent_and_each_lane_has_a_stream_of_its
 
 @torch.inference_mode()
 def test_prompts_prefilled_by_graphs_equal_the_plain_ones(
-    dit_solves: tuple[Any, GatheredSolve], dit_network: DiTFlow, monkeypatch: pytest.MonkeyPatch
+    solves: tuple[CosyVoice3Flow | DiTFlow, Any, GatheredSolve], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphed, plain = dit_solves
+    network, graphed, plain = solves
     empty = TailPool.empty_attention
 
     def noted(pool: TailPool, frames: int) -> KeyValues:
@@ -122,7 +126,7 @@ def test_prompts_prefilled_by_graphs_equal_the_plain_ones(
         return place
 
     monkeypatch.setattr(TailPool, "empty_attention", noted)
-    bins = dit_network.decoder.estimator.config.out_channels
+    bins = network.config.estimator.out_channels
     generator = torch.Generator().manual_seed(0)
     for frames in ([130, 20], [50, 40, 30, 10, 20, 7], [12]):
         mu, mel = (torch.randn(len(frames), max(frames), bins, generator=generator) for _ in range(2))
@@ -137,7 +141,7 @@ def test_prompts_prefilled_by_graphs_equal_the_plain_ones(
 class InPlaceOf:
     """The estimator itself in place of its fused form."""
 
-    def __init__(self, network: CosyVoice3Flow | UNetFlow) -> None:
+    def __init__(self, network: UNetFlow) -> None:
         self._estimator, self._times = network.decoder.estimator, time_schedule(STEPS)[0]
 
     def velocity(self, step: int, x: Tensor, frames: Tensor) -> Tensor:
@@ -149,23 +153,21 @@ class InPlaceOf:
 
 
 @torch.inference_mode()
-def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_before(
-    unet_network: UNetFlow, rotary_network: CosyVoice3Flow
-) -> None:
+def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_before(unet_network: UNetFlow) -> None:
     """Voices of other lengths in the same rows, a window beyond every graph, more windows than a graph holds."""
     sizes, tokens = [(1, 64), (2, 64), (1, 104)], [ids(seed, 100) for seed in range(3)]
-    for kind, network in ((UNetStreaming, unet_network), (CosyVoice3Streaming, rotary_network)):
-        plain, graphed = (kind(network, flow_noise(), limits=BatchLimits(max_streams=3), steps=STEPS) for _ in range(2))
-        graphed._solve = GraphedWindowSolve(network, InPlaceOf(network), flow_noise(), sizes, STEPS, lane=0)
+    options: dict[str, Any] = {"limits": BatchLimits(max_streams=3), "steps": STEPS}
+    plain, graphed = (UNetStreaming(unet_network, flow_noise(), **options) for _ in range(2))
+    graphed._solve = GraphedWindowSolve(unet_network, InPlaceOf(unet_network), flow_noise(), sizes, STEPS, lane=0)
 
-        def mels(flow: Any, voices: tuple[int, ...], ends: tuple[int, ...]) -> list[Tensor]:
-            streams = [flow.open(prompt(tokens, tokens=tokens), VocoderState(0)) for tokens in voices]
-            sent = [row[: end + LOOKAHEAD_TOKENS] for row, end in zip(tokens, ends, strict=True)]
-            return flow.render([flow.chunk(*pair, final=False) for pair in zip(streams, sent, strict=True)])
+    def mels(flow: UNetStreaming, voices: tuple[int, ...], ends: tuple[int, ...]) -> list[Tensor]:
+        streams = [flow.open(prompt(tokens, tokens=tokens), VocoderState(0)) for tokens in voices]
+        sent = [row[: end + LOOKAHEAD_TOKENS] for row, end in zip(tokens, ends, strict=True)]
+        return flow.render([flow.chunk(*pair, final=False) for pair in zip(streams, sent, strict=True)])
 
-        for batch in (((20, 12, 0), (20, 3, 24)), ((0, 30, 5), (10, 4, 20)), ((3, 9, 25), (90, 1, 2))):
-            for ours, theirs in zip(mels(graphed, *batch), mels(plain, *batch), strict=True):
-                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    for batch in (((20, 12, 0), (20, 3, 24)), ((0, 30, 5), (10, 4, 20)), ((3, 9, 25), (90, 1, 2))):
+        for ours, theirs in zip(mels(graphed, *batch), mels(plain, *batch), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()

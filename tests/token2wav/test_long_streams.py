@@ -11,16 +11,16 @@ from torch import Tensor
 
 from common.constants import (
     CONTEXT_TOKENS,
-    DIT_TAIL_FRAMES,
     HOP_SAMPLES,
     LOOKAHEAD_TOKENS,
     SAMPLE_RATE,
+    TAIL_FRAMES,
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
-from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder
@@ -100,9 +100,7 @@ def dit_reference(network: DiTFlow, plan: Plan, steps: int, tail: int, context: 
     return mels
 
 
-@pytest.mark.parametrize(
-    ("tail", "context"), [(DIT_TAIL_FRAMES, CONTEXT_TOKENS), (UNLIMITED * TOKEN_MEL_RATIO, UNLIMITED)]
-)
+@pytest.mark.parametrize(("tail", "context"), [(TAIL_FRAMES, CONTEXT_TOKENS), (UNLIMITED * TOKEN_MEL_RATIO, UNLIMITED)])
 @torch.inference_mode()
 def test_streams_of_the_dit_of_different_ages_equal_their_references(
     dit_network: DiTFlow, tail: int, context: int

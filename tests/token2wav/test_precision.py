@@ -17,7 +17,7 @@ from common.flow.checkpoint import with_rotary
 from common.hift.checkpoint import split_weight_norm
 from common.process.metrics import FALLBACKS, RETRIED
 from common.stacks import Stack
-from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.limits import BatchLimits

@@ -7,7 +7,7 @@ import torch
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
 from common.flow import DiTConfig, DiTFlow, DiTFlowConfig, EncoderConfig, UNetConfig, UNetFlow, UNetFlowConfig
 from common.orchestrator.chunking import HopRules
-from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise

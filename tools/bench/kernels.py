@@ -26,17 +26,18 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from common import kernels
-from common.constants import DIT_TAIL_FRAMES, MEL_BINS, SPEECH_VOCAB
+from common.constants import MEL_BINS, SPEECH_VOCAB, TAIL_FRAMES
 from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
 from common.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
 from common.hift.config import HiFTConfig
 from common.llm.batch_sampler import RECENT
 from common.llm.engines.cuda.fused import FEW_TOKENS, Fused
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places
-from common.token2wav.cosyvoice3.fused import FusedRotaryDiT
-from common.token2wav.dit import graphs as dit_graphs
-from common.token2wav.dit.memory import TailPool
-from common.token2wav.limits import COSYVOICE3_FRAMES, UNET_FRAMES, BatchLimits
+from common.token2wav.cached import graphs as cached_graphs
+from common.token2wav.cached.memory import TailPool
+from common.token2wav.cosyvoice3.fused import FusedRotarySolver
+from common.token2wav.dit.fused import FusedDiTSolver
+from common.token2wav.limits import COSYVOICE3_FRAMES, DIT_FRAMES, UNET_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
 from common.token2wav.scheduler import STARTS
 from common.token2wav.unet.fused import FusedUNet
@@ -143,20 +144,22 @@ def _run_networks(dtype: torch.dtype) -> None:
         unet = UNetFlow(UNetFlowConfig(encoder=NO_LAYERS, estimator=UNetConfig(mid_stages=1, blocks=1))).to(dtype)
         rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1))).to(dtype)
         noise = NoiseTape(torch.empty(1, MEL_BINS))
-    pool = TailPool(dit.config.estimator, dit.encoder_proj.weight, 1, limits.max_streams, DIT_TAIL_FRAMES)
     with (
-        patch.object(dit_graphs, "Graphs", _every_size),
+        patch.object(cached_graphs, "Graphs", _every_size),
         patch.object(window_graphs, "Graphs", _every_size),
         patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
-        solver = dit_graphs.FusedDiTSolver(dit, 1)
         fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
-        fused_rotary = FusedRotaryDiT(rotary.decoder.estimator, [0.0])
+        solvers = (FusedDiTSolver(dit, 1), DIT_FRAMES), (FusedRotarySolver(rotary, 1), COSYVOICE3_FRAMES)
+        pools = [
+            TailPool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, TAIL_FRAMES)
+            for sizes in (dit.config.estimator, rotary.config.estimator)
+        ]
         for of in (limits, limits.of_lane(STARTS)):
-            dit_graphs.GraphedSolve(solver, pool, noise, of)
-            sizes = [of.sizes(of.window_frames, most) for most in (UNET_FRAMES, COSYVOICE3_FRAMES)]
-            window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes[0], 1, lane=of.lane)
-            window_graphs.GraphedWindowSolve(rotary, fused_rotary, noise, sizes[1], 1, lane=of.lane)
+            for (solver, most), pool in zip(solvers, pools, strict=True):
+                cached_graphs.GraphedSolve(solver, pool, noise, of, most)
+            sizes = of.sizes(of.window_frames, UNET_FRAMES)
+            window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes, 1, lane=of.lane)
     channels, frames = HiFTConfig().channels // 2, limits.chunk_frames[-1]  # after the first upsampling
     for lengths in (None, torch.empty(1, dtype=torch.int64, device="meta")):
         kernels.snake(

@@ -33,9 +33,9 @@ from common.flow import (
 )
 from common.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, load_causal_hift, load_hift
 from common.stacks import Stack
+from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.causal_hift.streaming import CausalVocoder
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.memory import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.engine import Token2Wav
 from common.token2wav.hift.streaming import StreamingVocoder
@@ -111,7 +111,7 @@ CASES = {
     stacks.COSYVOICE3: Case(
         flow=lambda: CosyVoice3Flow(CosyVoice3FlowConfig()),
         load_flow=load_cosyvoice3_flow,
-        stream_flow=lambda flow, noise, limits: CosyVoice3Streaming(flow, noise, limits=limits),
+        stream_flow=lambda flow, noise, limits: CosyVoice3Streaming(flow, noise, PromptCaches(32 << 30), limits=limits),
         hift=lambda: CausalHiFTGenerator(HiFTConfig()),
         load_hift=load_causal_hift,
         stream_hift=CausalVocoder,

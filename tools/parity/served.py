@@ -16,9 +16,10 @@ from common.flow.config import ConformerFlowConfig, CosyVoice3FlowConfig
 from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
+from common.token2wav.cached.prompt_caches import PromptCaches
+from common.token2wav.cached.streaming import CachedStreaming
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.memory import DiTStream, PromptCaches
-from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.dit.streaming import DiTStream, DiTStreaming
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape
 from common.token2wav.stream import Stream, VocoderState
@@ -59,16 +60,14 @@ class ServedFlow:
         graphs = network.config.estimator.head_dim >= KERNEL_HEAD_DIM
         self.flow: StreamingFlow[Any]
         self.computed_by = "engine" if graphs or fixture.device.type == "cpu" else "engine, eager"
-        if isinstance(network, DiTFlow):
-            frames = TOKEN_MEL_RATIO * fixture["in/token"].shape[-1]  # upstream's flow forgets nothing by itself
-            self.flow = DiTStreaming(
-                network, tape, PromptCaches(PROMPT_BYTES), limits=LIMITS, steps=steps, tail_frames=frames, graphs=graphs
-            )
-            self.computed_by += f", tail_frames {frames}"
-        elif isinstance(network, CosyVoice3Flow):
-            self.flow = CosyVoice3Streaming(network, tape, limits=LIMITS, steps=steps, graphs=graphs)
+        options: dict[str, Any] = {"limits": LIMITS, "steps": steps, "graphs": graphs}
+        if isinstance(network, UNetFlow):
+            self.flow = UNetStreaming(network, tape, **options)
         else:
-            self.flow = UNetStreaming(network, tape, limits=LIMITS, steps=steps, graphs=graphs)
+            frames = TOKEN_MEL_RATIO * fixture["in/token"].shape[-1]  # upstream's flows forget nothing by themselves
+            kind: Any = DiTStreaming if isinstance(network, DiTFlow) else CosyVoice3Streaming
+            self.flow = kind(network, tape, PromptCaches(PROMPT_BYTES), tail_frames=frames, **options)
+            self.computed_by += f", tail_frames {frames}"
         fixture.computed_by = self.computed_by
 
     def open(self, prompt: Prompt) -> Stream:
@@ -81,7 +80,7 @@ class ServedFlow:
     def chunk(self, stream: Stream, tokens: Tensor, *, final: bool, offset: int | None = None) -> Tensor:
         """The mel (80, T) that the tokens (n,) add."""
         chunk = self.flow.chunk(stream, tokens.numpy(), final=final, offset=offset)
-        of_new = isinstance(self.flow, DiTStreaming)
+        of_new = isinstance(self.flow, CachedStreaming)
         with recorded(*((self.flow, "_encode") if of_new else (self.flow._encoder, "encode"))) as encoded:
             (mel,) = self.flow.render([chunk])
         self.mu = encoded[-1][:, : TOKEN_MEL_RATIO * (chunk.new if of_new else chunk.computed)]

@@ -20,7 +20,7 @@ from common.constants import OVERLAP_SAMPLES
 from common.flow.cache import KeyValues
 from common.flow.dit import DiTFlow
 from common.flow.unet import UNetFlow
-from common.token2wav.dit.memory import DiTStream
+from common.token2wav.dit.streaming import DiTStream
 from common.token2wav.hift.streaming import StreamingVocoder
 from common.token2wav.noise import NoiseTape
 from common.token2wav.stream import Chunk, Stream

@@ -32,12 +32,12 @@ from common import stacks
 from common.config import ChunkStrategy, OrchestratorConfig
 from common.constants import (
     CONTEXT_TOKENS,
-    DIT_TAIL_FRAMES,
     EULER_STEPS,
     MEL_BINS,
     MEL_RATE,
     PROMPT_SAMPLE_RATE,
     SAMPLE_RATE,
+    TAIL_FRAMES,
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
@@ -50,7 +50,7 @@ from common.llm.interface import LLMPrompt, Sampling
 from common.llm.speech_tokens import LLMTokenizer
 from common.orchestrator.chunking import Hop, HopRules
 from common.stacks import Stack
-from common.token2wav.dit.memory import PromptCaches
+from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.dit.streaming import DiTStreaming
 from common.token2wav.hift import streaming as hift
 from common.token2wav.limits import BatchLimits
@@ -408,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             model_dir = args.models / stack.checkpoint
             of = list(speeches(args.models, stack, sentences, args.streams))
             rows += drifts(stack, model_dir, args.strategy, of)
-        about = f"{len(of)} streams of {SECONDS} s, {args.strategy} hops, tail {DIT_TAIL_FRAMES} frames as served"
+        about = f"{len(of)} streams of {SECONDS} s, {args.strategy} hops, tail {TAIL_FRAMES} frames as served"
         text = "\n".join(f"{name}\n\n{table([row for row in rows if row.stack == name])}" for name in args.stacks)
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "drift.md").write_text(f"{about}\n\n{text}", encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.constants import DIT_TAIL_FRAMES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from common.constants import LOOKAHEAD_TOKENS, TAIL_FRAMES, TOKEN_MEL_RATIO
 from common.flow import DiTConfig, DiTFlow, DiTFlowConfig, EncoderConfig
 from common.flow.dit import DiTEstimator
 from tools.voice_training import flow
@@ -60,7 +60,7 @@ def view(batch: flow.Batch, streaming: bool) -> tuple[Tensor, Tensor, dict]:
 
     key = torch.arange(TOKEN_MEL_RATIO * T, device=device)
     begin, end = (x.repeat_interleave(TOKEN_MEL_RATIO, 1)[:, :, None] * TOKEN_MEL_RATIO for x in (begins, ends))
-    recent = (key < TOKEN_MEL_RATIO * prompt[:, :, None]) | (key >= begin - DIT_TAIL_FRAMES)
+    recent = (key < TOKEN_MEL_RATIO * prompt[:, :, None]) | (key >= begin - TAIL_FRAMES)
     return ahead, ends, {"valid": recent & (key < end)}  # one row per query instead of one for all
 
 

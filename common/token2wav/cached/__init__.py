@@ -1,0 +1,1 @@
+"""Flows whose streams keep keys and values: Step-Audio2's DiT and CosyVoice3's rotary DiT."""
