@@ -82,8 +82,8 @@ class Stack:
     flow_config: "module:class" of the flow's sizes, whose `from_shapes` reads them from those tensors.
     mel_max_hz: upper limit of the filters of the flow's mel, Hz.
     networks: what of the flow can run outside torch: the use in serving (see common.accel.workloads) -> ONNX file.
-    cumulative: a chunk is sent with all tokens of its stream so far and its `token_offset` (a flow that computes its
-        window again); otherwise with its new tokens only (a flow that keeps caches).
+    cumulative: a chunk is sent with all tokens of its stream so far and its `token_offset`, because the flow computes
+        some of them again; otherwise with its new tokens only.
     chunk_boundary: chunks end on multiples of it, counted from the prompt's first token. 1: anywhere.
     lanes: how many batches token2wav renders at the same time on a GPU, see common/token2wav/limits.py.
     loader, vocoder_loader: "module:function" that load the flow and the vocoder in their streaming forms; imported by
@@ -229,6 +229,7 @@ COSYVOICE3 = Stack(
     vocoder_loader="common.token2wav.causal_hift.streaming:load",
     vocoder_stream_bytes=620_000,
     vocoder_noise_bytes=104 * 10**6,
+    settings={"max_streams": "16"},  # on 24 GB: a stream and a voice of 5 s take 0.6 GiB
     # As of DIT; the engine's directory has the same name there, because upstream keeps each LLM in a folder of its own.
     upstream={**DIT.upstream},
 )

@@ -8,7 +8,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from common.flow import (
     load_unet_flow,
 )
 from common.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, load_causal_hift, load_hift
+from common.orchestrator.chunking import HopRules
 from common.stacks import Stack
 from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.causal_hift.streaming import CausalVocoder
@@ -57,12 +58,13 @@ Time token2wav's engine and scheduler.
   python -m tools.bench.token2wav --stack dit                       full-size networks with RANDOM weights, on a GPU
   python -m tools.bench.token2wav --stack dit --models models/demo  a checkpoint on the CPU: what `make bench` runs
 
-Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens. Each run also times the plain form of the same networks
-in the same process: eager, in float32, one stream at a time. In the load tests utterances start at random times within
-a window, their tokens arrive at twice real time, and a chunk is requested when its tokens and the previous chunk have
-arrived. Latency is from that moment to audio on the host; a gap is an underrun of a player that starts 250 ms after the
-first audio. "Listeners" are concurrent streams in real time. Voices are warm: their prompt caches exist already. "Host"
-is a fixed loop of Python on this machine's CPU, by which runs on several machines can be compared.
+Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens, the first one as long as the stack's boundary demands.
+Each run also times the plain form of the same networks in the same process: eager, in float32, one stream at a time. In
+the load tests utterances start at random times within a window, their tokens arrive at twice real time, and a chunk is
+requested when its tokens and the previous chunk have arrived. Latency is from that moment to audio on the host; a gap
+is an underrun of a player that starts 250 ms after the first audio. "Listeners" are concurrent streams in real time.
+Voices are warm: their prompt caches exist already. "Host" is a fixed loop of Python on this machine's CPU, by which
+runs on several machines can be compared.
 """
 PROMPT_TOKENS, UTTERANCE_TOKENS = 125, 212
 HOPS = (15, 25, 50, 100)
@@ -116,7 +118,7 @@ CASES = {
         load_hift=load_causal_hift,
         stream_hift=CausalVocoder,
         noise=uniform_noise,
-        listeners=(8, 16, 32, 48, 64),
+        listeners=(64, 128, 192, 256),
     ),
 }
 
@@ -128,10 +130,16 @@ def voice(seed: int) -> Prompt:
     return Prompt(rng.integers(0, SPEECH_VOCAB, PROMPT_TOKENS), mel, embedding, text="")
 
 
-def utterance(seed: int, cumulative: bool) -> list[Piece]:
+def hops_of(stack: Stack) -> tuple[int, ...]:
+    """HOPS with the first one as the stack's orchestrator makes it after a prompt of PROMPT_TOKENS."""
+    rules = HopRules(first_hop=HOPS[0], max_hop=HOPS[-1], boundary=stack.chunk_boundary)
+    return rules.first_length(PROMPT_TOKENS), *HOPS[1:]
+
+
+def utterance(seed: int, hops: Sequence[int], cumulative: bool) -> list[Piece]:
     """Random tokens cut into the hops; the final chunk has the rest. `cumulative`: with all tokens before them."""
     tokens = np.random.default_rng(seed).integers(0, SPEECH_VOCAB, UTTERANCE_TOKENS)
-    cuts = [0, *(cut for cut in itertools.accumulate(HOPS) if cut < UTTERANCE_TOKENS)]
+    cuts = [0, *(cut for cut in itertools.accumulate(hops) if cut < UTTERANCE_TOKENS)]
     begins = [0 if cumulative else cut for cut in cuts]
     chunks = [
         Piece(tokens[begin : end + LOOKAHEAD_TOKENS], final=False)
@@ -161,6 +169,7 @@ class Subject:
     flow: Flow
     vocoder: Vocoder
     engine: Token2Wav
+    hops: tuple[int, ...]
     cumulative: bool
     device: torch.device
 
@@ -182,7 +191,10 @@ class Subject:
         vocoder = case.stream_hift(copy.deepcopy(hift).body_to(precision.vocoder), noise, limits=limits)
         streaming = case.stream_flow(copy.deepcopy(flow).to(precision.flow), flow_noise(device), limits)
         engine = Token2Wav(streaming, vocoder, device)
-        return cls(flow, plain, engine, stack.cumulative, torch.device(device))
+        return cls(flow, plain, engine, hops_of(stack), stack.cumulative, torch.device(device))
+
+    def utterance(self, seed: int) -> list[Piece]:
+        return utterance(seed, self.hops, self.cumulative)
 
     def step(self, batch: list[tuple[Stream, Piece]]) -> None:
         """Render a chunk of each stream."""
@@ -203,18 +215,18 @@ class Subject:
 @torch.inference_mode()
 def plain_first_chunk(subject: Subject) -> float:
     """Median seconds of a first chunk through the plain networks: flow, then vocoder, without caches or graphs."""
-    prompt, chunk, device = voice(0), utterance(0, subject.cumulative)[0], subject.device
+    prompt, chunk, device, hop = voice(0), subject.utterance(0)[0], subject.device, subject.hops[0]
     tokens, prompt_tokens, mel, embedding = (
         torch.from_numpy(x)[None].to(device) for x in (chunk.tokens, prompt.tokens, prompt.mel, prompt.embedding)
     )
-    noise = flow_noise(device).read(0, 2 * (PROMPT_TOKENS + HOPS[0] + LOOKAHEAD_TOKENS)).T[None]  # (T, C) -> (1, C, T)
+    noise = flow_noise(device).read(0, 2 * (PROMPT_TOKENS + hop + LOOKAHEAD_TOKENS)).T[None]  # (T, C) -> (1, C, T)
     flow = subject.flow
     cache = dit_flow.prefill(flow, prompt_tokens, mel, embedding, noise=noise) if isinstance(flow, DiTFlow) else None
 
     def render() -> None:
         if isinstance(flow, DiTFlow):
             assert cache is not None
-            rendered, _ = dit_flow.inference_chunk(flow, tokens, cache, final=False, noise=noise[:, :, : 2 * HOPS[0]])
+            rendered, _ = dit_flow.inference_chunk(flow, tokens, cache, final=False, noise=noise[:, :, : 2 * hop])
         else:
             rendered = window_flow.inference(
                 flow, tokens, prompt_tokens, mel, embedding, noise=noise, streaming=True, final=False
@@ -228,7 +240,7 @@ def first_chunk(subject: Subject) -> float:
     """Median seconds of a first chunk of one stream through the engine."""
     times = []
     for seed in range(16):
-        stream, chunks = subject.engine.open(voice(seed % VOICES)), utterance(seed, subject.cumulative)
+        stream, chunks = subject.engine.open(voice(seed % VOICES)), subject.utterance(seed)
         times.append(subject.seconds(partial(subject.step, [(stream, chunks[0])])))
         subject.engine.close(stream)
     return statistics.median(times[4:])
@@ -237,19 +249,20 @@ def first_chunk(subject: Subject) -> float:
 def batches(subject: Subject) -> list[dict[str, float]]:
     """Seconds per batch of equal chunks, by batch size and hop; the faster of two runs."""
     rows = []
-    for size, index in itertools.product(BATCHES, range(len(HOPS))):
+    for size, index in itertools.product(BATCHES, range(len(subject.hops))):
         best = float("inf")
         for _ in range(2):
-            streams = [(subject.engine.open(voice(i % VOICES)), utterance(i, subject.cumulative)) for i in range(size)]
+            streams = [(subject.engine.open(voice(i % VOICES)), subject.utterance(i)) for i in range(size)]
             for before in range(index):
                 subject.step([(stream, chunks[before]) for stream, chunks in streams])
             batch = [(stream, chunks[index]) for stream, chunks in streams]
             best = min(best, subject.seconds(partial(subject.step, batch)))
             for stream, _ in streams:
                 subject.engine.close(stream)
-        audio = size * HOPS[index] / TOKEN_RATE
-        rows.append({"streams": size, "hop": HOPS[index], "seconds": best, "audio_seconds_per_second": audio / best})
-        print(f"  {size:3d} x {HOPS[index]:3d} tokens: {1e3 * best:7.1f} ms, {audio / best:6.0f} audio-s/s", flush=True)
+        hop = subject.hops[index]
+        audio = size * hop / TOKEN_RATE
+        rows.append({"streams": size, "hop": hop, "seconds": best, "audio_seconds_per_second": audio / best})
+        print(f"  {size:3d} x {hop:3d} tokens: {1e3 * best:7.1f} ms, {audio / best:6.0f} audio-s/s", flush=True)
     return rows
 
 
@@ -263,9 +276,9 @@ def loaded(
 ) -> LoadResult:
     return run_load(
         subject.engine,
-        [utterance(seed, subject.cumulative) for seed in range(utterances)],
+        [subject.utterance(seed) for seed in range(utterances)],
         [voice(seed % VOICES) for seed in range(utterances)],
-        hops=HOPS,
+        hops=subject.hops,
         tokens=UTTERANCE_TOKENS,
         window=window,
         admission=admission,
@@ -297,8 +310,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     subject = Subject.build(stack, args.models, args.device, args.max_streams)
     result: dict[str, Any] = {"stack": args.stack, "weights": weights, "device": gpu, "torch": torch.__version__}
-    result |= {"machine": platform.processor() or platform.machine(), "hops": HOPS, "prompt_tokens": PROMPT_TOKENS}
-    result["host_ms"] = host
+    result |= {"machine": platform.processor() or platform.machine(), "host_ms": host}
+    result |= {"hops": subject.hops, "prompt_tokens": PROMPT_TOKENS}
     loads: list[LoadResult] = []
     if args.listeners:
         for listeners in args.listeners:
