@@ -14,7 +14,7 @@ import tritonclient.grpc as triton
 from common import stacks
 from common.client import grpc_client
 from common.client.requests import SpeechResult, Utterance, read_reference
-from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
+from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, SAMPLE_RATE, SPEAKER_DIM, TAIL_FRAMES, TOKEN_MEL_RATIO
 from common.llm.speech_tokens import read_first_speech_id
 from common.voice.audio import mel_spectrogram
 from common.voice.encoders import ReferenceEncoder
@@ -158,17 +158,20 @@ def token2wav(server: Any, voice: np.ndarray, demo_models: Path) -> Iterator[Tok
 
 
 def test_streamed_audio_equals_the_whole(token2wav: Token2Wav) -> None:
-    """Of chunks that end on boundaries, under the same mask: one final chunk, and four."""
-    tokens = np.random.default_rng(0).integers(0, 6561, 90)
+    """Of chunks that end on boundaries, under the same mask: one final chunk, and three, of which the last one attends
+    to all before it."""
     first = -token2wav.prompt_tokens % STACK.chunk_boundary
+    assert first <= STACK.chunk_boundary - LOOKAHEAD_TOKENS  # so all but a chunk of the mask is in the prompt's cache
+    assert TOKEN_MEL_RATIO * 2 * STACK.chunk_boundary <= TAIL_FRAMES
+    tokens = np.random.default_rng(0).integers(0, 6561, first + 65)
     whole = token2wav.spoken(tokens, [])
-    streamed = token2wav.spoken(tokens, [first + 25, first + 50])
+    streamed = token2wav.spoken(tokens, [first, first + 25])
     assert len(whole) == len(tokens) * TOKEN_MEL_RATIO * HOP_SAMPLES
     np.testing.assert_allclose(streamed, whole, atol=1e-4)
 
 
-def test_a_long_stream_is_rendered_within_its_window(token2wav: Token2Wav) -> None:
-    """20 s, of which the flow computes the last 15 s and the prompt for each chunk."""
+def test_a_long_stream_is_rendered_with_the_past_that_is_kept(token2wav: Token2Wav) -> None:
+    """20 s, of which the flow attends to the last 2 s and the prompt in each chunk."""
     tokens = np.random.default_rng(1).integers(0, 6561, 500)
     first = -token2wav.prompt_tokens % STACK.chunk_boundary
     audio = token2wav.spoken(tokens, list(range(first + 100, len(tokens), 100)))
