@@ -2,6 +2,7 @@
 builds of torch."""
 
 from common.kernels.attention import append, attend_blocks, attend_paged, rotate_first_head
+from common.kernels.convolution import convolve_groups
 from common.kernels.decoder import (
     add,
     attend_pages,
@@ -24,6 +25,7 @@ __all__ = [
     "attend_blocks",
     "attend_paged",
     "attend_pages",
+    "convolve_groups",
     "draw",
     "gate",
     "gated",

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common.kernels.launch import early, wait
-from common.kernels.tiles import FEW_ROWS, tiles
+from common.kernels.tiles import FEW_ROWS, is_few, tiles
 
 
 @triton.jit
@@ -152,6 +152,31 @@ def _linear(
         tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def prepared(
+    x: Tensor,
+    pad: int,
+    *,
+    norm: tuple[Tensor, Tensor] | None = None,
+    eps: float = 1e-5,
+    mish: bool = False,
+    extra: Tensor | None = None,
+    history: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The input of a causal convolution of pad + 1 taps, or of a product: x (R, T, C) -> (R, pad + T, C). The rest as
+    for `linear`."""
+    R, T, C = x.shape
+    scale, shift = norm or (x, x)
+    old, new, frames = history or (x, x, x)
+    made, rows = x.new_empty(R, pad + T, C), R * (pad + T)
+    at_once = 2 if rows <= FEW_ROWS else 8
+    _prepare[(triton.cdiv(rows, at_once),)](
+        x, scale, shift, extra, old, new, frames, made, rows, T, len(frames), eps,
+        C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None, HISTORY=history is not None,
+        BM=at_once, WIDE=triton.next_power_of_2(C), **early(),
+    )  # fmt: skip
+    return made
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -180,16 +205,10 @@ def linear(
     N, pad = weight.shape[0], weight.shape[1] // C - 1
     M, D = R * T, 0
     scale, shift = norm or (x, x)
-    if pad or (norm is not None and M > FEW_ROWS):  # else each tile normalises its rows, which is faster for few tiles
-        old, new, frames = history or (x, x, x)
-        prepared, rows = x.new_empty(R, pad + T, C), R * (pad + T)
-        few = 2 if rows <= FEW_ROWS else 8
-        _prepare[(triton.cdiv(rows, few),)](
-            x, scale, shift, extra, old, new, frames, prepared, rows, T, len(frames), eps,
-            C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None, HISTORY=history is not None,
-            BM=few, WIDE=triton.next_power_of_2(C), **early(),
-        )  # fmt: skip
-        x, norm, mish, extra = prepared, None, False, None
+    few = is_few(M, weight.numel())
+    if pad or (norm is not None and not few):  # else each tile normalises its rows, which is faster for few tiles
+        x = prepared(x, pad, norm=norm, eps=eps, mish=mish, extra=extra, history=history)
+        norm, mish, extra = None, False, None
     if heads is not None:
         out, keys, values = heads
         D = out.shape[-1]

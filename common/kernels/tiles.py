@@ -11,8 +11,14 @@ import torch
 import triton
 
 FEW_ROWS = 128  # at most this many rows of a product use small tiles: large ones would leave multiprocessors idle
+WIDE_WEIGHT = 1 << 20  # values; larger weights occupy them with half as many rows
 FEW_QUERIES = 1024  # the same for attention, whose queries are fewer in a program
 FIRST_TENSOR_CORES = 80  # compute capability 8.0
+
+
+def is_few(rows: int, values: int) -> bool:
+    """Whether a product of that many rows with a weight of that many values uses small tiles."""
+    return rows <= (FEW_ROWS if values <= WIDE_WEIGHT else FEW_ROWS // 2)
 
 
 class ProductTile(NamedTuple):
@@ -48,6 +54,8 @@ class Tiles(NamedTuple):
     paged_few: AttentionTile
     blocks_few: AttentionTile
     queries: AttentionTile
+    convolution_few: ProductTile
+    convolution: ProductTile
     decoder_one: ProductTile  # of a decoder, whose tiles may have two products; one row: without tensor cores
     decoder_few: ProductTile
     decoder_many: ProductTile
@@ -60,7 +68,7 @@ class Tiles(NamedTuple):
 
     def linear(self, M: int, N: int, K: int, D: int) -> ProductTile:
         """For (M, K) x (K, N). D: width of a head, if a tile is one head; else 0."""
-        if M <= FEW_ROWS:
+        if is_few(M, N * K):
             tile = self.few_wide if D or N > 1024 else self.few
         elif D:
             tile = self.heads if M <= 1024 else self.many_heads
@@ -71,6 +79,11 @@ class Tiles(NamedTuple):
         else:
             tile = self.deep if K >= 1536 and M >= 4096 else self.large
         return tile._replace(columns=D) if D else tile
+
+    def grouped_convolution(self, M: int, G: int) -> ProductTile:
+        """For M frames, of groups of G channels."""
+        tile = self.convolution_few if M <= FEW_ROWS else self.convolution
+        return tile._replace(columns=min(tile.columns, G), depth=min(tile.depth, G))
 
     def paged(self, queries: int) -> AttentionTile:
         return self.paged_few if queries <= FEW_QUERIES // 4 else self.queries
@@ -92,6 +105,8 @@ TENSOR_CORES = Tiles(
     paged_few=AttentionTile(16, 64, 4, 3),
     blocks_few=AttentionTile(32, 64, 4, 3),
     queries=AttentionTile(64, 64, 4, 3),
+    convolution_few=ProductTile(16, 64, 64, 4, 4),  # these two are not tuned
+    convolution=ProductTile(64, 64, 64, 4, 4),
     decoder_one=ProductTile(1, 4, 1024, 8, 1),
     decoder_few=ProductTile(16, 32, 64, 2, 6),
     decoder_many=ProductTile(64, 64, 64, 4, 4),
@@ -109,6 +124,8 @@ MULTIPLY_ADD = Tiles(
     paged_few=AttentionTile(16, 32, 4, 1),
     blocks_few=AttentionTile(32, 32, 8, 1),
     queries=AttentionTile(32, 32, 8, 1),
+    convolution_few=ProductTile(16, 32, 16, 4, 1),
+    convolution=ProductTile(64, 32, 16, 4, 1),
     decoder_one=ProductTile(1, 4, 1024, 4, 1),
     decoder_few=ProductTile(16, 16, 32, 4, 1),
     decoder_many=ProductTile(32, 32, 16, 4, 1),

@@ -7,7 +7,10 @@ from common.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, tiles
 from tools.bench import kernels
 from tools.bench.kernels import SHARED_KIB, Launch, compiled, launches, pretended
 
-FLOW = {"add_norm_mish", "append", "attend_blocks", "attend_paged", "linear", "prepare", "rotate_first_head", "snake"}
+FLOW = {
+    "add_norm_mish", "append", "attend_blocks", "attend_paged", "convolve", "linear", "prepare",
+    "rotate_first_head", "snake"
+}  # fmt: skip
 DECODER = {
     "add", "attend_pages", "draw", "gate", "gated", "join_parts", "normed", "project", "project_heads", "turn_heads"
 }  # fmt: skip

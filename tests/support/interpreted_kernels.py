@@ -174,7 +174,7 @@ def compare_rotary(extents: "Extents") -> None:
     what they compute."""
     torch.manual_seed(0)
     estimator = RotaryDiTConfig(
-        width=48, depth=2, heads=3, head_dim=16, feed_forward=40, time_frequencies=16, conv_kernel=5, conv_groups=4,
+        width=64, depth=2, heads=4, head_dim=16, feed_forward=40, time_frequencies=16, conv_kernel=5, conv_groups=2,
         chunk_frames=4,
     )  # fmt: skip
     encoder = LookaheadConfig(hidden=24, chunk_tokens=2)

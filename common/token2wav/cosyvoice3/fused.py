@@ -1,16 +1,32 @@
 """The rotary DiT's solve by fused kernels, for GPUs."""
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 from common import kernels
-from common.flow.cosyvoice3 import NORM_EPS
+from common.constants import EULER_STEPS
+from common.flow.cosyvoice3 import NORM_EPS, CosyVoice3Flow
 from common.token2wav.cached.solver import Rows
 from common.token2wav.cosyvoice3.solver import RotarySolver
 
 
 class FusedRotarySolver(RotarySolver):
-    """Six kernels per block. The convolutions before the first block are cuDNN's."""
+    """Six kernels per block, and four for the convolutions before the first one."""
+
+    def __init__(self, network: CosyVoice3Flow, steps: int = EULER_STEPS):
+        super().__init__(network, steps)
+        groups = network.config.estimator.conv_groups
+        convolutions: list[Any] = [layer[0] for layer in cast(Any, self._positions.children())]
+        self._convolutions = [(_by_group(conv.weight, groups), conv.bias) for conv in convolutions]
+
+    def _begin(self, h: Tensor, step: int, rows: Rows) -> Tensor:
+        """(R, T, C) -> the same tensor"""
+        old, new = rows.scratch.history[step, 0], rows.scratch.next_history[step, 0]
+        first, second = ((old[i], new[i], rows.kept) for i in range(2))
+        y = kernels.convolve_groups(h, *self._convolutions[0], first)
+        return kernels.convolve_groups(y, *self._convolutions[1], second, add_to=h)
 
     def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
         """(R, T, C) -> the same tensor"""
@@ -31,3 +47,8 @@ class FusedRotarySolver(RotarySolver):
         return kernels.linear(
             h, ends.output, ends.output_bias, norm=(ends.scale[step], ends.shift[step]), eps=NORM_EPS
         )  # fmt: skip
+
+
+def _by_group(weight: Tensor, groups: int) -> Tensor:
+    """(C, G, taps) -> (groups, taps, G in, G out)"""
+    return weight.unflatten(0, (groups, -1)).permute(0, 3, 2, 1).contiguous()
