@@ -85,7 +85,6 @@ class Stack:
     cumulative: a chunk is sent with all tokens of its stream so far and its `token_offset`, because the flow computes
         some of them again; otherwise with its new tokens only.
     chunk_boundary: chunks end on multiples of it, counted from the prompt's first token. 1: anywhere.
-    lanes: how many batches token2wav renders at the same time on a GPU, see common/token2wav/limits.py.
     loader, vocoder_loader: "module:function" that load the flow and the vocoder in their streaming forms; imported by
         token2wav only. `hift` is the vocoder's file.
     vocoder_stream_bytes, vocoder_noise_bytes: what the vocoder keeps of a stream at its official sizes, and of the
@@ -117,7 +116,6 @@ class Stack:
     networks: Mapping[str, str] = field(default_factory=dict, hash=False)
     cumulative: bool
     chunk_boundary: int
-    lanes: int = 2
     loader: str
     vocoder_loader: str = "common.token2wav.hift.streaming:load"
     vocoder_stream_bytes: int = 20_000
@@ -171,7 +169,6 @@ DIT = Stack(
     },
     cumulative=False,
     chunk_boundary=1,
-    lanes=3,
     loader="common.token2wav.dit.streaming:load",
     # trtllm-serve at its default port, which names the model after the engine's directory.
     upstream={"llm_transport": "openai", "llm_urls": "http://localhost:8000/v1", "llm_model": COSYVOICE2_LLM.engine},

@@ -20,40 +20,11 @@ Work = Callable[[], Sequence[np.ndarray | Exception]]
 
 
 class RenderedBatch(NamedTuple):
-    """What became of a batch: a result for each of its requests, and the seconds that it took, see `SharedTime`."""
+    """What became of a batch: a result for each of its requests, and the seconds that it took."""
 
     batch: Sequence[QueuedRequest]
     results: Sequence[np.ndarray | Exception]
     seconds: float
-
-
-class SharedTime:
-    """Seconds that batches take which share a GPU: a second in which two are rendered is half a second of each."""
-
-    def __init__(self, clock: Callable[[], float]):
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._batches = 0
-        self._seconds, self._updated = 0.0, clock()
-
-    def begin(self) -> float:
-        """A batch begins; returns what `end` takes."""
-        with self._lock:
-            self._update()
-            self._batches += 1
-            return self._seconds
-
-    def end(self, begun: float) -> float:
-        """Its seconds."""
-        with self._lock:
-            self._update()
-            self._batches -= 1
-            return self._seconds - begun
-
-    def _update(self) -> None:
-        now = self._clock()
-        self._seconds += (now - self._updated) / max(1, self._batches)
-        self._updated = now
 
 
 class BatchThread:
@@ -62,12 +33,12 @@ class BatchThread:
     lane: of the engine, which it renders in. batch: the requests in flight, empty if there are none.
     """
 
-    def __init__(self, lane: int, *, on_done: Callable[[], None], time: SharedTime):
-        """on_done: called from the thread after each batch. time: of the lanes that it shares the GPU with."""
+    def __init__(self, lane: int, *, on_done: Callable[[], None], clock: Callable[[], float]):
+        """on_done: called from the thread after each batch."""
         self.lane = lane
         self.batch: Sequence[QueuedRequest] = ()
         self._on_done = on_done
-        self._time = time
+        self._clock = clock
         self._rendering: Future[RenderedBatch] | None = None
         self._work: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"token2wav-lane-{lane}", daemon=True)
@@ -103,13 +74,13 @@ class BatchThread:
         self._thread.join()
 
     def _rendered(self, batch: Sequence[QueuedRequest], work: Work) -> RenderedBatch:
-        begun = self._time.begin()
+        begun = self._clock()
         results: Sequence[np.ndarray | Exception]
         try:
             results = work()
         except Exception as error:  # one that no batch would survive
             results = [error] * len(batch)
-        return RenderedBatch(batch, results, self._time.end(begun))
+        return RenderedBatch(batch, results, self._clock() - begun)
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
@@ -131,11 +102,7 @@ class BatchThreads:
     def __init__(self, engine: Token2Wav, *, on_done: Callable[[], None], clock: Callable[[], float]):
         """See `BatchThread`."""
         self._engine = engine
-        shared = SharedTime(clock)  # first chunks tell nothing about the cost of others
-        self._threads = {
-            lane: BatchThread(lane, on_done=on_done, time=SharedTime(clock) if lane == STARTS else shared)
-            for lane in range(engine.lanes)
-        }
+        self._threads = {lane: BatchThread(lane, on_done=on_done, clock=clock) for lane in range(engine.lanes)}
 
     def __iter__(self) -> Iterator[BatchThread]:
         return iter(sorted(self._threads.values(), key=lambda thread: thread.lane != STARTS))

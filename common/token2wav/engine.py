@@ -157,7 +157,6 @@ class Token2Wav:
             first_hop_tokens=config.first_hop_tokens,
             max_hop_tokens=config.max_hop_tokens,
             chunk_boundary=stack.chunk_boundary,
-            lanes=stack.lanes,
         )
         names = config.flow_precision, config.vocoder_precision
         return cls.load(

@@ -19,12 +19,12 @@ from common.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from common.stacks import Stack
 from common.token2wav.scheduler import STARTS
 
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
 LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
+LANES = 2  # batches that are rendered at the same time on a GPU: one of first chunks, see `scheduler.STARTS`
 MAX_BATCH = 64  # chunks; larger batches gain nothing
 START_BATCH = 8  # first chunks, or prompts, of a batch of their own
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -53,7 +53,7 @@ class BatchLimits:
     """The limits of a token2wav model, and the batch and graph sizes that follow from them.
 
     max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
-    chunks end on its multiples (`Stack.chunk_boundary`). lanes: how many there are with CUDA graphs (`Stack.lanes`).
+    chunks end on its multiples (`Stack.chunk_boundary`). lanes: how many there are with CUDA graphs.
     lane: the one that is limited; STARTS has small batches. ValueError if a chunk of the largest hop alone is beyond
     the limits.
     """
@@ -62,7 +62,7 @@ class BatchLimits:
     first_hop_tokens: int = Token2WavConfig.first_hop_tokens
     max_hop_tokens: int = Token2WavConfig.max_hop_tokens
     chunk_boundary: int = 1
-    lanes: int = Stack.lanes
+    lanes: int = LANES
     lane: int = 0
     prefill_frames = PREFILL_FRAMES
 

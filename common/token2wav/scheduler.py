@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-# A lane renders one batch at a time. If there are several, this one renders first chunks and prompts, and the others
-# everything else: see `lane_takes`.
+# A lane renders one batch at a time. If there are two, this one renders first chunks and prompts, and lane 0 everything
+# else: see `lane_takes`.
 STARTS = 1
 # The fixed cost of a batch, in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow
 # (docs/results/token2wav.md); the UNet's ratio is about the same.
@@ -17,10 +17,6 @@ START_TOKENS = 300
 PLENTY_SECONDS = 1.0
 UNHURRIED_SHARE = 0.5
 COMPANY_SHARE = 0.25
-# While one batch of later chunks is rendered and at least this share of the tokens of a batch waits, another one is
-# rendered beside it: together they take less time than one after the other, but each of them takes longer, and so do
-# first chunks.
-BACKLOG_SHARE = 0.5
 # While a listener with a queued chunk has less audio left than this, one voice at a time is prefilled.
 NEARLY_DRY_SECONDS = 0.25
 # Nobody listens to a whole utterance while it is rendered: it waits this long for the listeners, and after that for
@@ -96,23 +92,17 @@ def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_fra
     return chosen[:free]
 
 
-def lane_takes(lane: int, lanes: int, waiting: Sequence[Candidate], max_tokens: int) -> list[int]:
+def lane_takes(lane: int, lanes: int, waiting: Sequence[Candidate]) -> list[int]:
     """Indices of what a lane that is free may render now, given what no other lane has taken.
 
-    Of several lanes, STARTS renders first chunks, and lane 0 all others, or first chunks if there are no others. A
-    further lane renders chunks beside lane 0, but none that is served alone, and only of a backlog, see BACKLOG_SHARE;
-    max_tokens: as for `pick`.
+    Of two lanes, STARTS renders first chunks, and lane 0 all others, or first chunks if there are no others.
     """
     if lanes == 1:
         return list(range(len(waiting)))
     firsts = [index for index, request in enumerate(waiting) if request.start]
-    others = [index for index, request in enumerate(waiting) if not request.start]
     if lane == STARTS:
         return firsts
-    if lane == 0:
-        return others or firsts
-    chunks = {index: waiting[index].tokens or 0 for index in others if waiting[index].tokens is not None}
-    return list(chunks) if sum(chunks.values()) >= BACKLOG_SHARE * max_tokens else []
+    return [index for index, request in enumerate(waiting) if not request.start] or firsts
 
 
 def pick(

@@ -287,7 +287,7 @@ class Token2WavService:
         waiting = self._candidates() if idle else []
         for thread in idle:
             candidates = [candidate for candidate, _ in waiting]
-            if not (of_lane := lane_takes(thread.lane, self._engine.lanes, candidates, self._engine.batch_tokens)):
+            if not (of_lane := lane_takes(thread.lane, self._engine.lanes, candidates)):
                 continue
             chosen = pick(
                 [candidates[index] for index in of_lane],

@@ -116,23 +116,19 @@ class FakeEngine:
 
 @dataclass
 class FakeLanes(FakeEngine):
-    """Renders first chunks apart, held back by `starts_gate`, and in a third lane more batches, held back by
-    `more_gate`; `broken` is what the service did that an engine does not allow."""
+    """Renders first chunks apart, held back by `starts_gate`; `broken` is what the service did that an engine does not
+    allow."""
 
     lanes: int = 2
     starts_gate: threading.Event = field(default_factory=threading.Event)
     starts_entered: threading.Event = field(default_factory=threading.Event)
     starts: list[list[int]] = field(default_factory=list)  # as `batches`, of those that were rendered apart
-    more_gate: threading.Event = field(default_factory=threading.Event)
-    more_entered: threading.Event = field(default_factory=threading.Event)
-    more: list[list[int]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     limits: BatchLimits = BatchLimits(max_streams=24)
 
     def __post_init__(self):
         super().__post_init__()
         self.starts_gate.set()
-        self.more_gate.set()
         self._lock = threading.Lock()
         self._rendering = [()] * self.lanes  # chunks
 
@@ -169,10 +165,6 @@ class FakeLanes(FakeEngine):
                 self.starts_entered.set()
                 self.starts_gate.wait(10)
                 return self.audio(chunks, self.starts)
-            if lane > STARTS:
-                self.more_entered.set()
-                self.more_gate.wait(10)
-                return self.audio(chunks, self.more)
             return super().render(chunks)
         finally:
             self._rendering[lane] = ()
@@ -223,7 +215,7 @@ def ended(service, engine):
     try:
         yield
     finally:
-        for gate in (engine.gate, engine.starts_gate, engine.more_gate):
+        for gate in (engine.gate, engine.starts_gate):
             gate.set()
         service.close()
         sys.setswitchinterval(interval)

@@ -32,7 +32,7 @@ from common.token2wav.unet.streaming import UNetStreaming
 from tests.support.streams import VOICES_BYTES
 from tests.token2wav.test_graphs import STEPS, Replayed
 
-LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20, lanes=3)
+LIMITS = BatchLimits(max_streams=4, first_hop_tokens=10, max_hop_tokens=20)
 CONTEXT = 40  # tokens
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.token2wav.batch_thread import BatchThread, RenderedBatch, SharedTime
+from common.token2wav.batch_thread import BatchThread, RenderedBatch
 
 BATCH: Any = ("one", "two")  # stand for requests, which it only hands back
 AUDIO = np.zeros(3, np.float32)
@@ -36,7 +36,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def thread(done: threading.Event, clock: Clock) -> Iterator[BatchThread]:
-    made = BatchThread(0, on_done=done.set, time=SharedTime(clock))
+    made = BatchThread(0, on_done=done.set, clock=clock)
     yield made
     made.close()
 
@@ -90,7 +90,7 @@ def interrupt() -> None:
 
 
 def test_it_ends_after_the_batch_which_can_still_be_taken(done: threading.Event, clock: Clock) -> None:
-    gate, thread = threading.Event(), BatchThread(7, on_done=done.set, time=SharedTime(clock))
+    gate, thread = threading.Event(), BatchThread(7, on_done=done.set, clock=clock)
     thread.render(BATCH, lambda: [AUDIO] if gate.wait(10) else [])
     threading.Timer(0.05, gate.set).start()
     thread.close()
@@ -117,20 +117,3 @@ def test_an_idle_thread_keeps_nothing_of_its_last_batch(thread: BatchThread, don
         gc.collect()
         time.sleep(0.01)
     assert kept() is None
-
-
-def test_batches_that_share_the_gpu_share_its_time(clock: Clock) -> None:
-    """The first one alone for a second, with the second one for two, and that one alone for a third."""
-    shared = SharedTime(clock)
-    clock.now = 5.0  # nothing is rendered until now
-    first = shared.begin()
-    clock.now = 6.0
-    second = shared.begin()
-    clock.now = 8.0
-    assert shared.end(first) == 2.0
-    clock.now = 9.0
-    assert shared.end(second) == 2.0
-    clock.now = 20.0
-    alone = shared.begin()
-    clock.now = 20.5
-    assert shared.end(alone) == 0.5

@@ -149,7 +149,7 @@ def spoken(engine: Token2Wav, replays: list[Noted]) -> list[np.ndarray]:
         assert {replay.lane for replay in replays} <= {min(STARTS, engine.lanes - 1)}
         chunks = {row: left.pop(0).of(engine, stream) for row, (stream, left) in live.items()}
         for starts in (True, False):
-            lane = min(STARTS if starts else 2 * (turn % 2), engine.lanes - 1)
+            lane = min(STARTS if starts else 0, engine.lanes - 1)
             rows = [row for row, chunk in chunks.items() if engine.is_start(chunk) == starts]
             replays.clear()
             for row, result in zip(rows, engine.render([chunks[row] for row in rows], lane), strict=True):

@@ -85,17 +85,10 @@ def test_chunks_that_are_shorter_than_the_most_urgent_one_wait_if_others_of_its_
 def test_the_lane_of_first_chunks_and_that_of_all_others_take_their_own() -> None:
     start, whole = chunk()._replace(start=True), chunk(audio_left=0.1, tokens=None)
     waiting = [start, chunk(audio_left=1.0), start, whole, chunk(audio_left=0.2)]
-    assert lane_takes(STARTS, 3, waiting, 1600) == lane_takes(STARTS, 2, waiting, 1600) == [0, 2]
-    assert lane_takes(0, 3, waiting, 1600) == lane_takes(0, 2, waiting, 1600) == [1, 3, 4]
-    assert lane_takes(0, 3, [start, start], 1600) == [0, 1]  # it helps where there is nothing else to do
-    assert lane_takes(0, 1, waiting, 1600) == [*range(5)]
-
-
-def test_a_further_lane_takes_the_chunks_of_a_backlog() -> None:
-    start, whole = chunk(tokens=700)._replace(start=True), chunk(audio_left=0.1, tokens=None)
-    waiting = [whole, start, *(chunk(audio_left=1.0, tokens=100) for _ in range(8))]
-    assert lane_takes(2, 3, waiting, 1600) == [*range(2, 10)]
-    assert lane_takes(2, 3, waiting, 1602) == lane_takes(2, 3, waiting[:-1], 1600) == []
+    assert lane_takes(STARTS, 2, waiting) == [0, 2]
+    assert lane_takes(0, 2, waiting) == [1, 3, 4]
+    assert lane_takes(0, 2, [start, start]) == [0, 1]  # it helps where there is nothing else to do
+    assert lane_takes(0, 1, waiting) == [*range(5)]
 
 
 def test_requests_without_a_chunk_are_served_alone() -> None:

@@ -185,7 +185,7 @@ class Subject:
             directory = models / stack.checkpoint
             flow, hift = case.load_flow(directory / stack.flow, device), case.load_hift(directory / stack.hift, device)
         precision = Precision.named("auto", "auto", device)
-        limits = BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary, lanes=stack.lanes)
+        limits = BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary)
         noise = case.noise(hift.config.harmonics + 1, device)
         plain = case.stream_hift(hift, noise, limits=replace(limits, max_streams=1), graphs=False)
         vocoder = case.stream_hift(copy.deepcopy(hift).body_to(precision.vocoder), noise, limits=limits)
