@@ -37,10 +37,9 @@ from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise, uniform_noise
 from common.token2wav.scheduler import STARTS
 from common.token2wav.stream import Chunk, Stream, VocoderState
-from common.token2wav.unet.streaming import UNetStreaming
+from common.token2wav.unet.graphs import GraphedWindowSolve
+from common.token2wav.unet.streaming import PlainWindowSolve, UNetStreaming
 from common.token2wav.vocoder_graphs import GraphedRenderer
-from common.token2wav.window.graphs import GraphedWindowSolve
-from common.token2wav.window.streaming import PlainWindowSolve
 from common.voice.prompt import Prompt
 from tools.bench.token2wav import randomise
 

@@ -29,9 +29,9 @@ from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise, source_noise, uniform_noise
 from common.token2wav.scheduler import STARTS
 from common.token2wav.stream import Chunk, Stream, VocoderState
+from common.token2wav.unet.graphs import GraphedWindowSolve
 from common.token2wav.unet.streaming import UNetStreaming
 from common.token2wav.vocoder_graphs import GraphedRenderer
-from common.token2wav.window.graphs import GraphedWindowSolve
 from tests.support.streams import ids, prompt
 
 STEPS = 2

@@ -100,6 +100,11 @@ def test_each_gpu_holds_its_streams_in_as_many_voices(
         (stacks.DIT, 46, 128, 2),
         (stacks.UNET, 7.5, 4, 2),
         (stacks.UNET, 22.5, 32, 2),
+        (stacks.COSYVOICE3, 11.5, 6, 2),
+        (stacks.COSYVOICE3, 15.5, 12, 2),
+        (stacks.COSYVOICE3, 22.5, 16, 2),
+        (stacks.COSYVOICE3, 46, 58, 2),
+        (stacks.COSYVOICE3, 78, 100, 2),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )

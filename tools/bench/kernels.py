@@ -40,8 +40,8 @@ from common.token2wav.dit.fused import FusedDiTSolver
 from common.token2wav.limits import COSYVOICE3_FRAMES, DIT_FRAMES, UNET_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
 from common.token2wav.scheduler import STARTS
+from common.token2wav.unet import graphs as window_graphs
 from common.token2wav.unet.fused import FusedUNet
-from common.token2wav.window import graphs as window_graphs
 from tools.demo_model.llm import OFFICIAL as LLM_SIZES
 
 # Shared memory that one block can use, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".

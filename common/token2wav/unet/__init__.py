@@ -1,1 +1,1 @@
-"""CosyVoice2's UNet flow over streams: its fused estimator."""
+"""CosyVoice2's UNet flow over streams, which keeps no caches."""

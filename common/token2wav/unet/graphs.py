@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from common.constants import TOKEN_MEL_RATIO
-from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.matching import time_schedule
 from common.flow.unet import UNetFlow
 from common.token2wav.graphs import Graphs
 from common.token2wav.limits import Size
 from common.token2wav.noise import NoiseTape
-from common.token2wav.window.window import WindowChunk, noise_indices
+from common.token2wav.unet.window import WindowChunk, noise_indices
 
 
 class FusedEstimator(Protocol):
@@ -30,7 +29,7 @@ class GraphedWindowSolve:
 
     def __init__(
         self,
-        network: UNetFlow | CosyVoice3Flow,
+        network: UNetFlow,
         estimator: FusedEstimator,
         noise: NoiseTape,
         sizes: Sequence[Size],
