@@ -23,6 +23,7 @@ LLMEngine = Literal["auto", "tensorrt_llm", "vllm", "cuda", "onnxruntime_genai"]
 SpeakerRuntime = Literal["onnxruntime", "tensorrt"]
 FlowRuntime = Literal["auto", "torch", "cuda_graph", "onnxruntime", "tensorrt"]  # see common/accel/loading.py
 InstanceKind = Literal["KIND_AUTO", "KIND_CPU", "KIND_GPU"]
+PromptDevice = Literal["auto", "cpu"]  # auto: that of the other models
 SamplingName = Literal["cosyvoice2", "triton"]
 AdmissionName = Literal["measured", "count"]  # see common/token2wav/admission.py
 
@@ -293,6 +294,7 @@ class Token2WavConfig(HopConfig):
     gpu_memory_gib: GiB of the GPU that all models of the server may take together; None: what is free. What remains
         beside the others and `max_streams` streams is for prompt caches, see common/token2wav/memory_plan.py.
     llm_memory_gib: of the memory of `llm_gpu`, the LLM's; None: `planned_llm_gib`.
+    prompt_device: where `audio_tokenizer` and `speaker_embedding` compute.
     flow_runtime: what runs the flow's estimator, see docs/accelerators.md; "auto" needs only the checkpoint's files.
     flow_contexts: execution contexts of each TensorRT plan of the flow, see docs/tensorrt.md.
     flow_precision, vocoder_precision: precision of the networks. "auto": float16 on a GPU, float32 on a CPU, except
@@ -312,6 +314,7 @@ class Token2WavConfig(HopConfig):
     idle_seconds: float = 60.0
     gpu_memory_gib: float | None = None
     llm_memory_gib: float | None = None
+    prompt_device: PromptDevice = "auto"
     flow_runtime: FlowRuntime = "auto"
     flow_contexts: int = 1
     flow_precision: Literal["auto", "float32", "float16", "bfloat16"] = "auto"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from common.flow.config import EncoderConfig
 from common.flow.layers import CausalConv1d, Conv1d, merge_heads, split_heads
 
-SCORES_AT_ONCE = 1 << 26  # 128 MiB in float16
+SCORES_AT_ONCE = 1 << 26  # 128 MiB in float16; half of that is slower
 QUERIES_AT_ONCE = 64  # a tile of the attention kernel
 
 
@@ -194,6 +194,15 @@ def query_blocks(length: int, rows: int) -> list[tuple[int, int]]:
     """
     if torch.compiler.is_exporting():
         return [(0, length)]
-    most = SCORES_AT_ONCE // (rows * 2 * length) // QUERIES_AT_ONCE * QUERIES_AT_ONCE
-    size = max(most, QUERIES_AT_ONCE)
+    size = _queries_at_once(length, rows)
     return [(first, min(first + size, length)) for first in range(0, length, size)]
+
+
+def scores_at_once(length: int, rows: int) -> int:
+    """Scores by distance of the largest of these blocks."""
+    return min(_queries_at_once(length, rows), length) * rows * 2 * length
+
+
+def _queries_at_once(length: int, rows: int) -> int:
+    most = SCORES_AT_ONCE // (rows * 2 * length) // QUERIES_AT_ONCE * QUERIES_AT_ONCE
+    return max(most, QUERIES_AT_ONCE)

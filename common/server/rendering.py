@@ -49,6 +49,8 @@ _SHARED: dict[str, type[ModelConfig]] = {
     "tensorrt_llm": TensorrtLLMConfig,
 }
 
+_PROMPT_MODELS = ("audio_tokenizer", "speaker_embedding")
+
 # Keys that upstream's commands do not give and no model reads.
 _TEMPLATE_DEFAULTS = {
     "instance_kind": "KIND_AUTO",  # the GPU if there is one
@@ -136,7 +138,8 @@ class StackOptions:
 
     models_dir: the directory with all checkpoints; `stacks` names the folders in it: the stack's checkpoint, its LLM,
         and what the LLM's engine loads if that is another folder. voices/ contains the registered voices.
-    stack: its name. decoupled: streamed responses. device: for the prompt models and token2wav.
+    stack: its name. decoupled: streamed responses. device: for the prompt models, unless the setting `prompt_device`
+        says otherwise, and token2wav.
     llm_urls, llm_model: for `llm_transport` "openai". llm_backend, llm_engine (of the python backend), llm_engine_dir:
         for the model `tensorrt_llm`. settings: further template keys, for every model that has them.
     """
@@ -301,9 +304,11 @@ def _filled_configs(options: StackOptions) -> dict[str, str]:
     known = {key for template in templates.values() for key in placeholders(template)}
     if unknown := sorted(options.settings.keys() - known):
         raise ValueError(f"unknown setting {unknown[0]!r}; the models of this stack have {', '.join(sorted(known))}")
-    values = options.values() | dict(options.settings)
     configs = {}
     for name, template in templates.items():
+        values = options.values() | dict(options.settings)
+        if name in _PROMPT_MODELS and values.get("prompt_device") == "cpu":
+            values |= {"instance_kind": "KIND_CPU", "instance_gpus": ""}
         filled = fill(template, {key: values[key] for key in placeholders(template) if key in values})
         configs[name] = re.sub(r'^name: *"\w+"', f'name: "{name}"', filled, count=1, flags=re.MULTILINE)
         parse(configs[name], name)

@@ -393,6 +393,7 @@ def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision:
         flow_size=precision.flow.itemsize,
         vocoder_size=precision.vocoder.itemsize,
         steps=config.n_timesteps,
+        prompt_device=config.prompt_device,
     )
     if torch.device(config.device).type != "cuda":
         return limits, voices_on_host(networks, limits)
@@ -402,7 +403,7 @@ def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision:
     if config.gpu_memory_gib is not None:
         may_take = int(config.gpu_memory_gib * GIB)
     else:  # of the parts of the plan, this process's own is taken, and the other models' may be
-        may_take = free + PROCESS + sum(other_models(config.max_streams, config.llm_share_gib).values())
+        may_take = free + PROCESS + sum(other_models(networks, config.max_streams, config.llm_share_gib).values())
     made = plan_memory(networks, limits, min(may_take, has), config.llm_share_gib)
     made.log()
     torch.cuda.set_per_process_memory_fraction(made.own / has, config.device)

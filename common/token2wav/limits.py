@@ -36,7 +36,7 @@ STEP = 8  # the largest class of each kind is a multiple of it
 
 # Most of a whole batch, padding included: larger ones gain no speed, and their temporary tensors take 0.5 to 1 GB.
 DIT_FRAMES = 6656
-ENCODER_TOKENS = 26_624
+ENCODER_TOKENS = 13_312
 UNET_FRAMES = 13_312
 COSYVOICE3_FRAMES = 4096  # of twice the width of the others; not tuned on a GPU
 HIFT_FRAMES = 4096

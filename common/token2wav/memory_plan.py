@@ -1,7 +1,7 @@
 """What a token2wav model takes of a GPU, computed from its settings and its networks' sizes before they are loaded.
 
-A GPU's memory is shared by the LLM, the prompt models and token2wav, which needs, whatever happens, its process,
-weights, the temporary tensors of the largest batches, `max_streams` streams, and for each of them a voice of
+A GPU's memory is shared by tritonserver, the LLM, the prompt models and token2wav, which needs, whatever happens, its
+process, weights, the temporary tensors of the largest batches, `max_streams` streams, and for each of them a voice of
 VOICE_SECONDS, or one of the longest. What remains is for more and longer voices.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from common.checkpoint import Shapes, read_state, shapes_of
-from common.config import SPARE_REQUESTS, planned_llm_gib
+from common.config import SPARE_REQUESTS, PromptDevice, planned_llm_gib
 from common.constants import (
     HOP_SAMPLES,
     MAX_REFERENCE_SECONDS,
@@ -30,7 +30,7 @@ from common.flow.config import (
     RotaryDiTConfig,
     UNetFlowConfig,
 )
-from common.flow.encoder import SCORES_AT_ONCE
+from common.flow.encoder import scores_at_once
 from common.stacks import Stack
 from common.token2wav.limits import (
     COSYVOICE3_FRAMES,
@@ -51,9 +51,12 @@ VOICE_SECONDS = 5.0  # of its recording
 UNPLANNED_VOICES = 4 * GIB  # for prompt caches where nothing is planned: in offline tools
 
 # Measured on a GPU (docs/results/memory.md).
-PROCESS = 700 * MIB  # CUDA's context, kernels, the libraries' work space
-PROMPT_MODELS = 1 * GIB  # the processes of `audio_tokenizer` and `speaker_embedding`
-GRAPH = 4 * MIB  # inputs and launches of one
+SERVER = 1000 * MIB  # tritonserver itself and the MPS daemon: what the other parts do not explain
+PROMPT_MODELS = 900 * MIB  # the process of `audio_tokenizer` apart from weights; `speaker_embedding` is on the CPU
+PROCESS = 750 * MIB  # CUDA's context and kernels
+LAUNCHES = 3 * MIB  # of a CUDA graph, beside torch's memory
+GRAPH_INPUTS = 1 * MIB  # of one, and results
+WORK_SPACE = 60 * MIB  # of the libraries, for each lane
 FLOW_NOISE = 5 * MIB
 # Values that are alive at once for a token or frame of a batch, per unit of the network's width.
 ENCODER_VALUES = 20
@@ -61,7 +64,8 @@ DIT_VALUES = 24
 UNET_VALUES = 28
 ROTARY_VALUES = 32  # estimated, not measured
 HIFT_VALUES = 250  # per sample
-SCORE_VALUES = 3
+WHOLE_HIFT_VALUES = 150  # the same of a whole utterance, which has no graph
+SCORE_VALUES = 1.6
 FRAGMENTS = 1.25  # the tensors of one network do not fill the places of another's exactly
 
 
@@ -71,7 +75,8 @@ class Networks:
 
     shapes: of the flow's tensors. vocoder: most values that its file can hold. vocoder_stream, noise: bytes of the
     vocoder's part of a stream, and of the noise of flow and vocoder. flow_size, vocoder_size: bytes per value in which
-    they compute. steps: of the Euler solve.
+    they compute. steps: of the Euler solve. tokenizer: bytes of the speech tokenizer's weights; None if the prompt
+    models are on the CPU.
     """
 
     flow: DiTFlowConfig | UNetFlowConfig | CosyVoice3FlowConfig
@@ -82,10 +87,22 @@ class Networks:
     flow_size: int
     vocoder_size: int
     steps: int
+    tokenizer: int | None
 
     @classmethod
-    def read(cls, stack: Stack, model_dir: Path, *, flow_size: int, vocoder_size: int, steps: int) -> "Networks":
+    def read(
+        cls,
+        stack: Stack,
+        model_dir: Path,
+        *,
+        flow_size: int,
+        vocoder_size: int,
+        steps: int,
+        prompt_device: PromptDevice = "auto",
+    ) -> "Networks":
         """From the files of a checkpoint, of which only the sizes are read."""
+        tokenizer = model_dir / stack.speech_tokenizer  # another model reads it, maybe from elsewhere
+        tokenizer_size = tokenizer.stat().st_size if tokenizer.exists() else 0
         shapes = shapes_of(read_state(model_dir / stack.flow, "meta"))
         return cls(
             flow=resolve_name(stack.flow_config).from_shapes(shapes),
@@ -96,6 +113,7 @@ class Networks:
             flow_size=flow_size,
             vocoder_size=vocoder_size,
             steps=steps,
+            tokenizer=None if prompt_device == "cpu" else tokenizer_size,
         )
 
     @property
@@ -136,15 +154,15 @@ class Networks:
         """Bytes of temporary tensors: of the network that needs most, because they take turns, for each of the batches
         that are computed at the same time."""
         of_each = (max(self._encoder(of), self._solve(of), self._vocode(of)) for of in limits.of_each_lane)
-        return int(FRAGMENTS * sum(of_each))
+        return int(FRAGMENTS * sum(of_each)) + WORK_SPACE * limits.lanes
 
     def _encoder(self, limits: BatchLimits) -> int:
         config, sizes = self.flow.encoder, limits.sizes(limits.window_tokens, ENCODER_TOKENS)
         if isinstance(config, LookaheadConfig):  # no attention
             return ENCODER_VALUES * config.hidden * _most(sizes) * self.flow_size
-        scores = max(2 * config.heads * B * (TOKEN_MEL_RATIO * T) ** 2 for B, T in sizes)
+        scores = max(scores_at_once(TOKEN_MEL_RATIO * T, config.heads * B) for B, T in sizes)
         values = ENCODER_VALUES * config.width * TOKEN_MEL_RATIO * _most(sizes)
-        return (values + SCORE_VALUES * min(SCORES_AT_ONCE, scores)) * self.flow_size
+        return int(values + SCORE_VALUES * scores) * self.flow_size
 
     def _solve(self, limits: BatchLimits) -> int:
         if isinstance(self.flow, UNetFlowConfig):
@@ -170,11 +188,15 @@ class Networks:
     @property
     def whole(self) -> int:
         """Bytes of temporary tensors outside of graphs: of whole utterances, up to the length of the longest voice."""
-        return int(HIFT_VALUES * HOP_SAMPLES * MEL_RATE * MAX_REFERENCE_SECONDS) * self.vocoder_size
+        frames = int(MEL_RATE * MAX_REFERENCE_SECONDS)
+        flow = (
+            0 if isinstance(self.flow, UNetFlowConfig) else 2 * self._cached[1] * self.flow.estimator.width * 2 * frames
+        )
+        return max(WHOLE_HIFT_VALUES * HOP_SAMPLES * frames * self.vocoder_size, flow * self.flow_size)
 
     def graphs(self, limits: BatchLimits) -> int:
-        """Bytes of the CUDA graphs apart from temporary tensors."""
-        return GRAPH * sum(len(sizes) for of in limits.of_each_lane for sizes in self._graph_sizes(of))
+        """How many CUDA graphs there are."""
+        return sum(len(sizes) for of in limits.of_each_lane for sizes in self._graph_sizes(of))
 
     def _graph_sizes(self, limits: BatchLimits) -> list[list[Size]]:
         """Of each function."""
@@ -211,7 +233,7 @@ class MemoryPlan:
     @property
     def own(self) -> int:
         """Bytes that torch may allocate in token2wav's process."""
-        return self.memory - sum(self.parts[name] for name in ("LLM", "prompt models", "process"))
+        return self.memory - sum(self.parts[name] for name in _NOT_OF_TORCH)
 
     def log(self) -> None:
         logger.info("%s", self)
@@ -226,10 +248,15 @@ class MemoryPlan:
         return "\n".join(["memory of the GPU:", *lines])
 
 
-def other_models(streams: int, llm_gib: float | None) -> dict[str, int]:
-    """Bytes of the GPU that the other models take. llm_gib: the LLM's; None: `planned_llm_gib`."""
+# The parts of a plan that torch does not allocate in token2wav's process.
+_NOT_OF_TORCH = ("server", "LLM", "prompt models", "process")
+
+
+def other_models(networks: Networks, streams: int, llm_gib: float | None) -> dict[str, int]:
+    """Bytes of the GPU that the other processes take. llm_gib: the LLM's; None: `planned_llm_gib`."""
     llm = planned_llm_gib(streams + SPARE_REQUESTS) if llm_gib is None else llm_gib
-    return {"LLM": int(GIB * llm), "prompt models": PROMPT_MODELS}
+    prompts = 0 if networks.tokenizer is None else PROMPT_MODELS + networks.tokenizer
+    return {"server": SERVER, "LLM": int(GIB * llm), "prompt models": prompts}
 
 
 def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: float | None) -> MemoryPlan:
@@ -241,12 +268,13 @@ def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: f
 
     def missing(streams: int, lanes: int = 1) -> tuple[MemoryPlan, int]:
         fewer = replace(limits, max_streams=streams, lanes=lanes)
+        graphs = networks.graphs(fewer)
         parts = {
-            **other_models(streams, llm_gib),
-            "process": PROCESS,
+            **other_models(networks, streams, llm_gib),
+            "process": PROCESS + LAUNCHES * graphs,
             "weights": networks.weights,
             "temporary tensors": networks.batches(fewer),
-            "graphs": networks.graphs(fewer),
+            "graphs": GRAPH_INPUTS * graphs,
             "streams": networks.streams(streams),
             "whole utterances": networks.whole,
         }
@@ -264,6 +292,7 @@ def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: f
     raise ValueError(
         f"max_streams {streams} needs {needed} GiB, and gpu_memory_gib is {memory / GIB:.1f}: set "
         + (f"max_streams <= {fitting} or " if fitting else "")
+        + ("prompt_device cpu or " if lacking <= made.parts["prompt models"] else "")
         + f"gpu_memory_gib >= {needed}\n{made}"
     )
 

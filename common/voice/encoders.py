@@ -36,6 +36,7 @@ from common.voice.torchaudio_stub import torchaudio_or_stub
 logger = logging.getLogger(__name__)
 
 SESSION_THREADS = 2  # of the CAM++ session: by default onnxruntime would use all cores and slow down other models
+SECONDS_AT_ONCE = 60.0  # of recordings in a run of the speech tokenizer, padding included: 0.25 GiB of a GPU
 TOKENIZER_FILES = "speech_tokenizer_v[23]*.onnx"
 S3_HEAD_DIM = 64  # of the S3 tokenizer's attention; cannot be derived from the weights' shapes
 
@@ -49,7 +50,21 @@ class AudioTokenizer:
         self._device = device
 
     def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Float32 waves (N_i,) of at most 30 s to int64 ids (P_i,) in 0..6560; one padded batch, masked by length."""
+        """Float32 waves (N_i,) of at most 30 s to int64 ids (P_i,) in 0..6560."""
+        order = sorted(range(len(waves)), key=lambda index: len(waves[index]))  # the batches are then padded least
+        at_once = int(SECONDS_AT_ONCE * PROMPT_SAMPLE_RATE)
+        runs: list[list[int]] = [[]]
+        for index in order:
+            if runs[-1] and (len(runs[-1]) + 1) * len(waves[index]) > at_once:
+                runs.append([])
+            runs[-1].append(index)
+        tokens: dict[int, np.ndarray] = {}
+        for run in runs:
+            tokens |= zip(run, self._encode([waves[index] for index in run]), strict=True)
+        return [tokens[index] for index in range(len(waves))]
+
+    def _encode(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """One padded batch, masked by length."""
         mels = [self._s3.log_mel_spectrogram(torch.from_numpy(wave)) for wave in waves]
         mel, mel_len = self._s3.padding(mels)  # (B, 128, T), (B,)
         codes, code_len = self._model.quantize(mel.to(self._device), mel_len.to(self._device))  # (B, P), (B,)

@@ -252,6 +252,18 @@ def test_each_gpu_of_token2wav_has_a_model_of_its_own(stack, tmp_path, monkeypat
     assert settings_of(wanted.orchestrator).from_triton(as_args(orchestrator)).token2wav_gpus == (0, 3)
 
 
+@pytest.mark.parametrize("stack", stacks.BUILT_IN, ids=lambda stack: stack.name)
+def test_prompt_models_can_be_on_the_cpu_beside_the_others_on_a_gpu(stack, tmp_path):
+    settings = {"prompt_device": "cpu", "llm_gpu": "0"}
+    given = options(tmp_path, stack=stack.name, device="gpu", settings=settings)
+    configs = {name: parse(text, name) for name, text in rendering._filled_configs(given).items()}
+    for name in ("audio_tokenizer", "speaker_embedding"):
+        (group,) = configs[name].instance_group
+        assert (group.kind, list(group.gpus)) == (group.KIND_CPU, [])
+    assert configs[stack.token2wav].parameters["instance_kind"].string_value == "KIND_GPU"
+    assert configs[stack.token2wav].parameters["prompt_device"].string_value == "cpu"  # for the plan of the memory
+
+
 def test_models_on_a_cpu_name_no_gpus(tmp_path):
     """With KIND_CPU, Triton refuses them."""
     configs = rendering._filled_configs(options(tmp_path, device="cpu", settings={"token2wav_gpus": "0 1"}))

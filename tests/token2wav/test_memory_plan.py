@@ -15,7 +15,19 @@ from common.stacks import Stack
 from common.token2wav.cached.streaming import CachedStreaming
 from common.token2wav.engine import Precision, Token2Wav, _plan
 from common.token2wav.limits import BatchLimits
-from common.token2wav.memory_plan import FLOW_NOISE, GIB, VOICE_SECONDS, MemoryPlan, Networks, plan_memory
+from common.token2wav.memory_plan import (
+    FLOW_NOISE,
+    GIB,
+    GRAPH_INPUTS,
+    LAUNCHES,
+    PROCESS,
+    PROMPT_MODELS,
+    SERVER,
+    VOICE_SECONDS,
+    MemoryPlan,
+    Networks,
+    plan_memory,
+)
 from common.voice.prompt import Prompt
 from tools.demo_model.checkpoint import STACKS, TRAINED
 
@@ -27,7 +39,10 @@ OFFICIAL = {
 }
 
 
-def official(stack: Stack) -> Networks:
+TOKENIZERS = {"v2": 495_900_000, "v3": 968_000_000}  # bytes
+
+
+def official(stack: Stack, prompt_device: str = "auto") -> Networks:
     kind, config = OFFICIAL[stack]
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in kind(config).named_parameters()}
@@ -40,6 +55,7 @@ def official(stack: Stack) -> Networks:
         flow_size=2,
         vocoder_size=2,
         steps=10,
+        tokenizer=None if prompt_device == "cpu" else TOKENIZERS[stack.speech_tokenizer.split("_")[2][:2]],
     )
 
 
@@ -69,12 +85,12 @@ def test_streams_voices_and_weights_have_the_planned_sizes(stack: Stack) -> None
 @pytest.mark.parametrize(
     ("stack", "gib", "streams"),
     [
-        *((stacks.DIT, gib, streams) for gib, streams in ((8, 4), (12, 16), (16, 32), (24, 64), (48, 128))),
+        *((stacks.DIT, gib, streams) for gib, streams in ((10, 4), (13, 16), (17, 32), (25, 64), (48, 128))),
         (stacks.UNET, 8, 4),
         (stacks.UNET, 24, 32),
-        (stacks.COSYVOICE3, 12, 7),
-        (stacks.COSYVOICE3, 24, 24),
-        (stacks.COSYVOICE3, 90, 128),
+        (stacks.COSYVOICE3, 14, 7),
+        (stacks.COSYVOICE3, 24, 22),
+        (stacks.COSYVOICE3, 96, 128),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -91,31 +107,31 @@ def test_each_gpu_holds_its_streams_in_as_many_voices(
 
 
 @pytest.mark.parametrize(
-    ("stack", "gib", "streams", "lanes"),
+    ("stack", "gib", "streams", "prompt_device", "lanes"),
     [
-        (stacks.DIT, 7.5, 4, 1),
-        (stacks.DIT, 11.5, 16, 2),
-        (stacks.DIT, 15.5, 32, 2),
-        (stacks.DIT, 22.5, 64, 1),
-        (stacks.DIT, 46, 128, 2),
-        (stacks.UNET, 7.5, 4, 2),
-        (stacks.UNET, 22.5, 32, 2),
-        (stacks.COSYVOICE3, 11.5, 6, 2),
-        (stacks.COSYVOICE3, 15.5, 12, 2),
-        (stacks.COSYVOICE3, 22.5, 16, 2),
-        (stacks.COSYVOICE3, 46, 58, 2),
-        (stacks.COSYVOICE3, 78, 100, 2),
+        *((stacks.DIT, gib, streams, "cpu", 2) for gib, streams in ((7.5, 4), (11.5, 16), (15.5, 32), (22.5, 64))),
+        (stacks.DIT, 46, 128, "auto", 2),
+        *((stacks.UNET, gib, streams, "cpu", 2) for gib, streams in ((7.5, 4), (11.5, 16), (15.5, 32))),
+        (stacks.UNET, 22.5, 32, "auto", 2),
+        (stacks.UNET, 46, 64, "auto", 2),
+        (stacks.COSYVOICE3, 11.5, 6, "cpu", 2),
+        (stacks.COSYVOICE3, 15.5, 11, "cpu", 2),
+        (stacks.COSYVOICE3, 22.5, 16, "auto", 2),
+        (stacks.COSYVOICE3, 46, 56, "auto", 2),
+        (stacks.COSYVOICE3, 78, 100, "auto", 2),
+        (stacks.DIT, 11.5, 16, "auto", 1),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_the_settings_that_the_documents_name_fit_with_as_many_lanes_as_there_is_room_for(
-    stack: Stack, gib: float, streams: int, lanes: int
+    stack: Stack, gib: float, streams: int, prompt_device: str, lanes: int
 ) -> None:
     """docs/deployment.md, Sizing."""
-    networks, own = official(stack), limits(stack, streams)
+    networks, own = official(stack, prompt_device), limits(stack, streams)
     made = plan_memory(networks, own, int(gib * GIB), None)
     assert made.lanes == lanes
-    assert made.parts["graphs"] == networks.graphs(replace(own, lanes=lanes))
+    graphs = networks.graphs(replace(own, lanes=lanes))
+    assert (made.parts["graphs"], made.parts["process"]) == (graphs * GRAPH_INPUTS, PROCESS + graphs * LAUNCHES)
     assert ("first chunks would not wait" in str(made)) == (made.lacking > 0) == (lanes == 1)
     if made.lacking:
         enough = plan_memory(networks, own, int(gib * GIB) + made.lacking, None)
@@ -148,8 +164,21 @@ def test_without_an_llm_on_the_gpu_its_share_is_for_voices() -> None:
     alone, beside = (plan_memory(networks, own, 24 * GIB, llm) for llm in (0.0, None))
     assert alone.voices - beside.voices == int(planned_llm_gib(64 + SPARE_REQUESTS) * GIB) == beside.parts["LLM"]
     assert beside.own == beside.voices + sum(
-        size for name, size in beside.parts.items() if name not in ("LLM", "prompt models", "process")
+        size for name, size in beside.parts.items() if name not in ("server", "LLM", "prompt models", "process")
     )
+
+
+def test_prompt_models_on_the_cpu_leave_their_share_to_voices() -> None:
+    own = limits(stacks.DIT, 4)
+    there, here = (plan_memory(official(stacks.DIT, device), own, 12 * GIB, None) for device in ("auto", "cpu"))
+    assert there.parts["prompt models"] == PROMPT_MODELS + TOKENIZERS["v2"]
+    assert here.voices - there.voices == there.parts["prompt models"] and here.parts["server"] == SERVER
+    with pytest.raises(ValueError, match=r"set prompt_device cpu or gpu_memory_gib >= [\d.]+\n"):
+        plan_memory(official(stacks.DIT), own, int(7.5 * GIB), None)
+    with pytest.raises(ValueError, match=r"set gpu_memory_gib >= [\d.]+\n"):
+        plan_memory(official(stacks.DIT, "cpu"), own, 6 * GIB, None)
+    with pytest.raises(ValueError, match=r"set gpu_memory_gib >= [\d.]+\n"):  # it would not be enough
+        plan_memory(official(stacks.DIT), own, 5 * GIB, None)
 
 
 def test_on_a_cpu_the_longest_voice_always_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +194,8 @@ def test_on_a_cpu_the_longest_voice_always_has_room(monkeypatch: pytest.MonkeyPa
 def test_a_gpu_has_as_many_lanes_and_voices_as_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = TRAINED / stacks.DIT.checkpoint
     config = Token2WavConfig(model_dir=str(directory), device="cuda:0", gpu_memory_gib=8.0)
-    planned = MemoryPlan(8 * GIB, {"LLM": GIB, "prompt models": GIB, "process": GIB}, voice=GIB, lanes=2)
+    parts = {"server": GIB, "LLM": GIB, "prompt models": 0, "process": GIB}
+    planned = MemoryPlan(8 * GIB, parts, voice=GIB, lanes=2)
     shares: list[float] = []
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (15 * GIB, 16 * GIB))
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, device: shares.append(share))
@@ -182,7 +212,7 @@ def test_a_gpu_has_as_many_lanes_and_voices_as_are_planned(monkeypatch: pytest.M
 
 def test_where_one_lane_is_wanted_none_is_lacking() -> None:
     own = replace(limits(stacks.DIT, 4), lanes=1)
-    made = plan_memory(official(stacks.DIT), own, int(7.5 * GIB), None)
+    made = plan_memory(official(stacks.DIT, "cpu"), own, int(7.5 * GIB), None)
     assert (made.lanes, made.lacking) == (1, 0) and "first chunks" not in str(made)
 
 

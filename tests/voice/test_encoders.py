@@ -64,6 +64,22 @@ def test_batched_tokens_equal_those_of_each_recording_alone(tokenizer: AudioToke
         np.testing.assert_array_equal(tokens, tokenizer([wave])[0])
 
 
+def test_long_recordings_are_encoded_in_several_batches_without_another_result(
+    tokenizer: AudioTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of 16 recordings of 30 s would take 2 GB of a GPU."""
+    first, second = references()
+    waves = [second, first[:16_000], second[:24_000], first]
+    expected = tokenizer(waves)
+    batches: list[int] = []
+    encode = tokenizer._encode
+    monkeypatch.setattr(tokenizer, "_encode", lambda batch: batches.append(len(batch)) or encode(batch))
+    monkeypatch.setattr("common.voice.encoders.SECONDS_AT_ONCE", 3.0)
+    for tokens, wanted in zip(tokenizer(waves), expected, strict=True):
+        np.testing.assert_array_equal(tokens, wanted)
+    assert batches == [2, 1, 1]
+
+
 @pytest.mark.parametrize(
     "file", [f"{DIT_DIR}/speech_tokenizer_v2_25hz.onnx", f"{COSYVOICE3_DIR}/speech_tokenizer_v3.onnx"]
 )
