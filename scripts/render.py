@@ -2,7 +2,8 @@
 
     python -m scripts.render models/demo build/dit                            everything in one tritonserver
     python -m scripts.render models/demo build/unet --stack unet --offline    one answer per request, HTTP too
-    python -m scripts.render models/official build/small --set gpu_memory_gib=7.5 --set max_streams=4 --set prompt_device=cpu
+    python -m scripts.render models/official build/small \\
+        --set gpu_memory_gib=7.5 --set max_streams=4 --set prompt_device=cpu
     python -m scripts.render models/official build/dit --device gpu \\
         --llm-transport openai --llm-urls http://localhost:8000/v1 --llm-model cosyvoice2_llm
 

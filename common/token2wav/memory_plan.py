@@ -167,32 +167,34 @@ class Networks:
     def _solve(self, limits: BatchLimits) -> int:
         if isinstance(self.flow, UNetFlowConfig):
             frames = _most(limits.sizes(limits.window_frames, UNET_FRAMES))
-            return 2 * UNET_VALUES * self.flow.estimator.channels * frames * self.flow_size
-        most, per_channel = self._cached
-        frames = _most(limits.sizes(limits.row_frames, most))
+            return frames * self._solved_frame
+        frames = _most(limits.sizes(limits.row_frames, self._most_frames))
         if limits.of_prompts:
             frames = max(frames, _most(limits.sizes(limits.prompt_frames, PREFILL_FRAMES)))
-        values = 2 * per_channel * self.flow.estimator.width * frames * self.flow_size
-        return values + frames * self.frame // self.steps + 3 * limits.max_chunks * self.history
+        kept = frames * self.frame // self.steps + 3 * limits.max_chunks * self.history
+        return frames * self._solved_frame + kept
 
     @property
-    def _cached(self) -> tuple[int, int]:
-        """Of a flow that keeps keys and values: most frames of a batch of chunks, and `*_VALUES`."""
-        if isinstance(self.flow, DiTFlowConfig):
-            return DIT_FRAMES, DIT_VALUES
-        return COSYVOICE3_FRAMES, ROTARY_VALUES
+    def _solved_frame(self) -> int:
+        """Bytes of the estimator's temporary tensors for a frame, in both rows of the guidance."""
+        if isinstance(self.flow, UNetFlowConfig):
+            return 2 * UNET_VALUES * self.flow.estimator.channels * self.flow_size
+        per_channel = DIT_VALUES if isinstance(self.flow, DiTFlowConfig) else ROTARY_VALUES
+        return 2 * per_channel * self.flow.estimator.width * self.flow_size
+
+    @property
+    def _most_frames(self) -> int:
+        """Of a batch of chunks, if the flow keeps keys and values."""
+        return DIT_FRAMES if isinstance(self.flow, DiTFlowConfig) else COSYVOICE3_FRAMES
 
     def _vocode(self, limits: BatchLimits) -> int:
         return HIFT_VALUES * HOP_SAMPLES * _most(limits.sizes(limits.chunk_frames, HIFT_FRAMES)) * self.vocoder_size
 
     @property
     def whole(self) -> int:
-        """Bytes of temporary tensors outside of graphs: of whole utterances, up to the length of the longest voice."""
+        """Bytes of temporary tensors outside of graphs: of an utterance and a voice of 30 s each."""
         frames = int(MEL_RATE * MAX_REFERENCE_SECONDS)
-        flow = (
-            0 if isinstance(self.flow, UNetFlowConfig) else 2 * self._cached[1] * self.flow.estimator.width * 2 * frames
-        )
-        return max(WHOLE_HIFT_VALUES * HOP_SAMPLES * frames * self.vocoder_size, flow * self.flow_size)
+        return max(WHOLE_HIFT_VALUES * HOP_SAMPLES * frames * self.vocoder_size, 2 * frames * self._solved_frame)
 
     def graphs(self, limits: BatchLimits) -> int:
         """How many CUDA graphs there are."""
@@ -208,7 +210,7 @@ class Networks:
             made.append(limits.sizes(limits.chunk_frames, HIFT_FRAMES))
         if isinstance(self.flow, UNetFlowConfig):
             return [*made, limits.sizes(limits.window_frames, UNET_FRAMES)]
-        made.append(limits.sizes(limits.row_frames, self._cached[0]))
+        made.append(limits.sizes(limits.row_frames, self._most_frames))
         if limits.of_prompts:
             made.append(limits.sizes(limits.prompt_frames, PREFILL_FRAMES))
         return made
