@@ -142,7 +142,9 @@ def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
             flows[steps], fixture.computed_by = served, served.computed_by
             prompt = prompt_of(prompt_token[0], prompt_feat[0], fixture["in/embedding"][0])
             if streaming:
-                mel = served.chunk(served.open(prompt), token[0], final=final)
+                stream = served.open(prompt)
+                mel = served.chunk(stream, token[0], final=final)
+                served.flow.close(stream)
             else:
                 mel = served.whole(prompt, token[0])
             yield call["output"], mel[None]

@@ -42,9 +42,8 @@ def is_served(config: ConformerFlowConfig | CosyVoice3FlowConfig) -> bool:
 class ServedFlow:
     """A flow of `token2wav` and what passed inside it at the last call.
 
-    mu: the encoder's output (1, T, mel), of `whole` and of the chunk of a flow without caches with
-    the prompt's. mel: (1, mel, T), of `whole`
-    with the prompt's.
+    mu: the encoder's output (1, T, mel): of `whole` and of a flow without caches with the prompt's, of others of what
+    the estimator computed. mel: (1, mel, T), of `whole` with the prompt's.
     """
 
     mu: Tensor
@@ -64,7 +63,9 @@ class ServedFlow:
         if isinstance(network, UNetFlow):
             self.flow = UNetStreaming(network, tape, **options)
         else:
-            frames = TOKEN_MEL_RATIO * fixture["in/token"].shape[-1]  # upstream's flows forget nothing by themselves
+            # Upstream's flows forget nothing by themselves, also not the end of a prompt that a stream computes again.
+            names = (name for name in ("in/prompt_token", "in/token") if name in fixture)
+            frames = TOKEN_MEL_RATIO * sum(fixture[name].shape[-1] for name in names)
             kind: Any = DiTStreaming if isinstance(network, DiTFlow) else CosyVoice3Streaming
             self.flow = kind(network, tape, PromptCaches(PROMPT_BYTES), tail_frames=frames, **options)
             self.computed_by += f", tail_frames {frames}"
@@ -80,10 +81,10 @@ class ServedFlow:
     def chunk(self, stream: Stream, tokens: Tensor, *, final: bool, offset: int | None = None) -> Tensor:
         """The mel (80, T) that the tokens (n,) add."""
         chunk = self.flow.chunk(stream, tokens.numpy(), final=final, offset=offset)
-        of_new = isinstance(self.flow, CachedStreaming)
-        with recorded(*((self.flow, "_encode") if of_new else (self.flow._encoder, "encode"))) as encoded:
+        where = (self.flow, "_encode") if isinstance(self.flow, CachedStreaming) else (self.flow._encoder, "encode")
+        with recorded(*where) as encoded:
             (mel,) = self.flow.render([chunk])
-        self.mu = encoded[-1][:, : TOKEN_MEL_RATIO * (chunk.new if of_new else chunk.computed)]
+        self.mu = encoded[-1][:, : TOKEN_MEL_RATIO * chunk.computed]
         return mel.clone()
 
     def whole(self, prompt: Prompt, tokens: Tensor) -> Tensor:
