@@ -357,6 +357,7 @@ class OrchestratorConfig(HopConfig):
     llm_transport: "triton" calls the model `llm_model` of the same server, which `llm_backend` runs; "openai" calls the
         servers at `llm_urls` (base URLs) in their `llm_dialect`, see common/llm/openai_dialects.py.
     dynamic_chunk_strategy, first_hop_tokens, max_hop_tokens: see common/orchestrator/chunking.py.
+    short_first_hop_tokens: of first hops where the server has slack, see common/orchestrator/first_hops.py.
     sampling, temperature to ras_tau, max_tokens: defaults of the request parameters of the same names; None is the
         value of the preset `sampling`.
     min_token_ratio, max_token_ratio: fewest and most speech tokens per text token.
@@ -376,6 +377,7 @@ class OrchestratorConfig(HopConfig):
     llm_backend: LLMBackend = "python"
     llm_dialect: Literal["auto", "vllm", "trtllm", "text", "transformers", "chat"] = "auto"
     dynamic_chunk_strategy: ChunkStrategy = "exponential"
+    short_first_hop_tokens: int = 10
     sampling: SamplingName = "cosyvoice2"
     temperature: float | None = None
     top_p: float | None = None
@@ -402,6 +404,7 @@ class OrchestratorConfig(HopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive(
+            "short_first_hop_tokens",
             "max_tokens",
             "first_token_timeout",
             "token_timeout",

@@ -118,6 +118,9 @@ def test_policy_objects_have_the_defaults_of_the_settings() -> None:
     assert LengthRatios() == LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
     assert Timeouts() == Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
     rules = HopRules(
-        strategy=config.dynamic_chunk_strategy, first_hop=config.first_hop_tokens, max_hop=config.max_hop_tokens
+        strategy=config.dynamic_chunk_strategy,
+        first_hop=config.first_hop_tokens,
+        short_first_hop=config.short_first_hop_tokens,
+        max_hop=config.max_hop_tokens,
     )
     assert HopRules() == rules

@@ -7,8 +7,8 @@ Pure policy: it counts tokens and reads a clock; it uses no network and no serve
     time_based    hops follow the number of tokens that are ready and the audio that the listener still has buffered
 
 Later segments of a text do not start again with the smallest hop: their listener has audio left. The hops of
-`exponential` and `equal` depend on the numbers of tokens alone, never on when they arrive, so a text always sounds the
-same.
+`exponential` and `equal` depend on the numbers of tokens alone, never on when they arrive, so a text whose first hop is
+not short always sounds the same; `first_hops` says which ones are short.
 """
 
 import math
@@ -55,6 +55,7 @@ class HopRules:
     """How the streams of a model are divided into hops. All lengths count speech tokens.
 
     first_hop: minimum length of the first hop, and the unit of later ones.
+    short_first_hop: minimum length of a short first hop; there is none if it is not below `first_hop`.
     max_hop: maximum length; the final hop may be LOOKAHEAD_TOKENS - 1 longer.
     boundary: hops end on multiples of it, counted from the prompt's first token (the UNet flow's training chunk).
         1 for a flow that has no such boundaries.
@@ -62,6 +63,7 @@ class HopRules:
 
     strategy: ChunkStrategy = OrchestratorConfig.dynamic_chunk_strategy
     first_hop: int = OrchestratorConfig.first_hop_tokens
+    short_first_hop: int = OrchestratorConfig.short_first_hop_tokens
     max_hop: int = OrchestratorConfig.max_hop_tokens
     boundary: int = 1
 
@@ -69,9 +71,9 @@ class HopRules:
         if self.strategy not in get_args(ChunkStrategy):
             names = ", ".join(get_args(ChunkStrategy))
             raise ValueError(f"chunk strategy must be one of {names}, not {self.strategy!r}")
-        if self.first_hop <= WITHHELD_TOKENS:
+        if (shortest := min(self.first_hop, self.short_first_hop)) <= WITHHELD_TOKENS:
             raise ValueError(
-                f"the first hop of {self.first_hop} tokens gives no audio: token2wav withholds {WITHHELD_TOKENS}"
+                f"the first hop of {shortest} tokens gives no audio: token2wav withholds {WITHHELD_TOKENS}"
             )
         if self.max_hop < self.unit or self.max_hop % self.boundary:
             raise ValueError(
@@ -83,28 +85,36 @@ class HopRules:
         """The length that later hops are multiples of: `first_hop`, rounded up to the boundary."""
         return math.ceil(self.first_hop / self.boundary) * self.boundary
 
-    def first_length(self, prompt_tokens: int) -> int:
+    @property
+    def has_short_first_hop(self) -> bool:
+        return self.strategy != "equal" and self.short_first_hop < self.first_hop
+
+    def first_length(self, prompt_tokens: int, *, short: bool = False) -> int:
         """Length of a text's first hop: extended to a boundary, so it is never shorter than configured."""
-        return self.first_hop + -(prompt_tokens + self.first_hop) % self.boundary
+        least = self.short_first_hop if short else self.first_hop
+        return least + -(prompt_tokens + least) % self.boundary
 
-    def first_context(self, prompt_tokens: int | None) -> int:
+    def first_context(self, prompt_tokens: int | None, *, short: bool = False) -> int:
         """Tokens that the LLM makes before the first chunk is rendered; the most of them for a prompt not yet known."""
-        longest = self.first_hop + self.boundary - 1
-        return LOOKAHEAD_TOKENS + (longest if prompt_tokens is None else self.first_length(prompt_tokens))
+        longest = (self.short_first_hop if short else self.first_hop) + self.boundary - 1
+        return LOOKAHEAD_TOKENS + (longest if prompt_tokens is None else self.first_length(prompt_tokens, short=short))
 
-    def schedule(self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic) -> "HopSchedule":
-        """The schedule of a text, spoken with a prompt of `prompt_tokens` tokens."""
+    def schedule(
+        self, prompt_tokens: int, clock: Callable[[], float] = time.monotonic, *, short: bool = False
+    ) -> "HopSchedule":
+        """The schedule of a text, spoken with a prompt of `prompt_tokens` tokens. short: its first hop is."""
         if self.strategy == "time_based":
-            return TimeBasedSchedule(self, prompt_tokens, clock)
-        return HopSchedule(self, prompt_tokens)
+            return TimeBasedSchedule(self, prompt_tokens, short, clock)
+        return HopSchedule(self, prompt_tokens, short)
 
 
 class HopSchedule:
     """The hops of a text, which may have several segments: strategies `exponential` and `equal`."""
 
-    def __init__(self, rules: HopRules, prompt_tokens: int):
+    def __init__(self, rules: HopRules, prompt_tokens: int, short: bool):
         self._rules = rules
         self._prompt_tokens = prompt_tokens
+        self._short = short
         self._doublings = 0  # of `rules.unit`, for the next hop
         self._before = 0  # tokens of the segments before this one
         self._offset = 0
@@ -138,8 +148,8 @@ class HopSchedule:
             hop = Hop(self._offset, pending, final=True)
         else:
             return None
-        # The length of a first hop that was extended to a boundary is arbitrary: the doubling then starts after it.
-        if not self._is_first or rules.boundary == 1:
+        # A first hop that is short, or was extended to a boundary, is no unit: the doubling then starts after it.
+        if not self._is_first or not (self._short or rules.boundary > 1):
             self._doublings += 1
         self._offset = hop.end
         self._finished = hop.final
@@ -153,7 +163,7 @@ class HopSchedule:
     def _length(self, ready: int) -> int:
         """Length of the next hop, given that `ready` tokens could be rendered now."""
         if self._is_first:
-            return self._first_hop
+            return self._rules.first_length(self._prompt_tokens, short=self._short)
         length = self._later_hop(ready)
         # The tokens of a segment follow the prompt, which may end between two boundaries.
         beyond = (self._prompt_tokens + self._offset + length) % self._rules.boundary
@@ -173,8 +183,8 @@ class TimeBasedSchedule(HopSchedule):
     The cost of a chunk hardly grows with its length, so the fewest chunks that keep the listener supplied cost least.
     """
 
-    def __init__(self, rules: HopRules, prompt_tokens: int, clock: Callable[[], float]):
-        super().__init__(rules, prompt_tokens)
+    def __init__(self, rules: HopRules, prompt_tokens: int, short: bool, clock: Callable[[], float]):
+        super().__init__(rules, prompt_tokens, short)
         self._clock = clock
         self._hops = 0
         self._rendering_since: float | None = None

@@ -94,6 +94,7 @@ class Orchestrator:
             HopRules(
                 strategy=config.dynamic_chunk_strategy,
                 first_hop=config.first_hop_tokens,
+                short_first_hop=config.short_first_hop_tokens,
                 max_hop=config.max_hop_tokens,
                 boundary=stack.chunk_boundary,
             ),

@@ -25,6 +25,7 @@ from common.constants import HOP_SAMPLES, MAX_STREAM_TOKENS, MEL_RATE, SAMPLE_RA
 from common.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
 from common.llm.interleaving import InterleavedLM
 from common.orchestrator.chunking import Hop, HopRules, HopSchedule
+from common.orchestrator.first_hops import FirstHops
 from common.orchestrator.request import SynthesisRequest
 from common.orchestrator.silence import SilenceFilter, SilenceRules
 from common.playback import Playback
@@ -233,6 +234,7 @@ class Synthesizer:
         self._interleaved = interleaved
         self._token2wav = token2wav
         self._rules = rules
+        self._first_hops = FirstHops(rules)
         self._clock = clock
         self._silence = silence
         self._prompts = RecordingCache()
@@ -256,11 +258,16 @@ class Synthesizer:
             raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
         first = self._token2wav.open()
         stream: Token2WavStream | None = first
+        # The hops of a request with a seed do not depend on the load: its audio can be had again.
+        start = self._first_hops.start(
+            heard=request.played and request.pieces is None, repeatable=request.sampling.seed is not None
+        )
         try:
             async with TaskScope() as scope:
                 reserved = scope.spawn(first.reserve())
-                prompt, segments = await self._begin(request, scope, on_warning, on_stage, reserved)
-                schedule, playback = self._rules.schedule(len(prompt.tokens), self._clock), Playback()
+                prompt, segments = await self._begin(request, scope, on_warning, on_stage, reserved, start.short)
+                schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=start.short)
+                playback = Playback()
                 while (segment := await scope.result(segments.get())) is not None:
                     if (silence := _silence(segment)).size:
                         playback.add(len(silence) / SAMPLE_RATE, self._clock())
@@ -271,13 +278,17 @@ class Synthesizer:
                     stream = stream or first.following()
                     await scope.result(stream.start(prompt, playback.left(self._clock())))
                     on_stage("vocoder")
-                    async with aclosing(_render(stream, segment, schedule, scope, on_stage, on_segment)) as waveforms:
-                        async for waveform in waveforms:
-                            playback.add(len(waveform) / SAMPLE_RATE, self._clock())
+                    rendered = _render(stream, segment, schedule, scope, on_stage, on_segment)
+                    async with aclosing(rendered) as chunks:
+                        async for hop, waveform in chunks:
+                            now = self._clock()
+                            start.sent(hop, now)
+                            playback.add(len(waveform) / SAMPLE_RATE, now)
                             yield waveform
                     schedule.begin_segment()
                     stream = None
         finally:  # after the scope, and so after the LLM's request: whoever gets the place needs both
+            start.end()
             if stream is not None:
                 await stream.abort()
 
@@ -286,7 +297,7 @@ class Synthesizer:
     ) -> np.ndarray:
         """The whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
-            prompt, segments = await self._begin(request, scope, on_warning, _ignore, reserved=None)
+            prompt, segments = await self._begin(request, scope, on_warning, _ignore, reserved=None, short=False)
             waveforms = []
             while (segment := await scope.result(segments.get())) is not None:
                 if (silence := _silence(segment)).size:
@@ -306,6 +317,7 @@ class Synthesizer:
         on_warning: OnWarning,
         on_stage: OnStage,
         reserved: asyncio.Task[None] | None,
+        short: bool,
     ) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, and start the LLM as soon as its part of the prompt is ready.
 
@@ -336,7 +348,7 @@ class Synthesizer:
         else:
             llm_prompt = LLMPrompt("", instruction=request.instruct_text)
         played = request.played and reserved is not None  # else nobody hears it before it is whole
-        urgent = self._rules.first_context(None if kept is None else len(kept)) if played else 0
+        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
         llm_prompt = replace(llm_prompt, urgent_tokens=urgent, played=played)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
@@ -411,8 +423,8 @@ async def _render(
     scope: TaskScope,
     on_stage: OnStage,
     on_segment: OnSegment,
-) -> AsyncGenerator[np.ndarray, None]:
-    """The waveforms of one segment."""
+) -> AsyncGenerator[tuple[Hop, np.ndarray], None]:
+    """The chunks of one segment and their waveforms."""
     final, samples = False, 0
     while not final:
         hop = await scope.result(_next_hop(schedule, segment))
@@ -422,7 +434,7 @@ async def _render(
         samples += waveform.size
         if final := hop.final:
             on_segment(segment.text, samples)
-        yield waveform
+        yield hop, waveform
 
 
 async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:

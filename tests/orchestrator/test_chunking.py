@@ -30,6 +30,19 @@ def test_exponential_hops_double_up_to_the_cap() -> None:
     assert lengths(HopRules(), 400) == [15, 30, 60, 100, 100, 95]
 
 
+def test_after_a_short_first_hop_the_doubling_starts_at_the_first_hop() -> None:
+    schedule = HopRules(first_hop=15, short_first_hop=10).schedule(0, short=True)
+    assert [hop.length for hop in drain(schedule, 400)] == [10, 15, 30, 60, 100, 100, 85]
+
+
+@pytest.mark.parametrize(("prompt_tokens", "expected"), [(15, [10, 25, 50]), (12, [13, 25, 50]), (16, [34, 25, 50])])
+def test_with_a_boundary_a_short_first_hop_reaches_it(prompt_tokens: int, expected: list[int]) -> None:
+    rules = HopRules(boundary=FLOW_CHUNK_TOKENS, short_first_hop=10)
+    assert [hop.length for hop in drain(rules.schedule(prompt_tokens, short=True), 130)][:3] == expected
+    assert rules.first_context(prompt_tokens, short=True) == expected[0] + LOOKAHEAD_TOKENS
+    assert rules.first_context(None, short=True) == 34 + LOOKAHEAD_TOKENS
+
+
 def test_equal_hops_stay_the_same() -> None:
     assert lengths(HopRules(strategy="equal"), 70) == [15, 15, 15, 15, 10]
 
@@ -116,12 +129,19 @@ def test_time_based_takes_all_that_is_ready_when_rendering_is_slow() -> None:
     strategy=st.sampled_from(["exponential", "equal", "time_based"]),
     boundary=st.sampled_from([1, FLOW_CHUNK_TOKENS]),
     first_hop=st.integers(5, 60),
+    short=st.booleans(),
     prompt_tokens=st.integers(0, 800),
     before=st.integers(0, 300),
     arrivals=st.lists(st.tuples(st.integers(1, 120), st.floats(0, 2)), min_size=1, max_size=60),
 )
 def test_every_token_is_rendered_once_and_in_order_whenever_it_arrives(
-    strategy: str, boundary: int, first_hop: int, prompt_tokens: int, before: int, arrivals: list[tuple[int, float]]
+    strategy: str,
+    boundary: int,
+    first_hop: int,
+    short: bool,
+    prompt_tokens: int,
+    before: int,
+    arrivals: list[tuple[int, float]],
 ) -> None:
     """In the first segment of a text, or after one of `before` tokens."""
     clock = Clock()
@@ -132,7 +152,8 @@ def test_every_token_is_rendered_once_and_in_order_whenever_it_arrives(
             schedule.begin_segment()
         return schedule
 
-    schedule = after_a_segment(rules.schedule(prompt_tokens, clock))
+    short = short and rules.has_short_first_hop
+    schedule = after_a_segment(rules.schedule(prompt_tokens, clock, short=short))
     hops: list[Hop] = []
     available = 0
     for tokens, wait in arrivals:
@@ -147,12 +168,13 @@ def test_every_token_is_rendered_once_and_in_order_whenever_it_arrives(
     assert [hop.final for hop in hops] == [False] * (len(hops) - 1) + [True]
     assert [hop.offset for hop in hops] == [0, *(hop.end for hop in hops[:-1])]
     assert hops[-1].end == available
-    assert all(hop.length >= first_hop for hop in hops[:-1])
+    assert all(hop.length >= (rules.short_first_hop if short and not before else first_hop) for hop in hops[:-1][:1])
+    assert all(hop.length >= first_hop for hop in hops[1:-1])
     assert 1 <= hops[-1].length
     assert all((prompt_tokens + hop.end) % boundary == 0 for hop in hops[:-1])
     assert all(hop.length <= rules.max_hop for hop in hops[1:-1])
     if strategy != "time_based":
-        assert hops == drain(after_a_segment(rules.schedule(prompt_tokens)), available)
+        assert hops == drain(after_a_segment(rules.schedule(prompt_tokens, short=short)), available)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +182,7 @@ def test_every_token_is_rendered_once_and_in_order_whenever_it_arrives(
     [
         ({"strategy": "fastest"}, "'fastest'"),
         ({"first_hop": 4}, "first hop of 4"),
+        ({"short_first_hop": 4}, "first hop of 4"),
         ({"max_hop": 14}, "largest hop of 14"),
         ({"max_hop": 60, "boundary": FLOW_CHUNK_TOKENS}, "largest hop of 60"),
     ],

@@ -1,6 +1,6 @@
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -10,6 +10,8 @@ from common.constants import FLOW_CHUNK_TOKENS, SPEAKER_DIM
 from common.errors import OverloadedError, UnavailableError
 from common.llm.interface import LLMPrompt, Sampling
 from common.orchestrator.chunking import HopRules
+from common.orchestrator.first_hops import LEAST_MEASURED
+from common.orchestrator.request import SynthesisRequest
 from common.voice.mix import Mix
 from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import (
@@ -404,3 +406,31 @@ def test_eight_concurrent_streams_do_not_mix() -> None:
 
     for voice, audio in enumerate(pipeline.run(scenario())):
         np.testing.assert_array_equal(audio, 10_000 * voice + np.arange(100 * voice, 101 * voice + 100))
+
+
+async def _pieces() -> AsyncIterator[str]:
+    yield "hello"
+
+
+def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_soon() -> None:
+    pipeline = Pipeline(FakeLM(*one_by_one(60)))
+    synthesizer = pipeline.synthesizer
+    seeded = speech_request()
+    request = dataclasses.replace(seeded, sampling=Sampling())
+
+    async def chunks(request: SynthesisRequest) -> list[int]:
+        async with aclosing(synthesizer.stream(request)) as waveforms:
+            return [len(waveform) async for waveform in waveforms]
+
+    async def main() -> list[np.ndarray]:
+        for _ in range(LEAST_MEASURED):
+            assert await chunks(request) == [15, 30, 15]
+        assert await chunks(request) == [10, 15, 30, 5]
+        others = (seeded, dataclasses.replace(request, played=False), dataclasses.replace(request, pieces=_pieces()))
+        assert [(await chunks(other))[0] for other in others] == [15] * 3
+        assert await chunks(request) == [10, 15, 30, 5]
+        return []
+
+    pipeline.run(main())
+    urgent = [prompt.urgent_tokens for prompt in pipeline.llm.prompts]
+    assert urgent[: LEAST_MEASURED + 4] == [*[18] * LEAST_MEASURED, 13, 18, 0, 18] and urgent[-1] == 13

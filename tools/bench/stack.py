@@ -2,6 +2,7 @@
 
     python -m tools.bench.stack models/full --plans 7.5:4 11.5:16 15.5:32 22.5:64 --output out/plans
     python -m tools.bench.stack models/demo --plans :2 --device cpu
+    python -m tools.bench.stack models/full --plans 7.5:4 --set prompt_device=cpu --load=--new-voices
 
 A plan is gpu_memory_gib:max_streams. For each, the stack is rendered, served by a tritonserver of its own, measured by
 scripts.benchmark and stopped. The table has the peak of the GPUs' memory, of all processes, as nvidia-smi shows it
@@ -11,6 +12,7 @@ Writes OUTPUT.md, and OUTPUT_N_one and OUTPUT_N_all (.md, .json, .png) of each p
 """
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -97,17 +99,17 @@ def peak(samples: str) -> int | None:
     return max(sums, default=None)
 
 
-def measure(plan: GpuPlan, options: StackOptions, requests: int, output: Path) -> list[str]:
-    """A row of the table."""
+def measure(plan: GpuPlan, options: StackOptions, requests: int, load: Sequence[str], output: Path) -> list[str]:
+    """A row of the table. load: further options of scripts.benchmark for all listeners."""
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as memory:
         repository = Path(folder) / "repository"
         render(options, repository)
         with TritonServer(repository, ports=Ports(0, 0, 0)) as server:
             one, everyone = (
-                benchmark(server, options, output.with_name(f"{output.name}_{plan.streams}_{name}"), load)
-                for name, load in (
+                benchmark(server, options, output.with_name(f"{output.name}_{plan.streams}_{name}"), arguments)
+                for name, arguments in (
                     ("one", ["--concurrency", "1", "--num-requests", str(requests)]),
-                    ("all", ["--listeners", str(plan.streams), "--num-requests", str(plan.streams + requests)]),
+                    ("all", ["--listeners", str(plan.streams), "--num-requests", str(plan.streams + requests), *load]),
                 )
             )
     share, answered = everyone["share_without_gap"], everyone["requests"] - everyone["refused"] - everyone["errors"]
@@ -149,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 settings=parse_settings(args.settings) | plan.settings,
             )
             print(f"plan {plan}: loading, which takes a minute or two on a GPU, then measuring", file=sys.stderr)
-            lines.append("| " + " | ".join(measure(plan, options, args.requests, args.output)) + " |")
+            lines.append("| " + " | ".join(measure(plan, options, args.requests, args.load, args.output)) + " |")
             print(lines[-1], flush=True)
             args.output.with_name(f"{args.output.name}.md").write_text("\n".join(lines) + "\n")
     except (ValueError, OSError, ServerError, subprocess.CalledProcessError) as error:
@@ -170,6 +172,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="the same")
     parser.add_argument(
         "--requests", type=positive_int, default=16, help="of one task; others have streams + this many"
+    )
+    parser.add_argument(
+        "--load",
+        type=shlex.split,
+        default=[],
+        help="further options of scripts.benchmark for all listeners, as one string",
     )
     parser.add_argument("--output", type=Path, default=Path("out/plans"), help="path without suffix")
     return parser.parse_args(argv)

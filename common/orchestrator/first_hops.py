@@ -1,0 +1,70 @@
+"""Which streams begin with a short first hop: those of a server that has slack.
+
+A short first hop is rendered sooner, because the LLM makes fewer tokens before it. It also gives its listener less
+audio, so that the second chunk has to come sooner. Whether it will is measured: the time between the first two chunks
+of the streams before, which waited for as many tokens or more. No stream begins with a short hop before some have been
+measured, while one of the last ones took too long, or while others that began so wait for their second chunk: nobody
+knows yet what a crowd that comes at once will wait for.
+
+Pure policy: it counts streams and seconds; it uses no network and no server.
+"""
+
+from collections import deque
+
+from common.constants import TOKEN_RATE
+from common.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopRules
+
+LEAST_MEASURED, REMEMBERED = 4, 8  # streams: before there is a short first hop, and of which the slowest one decides
+MARGIN_SECONDS = 0.04  # audio that a player without a buffer has left when the second chunk comes
+MOST_AT_ONCE = 2  # streams that wait for their second chunk after a short first hop
+
+
+class FirstHops:
+    """Chooses for the streams of one process, and learns from them."""
+
+    def __init__(self, rules: HopRules) -> None:
+        self._possible = rules.has_short_first_hop
+        self._audio_seconds = (rules.short_first_hop - WITHHELD_TOKENS) / TOKEN_RATE
+        self._seconds: deque[float] = deque(maxlen=REMEMBERED)
+        self._waiting = 0
+
+    def start(self, *, heard: bool, repeatable: bool) -> "Start":
+        """heard: somebody plays the stream while it is made, of a text that is complete. Others are not measured.
+        repeatable: its hops must not depend on the load. Both kinds have no short first hop."""
+        possible = heard and not repeatable and self._possible
+        short = possible and self._waiting < MOST_AT_ONCE and self._have_slack()
+        self._waiting += short
+        return Start(self, short=short, measured=heard)
+
+    def _have_slack(self) -> bool:
+        enough = len(self._seconds) >= LEAST_MEASURED
+        return enough and max(self._seconds) <= self._audio_seconds - MARGIN_SECONDS
+
+    def ended(self, start: "Start", seconds: float | None) -> None:
+        """seconds: between the first two chunks, if the stream had them."""
+        self._waiting -= start.short
+        if seconds is not None:
+            self._seconds.append(seconds)
+
+
+class Start:
+    """The first two chunks of a stream. short: whether its first hop is."""
+
+    def __init__(self, first_hops: FirstHops, *, short: bool, measured: bool) -> None:
+        self.short = short
+        self._first_hops: FirstHops | None = first_hops  # None: it has ended
+        self._measured = measured
+        self._first_at: float | None = None
+
+    def sent(self, hop: Hop, now: float) -> None:
+        """The audio of a chunk. A final one is not measured: others have more tokens."""
+        if hop.final or self._first_at is not None:
+            self.end(None if hop.final or not self._measured or self._first_at is None else now - self._first_at)
+        else:
+            self._first_at = now
+
+    def end(self, seconds: float | None = None) -> None:
+        """Also where a stream ends before its second chunk; further calls do nothing."""
+        first_hops, self._first_hops = self._first_hops, None
+        if first_hops is not None:
+            first_hops.ended(self, seconds)
