@@ -157,7 +157,7 @@ def waveform_of(result: Any) -> np.ndarray | None:
 def timeline_of(result: Any) -> list[tuple[str, float]]:
     """The stages that the server has reached, in seconds since it received the request; empty if it sends none.
 
-    The names are those of `common.orchestrator.synthesis.OnStage`.
+    The names are those of `common.orchestrator.callbacks.OnStage`.
     """
     if (timeline := result.as_numpy(TIMELINE)) is None:
         return []

@@ -2,9 +2,9 @@
 
 A short first hop is rendered sooner, because the LLM makes fewer tokens before it. It also gives its listener less
 audio, so that the second chunk has to come sooner. Whether it will is measured: the time between the first two chunks
-of the streams before, which waited for as many tokens or more. No stream begins with a short hop before some have been
-measured, while one of the last ones took too long, or while others that began so wait for their second chunk: nobody
-knows yet what a crowd that comes at once will wait for.
+of the streams before, which waited for as many tokens or more. No stream begins with a short hop unless all of the last
+ones had enough time, nor while others that began so wait for their second chunk: nobody knows yet what a crowd that
+comes at once will wait for.
 
 Pure policy: it counts streams and seconds; it uses no network and no server.
 """
@@ -14,7 +14,7 @@ from collections import deque
 from common.constants import TOKEN_RATE
 from common.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopRules
 
-LEAST_MEASURED, REMEMBERED = 4, 8  # streams: before there is a short first hop, and of which the slowest one decides
+MEASURED = 4  # streams of which the slowest one decides
 MARGIN_SECONDS = 0.04  # audio that a player without a buffer has left when the second chunk comes
 MOST_AT_ONCE = 2  # streams that wait for their second chunk after a short first hop
 
@@ -25,29 +25,28 @@ class FirstHops:
     def __init__(self, rules: HopRules) -> None:
         self._possible = rules.has_short_first_hop
         self._audio_seconds = (rules.short_first_hop - WITHHELD_TOKENS) / TOKEN_RATE
-        self._seconds: deque[float] = deque(maxlen=REMEMBERED)
+        self._seconds: deque[float] = deque(maxlen=MEASURED)
         self._waiting = 0
 
-    def start(self, *, heard: bool, repeatable: bool) -> "Start":
+    def start(self, *, heard: bool, repeatable: bool) -> "StreamStart":
         """heard: somebody plays the stream while it is made, of a text that is complete. Others are not measured.
         repeatable: its hops must not depend on the load. Both kinds have no short first hop."""
         possible = heard and not repeatable and self._possible
         short = possible and self._waiting < MOST_AT_ONCE and self._have_slack()
         self._waiting += short
-        return Start(self, short=short, measured=heard)
+        return StreamStart(self, short=short, measured=heard)
 
     def _have_slack(self) -> bool:
-        enough = len(self._seconds) >= LEAST_MEASURED
-        return enough and max(self._seconds) <= self._audio_seconds - MARGIN_SECONDS
+        return len(self._seconds) == MEASURED and max(self._seconds) <= self._audio_seconds - MARGIN_SECONDS
 
-    def ended(self, start: "Start", seconds: float | None) -> None:
+    def ended(self, start: "StreamStart", seconds: float | None) -> None:
         """seconds: between the first two chunks, if the stream had them."""
         self._waiting -= start.short
         if seconds is not None:
             self._seconds.append(seconds)
 
 
-class Start:
+class StreamStart:
     """The first two chunks of a stream. short: whether its first hop is."""
 
     def __init__(self, first_hops: FirstHops, *, short: bool, measured: bool) -> None:

@@ -11,9 +11,8 @@ most one segment ahead of token2wav. A text in pieces is one segment, for which 
 """
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -21,26 +20,21 @@ from typing import Protocol
 
 import numpy as np
 
-from common.constants import HOP_SAMPLES, MAX_STREAM_TOKENS, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
-from common.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
+from common.constants import HOP_SAMPLES, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
+from common.llm.interface import LLMPrompt, Sampling, SpeechLM
 from common.llm.interleaving import InterleavedLM
+from common.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
 from common.orchestrator.chunking import Hop, HopRules, HopSchedule
 from common.orchestrator.first_hops import FirstHops
 from common.orchestrator.request import SynthesisRequest
-from common.orchestrator.silence import SilenceFilter, SilenceRules
+from common.orchestrator.silence import SilenceRules
+from common.orchestrator.token_buffer import TokenBuffer
 from common.playback import Playback
 from common.tasks import TaskScope
-from common.text.duration import expected_seconds
 from common.text.markup import Pause
 from common.text.normalization import Spelled
 from common.voice.mix import Mix
 from common.voice.prompt import Prompt, PromptEncoder, Recording, RecordingCache
-
-logger = logging.getLogger(__name__)
-
-# An answer is continued up to this many times the expected duration of its text, and some seconds for the pauses of a
-# short text. Slow speech is at half the usual rate; what takes longer does not speak the text any more.
-RUNAWAY_FACTOR, RUNAWAY_SECONDS = 2.0, 2.0
 
 
 class Token2WavStream(Protocol):
@@ -93,120 +87,6 @@ class VoiceLookup(Protocol):
     def __call__(self, name: str | None) -> Recording | Prompt | Mix: ...
 
 
-OnWarning = Callable[[str], object]  # called with what the caller should know although there is audio
-
-# Called with the name of each stage when it is reached: "voice" when the LLM's part of the prompt is ready; then, for
-# each segment, "llm" at its first tokens and "vocoder" when token2wav has prefilled the prompt; for each chunk "tokens"
-# when it has all tokens that it needs, and "audio". The names are part of the tensor `timeline` and stay as they are:
-# "vocoder" is older than the use of that word for HiFT alone.
-OnStage = Callable[[str], object]
-
-# Called before the last waveform of each segment with the text that the LLM got and the segment's samples, and before
-# each pause with "" and the pause's samples: in order, they are all samples of an answer.
-OnSegment = Callable[[str, int], object]
-
-
-def _ignore(*reported: object) -> None:
-    """The default callback: warnings are logged anyway."""
-
-
-class TokenBuffer:
-    """Speech tokens of one segment: the LLM's answers append them, the chunks read them.
-
-    pause: seconds of silence before it. text: what the LLM has got of it.
-    """
-
-    def __init__(self, on_warning: OnWarning, on_stage: OnStage, silence: SilenceRules, pause: float = 0.0) -> None:
-        self.pause = pause
-        self.text = ""
-        self.tokens: list[int] = []
-        self.ended = False
-        self._on_warning = on_warning
-        self._on_stage = on_stage
-        self._silence = SilenceFilter(silence)
-        self._changed = asyncio.Event()
-
-    async def fill(self, llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> None:
-        """Read the LLM's answer to `prompt`. Where it ends by its length, the LLM is asked to continue it.
-
-        Warns if it cannot be continued. ValueError if there is no token at all: the same text would fail again.
-        """
-        text = self.text = prompt.target_text
-        limit = _most_tokens(text, sampling)
-        generated: list[int] = []
-        reason: FinishReason | None = "length"
-        while reason == "length":
-            done = len(generated)
-            asked = min(sampling.max_tokens, limit - done)
-            part = replace(sampling, max_tokens=asked, min_tokens=min(asked, max(0, sampling.min_tokens - done)))
-            if sampling.seed is not None:  # other random numbers than before, or every part could end in the same loop
-                part = replace(part, seed=(sampling.seed + done) % (MAX_SEED + 1))
-            try:
-                stream = llm.generate(replace(prompt, generated=tuple(generated)), part)
-                reason = await self._read(stream, generated)
-            except ValueError as error:  # such as a prompt that no longer fits the LLM's context
-                if not done:
-                    raise
-                self._warn(f"{done} tokens, because the LLM cannot continue it ({error}): {text[:80]!r}")
-                break
-            if not generated:
-                raise ValueError(f"the LLM returned no speech token for the text {text[:80]!r}")
-            if reason == "length" and (len(generated) < done + asked or len(generated) >= limit):
-                self._warn(f"{len(generated)} tokens, the most for a text of its length: {text[:80]!r}")
-                break
-        self._end()
-
-    async def noted(self, pieces: AsyncIterator[str]) -> AsyncGenerator[str, None]:
-        """`pieces`, which become the segment's text."""
-        async for piece in pieces:
-            self.text += piece
-            yield piece
-
-    async def read(self, stream: TokenStream) -> None:
-        """Read the whole segment from `stream`. Warns if it was cut short; ValueError if there is no token at all."""
-        generated: list[int] = []
-        reason = await self._read(stream, generated)
-        if not generated:
-            raise ValueError("the LLM returned no speech token for the text in pieces")
-        if reason == "length":
-            self._warn(f"{len(generated)} tokens, the most for its text in pieces")
-        self._end()
-
-    def _end(self) -> None:
-        self.ended = True
-        self._changed.set()
-
-    async def _read(self, stream: TokenStream, generated: list[int]) -> FinishReason | None:
-        """Append the tokens of `stream` to `generated`, and to the buffer what the chunks get of them.
-
-        Closes the stream in any case.
-        """
-        try:
-            async for tokens in stream:
-                if not generated:
-                    self._on_stage("llm")
-                generated += tokens
-                self.tokens.extend(self._silence.kept(tokens))
-                self._changed.set()
-        finally:
-            await stream.aclose()
-        return stream.finish_reason
-
-    def _warn(self, after: str) -> None:
-        warning = f"speech was cut short after {after}"
-        logger.warning(warning)
-        self._on_warning(warning)
-
-    async def wait_for_end(self) -> None:
-        while not self.ended:
-            await self.wait_for_change()
-
-    async def wait_for_change(self) -> None:
-        """Wait for tokens or the end; returns at once if either came since the last wait."""
-        await self._changed.wait()
-        self._changed.clear()
-
-
 # The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
 # one segment ahead.
 SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
@@ -242,9 +122,9 @@ class Synthesizer:
     async def stream(
         self,
         request: SynthesisRequest,
-        on_warning: OnWarning = _ignore,
-        on_stage: OnStage = _ignore,
-        on_segment: OnSegment = _ignore,
+        on_warning: OnWarning = ignore,
+        on_stage: OnStage = ignore,
+        on_segment: OnSegment = ignore,
     ) -> AsyncGenerator[np.ndarray, None]:
         """Waveforms (N,) float32 as they become ready. Closing the generator ends everything started for it.
 
@@ -293,11 +173,11 @@ class Synthesizer:
                 await stream.abort()
 
     async def offline(
-        self, request: SynthesisRequest, on_warning: OnWarning = _ignore, on_segment: OnSegment = _ignore
+        self, request: SynthesisRequest, on_warning: OnWarning = ignore, on_segment: OnSegment = ignore
     ) -> np.ndarray:
         """The whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
-            prompt, segments = await self._begin(request, scope, on_warning, _ignore, reserved=None, short=False)
+            prompt, segments = await self._begin(request, scope, on_warning, ignore, reserved=None, short=False)
             waveforms = []
             while (segment := await scope.result(segments.get())) is not None:
                 if (silence := _silence(segment)).size:
@@ -408,12 +288,6 @@ class Synthesizer:
         pieces = segment.noted(request.pieces)
         await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling))
         await segments.put(None)
-
-
-def _most_tokens(text: str, sampling: Sampling) -> int:
-    """Where continuing an answer ends: max_token_ratio alone would let a loop turn 18 s of text into 50 s of speech."""
-    seconds = RUNAWAY_FACTOR * expected_seconds(text) + RUNAWAY_SECONDS
-    return min(MAX_STREAM_TOKENS, max(sampling.max_tokens, round(TOKEN_RATE * seconds)))
 
 
 async def _render(

@@ -4,14 +4,14 @@ import pytest
 
 from common.constants import TOKEN_RATE
 from common.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopRules
-from common.orchestrator.first_hops import LEAST_MEASURED, MARGIN_SECONDS, MOST_AT_ONCE, REMEMBERED, FirstHops, Start
+from common.orchestrator.first_hops import MARGIN_SECONDS, MEASURED, MOST_AT_ONCE, FirstHops, StreamStart
 
 RULES = HopRules(first_hop=15, short_first_hop=10)
 LIMIT = (10 - WITHHELD_TOKENS) / TOKEN_RATE - MARGIN_SECONDS
 FIRST, SECOND, FINAL = Hop(0, 15, final=False), Hop(15, 30, final=False), Hop(15, 30, final=True)
 
 
-def begin(first_hops: FirstHops, *, heard: bool = True, repeatable: bool = False) -> Start:
+def begin(first_hops: FirstHops, *, heard: bool = True, repeatable: bool = False) -> StreamStart:
     return first_hops.start(heard=heard, repeatable=repeatable)
 
 
@@ -27,7 +27,7 @@ def speak(first_hops: FirstHops, seconds: float, second: Hop = SECOND, **kind: b
 
 def with_slack(rules: HopRules = RULES) -> FirstHops:
     first_hops = FirstHops(rules)
-    for _ in range(LEAST_MEASURED):
+    for _ in range(MEASURED):
         assert not speak(first_hops, LIMIT - 0.001)
     return first_hops
 
@@ -39,7 +39,7 @@ def test_the_first_hop_is_short_once_enough_streams_had_slack() -> None:
 def test_one_slow_stream_ends_it_until_it_is_forgotten() -> None:
     first_hops = with_slack()
     speak(first_hops, LIMIT + 0.001)
-    assert [speak(first_hops, 0.1) for _ in range(REMEMBERED + 1)] == [False] * REMEMBERED + [True]
+    assert [speak(first_hops, 0.1) for _ in range(MEASURED + 1)] == [False] * MEASURED + [True]
 
 
 def test_of_a_crowd_only_a_few_begin_so_and_others_follow_when_these_have_their_second_chunk() -> None:
@@ -55,7 +55,7 @@ def test_of_a_crowd_only_a_few_begin_so_and_others_follow_when_these_have_their_
 @pytest.mark.parametrize("chunks", [[], [FIRST], [FINAL], [FIRST, FINAL]], ids=["none", "one", "one, final", "two"])
 def test_a_stream_that_ends_early_makes_room_and_is_not_measured(chunks: list[Hop]) -> None:
     first_hops = with_slack()
-    for _ in range(2 * REMEMBERED):
+    for _ in range(2 * MEASURED):
         start = begin(first_hops)
         assert start.short
         for chunk in chunks:
@@ -66,7 +66,7 @@ def test_a_stream_that_ends_early_makes_room_and_is_not_measured(chunks: list[Ho
 
 def test_what_nobody_hears_is_not_measured_and_never_short() -> None:
     first_hops = FirstHops(RULES)
-    for _ in range(LEAST_MEASURED):
+    for _ in range(MEASURED):
         speak(first_hops, 0.0, heard=False)
     assert not begin(first_hops).short
     first_hops = with_slack()
@@ -77,7 +77,7 @@ def test_what_nobody_hears_is_not_measured_and_never_short() -> None:
 
 def test_a_repeatable_stream_is_measured_and_never_short() -> None:
     first_hops = FirstHops(RULES)
-    for _ in range(LEAST_MEASURED):
+    for _ in range(MEASURED):
         speak(first_hops, 0.0, repeatable=True)
     assert not begin(first_hops, repeatable=True).short
     assert begin(first_hops).short

@@ -10,7 +10,7 @@ from common.constants import FLOW_CHUNK_TOKENS, SPEAKER_DIM
 from common.errors import OverloadedError, UnavailableError
 from common.llm.interface import LLMPrompt, Sampling
 from common.orchestrator.chunking import HopRules
-from common.orchestrator.first_hops import LEAST_MEASURED
+from common.orchestrator.first_hops import MEASURED
 from common.orchestrator.request import SynthesisRequest
 from common.voice.mix import Mix
 from common.voice.prompt import Prompt, Recording
@@ -423,7 +423,7 @@ def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_s
             return [len(waveform) async for waveform in waveforms]
 
     async def main() -> list[np.ndarray]:
-        for _ in range(LEAST_MEASURED):
+        for _ in range(MEASURED):
             assert await chunks(request) == [15, 30, 15]
         assert await chunks(request) == [10, 15, 30, 5]
         others = (seeded, dataclasses.replace(request, played=False), dataclasses.replace(request, pieces=_pieces()))
@@ -433,4 +433,4 @@ def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_s
 
     pipeline.run(main())
     urgent = [prompt.urgent_tokens for prompt in pipeline.llm.prompts]
-    assert urgent[: LEAST_MEASURED + 4] == [*[18] * LEAST_MEASURED, 13, 18, 0, 18] and urgent[-1] == 13
+    assert urgent[: MEASURED + 4] == [*[18] * MEASURED, 13, 18, 0, 18] and urgent[-1] == 13

@@ -34,6 +34,7 @@ FLOORS = (
 FORBIDDEN = {
     "common/orchestrator/synthesis.py": ("common.triton_io", "common.orchestrator.ports"),
     "common/orchestrator/chunking.py": ("common.triton_io", "common.orchestrator.ports"),
+    "common/orchestrator/first_hops.py": ("common.triton_io", "common.orchestrator.ports"),
     "common/token2wav/scheduler.py": ("common.token2wav", "torch"),
 }
 

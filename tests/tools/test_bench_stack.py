@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from tools.bench.stack import GpuPlan, main, peak
+from tools.bench.stack import GpuPlan, main, parse_args, peak
 
 
 def test_the_peak_is_the_largest_sum_over_all_gpus() -> None:
@@ -26,6 +26,11 @@ def test_a_plan_is_memory_and_streams(text: str, settings: dict[str, str]) -> No
 def test_another_plan_is_refused_by_its_value(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=repr(text)):
         GpuPlan.read(text)
+
+
+def test_options_for_all_listeners_are_one_string() -> None:
+    args = parse_args(["models", "--plans", ":2", "--load=--new-voices --manifest-path 'my voices.jsonl'"])
+    assert args.load == ["--new-voices", "--manifest-path", "my voices.jsonl"]
 
 
 def test_a_plan_that_cannot_be_rendered_ends_with_the_reason(tmp_path, capsys) -> None:

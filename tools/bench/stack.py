@@ -2,7 +2,8 @@
 
     python -m tools.bench.stack models/full --plans 7.5:4 11.5:16 15.5:32 22.5:64 --output out/plans
     python -m tools.bench.stack models/demo --plans :2 --device cpu
-    python -m tools.bench.stack models/full --plans 7.5:4 --set prompt_device=cpu --load=--new-voices
+    python -m tools.bench.stack models/full --plans 7.5:4 --set prompt_device=cpu \\
+        --load='--new-voices --manifest-path voices/manifest.jsonl'
 
 A plan is gpu_memory_gib:max_streams. For each, the stack is rendered, served by a tritonserver of its own, measured by
 scripts.benchmark and stopped. The table has the peak of the GPUs' memory, of all processes, as nvidia-smi shows it

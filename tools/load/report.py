@@ -18,7 +18,7 @@ class Stage(NamedTuple):
     long: str
 
 
-STAGES = {  # in plotting order; see `common.orchestrator.synthesis.OnStage` and `measure.RequestOutcome.stages`
+STAGES = {  # in plotting order; see `common.orchestrator.callbacks.OnStage` and `measure.RequestOutcome.stages`
     "voice": Stage("prompt", "Prompt: Tokens, Mel, Text of the Voice"),
     "llm": Stage("LLM, first token", "LLM, until its First Token"),
     "vocoder": Stage("prompt cache in token2wav", "token2wav, Prompt Cache"),
