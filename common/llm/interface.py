@@ -92,6 +92,11 @@ class Sampling:
         """A sampled token that occurs this often among the last ras_window tokens is replaced."""
         return max(1, math.ceil(self.ras_window * self.ras_tau))
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same prompt gives the same tokens again."""
+        return self.seed is not None or self.temperature == 0
+
     def seeded(self) -> "Sampling":
         """With a random seed if it has none: for runtimes that otherwise give every request the same one."""
         return self if self.seed is not None else dataclasses.replace(self, seed=random.randrange(MAX_SEED))

@@ -29,8 +29,9 @@ class FirstHops:
         self._waiting = 0
 
     def start(self, *, heard: bool, repeatable: bool) -> "StreamStart":
-        """heard: somebody plays the stream while it is made, of a text that is complete. Others are not measured.
-        repeatable: its hops must not depend on the load. Both kinds have no short first hop."""
+        """heard: somebody plays the stream while it is made, of a text that is complete; others are not measured.
+        repeatable: the same request gives the same audio. Only the first hop of one that is heard and not repeatable
+        may be short."""
         possible = heard and not repeatable and self._possible
         short = possible and self._waiting < MOST_AT_ONCE and self._have_slack()
         self._waiting += short

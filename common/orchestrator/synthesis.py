@@ -138,9 +138,8 @@ class Synthesizer:
             raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
         first = self._token2wav.open()
         stream: Token2WavStream | None = first
-        # The hops of a request with a seed do not depend on the load: its audio can be had again.
         start = self._first_hops.start(
-            heard=request.played and request.pieces is None, repeatable=request.sampling.seed is not None
+            heard=request.played and request.pieces is None, repeatable=request.sampling.repeatable
         )
         try:
             async with TaskScope() as scope:

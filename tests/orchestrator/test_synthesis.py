@@ -426,11 +426,14 @@ def test_the_first_hop_is_short_where_the_second_chunks_of_streams_before_came_s
         for _ in range(MEASURED):
             assert await chunks(request) == [15, 30, 15]
         assert await chunks(request) == [10, 15, 30, 5]
-        others = (seeded, dataclasses.replace(request, played=False), dataclasses.replace(request, pieces=_pieces()))
-        assert [(await chunks(other))[0] for other in others] == [15] * 3
+        greedy = dataclasses.replace(request, sampling=Sampling(temperature=0.0))
+        unheard, in_pieces = (
+            dataclasses.replace(request, **kind) for kind in ({"played": False}, {"pieces": _pieces()})
+        )
+        assert [(await chunks(other))[0] for other in (seeded, greedy, unheard, in_pieces)] == [15] * 4
         assert await chunks(request) == [10, 15, 30, 5]
         return []
 
     pipeline.run(main())
     urgent = [prompt.urgent_tokens for prompt in pipeline.llm.prompts]
-    assert urgent[: MEASURED + 4] == [*[18] * MEASURED, 13, 18, 0, 18] and urgent[-1] == 13
+    assert urgent[: MEASURED + 5] == [*[18] * MEASURED, 13, 18, 18, 0, 18] and urgent[-1] == 13
