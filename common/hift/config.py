@@ -37,7 +37,7 @@ class HiFTConfig:
 
     @property
     def hop(self) -> int:
-        """Samples per mel frame: 480 at the official sizes."""
+        """Samples per mel frame; HOP_SAMPLES at the official sizes."""
         return prod(self.upsample_rates) * self.istft_hop
 
     @classmethod

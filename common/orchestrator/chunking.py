@@ -91,12 +91,12 @@ class HopRules:
 
     def first_length(self, prompt_tokens: int, *, short: bool = False) -> int:
         """Length of a text's first hop: extended to a boundary, so it is never shorter than configured."""
-        least = self.short_first_hop if short else self.first_hop
+        least = self._first_hop(short)
         return least + -(prompt_tokens + least) % self.boundary
 
     def first_context(self, prompt_tokens: int | None, *, short: bool = False) -> int:
         """Tokens that the LLM makes before the first chunk is rendered; the most of them for a prompt not yet known."""
-        longest = (self.short_first_hop if short else self.first_hop) + self.boundary - 1
+        longest = self._first_hop(short) + self.boundary - 1
         return LOOKAHEAD_TOKENS + (longest if prompt_tokens is None else self.first_length(prompt_tokens, short=short))
 
     def schedule(
@@ -106,6 +106,9 @@ class HopRules:
         if self.strategy == "time_based":
             return TimeBasedSchedule(self, prompt_tokens, short, clock)
         return HopSchedule(self, prompt_tokens, short)
+
+    def _first_hop(self, short: bool) -> int:
+        return self.short_first_hop if short else self.first_hop
 
 
 class HopSchedule:

@@ -24,7 +24,7 @@ class FirstHops:
 
     def __init__(self, rules: HopRules) -> None:
         self._possible = rules.has_short_first_hop
-        self._audio_seconds = (rules.short_first_hop - WITHHELD_TOKENS) / TOKEN_RATE
+        self._limit_seconds = (rules.short_first_hop - WITHHELD_TOKENS) / TOKEN_RATE - MARGIN_SECONDS
         self._seconds: deque[float] = deque(maxlen=MEASURED)
         self._waiting = 0
 
@@ -38,7 +38,7 @@ class FirstHops:
         return StreamStart(self, short=short, measured=heard)
 
     def _have_slack(self) -> bool:
-        return len(self._seconds) == MEASURED and max(self._seconds) <= self._audio_seconds - MARGIN_SECONDS
+        return len(self._seconds) == MEASURED and max(self._seconds) <= self._limit_seconds
 
     def ended(self, start: "StreamStart", seconds: float | None) -> None:
         """seconds: between the first two chunks, if the stream had them."""

@@ -39,7 +39,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._received = 0  # bytes of these headers, or of this body
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of TCP only
         super().connection_made(transport)
         # Only the kernel knows whether the client takes anything (tcp(7)). The option stays after an upgrade.
         connection = transport.get_extra_info("socket")

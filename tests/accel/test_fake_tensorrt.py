@@ -95,7 +95,7 @@ def test_the_base_class_of_loggers_has_to_be_initialised() -> None:
 
     for logger in (WithoutInit(), print):
         with pytest.raises(TypeError, match="__init__ was called"):
-            trt.Runtime(logger)  # type: ignore[arg-type]
+            trt.Runtime(logger)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_only_the_first_logger_is_used(log: Log) -> None:

@@ -15,12 +15,12 @@ def begin(first_hops: FirstHops, *, heard: bool = True, repeatable: bool = False
     return first_hops.start(heard=heard, repeatable=repeatable)
 
 
-def speak(first_hops: FirstHops, seconds: float, second: Hop = SECOND, **kind: bool) -> bool:
+def speak(first_hops: FirstHops, seconds: float, **kind: bool) -> bool:
     """A stream whose second chunk comes after so many seconds: whether its first hop was short."""
     start = begin(first_hops, **kind)
     start.sent(FIRST, 100.0)
-    start.sent(second, 100.0 + seconds)
-    start.sent(second, 200.0)
+    start.sent(SECOND, 100.0 + seconds)
+    start.sent(SECOND, 200.0)
     start.end()
     return start.short
 

@@ -243,10 +243,10 @@ def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
             live.append(pipeline.llm.unclosed)
             await abort()
 
-        stream.abort = watched  # type: ignore[method-assign]
+        stream.abort = watched  # type: ignore[method-assign]  # of this stream only
         return stream
 
-    token2wav.open = opened  # type: ignore[method-assign]
+    token2wav.open = opened  # type: ignore[method-assign]  # the same
     with pytest.raises(RuntimeError):
         pipeline.run()
     assert live == [0]
