@@ -152,6 +152,9 @@ class Token2Wav:
     @classmethod
     def from_config(cls, stack: Stack, config: Token2WavConfig) -> "Token2Wav":
         """As the Triton model is configured."""
+        if torch.device(config.device).type == "cuda":
+            # The host computes little, and an operation on all of its cores would wait for those that are busy.
+            torch.set_num_threads(1)
         limits = BatchLimits(
             max_streams=config.max_streams,
             first_hop_tokens=config.first_hop_tokens,

@@ -105,10 +105,12 @@ class BatchVocoder(ABC):
         positions = [[state.slot, state.frame, length] for state, length in zip(states, lengths, strict=True)]
         slots, starts, frames = on_device(positions, mel.device).unbind(1)
         finals = [chunk.final for chunk, _ in rows]
-        speech = on_host(self._pass(begun, mel, slots, starts, frames, finals))
+        made = self._pass(begun, mel, slots, starts, frames, finals)
+        finite = on_host(made.sum(1).isfinite()).tolist()
+        speech = on_host(made)
         audio: list[Tensor | Exception] = []
         for row, (final, length, state) in enumerate(zip(finals, lengths, states, strict=True)):
-            if not speech[row].sum().isfinite():  # what is kept of the stream has then not been replaced
+            if not finite[row]:  # what is kept of the stream has then not been replaced
                 audio.append(NotFiniteError("the audio is not finite"))
                 continue
             sent, samples = self._sent(length, begun=begun, final=final)
