@@ -11,6 +11,7 @@ most one segment ahead of token2wav. A text in pieces is one segment, for which 
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
@@ -21,6 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from common.constants import HOP_SAMPLES, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
+from common.errors import OverloadedError
 from common.llm.interface import LLMPrompt, Sampling, SpeechLM
 from common.llm.interleaving import InterleavedLM
 from common.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
@@ -87,6 +89,10 @@ class VoiceLookup(Protocol):
     def __call__(self, name: str | None) -> Recording | Prompt | Mix: ...
 
 
+# After a listener was refused, others' work waits this long for their places: at several times the capacity, what
+# refusals cost would be taken from those who were admitted.
+CAREFUL_SECONDS = 10.0
+
 # The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
 # one segment ahead.
 SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
@@ -118,6 +124,7 @@ class Synthesizer:
         self._clock = clock
         self._silence = silence
         self._prompts = RecordingCache()
+        self._careful_until = -math.inf
 
     async def stream(
         self,
@@ -143,8 +150,9 @@ class Synthesizer:
         )
         try:
             async with TaskScope() as scope:
-                reserved = scope.spawn(first.reserve())
+                reserved = scope.spawn(self._reserve(first))
                 prompt, segments = await self._begin(request, scope, on_warning, on_stage, reserved, start.short)
+                await scope.result(reserved)
                 schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=start.short)
                 playback = Playback()
                 while (segment := await scope.result(segments.get())) is not None:
@@ -170,6 +178,13 @@ class Synthesizer:
             start.end()
             if stream is not None:
                 await stream.abort()
+
+    async def _reserve(self, stream: Token2WavStream) -> None:
+        try:
+            await stream.reserve()
+        except OverloadedError:
+            self._careful_until = self._clock() + CAREFUL_SECONDS
+            raise
 
     async def offline(
         self, request: SynthesisRequest, on_warning: OnWarning = ignore, on_segment: OnSegment = ignore
@@ -200,8 +215,8 @@ class Synthesizer:
     ) -> tuple[Prompt, SegmentQueue]:
         """Look up or encode the voice, and start the LLM as soon as its part of the prompt is ready.
 
-        No model is called for the text or the recording before a place is `reserved`: that work would be lost. What
-        takes less time than the reservation is done meanwhile.
+        The place that is `reserved` meanwhile is waited for first, before other models are called, only if a listener
+        was refused lately: usually there is one, and asking for it takes milliseconds.
         """
         voice: Recording | Prompt | Mix
         if isinstance(request.voice, Recording):
@@ -215,7 +230,7 @@ class Synthesizer:
         transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.normalize))
         if isinstance(voice, Recording):
             await scope.result(asyncio.to_thread(getattr, voice, "digest"))
-        if reserved is not None:
+        if reserved is not None and self._clock() < self._careful_until:
             await scope.result(reserved)
         known = self._prompts.get(voice) if isinstance(voice, Recording) else None
         tokens, mel, embedding = self._encoded(known or voice, scope)
