@@ -1,5 +1,6 @@
 """HiFT generator, inference only, with weight norm folded into plain convolutions. Upstream's `HiFTGenerator`."""
 
+from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -64,6 +65,9 @@ class Past(NamedTuple):
     phases: Tensor
 
 
+Body = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # as `HiFTGenerator.body`
+
+
 class HiFTGenerator(nn.Module):
     """mel -> f0 -> harmonic source; mel and the source's STFT -> STFT of the speech -> waveform.
 
@@ -119,16 +123,18 @@ class HiFTGenerator(nn.Module):
         """See `HarmonicSource.forward`: f0 (B, T) in Hz -> source (B, 1, T*hop), phases (B, harmonics+1, T)."""
         return self.m_source(f0, noise, carried)
 
-    def decode(self, mel: Tensor, source: Tensor, frames: Tensor | None = None) -> Tensor:
+    def decode(
+        self, mel: Tensor, source: Tensor, frames: Tensor | None = None, *, body: Body | None = None
+    ) -> Tensor:  # fmt: skip
         """mel (B, mel_bins, T), source (B, 1, T*hop) -> speech (B, T*hop) in -audio_limit..audio_limit.
 
-        frames (B,): length of each row, as in `forward`.
+        frames (B,): length of each row, and body, as in `forward`.
         """
         config, dtype = self.config, self.conv_pre.weight.dtype
         bins = None if frames is None else frames * (config.hop // config.istft_hop) + 1
         wave = self._mirrored(source.squeeze(1), frames)
         excitation = silenced(stft(wave, self.stft_window, config.istft_hop), bins).to(dtype)
-        spectrum = self.body(silenced(mel, frames).to(dtype), excitation, frames).float()
+        spectrum = (body or self.body)(silenced(mel, frames).to(dtype), excitation, frames).float()
         wave = istft(spectrum, self.stft_window, config.istft_hop, bins)
         return wave.clamp(-config.audio_limit, config.audio_limit)
 
@@ -151,14 +157,21 @@ class HiFTGenerator(nn.Module):
         return self.conv_post(silenced(F.leaky_relu(x), lengths))
 
     def forward(
-        self, mel: Tensor, noise: Tensor, frames: Tensor | None = None, past: Past | None = None
+        self,
+        mel: Tensor,
+        noise: Tensor,
+        frames: Tensor | None = None,
+        past: Past | None = None,
+        *,
+        body: Body | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Render mel frames from the beginning of a recording, or from its `past` on.
 
         mel (B, mel_bins, T), with a past F0_REACH frames more at its beginning, which are not rendered; noise
         (B, T*hop, harmonics+1) of unit variance. Rows may be padded: with frames (B,), the number of frames to render,
-        each row is computed as if it ended there, and its output after that is undefined; a past needs it. Returns
-        speech (B, T*hop) and the phases (B, harmonics+1, T) of `source`. ValueError for noise of another shape.
+        each row is computed as if it ended there, and its output after that is undefined; a past needs it. body: in
+        place of the module's own. Returns speech (B, T*hop) and the phases (B, harmonics+1, T) of `source`. ValueError
+        for noise of another shape.
         """
         context, begins, carried = (0, None, None) if past is None else (F0_REACH, F0_REACH - past.frames, past.phases)
         B, T = mel.shape[0], mel.shape[2] - context
@@ -167,7 +180,7 @@ class HiFTGenerator(nn.Module):
             raise ValueError(f"noise of shape {tuple(noise.shape)} for a mel of {T} frames: expected {expected}")
         f0 = self.f0(mel, None if frames is None else frames + context, begins)[:, context:]
         source, phases = self.source(f0, noise, carried)
-        return self.decode(mel[..., context:], source, frames), phases
+        return self.decode(mel[..., context:], source, frames, body=body), phases
 
     def _parallel_resblocks(self, stage: int, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Mean of a stage's residual blocks, which differ in kernel size. (B, C, T) -> (B, C, T)"""

@@ -17,14 +17,19 @@ from common.kernels.decoder import (
 from common.kernels.draw import draw
 from common.kernels.linear import add_norm_mish, linear
 from common.kernels.snake import snake
+from common.kernels.tiles import uses_tensor_cores
+from common.kernels.vocoder import FrameConvolution, Lengths, convolve_frames, snake_factors
 
 __all__ = [
+    "FrameConvolution",
+    "Lengths",
     "add",
     "add_norm_mish",
     "append",
     "attend_blocks",
     "attend_paged",
     "attend_pages",
+    "convolve_frames",
     "convolve_groups",
     "draw",
     "gate",
@@ -36,5 +41,7 @@ __all__ = [
     "project_normed",
     "rotate_first_head",
     "snake",
+    "snake_factors",
     "turn_heads",
+    "uses_tensor_cores",
 ]

@@ -9,6 +9,13 @@ from common.kernels.launch import early, wait
 from common.kernels.tiles import tiles
 
 LOG2_E = 1.4426950408889634
+ALIGNED = tl.constexpr(16)  # bytes: of every tensor of torch
+
+
+@triton.jit
+def _address(place, dtype: tl.constexpr):
+    """The pointer in a table of addresses. Without the hint the compiler would move single numbers through it."""
+    return tl.multiple_of(tl.load(place).to(dtype), ALIGNED)
 
 
 @triton.jit
@@ -41,6 +48,9 @@ def _attend_paged(
     wait(PDL)
     row, head = tl.program_id(1) // H, tl.program_id(1) % H
     stream, guidance = row % B, row // B
+    own = tl.load(table_ptr + 5 * B + stream).to(tl.int32)
+    if tl.program_id(0) * BLOCK_Q >= own:
+        return  # padding
     at = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     lane = tl.arange(0, D)
     chunk = ((row * H + head) * T).to(tl.int64) * D
@@ -52,7 +62,6 @@ def _attend_paged(
     of_plane = (plane * 2 + guidance) * H + head
     everything = tl.zeros((BLOCK_Q,), tl.int32)
 
-    own = tl.load(table_ptr + 5 * B + stream).to(tl.int32)
     ends = everything + own
     if CHUNK:
         ends = tl.minimum((at // CHUNK + 1) * CHUNK, ends)
@@ -62,8 +71,8 @@ def _attend_paged(
 
     prompt = tl.load(table_ptr + 2 * B + stream)
     start = of_plane * prompt * D
-    keys = tl.load(table_ptr + stream).to(k_ptr.dtype) + start
-    values = tl.load(table_ptr + B + stream).to(k_ptr.dtype) + start
+    keys = _address(table_ptr + stream, k_ptr.dtype) + start
+    values = _address(table_ptr + B + stream, k_ptr.dtype) + start
     frames = prompt.to(tl.int32)
     best, total, acc = _segment(q, keys, values, everything + frames, frames, best, total, acc, D, BLOCK_K)
 
@@ -160,9 +169,9 @@ def _append(
     source = chunk + (kept - count + at)[:, None] * D + lane
     of_plane = (((step * tl.num_programs(2) + layer) * 2 + guidance) * H + head) * length * D
     target = of_plane + ((place + at) % length)[:, None] * D + lane
-    keys = tl.load(table_ptr + 8 * B + stream).to(keys_ptr.dtype)
+    keys = _address(table_ptr + 8 * B + stream, keys_ptr.dtype)
     tl.store(keys + target, tl.load(keys_ptr + source, mask=mask), mask=mask)
-    values = tl.load(table_ptr + 9 * B + stream).to(values_ptr.dtype)
+    values = _address(table_ptr + 9 * B + stream, values_ptr.dtype)
     tl.store(values + target, tl.load(values_ptr + source, mask=mask), mask=mask)
 
 

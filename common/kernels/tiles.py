@@ -11,9 +11,12 @@ import torch
 import triton
 
 FEW_ROWS = 128  # at most this many rows of a product use small tiles: large ones would leave multiprocessors idle
+PROGRAMS = 80  # of a kernel in tiles of 64 rows; with fewer ones, smaller tiles are faster
 WIDE_WEIGHT = 1 << 20  # values; larger weights occupy them with half as many rows
 FEW_QUERIES = 1024  # the same for attention, whose queries are fewer in a program
 FIRST_TENSOR_CORES = 80  # compute capability 8.0
+FIRST_COPY_ENGINE = 90  # compute capability 9.0: tiles are fetched by a copy engine, not by the threads
+COPIED_PROGRAMS = 96  # with fewer of them, smaller tiles are faster
 
 
 def is_few(rows: int, values: int) -> bool:
@@ -59,6 +62,8 @@ class Tiles(NamedTuple):
     decoder_one: ProductTile  # of a decoder, whose tiles may have two products; one row: without tensor cores
     decoder_few: ProductTile
     decoder_many: ProductTile
+    vocoder: tuple[ProductTile, ...]  # the largest first
+    copied: tuple[ProductTile, ...]  # by the copy engine; the largest first
 
     def decoder(self, T: int) -> ProductTile:
         """For T tokens."""
@@ -80,10 +85,30 @@ class Tiles(NamedTuple):
             tile = self.deep if K >= 1536 and M >= 4096 else self.large
         return tile._replace(columns=D) if D else tile
 
+    def linear_copied(self, M: int, N: int, D: int) -> ProductTile | None:
+        """The same by the copy engine: the largest tile that occupies the GPU. None: threads are faster."""
+        part = N // 3 if D else N  # queries, keys or values
+        for tile in self.copied:
+            whole_heads = not D or (tile.columns % D == 0 and part % tile.columns == 0)
+            if whole_heads and triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns) >= COPIED_PROGRAMS:
+                return tile
+        return None
+
     def grouped_convolution(self, M: int, G: int) -> ProductTile:
         """For M frames, of groups of G channels."""
         tile = self.convolution_few if M <= FEW_ROWS else self.convolution
         return tile._replace(columns=min(tile.columns, G), depth=min(tile.depth, G))
+
+    def frames(self, B: int, T: int, N: int, branches: int) -> ProductTile:
+        """For the vocoder's convolutions of (B, T) frames to N channels: the largest tile that occupies the GPU.
+
+        A large one does more work for what it reads, and has to occupy it more evenly.
+        """
+        for tile in self.vocoder:
+            columns = max(16, min(tile.columns, triton.next_power_of_2(N)))
+            if B * triton.cdiv(T, tile.rows) * triton.cdiv(N, columns) * branches >= PROGRAMS * tile.rows // 64:
+                break
+        return tile._replace(columns=columns)
 
     def paged(self, queries: int) -> AttentionTile:
         return self.paged_few if queries <= FEW_QUERIES // 4 else self.queries
@@ -110,6 +135,8 @@ TENSOR_CORES = Tiles(
     decoder_one=ProductTile(1, 4, 1024, 8, 1),
     decoder_few=ProductTile(16, 32, 64, 2, 6),
     decoder_many=ProductTile(64, 64, 64, 4, 4),
+    vocoder=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 64, 128, 4, 3), ProductTile(64, 32, 128, 4, 4)),
+    copied=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 128, 64, 4, 4), ProductTile(64, 64, 64, 4, 4)),
 )
 # The largest of those tried that spill no registers or hardly any (docs/results/kernels.md); not yet tuned on a GPU.
 MULTIPLY_ADD = Tiles(
@@ -129,10 +156,22 @@ MULTIPLY_ADD = Tiles(
     decoder_one=ProductTile(1, 4, 1024, 4, 1),
     decoder_few=ProductTile(16, 16, 32, 4, 1),
     decoder_many=ProductTile(32, 32, 16, 4, 1),
+    vocoder=(ProductTile(64, 32, 16, 4, 1),),  # serving leaves these products to cuDNN
+    copied=(),
 )
+
+
+def uses_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether Triton computes products of that type on the current GPU's tensor cores."""
+    arch = triton.runtime.driver.active.get_current_target().arch
+    return dtype != torch.float32 and arch >= FIRST_TENSOR_CORES
+
+
+def copies_tiles() -> bool:
+    """Whether the current GPU has a copy engine for tiles."""
+    return triton.runtime.driver.active.get_current_target().arch >= FIRST_COPY_ENGINE
 
 
 def tiles(dtype: torch.dtype) -> Tiles:
     """For operands of that type on the current GPU."""
-    arch = triton.runtime.driver.active.get_current_target().arch
-    return MULTIPLY_ADD if dtype == torch.float32 or arch < FIRST_TENSOR_CORES else TENSOR_CORES
+    return TENSOR_CORES if uses_tensor_cores(dtype) else MULTIPLY_ADD

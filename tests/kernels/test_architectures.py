@@ -5,10 +5,10 @@ import torch
 
 from common.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, tiles
 from tools.bench import kernels
-from tools.bench.kernels import SHARED_KIB, Launch, compiled, launches, pretended
+from tools.bench.kernels import SHARED_KIB, Launch, compiled, instructions, launches, pretended
 
 FLOW = {
-    "add_norm_mish", "append", "attend_blocks", "attend_paged", "convolve", "linear", "prepare",
+    "add_norm_mish", "append", "attend_blocks", "attend_paged", "convolve", "convolve_frames", "linear", "prepare",
     "rotate_first_head", "snake"
 }  # fmt: skip
 DECODER = {
@@ -62,8 +62,18 @@ def test_a_kernel_that_starts_early_waits_for_the_one_before(capability: int) ->
         given = dict(launch.constants)
         assert given["PDL"] == given.get("launch_pdl", False) == (capability >= 90), launch.name
         code = launch.kernel.src
-        reads = ("tl.load(", "_products(", "_moments(", "_rotate_pairs(")
+        reads = (".load(", "_products(", "_moments(", "_rotate_pairs(")
         assert code.index("wait(PDL)") < min(code.index(read) for read in reads if read in code), launch.name
+
+
+def test_memory_that_a_table_names_is_read_and_written_in_wide_pieces() -> None:
+    """The compiler knows the alignment of a tensor, but of an address only if it is told: else it moves two bytes at a
+    time, and keys and values of prompts are most of what attention reads."""
+    kernels_of_tables = [launch for launch in of_each_size(90) if launch.name in ("append", "attend_paged")]
+    assert {launch.name for launch in kernels_of_tables} == {"append", "attend_paged"}
+    for launch in kernels_of_tables:
+        moved = {name for name in instructions(launch, 90) if name.startswith(("LDG", "STG"))}
+        assert moved and not {name for name in moved if name.endswith(("U8", "U16"))}, (launch.name, moved)
 
 
 @pytest.mark.parametrize(

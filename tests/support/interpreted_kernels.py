@@ -4,14 +4,17 @@ checked. A program of its own, because Triton decides at its import whether it i
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from common import kernels
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS
@@ -20,7 +23,10 @@ from common.flow.config import CosyVoice3FlowConfig, LookaheadConfig, RotaryDiTC
 from common.flow.cosyvoice3 import CosyVoice3Flow
 from common.flow.layers import valid_frames
 from common.flow.unet import UNetEstimator
+from common.hift.config import HiFTConfig
 from common.hift.f0 import silenced
+from common.hift.generator import HiFTGenerator
+from common.kernels.tiles import ProductTile, Tiles
 from common.llm.batch_sampler import BatchSampler, SamplingRow
 from common.llm.engines.cuda.fused import Fused
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Operations, Places, Plain
@@ -31,6 +37,7 @@ from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.cached.streaming import CachedStreaming
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.hift.fused import FusedBody
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise
 from common.token2wav.scheduler import STARTS
@@ -42,6 +49,7 @@ from tools.bench.kernels import pretended
 from tools.parity import flow_dit
 from tools.parity.fixture import Fixture
 
+linear_kernels: Any = import_module("common.kernels.linear")  # the package has a function of that name
 HEADS, KV_HEADS, D, HIDDEN, MLP, LAYER = 6, 2, 16, 24, 200, 1
 SLOTS, CONTEXT = 3, 3 * PAGE
 SAMPLING = [
@@ -237,6 +245,39 @@ def prompt(random: np.random.Generator, tokens: int, speaker_dim: int) -> Prompt
     return Prompt(np.arange(tokens), mel, random.standard_normal(speaker_dim).astype(np.float32), text="")
 
 
+def compare_copied() -> None:
+    """Products whose tiles the copy engine fetches, with some rows of padding: a convolution with history, gate and
+    residual; a plain one with a residual; queries, keys and values, of which a tile has two heads."""
+    torch.manual_seed(0)
+    R, T, C, H, D = 4, 50, 32, 4, 16
+    frames = torch.tensor([T, 17])
+    valid = (torch.arange(T) < frames.repeat(2)[:, None])[:, :, None]
+    x, out = torch.randn(2, R, T, C)
+    conv, plain, heads = torch.randn(C, 3 * C), torch.randn(C, C), torch.randn(3 * H * D, C)
+    gate, bias, qk_norm, history = torch.randn(C), torch.randn(3 * H * D), torch.randn(2, 2, D), torch.randn(R, 2, C)
+    with (
+        patch.object(linear_kernels, "copies_tiles", lambda: True),
+        patch.object(Tiles, "linear_copied", lambda *sizes: ProductTile(16, 32, 16, 4, 1)),
+    ):
+        made = kernels.linear(
+            x, conv, gate=gate, add_to=out.clone(), history=(history, history.clone(), frames), frames=frames
+        )
+        added = kernels.linear(x, plain, bias[:C], add_to=out.clone(), frames=frames)
+        split = torch.full((3, R, H, T, D), torch.nan)
+        kernels.linear(x, heads, bias, heads=(split[0], split[1], split[2]), qk_norm=qk_norm, frames=frames)
+    padded = torch.cat([history, x], dim=1)
+    taps = torch.cat([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]], dim=-1)
+    expected = F.linear(x, heads, bias).view(R, T, 3, H, D).permute(2, 0, 3, 1, 4)
+    normed = [F.layer_norm(part, (D,), *norm) for part, norm in zip(expected, qk_norm, strict=False)]
+    for ours, theirs in (
+        (made, out + gate * F.linear(taps, conv)),
+        (added, out + F.linear(x, plain, bias[:C])),
+        *((ours.transpose(1, 2).flatten(2), theirs.transpose(1, 2).flatten(2))
+          for ours, theirs in zip(split, [*normed, expected[2]], strict=True)),
+    ):  # fmt: skip
+        assert_close(ours.masked_fill(~valid, 0), theirs.masked_fill(~valid, 0), atol=1e-4, rtol=1e-4)
+
+
 def compare_snake() -> None:
     """Longer than a block; rows that end early."""
     torch.manual_seed(0)
@@ -244,6 +285,35 @@ def compare_snake() -> None:
     for lengths in (None, torch.tensor([1100, 1025])):
         expected = silenced(x + torch.sin(alpha[:, None] * x).square() / (alpha[:, None] + 1e-9), lengths)
         assert_close(kernels.snake(x, alpha, lengths), expected)
+
+
+# The last stage's tensors have one frame more than its upsampling makes. No block divides these numbers of channels.
+HIFT = HiFTConfig(
+    channels=80, f0_channels=8, upsample_rates=(5, 3), upsample_kernels=(11, 7), resblock_kernels=(3, 5, 1),
+    resblock_dilations=((1, 3),) * 3, source_resblock_kernels=(5, 3), source_resblock_dilations=((1, 3), (5, 2)),
+)  # fmt: skip
+
+
+@torch.inference_mode()
+def compare_hift() -> None:
+    """Rows that end within the first tile and the last one, where what follows is not finite, and one that would be
+    longer than the tensor; then a batch without padding."""
+    torch.manual_seed(0)
+    network = HiFTGenerator(HIFT).eval()
+    for name, parameter in network.named_parameters():
+        noise = torch.randn_like(parameter)
+        parameter.copy_(noise * parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3 * noise)
+        if name.endswith("alpha"):
+            parameter.add_(1)
+    body, rate, T = FusedBody(network), HIFT.hop // HIFT.istft_hop, 6
+    mel, excitation = torch.randn(3, MEL_BINS, T), torch.randn(3, HIFT.n_fft + 2, rate * T + 1)
+    frames = torch.tensor([T + 2, 1, 5])
+    bins = rate * frames + 1
+    expected = network.body(silenced(mel, frames), silenced(excitation, bins), frames)
+    inside = silenced(torch.ones_like(excitation), bins).bool()
+    padded = mel.where(silenced(torch.ones_like(mel), frames).bool(), torch.nan), excitation.where(inside, torch.nan)
+    assert_close(body(*padded, frames)[inside], expected[inside], atol=1e-4, rtol=1e-4)
+    assert_close(body(mel[:1], excitation[:1]), network.body(mel[:1], excitation[:1]), atol=1e-4, rtol=1e-4)
 
 
 class Extents:
@@ -283,20 +353,22 @@ def checked() -> Iterator[Extents]:
     arguments = interpreter.GridExecutor._init_args_hst
 
     def init(self: Any, given: Any, named: Any) -> Any:
-        found = [x for x in (*given, *named.values()) if isinstance(x, Tensor)]
+        passed = [x.base if isinstance(x, TensorDescriptor) else x for x in (*given, *named.values())]
+        found = [x for x in passed if isinstance(x, Tensor)]
         extents.allow(found + (extents.addressed if "table_ptr" in self.arg_names else []))
         return arguments(self, given, named)
 
-    def masked_load(self: Any, addresses: Any, mask: Any, *rest: Any) -> Any:
+    def masked_load(self: Any, addresses: Any, mask: Any, *rest: Any, **options: Any) -> Any:
         check(addresses, mask)
-        return load(self, addresses, mask, *rest)
+        return load(self, addresses, mask, *rest, **options)
 
     def masked_store(self: Any, addresses: Any, value: Any, mask: Any, *rest: Any) -> Any:
         check(addresses, mask)
         return store(self, addresses, value, mask, *rest)
 
     def check(addresses: Any, mask: Any) -> None:
-        extents.check(addresses.data[mask.data.astype(bool)], addresses.get_element_ty().primitive_bitwidth // 8)
+        inside = mask if isinstance(mask, np.ndarray) else mask.data  # of a descriptor's tile it is a plain array
+        extents.check(addresses.data[inside.astype(bool)], addresses.get_element_ty().primitive_bitwidth // 8)
 
     with (
         patch.object(interpreter.GridExecutor, "_init_args_hst", init),
@@ -309,8 +381,10 @@ def checked() -> Iterator[Extents]:
 if __name__ == "__main__":
     with pretended(75), checked() as extents:
         compare_snake()
+        compare_copied()
         compare_layers()
         compare_unet()
+        compare_hift()
         compare_rotary(extents)
         compare_dit(extents)
         compare_draws()

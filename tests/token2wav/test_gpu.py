@@ -194,14 +194,19 @@ def test_whole_utterances_are_equal_with_and_without_graphs(kind: str, request: 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.float16, 3e-2)])
 def test_the_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.dtype, bound: float) -> None:
     """Rows of different lengths, first and later chunks; pitch and source are float32 in both forms."""
+    from common import kernels
+
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
     hift.conv_post.weight *= 0.1  # with random weights samples would be clamped at the limit, which would hide errors
     hift.f0_predictor.classifier.bias += 200.0  # Hz: voiced, so that the audio depends on the phases that are carried
     noise = source_noise(hift.config.harmonics + 1, "cuda")
     pools = [OverlapPool(3, hift.config, torch.device("cuda")) for _ in range(2)]
-    limits = BatchLimits(max_streams=4)
-    graphed = GraphedRenderer(OverlapRenderer(copy.deepcopy(hift).body_to(dtype), pools[0], noise), limits)
-    plain = OverlapRenderer(hift, pools[1], noise)
+    served = StreamingVocoder(
+        copy.deepcopy(hift).body_to(dtype), noise, limits=BatchLimits(max_streams=4), pool=pools[0]
+    )  # fmt: skip
+    graphed, plain = served._renderer, OverlapRenderer(hift, pools[1], noise)
+    assert isinstance(graphed, GraphedRenderer)
+    assert (served._fused._body is not None) == kernels.uses_tensor_cores(dtype)
     slots, starts = torch.arange(3, device="cuda"), torch.zeros(3, dtype=torch.long, device="cuda")
     for begun, lengths in ((False, (30, 50, 10)), (True, (50, 10, 200)), (True, (7, 100, 31))):
         frames = torch.tensor(lengths, device="cuda")

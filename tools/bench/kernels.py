@@ -7,6 +7,7 @@ the launches have the constants and types of serving. Triton's own assembler mak
 """
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,10 +27,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from common import kernels
-from common.constants import MEL_BINS, SPEECH_VOCAB, TAIL_FRAMES
+from common.constants import MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, TAIL_FRAMES
 from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
 from common.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
-from common.hift.config import HiFTConfig
+from common.hift import HiFTConfig, HiFTGenerator
 from common.llm.batch_sampler import RECENT
 from common.llm.engines.cuda.fused import FEW_TOKENS, Fused
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places
@@ -37,7 +38,8 @@ from common.token2wav.cached import graphs as cached_graphs
 from common.token2wav.cached.memory import TailPool
 from common.token2wav.cosyvoice3.fused import FusedRotarySolver
 from common.token2wav.dit.fused import FusedDiTSolver
-from common.token2wav.limits import COSYVOICE3_FRAMES, DIT_FRAMES, UNET_FRAMES, BatchLimits
+from common.token2wav.hift.fused import FusedBody
+from common.token2wav.limits import COSYVOICE3_FRAMES, DIT_FRAMES, HIFT_FRAMES, UNET_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
 from common.token2wav.scheduler import STARTS
 from common.token2wav.unet import graphs as window_graphs
@@ -74,7 +76,7 @@ class Launch:
         given = dict(self.constants)
         block = "x".join(str(given[name]) for name in BLOCK if name in given)
         parts = [block, *(f"{given[f'num_{name}']} {name}" for name in ("warps", "stages") if f"num_{name}" in given)]
-        return ", ".join([*parts, "norm"] if given.get("NORM") else parts)
+        return ", ".join([*parts, *(name for name in ("norm", "copied") if given.get(name.upper()))])
 
 
 @dataclass(frozen=True)
@@ -120,20 +122,30 @@ def launches(dtype: torch.dtype, capability: int) -> list[Launch]:
 
 def compiled(launch: Launch, capability: int) -> Needs:
     """Triton's error if the kernel does not compile there."""
+    code = _code(launch, capability)
+    usage = _dumped(code.asm["cubin"], "-res-usage").split()
+    fields = dict(field.split(":") for field in usage if field.count(":") == 1 and field[-1].isdigit())
+    return Needs(code.metadata.shared, int(fields["REG"]), int(fields["STACK"]))
+
+
+def instructions(launch: Launch, capability: int) -> list[str]:
+    """The names of the compiled kernel's machine instructions, such as "LDG.E.128"."""
+    shown = _dumped(_code(launch, capability).asm["cubin"], "-sass")
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", shown, re.MULTILINE)
+
+
+def _code(launch: Launch, capability: int) -> Any:
     with pretended(capability):
-        result = launch.kernel.run(*launch.arguments, grid=None, warmup=True, **dict(launch.constants))
-    return Needs(result.metadata.shared, *_usage(result.asm["cubin"]))
+        return launch.kernel.run(*launch.arguments, grid=None, warmup=True, **dict(launch.constants))
 
 
-def _usage(machine_code: bytes) -> tuple[int, int]:
-    """Registers and bytes of the stack, as `cuobjdump` of Triton's wheel reads them."""
+def _dumped(machine_code: bytes, option: str) -> str:
+    """What `cuobjdump` of Triton's wheel shows of it."""
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(machine_code)
         file.flush()
-        shown = subprocess.run([program, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    fields = dict(field.split(":") for field in shown.split() if field.count(":") == 1 and field[-1].isdigit())
-    return int(fields["REG"]), int(fields["STACK"])
+        return subprocess.run([program, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
 def _run_networks(dtype: torch.dtype) -> None:
@@ -167,7 +179,20 @@ def _run_networks(dtype: torch.dtype) -> None:
             torch.empty(channels, dtype=dtype, device="meta"),
             lengths,
         )
+    _run_vocoder(dtype)
     _run_decoder(dtype)
+
+
+def _run_vocoder(dtype: torch.dtype) -> None:
+    """HiFT's convolutions. In float32 and without tensor cores, serving leaves them to cuDNN."""
+    config = HiFTConfig()
+    with torch.device("meta"):
+        body = FusedBody(HiFTGenerator(config).body_to(dtype))
+        for of in (BatchLimits(), BatchLimits(lane=STARTS)):
+            for B, T in of.sizes(of.chunk_frames, HIFT_FRAMES):
+                for frames in (T, OVERLAP_FRAMES + T):
+                    excitation = torch.empty(B, config.n_fft + 2, frames * config.hop // config.istft_hop + 1)
+                    body(torch.empty(B, MEL_BINS, frames), excitation, torch.empty(B, dtype=torch.int64))
 
 
 def _run_decoder(dtype: torch.dtype) -> None:

@@ -90,8 +90,8 @@ class GraphedSolve:
         """mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> convolution history of B prompts, see
         `Scratch`; their keys and values go where the table says."""
         solver, (B, T, _) = self._solver, mu.shape
-        starts, kept = table[7], table[11]
-        rows = solver.rows(starts, kept, T, PagedContext(self._pool, table), solver.no_history(2 * B))
+        starts, frames, kept = table[7], table[5], table[11]
+        rows = solver.rows(starts, frames, kept, T, PagedContext(self._pool, table), solver.no_history(2 * B))
         solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), rows)
         return rows.scratch.next_history
 
@@ -99,8 +99,8 @@ class GraphedSolve:
         """mu and known (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); updates rings and
         histories."""
         T, solver, pool = mu.shape[1], self._solver, self._pool
-        slots, starts, kept = table[3], table[7], table[11]
-        rows = solver.rows(starts, kept, T, PagedContext(pool, table), pool.history_of(slots))
+        slots, starts, frames, kept = table[3], table[7], table[5], table[11]
+        rows = solver.rows(starts, frames, kept, T, PagedContext(pool, table), pool.history_of(slots))
         mel = solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, known), rows)
         pool.keep_history(slots, rows.scratch.next_history)
         return mel
@@ -114,8 +114,8 @@ class GraphedSolve:
         return self._padded(columns, batch)
 
     def _padded(self, columns: list[list[int]], batch: int) -> Tensor:
-        """(TABLE_ROWS, batch), pinned. Padding rows attend to one frame of their own and write to the scratch slot."""
-        columns = columns + [self._own_frames_column(1)] * (batch - len(columns))
+        """(TABLE_ROWS, batch), pinned. Padding rows have no frames; their histories go to the scratch slot."""
+        columns = columns + [self._own_frames_column(0)] * (batch - len(columns))
         return torch.tensor(columns).T.contiguous().pin_memory()  # (B, TABLE_ROWS) -> (TABLE_ROWS, B)
 
     def _own_frames_column(self, frames: int, into: KeyValues | None = None) -> list[int]:

@@ -48,18 +48,19 @@ class GatheredSolve:
         starts, lengths = torch.zeros(B, dtype=torch.int64, device=mu.device), torch.tensor(frames, device=mu.device)
         prompts = [self._pool.empty_attention(count) for count in frames]
         context = NoContext(lengths, T, prompts, self._pool.mask_chunk)
-        rows = solver.rows(starts, lengths, T, context, solver.no_history(2 * B))
+        rows = solver.rows(starts, lengths, lengths, T, context, solver.no_history(2 * B))
         solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), rows)
         return prefilled(prompts, rows.scratch.next_history)
 
     def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
         T, device, solver = mu.shape[1], mu.device, self._solver
         starts = torch.tensor([row.start for row in rows], device=device)
+        frames = torch.tensor([row.frames for row in rows], device=device)
         kept = torch.tensor([row.kept for row in rows], device=device)
         slots = torch.tensor([stream.tail.slot for stream in streams], device=device)
         conditions = solver.conditions(mu, torch.cat([stream.prompt.speaker for stream in streams]), known)
         context = GatheredContext(self._pool, streams, rows, T)
-        computed = solver.rows(starts, kept, T, context, self._pool.history_of(slots))
+        computed = solver.rows(starts, frames, kept, T, context, self._pool.history_of(slots))
         mel = solver.solve(self._noise.gather(starts, T), conditions, computed)
         self._pool.keep_history(slots, computed.scratch.next_history)
         for stream, row in zip(streams, rows, strict=True):

@@ -58,10 +58,11 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Rows:
-    """A solve's rows, see `memory.Row`: starts and kept (B,); what they attend to; of estimators with rotary positions,
-    the cosine and sine of each frame's angles, (2, B, T, D / 2) float32."""
+    """A solve's rows, see `memory.Row`: starts, frames and kept (B,); what they attend to; of estimators with rotary
+    positions, the cosine and sine of each frame's angles, (2, B, T, D / 2) float32."""
 
     starts: Tensor
+    frames: Tensor
     kept: Tensor
     context: Context
     scratch: Scratch
@@ -98,11 +99,11 @@ class CachedSolver(ABC):
         pairs, reach = self._histories
         return self._static.new_zeros(self.steps, pairs, 2, rows, reach, len(self._static))
 
-    def rows(self, starts: Tensor, kept: Tensor, frames: int, context: Context, history: Tensor) -> Rows:
-        """With buffers for rows of `frames` frames, given the convolutions' history of all R rows."""
-        keys, values = history.new_empty(2, self.depth, history.shape[3], self.heads, frames, self.head_dim)
+    def rows(self, starts: Tensor, frames: Tensor, kept: Tensor, T: int, context: Context, history: Tensor) -> Rows:
+        """With buffers for rows of up to T frames, given the convolutions' history of all R rows."""
+        keys, values = history.new_empty(2, self.depth, history.shape[3], self.heads, T, self.head_dim)
         scratch = Scratch(keys, values, history, torch.empty_like(history))
-        return Rows(starts, kept, context, scratch)
+        return Rows(starts, frames, kept, context, scratch)
 
     def solve(self, noise: Tensor, conditions: Tensor, rows: Rows) -> Tensor:
         """noise (B, T, mel) float32, conditions (R, T, C) -> mel (B, T, mel) float32. Fills `next_history`."""

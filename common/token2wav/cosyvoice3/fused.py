@@ -34,13 +34,13 @@ class FusedRotarySolver(RotarySolver):
         keys, values = rows.scratch.keys[layer], rows.scratch.values[layer]
         q = torch.empty_like(keys)
         attn, ff = (m.attn_scale, m.attn_shift), (m.ff_scale, m.ff_shift)
-        kernels.linear(h, w.qkv, w.qkv_bias, norm=attn, eps=NORM_EPS, heads=(q, keys, values))
+        kernels.linear(h, w.qkv, w.qkv_bias, norm=attn, eps=NORM_EPS, heads=(q, keys, values), frames=rows.frames)
         assert rows.rotary is not None
         kernels.rotate_first_head(q, keys, rows.rotary)
         attended = rows.context.attend(step, layer, q, keys, values)
-        kernels.linear(attended, w.out, w.out_bias, gate=m.attn_gate, add_to=h)
-        y = kernels.linear(h, w.widen, w.widen_bias, norm=ff, eps=NORM_EPS, activation="gelu_tanh")
-        return kernels.linear(y, w.narrow, w.narrow_bias, gate=m.ff_gate, add_to=h)
+        kernels.linear(attended, w.out, w.out_bias, gate=m.attn_gate, add_to=h, frames=rows.frames)
+        y = kernels.linear(h, w.widen, w.widen_bias, norm=ff, eps=NORM_EPS, activation="gelu_tanh", frames=rows.frames)
+        return kernels.linear(y, w.narrow, w.narrow_bias, gate=m.ff_gate, add_to=h, frames=rows.frames)
 
     def _velocity(self, h: Tensor, step: int) -> Tensor:
         ends = self._ends

@@ -72,9 +72,9 @@ class RotarySolver(CachedSolver):
         self._positions = embedding.conv_pos_embed
         self._frequencies = rotary_frequencies(estimator.config.head_dim).to(weight.device)
 
-    def rows(self, starts: Tensor, kept: Tensor, frames: int, context: Context, history: Tensor) -> Rows:
-        rows = super().rows(starts, kept, frames, context, history)
-        positions = starts[:, None] + torch.arange(frames, device=starts.device)
+    def rows(self, starts: Tensor, frames: Tensor, kept: Tensor, T: int, context: Context, history: Tensor) -> Rows:
+        rows = super().rows(starts, frames, kept, T, context, history)
+        positions = starts[:, None] + torch.arange(T, device=starts.device)
         return replace(rows, rotary=rotary(positions, self._frequencies))
 
     def _begin(self, h: Tensor, step: int, rows: Rows) -> Tensor:

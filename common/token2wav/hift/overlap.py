@@ -13,7 +13,7 @@ from torch import Tensor
 from common.constants import OVERLAP_FRAMES
 from common.hift.config import HiFTConfig
 from common.hift.f0 import F0_REACH
-from common.hift.generator import HiFTGenerator, Past
+from common.hift.generator import Body, HiFTGenerator, Past
 from common.token2wav.noise import NoiseTape
 from common.token2wav.vocoding import StreamSlots
 
@@ -48,11 +48,13 @@ class OverlapRenderer:
 
     mel (B, 80, T): new frames, padded after each row's `frames` (B,). slots (B,): of the pool. starts (B,): absolute
     index of the first frame that is rendered, repeated ones included. A row that does not end its stream has more than
-    OVERLAP_FRAMES frames with the repeated ones: the frame before the next overlap is among them.
+    OVERLAP_FRAMES frames with the repeated ones: the frame before the next overlap is among them. body: in place of
+    HiFT's own.
     """
 
-    def __init__(self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape):
+    def __init__(self, hift: HiFTGenerator, pool: OverlapPool, noise: NoiseTape, body: Body | None = None):
         self.hift = hift
+        self._body = body
         self.pool = pool
         self.scratch = pool.scratch
         self._noise = noise
@@ -71,7 +73,7 @@ class OverlapRenderer:
 
     def first(self, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor) -> Tensor:
         """Speech (B, T * hop) of chunks that begin their streams."""
-        speech, phases = self.hift(mel, self._noise_of(starts, mel.shape[2]), frames)
+        speech, phases = self.hift(mel, self._noise_of(starts, mel.shape[2]), frames, body=self._body)
         self._keep(slots, mel, speech, phases, frames)
         return speech
 
@@ -80,7 +82,8 @@ class OverlapRenderer:
         pool = self.pool
         mel, frames = torch.cat([pool.mel[slots], mel], dim=2), frames + OVERLAP_FRAMES
         past = Past(starts.clamp(max=F0_REACH), pool.phases[slots])
-        speech, phases = self.hift(mel, self._noise_of(starts, mel.shape[2] - F0_REACH), frames, past)
+        noise = self._noise_of(starts, mel.shape[2] - F0_REACH)
+        speech, phases = self.hift(mel, noise, frames, past, body=self._body)
         speech[:, : len(self._falling)].lerp_(pool.speech[slots], self._falling)
         self._keep(slots, mel, speech, phases, frames)
         return speech

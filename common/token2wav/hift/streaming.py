@@ -15,7 +15,7 @@ from torch import Tensor
 from common.constants import OVERLAP_FRAMES
 from common.device import on_host
 from common.hift.checkpoint import load_hift
-from common.hift.generator import HiFTGenerator
+from common.hift.generator import Body, HiFTGenerator
 from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import NoiseTape, source_noise
@@ -56,7 +56,8 @@ class StreamingVocoder(BatchVocoder):
         self._plain = OverlapRenderer(hift, self.pool, noise)
         self._renderer: OverlapRenderer | GraphedRenderer = self._plain
         if graphs and device.type == "cuda":
-            self._renderer = GraphedRenderer(self._plain, limits)
+            self._fused = OverlapRenderer(hift, self.pool, noise, _fused_body(hift))  # of all lanes
+            self._renderer = GraphedRenderer(self._fused, limits)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +69,7 @@ class StreamingVocoder(BatchVocoder):
             return None
         vocoder = copy(self)
         vocoder._limits = self._limits.of_lane(lane)
-        vocoder._renderer = GraphedRenderer(self._plain, vocoder._limits)
+        vocoder._renderer = GraphedRenderer(self._fused, vocoder._limits)
         return vocoder
 
     def exact(self) -> "StreamingVocoder":
@@ -90,3 +91,12 @@ class StreamingVocoder(BatchVocoder):
 
     def _whole(self, mel: Tensor, frames: Tensor) -> Tensor:
         return self._plain.first(mel, torch.full_like(frames, self.pool.scratch), torch.zeros_like(frames), frames)
+
+
+def _fused_body(hift: HiFTGenerator) -> Body | None:
+    """None where the network's own is faster: in float32, and without tensor cores."""
+    if hift.conv_pre.weight.dtype == torch.float32:
+        return None
+    from common.token2wav.hift.fused import fused_body  # its kernels need Triton
+
+    return fused_body(hift)
