@@ -1,13 +1,21 @@
-"""Programmatic dependent launch (CUDA programming guide, 4.5): a kernel starts before the one before it has ended.
+"""How kernels are launched, and compiled.
 
-A network of small kernels spends much of its time between them. Where the GPU can, the programs of a kernel are started
+Programmatic dependent launch (CUDA programming guide, 4.5): a kernel starts before the one before it has ended. A
+network of small kernels spends much of its time between them. Where the GPU can, the programs of a kernel are started
 while those of the one before end, and wait there until its results can be read. Every kernel waits, so nothing is read
 or overwritten early.
 """
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
+from triton.runtime.jit import JITFunction
 
 FIRST_ARCHITECTURE = 90  # compute capability 9.0
 
@@ -28,3 +36,23 @@ def wait(PDL: tl.constexpr):
     if PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
+
+
+@contextmanager
+def compiled_ahead() -> Iterator[None]:
+    """Kernels that are launched in the block are compiled, several at the same time, and do not run.
+
+    A start without a cache compiles some hundred, each half a second or more of one core. No other thread may launch
+    kernels meanwhile.
+    """
+    run = JITFunction.run
+
+    def compile_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *arguments, grid=grid, warmup=True, **options)
+
+    setattr(JITFunction, "run", compile_only)  # noqa: B010 Triton has no mode in which a launch only compiles
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as workers, triton.AsyncCompileMode(workers):
+            yield
+    finally:
+        setattr(JITFunction, "run", run)  # noqa: B010

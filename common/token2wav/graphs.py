@@ -73,8 +73,13 @@ class Graphs:
         self._graphs: dict[Size, _Graph] = {}
         # Largest first: the smaller ones then fit into the memory that its graph took.
         given = {size: inputs(*size) for size in sorted(sizes, key=math.prod, reverse=True)}
+        from common.kernels.launch import compiled_ahead  # imports Triton, which CPU builds of torch lack
+
+        with compiled_ahead():
+            for size in tqdm(given, desc=f"compiling {name}", unit="size"):
+                function(*given[size])
         shapes: dict[Size, torch.Size] = {}
-        for size in tqdm(given, desc=f"compiling {name}", unit="size"):
+        for size in tqdm(given, desc=f"warming up {name}", unit="size"):
             sample = _warm_up(function, given[size])
             shapes[size] = sample.shape
         # Where all sizes leave their results.
@@ -122,7 +127,7 @@ class Graphs:
 
 
 def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-    """Compile and initialise what the function uses; returns its result."""
+    """Initialise what the function uses; returns its result."""
     side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,9 +1,14 @@
 """Every kernel that serving launches is compiled for every GPU architecture, by Triton's assembler, without a GPU."""
 
+from importlib import import_module
+
 import pytest
 import torch
+from triton.compiler import CompilationError, CompiledKernel
+from triton.runtime.jit import JITFunction
 
-from common.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, tiles
+from common.kernels.launch import compiled_ahead
+from common.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, ProductTile, Tiles, tiles
 from tools.bench import kernels
 from tools.bench.kernels import SHARED_KIB, Launch, compiled, instructions, launches, pretended
 
@@ -74,6 +79,27 @@ def test_memory_that_a_table_names_is_read_and_written_in_wide_pieces() -> None:
     for launch in kernels_of_tables:
         moved = {name for name in instructions(launch, 90) if name.startswith(("LDG", "STG"))}
         assert moved and not {name for name in moved if name.endswith(("U8", "U16"))}, (launch.name, moved)
+
+
+def test_kernels_in_the_block_are_compiled_and_do_not_run() -> None:
+    """To run one would fail here."""
+    snake, run = import_module("common.kernels.snake"), JITFunction.run
+    with pretended(86), compiled_ahead():
+        compiled = snake._snake.device_caches[86][0]
+        before = len(compiled)
+        for dtype in (torch.float16, torch.bfloat16):
+            snake.snake(torch.empty(1, 2, 5, dtype=dtype, device="meta"), torch.empty(2, device="meta"), None)
+    assert [type(kernel) for kernel in list(compiled.values())[before:]] == 2 * [CompiledKernel]
+    assert JITFunction.run is run
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, run = import_module("common.kernels.linear"), JITFunction.run
+    x = torch.empty(1, 300, 512, dtype=torch.float16, device="meta")
+    monkeypatch.setattr(Tiles, "linear", lambda *sizes: ProductTile(24, 64, 64, 4, 3))  # no power of two
+    with pytest.raises(CompilationError), pretended(86), compiled_ahead():
+        linear.linear(x, torch.empty(512, 512, dtype=torch.float16, device="meta"))
+    assert JITFunction.run is run
 
 
 @pytest.mark.parametrize(

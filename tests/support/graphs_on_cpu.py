@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -103,7 +104,10 @@ class Addressed:
 def replace_kernels(patch: pytest.MonkeyPatch) -> None:
     """Those of the flows that keep keys and values, in a module of their graphs that is imported anew."""
     name = "common.token2wav.cached.graphs"
+    launch: Any = ModuleType("common.kernels.launch")
+    launch.compiled_ahead = nullcontext
     patch.setitem(sys.modules, "common.kernels", ModuleType("common.kernels"))
+    patch.setitem(sys.modules, launch.__name__, launch)
     patch.setattr(cached, "graphs", None, raising=False)
     patch.setitem(sys.modules, name, ModuleType(name))
     del sys.modules[name]
