@@ -13,16 +13,16 @@ most one segment ahead of token2wav. A text in pieces is one segment, for which 
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from common.constants import HOP_SAMPLES, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
-from common.errors import OverloadedError
+from common.errors import OverloadedError, UnavailableError
 from common.llm.interface import LLMPrompt, Sampling, SpeechLM
 from common.llm.interleaving import InterleavedLM
 from common.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
@@ -251,7 +251,7 @@ class Synthesizer:
             work = self._generate(first, texts, llm_prompt, request.sampling, segments, new_buffer)
         else:
             work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
-        scope.spawn(work)
+        scope.spawn(_unless_refused(work, reserved))
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
@@ -302,6 +302,16 @@ class Synthesizer:
         pieces = segment.noted(request.pieces)
         await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling))
         await segments.put(None)
+
+
+async def _unless_refused(work: Coroutine[Any, Any, None], reserved: asyncio.Task[None] | None) -> None:
+    """Where the LLM has no place for a listener, token2wav may have none either: then its refusal is the error."""
+    try:
+        await work
+    except UnavailableError:
+        if reserved is not None:
+            await reserved
+        raise
 
 
 async def _render(

@@ -306,6 +306,19 @@ def test_after_a_refusal_others_cost_neither_the_llm_nor_the_prompt_models_anyth
     assert pipeline.llm.prompts == [] and pipeline.encoder.started == []
 
 
+def test_a_refusal_is_the_reason_where_the_llm_has_no_place_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline(FakeLM(UnavailableError("the LLM already serves its maximum")))
+
+    async def refused_later(stream: FakeToken2WavStream) -> None:
+        await run_until(lambda: len(pipeline.llm.prompts) == 1)
+        await asyncio.sleep(0.05)
+        raise OverloadedError("9 listeners are served", 3.0)
+
+    monkeypatch.setattr(FakeToken2WavStream, "reserve", refused_later)
+    with pytest.raises(OverloadedError, match="9 listeners"):
+        pipeline.run()
+
+
 def test_some_time_after_a_refusal_the_llm_starts_early_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     pipeline = refused(now)
