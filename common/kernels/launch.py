@@ -7,6 +7,7 @@ or overwritten early.
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from triton.language.extra import cuda
 from triton.runtime.jit import JITFunction
 
 FIRST_ARCHITECTURE = 90  # compute capability 9.0
+COMPILERS = 8  # threads
 
 
 def early() -> dict[str, bool]:
@@ -40,19 +42,25 @@ def wait(PDL: tl.constexpr):
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Kernels that are launched in the block are compiled, several at the same time, and do not run.
+    """Kernels that are launched in the block do not run; after it they are compiled, several at the same time.
 
     A start without a cache compiles some hundred, each half a second or more of one core. No other thread may launch
     kernels meanwhile.
     """
-    run = JITFunction.run
+    run, launched = JITFunction.run, threading.Event()
 
     def compile_only(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(kernel, *arguments, grid=grid, warmup=True, **options)
 
     setattr(JITFunction, "run", compile_only)  # noqa: B010 Triton has no mode in which a launch only compiles
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as workers, triton.AsyncCompileMode(workers):
-            yield
+        # The threads begin after the block, and are few: a part of their work is Python's, for which they wait for each
+        # other, and the block would wait with them.
+        workers = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1), initializer=launched.wait)
+        with workers, triton.AsyncCompileMode(workers):
+            try:
+                yield
+            finally:
+                launched.set()
     finally:
         setattr(JITFunction, "run", run)  # noqa: B010
