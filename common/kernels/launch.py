@@ -8,13 +8,14 @@ or overwritten early.
 
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
 import triton
 import triton.language as tl
+from tqdm import tqdm
 from triton.language.extra import cuda
 from triton.runtime.jit import JITFunction
 
@@ -40,12 +41,21 @@ def wait(PDL: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
+class _Compilations(triton.AsyncCompileMode):
+    """Triton's own, which looks for a kernel again at each launch of it until it is compiled: 0.2 ms of Triton 3.6."""
+
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        kernel = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(kernel)  # is found by later launches; replaced by the compiled one
+        return kernel
+
+
 @contextmanager
-def compiled_ahead() -> Iterator[None]:
+def compiled_ahead(name: str) -> Iterator[None]:
     """Kernels that are launched in the block do not run; after it they are compiled, several at the same time.
 
     A start without a cache compiles some hundred, each half a second or more of one core. No other thread may launch
-    kernels meanwhile.
+    kernels meanwhile. `name` is for the progress bar.
     """
     run, launched = JITFunction.run, threading.Event()
 
@@ -57,10 +67,13 @@ def compiled_ahead() -> Iterator[None]:
         # The threads begin after the block, and are few: a part of their work is Python's, for which they wait for each
         # other, and the block would wait with them.
         workers = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1), initializer=launched.wait)
-        with workers, triton.AsyncCompileMode(workers):
+        with workers, _Compilations(workers) as compilations:
             try:
                 yield
             finally:
                 launched.set()
+            kernels = compilations.raw_futures
+            for _ in tqdm(as_completed(kernels), desc=f"compiling {name}", unit="kernel", total=len(kernels)):
+                pass
     finally:
         setattr(JITFunction, "run", run)  # noqa: B010

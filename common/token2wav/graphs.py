@@ -75,8 +75,8 @@ class Graphs:
         given = {size: inputs(*size) for size in sorted(sizes, key=math.prod, reverse=True)}
         from common.kernels.launch import compiled_ahead  # imports Triton, which CPU builds of torch lack
 
-        with compiled_ahead():
-            for size in tqdm(given, desc=f"compiling {name}", unit="size"):
+        with compiled_ahead(name):
+            for size in tqdm(given, desc=f"finding the kernels of {name}", unit="size"):
                 function(*given[size])
         shapes: dict[Size, torch.Size] = {}
         for size in tqdm(given, desc=f"warming up {name}", unit="size"):

@@ -84,7 +84,7 @@ def test_memory_that_a_table_names_is_read_and_written_in_wide_pieces() -> None:
 def test_kernels_in_the_block_are_compiled_and_do_not_run() -> None:
     """To run one would fail here."""
     snake, run = import_module("common.kernels.snake"), JITFunction.run
-    with pretended(86), compiled_ahead():
+    with pretended(86), compiled_ahead("snake"):
         compiled = snake._snake.device_caches[86][0]
         before = len(compiled)
         for dtype in (torch.float16, torch.bfloat16):
@@ -97,7 +97,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_after_the_block(monkeypatch:
     linear, run = import_module("common.kernels.linear"), JITFunction.run
     x = torch.empty(1, 300, 512, dtype=torch.float16, device="meta")
     monkeypatch.setattr(Tiles, "linear", lambda *sizes: ProductTile(24, 64, 64, 4, 3))  # no power of two
-    with pytest.raises(CompilationError), pretended(86), compiled_ahead():
+    with pytest.raises(CompilationError), pretended(86), compiled_ahead("linear"):
         linear.linear(x, torch.empty(512, 512, dtype=torch.float16, device="meta"))
     assert JITFunction.run is run
 
