@@ -67,7 +67,8 @@ def compiled_ahead(name: str) -> Iterator[None]:
         # The threads begin after the block, and are few: a part of their work is Python's, for which they wait for each
         # other, and the block would wait with them.
         workers = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1), initializer=launched.wait)
-        with workers, _Compilations(workers) as compilations:
+        # After an error of its own, Triton's mode would stay active.
+        with workers, _Compilations(workers, ignore_errors=True) as compilations:
             try:
                 yield
             finally:
@@ -75,5 +76,7 @@ def compiled_ahead(name: str) -> Iterator[None]:
             kernels = compilations.raw_futures
             for _ in tqdm(as_completed(kernels), desc=f"compiling {name}", unit="kernel", total=len(kernels)):
                 pass
+        for kernel in kernels:
+            kernel.result()
     finally:
         setattr(JITFunction, "run", run)  # noqa: B010

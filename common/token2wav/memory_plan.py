@@ -66,6 +66,7 @@ ROTARY_VALUES = 32  # estimated, not measured
 HIFT_VALUES = 250  # per sample
 WHOLE_HIFT_VALUES = 150  # the same of a whole utterance, which has no graph
 SCORE_VALUES = 1.6
+FUSED_VOCODER_SIZE = 2  # bytes per value in which HiFT has a fused form; the causal HiFT of CosyVoice3 has none
 FRAGMENTS = 1.25  # the tensors of one network do not fill the places of another's exactly
 
 
@@ -73,7 +74,7 @@ FRAGMENTS = 1.25  # the tensors of one network do not fill the places of another
 class Networks:
     """Sizes of a stack's networks.
 
-    shapes: of the flow's tensors. vocoder: most values that its file can hold. vocoder_stream, noise: bytes of the
+    shapes: of the flow's tensors. vocoder: values of its weights. vocoder_stream, noise: bytes of the
     vocoder's part of a stream, and of the noise of flow and vocoder. flow_size, vocoder_size: bytes per value in which
     they compute. steps: of the Euler solve. tokenizer: bytes of the speech tokenizer's weights; None if the prompt
     models are on the CPU.
@@ -107,7 +108,7 @@ class Networks:
         return cls(
             flow=resolve_name(stack.flow_config).from_shapes(shapes),
             shapes=shapes,
-            vocoder=(model_dir / stack.hift).stat().st_size // 2,  # or half as many, in float32
+            vocoder=sum(map(math.prod, shapes_of(read_state(model_dir / stack.hift, "meta")).values())),
             vocoder_stream=stack.vocoder_stream_bytes,
             noise=FLOW_NOISE + stack.vocoder_noise_bytes,
             flow_size=flow_size,
@@ -121,7 +122,10 @@ class Networks:
         """Bytes of the weights, of the copies of some in a fused form, and of the noise."""
         values = sum(map(math.prod, self.shapes.values()))
         values += sum(math.prod(shape) for name, shape in self.shapes.items() if _is_fused(name, shape))
-        return values * self.flow_size + self.vocoder * self.vocoder_size + self.noise
+        vocoder = self.vocoder * self.vocoder_size
+        if self.vocoder_size == FUSED_VOCODER_SIZE and not isinstance(self.flow, CosyVoice3FlowConfig):
+            vocoder *= 2  # see `FusedBody`
+        return values * self.flow_size + vocoder + self.noise
 
     @property
     def frame(self) -> int:

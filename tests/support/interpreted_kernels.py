@@ -182,7 +182,7 @@ def compare_rotary(extents: "Extents") -> None:
     what they compute."""
     torch.manual_seed(0)
     estimator = RotaryDiTConfig(
-        width=64, depth=2, heads=4, head_dim=16, feed_forward=40, time_frequencies=16, conv_kernel=5, conv_groups=2,
+        width=32, depth=2, heads=2, head_dim=16, feed_forward=40, time_frequencies=16, conv_kernel=5, conv_groups=2,
         chunk_frames=4,
     )  # fmt: skip
     encoder = LookaheadConfig(hidden=24, chunk_tokens=2)

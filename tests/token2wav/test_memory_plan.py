@@ -1,8 +1,10 @@
 """The plan of a GPU's memory: real sizes, what fits, what is refused with what."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ import torch
 from common import stacks
 from common.config import SPARE_REQUESTS, Token2WavConfig, planned_llm_gib
 from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
+from common.hift import HiFTConfig, HiFTGenerator
 from common.stacks import Stack
 from common.token2wav.cached.streaming import CachedStreaming
 from common.token2wav.engine import Precision, Token2Wav, _plan
+from common.token2wav.hift.fused import FusedBody
 from common.token2wav.limits import BatchLimits
 from common.token2wav.memory_plan import (
     FLOW_NOISE,
@@ -80,6 +84,23 @@ def test_streams_voices_and_weights_have_the_planned_sizes(stack: Stack) -> None
         weights |= {tensor.data_ptr(): tensor.nbytes for block in solver._blocks for tensor in block}
         vocoder = sum(tensor.nbytes for tensor in engine._vocoder._plain.hift.parameters())
         assert planned.weights - planned.noise == pytest.approx(sum(weights.values()) + vocoder, rel=0.05)
+
+
+def test_the_plan_has_room_for_the_fused_vocoder() -> None:
+    with torch.device("meta"):
+        hift = HiFTGenerator(HiFTConfig()).half()
+    unfused = replace(official(stacks.DIT), vocoder_size=4)
+    planned = official(stacks.DIT).weights - (unfused.weights - unfused.vocoder * 2)
+    tensors = _tensors(vars(FusedBody(hift)))
+    assert 0.9 * planned < sum(tensor.nbytes for tensor in tensors) < planned
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
 
 
 @pytest.mark.parametrize(
