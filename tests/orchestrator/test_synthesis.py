@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from common.constants import FLOW_CHUNK_TOKENS, SPEAKER_DIM
-from common.errors import OverloadedError, UnavailableError
+from common.errors import UnavailableError
 from common.llm.interface import LLMPrompt, Sampling
 from common.orchestrator.chunking import HopRules
 from common.orchestrator.first_hops import MEASURED
 from common.orchestrator.request import SynthesisRequest
-from common.orchestrator.synthesis import CAREFUL_SECONDS
 from common.voice.mix import Mix
 from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import (
@@ -21,7 +20,6 @@ from tests.support.fakes import (
     FakePromptEncoder,
     FakeTextPreparer,
     FakeToken2Wav,
-    FakeToken2WavStream,
     Step,
     fake_prompt,
     speech_request,
@@ -229,118 +227,6 @@ def test_an_unknown_voice_ends_the_request_and_leaves_nothing_behind() -> None:
     with pytest.raises(KeyError, match="anna"):
         pipeline.run(pipeline.synthesize(dataclasses.replace(speech_request(), voice="anna")))
     assert pipeline.llm.prompts == [] and [stream.live for stream in pipeline.token2wav.streams] == [False]
-
-
-def test_a_place_is_given_up_after_the_llms_request_has_ended() -> None:
-    """Whoever gets the place needs the LLM, too, and it may serve no more requests than there are places."""
-    pipeline = Pipeline(FakeLM(*one_by_one(60), asyncio.Event()), token2wav=FakeToken2Wav(failures={0: RuntimeError()}))
-    token2wav, live = pipeline.token2wav, []
-
-    def opened() -> FakeToken2WavStream:
-        stream = FakeToken2Wav.open(token2wav)
-        abort = stream.abort
-
-        async def watched() -> None:
-            live.append(pipeline.llm.unclosed)
-            await abort()
-
-        stream.abort = watched  # type: ignore[method-assign]  # of this stream only
-        return stream
-
-    token2wav.open = opened  # type: ignore[method-assign]  # the same
-    with pytest.raises(RuntimeError):
-        pipeline.run()
-    assert live == [0]
-
-
-def test_the_llm_starts_while_a_place_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline(FakeLM(*one_by_one(18)))
-    reserve = FakeToken2WavStream.reserve
-
-    async def slow(stream: FakeToken2WavStream) -> None:
-        await run_until(lambda: len(pipeline.llm.prompts) == 1)
-        assert not stream.started
-        await reserve(stream)
-
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", slow)
-    assert pipeline.run()
-
-
-def test_the_voice_is_sent_after_its_place_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline, place = Pipeline(FakeLM(*one_by_one(18))), asyncio.Event()
-
-    async def slow(stream: FakeToken2WavStream) -> None:
-        await place.wait()
-
-    async def scenario() -> list[np.ndarray]:
-        synthesis = asyncio.create_task(pipeline.synthesize())
-        await run_until(lambda: len(pipeline.encoder.ended) == 3 and len(pipeline.llm.prompts) == 1)
-        await asyncio.sleep(0.01)
-        assert not any(stream.started for stream in pipeline.token2wav.streams)
-        place.set()
-        return await synthesis
-
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", slow)
-    assert pipeline.run(scenario())
-
-
-def refused(now: list[float]) -> Pipeline:
-    """A pipeline whose first listener was refused at 100 s."""
-    refusal = OverloadedError("9 listeners are served", 3.0)
-    pipeline = Pipeline(FakeLM([1]), token2wav=FakeToken2Wav(failures={"reserve": refusal}), clock=lambda: now[0])
-    with pytest.raises(OverloadedError, match="9 listeners"):
-        pipeline.run()
-    assert pipeline.llm.unclosed == 0 and [stream.aborts for stream in pipeline.token2wav.streams] == [0]
-    pipeline.llm.prompts.clear()
-    pipeline.encoder.started.clear()
-    return pipeline
-
-
-def test_after_a_refusal_others_cost_neither_the_llm_nor_the_prompt_models_anything() -> None:
-    """At several times the capacity, what refusals cost would be taken from those who were admitted."""
-    now = [100.0]
-    pipeline = refused(now)
-    now[0] += 0.9 * CAREFUL_SECONDS
-    with pytest.raises(OverloadedError, match="9 listeners"):
-        pipeline.run()
-    assert pipeline.llm.prompts == [] and pipeline.encoder.started == []
-
-
-def test_a_refusal_is_the_reason_where_the_llm_has_no_place_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline(FakeLM(UnavailableError("the LLM already serves its maximum")))
-
-    async def refused_later(stream: FakeToken2WavStream) -> None:
-        await run_until(lambda: len(pipeline.llm.prompts) == 1)
-        await asyncio.sleep(0.05)
-        raise OverloadedError("9 listeners are served", 3.0)
-
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", refused_later)
-    with pytest.raises(OverloadedError, match="9 listeners"):
-        pipeline.run()
-
-
-def test_some_time_after_a_refusal_the_llm_starts_early_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    pipeline = refused(now)
-    now[0] += CAREFUL_SECONDS
-
-    async def slow(stream: FakeToken2WavStream) -> None:
-        await run_until(lambda: len(pipeline.llm.prompts) == 1)
-
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", slow)
-    assert pipeline.run()
-
-
-def test_after_a_refusal_the_text_is_prepared_while_a_place_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline, prepared = refused([100.0]), list[str]()
-    monkeypatch.setattr(pipeline.texts, "transcript", lambda text, normalize: prepared.append(text) or text)
-
-    async def slow(stream: FakeToken2WavStream) -> None:
-        await run_until(lambda: bool(prepared))
-        assert pipeline.llm.prompts == [] and pipeline.encoder.started == []
-
-    monkeypatch.setattr(FakeToken2WavStream, "reserve", slow)
-    assert pipeline.run()
 
 
 def test_offline_makes_one_waveform_in_one_call() -> None:
