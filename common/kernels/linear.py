@@ -15,18 +15,17 @@ from common.kernels.tiles import FEW_ROWS, copies_tiles, is_few, tiles
 
 
 @triton.jit
-def _rows(x_ptr, rows, inside, C: tl.constexpr, WIDE: tl.constexpr):
-    """Rows (BM,) of x (M, C), zero where they are not inside."""
-    lane = tl.arange(0, WIDE)
-    return tl.load(x_ptr + rows[:, None] * C + lane[None, :], mask=inside[:, None] & (lane < C)[None, :], other=0.0)
-
-
-@triton.jit
-def _moments(x, eps, C: tl.constexpr):
-    """Mean and 1 / standard deviation of rows (BM, C)."""
-    x = x.to(tl.float32)
-    mean = tl.sum(x, 1) / C
-    return mean, 1 / tl.sqrt(tl.maximum(tl.sum(x * x, 1) / C - mean * mean, 0.0) + eps)
+def _moments(x_ptr, rows, inside, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean and mean square of rows (BM,) of x (M, C), float32."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros(rows.shape, tl.float32)
+    squares = tl.zeros(rows.shape, tl.float32)
+    for start in range(0, C, BLOCK):
+        mask = inside[:, None] & (start + lane < C)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * C + start + lane[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(x, 1)
+        squares += tl.sum(x * x, 1)
+    return total / C, squares / C
 
 
 @triton.jit
@@ -116,14 +115,15 @@ def _prepare(
 @triton.jit
 def _products(
     x_ptr, weight_ptr, scale_ptr, shift_ptr, extra_ptr, m, row, inside, n, N, eps,
-    C: tl.constexpr, WIDE: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr,
-    EXTRA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    C: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr, EXTRA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Of the rows of the padded x (R, PAD + T, C), normed, and of the weight: (BM, BN)."""
     K: tl.constexpr = (PAD + 1) * C  # the frames of a convolution are adjacent in memory
     lane = tl.arange(0, BK)
     if NORM:
-        mean, rstd = _moments(_rows(x_ptr, m, inside, C, WIDE), eps, C)
+        mean, square = _moments(x_ptr, m, inside, C, BK)
+        rstd = 1 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
     x_rows = x_ptr + (m + row * PAD)[:, None] * C
     weights = weight_ptr + n[:, None] * K
     acc = tl.zeros((BM, BN), tl.float32)
@@ -134,54 +134,6 @@ def _products(
             y = _normed(x.to(tl.float32), mean, rstd, scale_ptr, shift_ptr, extra_ptr, k, k < K, MISH, EXTRA)
             x = y.to(x.dtype)
         w = tl.load(weights + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _products_of_taps(
-    x_ptr, weight_ptr, scale_ptr, shift_ptr, history_ptr, new_history_ptr, kept_ptr, m, row, t, inside, B, n, N, eps,
-    C: tl.constexpr, WIDE: tl.constexpr, MISH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """A causal convolution of three taps over the norm of x (R, T, C), preceded by the history: (BM, BN).
-
-    The first columns' programs write the new history. Each program normalises the rows of all taps, which takes less
-    time than a kernel before it.
-    """
-    x0 = _rows(x_ptr, m - 2, inside & (t >= 2), C, WIDE)
-    x1 = _rows(x_ptr, m - 1, inside & (t >= 1), C, WIDE)
-    x2 = _rows(x_ptr, m, inside, C, WIDE)
-    kept = tl.load(kept_ptr + row % B, mask=inside, other=0).to(tl.int32)
-    mean0, rstd0 = _moments(x0, eps, C)
-    mean1, rstd1 = _moments(x1, eps, C)
-    mean2, rstd2 = _moments(x2, eps, C)
-    if tl.program_id(1) == 0:
-        for tap in tl.static_range(0, 3, 2):  # the frames of the others are among theirs
-            lane = tl.arange(0, WIDE)
-            y = _normed(
-                (x0 if tap == 0 else x2).to(tl.float32), mean0 if tap == 0 else mean2, rstd0 if tap == 0 else rstd2,
-                scale_ptr, shift_ptr, None, lane, lane < C, MISH, False,
-            ).to(x0.dtype)  # fmt: skip
-            j = t + tap
-            y = tl.where((j >= 2)[:, None], y, _rows(history_ptr, 2 * row + j, inside & (j < 2), C, WIDE))
-            keeps = inside & (j >= kept) & (j < kept + 2)
-            places = (2 * row + j - kept)[:, None] * C + lane[None, :]
-            tl.store(new_history_ptr + places, y, mask=keeps[:, None] & (lane < C)[None, :])
-    acc = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, 3 * C, BK):
-        tap, k = start // C, tl.multiple_of(start % C, BK) + tl.arange(0, BK)
-        j = t + tap  # in the history's two frames and those of x
-        there = inside & (j >= 2)
-        mean = tl.where(tap == 0, mean0, tl.where(tap == 1, mean1, mean2))
-        rstd = tl.where(tap == 0, rstd0, tl.where(tap == 1, rstd1, rstd2))
-        x = tl.load(x_ptr + (m + tap - 2)[:, None] * C + k[None, :], mask=there[:, None], other=0.0)
-        old = tl.load(
-            history_ptr + (2 * row + j)[:, None] * C + k[None, :], mask=(inside & (j < 2))[:, None], other=0.0
-        )
-        y = _normed(x.to(tl.float32), mean, rstd, scale_ptr, shift_ptr, None, k, k < C, MISH, False)
-        x = tl.where(there[:, None], y.to(x.dtype), old)
-        weights = weight_ptr + n[:, None] * (3 * C) + tl.multiple_of(start, BK) + tl.arange(0, BK)[None, :]
-        w = tl.load(weights, mask=(n < N)[:, None], other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     return acc
 
@@ -217,49 +169,23 @@ def _store_heads(
         tl.store(values_ptr + places, y, mask=mask)
 
 
-@triton.jit
-def _store_rows(
-    y, out_ptr, residual, residual_ptr, gate, places, mask,
-    GATE: tl.constexpr, RESIDUAL: tl.constexpr, COPIED: tl.constexpr, PAD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """y (BM, BN), times the gate and added to the residual, which the copy engine fetches if its rows are adjacent."""
-    if GATE:
-        y *= gate[None, :]
-    if RESIDUAL and COPIED:
-        if PAD == 0:
-            residual = residual_ptr.load([tl.program_id(0) * BM, tl.program_id(1) * BN])
-        else:
-            residual = tl.load(residual_ptr + places, mask=mask, other=0.0)
-    if RESIDUAL:
-        y += residual.to(tl.float32)
-    tl.store(out_ptr + places, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _vector(ptr, n, N, THERE: tl.constexpr):
-    """Numbers n (BN,) of a vector (N,), float32; 0 if it is not there."""
-    if THERE:
-        return tl.load(ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    return tl.zeros(n.shape, tl.float32)
-
-
 @triton.jit(do_not_specialize=["M", "T", "B"])
 def _linear(
     x_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, shift_ptr, gate_ptr, extra_ptr,
-    keys_ptr, values_ptr, qk_norm_ptr, frames_ptr, residual_ptr, history_ptr, new_history_ptr, kept_ptr,
+    keys_ptr, values_ptr, qk_norm_ptr, frames_ptr, residual_ptr,
     M, T, B, N, eps,
-    C: tl.constexpr, WIDE: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr, EXTRA: tl.constexpr,
+    C: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr, EXTRA: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr, COPIED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """COPIED: x and weight, and without padding the residual, are descriptors. Then a tile has rows of the padded x
-    (R, PAD + T, C), of which the last PAD of each R have no result. With a history, x (R, T, C) is not padded."""
+    (R, PAD + T, C), of which the last PAD of each R have no result."""
     wait(PDL)
     at = tl.program_id(0) * BM + tl.arange(0, BM)
-    period = T + PAD if COPIED else T
-    row, t = at // period, at % period
+    row, t = at // T, at % T
+    if COPIED:
+        row, t = at // (T + PAD), at % (T + PAD)
     m = row * T + t
     inside = (t < T) & (row * T < M)
     if frames_ptr is not None:
@@ -267,29 +193,27 @@ def _linear(
             return
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     mask = inside[:, None] & (n < N)[None, :]
-    places = m[:, None] * N + n[None, :]
-    # What is applied to the products is read before them, so that nothing waits for it afterwards.
-    bias, gate = _vector(bias_ptr, n, N, BIAS), _vector(gate_ptr, n, N, GATE)
-    residual = 0.0
-    if RESIDUAL and not COPIED:
-        residual = tl.load(residual_ptr + places, mask=mask, other=0.0)
     if COPIED:
         y = _copied_products(x_ptr, weight_ptr, C, PAD, BM, BN, BK)
-    elif history_ptr is not None:
-        y = _products_of_taps(
-            x_ptr, weight_ptr, scale_ptr, shift_ptr, history_ptr, new_history_ptr, kept_ptr, m, row, t, inside, B, n, N,
-            eps, C, WIDE, MISH, BM, BN, BK,
-        )  # fmt: skip
     else:
         y = _products(
             x_ptr, weight_ptr, scale_ptr, shift_ptr, extra_ptr, m, row, inside, n, N, eps,
-            C, WIDE, PAD, NORM, MISH, EXTRA, BM, BN, BK,
+            C, PAD, NORM, MISH, EXTRA, BM, BN, BK,
         )  # fmt: skip
-    y = _activated(y + bias[None, :], ACTIVATION)
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    y = _activated(y, ACTIVATION)
     if HEADS:
         _store_heads(y, out_ptr, keys_ptr, values_ptr, qk_norm_ptr, row, t, T, mask, HEADS, D, QK_NORM, BM, BN)
     else:
-        _store_rows(y, out_ptr, residual, residual_ptr, gate, places, mask, GATE, RESIDUAL, COPIED, PAD, BM, BN)
+        places = m[:, None] * N + n[None, :]
+        if GATE:
+            y *= tl.load(gate_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if RESIDUAL and COPIED and PAD == 0:
+            y += residual_ptr.load([tl.program_id(0) * BM, tl.program_id(1) * BN]).to(tl.float32)
+        elif RESIDUAL:
+            y += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + places, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def prepared(
@@ -346,22 +270,19 @@ def linear(
     """
     R, T, C = x.shape
     N, pad = weight.shape[0], weight.shape[1] // C - 1
-    M = R * T
+    M, D = R * T, 0
     scale, shift = norm or (x, x)
-    D = 0 if heads is None else heads[0].shape[-1]
-    tile, rows, residual = tiles(x.dtype).linear(M, N, weight.shape[1], D), M, add_to
     few = is_few(M, weight.numel())
-    of_taps = history if few and pad == 2 and norm is not None and C % tile.depth == 0 else None
     frames = None if few else frames  # to look at them would take longer than to compute their padding
-    # Else each program normalises its rows, which is faster for few.
-    if of_taps is None and (pad or (norm is not None and not few)):
+    if pad or (norm is not None and not few):  # else each tile normalises its rows, which is faster for few tiles
         x = prepared(x, pad, norm=norm, eps=eps, mish=mish, extra=extra, history=history, frames=frames)
         norm, mish, extra = None, False, None
     if heads is not None:
         out, keys, values = heads
+        D = out.shape[-1]
     else:
         out = keys = values = x.new_empty(R, T, N) if add_to is None else add_to
-    streams = of_taps[2] if of_taps else x if frames is None else frames
+    tile, rows, residual = tiles(x.dtype).linear(M, N, weight.shape[1], D), M, add_to
     copied = tiles(x.dtype).linear_copied(M, N, D) if copies_tiles() and not few else None
     if copied is not None and C % copied.depth == 0:
         tile, rows = copied, R * (pad + T)
@@ -371,8 +292,8 @@ def linear(
             residual = TensorDescriptor.from_tensor(add_to.view(rows, N), [tile.rows, tile.columns])
     _linear[(triton.cdiv(rows, tile.rows), triton.cdiv(N, tile.columns))](
         x, weight, bias, out, scale, shift, gate, extra, keys, values, qk_norm, frames, residual,
-        *(of_taps or (None, None, None)), M, T, len(streams), N, eps,
-        C=C, WIDE=triton.next_power_of_2(C), PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None,
+        M, T, R if frames is None else len(frames), N, eps,
+        C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None,
         BIAS=bias is not None, ACTIVATION=activation, RESIDUAL=add_to is not None, GATE=gate is not None,
         HEADS=N // (3 * D) if D else 0, D=D, QK_NORM=qk_norm is not None, COPIED=not isinstance(x, Tensor),
         BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **early(),

@@ -259,16 +259,14 @@ def compare_copied() -> None:
         patch.object(linear_kernels, "copies_tiles", lambda: True),
         patch.object(Tiles, "linear_copied", lambda *sizes: ProductTile(16, 32, 16, 4, 1)),
     ):
-        following = torch.full_like(history, torch.nan)
         made = kernels.linear(
-            x, conv, gate=gate, add_to=out.clone(), history=(history, following, frames), frames=frames
+            x, conv, gate=gate, add_to=out.clone(), history=(history, history.clone(), frames), frames=frames
         )
         added = kernels.linear(x, plain, bias[:C], add_to=out.clone(), frames=frames)
         split = torch.full((3, R, H, T, D), torch.nan)
         kernels.linear(x, heads, bias, heads=(split[0], split[1], split[2]), qk_norm=qk_norm, frames=frames)
     padded = torch.cat([history, x], dim=1)
     taps = torch.cat([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]], dim=-1)
-    assert_close(following, kept_inputs_of(padded, frames))
     expected = F.linear(x, heads, bias).view(R, T, 3, H, D).permute(2, 0, 3, 1, 4)
     normed = [F.layer_norm(part, (D,), *norm) for part, norm in zip(expected, qk_norm, strict=False)]
     for ours, theirs in (
@@ -278,31 +276,6 @@ def compare_copied() -> None:
           for ours, theirs in zip(split, [*normed, expected[2]], strict=True)),
     ):  # fmt: skip
         assert_close(ours.masked_fill(~valid, 0), theirs.masked_fill(~valid, 0), atol=1e-4, rtol=1e-4)
-
-
-def compare_taps() -> None:
-    """A convolution of few rows over a norm, with Mish and without, gate and residual. Rows keep all frames, one and
-    none, so that a part of the history, or all of it, is kept once more."""
-    torch.manual_seed(0)
-    R, T, C = 6, 9, 32
-    x, out = torch.randn(2, R, T, C)
-    weight, history, kept = torch.randn(C, 3 * C), torch.randn(R, 2, C), torch.tensor([T, 1, 0])
-    gate, scale, shift = torch.randn(3, C)
-    for mish in (False, True):
-        following = torch.full_like(history, torch.nan)
-        made = kernels.linear(
-            x, weight, norm=(scale, shift), mish=mish, gate=gate, add_to=out.clone(), history=(history, following, kept)
-        )
-        taken = F.layer_norm(x, (C,), scale, shift)
-        padded = torch.cat([history, F.mish(taken) if mish else taken], dim=1)
-        taps = torch.cat([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]], dim=-1)
-        assert_close(made, out + gate * F.linear(taps, weight), atol=1e-4, rtol=1e-4)
-        assert_close(following, kept_inputs_of(padded, kept), atol=1e-5, rtol=1e-5)
-
-
-def kept_inputs_of(padded: Tensor, kept: Tensor) -> Tensor:
-    """The two inputs of a convolution, (R, 2 + T, C), before the end of what each row keeps."""
-    return torch.stack([row[count : count + 2] for row, count in zip(padded, kept.repeat(2).tolist(), strict=True)])
 
 
 def compare_snake() -> None:
@@ -409,7 +382,6 @@ if __name__ == "__main__":
     with pretended(75), checked() as extents:
         compare_snake()
         compare_copied()
-        compare_taps()
         compare_layers()
         compare_unet()
         compare_hift()
