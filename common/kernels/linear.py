@@ -184,10 +184,10 @@ def _linear(
     wait(PDL)
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     row, t = at // T, at % T
-    if COPIED:
+    m, inside = at, at < M
+    if COPIED and PAD > 0:
         row, t = at // (T + PAD), at % (T + PAD)
-    m = row * T + t
-    inside = (t < T) & (row * T < M)
+        m, inside = row * T + t, (t < T) & (row * T < M)
     if frames_ptr is not None:
         if _all_padding(row, t, inside, frames_ptr, B):
             return

@@ -74,13 +74,9 @@ class Launch:
     def size(self) -> str:
         """Of its block, as "16x32x128, 4 warps, 4 stages"; launches of the same size need about the same."""
         given = dict(self.constants)
-        product = "BK" in given
-        block = "x".join(str(given[name]) for name in BLOCK if name in given and not (product and name == "WIDE"))
+        block = "x".join(str(given[name]) for name in BLOCK if name in given)
         parts = [block, *(f"{given[f'num_{name}']} {name}" for name in ("warps", "stages") if f"num_{name}" in given)]
-        parts += [name for name in ("norm", "copied") if given.get(name.upper())]
-        if product and given.get("NORM") and given.get("PAD"):
-            parts.append("of taps")
-        return ", ".join(parts)
+        return ", ".join([*parts, *(name for name in ("norm", "copied") if given.get(name.upper()))])
 
 
 @dataclass(frozen=True)
