@@ -150,9 +150,7 @@ class Synthesizer:
         )
         try:
             async with TaskScope() as scope:
-                reserved = scope.spawn(self._reserve(first))
-                prompt, segments = await self._begin(request, scope, on_warning, on_stage, reserved, start.short)
-                await scope.result(reserved)
+                prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, start.short)
                 schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=start.short)
                 playback = Playback()
                 while (segment := await scope.result(segments.get())) is not None:
@@ -191,7 +189,7 @@ class Synthesizer:
     ) -> np.ndarray:
         """The whole utterance, (N,) float32. Warns and raises like `stream`."""
         async with TaskScope() as scope:
-            prompt, segments = await self._begin(request, scope, on_warning, ignore, reserved=None, short=False)
+            prompt, segments = await self._begin(request, scope, on_warning, ignore, first=None, short=False)
             waveforms = []
             while (segment := await scope.result(segments.get())) is not None:
                 if (silence := _silence(segment)).size:
@@ -210,13 +208,14 @@ class Synthesizer:
         scope: TaskScope,
         on_warning: OnWarning,
         on_stage: OnStage,
-        reserved: asyncio.Task[None] | None,
+        first: Token2WavStream | None,
         short: bool,
     ) -> tuple[Prompt, SegmentQueue]:
-        """Look up or encode the voice, and start the LLM as soon as its part of the prompt is ready.
+        """Look up or encode the voice, start the LLM as soon as its part of the prompt is ready, and reserve a place
+        for the `first` stream if somebody hears it meanwhile.
 
-        The place that is `reserved` meanwhile is waited for first, before other models are called, only if a listener
-        was refused lately: usually there is one, and asking for it takes milliseconds.
+        The place comes first, before other models are called, only if a listener was refused lately: usually there is
+        one, and asking for it takes milliseconds.
         """
         voice: Recording | Prompt | Mix
         if isinstance(request.voice, Recording):
@@ -226,29 +225,28 @@ class Synthesizer:
         texts = self._texts.segments(
             request.target_text, request.normalize, request.sampling.max_tokens / TOKEN_RATE, request.as_is
         )
-        first = scope.spawn(_next(texts)) if request.pieces is None else None
-        transcript = scope.spawn(asyncio.to_thread(self._texts.transcript, voice.text, request.normalize))
-        if isinstance(voice, Recording):
-            await scope.result(asyncio.to_thread(getattr, voice, "digest"))
+        prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, texts))
+        known = self._prompts.get(voice) if isinstance(voice, Recording) else None
+        reserved = scope.spawn(self._reserve(first)) if first is not None else None
         if reserved is not None and self._clock() < self._careful_until:
             await scope.result(reserved)
-        known = self._prompts.get(voice) if isinstance(voice, Recording) else None
         tokens, mel, embedding = self._encoded(known or voice, scope)
+        transcript, text = await scope.result(prepared)
         kept = None
         if voice.text and not (request.instruct_text or request.cross_lingual):
             # The same tokens that Prompt.aligned will keep.
             kept = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO].tolist()
-            llm_prompt = LLMPrompt("", await scope.result(transcript), kept)
+            llm_prompt = LLMPrompt("", transcript, kept)
         else:
             llm_prompt = LLMPrompt("", instruction=request.instruct_text)
-        played = request.played and reserved is not None  # else nobody hears it before it is whole
+        played = request.played and first is not None  # else nobody hears it before it is whole
         urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
         llm_prompt = replace(llm_prompt, urgent_tokens=urgent, played=played)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
         new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silence)
-        if first is not None:
-            work = self._generate(first, texts, llm_prompt, request.sampling, segments, new_buffer)
+        if request.pieces is None:
+            work = self._generate(text, texts, llm_prompt, request.sampling, segments, new_buffer)
         else:
             work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
         scope.spawn(_unless_refused(work, reserved))
@@ -257,7 +255,17 @@ class Synthesizer:
         )
         if known is None and isinstance(voice, Recording):
             self._prompts.put(voice, prompt)
+        if reserved is not None:
+            await scope.result(reserved)
         return prompt, segments
+
+    def _prepared(
+        self, request: SynthesisRequest, transcript: str, texts: Iterator[str | Pause]
+    ) -> tuple[str, str | Pause | None]:
+        """The voice's transcript, and the first of the texts unless they come in pieces. In one thread: passing work to
+        another one takes longer than most of this."""
+        spelled = self._texts.transcript(transcript, request.normalize)
+        return spelled, next(texts, None) if request.pieces is None else None
 
     def _encoded(self, voice: Recording | Prompt | Mix, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
         """Tasks that return tokens, mel and x-vector."""
@@ -271,7 +279,7 @@ class Synthesizer:
 
     async def _generate(
         self,
-        first: asyncio.Task[str | Pause | None],
+        text: str | Pause | None,
         rest: Iterator[str | Pause],
         llm_prompt: LLMPrompt,
         sampling: Sampling,
@@ -279,7 +287,7 @@ class Synthesizer:
         new_buffer: Callable[[float], TokenBuffer],
     ) -> None:
         """Queue a buffer for each text, with the pauses before it, and fill it from the LLM, one after another."""
-        text, pause = await first, 0.0
+        pause = 0.0
         while text is not None:
             if isinstance(text, Pause):
                 pause += text.seconds

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+import uvloop
 
 from common.batches import isolated
 from common.errors import UnavailableError
@@ -179,7 +180,7 @@ class RequestLoop:
         self._live: dict[asyncio.Future[None], Responder] = {}
         self._closing = False
         self._closed = threading.Event()
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=f"loop-{model}", daemon=True)
         self._thread.start()
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{model}", daemon=True)

@@ -81,10 +81,11 @@ class Slots:
         self.operations = operations or Observed()
         self.decoder = Decoder(weights, self.operations, len(requests), 4 * len(requests) + 1, prefill, graphs=False)
         for slot, request in enumerate(requests):
-            self.decoder.start(slot, range(4 * slot + 1, 4 * slot + 5), request)
+            self.decoder.place(slot, range(4 * slot + 1, 4 * slot + 5))
             ids = request.input_ids[:-1]
             for begin in range(0, len(ids), prefill):
                 self.decoder.prefill([PromptPiece(slot, begin, ids[begin : begin + prefill])])
+            self.decoder.start(slot, request)
         self.select(range(len(requests)))
 
     def select(self, slots):
@@ -177,7 +178,7 @@ def test_the_repetition_penalty_counts_prompt_and_drawn_tokens_of_the_slots_own_
     logits = Scripted(weights, {7: 4.0, 8: 3.0, 9: 2.5})
     served = Slots(weights, [penalised, request_of([weights.first + 7], **GREEDY)], logits)
     assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
-    served.decoder.start(0, range(1, 5), penalised)  # nothing of the slot's last request is left
+    served.decoder.start(0, penalised)  # nothing of the slot's last request is left
     assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
 
 

@@ -29,14 +29,15 @@ FIRST, END, SLOTS = 1000, 1099, 16
 class Occupant:
     """What the device knows of a slot's request."""
 
-    request: GenerationRequest
     pages: list[int]
+    request: GenerationRequest | None = None
     prefilled: list[int] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
     faulty: bool = False
 
     @property
     def ended(self) -> bool:
+        assert self.request is not None
         over = len(self.drawn) == self.request.sampling.max_tokens
         return self.faulty or over or (bool(self.drawn) and self.drawn[-1] == END)
 
@@ -62,9 +63,14 @@ class FakeModel:
         self.prefills: list[int] = []
         self.counts: list[int] = []
 
-    def start(self, slot, pages, request):
+    def place(self, slot, pages):
         assert SCRATCH not in pages
-        self.occupants[slot] = self.of_request[id(request)] = Occupant(request, pages)
+        self.occupants[slot] = Occupant(pages)
+
+    def start(self, slot, request):
+        occupant = self.of_request[id(request)] = self.occupants[slot]
+        assert occupant.request is None
+        occupant.request = request
 
     def prefill(self, pieces):
         self.prefills.append(sum(-(-len(piece.ids) // CONSECUTIVE) * CONSECUTIVE for piece in pieces))
@@ -188,9 +194,9 @@ def test_several_tokens_are_made_at_a_look_unless_one_of_many_rows_is_urgent_or_
         served.step()
     assert served.model.counts == [1] + [STEPS_PER_LOOK] * 2  # few rows; before, their prompts
     rows.append(served.add(max_tokens=60, urgent_tokens=12))
-    while rows[-1].generated < 12:
+    while rows[-1].urgent:
         served.step()
-    assert set(served.model.counts[3:]) == {1} and rows[0].generated >= URGENT_TOKENS
+    assert set(served.model.counts[3:]) == {1} and not any(row.urgent for row in rows)
     served.model.counts.clear()
     for _ in range(5):
         served.step()
@@ -202,19 +208,30 @@ def test_several_tokens_are_made_at_a_look_unless_one_of_many_rows_is_urgent_or_
     assert all(served.tokens(row) == [FIRST + 5] * 60 for row in rows)
 
 
+@pytest.mark.parametrize("urgent", [13, URGENT_TOKENS])
+def test_no_further_step_is_launched_than_those_that_the_listener_waits_for(urgent):
+    served = Served(lambda: 5)
+    row = served.add(max_tokens=60, urgent_tokens=urgent, played=True)
+    served.step()
+    while not served.scheduler.idle:
+        served.step(ahead=False)
+    assert sum(served.model.counts) == row.generated == urgent and max(served.model.counts) == STEPS_PER_LOOK
+    assert sum(len(chunk.tokens) for chunk in served.answers[row]) == urgent
+    assert [len(chunk.tokens) for chunk in served.answers[row]] == [FIRST_REPORT, urgent - FIRST_REPORT]
+
+
 def test_rows_that_are_ahead_of_their_listeners_wait_for_their_turn():
     served = Served(lambda: 5)
     rows = [served.add(max_tokens=200, played=played) for played in (True, True, False)]
     while not rows[0].ahead:
         served.step()
-    assert rows[0].generated == rows[2].generated >= URGENT_TOKENS and not served.scheduler.idle
+    assert rows[0].launched == rows[2].launched == URGENT_TOKENS and not served.scheduler.idle
     newcomer = served.add(max_tokens=200, played=True)
     served.step(ahead=False)
-    before = rows[0].generated
     while not newcomer.ahead:
         served.step(ahead=False)
-    assert rows[0].generated == rows[1].generated == before and newcomer.generated >= URGENT_TOKENS
-    assert rows[2].generated >= before + URGENT_TOKENS
+    assert rows[0].launched == rows[1].launched == URGENT_TOKENS == newcomer.launched
+    assert rows[2].launched >= 2 * URGENT_TOKENS
     while rows[2].slot is not None:
         served.step(ahead=False)
     served.step(ahead=False)  # what was launched before its end was known

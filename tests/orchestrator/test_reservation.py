@@ -72,7 +72,8 @@ def refused(now: list[float]) -> Pipeline:
         pipeline.run()
     assert pipeline.llm.unclosed == 0 and [stream.aborts for stream in pipeline.token2wav.streams] == [0]
     pipeline.llm.prompts.clear()
-    pipeline.encoder.started.clear()
+    for calls in (pipeline.encoder.started, pipeline.encoder.ended):
+        calls.clear()
     return pipeline
 
 

@@ -77,8 +77,13 @@ class Decoder:
             self._run_prefill = SizedGraphs(self._prefill, prefills, "prompts of the LLM").run
             self._steps.zero_()  # the graphs have been tried
 
-    def start(self, slot: int, pages: Sequence[int], request: GenerationRequest) -> None:
-        """Put a request into a slot. It can be in the batch once all its tokens but the last one are prefilled."""
+    def place(self, slot: int, pages: Sequence[int]) -> None:
+        """Give a slot its pages, for the prefill of a request."""
+        self._tables[slot, : len(pages)] = on_device(pages, self._device)
+
+    def start(self, slot: int, request: GenerationRequest) -> None:
+        """Put a request into a slot, to be in the batch of the next steps: all its tokens but the last one are
+        prefilled. Apart from `place`, because the GPU computes the prefill meanwhile."""
         ids, first = request.input_ids, self.first
         width = len(self._weights.bias)
         seed = request.sampling.seed
@@ -92,7 +97,6 @@ class Decoder:
         )
         ends = np.zeros(width, bool)
         ends[[end - first for end in request.end_ids if 0 <= end - first < width]] = True
-        self._tables[slot, : len(pages)] = on_device(pages, self._device)
         self._numbers[slot] = on_device(numbers, self._device)
         self._sampling[slot] = on_device(sampling, self._device)
         self._ends[slot] = on_device(ends, self._device)

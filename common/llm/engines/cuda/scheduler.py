@@ -56,20 +56,22 @@ class StepModel(Protocol):
     max_prefill: int  # tokens, each piece padded to a multiple of CONSECUTIVE
     first: int
 
-    def start(self, slot: int, pages: Sequence[int], request: GenerationRequest) -> None: ...
+    def place(self, slot: int, pages: Sequence[int]) -> None: ...
     def prefill(self, pieces: Sequence[PromptPiece]) -> None: ...
+    def start(self, slot: int, request: GenerationRequest) -> None: ...
     def select(self, slots: Sequence[int]) -> None: ...
     def step(self, rows: int, count: int) -> Burst: ...
 
 
 @dataclass(eq=False)
 class SequenceRow(Generation):
-    """A request. slot, pages: while it is computed. prefilled: tokens of its prompt. held: new tokens, not yet
-    reported."""
+    """A request. slot, pages: while it is computed. prefilled: tokens of its prompt. launched: steps for it. held: new
+    tokens, not yet reported."""
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
+    launched: int = 0
     held: list[int] = field(default_factory=list)
 
     @property
@@ -78,9 +80,9 @@ class SequenceRow(Generation):
         return self.prefilled == len(self.request.input_ids) - 1
 
     @property
-    def urgent(self) -> bool:
-        """Whether its listener waits for its next token."""
-        return self.generated < self.request.urgent_tokens
+    def urgent(self) -> int:
+        """How many further steps its listener waits for."""
+        return max(0, self.request.urgent_tokens - self.launched)
 
     @property
     def ahead(self) -> bool:
@@ -139,7 +141,7 @@ class Scheduler:
             waiting.popleft()
             sequence.slot, sequence.pages = self._slots.pop(), pages
             self.rows.append(sequence)
-            self._model.start(sequence.slot, pages, sequence.request)
+            self._model.place(sequence.slot, pages)
 
     def remove(self, sequence: SequenceRow) -> None:
         """Free slot and pages: the only place where a request leaves. Steps that are already launched do not disturb
@@ -176,12 +178,18 @@ class Scheduler:
             self._model.prefill(pieces)
 
     def _step(self, ready: list[SequenceRow]) -> tuple[Burst, list[SequenceRow]]:
+        for row in ready:
+            if not row.launched and row.slot is not None:
+                self._model.start(row.slot, row.request)
         if ready != self._selected:
             self._selected = ready
             self._model.select([row.slot for row in ready if row.slot is not None])
         prefilling = any(not row.ready for row in self.rows)
         single = (prefilling or (len(ready) > FEW_ROWS and self.urgent)) and not any(row.ahead for row in ready)
-        return self._model.step(len(ready), 1 if single else STEPS_PER_LOOK), ready
+        count = 1 if single else min([STEPS_PER_LOOK, *(row.urgent for row in ready if row.urgent)])
+        for row in ready:
+            row.launched += count
+        return self._model.step(len(ready), count), ready
 
     def _answers(self, burst: Burst, rows: list[SequenceRow]) -> list[Answer]:
         found = burst.columns().T.tolist()  # (steps, rows) -> (rows, steps)
