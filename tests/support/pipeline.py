@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Pipeline:
         self.texts = FakeTextPreparer()
         self.rules = rules or HopRules()
 
-    @property
+    @cached_property
     def synthesizer(self) -> Synthesizer:
         interleaved = InterleavedLM(self.llm, demo_tokenizer())
         ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, interleaved, self.token2wav)
