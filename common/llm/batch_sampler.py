@@ -6,6 +6,7 @@ Nothing branches on the content of the batch, because a CUDA graph repeats one b
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,12 +57,17 @@ class BatchSampler:
         self.seen = torch.zeros(slots, len(bias), dtype=torch.bool, device=bias.device)
         self.recent = torch.full((slots, RECENT), NONE, device=bias.device)
 
-    def start(self, slot: int, seen: Sequence[int], sampled: Sequence[int] = ()) -> None:
+    def start(self, slot: int, seen: Sequence[int] | np.ndarray, sampled: Sequence[int] = ()) -> None:
         """A request takes the slot. seen: columns of its prompt and its answer so far, others than 0..C-1 are ignored;
         sampled: those of the answer."""
         self.seen[slot] = False
-        if columns := [column for column in seen if 0 <= column < len(self.bias)]:
+        columns = np.asarray(seen, np.int64)
+        columns = columns[(columns >= 0) & (columns < self.seen.shape[1])]
+        if columns.size:
             self.seen[slot].index_fill_(0, on_device(columns, self.bias.device), True)
+        if not sampled:
+            self.recent[slot] = NONE
+            return
         recent = [NONE] * RECENT
         for position in range(max(0, len(sampled) - MAX_RAS_WINDOW), len(sampled)):
             recent[position % RECENT] = max(NONE, sampled[position])

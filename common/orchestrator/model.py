@@ -34,6 +34,7 @@ from common.stacks import Stack
 from common.text import TextFrontend
 from common.voice.book import VoiceBook
 
+TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
 CLOSE_SECONDS = 5.0
 TEST_SECONDS = 10.0  # a loop that takes longer for nothing is blocked
 
@@ -118,7 +119,8 @@ class Orchestrator:
         if not (sequence := origin["correlation_id"]):
             await self._speak(request, responder)
             return
-        piece, end = triton_io.text(request, "target_text") or "", origin["end"]
+        sent = triton_io.read_all(request, ["target_text"])
+        piece, end = triton_io.text(sent, "target_text") or "", origin["end"]
         if not origin["start"]:
             self._texts.add(sequence, piece, end)
             return
@@ -163,13 +165,11 @@ class Orchestrator:
 
 
 def _inputs(request: Any, pieces: TextStream | None) -> RequestInputs:
+    sent = triton_io.read_all(request, (*TEXTS, "reference_wav", "reference_wav_len"))
     return RequestInputs(
-        target_text=triton_io.text(request, "target_text"),
-        reference_wav=triton_io.read(request, "reference_wav"),
-        reference_wav_len=triton_io.scalar(request, "reference_wav_len"),
-        reference_text=triton_io.text(request, "reference_text"),
-        speaker=triton_io.text(request, "speaker"),
-        instruct_text=triton_io.text(request, "instruct_text"),
+        **{name: triton_io.text(sent, name) for name in TEXTS},
+        reference_wav=sent.get("reference_wav"),
+        reference_wav_len=triton_io.scalar(sent, "reference_wav_len"),
         parameters=triton_io.parameters(request),
         pieces=pieces,
     )

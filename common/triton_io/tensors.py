@@ -33,9 +33,9 @@ def require(request: Any, name: str) -> np.ndarray:
     return array
 
 
-def scalar(request: Any, name: str) -> Any:
-    """The single element of the input `name` as a Python value; None if it was not sent."""
-    array = read(request, name)
+def scalar(sent: Mapping[str, np.ndarray], name: str) -> Any:
+    """The single element of the input `name` as a Python value; None if it is not among those `sent`."""
+    array = sent.get(name)
     if array is None:
         return None
     if array.size != 1:
@@ -43,9 +43,9 @@ def scalar(request: Any, name: str) -> Any:
     return array.reshape(-1)[0].item() if array.dtype != object else array.reshape(-1)[0]
 
 
-def text(request: Any, name: str) -> str | None:
-    """The single string of the input `name`, decoded from UTF-8; None if it was not sent."""
-    value = scalar(request, name)
+def text(sent: Mapping[str, np.ndarray], name: str) -> str | None:
+    """The single string of the input `name`, decoded from UTF-8; None if it is not among those `sent`."""
+    value = scalar(sent, name)
     try:
         return value.decode() if isinstance(value, bytes) else value
     except UnicodeDecodeError as error:
@@ -70,7 +70,8 @@ def origin(request: Any) -> dict[str, Any]:
 
 def reference(request: Any) -> np.ndarray:
     """The validated recording in `reference_wav`: float32 (N,), without the padding after `reference_wav_len`."""
-    return validate_reference(require(request, "reference_wav"), scalar(request, "reference_wav_len"))
+    wav = require(request, "reference_wav")
+    return validate_reference(wav, scalar(read_all(request, ["reference_wav_len"]), "reference_wav_len"))
 
 
 def to_tensor(name: str, array: np.ndarray) -> Any:

@@ -182,6 +182,15 @@ def test_the_repetition_penalty_counts_prompt_and_drawn_tokens_of_the_slots_own_
     assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
 
 
+def test_a_request_with_other_end_tokens_ends_by_its_own(weights):
+    served = Slots(weights, [request_of([7], **GREEDY, end_ids=(weights.first + 7,))], Scripted(weights, {7: 5.0}))
+    assert served.step(2).T.tolist() == [[7, NOTHING]]
+    served.decoder.start(0, request_of([7], **GREEDY, end_ids=(weights.first + 8,)))
+    assert served.step(2).T.tolist() == [[7, 7]]
+    served.decoder.start(0, request_of([7], **GREEDY, end_ids=(weights.first + 7,)))
+    assert served.step(2).T.tolist() == [[7, NOTHING]]
+
+
 def test_what_the_pages_held_before_does_not_matter(weights):
     request = request_of(list(range(100)), **GREEDY)
     clean, reused = Slots(weights, [request, request]), Slots(weights, [request, request])

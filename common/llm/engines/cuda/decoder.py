@@ -60,6 +60,7 @@ class Decoder:
         self._last, self._lengths, self._drawn, self._most, self._seeds = self._numbers.T
         self._ended = torch.ones(rows, dtype=torch.bool, device=device)
         self._ends = torch.zeros(rows, width, dtype=torch.bool, device=device)
+        self._end_ids: dict[int, tuple[int, ...]] = {}  # what that has of each slot
         self._sampling = torch.ones(rows, len(SamplingRow._fields), device=device)
         self._sampler = BatchSampler(weights.bias, rows)
         # Inputs and outputs at fixed addresses
@@ -85,7 +86,7 @@ class Decoder:
         """Put a request into a slot, to be in the batch of the next steps: all its tokens but the last one are
         prefilled. Apart from `place`, because the GPU computes the prefill meanwhile."""
         ids, first = request.input_ids, self.first
-        width = len(self._weights.bias)
+        width = self._ends.shape[1]
         seed = request.sampling.seed
         sampling = SamplingRow.of(request.sampling, width)
         numbers = (
@@ -95,13 +96,15 @@ class Decoder:
             request.sampling.max_tokens,
             random.getrandbits(32) if seed is None else seed,
         )
-        ends = np.zeros(width, bool)
-        ends[[end - first for end in request.end_ids if 0 <= end - first < width]] = True
+        if self._end_ids.get(slot) != request.end_ids:  # nearly all requests have the same
+            ends = np.zeros(width, bool)
+            ends[[end - first for end in request.end_ids if 0 <= end - first < width]] = True
+            self._ends[slot] = on_device(ends, self._device)
+            self._end_ids[slot] = request.end_ids
         self._numbers[slot] = on_device(numbers, self._device)
         self._sampling[slot] = on_device(sampling, self._device)
-        self._ends[slot] = on_device(ends, self._device)
         self._ended[slot] = False
-        self._sampler.start(slot, [token - first for token in ids])
+        self._sampler.start(slot, np.asarray(ids) - first)
 
     def prefill(self, pieces: Sequence[PromptPiece]) -> None:
         """Write the keys and values of these tokens, which are at most `max_prefill` with the padding of each piece."""
