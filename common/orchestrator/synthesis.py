@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -214,8 +214,8 @@ class Synthesizer:
         """Look up or encode the voice, start the LLM as soon as its part of the prompt is ready, and reserve a place
         for the `first` stream if somebody hears it meanwhile.
 
-        The place comes first, before other models are called, only if a listener was refused lately: usually there is
-        one, and asking for it takes milliseconds.
+        Asking for the place takes milliseconds, and usually there is one. So it is asked for once the LLM has started;
+        while a new voice is encoded, which takes longer; or first of all, if a listener was refused lately.
         """
         voice: Recording | Prompt | Mix
         if isinstance(request.voice, Recording):
@@ -227,9 +227,11 @@ class Synthesizer:
         )
         prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, texts))
         known = self._prompts.get(voice) if isinstance(voice, Recording) else None
-        reserved = scope.spawn(self._reserve(first)) if first is not None else None
-        if reserved is not None and self._clock() < self._careful_until:
-            await scope.result(reserved)
+        place = None if first is None else cache(lambda: scope.spawn(self._reserve(first)))
+        if place is not None and self._clock() < self._careful_until:
+            await scope.result(place())
+        if place is not None and not isinstance(known or voice, Prompt):
+            place()
         tokens, mel, embedding = self._encoded(known or voice, scope)
         transcript, text = await scope.result(prepared)
         kept = None
@@ -249,14 +251,16 @@ class Synthesizer:
             work = self._generate(text, texts, llm_prompt, request.sampling, segments, new_buffer)
         else:
             work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
-        scope.spawn(_unless_refused(work, reserved))
+        scope.spawn(_unless_refused(work, place))
+        if place is not None:
+            place()
         prompt = Prompt.aligned(
             await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
         )
         if known is None and isinstance(voice, Recording):
             self._prompts.put(voice, prompt)
-        if reserved is not None:
-            await scope.result(reserved)
+        if place is not None:
+            await scope.result(place())
         return prompt, segments
 
     def _prepared(
@@ -312,13 +316,13 @@ class Synthesizer:
         await segments.put(None)
 
 
-async def _unless_refused(work: Coroutine[Any, Any, None], reserved: asyncio.Task[None] | None) -> None:
+async def _unless_refused(work: Coroutine[Any, Any, None], place: Callable[[], asyncio.Task[None]] | None) -> None:
     """Where the LLM has no place for a listener, token2wav may have none either: then its refusal is the error."""
     try:
         await work
     except UnavailableError:
-        if reserved is not None:
-            await reserved
+        if place is not None:
+            await place()
         raise
 
 
