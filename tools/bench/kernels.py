@@ -76,7 +76,7 @@ class Launch:
         given = dict(self.constants)
         block = "x".join(str(given[name]) for name in BLOCK if name in given)
         parts = [block, *(f"{given[f'num_{name}']} {name}" for name in ("warps", "stages") if f"num_{name}" in given)]
-        return ", ".join([*parts, *(name for name in ("norm", "copied") if given.get(name.upper()))])
+        return ", ".join(filter(None, [*parts, *(name for name in ("norm", "copied") if given.get(name.upper()))]))
 
 
 @dataclass(frozen=True)
