@@ -46,6 +46,19 @@ def test_the_llm_starts_while_a_place_is_reserved(monkeypatch: pytest.MonkeyPatc
     assert pipeline.run()
 
 
+def test_a_known_voices_place_is_asked_for_once_the_llm_has_been_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a new voice while it is encoded, so that a refusal ends that early."""
+    pipeline, before, reserve = Pipeline(FakeLM(*one_by_one(18))), list[tuple[int, int]](), FakeToken2WavStream.reserve
+
+    async def noted(stream: FakeToken2WavStream) -> None:
+        before.append((len(pipeline.encoder.ended), len(pipeline.llm.prompts)))
+        await reserve(stream)
+
+    monkeypatch.setattr(FakeToken2WavStream, "reserve", noted)
+    assert pipeline.run() and pipeline.run()
+    assert before == [(0, 0), (3, 2)]
+
+
 def test_the_voice_is_sent_after_its_place_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, place = Pipeline(FakeLM(*one_by_one(18))), asyncio.Event()
 
