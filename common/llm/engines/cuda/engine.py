@@ -25,7 +25,6 @@ MAX_PREFILL = {"cuda": 1024, "cpu": 256}  # tokens of prompts between two steps
 # Rows that are ahead of their listeners are computed together, at ten times the rate of speech: a step of many rows
 # takes hardly longer than one of few, and between them the GPU is token2wav's, which renders first chunks.
 BEAT_SECONDS = STEPS_PER_LOOK / (10 * TOKEN_RATE)
-REPORT_SECONDS = 0.001  # that the process needs to send what a chunk of audio waits for
 # Of a GPU's memory, beside weights and pages: CUDA's context, graphs and temporary tensors.
 PROCESS_GIB = 1.0
 
@@ -79,7 +78,7 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
             answer.sequence.report(answer.item)
         pages_wanted = self._last_waiting is not None and any(answer.ends for answer in answers)
         if self._rows and self._scheduler.idle and not pages_wanted:
-            self._rest(max(REPORT_SECONDS, self._next_beat - time.monotonic()))
+            self._rest(self._next_beat - time.monotonic())
 
     def _beat(self) -> bool:
         """Whether it is time for the rows that are ahead."""
