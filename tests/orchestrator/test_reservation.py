@@ -59,6 +59,16 @@ def test_a_known_voices_place_is_asked_for_once_the_llm_has_been_asked(monkeypat
     assert before == [(0, 0), (3, 2)]
 
 
+def test_a_refusal_of_a_known_voice_ends_the_llms_request() -> None:
+    pipeline = Pipeline(FakeLM(*one_by_one(18)))
+    assert pipeline.run()
+    pipeline.token2wav.failures = {"reserve": OverloadedError("9 listeners are served", 3.0)}
+    pipeline.llm.steps = (asyncio.Event(),)  # never ends by itself
+    with pytest.raises(OverloadedError, match="9 listeners"):
+        pipeline.run()
+    assert len(pipeline.llm.prompts) == 2 and [stream.aborts for stream in pipeline.token2wav.streams][1:] == [0]
+
+
 def test_the_voice_is_sent_after_its_place_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, place = Pipeline(FakeLM(*one_by_one(18))), asyncio.Event()
 
