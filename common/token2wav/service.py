@@ -132,10 +132,9 @@ class Token2WavService:
         try:
             while self._queue.refusal is None:
                 version = self._queue.version
-                worked = self._turn()
                 self._reap()
                 self._learn()
-                if not worked:
+                if not self._turn():
                     self._queue.wait_for_change(version, ADMIT_SECONDS if self._queue.admits_later else REAP_SECONDS)
         except BaseException as error:  # of any kind: nobody else would answer the requests
             logger.exception("token2wav has failed and refuses all requests")
