@@ -10,7 +10,7 @@ from tools.bench.stack import GpuPlan, main, parse_args, peak
 def test_the_peak_is_the_largest_sum_over_all_gpus() -> None:
     samples = "0, 100\n1, 50\n0, 120\n1, 70\n0, 90\n1, 80\n0, 9"
     assert peak(samples) == 190
-    assert peak("1, 50\n0, 7\n") == 7  # the first sample is incomplete
+    assert peak("1, 50\n3, 7\n1, 60\n3, 4\n") == 64  # of the GPUs that are visible
     assert peak("") is None
 
 

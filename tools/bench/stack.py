@@ -13,6 +13,7 @@ Writes OUTPUT.md, and OUTPUT_N_one and OUTPUT_N_all (.md, .json, .png) of each p
 """
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -64,13 +65,16 @@ class GpuPlan(NamedTuple):
 
 
 class PeakMemory:
-    """The most memory of all GPUs together within the block, MiB; None without nvidia-smi."""
+    """The most memory of all GPUs that CUDA_VISIBLE_DEVICES names, together, within the block, MiB; None without
+    nvidia-smi."""
 
     mib: int | None = None
     _process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "PeakMemory":
         query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            query.append(f"--id={visible}")
         self._samples = tempfile.TemporaryFile("w+")  # a pipe that nobody reads is full after minutes
         with suppress(FileNotFoundError):
             self._process = subprocess.Popen([*query, f"--loop-ms={SAMPLE_MILLISECONDS}"], stdout=self._samples)
@@ -89,14 +93,15 @@ class PeakMemory:
 def peak(samples: str) -> int | None:
     """The largest sum over the GPUs in lines "index, MiB"; the last sample may be incomplete."""
     sums: list[int] = []
+    first: str | None = None  # GPU of each sample
     for line in samples.splitlines():
         index, separator, used = line.partition(",")
         if not separator or not used.strip().isdigit():
             continue
-        if index.strip() == "0":
+        first = first or index
+        if index == first:
             sums.append(0)
-        if sums:
-            sums[-1] += int(used)
+        sums[-1] += int(used)
     return max(sums, default=None)
 
 
