@@ -19,14 +19,13 @@ from common.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from common.token2wav.scheduler import STARTS
+from common.token2wav.scheduler import START_BATCH, STARTS
 
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
 LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
 LANES = 2  # batches that are rendered at the same time on a GPU: one of first chunks, see `scheduler.STARTS`
 MAX_BATCH = 64  # chunks; larger batches gain nothing
-START_BATCH = 8  # first chunks, or prompts, of a batch of their own
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
 PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024)  # the same of prompts

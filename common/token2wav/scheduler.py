@@ -19,6 +19,11 @@ UNHURRIED_SHARE = 0.5
 COMPANY_SHARE = 0.25
 # While a listener with a queued chunk has less audio left than this, one voice at a time is prefilled.
 NEARLY_DRY_SECONDS = 0.25
+# While so many later chunks wait, first chunks do too, for a batch of START_BATCH or until one of them has waited this
+# long: eight of them take half as long again as one, and the GPU is the others' meanwhile.
+CROWD_CHUNKS = 16
+GATHER_SECONDS = 0.1
+START_BATCH = 8  # first chunks, or prompts, of a batch of their own
 # Nobody listens to a whole utterance while it is rendered: it waits this long for the listeners, and after that for
 # those who are nearly dry.
 WHOLE_SECONDS = 5.0
@@ -48,12 +53,14 @@ class Candidate(NamedTuple):
     arrived: its number in the order of arrival.
     tokens: how many are computed for it; None if it is served alone (a whole utterance, an invalid chunk).
     start: whether it is a first chunk that lane STARTS renders.
+    waited: seconds in the queue.
     """
 
     audio_left: float | None
     arrived: int
     tokens: int | None
     start: bool = False
+    waited: float = 0.0
 
     @property
     def urgent(self) -> bool:
@@ -95,14 +102,22 @@ def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_fra
 def lane_takes(lane: int, lanes: int, waiting: Sequence[Candidate]) -> list[int]:
     """Indices of what a lane that is free may render now, given what no other lane has taken.
 
-    Of two lanes, STARTS renders first chunks, and lane 0 all others, or first chunks if there are no others.
+    Of two lanes, STARTS renders first chunks, gathered while a crowd waits (CROWD_CHUNKS), and lane 0 all others, or
+    first chunks if there are no others.
     """
     if lanes == 1:
         return list(range(len(waiting)))
     firsts = [index for index, request in enumerate(waiting) if request.start]
     if lane == STARTS:
-        return firsts
+        return firsts if _are_gathered(waiting) else []
     return [index for index, request in enumerate(waiting) if not request.start] or firsts
+
+
+def _are_gathered(waiting: Sequence[Candidate]) -> bool:
+    """Whether the first chunks are to be rendered now."""
+    later = sum(not request.start and request.tokens is not None for request in waiting)
+    waited = [request.waited for request in waiting if request.start]
+    return later < CROWD_CHUNKS or len(waited) >= START_BATCH or max(waited, default=0.0) >= GATHER_SECONDS
 
 
 def pick(

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE = np.zeros(0, np.float32)
 REAP_SECONDS = 1.0
-ADMIT_SECONDS = 0.02  # between two looks at the listeners who wait to be admitted
+LOOK_SECONDS = 0.02  # between two looks at listeners who wait to be admitted, or for other first chunks
 CANCEL_CHECK_SECONDS = 0.5  # requests that waited for less are not checked for cancellation
 
 
@@ -69,6 +69,7 @@ class Token2WavService:
         )
         self._served: list[QueuedRequest] = []  # in this turn, taken from the queue
         self._threads = BatchThreads(engine, on_done=self._queue.wake, clock=clock)
+        self._gathers = False  # first chunks wait, and a thread for them is free
         self._batches = 0
         self._chunks = 0
         self._waited_seconds = 0.0
@@ -135,7 +136,8 @@ class Token2WavService:
                 self._reap()
                 self._learn()
                 if not self._turn():
-                    self._queue.wait_for_change(version, ADMIT_SECONDS if self._queue.admits_later else REAP_SECONDS)
+                    soon = self._gathers or self._queue.admits_later
+                    self._queue.wait_for_change(version, LOOK_SECONDS if soon else REAP_SECONDS)
         except BaseException as error:  # of any kind: nobody else would answer the requests
             logger.exception("token2wav has failed and refuses all requests")
             self._queue.close(FatalError(f"token2wav has failed: {error}"))
@@ -301,6 +303,7 @@ class Token2WavService:
             waiting = [each for each in waiting if each[1] not in batch]
             if wanted := [queued for queued in batch if not self._cancelled(queued)]:
                 self._serve(thread, wanted)
+        self._gathers = any(candidate.start for candidate, _ in waiting)
 
     def _candidates(self) -> list[tuple[Candidate, QueuedRequest]]:
         """The queued requests as the scheduler sees them, and themselves: the first one of each stream that is open.
@@ -315,7 +318,7 @@ class Token2WavService:
             left = self._audio_left(queued, live, now)
             start = left is None and queued.chunk is not None and self._engine.is_start(queued.chunk)
             start = start and queued.stream_id != TEST_STREAM  # the test is of lane 0
-            candidates.append((Candidate(left, queued.arrived, tokens, start), queued))
+            candidates.append((Candidate(left, queued.arrived, tokens, start, now - queued.arrived_at), queued))
         return candidates
 
     def _audio_left(self, queued: QueuedRequest, live: LiveStream | None, now: float) -> float | None:

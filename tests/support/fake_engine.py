@@ -124,7 +124,7 @@ class FakeLanes(FakeEngine):
     starts_entered: threading.Event = field(default_factory=threading.Event)
     starts: list[list[int]] = field(default_factory=list)  # as `batches`, of those that were rendered apart
     broken: list[str] = field(default_factory=list)
-    limits: BatchLimits = BatchLimits(max_streams=24)
+    limits: BatchLimits = BatchLimits(max_streams=32)
 
     def __post_init__(self):
         super().__post_init__()

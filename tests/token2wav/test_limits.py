@@ -17,12 +17,11 @@ from common.token2wav.limits import (
     HIFT_FRAMES,
     LONGEST_PROMPT,
     PREFILL_FRAMES,
-    START_BATCH,
     STEP,
     UNET_FRAMES,
     BatchLimits,
 )
-from common.token2wav.scheduler import STARTS
+from common.token2wav.scheduler import START_BATCH, STARTS
 
 
 def limits_of(stack: str, **values: int) -> BatchLimits:

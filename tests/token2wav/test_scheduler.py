@@ -7,7 +7,17 @@ import pytest
 
 from common.token2wav import scheduler
 from common.token2wav.limits import Size, padding
-from common.token2wav.scheduler import STARTS, Candidate, Start, lane_takes, patience, starts
+from common.token2wav.scheduler import (
+    CROWD_CHUNKS,
+    GATHER_SECONDS,
+    START_BATCH,
+    STARTS,
+    Candidate,
+    Start,
+    lane_takes,
+    patience,
+    starts,
+)
 from tests.support.listeners import Listeners, arrivals, batch_seconds
 
 
@@ -89,6 +99,20 @@ def test_the_lane_of_first_chunks_and_that_of_all_others_take_their_own() -> Non
     assert lane_takes(0, 2, waiting) == [1, 3, 4]
     assert lane_takes(0, 2, [start, start]) == [0, 1]  # it helps where there is nothing else to do
     assert lane_takes(0, 1, waiting) == [*range(5)]
+
+
+def test_while_a_crowd_waits_first_chunks_do_until_they_fill_a_batch_or_one_has_waited_long() -> None:
+    start = chunk()._replace(start=True)
+    crowd = [chunk(audio_left=1.0, arrived=stream) for stream in range(CROWD_CHUNKS)]
+    few = [start] * (START_BATCH - 1)
+    assert lane_takes(STARTS, 2, [*crowd, *few]) == []
+    assert lane_takes(STARTS, 2, [*few, start, *crowd]) == [*range(START_BATCH)]
+    long = start._replace(waited=GATHER_SECONDS)
+    assert lane_takes(STARTS, 2, [start, long, *crowd]) == [0, 1]
+    assert lane_takes(STARTS, 2, [start, *crowd[1:]]) == [0]
+    wholes = [chunk(tokens=None)] * CROWD_CHUNKS
+    assert lane_takes(STARTS, 2, [start, *wholes, *crowd[1:]]) == [0], "what is served alone is no crowd"
+    assert lane_takes(0, 2, [start, *crowd]) == [*range(1, 1 + CROWD_CHUNKS)]
 
 
 def test_requests_without_a_chunk_are_served_alone() -> None:

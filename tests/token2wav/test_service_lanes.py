@@ -1,6 +1,7 @@
 """The service on an engine that renders first chunks apart from other batches. The engine is a fake."""
 
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from common.constants import SPEAKER_DIM
 from common.errors import FatalError, UnavailableError
 from common.token2wav.admission import Admission
+from common.token2wav.scheduler import GATHER_SECONDS
+from common.token2wav.service import LOOK_SECONDS
 from tests.support.fake_engine import NEW, PROMPT, Client, FakeLanes, ended, started, until, value
 
 
@@ -69,6 +72,51 @@ def test_first_chunks_that_wait_together_are_rendered_together_up_to_the_size_of
     assert engine.starts[1:] == [[91], list(range(20, 28)), list(range(28, 32))]
     engine.gate.set()
     assert (value(batches), value(starts)) == (90, 91)
+
+
+@pytest.fixture
+def crowd(client, engine):
+    """Sixteen listeners wait for a batch that is rendered. The replies to all."""
+    for stream in range(50, 66):
+        client.start(stream, [stream])
+    engine.starts.clear()
+    held = hold_batches(client, engine)
+    replies = [client.post(stream, [stream], final=False) for stream in range(50, 66)]
+    until(lambda: client.service.stats().queued == 16)
+    engine.starts.clear()
+    return [held, *replies]
+
+
+def test_while_a_crowd_waits_first_chunks_are_gathered(client, engine, crowd):
+    firsts = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 27)]
+    until(lambda: client.service.stats().queued == 23)
+    time.sleep(3 * LOOK_SECONDS)
+    assert engine.starts == []
+    firsts.append(client.post(27, [27], final=False, **NEW))
+    assert [value(each) for each in firsts] == list(range(20, 28))
+    assert engine.starts == [list(range(20, 28))] and engine.batches == []
+    engine.gate.set()
+    assert [value(each) for each in crowd] == [90, *range(50, 66)]
+
+
+def test_a_first_chunk_waits_no_longer_than_is_set_for_others(client, engine, crowd, clock, monkeypatch):
+    monkeypatch.setattr("common.token2wav.service.REAP_SECONDS", 1000.0)
+    first = client.post(20, [20], final=False, **NEW)
+    until(lambda: client.service.stats().queued == 17)
+    time.sleep(3 * LOOK_SECONDS)
+    assert engine.starts == []
+    clock.now += GATHER_SECONDS + 0.01  # nothing else wakes the service's thread
+    assert value(first) == 20 and engine.starts == [[20]] and engine.batches == []
+    engine.gate.set()
+    assert [value(each) for each in crowd] == [90, *range(50, 66)]
+
+
+def test_first_chunks_are_not_gathered_once_the_crowd_is_served(client, engine, crowd):
+    first = client.post(20, [20], final=False, **NEW)
+    until(lambda: client.service.stats().queued == 17)
+    engine.gate.set()
+    assert value(first) == 20
+    assert [value(each) for each in crowd] == [90, *range(50, 66)]
 
 
 def test_first_chunks_are_padded_to_the_graphs_of_their_own(client, engine):
