@@ -3,8 +3,8 @@
 Pure policy: no streams, and the time is passed in. Three limits, all learned while the model works:
 
 - capacity: what rendering allows. The seconds of a batch are fitted to its tokens, as a fixed part and a part for each
-  token, and extrapolated to the largest batches that still come in time. A live stream needs as many seconds of speech
-  per second as its tokens allow, but not more than MAX_PACE: what comes faster can wait. This is known before the
+  token, and extrapolated to the largest batches that still come in time. A live stream needs a second of speech per
+  second, and more if its tokens come little faster than that: see `Admission._demand`. This is known before the
   listeners come, so a crowd that arrives within a second is not admitted as a whole.
 - rate: starts are spread over the time that a stream lives, because the long chunks of streams that start together
   come due together.
@@ -32,7 +32,7 @@ BATCH_SECONDS = 0.1  # a chunk waits for one batch and is rendered in the next: 
 HEADROOM = 0.72  # of what the fitted costs allow: arrivals are random, and batches mix lengths
 MEMORY = 0.98  # weight of the batches, or chunks, so far when another comes
 SPREAD_TOKENS = 30.0  # if the tokens of the batches differ less than this, START_TOKENS decides the fixed part
-MAX_PACE = 1.7
+MAX_DEMAND = 1.7  # seconds of speech per second, of a live stream
 STREAM_SECONDS = 4.0  # how long a stream is taken to live until streams have ended, and at most
 # Starts at once: BURST, a share of the limit, and one of what is free, the more the faster the tokens come.
 BURST, BURST_SHARE, FREE_SHARE, MAX_FREE_SHARE = 2, 0.025, 0.03, 0.2
@@ -102,7 +102,7 @@ class Admission:
         self._updated = self._refilled = now
         self._chunks: deque[tuple[float, bool]] = deque()  # of the window: when each came, and whether too narrowly
         self._live: deque[tuple[float, int]] = deque()  # the highest numbers of live streams of SETTLE_SECONDS
-        self._awaited, self._paced = 1.0, MAX_PACE  # seconds that chunks' tokens took, and their speech
+        self._awaited, self._paced = 1.0, MAX_DEMAND  # seconds that chunks' tokens took, and their speech
         self._seconds, self._other = AVERAGED_SECONDS, 0.0  # and those of the thread that rendered no chunks
         self._live_seconds, self._ended = AVERAGED_SECONDS, AVERAGED_SECONDS / STREAM_SECONDS
         self._wholes = self._whole_seconds = 0.0
@@ -184,11 +184,20 @@ class Admission:
         return self._paced / max(self._awaited, 1e-9)
 
     @property
+    def _demand(self) -> float:
+        """Seconds of speech per second for which a live stream counts.
+
+        Its tokens allow no more than their pace. At twice real time it needs nearly that: each chunk is due soon after
+        its tokens have come. Those of a faster LLM can wait, and only the rate at which they are heard counts.
+        """
+        pace = max(self._pace, 1.0)
+        return min(pace, MAX_DEMAND, 1 + (2 / pace) ** 2)
+
+    @property
     def _capacity(self) -> float:
         """Live streams that rendering allows; infinite before the first batch."""
-        pace = min(max(self._pace, 1.0), MAX_PACE)
         left = max(0.0, 1 - self._other / self._seconds)
-        return max(left, 1e-9) * HEADROOM * self._costs.speech_rate(self._max_tokens) / pace
+        return max(left, 1e-9) * HEADROOM * self._costs.speech_rate(self._max_tokens) / self._demand
 
     # --- who is admitted ---
 

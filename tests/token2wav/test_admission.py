@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from common.constants import TOKEN_RATE
+from common.process.metrics import LIMIT
 from common.token2wav.admission import Admission
 from common.token2wav.limits import DIT_BATCH_TOKENS
 from tests.support.listeners import HOPS, PADDED, UTTERANCE_SECONDS, Listeners, arrivals, batch_seconds
@@ -36,6 +37,20 @@ def test_over_capacity_the_admitted_have_no_gaps_and_most_of_the_capacity_is_use
     assert served.without_gap() >= least
     assert len(served.admitted) > 0.7 * at_capacity
     assert len(served.refused) + len(served.admitted) == pytest.approx(load * at_capacity, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("pace", "demand"), [(0.5, 1), (1, 1), (1.3, 1.3), (2, 1.7), (2.5, 1.64), (4, 1.25), (20, 1.01)]
+)
+def test_a_stream_counts_for_more_than_it_hears_only_where_its_tokens_come_little_faster(pace, demand) -> None:
+    """A faster LLM does not lower what rendering can serve."""
+    paced, heard = admission(), admission()
+    for second in range(400):
+        paced.delivered(1.0, 1 / pace, 1.0, 0.0, float(second))
+        heard.delivered(1.0, 1.0, 1.0, 0.0, float(second))
+    for each in (paced, heard):
+        each.update(1, [1.0], 400.0)
+    assert heard.values()[LIMIT] / paced.values()[LIMIT] == pytest.approx(demand, rel=0.01)
 
 
 @pytest.mark.parametrize("token_rate", CAPACITY)
