@@ -3,9 +3,8 @@
 Pure policy: no streams, and the time is passed in. Three limits, all learned while the model works:
 
 - capacity: what rendering allows. The seconds of a batch are fitted to its tokens, as a fixed part and a part for each
-  token, and extrapolated to the largest batches that still come in time. A live stream needs a second of speech per
-  second, and more if its tokens come little faster than that: see `Admission._demand`. This is known before the
-  listeners come, so a crowd that arrives within a second is not admitted as a whole.
+  token, and extrapolated to the largest batches that still come in time. This is known before the listeners come, so a
+  crowd that arrives within a second is not admitted as a whole.
 - rate: starts are spread over the time that a stream lives, because the long chunks of streams that start together
   come due together.
 - gaps: while listeners nearly run out of audio, whatever the reason (GPU, LLM, host), new ones wait until they have
@@ -32,7 +31,7 @@ BATCH_SECONDS = 0.1  # a chunk waits for one batch and is rendered in the next: 
 HEADROOM = 0.72  # of what the fitted costs allow: arrivals are random, and batches mix lengths
 MEMORY = 0.98  # weight of the batches, or chunks, so far when another comes
 SPREAD_TOKENS = 30.0  # if the tokens of the batches differ less than this, START_TOKENS decides the fixed part
-MAX_DEMAND = 1.7  # seconds of speech per second, of a live stream
+MAX_DEMAND = 1.7  # of a live stream, seconds of speech per second
 STREAM_SECONDS = 4.0  # how long a stream is taken to live until streams have ended, and at most
 # Starts at once: BURST, a share of the limit, and one of what is free, the more the faster the tokens come.
 BURST, BURST_SHARE, FREE_SHARE, MAX_FREE_SHARE = 2, 0.025, 0.03, 0.2
@@ -184,20 +183,17 @@ class Admission:
         return self._paced / max(self._awaited, 1e-9)
 
     @property
-    def _demand(self) -> float:
-        """Seconds of speech per second for which a live stream counts.
-
-        Its tokens allow no more than their pace. At twice real time it needs nearly that: each chunk is due soon after
-        its tokens have come. Those of a faster LLM can wait, and only the rate at which they are heard counts.
-        """
-        pace = max(self._pace, 1.0)
-        return min(pace, MAX_DEMAND, 1 + (2 / pace) ** 2)
-
-    @property
     def _capacity(self) -> float:
-        """Live streams that rendering allows; infinite before the first batch."""
+        """Live streams that rendering allows; infinite before the first batch.
+
+        Each counts for a second of speech per second, and more in two cases. Tokens that come little faster than that
+        (at their pace, more are not there) need each chunk soon after it can be rendered; those of a fast LLM can wait.
+        And few streams fluctuate more than many: by the square root of their number.
+        """
         left = max(0.0, 1 - self._other / self._seconds)
-        return max(left, 1e-9) * HEADROOM * self._costs.speech_rate(self._max_tokens) / self._demand
+        speech = max(left, 1e-9) * HEADROOM * self._costs.speech_rate(self._max_tokens)
+        pace = max(self._pace, 1.0)
+        return speech / min(pace, MAX_DEMAND, 1 + (2 / pace) ** 2 + 2 / math.sqrt(speech))
 
     # --- who is admitted ---
 
