@@ -61,20 +61,16 @@ class FakeModel:
         self.of_request: dict[int, Occupant] = {}
         self.selected: list[int] = []
         self.prefills: list[int] = []
-        self.starts: list[int] = []  # how many requests together
         self.counts: list[int] = []
 
-    def place(self, pages):
-        for slot, of_slot in pages.items():
-            assert SCRATCH not in of_slot
-            self.occupants[slot] = Occupant(of_slot)
+    def place(self, slot, pages):
+        assert SCRATCH not in pages
+        self.occupants[slot] = Occupant(pages)
 
-    def start(self, requests):
-        self.starts.append(len(requests))
-        for slot, request in requests.items():
-            occupant = self.of_request[id(request)] = self.occupants[slot]
-            assert occupant.request is None
-            occupant.request = request
+    def start(self, slot, request):
+        occupant = self.of_request[id(request)] = self.occupants[slot]
+        assert occupant.request is None
+        occupant.request = request
 
     def prefill(self, pieces):
         self.prefills.append(sum(-(-len(piece.ids) // CONSECUTIVE) * CONSECUTIVE for piece in pieces))
@@ -187,7 +183,7 @@ def test_prompts_are_prefilled_in_pieces_together_with_others():
     served = Served(lambda: 5)
     sequences = [served.add(prompt) for prompt in (31, 121, 1)]
     served.run()
-    assert served.model.prefills == [104, 48] and served.model.starts == [2, 1]
+    assert served.model.prefills == [104, 48]
     assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in sequences)
 
 

@@ -1,7 +1,7 @@
 """The state of all requests on the device, and the two functions that change it: prefill and step."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -78,45 +78,33 @@ class Decoder:
             self._run_prefill = SizedGraphs(self._prefill, prefills, "prompts of the LLM").run
             self._steps.zero_()  # the graphs have been tried
 
-    def place(self, pages: Mapping[int, Sequence[int]]) -> None:
-        """Give slots their pages, for the prefills of requests."""
-        tables = np.full((len(pages), self._tables.shape[1]), SCRATCH)
-        for table, of_slot in zip(tables, pages.values(), strict=True):
-            table[: len(of_slot)] = of_slot
-        self._tables[on_device(list(pages), self._device)] = on_device(tables, self._device)
+    def place(self, slot: int, pages: Sequence[int]) -> None:
+        """Give a slot its pages, for the prefill of a request."""
+        self._tables[slot, : len(pages)] = on_device(pages, self._device)
 
-    def start(self, requests: Mapping[int, GenerationRequest]) -> None:
-        """Put requests into their slots, to be in the batch of the next steps: all their tokens but the last one are
-        prefilled. Apart from `place`, because the GPU computes the prefill meanwhile; together, because each operation
-        takes the host as long for one as for many."""
-        numbers = [
-            (
-                request.input_ids[-1],
-                len(request.input_ids) - 1,
-                0,
-                request.sampling.max_tokens,
-                random.getrandbits(32) if request.sampling.seed is None else request.sampling.seed,
-            )
-            for request in requests.values()
-        ]
-        sampling = [SamplingRow.of(request.sampling, self._ends.shape[1]) for request in requests.values()]
-        for slot, request in requests.items():
-            self._end_by(slot, request.end_ids)
-        slots = on_device(list(requests), self._device)
-        self._numbers[slots] = on_device(numbers, self._device)
-        self._sampling[slots] = on_device(sampling, self._device)
-        self._ended.index_fill_(0, slots, False)
-        prompts = {slot: np.asarray(request.input_ids) - self.first for slot, request in requests.items()}
-        self._sampler.start(prompts)
-
-    def _end_by(self, slot: int, ids: tuple[int, ...]) -> None:
-        """Set the end tokens of a slot, which nearly all requests have in common."""
-        if self._end_ids.get(slot) == ids:
-            return
-        ends = np.zeros(self._ends.shape[1], bool)
-        ends[[end - self.first for end in ids if 0 <= end - self.first < len(ends)]] = True
-        self._ends[slot] = on_device(ends, self._device)
-        self._end_ids[slot] = ids
+    def start(self, slot: int, request: GenerationRequest) -> None:
+        """Put a request into a slot, to be in the batch of the next steps: all its tokens but the last one are
+        prefilled. Apart from `place`, because the GPU computes the prefill meanwhile."""
+        ids, first = request.input_ids, self.first
+        width = self._ends.shape[1]
+        seed = request.sampling.seed
+        sampling = SamplingRow.of(request.sampling, width)
+        numbers = (
+            ids[-1],
+            len(ids) - 1,
+            0,
+            request.sampling.max_tokens,
+            random.getrandbits(32) if seed is None else seed,
+        )
+        if self._end_ids.get(slot) != request.end_ids:  # nearly all requests have the same
+            ends = np.zeros(width, bool)
+            ends[[end - first for end in request.end_ids if 0 <= end - first < width]] = True
+            self._ends[slot] = on_device(ends, self._device)
+            self._end_ids[slot] = request.end_ids
+        self._numbers[slot] = on_device(numbers, self._device)
+        self._sampling[slot] = on_device(sampling, self._device)
+        self._ended[slot] = False
+        self._sampler.start(slot, np.asarray(ids) - first)
 
     def prefill(self, pieces: Sequence[PromptPiece]) -> None:
         """Write the keys and values of these tokens, which are at most `max_prefill` with the padding of each piece."""

@@ -1,7 +1,7 @@
 """Which requests are computed next, and in which slots and pages. Knows nothing of tensors, threads and clocks."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -56,9 +56,9 @@ class StepModel(Protocol):
     max_prefill: int  # tokens, each piece padded to a multiple of CONSECUTIVE
     first: int
 
-    def place(self, pages: Mapping[int, Sequence[int]]) -> None: ...
+    def place(self, slot: int, pages: Sequence[int]) -> None: ...
     def prefill(self, pieces: Sequence[PromptPiece]) -> None: ...
-    def start(self, requests: Mapping[int, GenerationRequest]) -> None: ...
+    def start(self, slot: int, request: GenerationRequest) -> None: ...
     def select(self, slots: Sequence[int]) -> None: ...
     def step(self, rows: int, count: int) -> Burst: ...
 
@@ -130,7 +130,6 @@ class Scheduler:
         """Remove what was cancelled, and start waiting requests in their order while there are slots and pages."""
         for sequence in [row for row in self.rows if row.cancelled]:
             self.remove(sequence)
-        placed: dict[int, list[int]] = {}
         while waiting and self._slots:
             sequence = waiting[0]
             if sequence.cancelled:
@@ -138,13 +137,11 @@ class Scheduler:
                 continue
             pages = self._pages.take(self.pages_of(sequence.request))
             if pages is None:
-                break
+                return
             waiting.popleft()
             sequence.slot, sequence.pages = self._slots.pop(), pages
             self.rows.append(sequence)
-            placed[sequence.slot] = pages
-        if placed:
-            self._model.place(placed)
+            self._model.place(sequence.slot, pages)
 
     def remove(self, sequence: SequenceRow) -> None:
         """Free slot and pages: the only place where a request leaves. Steps that are already launched do not disturb
@@ -181,8 +178,9 @@ class Scheduler:
             self._model.prefill(pieces)
 
     def _step(self, ready: list[SequenceRow]) -> tuple[Burst, list[SequenceRow]]:
-        if starting := {row.slot: row.request for row in ready if not row.launched and row.slot is not None}:
-            self._model.start(starting)
+        for row in ready:
+            if not row.launched and row.slot is not None:
+                self._model.start(row.slot, row.request)
         if ready != self._selected:
             self._selected = ready
             self._model.select([row.slot for row in ready if row.slot is not None])
