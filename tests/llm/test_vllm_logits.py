@@ -189,6 +189,10 @@ def test_a_request_that_is_added_again_keeps_its_tokens(batch):
     batch.remove(0)
     batch.add(**GREEDY, repetition_penalty=2.0, prompt=[int(batch.candidates[3])], output=output)
     assert batch.step(peaked(batch, 3, 4, 5)) == [3]  # of 2, 1.5 and 2: the first maximum
+    output = batch.ids[0]
+    batch.remove(0)
+    batch.add(**GREEDY, repetition_penalty=2.0, output=output)
+    assert batch.step(peaked(batch, 4, 5)) == [5]  # 4 is not the last one
 
 
 def test_a_request_does_not_depend_on_the_others_in_its_batch(batch):
