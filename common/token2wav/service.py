@@ -354,15 +354,16 @@ class Token2WavService:
         """Begin to render a batch of chunks, or serve one request of another kind."""
         if len(batch) == 1:
             (queued,) = batch
-            if queued.request.whole:
-                thread.render(batch, partial(self._whole, queued.request))
+            request = queued.request
+            if request.whole:
+                thread.render(batch, lambda: [self._engine.whole(request.voice, request.tokens, request.speed)])
                 return
             try:
-                if not self._renders(queued.request):
+                if not self._renders(request):
                     self._reply(queued, SILENCE)
                     return
                 if queued.chunk is None:
-                    queued.chunk = self._chunk(self._streams[queued.stream_id], queued.request)
+                    queued.chunk = self._chunk(self._streams[queued.stream_id], request)
             except Exception as error:
                 self._fail(queued, error)
                 return
@@ -372,9 +373,6 @@ class Token2WavService:
         self._chunks += len(batch)
         self._waited_seconds += sum(self._clock() - queued.arrived_at for queued in batch)
         thread.render(batch, partial(self._engine.render, chunks, thread.lane))
-
-    def _whole(self, request: Token2WavRequest) -> list[np.ndarray]:
-        return [self._engine.whole(request.voice, request.tokens, request.speed)]
 
     def _answer_batches(self) -> bool:
         """Reply to the requests of the batches that are done; False if there is none."""
