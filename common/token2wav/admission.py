@@ -186,9 +186,10 @@ class Admission:
     def _capacity(self) -> float:
         """Live streams that rendering allows; infinite before the first batch.
 
-        Each counts for a second of speech per second, and more in two cases. Tokens that come little faster than that
-        (at their pace, more are not there) need each chunk soon after it can be rendered; those of a fast LLM can wait.
-        And few streams fluctuate more than many: by the square root of their number.
+        Each counts for a second of speech per second, and more in two cases (docs/results/overload.md). Where tokens
+        come little faster than they are heard, each chunk is due soon after its tokens, while chunks of a fast LLM can
+        wait; it never counts for more than its tokens make. And few streams fluctuate more than many: by the square
+        root of their number.
         """
         left = max(0.0, 1 - self._other / self._seconds)
         speech = max(left, 1e-9) * HEADROOM * self._costs.speech_rate(self._max_tokens)

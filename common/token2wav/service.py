@@ -69,7 +69,7 @@ class Token2WavService:
         )
         self._served: list[QueuedRequest] = []  # in this turn, taken from the queue
         self._threads = BatchThreads(engine, on_done=self._queue.wake, clock=clock)
-        self._gathers = False  # first chunks wait, and a thread for them is free
+        self._gathers = False  # first chunks wait, although a thread is free
         self._batches = 0
         self._chunks = 0
         self._waited_seconds = 0.0

@@ -79,7 +79,6 @@ def crowd(client, engine):
     """Sixteen listeners wait for a batch that is rendered. The replies to all."""
     for stream in range(50, 66):
         client.start(stream, [stream])
-    engine.starts.clear()
     held = hold_batches(client, engine)
     replies = [client.post(stream, [stream], final=False) for stream in range(50, 66)]
     until(lambda: client.service.stats().queued == 16)
