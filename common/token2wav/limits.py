@@ -157,13 +157,17 @@ class BatchLimits:
 def padding(sizes: Collection[Size]) -> Callable[[int, int], int]:
     """How many tokens are computed for a number of chunks, given the tokens of the longest, padding included.
 
-    sizes: of the CUDA graphs, batch size and mel frames; none if there are no graphs.
+    sizes: of the CUDA graphs, batch size and mel frames; none if there are no graphs. A batch that no graph holds is
+    computed as two halves.
     """
+    longest = max((T for _, T in sizes), default=0)
 
     @cache
     def padded(chunks: int, tokens: int) -> int:
         frames = TOKEN_MEL_RATIO * tokens
-        holding = (B * T for B, T in sizes if B >= chunks and T >= frames)
+        holding = [B * T for B, T in sizes if B >= chunks and T >= frames]
+        if not holding and chunks > 1 and frames <= longest:
+            return padded(chunks - chunks // 2, tokens) + padded(chunks // 2, tokens)
         return int(min(holding, default=chunks * frames)) // TOKEN_MEL_RATIO
 
     return padded

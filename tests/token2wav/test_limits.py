@@ -20,6 +20,7 @@ from common.token2wav.limits import (
     STEP,
     UNET_FRAMES,
     BatchLimits,
+    padding,
 )
 from common.token2wav.scheduler import START_BATCH, STARTS
 
@@ -164,3 +165,11 @@ def test_a_length_beyond_every_graph_is_logged_once(monkeypatch, caplog):
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "the vocoder: a length of 65 is beyond the largest CUDA graph"
     ]
+
+
+def test_a_batch_beyond_the_graphs_is_counted_as_its_two_halves():
+    padded = padding([(32, 128), (24, 128), (8, 128), (64, 64)])
+    assert [padded(chunks, 60) for chunks in (24, 32, 33, 34)] == [24 * 64, 32 * 64, 2 * 24 * 64, 2 * 24 * 64]
+    assert padded(64, 30) == 64 * 32 and padded(130, 30) == 4 * 64 * 32  # 65 chunks are again two halves
+    assert padded(3, 65) == 3 * 65  # longer than every graph: without padding
+    assert padding([])(34, 60) == 34 * 60
