@@ -3,7 +3,7 @@
 Nothing branches on the content of the batch, because a CUDA graph repeats one batch's operations for others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,17 +57,20 @@ class BatchSampler:
         self.seen = torch.zeros(slots, len(bias), dtype=torch.bool, device=bias.device)
         self.recent = torch.full((slots, RECENT), NONE, device=bias.device)
 
-    def start(self, slot: int, seen: Sequence[int] | np.ndarray, sampled: Sequence[int] = ()) -> None:
-        """A request takes the slot. seen: columns of its prompt and its answer so far, others than 0..C-1 are ignored;
-        sampled: those of the answer."""
-        self.seen[slot] = False
-        columns = np.asarray(seen, np.int64)
-        columns = columns[(columns >= 0) & (columns < self.seen.shape[1])]
-        if columns.size:
-            self.seen[slot].index_fill_(0, on_device(columns, self.bias.device), True)
-        if not sampled:
-            self.recent[slot] = NONE
-            return
+    def start(self, prompts: Mapping[int, Sequence[int] | np.ndarray]) -> None:
+        """Requests take these slots. prompts: columns of each one's prompt, others than 0..C-1 are ignored."""
+        width = self.seen.shape[1]
+        columns = np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts.values()])
+        own = np.repeat(list(prompts), [len(prompt) for prompt in prompts.values()]) * width + columns
+        indices = on_device(np.concatenate([list(prompts), own[(columns >= 0) & (columns < width)]]), self.bias.device)
+        slots, marked = indices[: len(prompts)], indices[len(prompts) :]
+        self.seen.index_fill_(0, slots, False)
+        self.seen.view(-1).index_fill_(0, marked, True)
+        self.recent.index_fill_(0, slots, NONE)
+
+    def resume(self, slot: int, prompt: Sequence[int], sampled: Sequence[int]) -> None:
+        """A request takes the slot for which these columns were sampled before."""
+        self.start({slot: [*prompt, *sampled]})
         recent = [NONE] * RECENT
         for position in range(max(0, len(sampled) - MAX_RAS_WINDOW), len(sampled)):
             recent[position % RECENT] = max(NONE, sampled[position])

@@ -170,8 +170,7 @@ class SpeechLogits(LogitsProcessor):
     def _add(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> BatchEntry:
         slot = self._free.pop()
         sampled = [token - self._first for token in output_ids]
-        seen = [token - self._first for token in prompt_ids or ()] + sampled
-        self._sampler.start(slot, seen, sampled)
+        self._sampler.resume(slot, [token - self._first for token in prompt_ids or ()], sampled)
         sampling = Sampling(**(params.extra_args or {})[SAMPLING_KEY])
         key = self._keys_of_unseeded.getrandbits(32) if sampling.seed is None else sampling.seed
         return BatchEntry(sampling, slot, key, output_ids)

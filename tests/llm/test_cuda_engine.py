@@ -80,12 +80,12 @@ class Slots:
     def __init__(self, weights, requests, operations=None, prefill=256):
         self.operations = operations or Observed()
         self.decoder = Decoder(weights, self.operations, len(requests), 4 * len(requests) + 1, prefill, graphs=False)
+        self.decoder.place({slot: range(4 * slot + 1, 4 * slot + 5) for slot in range(len(requests))})
         for slot, request in enumerate(requests):
-            self.decoder.place(slot, range(4 * slot + 1, 4 * slot + 5))
             ids = request.input_ids[:-1]
             for begin in range(0, len(ids), prefill):
                 self.decoder.prefill([PromptPiece(slot, begin, ids[begin : begin + prefill])])
-            self.decoder.start(slot, request)
+        self.decoder.start(dict(enumerate(requests)))
         self.select(range(len(requests)))
 
     def select(self, slots):
@@ -178,16 +178,16 @@ def test_the_repetition_penalty_counts_prompt_and_drawn_tokens_of_the_slots_own_
     logits = Scripted(weights, {7: 4.0, 8: 3.0, 9: 2.5})
     served = Slots(weights, [penalised, request_of([weights.first + 7], **GREEDY)], logits)
     assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
-    served.decoder.start(0, penalised)  # nothing of the slot's last request is left
+    served.decoder.start({0: penalised})  # nothing of the slot's last request is left
     assert served.step(3).T.tolist() == [[8, 9, 7], [7, 7, 7]]
 
 
 def test_a_request_with_other_end_tokens_ends_by_its_own(weights):
     served = Slots(weights, [request_of([7], **GREEDY, end_ids=(weights.first + 7,))], Scripted(weights, {7: 5.0}))
     assert served.step(2).T.tolist() == [[7, NOTHING]]
-    served.decoder.start(0, request_of([7], **GREEDY, end_ids=(weights.first + 8,)))
+    served.decoder.start({0: request_of([7], **GREEDY, end_ids=(weights.first + 8,))})
     assert served.step(2).T.tolist() == [[7, 7]]
-    served.decoder.start(0, request_of([7], **GREEDY, end_ids=(weights.first + 7,)))
+    served.decoder.start({0: request_of([7], **GREEDY, end_ids=(weights.first + 7,))})
     assert served.step(2).T.tolist() == [[7, NOTHING]]
 
 

@@ -49,11 +49,11 @@ def prompts(weights):
 
 def started(weights, operations, requests, *, graphs):
     decoder = Decoder(weights, operations, len(requests), 8 * len(requests) + 1, 512, graphs=graphs)
+    decoder.place({slot: range(8 * slot + 1, 8 * slot + 9) for slot in range(len(requests))})
     for slot, request in enumerate(requests):
-        decoder.place(slot, range(8 * slot + 1, 8 * slot + 9))
         if ids := request.input_ids[:-1]:
             decoder.prefill([PromptPiece(slot, 0, ids)])
-        decoder.start(slot, request)
+    decoder.start(dict(enumerate(requests)))
     return decoder
 
 

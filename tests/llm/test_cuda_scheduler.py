@@ -15,6 +15,7 @@ from common.llm.engines.cuda.scheduler import (
     FIRST_REPORT,
     MOST_HELD,
     NOTHING,
+    PREFILLS_PER_STEP,
     STEPS_PER_LOOK,
     Scheduler,
     SequenceRow,
@@ -61,16 +62,20 @@ class FakeModel:
         self.of_request: dict[int, Occupant] = {}
         self.selected: list[int] = []
         self.prefills: list[int] = []
+        self.starts: list[int] = []  # how many requests together
         self.counts: list[int] = []
 
-    def place(self, slot, pages):
-        assert SCRATCH not in pages
-        self.occupants[slot] = Occupant(pages)
+    def place(self, pages):
+        for slot, of_slot in pages.items():
+            assert SCRATCH not in of_slot
+            self.occupants[slot] = Occupant(of_slot)
 
-    def start(self, slot, request):
-        occupant = self.of_request[id(request)] = self.occupants[slot]
-        assert occupant.request is None
-        occupant.request = request
+    def start(self, requests):
+        self.starts.append(len(requests))
+        for slot, request in requests.items():
+            occupant = self.of_request[id(request)] = self.occupants[slot]
+            assert occupant.request is None
+            occupant.request = request
 
     def prefill(self, pieces):
         self.prefills.append(sum(-(-len(piece.ids) // CONSECUTIVE) * CONSECUTIVE for piece in pieces))
@@ -183,8 +188,19 @@ def test_prompts_are_prefilled_in_pieces_together_with_others():
     served = Served(lambda: 5)
     sequences = [served.add(prompt) for prompt in (31, 121, 1)]
     served.run()
-    assert served.model.prefills == [104, 48]
+    assert served.model.prefills == [104, 48] and served.model.starts == [3]
     assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in sequences)
+
+
+def test_a_step_comes_after_so_many_launches_of_prompts_at_most():
+    served = Served(lambda: 5)
+    first, second, third = (served.add(prompt) for prompt in (100, 100, 100))
+    served.step()
+    assert len(served.model.prefills) == PREFILLS_PER_STEP and first.launched == second.launched == 1
+    assert not third.ready
+    served.run()
+    assert served.model.starts == [2, 1]
+    assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in (first, second, third))
 
 
 def test_several_tokens_are_made_at_a_look_unless_one_of_many_rows_is_urgent_or_a_prompt_waits():
@@ -192,7 +208,7 @@ def test_several_tokens_are_made_at_a_look_unless_one_of_many_rows_is_urgent_or_
     rows = [served.add(max_tokens=60) for _ in range(FEW_ROWS)]
     for _ in range(3):
         served.step()
-    assert served.model.counts == [1] + [STEPS_PER_LOOK] * 2  # few rows; before, their prompts
+    assert served.model.counts == [STEPS_PER_LOOK] * 3  # few rows
     rows.append(served.add(max_tokens=60, urgent_tokens=12))
     while rows[-1].urgent:
         served.step()
@@ -201,7 +217,7 @@ def test_several_tokens_are_made_at_a_look_unless_one_of_many_rows_is_urgent_or_
     for _ in range(5):
         served.step()
     assert served.model.counts == [STEPS_PER_LOOK] * 5
-    served.add(prompt=200, max_tokens=10)
+    served.add(prompt=400, max_tokens=10)
     served.step()
     assert served.model.counts[-1] == 1
     served.run()

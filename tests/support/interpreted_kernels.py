@@ -106,8 +106,8 @@ def compare_draws() -> None:
     bias[17] = -torch.inf
     plain, fused = (BatchSampler(bias, rows + 1) for _ in range(2))
     for slot in range(rows):
-        plain.start(slot, [1, 2, slot])
-        fused.start(slot, [1, 2, slot])
+        plain.start({slot: [1, 2, slot]})
+        fused.start({slot: [1, 2, slot]})
     ends = torch.zeros(rows + 1, C, dtype=torch.bool)
     ends[:, :40] = True
     slots = torch.tensor([3, 0, 2, 1])

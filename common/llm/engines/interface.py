@@ -42,7 +42,7 @@ class GenerationRequest:
     urgent_tokens, played: see `LLMPrompt`; only the engine `cuda` heeds them.
     """
 
-    input_ids: Sequence[int] = field(repr=False)
+    input_ids: Sequence[int] | np.ndarray = field(repr=False)
     sampling: Sampling
     end_ids: tuple[int, ...]
     urgent_tokens: int = URGENT_TOKENS

@@ -19,7 +19,12 @@ class TokenSampler:
     """
 
     def __init__(
-        self, sampling: Sampling, candidates: np.ndarray, *, prompt_ids: Sequence[int], end_ids: Sequence[int]
+        self,
+        sampling: Sampling,
+        candidates: np.ndarray,
+        *,
+        prompt_ids: Sequence[int] | np.ndarray,
+        end_ids: Sequence[int],
     ) -> None:
         self._sampling = sampling
         self._candidates = candidates

@@ -1,7 +1,7 @@
 """The state of all requests on the device, and the two functions that change it: prefill and step."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,8 @@ from common.llm.engines.cuda.weights import Weights
 from common.llm.engines.interface import GenerationRequest
 
 RING = 16  # steps whose tokens are kept on the device until they are copied
-SMALLEST_PREFILL = 64  # tokens
+# Tokens of prompts are padded to a multiple of the first, beyond the second one to a multiple of the third.
+FINE_PREFILL, MANY_TOKENS, COARSE_PREFILL = 64, 1024, 256
 
 
 class DeviceBurst(NamedTuple):
@@ -78,40 +79,50 @@ class Decoder:
             self._run_prefill = SizedGraphs(self._prefill, prefills, "prompts of the LLM").run
             self._steps.zero_()  # the graphs have been tried
 
-    def place(self, slot: int, pages: Sequence[int]) -> None:
-        """Give a slot its pages, for the prefill of a request."""
-        self._tables[slot, : len(pages)] = on_device(pages, self._device)
+    def place(self, pages: Mapping[int, Sequence[int]]) -> None:
+        """Give slots their pages, for the prefills of requests."""
+        rows = np.full((len(pages), 1 + max(map(len, pages.values()))), SCRATCH)  # a slot, and its pages
+        for row, (slot, of_slot) in zip(rows, pages.items(), strict=True):
+            row[0], row[1 : 1 + len(of_slot)] = slot, of_slot
+        slots, tables = on_device(rows, self._device).split([1, rows.shape[1] - 1], dim=1)
+        self._tables[:, : tables.shape[1]].index_copy_(0, slots[:, 0], tables)
 
-    def start(self, slot: int, request: GenerationRequest) -> None:
-        """Put a request into a slot, to be in the batch of the next steps: all its tokens but the last one are
-        prefilled. Apart from `place`, because the GPU computes the prefill meanwhile."""
-        ids, first = request.input_ids, self.first
-        width = self._ends.shape[1]
-        seed = request.sampling.seed
-        sampling = SamplingRow.of(request.sampling, width)
-        numbers = (
-            ids[-1],
-            len(ids) - 1,
-            0,
-            request.sampling.max_tokens,
-            random.getrandbits(32) if seed is None else seed,
-        )
-        if self._end_ids.get(slot) != request.end_ids:  # nearly all requests have the same
-            ends = np.zeros(width, bool)
-            ends[[end - first for end in request.end_ids if 0 <= end - first < width]] = True
-            self._ends[slot] = on_device(ends, self._device)
-            self._end_ids[slot] = request.end_ids
-        self._numbers[slot] = on_device(numbers, self._device)
-        self._sampling[slot] = on_device(sampling, self._device)
-        self._ended[slot] = False
-        self._sampler.start(slot, np.asarray(ids) - first)
+    def start(self, requests: Mapping[int, GenerationRequest]) -> None:
+        """Put requests into their slots, to be in the batch of the next steps: all their tokens but the last one are
+        prefilled. Apart from `place`, because the GPU computes the prefill meanwhile; together, because each operation
+        takes the host as long for one as for many."""
+        numbers, sampling = [], []
+        for slot, request in requests.items():
+            self._end_by(slot, request.end_ids)
+            ids, seed = request.input_ids, request.sampling.seed
+            seed = random.getrandbits(32) if seed is None else seed
+            numbers.append((slot, ids[-1], len(ids) - 1, 0, request.sampling.max_tokens, seed))
+            sampling.append(SamplingRow.of(request.sampling, self._ends.shape[1]))
+        # One copy to the device for both: the bits of the floats travel as integers.
+        together = np.hstack([np.array(numbers, np.int64), np.array(sampling, np.float64).view(np.int64)])
+        integers, floats = on_device(together, self._device).split([len(numbers[0]), len(sampling[0])], dim=1)
+        slots = integers[:, 0]
+        self._numbers.index_copy_(0, slots, integers[:, 1:])
+        self._sampling.index_copy_(0, slots, floats.view(torch.float64).float())
+        self._ended.index_fill_(0, slots, False)
+        self._sampler.start({slot: np.asarray(request.input_ids) - self.first for slot, request in requests.items()})
+
+    def _end_by(self, slot: int, ids: tuple[int, ...]) -> None:
+        """Set the end tokens of a slot, which nearly all requests have in common."""
+        if self._end_ids.get(slot) == ids:
+            return
+        ends = np.zeros(self._ends.shape[1], bool)
+        ends[[end - self.first for end in ids if 0 <= end - self.first < len(ends)]] = True
+        self._ends[slot] = on_device(ends, self._device)
+        self._end_ids[slot] = ids
 
     def prefill(self, pieces: Sequence[PromptPiece]) -> None:
         """Write the keys and values of these tokens, which are at most `max_prefill` with the padding of each piece."""
         columns, count = np.zeros((3, self.max_prefill), np.int64), 0  # ids, slots, positions
         columns[1] = self._scratch
         for slot, begin, ids in pieces:
-            columns[:, count : count + len(ids)] = ids, np.full(len(ids), slot), begin + np.arange(len(ids))
+            piece = slice(count, count + len(ids))
+            columns[0, piece], columns[1, piece], columns[2, piece] = ids, slot, begin + np.arange(len(ids))
             count += -(-len(ids) // CONSECUTIVE) * CONSECUTIVE
         size = self._padded_tokens(count)
         self._prompts[:, :size] = on_device(columns[:, :size], self._device)
@@ -182,7 +193,8 @@ class Decoder:
         return min(padded(rows, 32), self._scratch)
 
     def _padded_tokens(self, tokens: int) -> int:
-        return min(padded(max(tokens, SMALLEST_PREFILL), SMALLEST_PREFILL), self.max_prefill)
+        multiple = FINE_PREFILL if tokens <= MANY_TOKENS else COARSE_PREFILL
+        return min(-(-tokens // multiple) * multiple, self.max_prefill)
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.long, device=self._device)

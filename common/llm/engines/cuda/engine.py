@@ -2,8 +2,10 @@
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.config import device_of
@@ -21,7 +23,7 @@ from common.process import faults
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-MAX_PREFILL = {"cuda": 1024, "cpu": 256}  # tokens of prompts between two steps
+MAX_PREFILL = {"cuda": 2048, "cpu": 256}  # tokens of prompts in one launch
 # Rows that are ahead of their listeners are computed together, at ten times the rate of speech: a step of many rows
 # takes hardly longer than one of few, and between them the GPU is token2wav's, which renders first chunks.
 BEAT_SECONDS = STEPS_PER_LOOK / (10 * TOKEN_RATE)
@@ -58,7 +60,8 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
                 f"{len(request.input_ids)} prompt tokens and {request.sampling.max_tokens} new ones exceed the LLM's "
                 f"memory for {self._pages.total * PAGE}"
             )
-        return SequenceRow(request, on_tokens)
+        # Here and not in the engine's thread, which would do so for each of its uses.
+        return SequenceRow(replace(request, input_ids=np.asarray(request.input_ids, np.int64)), on_tokens)
 
     def _step(self) -> None:
         if faults.take("llm_thread"):

@@ -1,7 +1,7 @@
 """Which requests are computed next, and in which slots and pages. Knows nothing of tensors, threads and clocks."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -18,6 +18,9 @@ from common.llm.interface import FinishReason, TokenChunk
 NOTHING, FAULT = -1, -2
 STEPS_PER_LOOK = 3  # at what was drawn, where no answer is urgent
 FEW_ROWS = 8  # a step of so few takes hardly longer than a look
+# Launches of prompts before a step: a step takes nearly as long for few requests as for many, so when many begin
+# together, their prompts come first.
+PREFILLS_PER_STEP = 2
 # Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
 FIRST_REPORT = 3  # tokens
 MOST_HELD = TOKEN_RATE  # a second of speech
@@ -39,7 +42,7 @@ class PromptPiece(NamedTuple):
 
     slot: int
     begin: int
-    ids: Sequence[int]
+    ids: Sequence[int] | np.ndarray
 
 
 class Burst(Protocol):
@@ -56,9 +59,9 @@ class StepModel(Protocol):
     max_prefill: int  # tokens, each piece padded to a multiple of CONSECUTIVE
     first: int
 
-    def place(self, slot: int, pages: Sequence[int]) -> None: ...
+    def place(self, pages: Mapping[int, Sequence[int]]) -> None: ...
     def prefill(self, pieces: Sequence[PromptPiece]) -> None: ...
-    def start(self, slot: int, request: GenerationRequest) -> None: ...
+    def start(self, requests: Mapping[int, GenerationRequest]) -> None: ...
     def select(self, slots: Sequence[int]) -> None: ...
     def step(self, rows: int, count: int) -> Burst: ...
 
@@ -130,6 +133,7 @@ class Scheduler:
         """Remove what was cancelled, and start waiting requests in their order while there are slots and pages."""
         for sequence in [row for row in self.rows if row.cancelled]:
             self.remove(sequence)
+        placed: dict[int, list[int]] = {}
         while waiting and self._slots:
             sequence = waiting[0]
             if sequence.cancelled:
@@ -137,11 +141,13 @@ class Scheduler:
                 continue
             pages = self._pages.take(self.pages_of(sequence.request))
             if pages is None:
-                return
+                break
             waiting.popleft()
             sequence.slot, sequence.pages = self._slots.pop(), pages
             self.rows.append(sequence)
-            self._model.place(sequence.slot, pages)
+            placed[sequence.slot] = pages
+        if placed:
+            self._model.place(placed)
 
     def remove(self, sequence: SequenceRow) -> None:
         """Free slot and pages: the only place where a request leaves. Steps that are already launched do not disturb
@@ -164,6 +170,13 @@ class Scheduler:
         return self._answers(*launched) if launched else []
 
     def _prefill(self) -> None:
+        for _ in range(PREFILLS_PER_STEP):
+            if not (pieces := self._pieces()):
+                return
+            self._model.prefill(pieces)
+
+    def _pieces(self) -> list[PromptPiece]:
+        """What is to be prefilled next, of the oldest requests, at most `max_prefill` tokens."""
         room = self._model.max_prefill
         pieces = []
         for row in self.rows:
@@ -174,13 +187,11 @@ class Scheduler:
             pieces.append(PromptPiece(row.slot, row.prefilled, ids))
             row.prefilled += len(ids)
             room -= -(-len(ids) // CONSECUTIVE) * CONSECUTIVE
-        if pieces:
-            self._model.prefill(pieces)
+        return pieces
 
     def _step(self, ready: list[SequenceRow]) -> tuple[Burst, list[SequenceRow]]:
-        for row in ready:
-            if not row.launched and row.slot is not None:
-                self._model.start(row.slot, row.request)
+        if starting := {row.slot: row.request for row in ready if not row.launched and row.slot is not None}:
+            self._model.start(starting)
         if ready != self._selected:
             self._selected = ready
             self._model.select([row.slot for row in ready if row.slot is not None])
