@@ -188,13 +188,14 @@ class Admission:
 
         Each counts for a second of speech per second, and more in two cases (docs/results/overload.md). Where tokens
         come little faster than they are heard, each chunk is due soon after its tokens, while chunks of a fast LLM can
-        wait; it never counts for more than its tokens make. And few streams fluctuate more than many: by the square
-        root of their number.
+        wait; it never counts for more than its tokens make. And few streams fluctuate more than many: two standard
+        deviations of their number, as far as HEADROOM does not hold them.
         """
         left = max(0.0, 1 - self._other / self._seconds)
         speech = max(left, 1e-9) * HEADROOM * self._costs.speech_rate(self._max_tokens)
         pace = max(self._pace, 1.0)
-        return speech / min(pace, MAX_DEMAND, 1 + (2 / pace) ** 2 + 2 / math.sqrt(speech))
+        few = max(0.0, 2 / math.sqrt(speech) - (1 / HEADROOM - 1))
+        return speech / min(pace, MAX_DEMAND, 1 + (2 / pace) ** 2 + few)
 
     # --- who is admitted ---
 
