@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
-from common.llm.engines.cuda.decoder import Decoder
-from common.llm.engines.cuda.engine import load_engine
+from common.llm.engines.cuda.decoder import Decoder, padded_rows, padded_tokens
+from common.llm.engines.cuda.engine import MAX_PREFILL, load_engine
 from common.llm.engines.cuda.operations import PAGE, Places, Plain
 from common.llm.engines.cuda.scheduler import FAULT, NOTHING, PromptPiece
 from common.llm.engines.cuda.weights import Weights
@@ -368,3 +368,10 @@ def test_another_model_is_an_error(llm_dir, tokenizer, tmp_path, change, message
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         load(tmp_path, tokenizer, 1.0)
+
+
+def test_the_sizes_of_graphs():
+    assert [padded_rows(rows) for rows in (1, 3, 17, 32, 33, 65)] == [1, 4, 32, 32, 64, 96]
+    assert [padded_tokens(tokens) for tokens in (1, 64, 65, 1024, 1025, 2048)] == [64, 64, 128, 1024, 1280, 2048]
+    sizes = {padded_tokens(tokens) for tokens in range(1, MAX_PREFILL["cuda"] + 1)}
+    assert max(sizes) == MAX_PREFILL["cuda"] and len(sizes) == 20

@@ -18,8 +18,6 @@ from common.llm.engines.cuda.weights import Weights
 from common.llm.engines.interface import GenerationRequest
 
 RING = 16  # steps whose tokens are kept on the device until they are copied
-# Tokens of prompts are padded to a multiple of the first, beyond the second one to a multiple of the third.
-FINE_PREFILL, MANY_TOKENS, COARSE_PREFILL = 64, 1024, 256
 
 
 class DeviceBurst(NamedTuple):
@@ -190,16 +188,22 @@ class Decoder:
         return x
 
     def _padded_rows(self, rows: int) -> int:
-        return min(padded(rows, 32), self._scratch)
+        return min(padded_rows(rows), self._scratch)
 
     def _padded_tokens(self, tokens: int) -> int:
-        multiple = FINE_PREFILL if tokens <= MANY_TOKENS else COARSE_PREFILL
-        return min(-(-tokens // multiple) * multiple, self.max_prefill)
+        return min(padded_tokens(tokens), self.max_prefill)
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.long, device=self._device)
 
 
-def padded(count: int, doubled: int) -> int:
-    """The next power of two up to `doubled`, beyond it the next multiple of it."""
-    return 1 << (count - 1).bit_length() if count <= doubled else -(-count // doubled) * doubled
+def padded_rows(rows: int) -> int:
+    """The next power of two up to 32, beyond it the next multiple of 32."""
+    return 1 << (rows - 1).bit_length() if rows <= 32 else -(-rows // 32) * 32
+
+
+def padded_tokens(tokens: int) -> int:
+    """The next multiple of 64 up to 1,024, beyond it the next multiple of 256: the more tokens, the less padding costs,
+    and each size is a CUDA graph."""
+    multiple = 64 if tokens <= 1024 else 256
+    return -(-tokens // multiple) * multiple
