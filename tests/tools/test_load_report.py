@@ -122,12 +122,19 @@ def test_the_wait_and_batch_size_of_token2wav_are_means_over_its_instances() -> 
         tts_vocoder_chunks_total{model="token2wav_dit",instance="1"} 10
         tts_vocoder_batches_total{model="token2wav_dit",instance="0"} 10
         tts_vocoder_waited_seconds_total{model="token2wav_dit",instance="0"} 0.4
+        tts_vocoder_refused_total{instance="0",model="token2wav_dit",reason="capacity"} 7
+        tts_vocoder_refused_total{instance="1",model="token2wav_dit",reason="capacity"} 1
+        tts_vocoder_refused_total{instance="0",model="token2wav_dit",reason="gaps"} 2
+        tts_vocoder_refused_total{reason="rate"} 0
     """
     with metrics_page("\n".join(line.strip() for line in page.splitlines())) as address:
         counters = asyncio.run(token2wav_counters([address]))
-    assert counters == {"chunks": 40, "batches": 10, "waited_seconds": 0.4}
-    before = {"chunks": 20.0, "batches": 6.0, "waited_seconds": 0.2}
-    assert token2wav_figures(before, counters) == pytest.approx({"mean_wait_ms": 10.0, "mean_batch": 5.0})
+    refused = {"refused capacity": 8, "refused gaps": 2, "refused rate": 0}
+    assert counters == {"chunks": 40, "batches": 10, "waited_seconds": 0.4} | refused
+    before = {"chunks": 20.0, "batches": 6.0, "waited_seconds": 0.2, "refused gaps": 2.0}
+    figures = token2wav_figures(before, counters)
+    assert figures and figures.pop("refused") == {"capacity": 8}
+    assert figures == pytest.approx({"mean_wait_ms": 10.0, "mean_batch": 5.0})
 
 
 def test_an_unreachable_metrics_page_gives_no_counters() -> None:

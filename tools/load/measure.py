@@ -133,7 +133,7 @@ class Run:
     interrupted: bool = False
     client_lag: float = 0.0
     models: Sequence[ModelTimes] = ()
-    vocoder: dict[str, float] | None = None
+    vocoder: dict[str, Any] | None = None
 
     @property
     def good(self) -> list[RequestOutcome]:

@@ -181,8 +181,18 @@ def markdown_tables(rows: Sequence[Figures], label: str) -> str:
         parts += [
             "\n#### Refusals: Time until the Answer (ms)\n",
             table(
-                [label, "Refused", "50th Percentile (ms)", "95th Percentile (ms)", "Longest (ms)"],
-                [[row["label"], row["refused"], *_values(row["refusal_ms"], ["p50", "p95", "max"])] for row in rows],
+                [
+                    label,
+                    "Refused",
+                    "50th Percentile (ms)",
+                    "95th Percentile (ms)",
+                    "Longest (ms)",
+                    "By token2wav's Limit",
+                ],
+                [
+                    [row["label"], row["refused"], *_values(row["refusal_ms"], ["p50", "p95", "max"]), _limits(row)]
+                    for row in rows
+                ],
             ),
         ]
     if any(row["vocoder"] for row in rows):
@@ -231,6 +241,11 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 
 def _values(values: Mapping[str, float] | None, keys: Sequence[str]) -> list[str]:
     return [_number(values[key] if values else None, 2) for key in keys]
+
+
+def _limits(row: Figures) -> str:
+    """How many each of token2wav's limits refused, if its counters were read."""
+    return ", ".join(f"{limit} {count}" for limit, count in ((row["vocoder"] or {}).get("refused") or {}).items())
 
 
 def _number(value: float | None, digits: int) -> str:

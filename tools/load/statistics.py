@@ -18,6 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 STATISTICS_SECONDS = 10.0
 TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_vocoder_..._total
+REFUSED = re.compile(r'^tts_vocoder_refused_total\{(?:[^}]*,)?reason="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,19 @@ def between(before: Iterable[ModelTimes], after: Iterable[ModelTimes]) -> list[M
 
 
 async def token2wav_counters(pages: Sequence[str]) -> dict[str, float]:
-    """Sums of token2wav's counters over the metrics pages host:port; empty if a page cannot be read."""
+    """Sums of token2wav's counters over the metrics pages host:port, and of its refusals by the limit that was reached;
+    empty if a page cannot be read."""
     try:
         texts = [await asyncio.to_thread(_page, page) for page in pages]
     except (OSError, ValueError, HTTPException):  # urllib's own errors are OSErrors; the others: not HTTP, not UTF-8
         return {}
-    return {
+    counters = {
         name: sum(float(value) for text in texts for value in re.findall(_line_of(name), text, re.MULTILINE))
         for name in TOKEN2WAV_COUNTERS
     }
+    for reason, count in (line for text in texts for line in REFUSED.findall(text)):
+        counters[f"refused {reason}"] = counters.get(f"refused {reason}", 0.0) + float(count)
+    return counters
 
 
 def _page(address: str) -> str:
@@ -97,12 +102,18 @@ def _line_of(name: str) -> str:
     return rf"^tts_vocoder_{name}_total(?:\{{[^}}]*\}})? (\S+)"
 
 
-def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:
-    """Mean wait of a chunk for its batch, ms, and mean batch size; None without counters or chunks."""
-    added = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in TOKEN2WAV_COUNTERS}
-    if not before or added["chunks"] <= 0 or added["batches"] <= 0:
+def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:
+    """Mean wait of a chunk for its batch, ms, mean batch size, and how many listeners each limit refused; None without
+    counters or chunks."""
+    added = {name: count - before.get(name, 0.0) for name, count in after.items()}
+    if not before or added.get("chunks", 0) <= 0 or added["batches"] <= 0:
         return None
     return {
         "mean_wait_ms": 1000 * added["waited_seconds"] / added["chunks"],
         "mean_batch": added["chunks"] / added["batches"],
+        "refused": {
+            name.removeprefix("refused "): int(count)
+            for name, count in sorted(added.items())
+            if name.startswith("refused ") and count
+        },
     }
