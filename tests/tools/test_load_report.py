@@ -60,6 +60,8 @@ def test_refusals_are_no_errors_and_their_time_is_reported() -> None:
     assert (figures["requests"], figures["errors"], figures["refused"]) == (3, 0, 3)
     assert "p50 20" in closing_lines(figures)[1] and "max 30 ms" in closing_lines(figures)[1]
     assert "| 1 | 3 | 20.00 |" in markdown_tables([figures], "Concurrent Tasks")
+    counted = figures | {"vocoder": {"mean_wait_ms": 1.0, "mean_batch": 2.0, "refused": {"capacity": 2, "gaps": 1}}}
+    assert "| 30.00 | capacity 2, gaps 1 |" in markdown_tables([counted], "Concurrent Tasks")
     assert Run(outcomes, elapsed=1.0).complete
 
 
