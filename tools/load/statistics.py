@@ -114,6 +114,6 @@ def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -
         "refused": {
             name.removeprefix("refused "): int(count)
             for name, count in sorted(added.items())
-            if name.startswith("refused ") and count
+            if name.startswith("refused ") and count > 0
         },
     }
