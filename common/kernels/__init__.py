@@ -4,7 +4,6 @@ builds of torch."""
 from common.kernels.attention import append, attend_blocks, attend_paged, rotate_first_head
 from common.kernels.convolution import convolve_groups
 from common.kernels.decoder import (
-    add,
     attend_pages,
     gate,
     gated,
@@ -14,7 +13,7 @@ from common.kernels.decoder import (
     project_normed,
     turn_heads,
 )
-from common.kernels.draw import draw
+from common.kernels.draw import begin, draw
 from common.kernels.linear import add_norm_mish, linear
 from common.kernels.snake import snake
 from common.kernels.tiles import uses_tensor_cores
@@ -23,12 +22,12 @@ from common.kernels.vocoder import FrameConvolution, Lengths, convolve_frames, s
 __all__ = [
     "FrameConvolution",
     "Lengths",
-    "add",
     "add_norm_mish",
     "append",
     "attend_blocks",
     "attend_paged",
     "attend_pages",
+    "begin",
     "convolve_frames",
     "convolve_groups",
     "draw",

@@ -17,7 +17,7 @@ from common.kernels.tiles import ProductTile, tiles
 LOG2_E = 1.4426950408889634
 MOST_SPLITS = 16
 LEAST = tl.constexpr(-1e30)  # below every score
-PROGRAMS = 128  # of attention, which a GPU runs at once
+PROGRAMS = 256  # of attention, which a GPU runs at once
 PRODUCT_PROGRAMS = 256  # of a product, so that all of a GPU reads weights
 COLUMNS = 1024  # of a program that computes no products
 
@@ -120,7 +120,7 @@ def _project_heads(
 
 def project_heads(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor,
-    positions: Tensor, rotary: Tensor,
+    positions: Tensor, rotary: Tensor, tile: ProductTile,
 ) -> Tensor:  # fmt: skip
     """x (T, K) of few tokens, weight ((H + 2 KV) * D, K), bias -> queries (T, H, D) after norm and rotary embedding.
 
@@ -130,7 +130,6 @@ def project_heads(
     (T, K), (_, KV, PAGE, D) = x.shape, keys.shape
     H = len(weight) // D - 2 * KV
     q = torch.empty(T, H, D, dtype=weight.dtype, device=x.device)
-    tile = tiles(weight.dtype).decoder(T)
     columns = min(tile.columns, D // 2)
     _project_heads[(triton.cdiv(T, tile.rows), (H + 2 * KV) * (D // 2 // columns))](
         x, weight, bias, q, keys, values, tables, slots, positions, rotary, T, eps, tables.shape[1], rotary.shape[1],
@@ -154,11 +153,10 @@ def _gated(
     tl.store(out_ptr + m[:, None] * N + n[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def gated(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
     """x (T, K) of few tokens, weight (2 N, K): gates, then values -> silu(gate) * value (T, N) of the normalised x."""
     (T, K), N = x.shape, len(weight) // 2
     out = torch.empty(T, N, dtype=weight.dtype, device=x.device)
-    tile = tiles(weight.dtype).decoder(T)
     _gated[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns))](
         x, weight, out, T, eps, K=K, N=N, BM=tile.rows, BN=tile.columns, BK=tile.depth,
         num_warps=tile.warps, num_stages=tile.stages, **early(),
@@ -200,12 +198,11 @@ def _project(
         tl.store(places, result, mask=mask)
 
 
-def project_add(y: Tensor, weight: Tensor, x: Tensor, arrived: Tensor) -> None:
+def project_add(y: Tensor, weight: Tensor, x: Tensor, arrived: Tensor, tile: ProductTile) -> None:
     """x (T, N) += y (T, K) weight^T (K, N), for few tokens.
 
     arrived: int32, zeros, at least as many as the product has tiles; zeros again afterwards.
     """
-    tile = tiles(weight.dtype).decoder(len(y))
     blocks = triton.cdiv(y.shape[1], tile.depth)
     programs = triton.cdiv(len(y), tile.rows) * triton.cdiv(len(weight), tile.columns)
     splits = max(1, min(PRODUCT_PROGRAMS // programs, blocks // 2))
@@ -215,10 +212,10 @@ def project_add(y: Tensor, weight: Tensor, x: Tensor, arrived: Tensor) -> None:
     _launch_project(y, weight, x, 0.0, tile, parts, arrived, splits, norm=False, add=True)
 
 
-def project_normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def project_normed(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
     """x (T, K), weight (N, K) -> (T, N) float32 of the normalised x."""
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
-    _launch_project(x, weight, out, eps, tiles(weight.dtype).decoder(len(x)), out, out, 1, norm=True, add=False)
+    _launch_project(x, weight, out, eps, tile, out, out, 1, norm=True, add=False)
     return out
 
 
@@ -235,31 +232,24 @@ def _launch_project(
 
 
 @triton.jit
-def _add(x_ptr, y_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    wait(PDL)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.load(x_ptr + at, mask=at < count) + tl.load(y_ptr + at, mask=at < count).to(tl.float32)
-    tl.store(x_ptr + at, sums, mask=at < count)
-
-
-def add(x: Tensor, y: Tensor) -> None:
-    """x float32 += y of another type. (torch's kernel for two types takes twice as long.)"""
-    _add[(triton.cdiv(x.numel(), COLUMNS),)](x, y, x.numel(), BLOCK=COLUMNS, num_warps=4, **early())
-
-
-@triton.jit
-def _normed(x_ptr, out_ptr, eps, K: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _normed(x_ptr, y_ptr, out_ptr, eps, K: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
     wait(PDL)
     row, k = tl.program_id(0), tl.arange(0, WIDE)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+    if ADD:
+        x += tl.load(y_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        tl.store(x_ptr + row * K + k, x, mask=k < K)
     scale = 1 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
     tl.store(out_ptr + row * K + k, (x * scale).to(out_ptr.dtype.element_ty), mask=k < K)
 
 
-def normed(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x (T, K) float32, divided by its root mean square -> (T, K) of that type."""
+def normed(x: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
+    """x (T, K) float32, divided by its root mean square -> (T, K) of that type. Before, x += added."""
     out = torch.empty_like(x, dtype=dtype)
-    _normed[(len(x),)](x, out, eps, K=x.shape[1], WIDE=triton.next_power_of_2(x.shape[1]), num_warps=4, **early())
+    K, y = x.shape[1], x if added is None else added
+    _normed[(len(x),)](
+        x, y, out, eps, K=K, ADD=added is not None, WIDE=triton.next_power_of_2(K), num_warps=4, **early()
+    )  # fmt: skip
     return out
 
 

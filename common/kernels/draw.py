@@ -1,4 +1,5 @@
-"""Drawing the next tokens of a batch, one row in one program.
+"""The two ends of a step, one row of the batch in one program: what the network starts from, and the draw of the next
+token with what it changes.
 
 The thresholds of top-k and top-p are found by halving the range of numbers, bit by bit, instead of sorting: a program
 holds its row in registers, and counts or sums what is at or above a number.
@@ -12,6 +13,42 @@ from torch import Tensor
 from common.kernels.launch import early, wait
 
 WARPS = 8
+# Columns of numbers, by slot: id of the last token, which the next step computes; tokens before it; tokens of the
+# answer; the most of these; what selects its random numbers
+LAST, LENGTH, DRAWN, MOST, SEED = map(tl.constexpr, range(5))
+
+
+@triton.jit
+def _begin(
+    batch_ptr, ended_ptr, numbers_ptr, embedding_ptr, slots_ptr, positions_ptr, x_ptr, steps_ptr, scratch,
+    NUMBERS: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row, k = tl.program_id(0), tl.arange(0, WIDE)
+    slot = tl.load(batch_ptr + row)
+    slot = tl.where(tl.load(ended_ptr + slot) != 0, scratch, slot)
+    tl.store(slots_ptr + row, slot)
+    numbers = numbers_ptr + slot * NUMBERS
+    tl.store(positions_ptr + row, tl.load(numbers + LENGTH))
+    x = tl.load(embedding_ptr + tl.load(numbers + LAST) * K + k, mask=k < K, other=0.0)
+    tl.store(x_ptr + row * K + k, x.to(tl.float32), mask=k < K)
+    if row == 0:
+        tl.store(steps_ptr, tl.load(steps_ptr) + 1)
+
+
+def begin(
+    batch: Tensor, ended: Tensor, numbers: Tensor, steps: Tensor, embedding: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots (R,) of a batch -> the same, with the last slot for those that have ended; the position of each one's last
+    token; its embedding (R, K) float32. By slot: ended bool, numbers (slots, 5). steps (1,) += 1."""
+    (R,), K = batch.shape, embedding.shape[1]
+    slots, positions = torch.empty(2, R, dtype=torch.long, device=batch.device)
+    x = torch.empty(R, K, dtype=torch.float32, device=batch.device)
+    _begin[(R,)](
+        batch, ended.view(torch.uint8), numbers, embedding, slots, positions, x, steps, len(ended) - 1,
+        NUMBERS=numbers.shape[1], K=K, WIDE=triton.next_power_of_2(K), num_warps=4, **early(),
+    )  # fmt: skip
+    return slots, positions, x
 
 
 @triton.jit
@@ -59,13 +96,17 @@ def _picked(weights, uniform, C):
 
 @triton.jit
 def _draw(
-    logits_ptr, bias_ptr, seen_ptr, recent_ptr, ends_ptr, slots_ptr, positions_ptr, keys_ptr, sampling_ptr, out_ptr, C,
-    RECENT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, bias_ptr, seen_ptr, recent_ptr, numbers_ptr, sampling_ptr, ends_ptr, ended_ptr, slots_ptr, steps_ptr,
+    ring_ptr, C, first, scratch, rows, nothing, fault,
+    NUMBERS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, RECENT: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     row = tl.program_id(0)
-    slot, position = tl.load(slots_ptr + row), tl.load(positions_ptr + row)
-    sampling = sampling_ptr + row * 7  # fields of `SamplingRow`
+    slot = tl.load(slots_ptr + row)
+    numbers = numbers_ptr + slot * NUMBERS
+    position = tl.load(numbers + DRAWN)
+    sampling = sampling_ptr + slot * FIELDS  # of `SamplingRow`
     column = tl.arange(0, BLOCK)
     inside = column < C
     recent = recent_ptr + slot * RECENT
@@ -74,6 +115,9 @@ def _draw(
     if last >= 0:
         tl.store(seen_ptr + slot * C + last, 1)
     scores = tl.load(logits_ptr + row * C + column, mask=inside, other=0.0) + tl.load(bias_ptr + column, mask=inside)
+    scores = tl.where(inside, scores, float("-inf"))
+    top = tl.max(scores, 0)  # ignores what is not a number
+    broken = (tl.sum((scores != scores).to(tl.int32), 0) > 0) | (tl.abs(top) == float("inf"))
     penalty = tl.load(sampling + 1)
     scores = tl.where(seen, tl.where(scores > 0, scores / penalty, scores * penalty), scores) / tl.load(sampling)
     early = (position < tl.load(sampling + 4).to(tl.int64)).to(tl.int1)
@@ -88,7 +132,7 @@ def _draw(
     window = tl.load(sampling + 5).to(tl.int64)
     whole = tl.where(window > 0, tl.sum(everything, 0), tl.sum(weights, 0))
     weights = tl.where(order >= _reached(order, weights, tl.load(sampling + 3) * whole), weights, 0.0)
-    key = tl.load(keys_ptr + row)
+    key = tl.load(numbers + SEED)
     uniform = tl.where(tl.load(sampling + 2) == 1, 0.0, _uniform(key, position, 0))  # the first of equal ones
     drawn = _picked(weights, uniform, C)
     # Repetition-aware sampling: the token is replaced by any other one if the window holds it too often.
@@ -100,23 +144,33 @@ def _draw(
         others = tl.where(column == drawn, float("-inf"), scores)
         drawn = _picked(tl.exp(others - tl.max(others, 0)), _uniform(key, position, 1), C)
     tl.store(recent + position % RECENT, drawn.to(tl.int64))
-    tl.store(out_ptr + row, drawn.to(tl.int64))
+
+    idle = slot == scratch
+    length = tl.load(numbers + LENGTH)
+    stops = (tl.load(ends_ptr + slot * C + drawn) != 0) | (position + 1 >= tl.load(numbers + MOST))
+    tl.store(numbers + LAST, tl.where(idle, 0, drawn + first))
+    tl.store(numbers + LENGTH, tl.where(idle, 0, length + 1))
+    tl.store(numbers + DRAWN, tl.where(idle, 0, position + 1))
+    tl.store(ended_ptr + slot, (idle | broken | stops).to(tl.uint8))
+    told = tl.where(idle, nothing, tl.where(broken, fault, drawn))
+    tl.store(ring_ptr + (tl.load(steps_ptr) - 1) % RING * rows + row, told.to(tl.int32))
 
 
 def draw(
-    logits: Tensor, bias: Tensor, seen: Tensor, recent: Tensor, ends: Tensor, slots: Tensor, positions: Tensor,
-    keys: Tensor, sampling: Tensor,
-) -> Tensor:  # fmt: skip
-    """Logits (R, C) float32 -> columns (R,), with the results of `batch_sampler.BatchSampler.draw`.
+    logits: Tensor, bias: Tensor, seen: Tensor, recent: Tensor, numbers: Tensor, sampling: Tensor, ends: Tensor,
+    ended: Tensor, slots: Tensor, steps: Tensor, ring: Tensor, first: int, nothing: int, fault: int,
+) -> None:  # fmt: skip
+    """Draw from logits (R, C) float32 of requests in these slots (R,), with the results of
+    `batch_sampler.BatchSampler.draw`, and bring their state up to date.
 
-    By slot: seen, ends (slots, C) bool, recent (slots, window); of each row: slots, positions, keys (R,) and sampling
-    (R, 7) float32.
+    By slot: seen, ends (slots, C) and ended bool, recent (slots, window), numbers (slots, 5), sampling (slots, 7)
+    float32. The columns go to row (steps - 1) % len(ring) of ring (steps, rows): `nothing` of the last slot, `fault` of
+    logits that are not finite.
     """
     R, C = logits.shape
-    out = torch.empty(R, dtype=torch.long, device=logits.device)
     _draw[(R,)](
-        logits, bias, seen.view(torch.uint8), recent, ends.view(torch.uint8), slots, positions, keys, sampling, out, C,
-        RECENT=recent.shape[1], WINDOW=triton.next_power_of_2(recent.shape[1]), BLOCK=triton.next_power_of_2(C),
-        num_warps=WARPS, **early(),
+        logits, bias, seen.view(torch.uint8), recent, numbers, sampling, ends.view(torch.uint8),
+        ended.view(torch.uint8), slots, steps, ring, C, first, len(ended) - 1, ring.shape[1], nothing, fault,
+        NUMBERS=numbers.shape[1], FIELDS=sampling.shape[1], RING=len(ring), RECENT=recent.shape[1],
+        WINDOW=triton.next_power_of_2(recent.shape[1]), BLOCK=triton.next_power_of_2(C), num_warps=WARPS, **early(),
     )  # fmt: skip
-    return out

@@ -43,6 +43,23 @@ class AttentionTile(NamedTuple):
     stages: int
 
 
+class DecoderTiles(NamedTuple):
+    """Tiles of one of a decoder's products, by the number of tokens. None: a library's product is faster."""
+
+    one: ProductTile  # or two tokens: without tensor cores
+    few: ProductTile  # up to 16
+    many: ProductTile | None = None  # up to 64
+    most: ProductTile | None = None
+
+    def of(self, T: int) -> ProductTile | None:
+        """For T tokens."""
+        if T <= 2:
+            return self.one
+        if T <= 16:
+            return self.few
+        return self.many if T <= 64 else self.most
+
+
 class Tiles(NamedTuple):
     """Tiles by the size of the work; those of heads have a head's width instead of `columns`."""
 
@@ -59,17 +76,12 @@ class Tiles(NamedTuple):
     queries: AttentionTile
     convolution_few: ProductTile
     convolution: ProductTile
-    decoder_one: ProductTile  # of a decoder, whose tiles may have two products; one row: without tensor cores
-    decoder_few: ProductTile
-    decoder_many: ProductTile
+    decoder_heads: DecoderTiles  # these two have two products in a tile
+    decoder_gated: DecoderTiles
+    decoder_added: DecoderTiles  # to the residual stream
+    decoder_logits: DecoderTiles
     vocoder: tuple[ProductTile, ...]  # the largest first
     copied: tuple[ProductTile, ...]  # by the copy engine; the largest first
-
-    def decoder(self, T: int) -> ProductTile:
-        """For T tokens."""
-        if T <= 2:
-            return self.decoder_one
-        return self.decoder_few if T <= 16 else self.decoder_many
 
     def linear(self, M: int, N: int, K: int, D: int) -> ProductTile:
         """For (M, K) x (K, N). D: width of a head, if a tile is one head; else 0."""
@@ -132,9 +144,17 @@ TENSOR_CORES = Tiles(
     queries=AttentionTile(64, 64, 4, 3),
     convolution_few=ProductTile(16, 64, 64, 4, 4),  # these two are not tuned
     convolution=ProductTile(64, 64, 64, 4, 4),
-    decoder_one=ProductTile(1, 4, 1024, 8, 1),
-    decoder_few=ProductTile(16, 32, 64, 2, 6),
-    decoder_many=ProductTile(64, 64, 64, 4, 4),
+    decoder_heads=DecoderTiles(ProductTile(1, 4, 1024, 8, 1), ProductTile(16, 16, 128, 2, 4)),
+    decoder_gated=DecoderTiles(ProductTile(1, 4, 1024, 4, 1), ProductTile(16, 64, 64, 4, 4)),
+    decoder_added=DecoderTiles(
+        ProductTile(1, 4, 1024, 8, 1), ProductTile(16, 32, 64, 2, 6), ProductTile(64, 32, 128, 4, 3)
+    ),
+    decoder_logits=DecoderTiles(
+        ProductTile(1, 4, 1024, 8, 1),
+        ProductTile(16, 32, 64, 2, 6),
+        ProductTile(64, 64, 64, 4, 4),
+        ProductTile(64, 64, 64, 4, 4),
+    ),
     vocoder=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 64, 128, 4, 3), ProductTile(64, 32, 128, 4, 4)),
     copied=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 128, 64, 4, 4), ProductTile(64, 64, 64, 4, 4)),
 )
@@ -153,9 +173,15 @@ MULTIPLY_ADD = Tiles(
     queries=AttentionTile(32, 32, 8, 1),
     convolution_few=ProductTile(16, 32, 16, 4, 1),
     convolution=ProductTile(64, 32, 16, 4, 1),
-    decoder_one=ProductTile(1, 4, 1024, 4, 1),
-    decoder_few=ProductTile(16, 16, 32, 4, 1),
-    decoder_many=ProductTile(32, 32, 16, 4, 1),
+    decoder_heads=DecoderTiles(ProductTile(1, 4, 1024, 4, 1), ProductTile(16, 16, 32, 4, 1)),
+    decoder_gated=DecoderTiles(ProductTile(1, 4, 1024, 4, 1), ProductTile(16, 16, 32, 4, 1)),
+    decoder_added=DecoderTiles(ProductTile(1, 4, 1024, 4, 1), ProductTile(16, 16, 32, 4, 1)),
+    decoder_logits=DecoderTiles(
+        ProductTile(1, 4, 1024, 4, 1),
+        ProductTile(16, 16, 32, 4, 1),
+        ProductTile(32, 32, 16, 4, 1),
+        ProductTile(32, 32, 16, 4, 1),
+    ),
     vocoder=(ProductTile(64, 32, 16, 4, 1),),  # serving leaves these products to cuDNN
     copied=(),
 )

@@ -17,7 +17,7 @@ FLOW = {
     "rotate_first_head", "snake"
 }  # fmt: skip
 DECODER = {
-    "add", "attend_pages", "draw", "gate", "gated", "join_parts", "normed", "project", "project_heads", "turn_heads"
+    "attend_pages", "begin", "draw", "gate", "gated", "join_parts", "normed", "project", "project_heads", "turn_heads"
 }  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from transformers import Qwen2ForCausalLM
 
 from common.llm.engines.cuda.decoder import Decoder, padded_rows, padded_tokens
 from common.llm.engines.cuda.engine import MAX_PREFILL, load_engine
-from common.llm.engines.cuda.operations import PAGE, Places, Plain
-from common.llm.engines.cuda.scheduler import FAULT, NOTHING, PromptPiece
+from common.llm.engines.cuda.operations import FAULT, NOTHING, PAGE, Places, Plain
+from common.llm.engines.cuda.scheduler import PromptPiece
 from common.llm.engines.cuda.weights import Weights
 from common.llm.engines.interface import GenerationRequest, Resources, candidate_ids
 from common.llm.interface import LLMPrompt, Sampling
@@ -64,14 +64,14 @@ class Scripted(Plain):
     def attend(self, q, places, layer):
         return q
 
-    def project_add(self, y, weight, x):
+    def project_add(self, y, weight, x, eps):
         pass
 
     def gated(self, x, weight, eps):
         return x
 
     def head(self, x, weight, eps):
-        return self._logits.expand(len(x), -1)
+        return self._logits.expand(len(x.x), -1)
 
 
 class Slots:

@@ -27,9 +27,20 @@ from common.hift.config import HiFTConfig
 from common.hift.f0 import silenced
 from common.hift.generator import HiFTGenerator
 from common.kernels.tiles import ProductTile, Tiles
-from common.llm.batch_sampler import BatchSampler, SamplingRow
+from common.llm.batch_sampler import SamplingRow
 from common.llm.engines.cuda.fused import Fused
-from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Operations, Places, Plain
+from common.llm.engines.cuda.operations import (
+    CONSECUTIVE,
+    FAULT,
+    NOTHING,
+    PAGE,
+    RING,
+    Operations,
+    Places,
+    Plain,
+    Requests,
+    Residual,
+)
 from common.llm.interface import Sampling
 from common.token2wav.cached import graphs as cached_graphs
 from common.token2wav.cached.memory import TailPool
@@ -80,13 +91,14 @@ def layer(operations: Operations, T: int, consecutive: int) -> list[torch.Tensor
             for pool in (keys, values):
                 pool[LAYER, tables[slot, position // PAGE], :, position % PAGE] = normal(KV_HEADS, D)
     places = Places(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2), consecutive)
-    x = normal(T, HIDDEN)
+    x = Residual(normal(T, HIDDEN))
     heads = (HEADS + 2 * KV_HEADS) * D
     q = operations.project_heads(x, normal(heads, HIDDEN), normal(heads), 1e-6, places, LAYER)
     attended = operations.attend(q, places, LAYER)
-    gated = operations.gated(x, normal(2 * MLP, HIDDEN), 1e-6)
-    operations.project_add(gated, normal(HIDDEN, MLP), x)
-    return [q, keys, values, attended, gated, x, operations.head(x, normal(70, HIDDEN), 1e-6)]
+    gated = [operations.gated(x, normal(2 * MLP, HIDDEN), 1e-6)]
+    operations.project_add(gated[0], normal(HIDDEN, MLP), x, 1e-6)
+    gated.append(operations.gated(x, normal(2 * MLP, HIDDEN), 1e-6))  # its norm may be computed already
+    return [q, keys, values, attended, *gated, x.x, operations.head(x, normal(70, HIDDEN), 1e-6)]
 
 
 def compare_layers() -> None:
@@ -98,32 +110,46 @@ def compare_layers() -> None:
             assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
-def compare_draws() -> None:
-    """Slots in another order than rows, columns that are never drawn, end tokens, prompts, repetitions."""
+def compare_steps() -> None:
+    """Both ends of a step: slots in another order than rows and one without a request, columns that are never drawn,
+    end tokens, prompts, repetitions, rows that end by a token, by their length and by logits that are not finite."""
     torch.manual_seed(0)
-    C, rows = 90, len(SAMPLING)
+    C, slots = 90, len(SAMPLING)
     bias = torch.randn(C)
     bias[17] = -torch.inf
-    plain, fused = (BatchSampler(bias, rows + 1) for _ in range(2))
-    for slot in range(rows):
-        plain.start({slot: [1, 2, slot]})
-        fused.start({slot: [1, 2, slot]})
-    ends = torch.zeros(rows + 1, C, dtype=torch.bool)
-    ends[:, :40] = True
-    slots = torch.tensor([3, 0, 2, 1])
-    sampling = torch.tensor([SamplingRow.of(Sampling(**SAMPLING[slot]), C) for slot in slots])
-    keys = torch.tensor([11, 2**31 - 1, 2**32 - 1, 0])
-    fixed, drawn = torch.randn(rows, C) * 2, []
-    for position in range(4):
-        logits, positions = fixed + torch.randn(rows, C) / 4, torch.full((rows,), position)
-        expected = Plain().draw(logits, plain, slots, positions, keys, sampling, ends)
-        assert (
-            Fused(torch.device("cpu")).draw(logits, fused, slots, positions, keys, sampling, ends).tolist()
-            == expected.tolist()
-        )
-        drawn.append(expected.tolist())
-    assert torch.equal(plain.seen, fused.seen) and torch.equal(plain.recent, fused.recent)
-    assert len(set(map(tuple, drawn))) > 2
+    kinds: list[tuple[Operations, Requests]] = []
+    for operations in (Plain(), Fused(torch.device("cpu"))):
+        state = Requests(bias, 100, slots + 1)
+        for slot, of in enumerate(SAMPLING):
+            state.sampler.start({slot: [1, 2, slot]})
+            state.sampling[slot] = torch.tensor(SamplingRow.of(Sampling(**of), C))
+        keys = torch.tensor([2**31 - 1, 0, 2**32 - 1, 11])
+        ids, most = torch.arange(slots), torch.tensor([30, 30, 30, 9])
+        state.numbers[:slots] = torch.stack([ids, 60 * ids, 0 * ids, most, keys], 1)
+        state.ended[:slots] = False
+        state.ends[:, [70, 71, 72]] = True
+        kinds.append((operations, state))
+    batch, embedding = torch.tensor([3, 0, slots, 2, 1]), torch.randn(100 + C, HIDDEN)
+    fixed = torch.randn(len(batch), C) * 2
+    for step in range(RING + 2):
+        logits = fixed + torch.randn(len(batch), C) / 4
+        if step == 5:
+            logits[1, 3] = torch.nan  # of slot 0
+        if step == 7:
+            logits[4, 3:50] = torch.inf  # of slot 1
+        found = []
+        for operations, state in kinds:
+            of_slots, positions, x = operations.begin(state, batch, embedding)
+            operations.draw(logits, state, of_slots)
+            found.append([of_slots, positions[2:4], x.x[2:4], state.ended, state.ring, state.steps])
+        assert all(map(torch.equal, *found))
+    plain, fused = (
+        [rows[[2, 3]] for rows in (state.numbers, state.sampler.seen, state.sampler.recent)] for _, state in kinds
+    )
+    assert all(map(torch.equal, plain, fused))
+    nothing, faulty, other = (state.ring[:, row].tolist() for row in (2, 1, 0))
+    assert set(nothing) == {NOTHING} and faulty[4:7] == [faulty[4], FAULT, NOTHING] and state.ended[[0, 1, 3]].all()
+    assert other[8] >= 0 and other[9] == NOTHING and len(set(state.ring[2:, 3].tolist())) > 2
 
 
 @torch.inference_mode()
@@ -387,4 +413,4 @@ if __name__ == "__main__":
         compare_hift()
         compare_rotary(extents)
         compare_dit(extents)
-        compare_draws()
+        compare_steps()

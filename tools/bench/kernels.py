@@ -31,9 +31,8 @@ from common.constants import MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, TAIL_FRAMES
 from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
 from common.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
 from common.hift import HiFTConfig, HiFTGenerator
-from common.llm.batch_sampler import RECENT
-from common.llm.engines.cuda.fused import FEW_TOKENS, Fused
-from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places
+from common.llm.engines.cuda.fused import Fused
+from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places, Requests, Residual
 from common.token2wav.cached import graphs as cached_graphs
 from common.token2wav.cached.memory import TailPool
 from common.token2wav.cosyvoice3.fused import FusedRotarySolver
@@ -213,17 +212,19 @@ def _run_decoder(dtype: torch.dtype) -> None:
                 "head": (width, sizes.hidden),
             }.items()
         }
-        bias, seen = torch.empty(width), torch.empty(9, width, dtype=torch.bool)
-        recent = torch.empty(9, RECENT, dtype=torch.int64)
-    fused = Fused(torch.device("meta"))
-    for T, consecutive in ((1, 1), (FEW_TOKENS, 1), (256, 1), (1024, CONSECUTIVE)):
-        x, slots = torch.empty(T, sizes.hidden, device="meta"), torch.empty(T, dtype=torch.int64, device="meta")
+        embedding = torch.empty(width, sizes.hidden, dtype=dtype)
+    requests, fused = Requests(torch.empty(width, device="meta"), 0, 8), Fused(torch.device("meta"))
+    for T, consecutive in ((1, 1), (16, 1), (64, 1), (256, 1), (1024, CONSECUTIVE)):
+        slots = torch.empty(T, dtype=torch.int64, device="meta")
         places = Places(slots, slots, keys[None], keys[None], tables, rotary, consecutive)
+        if consecutive == 1:
+            *_, x = fused.begin(requests, slots, embedding)
+        else:
+            x = Residual(torch.empty(T, sizes.hidden, device="meta"))
         q = fused.project_heads(x, weights["qkv"], weights["qkv_bias"], 1e-6, places, 0)
-        fused.project_add(fused.attend(q, places, 0), weights["out"], x)
-        fused.project_add(fused.gated(x, weights["gate_up"], 1e-6), weights["down"], x)
-        logits = fused.head(x, weights["head"], 1e-6)
-    kernels.draw(logits, bias, seen, recent, seen, slots, slots, slots, torch.empty(T, 7, device="meta"))
+        fused.project_add(fused.attend(q, places, 0), weights["out"], x, 1e-6)
+        fused.project_add(fused.gated(x, weights["gate_up"], 1e-6), weights["down"], x, 1e-6)
+        fused.draw(fused.head(x, weights["head"], 1e-6), requests, slots)
 
 
 def _every_size(function: Any, inputs: Any, sizes: Any, name: str, lane: int) -> None:

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from common.device import on_device
-from common.llm.batch_sampler import BatchSampler, SamplingRow
+from common.llm.batch_sampler import SamplingRow
 from common.llm.engines.cuda.graphs import SizedGraphs
-from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Operations, Places
+from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE, RING, Operations, Places, Requests, Residual
 from common.llm.engines.cuda.pages import SCRATCH
-from common.llm.engines.cuda.scheduler import FAULT, NOTHING, PromptPiece
+from common.llm.engines.cuda.scheduler import PromptPiece
 from common.llm.engines.cuda.weights import Weights
 from common.llm.engines.interface import GenerationRequest
-
-RING = 16  # steps whose tokens are kept on the device until they are copied
 
 
 class DeviceBurst(NamedTuple):
@@ -51,23 +49,14 @@ class Decoder:
         shape = (sizes.layers, pages, sizes.kv_heads, PAGE, sizes.head_dim)
         self._keys = torch.zeros(shape, dtype=weights.embedding.dtype, device=device)
         self._values = torch.zeros_like(self._keys)
-        width, rows = len(weights.bias), slots + 1  # the last slot is for rows without a request
-        self._tables = self._integers(rows, -(-sizes.context // PAGE)).fill_(SCRATCH)
-        # By slot
-        self._numbers = self._integers(rows, 5)
-        # Id of the last token, which the next step computes; tokens before it; tokens of the answer; the most of these
-        self._last, self._lengths, self._drawn, self._most, self._seeds = self._numbers.T
-        self._ended = torch.ones(rows, dtype=torch.bool, device=device)
-        self._ends = torch.zeros(rows, width, dtype=torch.bool, device=device)
-        self._end_ids: dict[int, tuple[int, ...]] = {}  # what that has of each slot
-        self._sampling = torch.ones(rows, len(SamplingRow._fields), device=device)
-        self._sampler = BatchSampler(weights.bias, rows)
-        # Inputs and outputs at fixed addresses
+        # The last slot is for rows without a request.
+        self._tables = self._integers(slots + 1, -(-sizes.context // PAGE)).fill_(SCRATCH)
+        self._requests = Requests(weights.bias, self.first, slots)
+        self._end_ids: dict[int, tuple[int, ...]] = {}  # what it has of each slot
+        # Inputs at fixed addresses
         self._batch = self._integers(slots).fill_(self._scratch)
         self._prompts = self._integers(3, max_prefill)  # ids, slots, positions
-        self._ring = torch.zeros(RING, slots, dtype=torch.int32, device=device)
-        self._steps = self._integers(1)  # on the device; `_launched` counts the same on the host
-        self._launched = 0
+        self._launched = 0  # steps: what the device counts, too
         self._run_step: Callable[[int], None] = self._step
         self._run_prefill: Callable[[int], None] = self._prefill
         if graphs:
@@ -75,7 +64,7 @@ class Decoder:
             self._run_step = SizedGraphs(self._step, batches, "steps of the LLM").run
             prefills = set(map(self._padded_tokens, range(1, max_prefill + 1)))
             self._run_prefill = SizedGraphs(self._prefill, prefills, "prompts of the LLM").run
-            self._steps.zero_()  # the graphs have been tried
+            self._requests.steps.zero_()  # the graphs have been tried
 
     def place(self, pages: Mapping[int, Sequence[int]]) -> None:
         """Give slots their pages, for the prefills of requests."""
@@ -89,29 +78,29 @@ class Decoder:
         """Put requests into their slots, to be in the batch of the next steps: all their tokens but the last one are
         prefilled. Apart from `place`, because the GPU computes the prefill meanwhile; together, because each operation
         takes the host as long for one as for many."""
-        numbers, sampling = [], []
+        state, numbers, sampling = self._requests, [], []
         for slot, request in requests.items():
             self._end_by(slot, request.end_ids)
             ids, seed = request.input_ids, request.sampling.seed
             seed = random.getrandbits(32) if seed is None else seed
             numbers.append((slot, ids[-1], len(ids) - 1, 0, request.sampling.max_tokens, seed))
-            sampling.append(SamplingRow.of(request.sampling, self._ends.shape[1]))
+            sampling.append(SamplingRow.of(request.sampling, state.ends.shape[1]))
         # One copy to the device for both: the bits of the floats travel as integers.
         together = np.hstack([np.array(numbers, np.int64), np.array(sampling, np.float64).view(np.int64)])
         integers, floats = on_device(together, self._device).split([len(numbers[0]), len(sampling[0])], dim=1)
         slots = integers[:, 0]
-        self._numbers.index_copy_(0, slots, integers[:, 1:])
-        self._sampling.index_copy_(0, slots, floats.view(torch.float64).float())
-        self._ended.index_fill_(0, slots, False)
-        self._sampler.start({slot: np.asarray(request.input_ids) - self.first for slot, request in requests.items()})
+        state.numbers.index_copy_(0, slots, integers[:, 1:])
+        state.sampling.index_copy_(0, slots, floats.view(torch.float64).float())
+        state.ended.index_fill_(0, slots, False)
+        state.sampler.start({slot: np.asarray(request.input_ids) - self.first for slot, request in requests.items()})
 
     def _end_by(self, slot: int, ids: tuple[int, ...]) -> None:
         """Set the end tokens of a slot, which nearly all requests have in common."""
         if self._end_ids.get(slot) == ids:
             return
-        ends = np.zeros(self._ends.shape[1], bool)
+        ends = np.zeros(self._requests.ends.shape[1], bool)
         ends[[end - self.first for end in ids if 0 <= end - self.first < len(ends)]] = True
-        self._ends[slot] = on_device(ends, self._device)
+        self._requests.ends[slot] = on_device(ends, self._device)
         self._end_ids[slot] = ids
 
     def prefill(self, pieces: Sequence[PromptPiece]) -> None:
@@ -139,9 +128,10 @@ class Decoder:
             self._run_step(self._padded_rows(rows))
         steps = [(self._launched + i) % RING for i in range(count)]
         self._launched += count
+        ring = self._requests.ring
         if self._device.type != "cuda":
-            return DeviceBurst(self._ring.clone(), steps, rows, None)
-        copy = torch.empty_like(self._ring, device="cpu", pin_memory=True).copy_(self._ring, non_blocking=True)
+            return DeviceBurst(ring.clone(), steps, rows, None)
+        copy = torch.empty_like(ring, device="cpu", pin_memory=True).copy_(ring, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         return DeviceBurst(copy, steps, rows, arrived)
@@ -153,39 +143,23 @@ class Decoder:
 
     def _prefill(self, count: int) -> None:
         ids, slots, positions = self._prompts[:, :count]
-        self._hidden(ids, slots, positions, CONSECUTIVE)
+        self._hidden(Residual(self._weights.embedding[ids].float()), slots, positions, CONSECUTIVE)
 
     def _step(self, rows: int) -> None:
         """One token of each of the first rows of the batch. Must not branch on values of the device."""
-        batch = self._batch[:rows]
-        slots = batch.masked_fill(self._ended[batch], self._scratch)
-        lengths, drawn = self._lengths[slots], self._drawn[slots]
-        x = self._hidden(self._last[slots], slots, lengths, 1)
-        logits = self._operations.head(x, self._weights.head, self._weights.sizes.eps)
-        broken = ~(logits + self._weights.bias).amax(1).isfinite()
-        columns = self._operations.draw(
-            logits, self._sampler, slots, drawn, self._seeds[slots], self._sampling[slots], self._ends
-        )
-        idle = slots == self._scratch
-        stops = self._ends[slots, columns]
-        self._last[slots] = (columns + self.first).masked_fill(idle, 0)
-        self._lengths[slots] = (lengths + 1).masked_fill(idle, 0)
-        self._drawn[slots] = (drawn + 1).masked_fill(idle, 0)
-        self._ended[slots] = idle | broken | stops | (drawn + 1 >= self._most[slots])
-        told = columns.masked_fill(broken, FAULT).masked_fill(idle, NOTHING)
-        self._ring[:, :rows].index_copy_(0, self._steps % RING, told[None].int())
-        self._steps += 1
+        operations, weights = self._operations, self._weights
+        slots, positions, x = operations.begin(self._requests, self._batch[:rows], weights.embedding)
+        self._hidden(x, slots, positions, 1)
+        operations.draw(operations.head(x, weights.head, weights.sizes.eps), self._requests, slots)
 
-    def _hidden(self, ids: Tensor, slots: Tensor, positions: Tensor, consecutive: int) -> Tensor:
-        """Ids (T,) in these slots (T,) at these positions (T,) -> (T, hidden), not normalised"""
+    def _hidden(self, x: Residual, slots: Tensor, positions: Tensor, consecutive: int) -> None:
+        """All layers, of the embeddings of tokens in these slots (T,) at these positions (T,)."""
         weights, operations, eps = self._weights, self._operations, self._weights.sizes.eps
         places = Places(slots, positions, self._keys, self._values, self._tables, weights.rotary, consecutive)
-        x = weights.embedding[ids].float()
         for index, layer in enumerate(weights.layers):
             q = operations.project_heads(x, layer.qkv, layer.qkv_bias, eps, places, index)
-            operations.project_add(operations.attend(q, places, index), layer.out, x)
-            operations.project_add(operations.gated(x, layer.gate_up, eps), layer.down, x)
-        return x
+            operations.project_add(operations.attend(q, places, index), layer.out, x, eps)
+            operations.project_add(operations.gated(x, layer.gate_up, eps), layer.down, x, eps)
 
     def _padded_rows(self, rows: int) -> int:
         return min(padded_rows(rows), self._scratch)

@@ -5,53 +5,61 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import kernels
-from common.llm.batch_sampler import BatchSampler
-from common.llm.engines.cuda.operations import Places
+from common.kernels.tiles import tiles
+from common.llm.engines.cuda.operations import FAULT, NOTHING, Places, Requests, Residual
 
-FEW_TOKENS = 16  # up to here the weights are what takes time to read, and our own products are faster
 MOST_TILES = 1024  # of a product of few tokens
 
 
 class Fused:
-    """`Operations`. A layer of few tokens is five or six kernels; one of many tokens is eleven or twelve, of which four
-    are products of cuBLAS. Used by one thread, on one stream."""
+    """`Operations`. Few tokens' products are kernels of our own, which read the weights at the memory's rate, and a
+    layer is five or six kernels; one of many tokens is nine, of which four are products of cuBLAS. Used by one thread,
+    on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
-    def project_heads(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, places: Places, layer: int) -> Tensor:
+    def begin(self, requests: Requests, batch: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Residual]:
+        slots, positions, x = kernels.begin(batch, requests.ended, requests.numbers, requests.steps, embedding)
+        return slots, positions, Residual(x)
+
+    def project_heads(
+        self, x: Residual, weight: Tensor, bias: Tensor, eps: float, places: Places, layer: int
+    ) -> Tensor:
         keys, values = places.keys[layer], places.values[layer]
         where = keys, values, places.tables, places.slots, places.positions, places.rotary
-        if len(x) <= FEW_TOKENS:
-            return kernels.project_heads(x, weight, bias, eps, *where)
-        return kernels.turn_heads(F.linear(kernels.normed(x, eps, weight.dtype), weight, bias), *where)
+        if tile := tiles(weight.dtype).decoder_heads.of(len(x.x)):
+            return kernels.project_heads(x.x, weight, bias, eps, *where, tile)
+        return kernels.turn_heads(F.linear(_normed(x, eps, weight.dtype), weight, bias), *where)
 
     def attend(self, q: Tensor, places: Places, layer: int) -> Tensor:
         keys, values = places.keys[layer], places.values[layer]
         return kernels.attend_pages(q, keys, values, places.tables, places.slots, places.positions, places.consecutive)
 
-    def project_add(self, y: Tensor, weight: Tensor, x: Tensor) -> None:
-        if len(x) <= FEW_TOKENS:
-            kernels.project_add(y, weight, x, self._arrived)
+    def project_add(self, y: Tensor, weight: Tensor, x: Residual, eps: float) -> None:
+        if tile := tiles(weight.dtype).decoder_added.of(len(y)):
+            kernels.project_add(y, weight, x.x, self._arrived, tile)
+            x.normed = None
         else:
-            kernels.add(x, F.linear(y, weight))
+            x.normed = kernels.normed(x.x, eps, weight.dtype, F.linear(y, weight))
 
-    def gated(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if len(x) <= FEW_TOKENS:
-            return kernels.gated(x, weight, eps)
-        return kernels.gate(F.linear(kernels.normed(x, eps, weight.dtype), weight))
+    def gated(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
+        if tile := tiles(weight.dtype).decoder_gated.of(len(x.x)):
+            return kernels.gated(x.x, weight, eps, tile)
+        return kernels.gate(F.linear(_normed(x, eps, weight.dtype), weight))
 
-    def head(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return kernels.project_normed(x, weight, eps)
+    def head(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
+        tile = tiles(weight.dtype).decoder_logits.of(len(x.x))
+        assert tile is not None  # for any number of tokens
+        return kernels.project_normed(x.x, weight, eps, tile)
 
-    def draw(
-        self,
-        logits: Tensor,
-        sampler: BatchSampler,
-        slots: Tensor,
-        drawn: Tensor,
-        seeds: Tensor,
-        sampling: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
-        return kernels.draw(logits, sampler.bias, sampler.seen, sampler.recent, ends, slots, drawn, seeds, sampling)
+    def draw(self, logits: Tensor, requests: Requests, slots: Tensor) -> None:
+        of, sampler = requests, requests.sampler
+        kernels.draw(
+            logits, sampler.bias, sampler.seen, sampler.recent, of.numbers, of.sampling, of.ends, of.ended, slots,
+            of.steps, of.ring, of.first, NOTHING, FAULT,
+        )  # fmt: skip
+
+
+def _normed(x: Residual, eps: float, dtype: torch.dtype) -> Tensor:
+    return kernels.normed(x.x, eps, dtype) if x.normed is None else x.normed

@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.llm.batch_sampler import BatchSampler
+from common.llm.batch_sampler import BatchSampler, SamplingRow
 
 PAGE = 64  # tokens
 CONSECUTIVE = 8  # a piece of a prompt is padded to a multiple of so many tokens
+RING = 16  # steps whose columns are kept on the device until they are copied
+# In place of a column of the logits: the row's request had ended before; its logits are not finite.
+NOTHING, FAULT = -1, -2
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,47 @@ class Places:
     consecutive: int
 
 
+@dataclass
+class Residual:
+    """The residual stream x (T, hidden). normed: the same after a norm, where an operation has computed it already."""
+
+    x: Tensor
+    normed: Tensor | None = None
+
+
+class Requests:
+    """What a step reads and writes of all requests, by slot: all of it on the device.
+
+    The last slot is for rows without a request. numbers (slots, 5): id of the last token, which the next step computes;
+    tokens before it; tokens of the answer; the most of these; what selects its random numbers. ended (slots,); ends
+    (slots, C): the end tokens; sampling (slots, 7): fields of `SamplingRow`. first: id of column 0 of the logits.
+    ring (RING, rows): columns of the last steps, or NOTHING or FAULT. steps (1,): how many there were.
+    """
+
+    def __init__(self, bias: Tensor, first: int, slots: int) -> None:
+        """`bias` (C,): of the logits."""
+        device, rows = bias.device, slots + 1
+        self.numbers = torch.zeros(rows, 5, dtype=torch.long, device=device)
+        self.ended = torch.ones(rows, dtype=torch.bool, device=device)
+        self.ends = torch.zeros(rows, len(bias), dtype=torch.bool, device=device)
+        self.sampling = torch.ones(rows, len(SamplingRow._fields), device=device)
+        self.sampler = BatchSampler(bias, rows)
+        self.first = first
+        self.ring = torch.zeros(RING, slots, dtype=torch.int32, device=device)
+        self.steps = torch.zeros(1, dtype=torch.long, device=device)
+
+
 class Operations(Protocol):
     """Parts of the network: `Plain`, and kernels for a GPU."""
 
-    def project_heads(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, places: Places, layer: int) -> Tensor:
+    def begin(self, requests: Requests, batch: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Residual]:
+        """Slots (R,) of a batch -> the same, with the last slot for those that have ended; the positions (R,) of their
+        last tokens; these tokens' embeddings. A step begins."""
+        ...
+
+    def project_heads(
+        self, x: Residual, weight: Tensor, bias: Tensor, eps: float, places: Places, layer: int
+    ) -> Tensor:
         """RMS norm, queries, keys and values, rotary embedding -> queries (T, heads, D); keys and values are stored."""
         ...
 
@@ -45,42 +85,38 @@ class Operations(Protocol):
         """Queries (T, heads, D) -> (T, heads * D): attention to the own sequence up to the token's position."""
         ...
 
-    def project_add(self, y: Tensor, weight: Tensor, x: Tensor) -> None:
-        """x += y weight^T"""
+    def project_add(self, y: Tensor, weight: Tensor, x: Residual, eps: float) -> None:
+        """x += y weight^T. eps: of the norm that follows."""
         ...
 
-    def gated(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def gated(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
         """RMS norm, then silu(gate) * up -> (T, mlp)"""
         ...
 
-    def head(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def head(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
         """RMS norm, then logits (T, C), float32"""
         ...
 
-    def draw(
-        self,
-        logits: Tensor,
-        sampler: BatchSampler,
-        slots: Tensor,
-        drawn: Tensor,
-        seeds: Tensor,
-        sampling: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
-        """Logits (R, C) -> columns (R,)
-
-        slots, drawn, seeds (R,): of each row, `drawn` tokens of the answer. sampling (R, 7): fields of `SamplingRow`.
-        ends (slots, C): the end tokens of the request in each slot.
-        """
+    def draw(self, logits: Tensor, requests: Requests, slots: Tensor) -> None:
+        """Draw a column of each row of logits (R, C), and bring the state of the requests in these slots (R,) up to
+        date. A step ends."""
         ...
 
 
 class Plain:
     """Runs everywhere; what the kernels are compared with."""
 
-    def project_heads(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, places: Places, layer: int) -> Tensor:
+    def begin(self, requests: Requests, batch: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Residual]:
+        slots = batch.masked_fill(requests.ended[batch], len(requests.ended) - 1)
+        last, positions = requests.numbers[slots, :2].T
+        requests.steps += 1
+        return slots, positions, Residual(embedding[last].float())
+
+    def project_heads(
+        self, x: Residual, weight: Tensor, bias: Tensor, eps: float, places: Places, layer: int
+    ) -> Tensor:
         kv_heads, _, D = places.keys.shape[2:]
-        heads = F.linear(_normed(x, eps).to(weight.dtype), weight, bias).unflatten(1, (-1, D)).float()
+        heads = F.linear(_normed(x.x, eps).to(weight.dtype), weight, bias).unflatten(1, (-1, D)).float()
         turned = heads[:, :-kv_heads]  # queries and keys
         cosines, sines = places.rotary[:, places.positions, None]  # (2, context, D / 2) -> (2, T, 1, D / 2)
         first, second = turned.chunk(2, dim=-1)
@@ -102,28 +138,29 @@ class Plain:
         weights = scores.masked_fill(~own[:, None, None], -torch.inf).softmax(-1)
         return (weights @ values.float()).flatten(1).to(keys.dtype)
 
-    def project_add(self, y: Tensor, weight: Tensor, x: Tensor) -> None:
-        x += F.linear(y, weight)
+    def project_add(self, y: Tensor, weight: Tensor, x: Residual, eps: float) -> None:
+        x.x += F.linear(y, weight)
 
-    def gated(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        gate, up = F.linear(_normed(x, eps).to(weight.dtype), weight).chunk(2, dim=1)
+    def gated(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
+        gate, up = F.linear(_normed(x.x, eps).to(weight.dtype), weight).chunk(2, dim=1)
         return F.silu(gate) * up
 
-    def head(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.linear(_normed(x, eps).to(weight.dtype), weight).float()
+    def head(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
+        return F.linear(_normed(x.x, eps).to(weight.dtype), weight).float()
 
-    def draw(
-        self,
-        logits: Tensor,
-        sampler: BatchSampler,
-        slots: Tensor,
-        drawn: Tensor,
-        seeds: Tensor,
-        sampling: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
-        rows = sampling.T[:, :, None]  # (R, 7) -> (7, R, 1)
-        return sampler.draw(logits, slots, drawn, seeds, rows, ends[slots], logits.shape[1])[:, 0]
+    def draw(self, logits: Tensor, requests: Requests, slots: Tensor) -> None:
+        sampler = requests.sampler
+        broken = ~(logits + sampler.bias).amax(1).isfinite()
+        _, lengths, drawn, most, seeds = requests.numbers[slots].T
+        rows = requests.sampling[slots].T[:, :, None]  # (R, 7) -> (7, R, 1)
+        columns = sampler.draw(logits, slots, drawn, seeds, rows, requests.ends[slots], logits.shape[1])[:, 0]
+        idle = slots == len(requests.ended) - 1
+        stops = requests.ends[slots, columns] | (drawn + 1 >= most)
+        advanced = torch.stack([columns + requests.first, lengths + 1, drawn + 1], 1).masked_fill(idle[:, None], 0)
+        requests.numbers[slots, :3] = advanced
+        requests.ended[slots] = idle | broken | stops
+        told = columns.masked_fill(broken, FAULT).masked_fill(idle, NOTHING)
+        requests.ring[:, : len(slots)].index_copy_(0, (requests.steps - 1) % RING, told[None].int())
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

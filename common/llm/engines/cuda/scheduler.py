@@ -8,14 +8,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from common.constants import TOKEN_RATE
-from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
+from common.llm.engines.cuda.operations import CONSECUTIVE, FAULT, NOTHING, PAGE
 from common.llm.engines.cuda.pages import Pages
 from common.llm.engines.interface import GenerationRequest
 from common.llm.engines.threaded import Generation
 from common.llm.interface import FinishReason, TokenChunk
 
-# In place of a column of the logits: the row's request had ended before; its logits are not finite.
-NOTHING, FAULT = -1, -2
 STEPS_PER_LOOK = 3  # at what was drawn, where no answer is urgent
 FEW_ROWS = 8  # a step of so few takes hardly longer than a look
 # Launches of prompts before a step: a step takes nearly as long for few requests as for many, so when many begin
