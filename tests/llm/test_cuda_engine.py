@@ -354,6 +354,28 @@ def test_played_answers_are_computed_at_beats_after_their_first_chunks(llm_dir, 
         engine.close()
 
 
+@pytest.mark.parametrize("requests", [1, 2])
+def test_the_answers_of_a_crowd_are_computed_at_longer_beats(llm_dir, tokenizer, monkeypatch, requests):  # noqa: F811
+    """Two are a crowd, which has one beat only."""
+    monkeypatch.setattr("common.llm.engines.cuda.engine.CROWD_ROWS", 1)
+    monkeypatch.setattr("common.llm.engines.cuda.engine.CROWD_BEAT_SECONDS", 60)
+    engine = load(llm_dir, tokenizer, 1.0)
+    sampling = Sampling(max_tokens=50, min_tokens=50, seed=1)
+    request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids, 0, True)
+
+    async def run():
+        tasks = [asyncio.create_task(collect(engine, request)) for _ in range(requests)]
+        ended, running = await asyncio.wait(tasks, timeout=2)
+        for task in running:
+            task.cancel()
+        return len(ended)
+
+    try:
+        assert asyncio.run(run()) == (1 if requests == 1 else 0)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -27,6 +27,9 @@ MAX_PREFILL = {"cuda": 2048, "cpu": 256}  # tokens of prompts in one launch
 # Rows that are ahead of their listeners are computed together, at ten times the rate of speech: a step of many rows
 # takes hardly longer than one of few, and between them the GPU is token2wav's, which renders first chunks.
 BEAT_SECONDS = STEPS_PER_LOOK / (10 * TOKEN_RATE)
+# With more than so many rows hundreds listen, and token2wav needs the GPU most: 6.7 times the rate of speech.
+CROWD_ROWS = 40
+CROWD_BEAT_SECONDS = 1.5 * BEAT_SECONDS
 # Of a GPU's memory, beside weights and pages: CUDA's context, graphs and temporary tensors.
 PROCESS_GIB = 1.0
 
@@ -88,7 +91,8 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
         now = time.monotonic()
         if now < self._next_beat:
             return False
-        self._next_beat = max(self._next_beat, now - BEAT_SECONDS) + BEAT_SECONDS
+        beat = BEAT_SECONDS if len(self._rows) <= CROWD_ROWS else CROWD_BEAT_SECONDS
+        self._next_beat = max(self._next_beat, now - beat) + beat
         return True
 
     def _rest(self, seconds: float) -> None:
