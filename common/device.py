@@ -15,15 +15,17 @@ def on_device(values: Sequence[object] | np.ndarray | Tensor, device: torch.devi
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
-def on_host(values: Tensor) -> Tensor:
-    """`values` on the CPU. Only this stream is waited for: a copy to memory that is not pinned would hold back the work
-    that other threads launch meanwhile."""
-    if values.device.type != "cuda":
-        return values.to("cpu", copy=True)
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    torch.cuda.current_stream(values.device).synchronize()
-    return host
+def on_host(*values: Tensor) -> list[Tensor]:
+    """`values`, of one device, on the CPU, after one wait. Only this stream is waited for: a copy to memory that is not
+    pinned would hold back the work that other threads launch meanwhile."""
+    device = values[0].device
+    if device.type != "cuda":
+        return [each.to("cpu", copy=True) for each in values]
+    copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in values]
+    for copy, each in zip(copies, values, strict=True):
+        copy.copy_(each, non_blocking=True)
+    torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 def new_stream(device: torch.device | int, urgent: bool) -> torch.cuda.Stream:

@@ -17,6 +17,7 @@ from common.token2wav.graphs import Graphs
 from common.token2wav.limits import ENCODER_TOKENS, BatchLimits
 
 ABSENT = -1
+AHEAD = np.arange(1 + LOOKAHEAD_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class Window:
 
 def with_ahead(tokens: np.ndarray, length: int) -> np.ndarray:
     """(length, 1 + look-ahead): the first `length` of `tokens`, each with the `LOOKAHEAD_TOKENS` after it."""
-    needed = max(length, 1) + LOOKAHEAD_TOKENS  # at least one window, also of no tokens
-    padded = np.pad(tokens, (0, max(0, needed - len(tokens))), constant_values=ABSENT)
-    return np.lib.stride_tricks.sliding_window_view(padded, 1 + LOOKAHEAD_TOKENS)[:length]
+    padded = np.full(length + LOOKAHEAD_TOKENS, ABSENT, np.int64)
+    known = tokens[: len(padded)]
+    padded[: len(known)] = known
+    return padded[np.arange(length)[:, None] + AHEAD]
 
 
 def stacked(windows: Sequence[Window], length: int) -> tuple[Tensor, Tensor]:

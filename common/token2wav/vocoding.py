@@ -106,11 +106,11 @@ class BatchVocoder(ABC):
         slots, starts, frames = on_device(positions, mel.device).unbind(1)
         finals = [chunk.final for chunk, _ in rows]
         made = self._pass(begun, mel, slots, starts, frames, finals)
-        finite = on_host(made.sum(1).isfinite()).tolist()
-        speech = on_host(made)
+        finite, speech = on_host(made.sum(1).isfinite(), made)
         audio: list[Tensor | Exception] = []
-        for row, (final, length, state) in enumerate(zip(finals, lengths, states, strict=True)):
-            if not finite[row]:  # what is kept of the stream has then not been replaced
+        of_rows = zip(finite.tolist(), finals, lengths, states, strict=True)
+        for row, (good, final, length, state) in enumerate(of_rows):
+            if not good:  # what is kept of the stream has then not been replaced
                 audio.append(NotFiniteError("the audio is not finite"))
                 continue
             sent, samples = self._sent(length, begun=begun, final=final)
@@ -128,7 +128,7 @@ class BatchVocoder(ABC):
         """The audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
         lengths = [mel.shape[1] for mel in mels]
         mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for mel in mels])
-        speech = on_host(self._whole(mel, on_device(lengths, mel.device)))
+        (speech,) = on_host(self._whole(mel, on_device(lengths, mel.device)))
         return [
             row[: self._sent(length, begun=False, final=True)[1]] for row, length in zip(speech, lengths, strict=True)
         ]

@@ -78,7 +78,7 @@ class StreamingVocoder(BatchVocoder):
         return StreamingVocoder(hift, self._noise, limits=self._limits, graphs=False, pool=self.pool)
 
     def _rest(self, chunk: Chunk, mel: Tensor) -> Tensor:
-        return on_host(self.pool.speech[chunk.stream.vocoder.slot])
+        return on_host(self.pool.speech[chunk.stream.vocoder.slot])[0]
 
     def _pass(
         self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]
