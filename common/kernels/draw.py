@@ -13,8 +13,7 @@ from torch import Tensor
 from common.kernels.launch import early, wait
 
 WARPS = 8
-# Columns of numbers, by slot: id of the last token, which the next step computes; tokens before it; tokens of the
-# answer; the most of these; what selects its random numbers
+# Columns of `numbers`: see `Requests` of the engine
 LAST, LENGTH, DRAWN, MOST, SEED = map(tl.constexpr, range(5))
 
 

@@ -111,11 +111,15 @@ class ThreadedEngine(ABC, Generic[GenerationT]):
         with self._wake:
             if self._failure:
                 raise self._failure
-            if sum(not other.cancelled for other in (*self._waiting, *self._rows)) >= self._max_requests:
+            if len(self._waiting) + len(self._rows) >= self._max_requests and self._running() >= self._max_requests:
                 raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
             self._waiting.append(generation)
             self._wake.notify()
         return generation
+
+    def _running(self) -> int:
+        """Requests that are not cancelled. Looks at each, so it is asked only where it matters."""
+        return sum(not other.cancelled for other in (*self._waiting, *self._rows))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """The tokens of one request as they are sampled. Closing the generator cancels the request."""
