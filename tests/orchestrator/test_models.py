@@ -19,7 +19,7 @@ from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from common.errors import UnavailableError
 from common.llm.checkpoint import follows_instructions
 from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer
-from common.orchestrator.model import Orchestrator
+from common.orchestrator.orchestrator import Orchestrator
 from common.voice.files import save_voice
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
