@@ -133,10 +133,13 @@ def compare_steps() -> None:
     fixed = torch.randn(len(batch), C) * 2
     for step in range(RING + 2):
         logits = fixed + torch.randn(len(batch), C) / 4
+        logits[:, 70:73] = -90  # no row ends by chance
         if step == 5:
             logits[1, 3] = torch.nan  # of slot 0
         if step == 7:
-            logits[4, 3:50] = torch.inf  # of slot 1
+            logits[4, 3:10] = torch.inf  # of slot 1
+        if step == 12:
+            logits[3, 71] = 90  # an end token, of slot 2
         found = []
         for operations, state in kinds:
             of_slots, positions, x = operations.begin(state, batch, embedding)
@@ -147,8 +150,9 @@ def compare_steps() -> None:
         [rows[[2, 3]] for rows in (state.numbers, state.sampler.seen, state.sampler.recent)] for _, state in kinds
     )
     assert all(map(torch.equal, plain, fused))
-    nothing, faulty, other = (state.ring[:, row].tolist() for row in (2, 1, 0))
-    assert set(nothing) == {NOTHING} and faulty[4:7] == [faulty[4], FAULT, NOTHING] and state.ended[[0, 1, 3]].all()
+    nothing, faulty, infinite, other = (state.ring[:, row].tolist() for row in (2, 1, 4, 0))
+    assert set(nothing) == {NOTHING} and faulty[4:7] == [faulty[4], FAULT, NOTHING] and state.ended.all()
+    assert infinite[6:9] == [infinite[6], FAULT, NOTHING]
     assert other[8] >= 0 and other[9] == NOTHING and len(set(state.ring[2:, 3].tolist())) > 2
 
 
