@@ -12,9 +12,8 @@ MOST_TILES = 1024  # of a product of few tokens
 
 
 class Fused:
-    """`Operations`. Few tokens' products are kernels of our own, which read the weights at the memory's rate, and a
-    layer is five or six kernels; one of many tokens is nine, of which four are products of cuBLAS. Used by one thread,
-    on one stream."""
+    """`Operations`. A layer of few tokens, whose time is that of reading the weights, is five or six kernels of our
+    own; one of many tokens is nine, of which four are products of cuBLAS. Used by one thread, on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
