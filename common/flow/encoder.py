@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from common.flow.config import EncoderConfig
 from common.flow.layers import CausalConv1d, Conv1d, merge_heads, split_heads
 
+NORM_EPS = 1e-12
 SCORES_AT_ONCE = 1 << 26  # 128 MiB in float16; half of that is slower
 QUERIES_AT_ONCE = 64  # a tile of the attention kernel
 
@@ -109,8 +110,8 @@ class ConformerLayer(nn.Module):
         super().__init__()
         self.self_attn = RelativeAttention(config.width, config.heads)
         self.feed_forward = ConformerFeedForward(config.width, config.feed_forward)
-        self.norm_mha = nn.LayerNorm(config.width, eps=1e-12)
-        self.norm_ff = nn.LayerNorm(config.width, eps=1e-12)
+        self.norm_mha = nn.LayerNorm(config.width, eps=NORM_EPS)
+        self.norm_ff = nn.LayerNorm(config.width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """As `RelativeAttention.forward`."""

@@ -15,6 +15,7 @@ from common.kernels.decoder import (
 )
 from common.kernels.draw import begin, draw
 from common.kernels.linear import add_norm_mish, linear
+from common.kernels.relative import attend_relative
 from common.kernels.snake import snake
 from common.kernels.tiles import uses_tensor_cores
 from common.kernels.vocoder import FrameConvolution, Lengths, convolve_frames, snake_factors
@@ -27,6 +28,7 @@ __all__ = [
     "attend_blocks",
     "attend_paged",
     "attend_pages",
+    "attend_relative",
     "begin",
     "convolve_frames",
     "convolve_groups",

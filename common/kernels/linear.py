@@ -41,6 +41,10 @@ def _activated(x, ACTIVATION: tl.constexpr):
         x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     if ACTIVATION == "gelu":
         x *= 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    if ACTIVATION == "silu":
+        x *= tl.sigmoid(x)
+    if ACTIVATION == "leaky_relu":
+        x = tl.where(x < 0, 0.01 * x, x)
     return x
 
 
@@ -233,11 +237,12 @@ def prepared(
     scale, shift = norm or (x, x)
     old, new, kept = history or (x, x, x)
     made, rows = x.new_empty(R, pad + T, C), R * (pad + T)
-    at_once = 2 if rows <= FEW_ROWS else 8
+    few = rows <= FEW_ROWS
+    at_once = 2 if few or pad else 4
     _prepare[(triton.cdiv(rows, at_once),)](
         x, scale, shift, extra, old, new, kept, frames, made, rows, T, len(kept if frames is None else frames), eps,
         C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None, HISTORY=history is not None,
-        BM=at_once, WIDE=triton.next_power_of_2(C), **early(),
+        BM=at_once, WIDE=triton.next_power_of_2(C), num_warps=4 if few else 1, **early(),
     )  # fmt: skip
     return made
 
@@ -263,10 +268,10 @@ def linear(
 
     norm: scale and shift (C,) of a layer norm of x, followed by `mish`, then plus `extra` (C,). taps > 1: a causal
     convolution, oldest frame's tap first, preceded by zeros or by `history`: old and new (R, taps - 1, C), of which the
-    new one is written, and the valid frames (B,) of each stream, B dividing R. activation: "gelu" or "gelu_tanh", after
-    the bias. gate (N,): add_to += gate * result. heads: tensors (R, H, T, D) that receive the result split into
-    queries, keys and values; queries and keys are normalised per head by `qk_norm` (2, 2, D), scale and shift of each.
-    frames (B,): valid frames of each stream; what comes after them may be left as it is.
+    new one is written, and the valid frames (B,) of each stream, B dividing R. activation: "gelu", "gelu_tanh", "silu"
+    or "leaky_relu", after the bias. gate (N,): add_to += gate * result. heads: tensors (R, H, T, D) that receive the
+    result split into queries, keys and values; queries and keys are normalised per head by `qk_norm` (2, 2, D), scale
+    and shift of each. frames (B,): valid frames of each stream; what comes after them may be left as it is.
     """
     R, T, C = x.shape
     N, pad = weight.shape[0], weight.shape[1] // C - 1

@@ -74,6 +74,7 @@ class Tiles(NamedTuple):
     paged_few: AttentionTile
     blocks_few: AttentionTile
     queries: AttentionTile
+    relative: AttentionTile  # as many queries as keys
     convolution_few: ProductTile
     convolution: ProductTile
     decoder_heads: DecoderTiles  # these two have two products in a tile
@@ -141,7 +142,8 @@ TENSOR_CORES = Tiles(
     deep=ProductTile(128, 256, 64, 8, 3),
     paged_few=AttentionTile(16, 64, 4, 3),
     blocks_few=AttentionTile(32, 64, 4, 3),
-    queries=AttentionTile(64, 64, 4, 3),
+    queries=AttentionTile(64, 64, 4, 2),
+    relative=AttentionTile(32, 32, 2, 3),
     convolution_few=ProductTile(16, 64, 64, 4, 4),  # these two are not tuned
     convolution=ProductTile(64, 64, 64, 4, 4),
     decoder_heads=DecoderTiles(ProductTile(1, 4, 1024, 8, 1), ProductTile(16, 16, 128, 2, 4)),
@@ -171,6 +173,7 @@ MULTIPLY_ADD = Tiles(
     paged_few=AttentionTile(16, 32, 4, 1),
     blocks_few=AttentionTile(32, 32, 8, 1),
     queries=AttentionTile(32, 32, 8, 1),
+    relative=AttentionTile(32, 32, 8, 1),
     convolution_few=ProductTile(16, 32, 16, 4, 1),
     convolution=ProductTile(64, 32, 16, 4, 1),
     decoder_heads=DecoderTiles(ProductTile(1, 4, 1024, 4, 1), ProductTile(16, 16, 32, 4, 1)),

@@ -1,10 +1,11 @@
 """The window of a stream that the flow's encoder computes: the prompt, the recent tokens, the new ones.
 
-The encoder is small compared with the estimator: computing the whole window for every chunk costs less than keeping
-and moving caches of it. A window holds `CONTEXT_TOKENS` of the stream's past; older tokens are left out.
+The encoder keeps no caches of a stream, which would take 14 MB each, and computes the whole window for every chunk. A
+window holds `CONTEXT_TOKENS` of the stream's past; older tokens are left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
-from common.flow.base import MelFlow
+from common.flow.base import ConformerFlow, MelFlow
 from common.token2wav.graphs import Graphs
-from common.token2wav.limits import ENCODER_TOKENS, BatchLimits
+from common.token2wav.limits import ENCODER_TOKENS, BatchLimits, Size
 
 ABSENT = -1
 AHEAD = np.arange(1 + LOOKAHEAD_TOKENS)
@@ -53,7 +54,7 @@ def stacked(windows: Sequence[Window], length: int) -> tuple[Tensor, Tensor]:
 
 
 class WindowEncoder:
-    """The flow's encoder over batches of windows; with `graphs`, as CUDA graphs on a GPU."""
+    """The flow's encoder over batches of windows; with `graphs`, by fused kernels in CUDA graphs on a GPU."""
 
     def __init__(self, network: MelFlow, limits: BatchLimits, graphs: bool = True):
         self._network = network
@@ -63,8 +64,17 @@ class WindowEncoder:
             # cuDNN plans every new attention shape for tens of milliseconds.
             torch.backends.cuda.enable_cudnn_sdp(False)
         if graphs and self._device.type == "cuda":
-            sizes = limits.sizes(limits.window_tokens, ENCODER_TOKENS)
-            self._graphs = Graphs(network.encode_window, self._inputs, sizes, "the encoder", lane=limits.lane)
+            self._fused = _fused(network, limits)
+            self._capture(limits)
+
+    def for_lane(self, limits: BatchLimits) -> "WindowEncoder":
+        """This encoder with CUDA graphs of its own."""
+        encoder = copy(self)
+        encoder._capture(limits)
+        return encoder
+
+    def _capture(self, limits: BatchLimits) -> None:
+        self._graphs = Graphs(self._fused, self._inputs, _sizes(limits), "the encoder", lane=limits.lane)
 
     def encode(self, windows: Sequence[Window], *, warn: bool = True) -> Tensor:
         """(B, 2 T, mel), T at least the longest window. Valid until the next call.
@@ -83,9 +93,23 @@ class WindowEncoder:
             return torch.cat([first, second])
         if self._graphs is None or size is None:
             return self._network.encode_window(*(x.to(self._device) for x in stacked(windows, longest)))
-        values = (x.pin_memory() for x in stacked(windows, longest))
+        self._graphs.inputs(size)[1][B:] = 1  # rows of padding
+        values = (x.pin_memory() for x in stacked(windows, size[1]))
         return self._graphs.run(size, *values)[:B]
 
     def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
         tokens = torch.zeros(B, T, 1 + LOOKAHEAD_TOKENS, dtype=torch.int64, device=self._device)
         return tokens, torch.ones(B, T, dtype=torch.int64, device=self._device)
+
+
+def _sizes(limits: BatchLimits) -> list[Size]:
+    return limits.sizes(limits.window_tokens, ENCODER_TOKENS)
+
+
+def _fused(network: MelFlow, limits: BatchLimits) -> Callable[[Tensor, Tensor], Tensor]:
+    """`network.encode_window`; a conformer by fused kernels."""
+    if not isinstance(network, ConformerFlow):
+        return network.encode_window
+    from common.token2wav.fused_encoder import FusedEncoder  # its kernels need Triton
+
+    return FusedEncoder(network, max(length for _, length in _sizes(limits)))

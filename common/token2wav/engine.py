@@ -397,6 +397,7 @@ def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision:
         vocoder_size=precision.vocoder.itemsize,
         steps=config.n_timesteps,
         prompt_device=config.prompt_device,
+        fused=flow_runtime(config.flow_runtime, config.device) != "torch",
     )
     if torch.device(config.device).type != "cuda":
         return limits, voices_on_host(networks, limits)

@@ -77,7 +77,7 @@ class Networks:
     shapes: of the flow's tensors. vocoder: values of its weights. vocoder_stream, noise: bytes of the
     vocoder's part of a stream, and of the noise of flow and vocoder. flow_size, vocoder_size: bytes per value in which
     they compute. steps: of the Euler solve. tokenizer: bytes of the speech tokenizer's weights; None if the prompt
-    models are on the CPU.
+    models are on the CPU. fused: whether the encoder's kernels are, which store no scores of its attention.
     """
 
     flow: DiTFlowConfig | UNetFlowConfig | CosyVoice3FlowConfig
@@ -89,6 +89,7 @@ class Networks:
     vocoder_size: int
     steps: int
     tokenizer: int | None
+    fused: bool = True
 
     @classmethod
     def read(
@@ -100,6 +101,7 @@ class Networks:
         vocoder_size: int,
         steps: int,
         prompt_device: PromptDevice = "auto",
+        fused: bool = True,
     ) -> "Networks":
         """From the files of a checkpoint, of which only the sizes are read."""
         tokenizer = model_dir / stack.speech_tokenizer  # another model reads it, maybe from elsewhere
@@ -115,17 +117,31 @@ class Networks:
             vocoder_size=vocoder_size,
             steps=steps,
             tokenizer=None if prompt_device == "cpu" else tokenizer_size,
+            fused=fused,
         )
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights, of the copies of some in a fused form, and of the noise."""
+        """Bytes of the weights, of the copies of some in a fused estimator and vocoder, and of the noise."""
         values = sum(map(math.prod, self.shapes.values()))
-        values += sum(math.prod(shape) for name, shape in self.shapes.items() if _is_fused(name, shape))
+        estimator = {name: shape for name, shape in self.shapes.items() if name.startswith("decoder.")}
+        values += sum(math.prod(shape) for name, shape in estimator.items() if _is_fused(name, shape))
         vocoder = self.vocoder * self.vocoder_size
         if self.vocoder_size == FUSED_VOCODER_SIZE and not isinstance(self.flow, CosyVoice3FlowConfig):
             vocoder *= 2  # see `FusedBody`
         return values * self.flow_size + vocoder + self.noise
+
+    def encoder(self, limits: BatchLimits) -> int:
+        """Bytes of what a fused encoder keeps beside the weights: copies of some, and projections of all distances."""
+        of = self.flow.encoder
+        if isinstance(of, LookaheadConfig) or not self.fused:
+            return 0
+        copied = [
+            shape for name, shape in self.shapes.items() if name.startswith("encoder.") and _is_fused(name, shape)
+        ]
+        values = sum(map(math.prod, [*copied, self.shapes["input_embedding.weight"]]))
+        distances = 2 * limits.window_tokens[-1] * (of.blocks + of.ratio * of.up_blocks)
+        return (values + distances * of.width) * self.flow_size
 
     @property
     def frame(self) -> int:
@@ -164,7 +180,7 @@ class Networks:
         config, sizes = self.flow.encoder, limits.sizes(limits.window_tokens, ENCODER_TOKENS)
         if isinstance(config, LookaheadConfig):  # no attention
             return ENCODER_VALUES * config.hidden * _most(sizes) * self.flow_size
-        scores = max(scores_at_once(TOKEN_MEL_RATIO * T, config.heads * B) for B, T in sizes)
+        scores = 0 if self.fused else max(scores_at_once(TOKEN_MEL_RATIO * T, config.heads * B) for B, T in sizes)
         values = ENCODER_VALUES * config.width * TOKEN_MEL_RATIO * _most(sizes)
         return int(values + SCORE_VALUES * scores) * self.flow_size
 
@@ -278,7 +294,7 @@ def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: f
         parts = {
             **other_models(networks, streams, llm_gib),
             "process": PROCESS + LAUNCHES * graphs,
-            "weights": networks.weights,
+            "weights": networks.weights + networks.encoder(fewer),
             "temporary tensors": networks.batches(fewer),
             "graphs": GRAPH_INPUTS * graphs,
             "streams": networks.streams(streams),
@@ -321,6 +337,5 @@ def _most(sizes: list[Size]) -> int:
 
 
 def _is_fused(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the estimator's solver keeps a fused copy: of convolutions, and of the projections of an attention."""
-    projection = name.endswith(("to_q.weight", "to_k.weight", "to_v.weight"))
-    return name.startswith("decoder.") and (projection or len(shape) == 3)
+    """Whether a fused form keeps a copy: of convolutions, and of the projections to queries, keys and values."""
+    return len(shape) == 3 or name.endswith(tuple(f"{kind}_{of}.weight" for kind in ("to", "linear") for of in "qkv"))

@@ -177,7 +177,7 @@ class StreamingFlow(ABC, Generic[StreamT]):
             return None
         flow = copy(self)
         flow.limits = self.limits.of_lane(lane)
-        flow._encoder = WindowEncoder(self._network, flow.limits)
+        flow._encoder = self._encoder.for_lane(flow.limits)
         flow._capture()
         return flow
 

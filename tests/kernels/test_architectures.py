@@ -13,8 +13,8 @@ from tools.bench import kernels
 from tools.bench.kernels import SHARED_KIB, Launch, compiled, instructions, launches, pretended
 
 FLOW = {
-    "add_norm_mish", "append", "attend_blocks", "attend_paged", "convolve", "convolve_frames", "linear", "prepare",
-    "rotate_first_head", "snake"
+    "add_norm_mish", "append", "attend_blocks", "attend_paged", "attend_relative", "convolve", "convolve_frames",
+    "linear", "prepare", "rotate_first_head", "snake"
 }  # fmt: skip
 DECODER = {
     "attend_pages", "begin", "draw", "gate", "gated", "join_parts", "normed", "project", "project_heads", "turn_heads"

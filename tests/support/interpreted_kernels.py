@@ -19,8 +19,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from common import kernels
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS
 from common.flow.cache import KeyValues
-from common.flow.config import CosyVoice3FlowConfig, LookaheadConfig, RotaryDiTConfig, UNetConfig
+from common.flow.config import (
+    CosyVoice3FlowConfig,
+    DiTConfig,
+    DiTFlowConfig,
+    EncoderConfig,
+    LookaheadConfig,
+    RotaryDiTConfig,
+    UNetConfig,
+)
 from common.flow.cosyvoice3 import CosyVoice3Flow
+from common.flow.dit import DiTFlow
 from common.flow.layers import valid_frames
 from common.flow.unet import UNetEstimator
 from common.hift.config import HiFTConfig
@@ -48,6 +57,8 @@ from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.cached.streaming import CachedStreaming
 from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
 from common.token2wav.dit.streaming import DiTStreaming
+from common.token2wav.encoder_window import ABSENT
+from common.token2wav.fused_encoder import FusedEncoder
 from common.token2wav.hift.fused import FusedBody
 from common.token2wav.limits import BatchLimits
 from common.token2wav.noise import flow_noise
@@ -172,6 +183,25 @@ def compare_unet() -> None:
     rows = torch.cat([x, mu, speaker[:, :, None].expand_as(x), condition], dim=1).transpose(1, 2).contiguous()
     found = FusedUNet(network, times).velocity(1, rows, frames).transpose(1, 2)
     assert_close(found * valid, expected * valid, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def compare_encoder() -> None:
+    """Windows of several blocks of queries, of one, and of one token, in which tokens attend to the end of their chunk;
+    the distances of a longer window are known."""
+    torch.manual_seed(0)
+    sizes = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=2)
+    network = DiTFlow(DiTFlowConfig(vocab=50, encoder=sizes, estimator=DiTConfig(depth=1))).eval()
+    for parameter in network.parameters():
+        parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
+    lengths, T, chunk = torch.tensor([41, 20, 1])[:, None], 41, 7
+    at = torch.arange(T)
+    visible = ((at // chunk + 1) * chunk).minimum(lengths).where(at < lengths, 1)
+    ahead = at[:, None] + torch.arange(1 + LOOKAHEAD_TOKENS)
+    tokens = torch.randint(50, (3, T, 1 + LOOKAHEAD_TOKENS)).masked_fill(ahead >= lengths[:, :, None], ABSENT)
+    expected = network.encode_window(tokens, visible)
+    expected[(torch.arange(2 * T) >= 2 * lengths)] = 0
+    assert_close(FusedEncoder(network, T + 4)(tokens, visible), expected, atol=1e-4, rtol=1e-4)
 
 
 TWO = BatchLimits(max_streams=2)
@@ -414,6 +444,7 @@ if __name__ == "__main__":
         compare_copied()
         compare_layers()
         compare_unet()
+        compare_encoder()
         compare_hift()
         compare_rotary(extents)
         compare_dit(extents)

@@ -17,6 +17,7 @@ from common.hift import HiFTConfig, HiFTGenerator
 from common.stacks import Stack
 from common.token2wav.cached.streaming import CachedStreaming
 from common.token2wav.engine import Precision, Token2Wav, _plan
+from common.token2wav.fused_encoder import FusedEncoder
 from common.token2wav.hift.fused import FusedBody
 from common.token2wav.limits import BatchLimits
 from common.token2wav.memory_plan import (
@@ -95,6 +96,24 @@ def test_the_plan_has_room_for_the_fused_vocoder() -> None:
     assert 0.9 * planned < sum(tensor.nbytes for tensor in tensors) < planned
 
 
+@pytest.mark.parametrize("stack", [stacks.DIT, stacks.UNET], ids=lambda stack: stack.name)
+def test_the_plan_has_room_for_the_fused_encoder(stack: Stack) -> None:
+    """It shares the other weights with the network."""
+    own = limits(stack, 4)
+    with torch.device("meta"):
+        network = (DiTFlow(DiTFlowConfig()) if stack is stacks.DIT else UNetFlow(UNetFlowConfig())).half()
+        fused = FusedEncoder(network, own.window_tokens[-1])
+    shared = {id(parameter) for parameter in network.parameters()}
+    made = sum(tensor.nbytes for tensor in _tensors(vars(fused)) if id(tensor) not in shared)
+    assert 0.95 * official(stack).encoder(own) < made < 1.05 * official(stack).encoder(own)
+    assert official(stacks.COSYVOICE3).encoder(own) == replace(official(stack), fused=False).encoder(own) == 0
+
+
+def test_the_scores_of_an_encoder_that_is_not_fused_are_planned() -> None:
+    fused, own = official(stacks.DIT), limits(stacks.DIT, 4)
+    assert replace(fused, fused=False).batches(own) > fused.batches(own) + (100 << 20)
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -140,7 +159,7 @@ def test_each_gpu_holds_its_streams_in_as_many_voices(
         (stacks.COSYVOICE3, 22.5, 16, "auto", 2),
         (stacks.COSYVOICE3, 46, 56, "auto", 2),
         (stacks.COSYVOICE3, 78, 100, "auto", 2),
-        (stacks.DIT, 11.5, 16, "auto", 1),
+        (stacks.DIT, 11.6, 16, "auto", 1),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )

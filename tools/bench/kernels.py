@@ -27,7 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from common import kernels
-from common.constants import MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, TAIL_FRAMES
+from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, TAIL_FRAMES
 from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
 from common.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
 from common.hift import HiFTConfig, HiFTGenerator
@@ -37,8 +37,9 @@ from common.token2wav.cached import graphs as cached_graphs
 from common.token2wav.cached.memory import TailPool
 from common.token2wav.cosyvoice3.fused import FusedRotarySolver
 from common.token2wav.dit.fused import FusedDiTSolver
+from common.token2wav.fused_encoder import FusedEncoder
 from common.token2wav.hift.fused import FusedBody
-from common.token2wav.limits import COSYVOICE3_FRAMES, DIT_FRAMES, HIFT_FRAMES, UNET_FRAMES, BatchLimits
+from common.token2wav.limits import COSYVOICE3_FRAMES, DIT_FRAMES, ENCODER_TOKENS, HIFT_FRAMES, UNET_FRAMES, BatchLimits
 from common.token2wav.noise import NoiseTape
 from common.token2wav.scheduler import STARTS
 from common.token2wav.unet import graphs as window_graphs
@@ -48,7 +49,7 @@ from tools.demo_model.llm import OFFICIAL as LLM_SIZES
 # Shared memory that one block can use, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 BLOCK = ("BM", "BN", "BK", "BLOCK_Q", "BLOCK_K", "BLOCK", "WIDE")  # constants that are a block's dimensions
-NO_LAYERS = EncoderConfig(blocks=1, up_blocks=1)  # the encoder launches none of our kernels
+ENCODER = EncoderConfig(blocks=1, up_blocks=1)
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ def _run_networks(dtype: torch.dtype) -> None:
     """Call every kernel as serving does: one layer of each kind, one Euler step, all graph sizes."""
     limits = BatchLimits()
     with torch.device("meta"):
-        dit = DiTFlow(DiTFlowConfig(encoder=NO_LAYERS, estimator=DiTConfig(depth=1))).to(dtype)
-        unet = UNetFlow(UNetFlowConfig(encoder=NO_LAYERS, estimator=UNetConfig(mid_stages=1, blocks=1))).to(dtype)
+        dit = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=1))).to(dtype)
+        unet = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=1))).to(dtype)
         rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1))).to(dtype)
         noise = NoiseTape(torch.empty(1, MEL_BINS))
     with (
@@ -171,6 +172,7 @@ def _run_networks(dtype: torch.dtype) -> None:
                 cached_graphs.GraphedSolve(solver, pool, noise, of, most)
             sizes = of.sizes(of.window_frames, UNET_FRAMES)
             window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes, 1, lane=of.lane)
+            _run_encoder(dit, of)
     channels, frames = HiFTConfig().channels // 2, limits.chunk_frames[-1]  # after the first upsampling
     for lengths in (None, torch.empty(1, dtype=torch.int64, device="meta")):
         kernels.snake(
@@ -180,6 +182,14 @@ def _run_networks(dtype: torch.dtype) -> None:
         )
     _run_vocoder(dtype)
     _run_decoder(dtype)
+
+
+def _run_encoder(network: DiTFlow, limits: BatchLimits) -> None:
+    with torch.device("meta"):
+        encoder = FusedEncoder(network, limits.window_tokens[-1])
+        for B, T in limits.sizes(limits.window_tokens, ENCODER_TOKENS):
+            tokens, visible = torch.empty(B, T, 1 + LOOKAHEAD_TOKENS), torch.empty(B, T)
+            encoder(tokens.long(), visible.long())
 
 
 def _run_vocoder(dtype: torch.dtype) -> None:
