@@ -45,10 +45,18 @@ def _attend_paged(
     H: tl.constexpr, D: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """The keys of a row are in three places, which one loop goes through, so that it is filled once.
+
+    The table is read at once: each of its values would be waited for.
+    """
     wait(PDL)
     row, head = tl.program_id(1) // H, tl.program_id(1) % H
     stream, guidance = row % B, row // B
     own = tl.load(table_ptr + 5 * B + stream).to(tl.int32)
+    prompt = tl.load(table_ptr + 2 * B + stream)
+    slot = tl.load(table_ptr + 3 * B + stream)
+    ring = tl.load(table_ptr + 4 * B + stream).to(tl.int32)
+    prompt_keys, prompt_values = tl.load(table_ptr + stream), tl.load(table_ptr + B + stream)
     if tl.program_id(0) * BLOCK_Q >= own:
         return  # padding
     at = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -60,28 +68,38 @@ def _attend_paged(
     total = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, D), tl.float32)
     of_plane = (plane * 2 + guidance) * H + head
-    everything = tl.zeros((BLOCK_Q,), tl.int32)
 
-    ends = everything + own
+    ends = tl.zeros((BLOCK_Q,), tl.int32) + own
     if CHUNK:
         ends = tl.minimum((at // CHUNK + 1) * CHUNK, ends)
-    best, total, acc = _segment(
-        q, k_ptr + chunk, v_ptr + chunk, ends, tl.max(ends, 0), best, total, acc, D, BLOCK_K
-    )  # fmt: skip
-
-    prompt = tl.load(table_ptr + 2 * B + stream)
-    start = of_plane * prompt * D
-    keys = _address(table_ptr + stream, k_ptr.dtype) + start
-    values = _address(table_ptr + B + stream, k_ptr.dtype) + start
-    frames = prompt.to(tl.int32)
-    best, total, acc = _segment(q, keys, values, everything + frames, frames, best, total, acc, D, BLOCK_K)
-
-    slot = tl.load(table_ptr + 3 * B + stream)
-    ring = tl.load(table_ptr + 4 * B + stream).to(tl.int32)
-    start = (slot * planes * 2 * H + of_plane) * RING * D
-    best, total, acc = _segment(
-        q, ring_keys + start, ring_values + start, everything + ring, ring, best, total, acc, D, BLOCK_K
-    )  # fmt: skip
+    last = tl.max(ends, 0)
+    of_prompt = tl.cdiv(last, BLOCK_K)
+    of_ring = of_prompt + tl.cdiv(prompt.to(tl.int32), BLOCK_K)
+    size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    of_row, before = chunk * size, of_plane * prompt * (D * size)
+    in_ring = (slot * planes * 2 * H + of_plane) * (RING * D * size)
+    for block in range(of_ring + tl.cdiv(ring, BLOCK_K)):
+        own_block, prompt_block = block < of_prompt, block < of_ring
+        keys = tl.where(prompt_block, prompt_keys + before, ring_keys.to(tl.int64) + in_ring)
+        keys = tl.where(own_block, k_ptr.to(tl.int64) + of_row, keys)
+        values = tl.where(prompt_block, prompt_values + before, ring_values.to(tl.int64) + in_ring)
+        values = tl.where(own_block, v_ptr.to(tl.int64) + of_row, values)
+        keys = tl.multiple_of(keys.to(k_ptr.dtype), ALIGNED)
+        values = tl.multiple_of(values.to(k_ptr.dtype), ALIGNED)
+        frames = tl.where(own_block, last, tl.where(prompt_block, prompt.to(tl.int32), ring))
+        first = tl.where(own_block, 0, tl.where(prompt_block, of_prompt, of_ring))
+        key = (block - first) * BLOCK_K + tl.arange(0, BLOCK_K)
+        offsets = key[:, None] * D + lane[None, :]
+        k = tl.load(keys + offsets, mask=(key < frames)[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(key[None, :] < tl.where(own_block, ends, frames)[:, None], scores, float("-inf"))
+        largest = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - largest[:, None])
+        shrink = tl.exp2(best - largest)
+        v = tl.load(values + offsets, mask=(key < frames)[:, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        best = largest
 
     out_offsets = (row * T + at[:, None]) * (H * D) + head * D + lane[None, :]
     tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(at < T)[:, None])

@@ -142,14 +142,14 @@ TENSOR_CORES = Tiles(
     deep=ProductTile(128, 256, 64, 8, 3),
     paged_few=AttentionTile(16, 64, 4, 3),
     blocks_few=AttentionTile(32, 64, 4, 3),
-    queries=AttentionTile(64, 64, 4, 2),
+    queries=AttentionTile(64, 64, 4, 3),
     relative=AttentionTile(32, 32, 2, 3),
     convolution_few=ProductTile(16, 64, 64, 4, 4),  # these two are not tuned
     convolution=ProductTile(64, 64, 64, 4, 4),
     decoder_heads=DecoderTiles(ProductTile(1, 4, 1024, 8, 1), ProductTile(16, 16, 128, 2, 4)),
     decoder_gated=DecoderTiles(ProductTile(1, 4, 1024, 4, 1), ProductTile(16, 64, 64, 4, 4)),
     decoder_added=DecoderTiles(
-        ProductTile(1, 4, 1024, 8, 1), ProductTile(16, 32, 64, 2, 6), ProductTile(64, 32, 128, 4, 3)
+        ProductTile(1, 4, 1024, 8, 1), ProductTile(16, 32, 64, 2, 6), ProductTile(64, 16, 128, 4, 4)
     ),
     decoder_logits=DecoderTiles(
         ProductTile(1, 4, 1024, 8, 1),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
@@ -142,10 +143,10 @@ class LLMTokenizer:
 
     def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:
         """Speech ids 0..6560 -> ids of the LLM. Raises ValueError on any other id."""
-        for token in tokens:
-            if not 0 <= token < SPEECH_VOCAB:
-                raise ValueError(f"speech token {token} is outside 0..{SPEECH_VOCAB - 1}")
-        return [self.first_speech_id + int(token) for token in tokens]
+        ids = np.asarray(tokens, np.int64)
+        if len(outside := ids[(ids < 0) | (ids >= SPEECH_VOCAB)]):
+            raise ValueError(f"speech token {outside[0]} is outside 0..{SPEECH_VOCAB - 1}")
+        return (self.first_speech_id + ids).tolist()
 
     def to_speech_ids(self, llm_ids: Sequence[int]) -> list[int]:
         """Ids of the LLM -> speech ids; text and control tokens are dropped."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from common.llm.engines.cuda import scheduler
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import SCRATCH, Pages
 from common.llm.engines.cuda.scheduler import (
@@ -201,6 +202,21 @@ def test_a_step_comes_after_so_many_launches_of_prompts_at_most():
     served.run()
     assert served.model.starts == [2, 1]
     assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in (first, second, third))
+
+
+def test_while_many_wait_for_their_first_tokens_no_further_prompts_are_prefilled(monkeypatch):
+    monkeypatch.setattr(scheduler, "WAVE", 2)
+    served = Served(lambda: 5)
+    rows = [served.add(100) for _ in range(5)]
+    served.step()
+    while rows[0].urgent:
+        assert len(served.model.prefills) == 2
+        served.step()
+    served.step()
+    assert [row.ready for row in rows] == [True, True, True, True, False] and not rows[1].urgent
+    served.run()
+    assert len(served.model.prefills) == 5
+    assert all(served.tokens(row) == [FIRST + 5] * 20 for row in rows)
 
 
 def test_several_tokens_are_made_at_a_look_unless_one_of_many_rows_is_urgent_or_a_prompt_waits():

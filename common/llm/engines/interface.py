@@ -53,7 +53,8 @@ class GenerationRequest:
         prompt, new = len(self.input_ids), self.sampling.max_tokens
         if not prompt:
             raise ValueError("input_ids is empty")
-        low, high = min(self.input_ids), max(self.input_ids)
+        ids = np.asarray(self.input_ids)
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             worst = low if low < 0 else high
             raise ValueError(f"input_ids holds {worst}, outside the vocabulary 0..{vocab_size - 1}")

@@ -56,6 +56,8 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
         super()._serve()
 
     def _accept(self, request: GenerationRequest, on_tokens: OnTokens) -> SequenceRow:
+        # Here and not in the engine's thread, which would do so for each of its uses.
+        request = replace(request, input_ids=np.asarray(request.input_ids, np.int64))
         request.check(self._sizes.vocab, self._sizes.context)
         needed = self._scheduler.pages_of(request)
         if needed > self._pages.total:
@@ -63,8 +65,7 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
                 f"{len(request.input_ids)} prompt tokens and {request.sampling.max_tokens} new ones exceed the LLM's "
                 f"memory for {self._pages.total * PAGE}"
             )
-        # Here and not in the engine's thread, which would do so for each of its uses.
-        return SequenceRow(replace(request, input_ids=np.asarray(request.input_ids, np.int64)), on_tokens)
+        return SequenceRow(request, on_tokens)
 
     def _step(self) -> None:
         if faults.take("llm_thread"):

@@ -19,6 +19,9 @@ FEW_ROWS = 8  # a step of so few takes hardly longer than a look
 # Launches of prompts before a step: a step takes nearly as long for few requests as for many, so when many begin
 # together, their prompts come first.
 PREFILLS_PER_STEP = 2
+# While so many listeners wait for the tokens of their first chunk, no further prompts are prefilled: of hundreds that
+# begin together, half are served after half of the time, and the others hardly later.
+WAVE = 128
 # Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
 FIRST_REPORT = 3  # tokens
 MOST_HELD = TOKEN_RATE  # a second of speech
@@ -168,6 +171,8 @@ class Scheduler:
         return self._answers(*launched) if launched else []
 
     def _prefill(self) -> None:
+        if all(row.ready for row in self.rows) or sum(row.ready and row.urgent > 0 for row in self.rows) >= WAVE:
+            return
         for _ in range(PREFILLS_PER_STEP):
             if not (pieces := self._pieces()):
                 return
