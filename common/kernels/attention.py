@@ -19,23 +19,14 @@ def _address(place, dtype: tl.constexpr):
 
 
 @triton.jit
-def _segment(q, keys, values, ends, frames, best, total, acc, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Online softmax of queries (Q, D), already scaled for exp2, over the first `ends` (Q,) of `frames` keys (., D)."""
-    at = tl.arange(0, BLOCK)
-    lane = tl.arange(0, D)
-    for start in range(0, frames, BLOCK):
-        offsets = (start + at)[:, None] * D + lane[None, :]
-        k = tl.load(keys + offsets, mask=(start + at < frames)[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.where((start + at)[None, :] < ends[:, None], scores, float("-inf"))
-        largest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - largest[:, None])
-        shrink = tl.exp2(best - largest)
-        v = tl.load(values + offsets, mask=(start + at < frames)[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        best = largest
-    return best, total, acc
+def softmax_step(scores, v, best, total, acc):
+    """Online softmax: highest scores and sums (Q,) and weighted values (Q, D) so far, and `scores` (Q, K), to the base
+    of 2, of further values v (K, D) -> the same of all."""
+    largest = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - largest[:, None])
+    shrink = tl.exp2(best - largest)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return largest, total * shrink + tl.sum(weights, 1), acc
 
 
 @triton.jit(do_not_specialize=["B", "T", "plane", "planes"])
@@ -93,13 +84,8 @@ def _attend_paged(
         k = tl.load(keys + offsets, mask=(key < frames)[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(key[None, :] < tl.where(own_block, ends, frames)[:, None], scores, float("-inf"))
-        largest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - largest[:, None])
-        shrink = tl.exp2(best - largest)
         v = tl.load(values + offsets, mask=(key < frames)[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        best = largest
+        best, total, acc = softmax_step(scores, v, best, total, acc)
 
     out_offsets = (row * T + at[:, None]) * (H * D) + head * D + lane[None, :]
     tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(at < T)[:, None])
@@ -146,9 +132,15 @@ def _attend_blocks(
     best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, D), tl.float32)
-    best, total, acc = _segment(
-        q, k_ptr + start, v_ptr + start, ends, tl.max(ends, 0), best, total, acc, D, BLOCK_K
-    )  # fmt: skip
+    keys, values, last = k_ptr + start, v_ptr + start, tl.max(ends, 0)
+    for begin in range(0, last, BLOCK_K):
+        key = begin + tl.arange(0, BLOCK_K)
+        offsets = key[:, None] * D + lane[None, :]
+        k = tl.load(keys + offsets, mask=(key < last)[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(key[None, :] < ends[:, None], scores, float("-inf"))
+        v = tl.load(values + offsets, mask=(key < last)[:, None], other=0.0)
+        best, total, acc = softmax_step(scores, v, best, total, acc)
     out_offsets = (row * T + at[:, None]) * (H * D) + head * D + lane[None, :]
     tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(at < T)[:, None])
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.attention import LOG2_E
+from common.kernels.attention import LOG2_E, softmax_step
 from common.kernels.launch import early, wait
 from common.kernels.tiles import tiles
 
@@ -49,13 +49,8 @@ def _attend_relative(
         by_distance = tl.dot(to_distance, tl.trans(p), input_precision="ieee")  # (BLOCK, 2 BLOCK)
         scores = tl.dot(to_content, tl.trans(k), input_precision="ieee") + tl.gather(by_distance, column, 1)
         scores = tl.where(key[None, :] < ends[:, None], scores, float("-inf"))
-        largest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - largest[:, None])
-        shrink = tl.exp2(best - largest)
         v = tl.load(v_ptr + own + key[:, None] * D + lane[None, :], mask=stored, other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        best = largest
+        best, total, acc = softmax_step(scores, v, best, total, acc)
     places = out_ptr + (row * T + at[:, None]).to(tl.int64) * (H * D) + head * D + lane[None, :]
     tl.store(places, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(at < T)[:, None])
 
