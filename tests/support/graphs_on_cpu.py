@@ -17,7 +17,7 @@ from common.flow import CosyVoice3Flow, DiTFlow, UNetFlow
 from common.flow.cache import KeyValues
 from common.hift import CausalHiFTGenerator
 from common.hift.generator import HiFTGenerator
-from common.token2wav import cached
+from common.token2wav import cached, encoder_window
 from common.token2wav.cached.memory import TailPool
 from common.token2wav.cached.prompt_caches import PromptCaches
 from common.token2wav.cached.solver import CachedSolver
@@ -113,6 +113,7 @@ def replace_kernels(patch: pytest.MonkeyPatch) -> None:
     del sys.modules[name]
     graphs = import_module(name)
     patch.setattr(graphs, "PagedContext", Addressed)
+    patch.setattr(encoder_window, "_fused", lambda network, limits: network.encode_window)
     for flow in (DiTStreaming, CosyVoice3Streaming):
         patch.setattr(flow, "_solver", unfused(flow._solver))
     patch.setattr(Addressed, "places", {})
