@@ -237,12 +237,12 @@ def prepared(
     scale, shift = norm or (x, x)
     old, new, kept = history or (x, x, x)
     made, rows = x.new_empty(R, pad + T, C), R * (pad + T)
-    few = rows <= FEW_ROWS
+    wide, few = triton.next_power_of_2(C), rows <= FEW_ROWS
     at_once = 2 if few or pad else 4
     _prepare[(triton.cdiv(rows, at_once),)](
         x, scale, shift, extra, old, new, kept, frames, made, rows, T, len(kept if frames is None else frames), eps,
         C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None, HISTORY=history is not None,
-        BM=at_once, WIDE=triton.next_power_of_2(C), num_warps=4 if few else 1, **early(),
+        BM=at_once, WIDE=wide, num_warps=4 if few else max(1, wide // 512), **early(),
     )  # fmt: skip
     return made
 

@@ -31,7 +31,7 @@ class _Layer(NamedTuple):
 
 
 class FusedEncoder:
-    """Five kernels, and three for norms, per layer. Rows do not affect each other, and padding is not computed.
+    """Five kernels, and two for norms, per layer. Rows do not affect each other, and padding is not computed.
 
     longest: tokens of the longest window.
     """

@@ -194,8 +194,7 @@ def compare_encoder() -> None:
     network = DiTFlow(DiTFlowConfig(vocab=50, encoder=sizes, estimator=DiTConfig(depth=1))).eval()
     for parameter in network.parameters():
         parameter.copy_(torch.randn_like(parameter) * (parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.3))
-    lengths, T, chunk = torch.tensor([41, 20, 1])[:, None], 41, 7
-    at = torch.arange(T)
+    lengths, T, chunk, at = torch.tensor([41, 20, 1])[:, None], 41, 7, torch.arange(41)
     visible = ((at // chunk + 1) * chunk).minimum(lengths).where(at < lengths, 1)
     ahead = at[:, None] + torch.arange(1 + LOOKAHEAD_TOKENS)
     tokens = torch.randint(50, (3, T, 1 + LOOKAHEAD_TOKENS)).masked_fill(ahead >= lengths[:, :, None], ABSENT)
