@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.flow.config import EncoderConfig
-from common.flow.layers import CausalConv1d, Conv1d, merge_heads, split_heads
+from common.flow.layers import CausalConv1d, Conv1d, by_taps, merge_heads, split_heads
 
 NORM_EPS = 1e-12
 SCORES_AT_ONCE = 1 << 26  # 128 MiB in float16; half of that is slower
@@ -42,7 +42,7 @@ class LookaheadLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token followed by the tokens ahead of it, (B, T, 1 + lookahead, C) -> (B, T, C)"""
-        y = F.linear(x.flatten(2), self.conv1.weight.transpose(1, 2).flatten(1), self.conv1.bias)
+        y = F.linear(x.flatten(2), by_taps(self.conv1.weight), self.conv1.bias)
         y = self.conv2(F.leaky_relu(y).transpose(1, 2))  # (B, T, C) -> (B, C, T)
         return x[:, :, 0] + y.transpose(1, 2)  # (B, C, T) -> (B, T, C)
 

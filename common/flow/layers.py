@@ -43,6 +43,12 @@ class CausalConv1d(Conv1d):
         return super().forward(x)
 
 
+def by_taps(kernel: Tensor) -> Tensor:
+    """A convolution's weight for a product with inputs side by side: (C_out, C_in, taps) -> (C_out, taps * C_in), the
+    oldest frame's tap first."""
+    return kernel.transpose(1, 2).flatten(1).contiguous()
+
+
 def time_angles(t: Tensor, frequencies: int) -> Tensor:
     """Flow times (B,) float32 -> sines, then cosines, (B, frequencies) float32, of time 0..1 as diffusion steps."""
     half = frequencies // 2

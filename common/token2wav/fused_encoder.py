@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from common import kernels
 from common.flow.base import ConformerFlow
 from common.flow.encoder import NORM_EPS, ConformerLayer, InputEmbedding, Upsample, relative_positions
+from common.flow.layers import by_taps
 
 Norm = tuple[Tensor, Tensor]  # scale and shift
 
@@ -47,8 +48,8 @@ class FusedEncoder:
         # The last row is of tokens that are absent, which have the number -1.
         self._tokens = torch.cat([embedded, torch.zeros_like(embedded[:1])])
         ahead = encoder.pre_lookahead_layer
-        self._conv1, self._conv1_bias = _taps(ahead.conv1.weight), ahead.conv1.bias
-        self._conv2, self._conv2_bias = _taps(ahead.conv2.weight), ahead.conv2.bias
+        self._conv1, self._conv1_bias = by_taps(ahead.conv1.weight), ahead.conv1.bias
+        self._conv2, self._conv2_bias = by_taps(ahead.conv2.weight), ahead.conv2.bias
         self._layers = [_layer(layer, longest) for layer in layers]
         self._up, self._up_bias = _upsampling(encoder.up_layer)
         self._up_embed = encoder.up_embed
@@ -117,11 +118,6 @@ def _norm(norm: nn.LayerNorm) -> Norm:
     return norm.weight, norm.bias
 
 
-def _taps(kernel: Tensor) -> Tensor:
-    """(C_out, C_in, taps) -> (C_out, taps * C_in), the oldest frame's tap first"""
-    return kernel.transpose(1, 2).flatten(1).contiguous()
-
-
 def _upsampling(layer: Upsample) -> tuple[Tensor, Tensor]:
     """Repeating each token and the convolution behind it, as one convolution of three tokens: weight (ratio * C, 3 C)
     and bias. A tap of the original meets one of these tokens, which one depends on the frame's place in its token."""
@@ -131,4 +127,4 @@ def _upsampling(layer: Upsample) -> tuple[Tensor, Tensor]:
     for frame in range(ratio):
         for tap in range(kernel.shape[2]):
             of_frames[frame, :, :, (frame + tap) // ratio] += kernel[:, :, tap]
-    return _taps(of_frames.flatten(0, 1)).to(layer.conv.weight), bias.repeat(ratio)
+    return by_taps(of_frames.flatten(0, 1)).to(layer.conv.weight), bias.repeat(ratio)

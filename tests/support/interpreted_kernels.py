@@ -18,18 +18,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from common import kernels
 from common.constants import LOOKAHEAD_TOKENS, MEL_BINS
-from common.flow.cache import KeyValues
-from common.flow.config import (
+from common.flow import (
+    CosyVoice3Flow,
     CosyVoice3FlowConfig,
     DiTConfig,
+    DiTFlow,
     DiTFlowConfig,
     EncoderConfig,
     LookaheadConfig,
     RotaryDiTConfig,
     UNetConfig,
 )
-from common.flow.cosyvoice3 import CosyVoice3Flow
-from common.flow.dit import DiTFlow
+from common.flow.cache import KeyValues
 from common.flow.layers import valid_frames
 from common.flow.unet import UNetEstimator
 from common.hift.config import HiFTConfig

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.constants import EULER_STEPS
 from common.flow.dit import NORM_EPS, DiTBlock, DiTEstimator, DiTFlow
+from common.flow.layers import by_taps
 from common.flow.matching import time_schedule
 from common.token2wav.cached.solver import CachedSolver, Ends, Rows, kept_inputs
 
@@ -118,19 +119,14 @@ def _block_weights(block: DiTBlock) -> BlockWeights:
         qk_norm=torch.stack([torch.stack([norm.weight, norm.bias]) for norm in (attention.q_norm, attention.k_norm)]),
         proj=attention.proj.weight,
         proj_bias=attention.proj.bias,
-        conv1=_taps(conv["1"].weight),
+        conv1=by_taps(conv["1"].weight),
         conv1_bias=conv["1"].bias,
         norm=conv["3"].weight,
         norm_bias=conv["3"].bias,
-        conv2=_taps(conv["6"].weight),
+        conv2=by_taps(conv["6"].weight),
         conv2_bias=conv["6"].bias,
         fc1=mlp.fc1.weight,
         fc1_bias=mlp.fc1.bias,
         fc2=mlp.fc2.weight,
         fc2_bias=mlp.fc2.bias,
     )
-
-
-def _taps(kernel: Tensor) -> Tensor:
-    """(C_out, C_in, 3) -> (C_out, 3 C_in), the oldest frame's tap first"""
-    return kernel.permute(0, 2, 1).flatten(1).contiguous()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from common import kernels
+from common.flow.layers import by_taps
 from common.flow.unet import CausalBlock, ResnetBlock, TransformerBlock, UNetEstimator
 
 
@@ -47,7 +48,7 @@ class FusedUNet:
         stages: list[Any] = [estimator.down_blocks[0], *estimator.mid_blocks, estimator.up_blocks[0]]
         self._resnets = [_resnet(stage[0], time) for stage in stages]
         self._transformers = [[_transformer(block) for block in stage[1]] for stage in stages]
-        self._closing = [(_taps(stage[2].weight), stage[2].bias) for stage in (stages[0], stages[-1])]
+        self._closing = [(by_taps(stage[2].weight), stage[2].bias) for stage in (stages[0], stages[-1])]
         self._final = _conv(estimator.final_block)
         self._projection = weight.flatten(1), estimator.final_proj.bias
 
@@ -85,14 +86,9 @@ class FusedUNet:
         return kernels.linear(y, w.narrow, w.narrow_bias, add_to=x)
 
 
-def _taps(kernel: Tensor) -> Tensor:
-    """(C_out, C_in, taps) -> (C_out, taps * C_in), the oldest frame's first"""
-    return kernel.permute(0, 2, 1).flatten(1).contiguous()
-
-
 def _conv(block: CausalBlock) -> ConvWeights:
     parts: dict[str, Any] = dict(block.block.items())
-    return ConvWeights(_taps(parts["0"].weight), parts["0"].bias, (parts["2"].weight, parts["2"].bias))
+    return ConvWeights(by_taps(parts["0"].weight), parts["0"].bias, (parts["2"].weight, parts["2"].bias))
 
 
 def _resnet(block: ResnetBlock, time: Tensor) -> ResnetWeights:

@@ -19,8 +19,8 @@ FEW_ROWS = 8  # a step of so few takes hardly longer than a look
 # Launches of prompts before a step: a step takes nearly as long for few requests as for many, so when many begin
 # together, their prompts come first.
 PREFILLS_PER_STEP = 2
-# While so many listeners wait for the tokens of their first chunk, no further prompts are prefilled: of hundreds that
-# begin together, half are served after half of the time, and the others hardly later.
+# While so many listeners wait for the tokens of their first chunk, no further prompts are prefilled: of 256 that begin
+# together the first ones are served earlier, and the last ones hardly later (docs/results/llm.md).
 WAVE = 128
 # Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
 FIRST_REPORT = 3  # tokens
