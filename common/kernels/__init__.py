@@ -13,6 +13,7 @@ from common.kernels.decoder import (
     project_normed,
     turn_heads,
 )
+from common.kernels.decoder_copied import gated_copied, project_heads_copied
 from common.kernels.draw import begin, draw
 from common.kernels.linear import add_norm_mish, linear
 from common.kernels.relative import attend_relative
@@ -35,10 +36,12 @@ __all__ = [
     "draw",
     "gate",
     "gated",
+    "gated_copied",
     "linear",
     "normed",
     "project_add",
     "project_heads",
+    "project_heads_copied",
     "project_normed",
     "rotate_first_head",
     "snake",

@@ -20,6 +20,7 @@ LEAST = tl.constexpr(-1e30)  # below every score
 PROGRAMS = 256  # of attention, which a GPU runs at once
 PRODUCT_PROGRAMS = 256  # of a product, so that all of a GPU reads weights
 COLUMNS = 1024  # of a program that computes no products
+TURN = tl.constexpr(8)  # a weight has so many gates and their values in turn, which one thread has after a product
 
 
 @triton.jit
@@ -69,6 +70,32 @@ def _products(
     return one, other
 
 
+@triton.jit
+def turned_stored(
+    one, other, q_ptr, keys_ptr, values_ptr, m, head, column, position, page, cosine, sine, mask,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Turn columns of the first half of a head, `one` (BM, BN), with those of the second half, and store both."""
+    HALF: tl.constexpr = D // 2
+    if head < H + KV:
+        turned = one * cosine - other * sine
+        other = other * cosine + one * sine
+        one = turned
+    if head < H:
+        target = q_ptr + (m[:, None] * H + head) * D + column[None, :]
+        tl.store(target, one.to(q_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + HALF, other.to(q_ptr.dtype.element_ty), mask=mask)
+    else:
+        of_head = page * KV + (head - H) % KV
+        place = (of_head * PAGE + position % PAGE)[:, None] * D + column[None, :]
+        if head < H + KV:
+            tl.store(keys_ptr + place, one.to(keys_ptr.dtype.element_ty), mask=mask)
+            tl.store(keys_ptr + place + HALF, other.to(keys_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(values_ptr + place, one.to(values_ptr.dtype.element_ty), mask=mask)
+            tl.store(values_ptr + place + HALF, other.to(values_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _project_heads(
     x_ptr, weight_ptr, bias_ptr, q_ptr, keys_ptr, values_ptr, tables_ptr, slots_ptr, positions_ptr, rotary_ptr,
@@ -99,23 +126,9 @@ def _project_heads(
     )  # fmt: skip
     one += bias[None, :]
     other += other_bias[None, :]
-    if head < H + KV:
-        turned = one * cosine - other * sine
-        other = other * cosine + one * sine
-        one = turned
-    if head < H:
-        target = q_ptr + (m[:, None] * H + head) * D + column[None, :]
-        tl.store(target, one.to(q_ptr.dtype.element_ty), mask=mask)
-        tl.store(target + HALF, other.to(q_ptr.dtype.element_ty), mask=mask)
-    else:
-        of_head = page * KV + (head - H) % KV
-        place = (of_head * PAGE + position % PAGE)[:, None] * D + column[None, :]
-        if head < H + KV:
-            tl.store(keys_ptr + place, one.to(keys_ptr.dtype.element_ty), mask=mask)
-            tl.store(keys_ptr + place + HALF, other.to(keys_ptr.dtype.element_ty), mask=mask)
-        else:
-            tl.store(values_ptr + place, one.to(values_ptr.dtype.element_ty), mask=mask)
-            tl.store(values_ptr + place + HALF, other.to(values_ptr.dtype.element_ty), mask=mask)
+    turned_stored(
+        one, other, q_ptr, keys_ptr, values_ptr, m, head, column, position, page, cosine, sine, mask, H, KV, D, PAGE
+    )  # fmt: skip
 
 
 def project_heads(
@@ -139,6 +152,12 @@ def project_heads(
     return q
 
 
+@triton.jit
+def _row_of_gate(n):
+    """In a weight that has gates and values in turn; the value is TURN rows further."""
+    return n // TURN * (2 * TURN) + n % TURN
+
+
 @triton.jit(do_not_specialize=["T"])
 def _gated(
     x_ptr, weight_ptr, out_ptr, T, eps,
@@ -147,14 +166,16 @@ def _gated(
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     wait(PDL)
-    gate, up = _products(x_ptr, weight_ptr, m, n, n + N, T, 2 * N, eps, 0, K, K, True, True, BM, BN, BK)
+    row = _row_of_gate(n)
+    gate, up = _products(x_ptr, weight_ptr, m, row, row + TURN, T, 2 * N, eps, 0, K, K, True, True, BM, BN, BK)
     result = gate * tl.sigmoid(gate) * up
     mask = (m < T)[:, None] & (n < N)[None, :]
     tl.store(out_ptr + m[:, None] * N + n[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
-    """x (T, K) of few tokens, weight (2 N, K): gates, then values -> silu(gate) * value (T, N) of the normalised x."""
+    """x (T, K) of few tokens, weight (2 N, K): eight gates and their eight values in turn -> silu(gate) * value (T, N)
+    of the normalised x."""
     (T, K), N = x.shape, len(weight) // 2
     out = torch.empty(T, N, dtype=weight.dtype, device=x.device)
     _gated[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns))](
@@ -166,7 +187,7 @@ def gated(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
 
 @triton.jit(do_not_specialize=["T"])
 def _project(
-    x_ptr, weight_ptr, out_ptr, parts_ptr, arrived_ptr, T, N, eps,
+    x_ptr, weight_ptr, out_ptr, parts_ptr, arrived_ptr, copy_ptr, squares_ptr, T, N, eps,
     K: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -177,6 +198,8 @@ def _project(
     places = out_ptr + m[:, None] * N + n[None, :]
     mask = (m < T)[:, None] & (n < N)[None, :]
     wait(PDL)
+    if ADD:  # before the product, so that nothing waits for it afterwards
+        before = tl.load(places, mask=mask, other=0.0)
     result, _ = _products(
         x_ptr, weight_ptr, m, n, n, T, N, eps, split * PART, K, PART, NORM, False, BM, BN, BK
     )  # fmt: skip
@@ -190,43 +213,55 @@ def _project(
         if last:
             tl.store(arrived_ptr + tile, 0)
             result = tl.zeros((BM, BN), tl.float32)
-            for part in range(SPLITS):
+            for part in tl.static_range(SPLITS):
                 result += tl.load(parts + part * BM * BN, cache_modifier=".cg")
     if last:
         if ADD:
-            result += tl.load(places, mask=mask, other=0.0)
+            result += before
         tl.store(places, result, mask=mask)
+        if copy_ptr is not None:
+            tl.store(copy_ptr + m[:, None] * N + n[None, :], result.to(copy_ptr.dtype.element_ty), mask=mask)
+            squares = tl.sum(tl.where(mask, result * result, 0.0), 1)
+            tl.store(squares_ptr + m * tl.num_programs(1) + tl.program_id(1), squares, mask=m < T)
 
 
-def project_add(y: Tensor, weight: Tensor, x: Tensor, arrived: Tensor, tile: ProductTile) -> None:
+def project_add(
+    y: Tensor, weight: Tensor, x: Tensor, arrived: Tensor, tile: ProductTile, *, copies: bool = False
+) -> tuple[Tensor, Tensor] | None:
     """x (T, N) += y (T, K) weight^T (K, N), for few tokens.
 
-    arrived: int32, zeros, at least as many as the product has tiles; zeros again afterwards.
+    arrived: int32, zeros, at least as many as the product has tiles; zeros again afterwards. copies: returns the new x
+    in the type of the weight, and (T, tiles) sums of its squares.
     """
+    copied = None
+    if copies:
+        copied = torch.empty_like(x, dtype=weight.dtype), x.new_empty(len(x), triton.cdiv(len(weight), tile.columns))
     blocks = triton.cdiv(y.shape[1], tile.depth)
     programs = triton.cdiv(len(y), tile.rows) * triton.cdiv(len(weight), tile.columns)
     splits = max(1, min(PRODUCT_PROGRAMS // programs, blocks // 2))
     splits = triton.next_power_of_2(splits + 1) // 2
     assert programs <= len(arrived)
     parts = torch.empty(programs * splits if splits > 1 else 0, tile.rows, tile.columns, device=x.device)
-    _launch_project(y, weight, x, 0.0, tile, parts, arrived, splits, norm=False, add=True)
+    _launch_project(y, weight, x, 0.0, tile, parts, arrived, splits, copied, norm=False, add=True)
+    return copied
 
 
 def project_normed(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
     """x (T, K), weight (N, K) -> (T, N) float32 of the normalised x."""
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
-    _launch_project(x, weight, out, eps, tile, out, out, 1, norm=True, add=False)
+    _launch_project(x, weight, out, eps, tile, out, out, 1, None, norm=True, add=False)
     return out
 
 
 def _launch_project(
     x: Tensor, weight: Tensor, out: Tensor, eps: float, tile: ProductTile, parts: Tensor, arrived: Tensor, splits: int,
-    *, norm: bool, add: bool,
+    copied: tuple[Tensor, Tensor] | None, *, norm: bool, add: bool,
 ) -> None:  # fmt: skip
     (T, K), N = x.shape, len(weight)
     part = triton.cdiv(triton.cdiv(K, tile.depth), splits) * tile.depth
     _project[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns), splits)](
-        x, weight, out, parts, arrived, T, N, eps, K=K, PART=part, SPLITS=splits, NORM=norm, ADD=add,
+        x, weight, out, parts, arrived, *(copied or (None, None)), T, N, eps,
+        K=K, PART=part, SPLITS=splits, NORM=norm, ADD=add,
         BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
 
@@ -308,13 +343,14 @@ def turn_heads(
 def _gate(pairs_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait(PDL)
     row, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(pairs_ptr + row * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
-    up = tl.load(pairs_ptr + (row * 2 + 1) * N + n, mask=n < N, other=0.0).to(tl.float32)
+    pairs = pairs_ptr + row * 2 * N + _row_of_gate(n)
+    gate = tl.load(pairs, mask=n < N, other=0.0).to(tl.float32)
+    up = tl.load(pairs + TURN, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * N + n, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 def gate(pairs: Tensor) -> Tensor:
-    """(T, 2 N): gates, then values -> silu(gate) * value (T, N)"""
+    """(T, 2 N): eight gates and their eight values in turn -> silu(gate) * value (T, N)"""
     T, N = len(pairs), pairs.shape[1] // 2
     out = torch.empty(T, N, dtype=pairs.dtype, device=pairs.device)
     _gate[(T, triton.cdiv(N, COLUMNS))](pairs, out, N=N, BLOCK=COLUMNS, num_warps=4, **early())

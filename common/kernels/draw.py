@@ -2,7 +2,7 @@
 token with what it changes.
 
 The thresholds of top-k and top-p are found by halving the range of numbers, bit by bit, instead of sorting: a program
-holds its row in registers, and counts or sums what is at or above a number.
+holds its row in registers, and counts or sums what is at or above a number, until a sum is what is needed.
 """
 
 import torch
@@ -19,7 +19,8 @@ LAST, LENGTH, DRAWN, MOST, SEED = map(tl.constexpr, range(5))
 
 @triton.jit
 def _begin(
-    batch_ptr, ended_ptr, numbers_ptr, embedding_ptr, slots_ptr, positions_ptr, x_ptr, steps_ptr, scratch,
+    batch_ptr, ended_ptr, numbers_ptr, embedding_ptr, slots_ptr, positions_ptr, x_ptr, steps_ptr, copy_ptr, squares_ptr,
+    scratch,
     NUMBERS: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
@@ -31,23 +32,30 @@ def _begin(
     tl.store(positions_ptr + row, tl.load(numbers + LENGTH))
     x = tl.load(embedding_ptr + tl.load(numbers + LAST) * K + k, mask=k < K, other=0.0)
     tl.store(x_ptr + row * K + k, x.to(tl.float32), mask=k < K)
+    if copy_ptr is not None:
+        tl.store(copy_ptr + row * K + k, x, mask=k < K)
+        tl.store(squares_ptr + row, tl.sum(x.to(tl.float32) * x.to(tl.float32), 0))
     if row == 0:
         tl.store(steps_ptr, tl.load(steps_ptr) + 1)
 
 
 def begin(
-    batch: Tensor, ended: Tensor, numbers: Tensor, steps: Tensor, embedding: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    batch: Tensor, ended: Tensor, numbers: Tensor, steps: Tensor, embedding: Tensor, *, copies: bool = False
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Slots (R,) of a batch -> the same, with the last slot for those that have ended; the position of each one's last
-    token; its embedding (R, K) float32. By slot: ended bool, numbers (slots, 5). steps (1,) += 1."""
+    token; its embedding (R, K) float32; if `copies`, this in its own type, and the sum (R, 1) of its squares.
+
+    By slot: ended bool, numbers (slots, 5). steps (1,) += 1.
+    """
     (R,), K = batch.shape, embedding.shape[1]
     slots, positions = torch.empty(2, R, dtype=torch.long, device=batch.device)
     x = torch.empty(R, K, dtype=torch.float32, device=batch.device)
+    copied = (torch.empty_like(x, dtype=embedding.dtype), x.new_empty(R, 1)) if copies else None
     _begin[(R,)](
-        batch, ended.view(torch.uint8), numbers, embedding, slots, positions, x, steps, len(ended) - 1,
-        NUMBERS=numbers.shape[1], K=K, WIDE=triton.next_power_of_2(K), num_warps=4, **early(),
+        batch, ended.view(torch.uint8), numbers, embedding, slots, positions, x, steps, *(copied or (None, None)),
+        len(ended) - 1, NUMBERS=numbers.shape[1], K=K, WIDE=triton.next_power_of_2(K), num_warps=4, **early(),
     )  # fmt: skip
-    return slots, positions, x
+    return slots, positions, x, copied
 
 
 @triton.jit
@@ -73,14 +81,20 @@ def _ordered(scores):
 
 
 @triton.jit
-def _reached(order, amounts, needed):
-    """The largest number such that the amounts at or above it sum up to `needed`; 0 if they never do."""
-    found = tl.zeros((), tl.uint32)
+def _reached(order, amounts, needed, least, most):
+    """A number such that the amounts at or above it sum up to `needed`, and none of them can be left out; all that are
+    not 0 are above it if they never do. The ones that are not 0 are of numbers from `least` to `most`."""
     bit = tl.full((), 0x80000000, tl.uint32)
-    for _ in range(32):
+    while bit > (least ^ most):  # both have these bits in common
+        bit = bit >> 1
+    found = most & ~(bit | (bit - (bit > 0).to(tl.uint32)))
+    total = tl.full((), float("inf"), tl.float32)
+    while (bit > 0) & (total != needed):
         candidate = found | bit
-        if tl.sum(tl.where(order >= candidate, amounts, 0.0), 0) >= needed:
+        reached = tl.sum(tl.where(order >= candidate, amounts, 0.0), 0)
+        if reached >= needed:
             found = candidate
+            total = reached
         bit = bit >> 1
     return found
 
@@ -126,11 +140,14 @@ def _draw(
     highest = tl.max(scores, 0)
     everything = tl.exp(scores - highest)
     order = tl.where(inside, _ordered(scores), 0)
-    kept = order >= _reached(order, tl.where(inside, 1.0, 0.0), tl.load(sampling + 2))
+    most = tl.max(order, 0)
+    least = _reached(order, tl.where(inside, 1.0, 0.0), tl.load(sampling + 2), tl.zeros((), tl.uint32), most)
+    kept = order >= least
     weights = tl.where(kept & inside, everything, 0.0)
     window = tl.load(sampling + 5).to(tl.int64)
     whole = tl.where(window > 0, tl.sum(everything, 0), tl.sum(weights, 0))
-    weights = tl.where(order >= _reached(order, weights, tl.load(sampling + 3) * whole), weights, 0.0)
+    least = _reached(order, weights, tl.load(sampling + 3) * whole, least, most)
+    weights = tl.where(order >= least, weights, 0.0)
     key = tl.load(numbers + SEED)
     uniform = tl.where(tl.load(sampling + 2) == 1, 0.0, _uniform(key, position, 0))  # the first of equal ones
     drawn = _picked(weights, uniform, C)

@@ -11,6 +11,7 @@ import torch
 import triton
 
 FEW_ROWS = 128  # at most this many rows of a product use small tiles: large ones would leave multiprocessors idle
+MANY_ROWS = 512  # the same for tiles of 128 rows
 PROGRAMS = 80  # of a kernel in tiles of 64 rows; with fewer ones, smaller tiles are faster
 WIDE_WEIGHT = 1 << 20  # values; larger weights occupy them with half as many rows
 FEW_QUERIES = 1024  # the same for attention, whose queries are fewer in a program
@@ -60,6 +61,27 @@ class DecoderTiles(NamedTuple):
         return self.many if T <= 64 else self.most
 
 
+class CopiedDecoderTiles(NamedTuple):
+    """Tiles of a decoder's products that the copy engine fetches."""
+
+    heads: ProductTile  # of few tokens, at most as many as rows, with a head's columns
+    gated: tuple[ProductTile, ...]  # of few tokens: the first that has as many rows
+    gated_many: ProductTile
+    gated_most: ProductTile
+
+    def few(self, T: int) -> tuple[ProductTile, ProductTile] | None:
+        """Of heads and gates, for T tokens; None: they are one or two, or not few."""
+        if not 2 < T <= self.heads.rows:
+            return None
+        rows = max(16, triton.next_power_of_2(T))
+        gated = next(tile for tile in self.gated if tile.rows >= rows)
+        return self.heads._replace(rows=rows), gated._replace(rows=rows)
+
+    def many(self, T: int) -> ProductTile:
+        """Of gates, for more tokens."""
+        return self.gated_many if T <= MANY_ROWS else self.gated_most
+
+
 class Tiles(NamedTuple):
     """Tiles by the size of the work; those of heads have a head's width instead of `columns`."""
 
@@ -81,6 +103,7 @@ class Tiles(NamedTuple):
     decoder_gated: DecoderTiles
     decoder_added: DecoderTiles  # to the residual stream
     decoder_logits: DecoderTiles
+    decoder_copied: CopiedDecoderTiles | None
     vocoder: tuple[ProductTile, ...]  # the largest first
     copied: tuple[ProductTile, ...]  # by the copy engine; the largest first
 
@@ -157,6 +180,12 @@ TENSOR_CORES = Tiles(
         ProductTile(64, 64, 64, 4, 4),
         ProductTile(64, 64, 64, 4, 4),
     ),
+    decoder_copied=CopiedDecoderTiles(
+        heads=ProductTile(64, 64, 128, 4, 4),
+        gated=(ProductTile(32, 32, 128, 4, 4), ProductTile(64, 32, 128, 4, 3)),
+        gated_many=ProductTile(64, 64, 64, 4, 3),
+        gated_most=ProductTile(128, 64, 64, 4, 3),
+    ),
     vocoder=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 64, 128, 4, 3), ProductTile(64, 32, 128, 4, 4)),
     copied=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 128, 64, 4, 4), ProductTile(64, 64, 64, 4, 4)),
 )
@@ -185,6 +214,7 @@ MULTIPLY_ADD = Tiles(
         ProductTile(32, 32, 16, 4, 1),
         ProductTile(32, 32, 16, 4, 1),
     ),
+    decoder_copied=None,
     vocoder=(ProductTile(64, 32, 16, 4, 1),),  # serving leaves these products to cuDNN
     copied=(),
 )
@@ -204,3 +234,8 @@ def copies_tiles() -> bool:
 def tiles(dtype: torch.dtype) -> Tiles:
     """For operands of that type on the current GPU."""
     return TENSOR_CORES if uses_tensor_cores(dtype) else MULTIPLY_ADD
+
+
+def decoder_copied(dtype: torch.dtype) -> CopiedDecoderTiles | None:
+    """The same for a decoder's products; None: the GPU has no copy engine for them."""
+    return tiles(dtype).decoder_copied if copies_tiles() else None

@@ -35,7 +35,8 @@ from common.flow.unet import UNetEstimator
 from common.hift.config import HiFTConfig
 from common.hift.f0 import silenced
 from common.hift.generator import HiFTGenerator
-from common.kernels.tiles import ProductTile, Tiles
+from common.kernels import tiles
+from common.kernels.tiles import MULTIPLY_ADD, CopiedDecoderTiles, ProductTile, Tiles
 from common.llm.batch_sampler import SamplingRow
 from common.llm.engines.cuda.fused import Fused
 from common.llm.engines.cuda.operations import (
@@ -82,10 +83,11 @@ SAMPLING = [
 ]
 
 
-def layer(operations: Operations, T: int, consecutive: int) -> list[torch.Tensor]:
+def layer(operations: Operations, T: int, consecutive: int, copied: bool = False) -> list[torch.Tensor]:
     """What a layer and the head make of T tokens; their sequences begin with 0, 60 and 120 tokens.
 
-    consecutive: so many tokens follow each other in one sequence; some of them cross the end of a page.
+    consecutive: so many tokens follow each other in one sequence; some of them cross the end of a page. copied: as
+    `begin` leaves x where the copy engine fetches tiles.
     """
     random = torch.Generator().manual_seed(T)
 
@@ -103,6 +105,8 @@ def layer(operations: Operations, T: int, consecutive: int) -> list[torch.Tensor
                 pool[LAYER, tables[slot, position // PAGE], :, position % PAGE] = normal(KV_HEADS, D)
     places = Places(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2), consecutive)
     x = Residual(normal(T, HIDDEN))
+    if copied:
+        x.copied = x.x.clone(), x.x.square().view(T, 3, -1).sum(2)
     heads = (HEADS + 2 * KV_HEADS) * D
     q = operations.project_heads(x, normal(heads, HIDDEN), normal(heads), 1e-6, places, LAYER)
     attended = operations.attend(q, places, LAYER)
@@ -119,6 +123,21 @@ def compare_layers() -> None:
     for T, consecutive in ((1, 1), (31, 1), (37, 1), (48, CONSECUTIVE)):
         for found, expected in zip(layer(fused, T, consecutive), layer(Plain(), T, consecutive), strict=True):
             assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+def compare_copied_layers() -> None:
+    """The same with tiles that the copy engine fetches, of which the last are not full: few tokens, in all kernels of a
+    layer and in the first one, and many."""
+    fused, tile = Fused(torch.device("cpu")), ProductTile(32, 32, 16, 4, 1)
+    copied = CopiedDecoderTiles(tile, (tile._replace(rows=16), tile), tile, tile)
+    with (
+        patch.object(tiles, "copies_tiles", lambda: True),
+        patch.object(tiles, "MULTIPLY_ADD", MULTIPLY_ADD._replace(decoder_copied=copied)),
+    ):
+        for T, consecutive in ((5, 1), (31, 1), (37, 1), (48, CONSECUTIVE)):
+            plain = layer(Plain(), T, consecutive)
+            for found, expected in zip(layer(fused, T, consecutive, copied=T <= tile.rows), plain, strict=True):
+                assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 def compare_steps() -> None:
@@ -442,6 +461,7 @@ if __name__ == "__main__":
         compare_snake()
         compare_copied()
         compare_layers()
+        compare_copied_layers()
         compare_unet()
         compare_encoder()
         compare_hift()

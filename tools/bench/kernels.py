@@ -205,7 +205,7 @@ def _run_vocoder(dtype: torch.dtype) -> None:
 
 
 def _run_decoder(dtype: torch.dtype) -> None:
-    """One layer of the LLM, its head and the draw, for every size of its graphs that has kernels of its own."""
+    """Two layers of the LLM, its head and the draw, for every size of its graphs that has kernels of its own."""
     sizes, D = LLM_SIZES, LLM_SIZES.hidden // LLM_SIZES.heads
     heads, width = sizes.heads + 2 * sizes.kv_heads, SPEECH_VOCAB + 3
     with torch.device("meta"):
@@ -224,16 +224,17 @@ def _run_decoder(dtype: torch.dtype) -> None:
         }
         embedding = torch.empty(width, sizes.hidden, dtype=dtype)
     requests, fused = Requests(torch.empty(width, device="meta"), 0, 8), Fused(torch.device("meta"))
-    for T, consecutive in ((1, 1), (16, 1), (64, 1), (256, 1), (1024, CONSECUTIVE)):
+    for T, consecutive in ((1, 1), (16, 1), (32, 1), (64, 1), (256, 1), (1024, CONSECUTIVE)):
         slots = torch.empty(T, dtype=torch.int64, device="meta")
         places = Places(slots, slots, keys[None], keys[None], tables, rotary, consecutive)
         if consecutive == 1:
             *_, x = fused.begin(requests, slots, embedding)
         else:
             x = Residual(torch.empty(T, sizes.hidden, device="meta"))
-        q = fused.project_heads(x, weights["qkv"], weights["qkv_bias"], 1e-6, places, 0)
-        fused.project_add(fused.attend(q, places, 0), weights["out"], x, 1e-6)
-        fused.project_add(fused.gated(x, weights["gate_up"], 1e-6), weights["down"], x, 1e-6)
+        for _ in range(2):
+            q = fused.project_heads(x, weights["qkv"], weights["qkv_bias"], 1e-6, places, 0)
+            fused.project_add(fused.attend(q, places, 0), weights["out"], x, 1e-6)
+            fused.project_add(fused.gated(x, weights["gate_up"], 1e-6), weights["down"], x, 1e-6)
         fused.draw(fused.head(x, weights["head"], 1e-6), requests, slots)
 
 

@@ -153,11 +153,16 @@ class Decoder:
         operations.draw(operations.head(x, weights.head, weights.sizes.eps), self._requests, slots)
 
     def _hidden(self, x: Residual, slots: Tensor, positions: Tensor, consecutive: int) -> None:
-        """All layers, of the embeddings of tokens in these slots (T,) at these positions (T,)."""
+        """All layers, of the embeddings of tokens in these slots (T,) at these positions (T,).
+
+        Of prompts, whose last tokens are computed by a step, the last layer's keys and values are all that is needed.
+        """
         weights, operations, eps = self._weights, self._operations, self._weights.sizes.eps
         places = Places(slots, positions, self._keys, self._values, self._tables, weights.rotary, consecutive)
         for index, layer in enumerate(weights.layers):
             q = operations.project_heads(x, layer.qkv, layer.qkv_bias, eps, places, index)
+            if consecutive > 1 and index == len(weights.layers) - 1:
+                return
             operations.project_add(operations.attend(q, places, index), layer.out, x, eps)
             operations.project_add(operations.gated(x, layer.gate_up, eps), layer.down, x, eps)
 

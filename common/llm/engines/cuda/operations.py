@@ -15,6 +15,7 @@ from common.llm.batch_sampler import BatchSampler, SamplingRow
 PAGE = 64  # tokens
 CONSECUTIVE = 8  # a piece of a prompt is padded to a multiple of so many tokens
 RING = 16  # steps whose columns are kept on the device until they are copied
+TURN = 8  # gates of the MLP, then their values, in turn
 # In place of a column of the logits: the row's request had ended before; its logits are not finite.
 NOTHING, FAULT = -1, -2
 
@@ -39,10 +40,12 @@ class Places:
 
 @dataclass
 class Residual:
-    """The residual stream x (T, hidden). normed: the same after a norm, where an operation has computed it already."""
+    """The residual stream x (T, hidden). What an operation may have computed of it already: normed, the same after a
+    norm; copied, the same in the type of the weights, and sums of its squares (T, n)."""
 
     x: Tensor
     normed: Tensor | None = None
+    copied: tuple[Tensor, Tensor] | None = None
 
 
 class Requests:
@@ -142,8 +145,9 @@ class Plain:
         x.x += F.linear(y, weight)
 
     def gated(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
-        gate, up = F.linear(_normed(x.x, eps).to(weight.dtype), weight).chunk(2, dim=1)
-        return F.silu(gate) * up
+        both = F.linear(_normed(x.x, eps).to(weight.dtype), weight)
+        gate, up = both.unflatten(1, (-1, 2, TURN)).unbind(2)  # (T, 2 mlp) -> (T, mlp / 8, 8) twice
+        return (F.silu(gate) * up).flatten(1)
 
     def head(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
         return F.linear(_normed(x.x, eps).to(weight.dtype), weight).float()

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from common.llm.checkpoint import MAX_CONTEXT, speech_bias
+from common.llm.engines.cuda.operations import TURN
 from common.llm.engines.interface import candidate_ids, require_speech_tokens
 from common.llm.speech_tokens import LLMTokenizer
 
@@ -63,8 +64,8 @@ class Qwen2Sizes:
 class LayerWeights:
     """The weights of the norm before a product are a part of its matrix.
 
-    qkv ((heads + 2 kv_heads) * D, hidden), qkv_bias; out (hidden, heads * D); gate_up (2 * mlp, hidden), the gates
-    first; down (hidden, mlp).
+    qkv ((heads + 2 kv_heads) * D, hidden), qkv_bias; out (hidden, heads * D); gate_up (2 * mlp, hidden), TURN gates
+    and TURN ups in turn; down (hidden, mlp).
     """
 
     qkv: Tensor
@@ -128,12 +129,12 @@ class Weights:
     def _layer(of: Callable[[str], Tensor], dtype: torch.dtype) -> LayerWeights:
         qkv = [of(f"self_attn.{name}_proj.weight") for name in "qkv"]
         qkv_bias = [of(f"self_attn.{name}_proj.bias") for name in "qkv"]
-        gate_up = [of("mlp.gate_proj.weight"), of("mlp.up_proj.weight")]
+        gate_up = [of(f"mlp.{name}_proj.weight").unflatten(0, (-1, TURN)) for name in ("gate", "up")]
         return LayerWeights(
             qkv=(torch.cat(qkv) * of("input_layernorm.weight")).to(dtype),
             qkv_bias=torch.cat(qkv_bias).to(dtype),
             out=of("self_attn.o_proj.weight").to(dtype),
-            gate_up=(torch.cat(gate_up) * of("post_attention_layernorm.weight")).to(dtype),
+            gate_up=(torch.stack(gate_up, 1).flatten(0, 2) * of("post_attention_layernorm.weight")).to(dtype),
             down=of("mlp.down_proj.weight").to(dtype),
         )
 
