@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -115,19 +116,21 @@ def test_an_engine_on_the_gpu_gives_each_request_the_tokens_that_it_gets_alone(l
     engine = load_engine("cuda", llm_dir, tokenizer, 8, memory_gib=4.0, instance_kind="KIND_GPU")
 
     async def speak(seed):
-        ids = tokenizer.encode_prompt(LLMPrompt("text " * (seed + 1)))
+        ids = tokenizer.encode_prompt(LLMPrompt("text " * (seed % 8 + 1)))
         request = GenerationRequest(ids, Sampling(seed=seed), tokenizer.end_ids)
         return [token async for chunk in engine.generate(request) for token in chunk.tokens]
 
     async def together():
-        return await asyncio.gather(*map(speak, range(8)))
+        return [await asyncio.gather(*map(speak, range(seed, seed + 8))) for seed in range(0, 32, 8)]
 
     try:
-        alone = [asyncio.run(speak(seed)) for seed in range(8)]
-        answers = asyncio.run(together())
+        alone = [asyncio.run(speak(seed)) for seed in range(32)]
+        answers = list(chain.from_iterable(asyncio.run(together())))
         assert all(len(answer) > 20 for answer in alone)
-        # Another batch size rounds differently, which changes a few draws in 16 bits.
-        assert sum(one == other for one, other in zip(alone, answers, strict=True)) >= 4
+        # Another batch size rounds differently, which in 16 bits changes a draw of most answers, sooner or later.
+        pairs = list(zip(alone, answers, strict=True))
+        assert sum(one[:5] == other[:5] for one, other in pairs) >= 20
+        assert sum(one == other for one, other in pairs) >= 4
         assert engine.live == 0 and engine._pages.free == engine._pages.total
     finally:
         engine.close()

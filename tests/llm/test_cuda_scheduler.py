@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from common.llm.engines.cuda import scheduler
+from common.llm.engines.cuda.engine import PREFILLS_PER_STEP
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import SCRATCH, Pages
 from common.llm.engines.cuda.scheduler import (
@@ -16,7 +17,6 @@ from common.llm.engines.cuda.scheduler import (
     FIRST_REPORT,
     MOST_HELD,
     NOTHING,
-    PREFILLS_PER_STEP,
     STEPS_PER_LOOK,
     Scheduler,
     SequenceRow,
@@ -124,7 +124,10 @@ class Served:
         return sequence
 
     def step(self, *, ahead=True):
-        self.scheduler.admit(self.waiting)
+        for _ in range(PREFILLS_PER_STEP):  # as the engine does
+            self.scheduler.admit(self.waiting)
+            if not self.scheduler.prefill():
+                break
         answers = self.scheduler.compute(ahead=ahead)
         for answer in answers:
             self.answers[answer.sequence].append(answer.item)
@@ -195,25 +198,27 @@ def test_prompts_are_prefilled_in_pieces_together_with_others():
 
 def test_a_step_comes_after_so_many_launches_of_prompts_at_most():
     served = Served(lambda: 5)
-    first, second, third = (served.add(prompt) for prompt in (100, 100, 100))
+    *rows, last = (served.add(100) for _ in range(PREFILLS_PER_STEP + 1))
     served.step()
-    assert len(served.model.prefills) == PREFILLS_PER_STEP and first.launched == second.launched == 1
-    assert not third.ready
+    assert len(served.model.prefills) == PREFILLS_PER_STEP and all(row.launched == 1 for row in rows)
+    assert not last.ready
     served.run()
-    assert served.model.starts == [2, 1]
-    assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in (first, second, third))
+    assert served.model.starts == [PREFILLS_PER_STEP, 1]
+    assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in (*rows, last))
 
 
-def test_while_many_wait_for_their_first_tokens_no_further_prompts_are_prefilled(monkeypatch):
+def test_when_many_wait_for_their_first_tokens_no_further_prompts_are_prefilled_until_all_have_them(monkeypatch):
     monkeypatch.setattr(scheduler, "WAVE", 2)
     served = Served(lambda: 5)
     rows = [served.add(100) for _ in range(5)]
     served.step()
-    while rows[0].urgent:
+    rows[0].launched += 1  # it has its tokens a step earlier than the other
+    while rows[1].urgent:
         assert len(served.model.prefills) == 2
         served.step()
+    rows[0].launched -= 1
     served.step()
-    assert [row.ready for row in rows] == [True, True, True, True, False] and not rows[1].urgent
+    assert [row.ready for row in rows] == [True, True, True, True, False]
     served.run()
     assert len(served.model.prefills) == 5
     assert all(served.tokens(row) == [FIRST + 5] * 20 for row in rows)

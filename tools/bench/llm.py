@@ -8,6 +8,7 @@ weights.
 
 import argparse
 import asyncio
+import gc
 import statistics
 import sys
 import tempfile
@@ -127,6 +128,8 @@ async def measure(args: argparse.Namespace, model_dir: Path) -> None:
     llm = EngineLM(engine, tokenizer, NO_RATIOS)
     try:
         await warm_up(engine, tokenizer, requests)
+        gc.collect()
+        gc.freeze()  # as a server does when it is ready
         for streams in args.streams:
             sampling = Sampling(max_tokens=args.tokens, min_tokens=args.tokens)
             for _ in range(args.repeats):

@@ -1,6 +1,7 @@
 """Loads the decoder and serves requests with it in a thread."""
 
 import logging
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,13 @@ from common.process import faults
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-MAX_PREFILL = {"cuda": 2048, "cpu": 256}  # tokens of prompts in one launch
+MAX_PREFILL = {"cuda": 4096, "cpu": 256}  # tokens of prompts in one launch
+# Launches of prompts before a step: a step takes nearly as long for few requests as for many, so when many begin
+# together, their prompts come first.
+PREFILLS_PER_STEP = 4
+# Seconds between two threads that want to compute in Python, in the LLM's process: a crowd's requests come in another
+# thread than the engine's, which has to wait for it at each operation of torch while the GPU has nothing to do.
+SWITCH_SECONDS = 1e-4
 # Rows that are ahead of their listeners are computed together, at ten times the rate of speech: a step of many rows
 # takes hardly longer than one of few, and between them the GPU is token2wav's, which renders first chunks.
 BEAT_SECONDS = STEPS_PER_LOOK / (10 * TOKEN_RATE)
@@ -70,9 +77,12 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
     def _step(self) -> None:
         if faults.take("llm_thread"):
             raise RuntimeError("a fault of a test")
-        with self._wake:
-            self._scheduler.admit(self._waiting)
-            self._last_waiting = self._waiting[-1] if self._waiting else None
+        for _ in range(PREFILLS_PER_STEP):  # before each, to find the requests that have come meanwhile
+            with self._wake:
+                self._scheduler.admit(self._waiting)
+                self._last_waiting = self._waiting[-1] if self._waiting else None
+            if not self._scheduler.prefill():
+                break
         speaking = next((row for row in self._rows if row.generated), None)
         if speaking and faults.take("nan_logits"):
             self._decoder.spoil(speaking.pages[0])
@@ -126,6 +136,8 @@ def load_engine(model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: in
             f"{resources.gib + (page * (longest + 1) - rest) / GIB:.2f} for one request of {sizes.context} tokens"
         )
     decoder = Decoder(weights, _operations(device), max_requests, count, MAX_PREFILL[device.type], graphs=on_gpu)
+    if on_gpu:
+        sys.setswitchinterval(SWITCH_SECONDS)
     logger.info("the LLM runs on %s with keys and values of %d tokens", device, (count - 1) * PAGE)
     return CudaEngine(decoder, sizes, Pages(count), max_requests, device)
 

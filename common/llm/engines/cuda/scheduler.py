@@ -16,12 +16,10 @@ from common.llm.interface import FinishReason, TokenChunk
 
 STEPS_PER_LOOK = 3  # at what was drawn, where no answer is urgent
 FEW_ROWS = 8  # a step of so few takes hardly longer than a look
-# Launches of prompts before a step: a step takes nearly as long for few requests as for many, so when many begin
-# together, their prompts come first.
-PREFILLS_PER_STEP = 2
-# While so many listeners wait for the tokens of their first chunk, no further prompts are prefilled: of 256 that begin
-# together the first ones are served earlier, and the last ones hardly later (docs/results/llm.md).
-WAVE = 128
+# When so many listeners wait for the tokens of their first chunk, no further prompts are prefilled until all of them
+# have these: of 256 that begin together the first ones are served earlier, and the last ones hardly later
+# (docs/results/llm.md).
+WAVE = 132
 # Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
 FIRST_REPORT = 3  # tokens
 MOST_HELD = TOKEN_RATE  # a second of speech
@@ -114,6 +112,7 @@ class Scheduler:
         self._pages = pages
         self.rows: list[SequenceRow] = []  # what is computed, oldest first
         self._selected: list[SequenceRow] = []
+        self._wave = False  # no prompts are prefilled, because so many listeners wait for what was
         self._launched: tuple[Burst, list[SequenceRow]] | None = None
 
     @property
@@ -159,24 +158,25 @@ class Scheduler:
         self._pages.give_back(sequence.pages)
         sequence.slot, sequence.pages = None, []
 
+    def prefill(self) -> bool:
+        """Launch prompts, at most `max_prefill` tokens; False if there is nothing to be launched now."""
+        if all(row.ready for row in self.rows):
+            return False
+        waiting = sum(row.ready and row.urgent > 0 for row in self.rows)
+        self._wave = waiting >= WAVE or (self._wave and waiting > 0)
+        if not self._wave:
+            self._model.prefill(self._pieces())
+        return not self._wave
+
     def compute(self, *, ahead: bool = True) -> list[Answer]:
-        """Launch prefills and steps; returns what the steps launched by the call before have drawn.
+        """Launch steps; returns what the steps launched by the call before have drawn.
 
         ahead: also of the rows that are ahead of their listeners.
         """
-        self._prefill()
         ready = [row for row in self.rows if row.ready and (ahead or not row.ahead)]
         launched = self._launched
         self._launched = self._step(ready) if ready else None
         return self._answers(*launched) if launched else []
-
-    def _prefill(self) -> None:
-        if all(row.ready for row in self.rows) or sum(row.ready and row.urgent > 0 for row in self.rows) >= WAVE:
-            return
-        for _ in range(PREFILLS_PER_STEP):
-            if not (pieces := self._pieces()):
-                return
-            self._model.prefill(pieces)
 
     def _pieces(self) -> list[PromptPiece]:
         """What is to be prefilled next, of the oldest requests, at most `max_prefill` tokens."""
