@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from common.llm.engines.cuda import scheduler
-from common.llm.engines.cuda.engine import PREFILLS_PER_STEP
 from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
 from common.llm.engines.cuda.pages import SCRATCH, Pages
 from common.llm.engines.cuda.scheduler import (
@@ -114,6 +113,7 @@ class Served:
         self.pages = Pages(pages + 1)
         self.scheduler = Scheduler(self.model, SLOTS, self.pages)
         self.waiting = deque()
+        self.prefill_per_step, self.launched = 400, 0
         self.answers: dict[SequenceRow, list] = {}
 
     def add(self, prompt=10, max_tokens=20, **hints):
@@ -124,10 +124,10 @@ class Served:
         return sequence
 
     def step(self, *, ahead=True):
-        for _ in range(PREFILLS_PER_STEP):  # as the engine does
-            self.scheduler.admit(self.waiting)
-            if not self.scheduler.prefill():
-                break
+        self.scheduler.admit(self.waiting)
+        while sum(self.model.prefills[self.launched :]) < self.prefill_per_step and self.scheduler.prefill():
+            pass
+        self.launched = len(self.model.prefills)
         answers = self.scheduler.compute(ahead=ahead)
         for answer in answers:
             self.answers[answer.sequence].append(answer.item)
@@ -194,17 +194,6 @@ def test_prompts_are_prefilled_in_pieces_together_with_others():
     served.run()
     assert served.model.prefills == [104, 48] and served.model.starts == [3]
     assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in sequences)
-
-
-def test_a_step_comes_after_so_many_launches_of_prompts_at_most():
-    served = Served(lambda: 5)
-    *rows, last = (served.add(100) for _ in range(PREFILLS_PER_STEP + 1))
-    served.step()
-    assert len(served.model.prefills) == PREFILLS_PER_STEP and all(row.launched == 1 for row in rows)
-    assert not last.ready
-    served.run()
-    assert served.model.starts == [PREFILLS_PER_STEP, 1]
-    assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in (*rows, last))
 
 
 def test_when_many_wait_for_their_first_tokens_no_further_prompts_are_prefilled_until_all_have_them(monkeypatch):

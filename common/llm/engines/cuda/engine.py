@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 MAX_PREFILL = {"cuda": 4096, "cpu": 256}  # tokens of prompts in one launch
-# Launches of prompts before a step: a step takes nearly as long for few requests as for many, so when many begin
-# together, their prompts come first.
-PREFILLS_PER_STEP = 4
+# Tokens of prompts before a step: a step takes nearly as long for few requests as for many, so when many begin
+# together, their prompts come first. A launch of few tokens takes as long as one of so many more.
+PREFILL_PER_STEP = 16384
+LAUNCH_TOKENS = 512
 # Seconds between two threads that want to compute in Python, in the LLM's process: a crowd's requests come in another
 # thread than the engine's, which has to wait for it at each operation of torch while the GPU has nothing to do.
 SWITCH_SECONDS = 1e-4
@@ -77,12 +78,13 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
     def _step(self) -> None:
         if faults.take("llm_thread"):
             raise RuntimeError("a fault of a test")
-        for _ in range(PREFILLS_PER_STEP):  # before each, to find the requests that have come meanwhile
-            with self._wake:
+        launched, tokens = 0, 1
+        while tokens and launched < PREFILL_PER_STEP:
+            with self._wake:  # before each launch, to find the requests that have come meanwhile
                 self._scheduler.admit(self._waiting)
                 self._last_waiting = self._waiting[-1] if self._waiting else None
-            if not self._scheduler.prefill():
-                break
+            tokens = self._scheduler.prefill()
+            launched += tokens + LAUNCH_TOKENS
         speaking = next((row for row in self._rows if row.generated), None)
         if speaking and faults.take("nan_logits"):
             self._decoder.spoil(speaking.pages[0])

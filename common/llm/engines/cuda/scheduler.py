@@ -19,7 +19,7 @@ FEW_ROWS = 8  # a step of so few takes hardly longer than a look
 # When so many listeners wait for the tokens of their first chunk, no further prompts are prefilled until all of them
 # have these: of 256 that begin together the first ones are served earlier, and the last ones hardly later
 # (docs/results/llm.md).
-WAVE = 132
+WAVE = 144
 # Each report is work of the host, which has one Python process for all requests: half a millisecond over all processes.
 FIRST_REPORT = 3  # tokens
 MOST_HELD = TOKEN_RATE  # a second of speech
@@ -158,15 +158,17 @@ class Scheduler:
         self._pages.give_back(sequence.pages)
         sequence.slot, sequence.pages = None, []
 
-    def prefill(self) -> bool:
-        """Launch prompts, at most `max_prefill` tokens; False if there is nothing to be launched now."""
+    def prefill(self) -> int:
+        """Launch prompts; returns how many tokens, at most `max_prefill`. 0: there is nothing to be launched now."""
         if all(row.ready for row in self.rows):
-            return False
+            return 0
         waiting = sum(row.ready and row.urgent > 0 for row in self.rows)
         self._wave = waiting >= WAVE or (self._wave and waiting > 0)
-        if not self._wave:
-            self._model.prefill(self._pieces())
-        return not self._wave
+        if self._wave:
+            return 0
+        pieces = self._pieces()
+        self._model.prefill(pieces)
+        return sum(len(piece.ids) for piece in pieces)
 
     def compute(self, *, ahead: bool = True) -> list[Answer]:
         """Launch steps; returns what the steps launched by the call before have drawn.
