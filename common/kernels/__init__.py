@@ -4,7 +4,6 @@ builds of torch."""
 from common.kernels.attention import append, attend_blocks, attend_paged, rotate_first_head
 from common.kernels.convolution import convolve_groups
 from common.kernels.decoder import (
-    attend_pages,
     gate,
     gated,
     normed,
@@ -16,6 +15,7 @@ from common.kernels.decoder import (
 from common.kernels.decoder_copied import gated_copied, project_heads_copied
 from common.kernels.draw import begin, draw
 from common.kernels.linear import add_norm_mish, linear
+from common.kernels.pages import attend_pages
 from common.kernels.relative import attend_relative
 from common.kernels.snake import snake
 from common.kernels.tiles import uses_tensor_cores
