@@ -418,6 +418,7 @@ def test_the_answers_of_a_crowd_are_computed_at_longer_beats(llm_dir, tokenizer,
     [
         ({"model_type": "llama"}, "the engine cuda runs models of type qwen2, not 'llama'"),
         ({"num_hidden_layers": 3}, "not a complete Qwen2 network: its .* have no model.layers.2.self_attn.q_proj"),
+        ({"intermediate_size": 260}, "intermediate_size 260 is not a multiple of 8"),
         ({"vocab_size": 500}, "vocabulary of 500, too small for the tokenizer's speech and end tokens"),
     ],
 )

@@ -95,6 +95,8 @@ class Weights:
         """ValueError if the directory holds no Qwen2 network, or lacks the speech tokens of `tokenizer`."""
         directory = Path(model_dir)
         sizes = Qwen2Sizes.read(directory)
+        if sizes.mlp % TURN:
+            raise ValueError(f"{directory}: intermediate_size {sizes.mlp} is not a multiple of {TURN}")
         require_speech_tokens(tokenizer, sizes.vocab, directory)
         files: dict[str, Path] = {}  # by tensor
         for path in sorted(directory.glob("*.safetensors")):
