@@ -99,7 +99,7 @@ class InterleavedSpeech:
 
     def __init__(self, llm: SpeechLM, tokenizer: LLMTokenizer, prompt: LLMPrompt, sampling: Sampling) -> None:
         system, prompt_text = tokenizer.prompt_ids(prompt)
-        prompt_speech = tokenizer.to_llm_ids(prompt.prompt_tokens)
+        prompt_speech = tokenizer.to_llm_ids(prompt.prompt_tokens).tolist()
         self._sequence = Interleaving(tokenizer.sos_id, tokenizer.task_id, system, prompt_text, prompt_speech)
         self._llm = llm
         self._tokenizer = tokenizer
@@ -157,4 +157,4 @@ class InterleavedSpeech:
                 self._generated += tokens
                 yield TokenChunk(tokens)
         self._reason = stream.finish_reason
-        self._sequence.spoke(self._tokenizer.to_llm_ids(self._generated[done:]))
+        self._sequence.spoke(self._tokenizer.to_llm_ids(self._generated[done:]).tolist())

@@ -32,7 +32,7 @@ class CompletionRequest(NamedTuple):
     tokenizer: LLMTokenizer
 
     def ids(self) -> list[int]:
-        return self.tokenizer.encode_prompt(self.prompt)
+        return self.tokenizer.encode_prompt(self.prompt).tolist()
 
     def text(self) -> str:
         return self.tokenizer.prompt_string(self.prompt)

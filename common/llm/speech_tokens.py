@@ -87,17 +87,17 @@ class LLMTokenizer:
         """The text of `ids`, without special tokens."""
         return str(self.tokenizer.decode(list(ids)))
 
-    def encode_prompt(self, prompt: LLMPrompt) -> list[int]:
-        """Token ids of the template `<|sos|>{prompt text}{target text}<|task_id|>{speech tokens}`.
+    def encode_prompt(self, prompt: LLMPrompt) -> np.ndarray:
+        """Token ids (n,) of the template `<|sos|>{prompt text}{target text}<|task_id|>{speech tokens}`.
 
         The prompt text is the transcript or the instruction, after CosyVoice3's system words. It is tokenized apart
         from the target text, as by upstream's `CosyVoiceFrontEnd`: no token spans both.
         """
         if prompt.ids:
-            return list(prompt.ids)
+            return np.array(prompt.ids, np.int64)
         before, target = self._texts(prompt)
-        speech = self.to_llm_ids(prompt.speech_tokens)
-        return [self.sos_id, *self.text_ids(before), *self.text_ids(target), self.task_id, *speech]
+        text = [self.sos_id, *self.text_ids(before), *self.text_ids(target), self.task_id]
+        return np.concatenate([np.array(text, np.int64), self.to_llm_ids(prompt.speech_tokens)])
 
     def prompt_ids(self, prompt: LLMPrompt) -> tuple[list[int], list[int]]:
         """Ids of what comes before the target text: CosyVoice3's system words with an instruction, and the rest."""
@@ -139,19 +139,21 @@ class LLMTokenizer:
 
     def text_ids(self, text: str) -> list[int]:
         """Ids of a text without control tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(text, add_special_tokens=False).ids if text else []
 
-    def to_llm_ids(self, tokens: Sequence[int]) -> list[int]:
-        """Speech ids 0..6560 -> ids of the LLM. Raises ValueError on any other id."""
+    def to_llm_ids(self, tokens: Sequence[int]) -> np.ndarray:
+        """Speech ids 0..6560 (n,) -> ids of the LLM (n,). Raises ValueError on any other id."""
         ids = np.asarray(tokens, np.int64)
-        if len(outside := ids[(ids < 0) | (ids >= SPEECH_VOCAB)]):
-            raise ValueError(f"speech token {outside[0]} is outside 0..{SPEECH_VOCAB - 1}")
-        return (self.first_speech_id + ids).tolist()
+        if len(ids) and not (0 <= ids.min() and ids.max() < SPEECH_VOCAB):
+            raise ValueError(
+                f"speech token {ids[(ids < 0) | (ids >= SPEECH_VOCAB)][0]} is outside 0..{SPEECH_VOCAB - 1}"
+            )
+        return ids + self.first_speech_id
 
     def to_speech_ids(self, llm_ids: Sequence[int]) -> list[int]:
         """Ids of the LLM -> speech ids; text and control tokens are dropped."""
-        shifted = (int(token) - self.first_speech_id for token in llm_ids)
-        return [token for token in shifted if 0 <= token < SPEECH_VOCAB]
+        first, end = self.first_speech_id, self.first_speech_id + SPEECH_VOCAB
+        return [token - first for token in llm_ids if first <= token < end]
 
 
 def read_first_speech_id(tokenizer_dir: str) -> int:

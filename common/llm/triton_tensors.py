@@ -42,11 +42,11 @@ RESPONSE_OUTPUTS = ("output_ids", "sequence_length")
 ALL_INPUTS = (*INPUTS, *SAMPLING_INPUTS, *UNSUPPORTED_INPUTS, *NEUTRAL_INPUTS)
 
 
-def request_tensors(input_ids: Sequence[int], sampling: Sampling, end_id: int) -> dict[str, np.ndarray]:
-    """A streaming request for one prompt: every tensor has the shape (1, n)."""
+def request_tensors(input_ids: np.ndarray, sampling: Sampling, end_id: int) -> dict[str, np.ndarray]:
+    """A streaming request for the prompt (n,). Every tensor has a leading dimension of 1."""
     seeds = () if sampling.seed is None else ("random_seed", "seed")
     return {
-        "input_ids": np.array([input_ids], np.int32),
+        "input_ids": input_ids.astype(np.int32)[None],
         "input_lengths": np.array([[len(input_ids)]], np.int32),
         "request_output_len": np.array([[sampling.max_tokens]], np.int32),
         "end_id": np.array([[end_id]], np.int32),
@@ -92,7 +92,7 @@ def generation_request(
         **given,
     )
     return GenerationRequest(
-        input_ids[:length].tolist(),
+        input_ids[:length].astype(np.int64),
         sampling,
         tuple(dict.fromkeys((*end_ids, end_id))),
         _parameter(parameters, "urgent_tokens", int, URGENT_TOKENS),

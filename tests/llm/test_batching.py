@@ -72,7 +72,7 @@ def engine(model):
 
 def make_request(*input_ids, max_tokens=10, min_tokens=0):
     greedy = Sampling(temperature=0, repetition_penalty=1.0, max_tokens=max_tokens, min_tokens=min_tokens)
-    return GenerationRequest(input_ids, greedy, (END,))
+    return GenerationRequest(np.array(input_ids, np.int64), greedy, (END,))
 
 
 async def collect(engine, request):
@@ -159,7 +159,7 @@ def test_a_row_without_finite_logits_ends_alone(model, engine, row, temperature)
     sampling = Sampling(temperature=temperature, repetition_penalty=1.0, max_tokens=5)
 
     async def run():
-        live = [collect(engine, GenerationRequest((10 * i,), sampling, (END,))) for i in range(3)]
+        live = [collect(engine, GenerationRequest(np.array([10 * i]), sampling, (END,))) for i in range(3)]
         return await asyncio.gather(*live, return_exceptions=True)
 
     results = asyncio.run(run())

@@ -99,7 +99,7 @@ class Slots:
 
 
 def request_of(ids, *, end_ids=(0,), **sampling):
-    return GenerationRequest(ids, Sampling(**sampling), end_ids)
+    return GenerationRequest(np.array(ids, np.int64), Sampling(**sampling), end_ids)
 
 
 def test_logits_and_greedy_tokens_equal_those_of_transformers(llm_dir, weights, tokenizer):  # noqa: F811

@@ -45,7 +45,7 @@ def prompts(weights):
     """Of one token, of some pages, and around the ends of pages."""
     rng = np.random.default_rng(0)
     lengths = [1, 2, 63, 64, 65, 66, 128, 300, *rng.integers(1, 200, REQUESTS - 8)]
-    return [rng.integers(0, weights.sizes.vocab, length).tolist() for length in lengths]
+    return [rng.integers(0, weights.sizes.vocab, length) for length in lengths]
 
 
 def started(weights, operations, requests, *, graphs):

@@ -82,7 +82,7 @@ class FakeModel:
         assert 0 < self.prefills[-1] <= self.max_prefill
         for slot, begin, ids in pieces:
             assert begin == len(self.occupants[slot].prefilled)
-            self.occupants[slot].prefilled += ids
+            self.occupants[slot].prefilled += ids.tolist()
 
     def select(self, slots):
         self.selected = slots
@@ -117,7 +117,7 @@ class Served:
         self.answers: dict[SequenceRow, list] = {}
 
     def add(self, prompt=10, max_tokens=20, **hints):
-        request = GenerationRequest(list(range(prompt)), Sampling(max_tokens=max_tokens), (END,), **hints)
+        request = GenerationRequest(np.arange(prompt), Sampling(max_tokens=max_tokens), (END,), **hints)
         sequence = SequenceRow(request, lambda item: None)
         self.waiting.append(sequence)
         self.answers[sequence] = []
@@ -128,7 +128,7 @@ class Served:
         while sum(self.model.prefills[self.launched :]) < self.prefill_per_step and self.scheduler.prefill():
             pass
         self.launched = len(self.model.prefills)
-        answers = self.scheduler.compute(ahead=ahead)
+        answers = self.scheduler.answers(self.scheduler.launch(ahead=ahead))
         for answer in answers:
             self.answers[answer.sequence].append(answer.item)
             if answer.ends:
@@ -192,7 +192,7 @@ def test_prompts_are_prefilled_in_pieces_together_with_others():
     served = Served(lambda: 5)
     sequences = [served.add(prompt) for prompt in (31, 121, 1)]
     served.run()
-    assert served.model.prefills == [104, 48] and served.model.starts == [3]
+    assert served.model.prefills == [104, 48] and served.model.starts == [2, 1]
     assert all(served.tokens(sequence) == [FIRST + 5] * 20 for sequence in sequences)
 
 

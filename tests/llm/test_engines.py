@@ -9,6 +9,7 @@ import sys
 from contextlib import aclosing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,7 +87,7 @@ def test_one_request_too_many_is_rejected(engine, tokenizer):
 
 
 def test_a_request_beyond_the_context_is_an_error_with_the_numbers(engine, tokenizer):
-    request = GenerationRequest([5] * 3500, Sampling(max_tokens=750), tokenizer.end_ids)
+    request = GenerationRequest(np.full(3500, 5), Sampling(max_tokens=750), tokenizer.end_ids)
     with pytest.raises(ValueError, match="3500 prompt tokens and 750 new ones exceed the LLM's context of 4096"):
         asyncio.run(collect(engine, request))
     assert engine.live == 0

@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
@@ -93,7 +94,7 @@ def test_an_engine_speaks_a_sequence_as_transformers_would(name, request, tokeni
     # A block of 8 continues the voice's last one; the final request follows the token that is fed twice.
     counts = [8, *[SPEECH_BLOCK] * (len(asked) - 2)]
     counts.append(len(tokens) - sum(counts))
-    whole = [*asked[-1], *tokenizer.to_llm_ids(tokens[-counts[-1] :])]
+    whole = [*asked[-1], *tokenizer.to_llm_ids(tokens[-counts[-1] :]).tolist()]
     with torch.no_grad():
         model = Qwen2ForCausalLM.from_pretrained(llm_dir, dtype=torch.float32)
         logits = model(torch.tensor(whole)[None]).logits[0].numpy()  # (S, V)
@@ -118,7 +119,7 @@ class ServedEngine(RawHttpServer):
         assert body.pop("model") == "model" and body.pop("stream") and body.pop("return_token_ids")
         assert tuple(body.pop("stop_token_ids")) == self.end_ids
         ids, ras = body.pop("prompt"), body.pop("vllm_xargs", {})
-        request = GenerationRequest(ids, Sampling(**body, **ras), self.end_ids)
+        request = GenerationRequest(np.array(ids), Sampling(**body, **ras), self.end_ids)
         return [STREAM, *[ids_event(*chunk) async for chunk in self.engine.generate(request)]]
 
 
@@ -149,7 +150,7 @@ def test_the_engine_vllm_continues_its_own_blocks(install, llm_dir, tokenizer, m
     tokens, asked, _ = asyncio.run(speak(engine, tokenizer, "Twelve, all.", GREEDY))
     assert engine._llm.prompts == asked
     assert tokens[: 8 + SPEECH_BLOCK] == [*range(8), *range(SPEECH_BLOCK)]
-    assert asked[2][len(asked[1]) :][:SPEECH_BLOCK] == tokenizer.to_llm_ids(range(SPEECH_BLOCK))
+    assert asked[2][len(asked[1]) :][:SPEECH_BLOCK] == tokenizer.to_llm_ids(range(SPEECH_BLOCK)).tolist()
 
 
 def test_requests_together_speak_like_each_alone(engine, tokenizer):

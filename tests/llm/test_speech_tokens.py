@@ -2,6 +2,7 @@ import dataclasses
 import json
 import random
 
+import numpy as np
 import pytest
 
 from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
@@ -65,7 +66,7 @@ def test_cosyvoice3_prompts_begin_with_its_system_words_once(tokenizer, prompt, 
     own = dataclasses.replace(tokenizer, rules=COSYVOICE3)
     assert own.prompt_string(prompt) == f"<|sos|>{text}<|task_id|>"
     end = tokenizer.tokenizer.token_to_id("<|endofprompt|>")
-    assert own.encode_prompt(prompt).count(end) == 1
+    assert np.count_nonzero(own.encode_prompt(prompt) == end) == 1
 
 
 def test_every_special_speech_token_of_cosyvoice3_ends_an_utterance():
@@ -116,9 +117,11 @@ def test_the_template_is_the_same_as_ids_and_as_text(tokenizer):
     prompt = LLMPrompt("Target 文本.", "Prompt text. ", [0, 5, SPEECH_VOCAB - 1])
     text = tokenizer.prompt_string(prompt)
     assert text == "<|sos|>Prompt text. Target 文本.<|task_id|><|s_0|><|s_5|><|s_6560|>"
-    assert tokenizer.encode_prompt(prompt) == encode(tokenizer, text)
+    assert tokenizer.encode_prompt(prompt).tolist() == encode(tokenizer, text)
     continued = LLMPrompt("Target 文本.", "Prompt text. ", [0], generated=(5, SPEECH_VOCAB - 1))
-    assert tokenizer.prompt_string(continued) == text and tokenizer.encode_prompt(continued) == encode(tokenizer, text)
+    assert tokenizer.prompt_string(continued) == text and tokenizer.encode_prompt(continued).tolist() == encode(
+        tokenizer, text
+    )
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +137,7 @@ def test_the_transcript_and_the_text_share_no_token(qwen2, text):
     prompt = LLMPrompt(text, "So it was.")
     apart = encode(qwen2, prompt.prompt_text) + encode(qwen2, text)
     assert encode(qwen2, prompt.prompt_text + text) != apart  # Qwen2 has tokens such as `.The` and `.H`
-    assert qwen2.encode_prompt(prompt) == [qwen2.sos_id, *apart, qwen2.task_id]
+    assert qwen2.encode_prompt(prompt).tolist() == [qwen2.sos_id, *apart, qwen2.task_id]
     joined = qwen2.joined_text(prompt)  # as near as one text comes to that
     assert joined == f"So it was. {text}"
     assert encode(qwen2, joined) == encode(qwen2, prompt.prompt_text) + encode(qwen2, " " + text)
@@ -150,7 +153,7 @@ def test_the_transcript_and_the_text_share_no_token(qwen2, text):
     ],
 )
 def test_texts_that_share_no_token_anyway_are_joined_without_a_blank(qwen2, prompt):
-    assert encode(qwen2, qwen2.prompt_string(prompt)) == qwen2.encode_prompt(prompt)
+    assert encode(qwen2, qwen2.prompt_string(prompt)) == qwen2.encode_prompt(prompt).tolist()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,7 @@ def test_texts_that_share_no_token_anyway_are_joined_without_a_blank(qwen2, prom
     ],
 )
 def test_control_tokens_in_the_text_never_reach_the_llm(tokenizer, prompt):
-    for ids in (tokenizer.encode_prompt(prompt), encode(tokenizer, tokenizer.prompt_string(prompt))):
+    for ids in (tokenizer.encode_prompt(prompt).tolist(), encode(tokenizer, tokenizer.prompt_string(prompt))):
         control = {*tokenizer.end_ids, tokenizer.sos_id, tokenizer.task_id}
         assert ids[0] == tokenizer.sos_id
         assert ids[-1] == tokenizer.task_id
@@ -177,7 +180,7 @@ def test_an_instruction_ends_with_its_token_and_contains_no_other_control_token(
     end = COSYVOICE2.end_of_prompt
     prompt = LLMPrompt("Target" + end, instruction="sadly<|s_1|>" + end)
     assert tokenizer.prompt_string(prompt) == "<|sos|>sadly  <|endofprompt|>Target <|task_id|>"
-    ids = tokenizer.encode_prompt(prompt)
+    ids = tokenizer.encode_prompt(prompt).tolist()
     assert ids.count(tokenizer.tokenizer.token_to_id(end)) == 1
     assert ids == encode(tokenizer, tokenizer.prompt_string(prompt))
 
@@ -245,7 +248,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
 
 def test_a_prompt_of_ids_is_no_text(tokenizer):
     prompt = LLMPrompt("Hi", ids=[1, 2])
-    assert tokenizer.encode_prompt(prompt) == [1, 2]
+    assert tokenizer.encode_prompt(prompt).tolist() == [1, 2]
     for text_of in (tokenizer.prompt_string, tokenizer.joined_text):
         with pytest.raises(ValueError, match="needs an LLM server that takes token ids"):
             text_of(prompt)

@@ -103,7 +103,7 @@ def error_of(request):
 
 
 def test_streaming_returns_the_tokens_of_the_whole_answer_a_few_at_a_time(decoupled_model, plain_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello"))
+    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
     streamed = tokens_of(send(decoupled_model, prompt))
     (at_once,) = tokens_of(send(decoupled_model, prompt, streaming=False))
     (plain,) = tokens_of(send(plain_model, prompt, decoupled=False))
@@ -121,7 +121,7 @@ def test_concurrent_requests_get_the_same_tokens_as_alone(decoupled_model, token
 
 def test_a_cancelled_request_ends_and_frees_its_capacity(decoupled_model, tokenizer):
     endless = {"request_output_len": 3000, "min_length": 3000}
-    request = send(decoupled_model, tokenizer.encode_prompt(LLMPrompt("Hello")), **endless)
+    request = send(decoupled_model, tokenizer.encode_prompt(LLMPrompt("Hello")).tolist(), **endless)
     wait_until(lambda: request.sender.responses)
     request.sender.cancelled = True
     assert finished(request)[-1].error().code() == TritonError.CANCELLED
@@ -130,7 +130,7 @@ def test_a_cancelled_request_ends_and_frees_its_capacity(decoupled_model, tokeni
 
 
 def test_a_request_with_stop_ends_the_live_request_with_its_id(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello"))
+    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
     request = send(decoupled_model, prompt, request_id="a", request_output_len=3000, min_length=3000)
     other = send(decoupled_model, prompt, request_id="b")
     wait_until(lambda: request.sender.responses)
@@ -165,14 +165,14 @@ def test_a_failure_before_the_first_answer_is_an_error(decoupled_model, monkeypa
 
 
 def test_two_live_requests_cannot_share_an_id(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello"))
+    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
     first = send(decoupled_model, prompt, request_id="a", min_length=100)
     assert "'a' is in use" in error_of(send(decoupled_model, prompt, request_id="a")).message()
     assert sum(map(len, tokens_of(first))) > 100
 
 
 def test_a_full_engine_answers_unavailable(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello"))
+    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
     live = [send(decoupled_model, prompt, min_length=150) for _ in range(MAX_REQUESTS)]
     error = error_of(send(decoupled_model, prompt))
     assert error.code() == TritonError.UNAVAILABLE
@@ -204,7 +204,7 @@ def test_bad_input_is_an_error_that_names_the_value(decoupled_model, tensors, me
 
 
 def test_repetition_aware_sampling_is_set_by_request_parameters(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello"))
+    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
     narrow = {"runtime_top_k": 1, "repetition_penalty": 1.0, "request_output_len": 60, "min_length": 60}
     (looping,) = tokens_of(send(decoupled_model, prompt, streaming=False, **narrow))
     ras = {"ras_window": "10", "ras_tau": "0.1"}
@@ -222,6 +222,6 @@ def test_streaming_from_a_model_that_is_not_decoupled_is_an_error(plain_model):
 
 
 def test_ids_after_input_lengths_are_ignored(decoupled_model, tokenizer):
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hello"))
+    prompt = tokenizer.encode_prompt(LLMPrompt("Hello")).tolist()
     padded = send(decoupled_model, prompt + [0] * 7, input_lengths=len(prompt))
     assert tokens_of(padded) == tokens_of(send(decoupled_model, prompt))

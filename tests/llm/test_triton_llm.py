@@ -88,7 +88,7 @@ def test_the_request_carries_prompt_and_sampling_in_trt_llms_tensors(tokenizer):
     model = ScriptedModel([tokenizer.end_ids[0]])
     speak(model, tokenizer, seed=7, top_k=9, max_tokens=30)
     (inputs,) = model.requests
-    prompt = tokenizer.encode_prompt(LLMPrompt("Hi", "Ref", (1,)))
+    prompt = tokenizer.encode_prompt(LLMPrompt("Hi", "Ref", (1,))).tolist()
     assert inputs["input_ids"].tolist() == [prompt]
     values = {name: array.item() for name, array in inputs.items() if name != "input_ids"}
     assert values["input_lengths"] == len(prompt)
@@ -105,7 +105,7 @@ def test_an_answer_is_continued_after_its_tokens_and_within_the_limits_of_the_wh
     model = ScriptedModel([tokenizer.end_ids[0]])
     speak(model, tokenizer, generated=(5, 6, 7))
     (inputs,) = model.requests
-    assert inputs["input_ids"][0, -4:].tolist() == tokenizer.to_llm_ids([1, 5, 6, 7])
+    assert inputs["input_ids"][0, -4:].tolist() == tokenizer.to_llm_ids([1, 5, 6, 7]).tolist()
     assert (inputs["min_length"].item(), inputs["request_output_len"].item()) == (1, 37)
 
 

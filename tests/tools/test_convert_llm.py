@@ -90,7 +90,7 @@ def official_logits(state, blank_dir, text_ids, speech):
 def test_both_layouts_give_equal_logits(converted, official_state, blank_dir, tmp_path):
     tokenizer = LLMTokenizer.from_dir(converted)
     speech = [5, 6560, 17]
-    ids = tokenizer.encode_prompt(LLMPrompt("Hello", "a voice", speech))
+    ids = tokenizer.encode_prompt(LLMPrompt("Hello", "a voice", speech)).tolist()
     expected = official_logits(official_state, blank_dir, ids[1 : ids.index(tokenizer.task_id)], speech)
     speech_rows = slice(tokenizer.first_speech_id, tokenizer.first_speech_id + SPEECH_LOGITS)
     with torch.no_grad():

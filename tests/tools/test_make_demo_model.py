@@ -37,7 +37,7 @@ def llm(demo_models: Path):
 def generated(llm, demo_models: Path, text: str, prompt_tokens: list[int], count: int, **sampling) -> list[list[int]]:
     """Speech ids of `count` answers, up to the end token, which every answer must have."""
     tokenizer = LLMTokenizer.from_dir(demo_models / LLM_DIR)
-    ids = torch.tensor([tokenizer.encode_prompt(LLMPrompt(text, "", prompt_tokens))])
+    ids = torch.tensor(tokenizer.encode_prompt(LLMPrompt(text, "", prompt_tokens)))[None]
     torch.manual_seed(0)
     answers = llm.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, num_return_sequences=count, **sampling
@@ -182,7 +182,7 @@ def test_the_chat_template_renders_the_prompt_of_the_orchestrator(demo_models: P
     messages = [{"role": "user", "content": "Hi, 你好"}, {"role": "assistant", "content": "<|s_5|><|s_6560|>"}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     assert rendered == ours.prompt_string(LLMPrompt("Hi, 你好", "", [5, 6560]))
-    ids = ours.encode_prompt(LLMPrompt("Hi, 你好", "", [5, 6560]))
+    ids = ours.encode_prompt(LLMPrompt("Hi, 你好", "", [5, 6560])).tolist()
     assert tokenizer(rendered, add_special_tokens=False).input_ids == ids
     # LLM servers skip special tokens when decoding, so speech tokens must not be special.
     assert tokenizer.decode(ids[-2:], skip_special_tokens=True) == "<|s_5|><|s_6560|>"

@@ -31,6 +31,7 @@ class RowGeneration(Generation):
 
     sampler: TokenSampler
     columns: np.ndarray  # of the model's logits that may be sampled
+    generated: int = 0
     length: int = 0  # tokens in its row of the cache
     last_token: int = -1
 
@@ -68,7 +69,7 @@ class BatchingEngine(ThreadedEngine[RowGeneration]):
                 return
             generation = self._waiting.popleft()
             self._rows.append(generation)
-        input_ids = np.asarray(generation.request.input_ids, np.int64)
+        input_ids = generation.request.input_ids
         row = len(self._rows) - 1
         try:
             logits = self._model.prefill(row, input_ids)

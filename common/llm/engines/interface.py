@@ -1,7 +1,7 @@
 """The interface of an LLM engine: a loaded model that serves many requests, token ids in, token ids out."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -37,12 +37,13 @@ class Resources(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One sequence to generate. It ends after the first of `end_ids`, which is part of the answer.
+    """One sequence to generate, after the prompt `input_ids` (n,) int64. It ends after the first of `end_ids`, which is
+    part of the answer.
 
     urgent_tokens, played: see `LLMPrompt`; only the engine `cuda` heeds them.
     """
 
-    input_ids: Sequence[int] | np.ndarray = field(repr=False)
+    input_ids: np.ndarray = field(repr=False)
     sampling: Sampling
     end_ids: tuple[int, ...]
     urgent_tokens: int = URGENT_TOKENS
@@ -53,8 +54,7 @@ class GenerationRequest:
         prompt, new = len(self.input_ids), self.sampling.max_tokens
         if not prompt:
             raise ValueError("input_ids is empty")
-        ids = np.asarray(self.input_ids)
-        low, high = int(ids.min()), int(ids.max())
+        low, high = int(self.input_ids.min()), int(self.input_ids.max())
         if low < 0 or high >= vocab_size:
             worst = low if low < 0 else high
             raise ValueError(f"input_ids holds {worst}, outside the vocabulary 0..{vocab_size - 1}")

@@ -23,12 +23,12 @@ class TokenSampler:
         sampling: Sampling,
         candidates: np.ndarray,
         *,
-        prompt_ids: Sequence[int] | np.ndarray,
+        prompt_ids: np.ndarray,
         end_ids: Sequence[int],
     ) -> None:
         self._sampling = sampling
         self._candidates = candidates
-        self._seen = np.isin(candidates, np.asarray(prompt_ids))
+        self._seen = np.isin(candidates, prompt_ids)
         self._ends = np.isin(candidates, np.asarray(end_ids))
         self._tokens_before_end = sampling.min_tokens
         self._recent: deque[int] = deque(maxlen=sampling.ras_window)  # indices of candidates

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -17,6 +18,12 @@ from common.llm.interface import TokenChunk
 
 logger = logging.getLogger(__name__)
 
+# Whoever submits a crowd gives way to the engine's thread each time so many requests wait. CPython's lock goes to a
+# thread that has waited for it for a whole switch interval in which nobody let it go; the tokenizer lets it go, and
+# takes it again before the engine's thread is awake, for each prompt.
+GIVE_WAY_REQUESTS = 8
+GIVE_WAY_SECONDS = 5e-5
+
 # Called by the engine's thread with new tokens; the last call has a finish reason or is an error. Must not block.
 OnTokens = Callable[[TokenChunk | Exception], object]
 
@@ -27,7 +34,6 @@ class Generation:
 
     request: GenerationRequest
     on_tokens: OnTokens
-    generated: int = 0
     cancelled: bool = False
 
     def cancel(self) -> None:
@@ -114,7 +120,10 @@ class ThreadedEngine(ABC, Generic[GenerationT]):
             if len(self._waiting) + len(self._rows) >= self._max_requests and self._running() >= self._max_requests:
                 raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
             self._waiting.append(generation)
+            crowd = len(self._waiting) % GIVE_WAY_REQUESTS == 0
             self._wake.notify()
+        if crowd:
+            time.sleep(GIVE_WAY_SECONDS)
         return generation
 
     def _running(self) -> int:

@@ -80,7 +80,7 @@ class TensorRTLLMEngine:
         self.live += 1
         answer, reason = None, None
         try:
-            answer = self._llm.generate_async(list(request.input_ids), parameters, streaming=True)
+            answer = self._llm.generate_async(request.input_ids.tolist(), parameters, streaming=True)
             async for output in answer:
                 (completion,) = output.outputs
                 reason = finish_reason(completion.finish_reason)

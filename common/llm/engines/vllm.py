@@ -43,7 +43,7 @@ class VLLMEngine:
         if self.live >= self._max_requests:
             raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
         self.live += 1
-        prompt = TokensPrompt(prompt_token_ids=list(request.input_ids))
+        prompt = TokensPrompt(prompt_token_ids=request.input_ids.tolist())
         try:
             # Closing vLLM's generator before its end aborts the request.
             async with aclosing(self._llm.generate(prompt, parameters, uuid.uuid4().hex)) as outputs:

@@ -1,6 +1,7 @@
 """The state of all requests on the device, and the two functions that change it: prefill and step."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ class Decoder:
         self._batch = self._integers(slots).fill_(self._scratch)
         self._prompts = self._integers(3, max_prefill)  # ids, slots, positions
         self._launched = 0  # steps: what the device counts, too
+        self._prefilled: deque[torch.cuda.Event] = deque(maxlen=2)  # of the latest prefills
         self._run_step: Callable[[int], None] = self._step
         self._run_prefill: Callable[[int], None] = self._prefill
         if graphs:
@@ -92,7 +94,7 @@ class Decoder:
         state.numbers.index_copy_(0, slots, integers[:, 1:])
         state.sampling.index_copy_(0, slots, floats.view(torch.float64).float())
         state.ended.index_fill_(0, slots, False)
-        state.sampler.start({slot: np.asarray(request.input_ids) - self.first for slot, request in requests.items()})
+        state.sampler.start({slot: request.input_ids - self.first for slot, request in requests.items()})
 
     def _end_by(self, slot: int, ids: tuple[int, ...]) -> None:
         """Set the end tokens of a slot, which nearly all requests have in common."""
@@ -114,6 +116,13 @@ class Decoder:
         size = self._padded_tokens(count)
         self._prompts[:, :size] = on_device(columns[:, :size], self._device)
         self._run_prefill(size)
+        if self._device.type == "cuda":
+            self._prefilled.append(_recorded())
+
+    def await_prefills(self) -> None:
+        """Wait until the device has computed all prefills but the latest."""
+        if len(self._prefilled) == 2:
+            self._prefilled[0].synchronize()
 
     def select(self, slots: Sequence[int]) -> None:
         """The batch of the next steps."""
@@ -132,9 +141,7 @@ class Decoder:
         if self._device.type != "cuda":
             return DeviceBurst(ring.clone(), steps, rows, None)
         copy = torch.empty_like(ring, device="cpu", pin_memory=True).copy_(ring, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return DeviceBurst(copy, steps, rows, arrived)
+        return DeviceBurst(copy, steps, rows, _recorded())
 
     def spoil(self, page: int) -> None:
         """Make keys and values of a page numbers that are not finite, as a fault of the GPU would."""
@@ -174,6 +181,13 @@ class Decoder:
 
     def _integers(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.long, device=self._device)
+
+
+def _recorded() -> torch.cuda.Event:
+    """What has happened when the device has computed all that is launched."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def padded_rows(rows: int) -> int:

@@ -3,10 +3,8 @@
 import logging
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from common.config import device_of
@@ -14,7 +12,7 @@ from common.constants import TOKEN_RATE
 from common.llm.engines.cuda.decoder import Decoder
 from common.llm.engines.cuda.operations import PAGE, Operations, Plain
 from common.llm.engines.cuda.pages import Pages
-from common.llm.engines.cuda.scheduler import STEPS_PER_LOOK, Scheduler, SequenceRow
+from common.llm.engines.cuda.scheduler import STEPS_PER_LOOK, Launched, Scheduler, SequenceRow
 from common.llm.engines.cuda.weights import Qwen2Sizes, Weights
 from common.llm.engines.interface import GenerationRequest, Resources
 from common.llm.engines.threaded import OnTokens, ThreadedEngine
@@ -31,7 +29,7 @@ PREFILL_PER_STEP = 16384
 LAUNCH_TOKENS = 512
 # Seconds between two threads that want to compute in Python, in the LLM's process: a crowd's requests come in another
 # thread than the engine's, which has to wait for it at each operation of torch while the GPU has nothing to do.
-SWITCH_SECONDS = 1e-4
+SWITCH_SECONDS = 3e-4
 # Rows that are ahead of their listeners are computed together, at ten times the rate of speech: a step of many rows
 # takes hardly longer than one of few, and between them the GPU is token2wav's, which renders first chunks.
 BEAT_SECONDS = STEPS_PER_LOOK / (10 * TOKEN_RATE)
@@ -64,8 +62,6 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
         super()._serve()
 
     def _accept(self, request: GenerationRequest, on_tokens: OnTokens) -> SequenceRow:
-        # Here and not in the engine's thread, which would do so for each of its uses.
-        request = replace(request, input_ids=np.asarray(request.input_ids, np.int64))
         request.check(self._sizes.vocab, self._sizes.context)
         needed = self._scheduler.pages_of(request)
         if needed > self._pages.total:
@@ -78,26 +74,48 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
     def _step(self) -> None:
         if faults.take("llm_thread"):
             raise RuntimeError("a fault of a test")
-        launched, tokens = 0, 1
-        while tokens and launched < PREFILL_PER_STEP:
-            with self._wake:  # before each launch, to find the requests that have come meanwhile
-                self._scheduler.admit(self._waiting)
-                self._last_waiting = self._waiting[-1] if self._waiting else None
-            tokens = self._scheduler.prefill()
-            launched += tokens + LAUNCH_TOKENS
+        ended = self._prefill()
         speaking = next((row for row in self._rows if row.generated), None)
         if speaking and faults.take("nan_logits"):
             self._decoder.spoil(speaking.pages[0])
-        answers = self._scheduler.compute(ahead=self._beat())
+        with self._wake:  # as in `_prefill`
+            before = self._scheduler.launch(ahead=self._beat())
+        ended = self._answer(before) or ended
+        pages_wanted = self._last_waiting is not None and ended
+        if self._rows and self._scheduler.idle and not pages_wanted:
+            self._rest(self._next_beat - time.monotonic())
+
+    def _prefill(self) -> bool:
+        """Launch prompts, one launch while the device computes another, so that each has all requests that have come
+        until then. Returns whether a request has ended meanwhile.
+
+        A launch holds `_wake`: whoever submits waits for it, instead of taking CPython's lock from this thread at each
+        operation of torch while the device has nothing to do.
+        """
+        tokens, ended = 0, False
+        while tokens < PREFILL_PER_STEP:
+            with self._wake:
+                self._scheduler.admit(self._waiting)
+                self._last_waiting = self._waiting[-1] if self._waiting else None
+                if not (launched := self._scheduler.prefill()):
+                    break
+                before = self._scheduler.take_launched()
+            tokens += launched + LAUNCH_TOKENS
+            ended = self._answer(before) or ended
+            self._wake_readers()
+            self._decoder.await_prefills()
+        return ended
+
+    def _answer(self, launched: list[Launched]) -> bool:
+        """Report what these steps have drawn; returns whether a request has ended."""
+        answers = self._scheduler.answers(launched)
         with self._wake:  # before the end is reported: the caller may submit the next request at once
             for answer in answers:
                 if answer.ends:
                     self._scheduler.remove(answer.sequence)
         for answer in answers:
             answer.sequence.report(answer.item)
-        pages_wanted = self._last_waiting is not None and any(answer.ends for answer in answers)
-        if self._rows and self._scheduler.idle and not pages_wanted:
-            self._rest(self._next_beat - time.monotonic())
+        return any(answer.ends for answer in answers)
 
     def _beat(self) -> bool:
         """Whether it is time for the rows that are ahead."""

@@ -41,7 +41,7 @@ class PromptPiece(NamedTuple):
 
     slot: int
     begin: int
-    ids: Sequence[int] | np.ndarray
+    ids: np.ndarray  # (n,)
 
 
 class Burst(Protocol):
@@ -60,6 +60,7 @@ class StepModel(Protocol):
 
     def place(self, pages: Mapping[int, Sequence[int]]) -> None: ...
     def prefill(self, pieces: Sequence[PromptPiece]) -> None: ...
+    def await_prefills(self) -> None: ...
     def start(self, requests: Mapping[int, GenerationRequest]) -> None: ...
     def select(self, slots: Sequence[int]) -> None: ...
     def step(self, rows: int, count: int) -> Burst: ...
@@ -67,19 +68,35 @@ class StepModel(Protocol):
 
 @dataclass(eq=False)
 class SequenceRow(Generation):
-    """A request. slot, pages: while it is computed. prefilled: tokens of its prompt. launched: steps for it. held: new
-    tokens, not yet reported."""
+    """A request. slot, pages: while it is computed. prefilled: tokens of its prompt. ready: whether its next token can
+    be computed by a step, because these are all but the last one. launched: steps for it. reported: tokens. held: new
+    ones, until there are as many as `due`. ends: see `GenerationRequest`."""
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
+    ready: bool = field(init=False)
     launched: int = 0
+    reported: int = 0
     held: list[int] = field(default_factory=list)
+    due: int = field(init=False)
+    ends: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ready = len(self.request.input_ids) == 1
+        self.ends = frozenset(self.request.end_ids)
+        self.wait()
+
+    def wait(self) -> None:
+        """For further tokens to report."""
+        request = self.request
+        enough = tokens_of_report(self.reported, request.urgent_tokens)
+        self.due = min(enough, request.sampling.max_tokens - self.reported)
 
     @property
-    def ready(self) -> bool:
-        """Whether its next token can be computed by a step: all of the prompt but the last token is prefilled."""
-        return self.prefilled == len(self.request.input_ids) - 1
+    def generated(self) -> int:
+        """Tokens of the answer."""
+        return self.reported + len(self.held)
 
     @property
     def urgent(self) -> int:
@@ -90,6 +107,9 @@ class SequenceRow(Generation):
     def ahead(self) -> bool:
         """Whether its listener waits for none of its next tokens, and hears them at the rate of speech."""
         return self.request.played and not self.urgent
+
+
+Launched = tuple[Burst, list[SequenceRow]]  # steps, and the rows that they compute
 
 
 class Answer(NamedTuple):
@@ -112,8 +132,9 @@ class Scheduler:
         self._pages = pages
         self.rows: list[SequenceRow] = []  # what is computed, oldest first
         self._selected: list[SequenceRow] = []
+        self._starting: list[SequenceRow] = []  # ready, but not in their slots
         self._wave = False  # no prompts are prefilled, because so many listeners wait for what was
-        self._launched: tuple[Burst, list[SequenceRow]] | None = None
+        self._launched: list[Launched] = []  # not yet looked at
 
     @property
     def urgent(self) -> bool:
@@ -145,6 +166,8 @@ class Scheduler:
             waiting.popleft()
             sequence.slot, sequence.pages = self._slots.pop(), pages
             self.rows.append(sequence)
+            if sequence.ready:
+                self._starting.append(sequence)
             placed[sequence.slot] = pages
         if placed:
             self._model.place(placed)
@@ -166,37 +189,50 @@ class Scheduler:
         self._wave = waiting >= WAVE or (self._wave and waiting > 0)
         if self._wave:
             return 0
-        pieces = self._pieces()
+        pieces = self._pieces(WAVE - waiting)
         self._model.prefill(pieces)
+        self._start()
         return sum(len(piece.ids) for piece in pieces)
 
-    def compute(self, *, ahead: bool = True) -> list[Answer]:
-        """Launch steps; returns what the steps launched by the call before have drawn.
+    def launch(self, *, ahead: bool = True) -> list[Launched]:
+        """Launch steps; returns those launched before, so that the device need not wait while the host looks at them.
 
         ahead: also of the rows that are ahead of their listeners.
         """
         ready = [row for row in self.rows if row.ready and (ahead or not row.ahead)]
-        launched = self._launched
-        self._launched = self._step(ready) if ready else None
-        return self._answers(*launched) if launched else []
+        before = self.take_launched()
+        if ready:
+            self._launched.append(self._step(ready))
+        return before
 
-    def _pieces(self) -> list[PromptPiece]:
-        """What is to be prefilled next, of the oldest requests, at most `max_prefill` tokens."""
+    def take_launched(self) -> list[Launched]:
+        """The steps that are launched, none or some, to be looked at by `answers`."""
+        before, self._launched = self._launched, []
+        return before
+
+    def answers(self, launched: list[Launched]) -> list[Answer]:
+        """What these steps have drawn. Waits for the device."""
+        return [answer for burst, rows in launched for answer in self._answers(burst, rows)]
+
+    def _pieces(self, most: int) -> list[PromptPiece]:
+        """What is to be prefilled next, of the `most` oldest requests, at most `max_prefill` tokens."""
         room = self._model.max_prefill
-        pieces = []
+        pieces: list[PromptPiece] = []
         for row in self.rows:
-            if row.ready or not room:
+            if row.ready or not room or len(pieces) == most:
                 continue
             assert row.slot is not None
             ids = row.request.input_ids[row.prefilled : -1][:room]
             pieces.append(PromptPiece(row.slot, row.prefilled, ids))
             row.prefilled += len(ids)
+            if row.prefilled == len(row.request.input_ids) - 1:
+                row.ready = True
+                self._starting.append(row)
             room -= -(-len(ids) // CONSECUTIVE) * CONSECUTIVE
         return pieces
 
-    def _step(self, ready: list[SequenceRow]) -> tuple[Burst, list[SequenceRow]]:
-        if starting := {row.slot: row.request for row in ready if not row.launched and row.slot is not None}:
-            self._model.start(starting)
+    def _step(self, ready: list[SequenceRow]) -> Launched:
+        self._start()
         if ready != self._selected:
             self._selected = ready
             self._model.select([row.slot for row in ready if row.slot is not None])
@@ -207,26 +243,42 @@ class Scheduler:
             row.launched += count
         return self._model.step(len(ready), count), ready
 
-    def _answers(self, burst: Burst, rows: list[SequenceRow]) -> list[Answer]:
-        found = burst.columns().T.tolist()  # (steps, rows) -> (rows, steps)
-        live = [(row, columns) for row, columns in zip(rows, found, strict=True) if row.slot is not None]
-        return [answer for row, columns in live if (answer := self._answer(row, columns))]
+    def _start(self) -> None:
+        """Put the requests that are ready into their slots."""
+        starting = {row.slot: row.request for row in self._starting if row.slot is not None}
+        self._starting.clear()
+        if starting:
+            self._model.start(starting)
 
-    def _answer(self, row: SequenceRow, columns: list[int]) -> Answer | None:
-        request, tokens = row.request, row.held
+    def _answers(self, burst: Burst, rows: list[SequenceRow]) -> list[Answer]:
+        first, answers = self._model.first, []
+        found = (burst.columns().T + first).tolist()  # columns (steps, rows) -> ids (rows, steps)
+        for row, ids in zip(rows, found, strict=True):
+            if row.slot is None:
+                continue
+            # Of hundreds of rows nearly all have only more tokens to hold.
+            if len(row.held) + len(ids) < row.due and min(ids) >= first and row.ends.isdisjoint(ids):
+                row.held += ids
+            elif answer := self._answer(row, ids):
+                answers.append(answer)
+        return answers
+
+    def _answer(self, row: SequenceRow, ids: list[int]) -> Answer | None:
         reason: FinishReason | None = None
-        for column in columns:
+        for token in ids:
+            column = token - self._model.first
             if column == FAULT:
                 return Answer(row, FloatingPointError("the LLM's logits are not finite"))
             if column == NOTHING or reason:
                 break
-            tokens.append(column + self._model.first)
-            row.generated += 1
-            if tokens[-1] in request.end_ids:
+            row.held.append(token)
+            if token in row.ends:
                 reason = "stop"
-            elif row.generated == request.sampling.max_tokens:
+            elif row.generated == row.request.sampling.max_tokens:
                 reason = "length"
-        if not reason and len(tokens) < tokens_of_report(row.generated - len(tokens), request.urgent_tokens):
+        if not reason and len(row.held) < row.due:
             return None
-        row.held = []
+        tokens, row.held = row.held, []
+        row.reported += len(tokens)
+        row.wait()
         return Answer(row, TokenChunk(tokens, reason))
