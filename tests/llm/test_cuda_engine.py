@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import shutil
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -254,42 +253,6 @@ def load(directory, tokenizer, gib, requests=2):
 
 async def collect(engine, request):
     return [token async for chunk in engine.generate(request) for token in chunk.tokens]
-
-
-@pytest.mark.parametrize(("most", "before_the_step"), [(16384, 2), (100, 1)])
-def test_requests_that_come_while_prompts_are_launched_are_prefilled_before_the_step(
-    llm_dir,  # noqa: F811
-    tokenizer,
-    monkeypatch,
-    most,
-    before_the_step,
-):
-    """Up to so many tokens."""
-    monkeypatch.setattr("common.llm.engines.cuda.engine.PREFILL_PER_STEP", most)
-    engine, events, ended = load(llm_dir, tokenizer, 1.0), [], threading.Semaphore(0)
-    prefill, step = engine._decoder.prefill, engine._decoder.step
-
-    def submit():
-        request = request_of(list(range(20)), max_tokens=2)
-        engine.submit(request, lambda item: ended.release() if item.finish_reason else None)
-
-    def observed_prefill(pieces):
-        events.append("prefill")
-        if len(events) == 1:
-            submit()
-        prefill(pieces)
-
-    def observed_step(rows, count):
-        events.append("step")
-        return step(rows, count)
-
-    engine._decoder.prefill, engine._decoder.step = observed_prefill, observed_step
-    try:
-        submit()
-        assert all(ended.acquire(timeout=30) for _ in range(2))
-        assert events.index("step") == before_the_step and events.count("prefill") == 2
-    finally:
-        engine.close()
 
 
 def test_memory_for_less_than_one_context_is_an_error_with_what_is_needed(llm_dir, weights, tokenizer):  # noqa: F811

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from itertools import chain
 
 import numpy as np
@@ -52,7 +53,7 @@ def started(weights, operations, requests, *, graphs):
     decoder = Decoder(weights, operations, len(requests), 8 * len(requests) + 1, 512, graphs=graphs)
     decoder.place({slot: range(8 * slot + 1, 8 * slot + 9) for slot in range(len(requests))})
     for slot, request in enumerate(requests):
-        if ids := request.input_ids[:-1]:
+        if len(ids := request.input_ids[:-1]):
             decoder.prefill([PromptPiece(slot, 0, ids)])
     decoder.start(dict(enumerate(requests)))
     return decoder
@@ -146,6 +147,20 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(weights):
     expected, found = clean.step(4, 8).columns(), spoilt.step(4, 8).columns()
     assert found[0, 1] == -2 and (found[1:, 1] == -1).all()
     assert (found[:, [0, 2, 3]] == expected[:, [0, 2, 3]]).all()
+
+
+def test_all_prefills_but_the_latest_are_waited_for(weights):
+    decoder = started(weights, fused(), [GenerationRequest(np.arange(9), Sampling(), (0,))], graphs=True)
+    torch.cuda._sleep(10**8)  # some 50 ms, before what is launched now
+    for _ in range(2):
+        decoder.prefill([PromptPiece(0, 0, np.arange(8))])
+    earlier, _ = decoder._prefilled
+    torch.cuda._sleep(10**8)
+    decoder.prefill([PromptPiece(0, 0, np.arange(8))])
+    begun, latest = time.perf_counter(), decoder._prefilled[1]
+    decoder.await_prefills()
+    assert earlier.query() and not latest.query()
+    assert time.perf_counter() - begun > 0.01
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; run on a machine with two GPUs")

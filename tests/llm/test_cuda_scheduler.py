@@ -136,8 +136,11 @@ class Served:
         return answers
 
     def run(self):
+        steps = 0
         while self.waiting or self.scheduler.rows:
             self.step()
+            steps += 1
+            assert steps < 10_000, "a request does not end"
 
     def tokens(self, sequence):
         return [token for chunk in self.answers[sequence] for token in chunk.tokens]
@@ -210,6 +213,19 @@ def test_when_many_wait_for_their_first_tokens_no_further_prompts_are_prefilled_
     assert [row.ready for row in rows] == [True, True, True, True, False]
     served.run()
     assert len(served.model.prefills) == 5
+    assert all(served.tokens(row) == [FIRST + 5] * 20 for row in rows)
+
+
+def test_a_launch_has_no_more_prompts_than_listeners_may_wait(monkeypatch):
+    """Beside those that wait already."""
+    monkeypatch.setattr(scheduler, "WAVE", 3)
+    served = Served(lambda: 5)
+    rows = [served.add(10)]
+    served.step()
+    rows += [served.add(10) for _ in range(4)]
+    served.step()
+    assert [row.ready for row in rows] == [True, True, True, False, False]
+    served.run()
     assert all(served.tokens(row) == [FIRST + 5] * 20 for row in rows)
 
 

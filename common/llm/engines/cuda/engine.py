@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -27,8 +28,8 @@ MAX_PREFILL = {"cuda": 4096, "cpu": 256}  # tokens of prompts in one launch
 # together, their prompts come first. A launch of few tokens takes as long as one of so many more.
 PREFILL_PER_STEP = 16384
 LAUNCH_TOKENS = 512
-# Seconds between two threads that want to compute in Python, in the LLM's process: a crowd's requests come in another
-# thread than the engine's, which has to wait for it at each operation of torch while the GPU has nothing to do.
+# Seconds until a thread that waits for CPython's lock may ask for it, in the LLM's process: a crowd's requests come in
+# another thread than the engine's, which waits for it when the GPU has computed what was launched.
 SWITCH_SECONDS = 3e-4
 # Rows that are ahead of their listeners are computed together, at ten times the rate of speech: a step of many rows
 # takes hardly longer than one of few, and between them the GPU is token2wav's, which renders first chunks.
@@ -78,25 +79,28 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
         speaking = next((row for row in self._rows if row.generated), None)
         if speaking and faults.take("nan_logits"):
             self._decoder.spoil(speaking.pages[0])
-        with self._wake:  # as in `_prefill`
+        with self._launching:
             before = self._scheduler.launch(ahead=self._beat())
         ended = self._answer(before) or ended
         pages_wanted = self._last_waiting is not None and ended
         if self._rows and self._scheduler.idle and not pages_wanted:
             self._rest(self._next_beat - time.monotonic())
 
+    @property
+    def _launching(self) -> AbstractContextManager[object]:
+        """Held while work is launched. On a GPU whoever submits waits meanwhile, a millisecond: the two threads would
+        take CPython's lock from each other at each operation of torch. On a CPU the work is computed meanwhile."""
+        return self._wake if self._device.type == "cuda" else nullcontext()
+
     def _prefill(self) -> bool:
         """Launch prompts, one launch while the device computes another, so that each has all requests that have come
-        until then. Returns whether a request has ended meanwhile.
-
-        A launch holds `_wake`: whoever submits waits for it, instead of taking CPython's lock from this thread at each
-        operation of torch while the device has nothing to do.
-        """
+        until then. Returns whether a request has ended meanwhile."""
         tokens, ended = 0, False
         while tokens < PREFILL_PER_STEP:
-            with self._wake:
-                self._scheduler.admit(self._waiting)
-                self._last_waiting = self._waiting[-1] if self._waiting else None
+            with self._launching:
+                with self._wake:
+                    self._scheduler.admit(self._waiting)
+                    self._last_waiting = self._waiting[-1] if self._waiting else None
                 if not (launched := self._scheduler.prefill()):
                     break
                 before = self._scheduler.take_launched()
