@@ -70,7 +70,7 @@ class StepModel(Protocol):
 class SequenceRow(Generation):
     """A request. slot, pages: while it is computed. prefilled: tokens of its prompt. ready: whether its next token can
     be computed by a step, because these are all but the last one. launched: steps for it. reported: tokens. held: new
-    ones, until there are as many as `due`. ends: see `GenerationRequest`."""
+    ones, until there are as many as `due`. ends: the end ids."""
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -85,10 +85,10 @@ class SequenceRow(Generation):
     def __post_init__(self) -> None:
         self.ready = len(self.request.input_ids) == 1
         self.ends = frozenset(self.request.end_ids)
-        self.wait()
+        self.set_due()
 
-    def wait(self) -> None:
-        """For further tokens to report."""
+    def set_due(self) -> None:
+        """As many tokens as the next report has, or as the answer can still have."""
         request = self.request
         enough = tokens_of_report(self.reported, request.urgent_tokens)
         self.due = min(enough, request.sampling.max_tokens - self.reported)
@@ -280,5 +280,5 @@ class Scheduler:
             return None
         tokens, row.held = row.held, []
         row.reported += len(tokens)
-        row.wait()
+        row.set_due()
         return Answer(row, TokenChunk(tokens, reason))
