@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from common import stacks
@@ -143,7 +144,7 @@ def test_the_llm_renders_for_the_cpp_backend(tmp_path, stack):
     assert parameters["gpt_model_type"] == "inflight_fused_batching"
     assert (parameters["kv_cache_free_gpu_mem_fraction"], parameters["max_tokens_in_paged_kv_cache"]) == ("0.5", "")
     assert CPP_REQUIRED <= parameters.keys()
-    sent = request_tensors([1], Sampling(), 2).keys() | {"embedding_bias", "stop"}
+    sent = request_tensors(np.array([1]), Sampling(), 2).keys() | {"embedding_bias", "stop"}
     assert sent <= {tensor.name for tensor in config.input}
     required = {tensor.name for tensor in config.input if not tensor.optional}
     assert required == {"input_ids", "input_lengths", "request_output_len"}
