@@ -88,8 +88,8 @@ class CudaEngine(ThreadedEngine[SequenceRow]):
 
     @property
     def _launching(self) -> AbstractContextManager[object]:
-        """Held while work is launched. On a GPU whoever submits waits meanwhile, a millisecond: the two threads would
-        take CPython's lock from each other at each operation of torch. On a CPU the work is computed meanwhile."""
+        """Held while work is launched. On a GPU whoever submits waits meanwhile, a millisecond or two: the two threads
+        would take CPython's lock from each other at each operation of torch. On a CPU the work is computed in it."""
         return self._wake if self._device.type == "cuda" else nullcontext()
 
     def _prefill(self) -> bool:
