@@ -77,24 +77,24 @@ $(VENV)/.dev: $(VENV)/.server
 
 demo: $(VENV)/.server ## start a stack with the trained demo voice, let it say TEXT, write out/demo.wav
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
-	@$(IN_VENV) -m scripts.demo --stack $(STACK) $(if $(TEXT),--text "$$TEXT") --output $(OUTPUT) $(PORTS)
+	@$(IN_VENV) -m cosyvoice_triton.cli.demo --stack $(STACK) $(if $(TEXT),--text "$$TEXT") --output $(OUTPUT) $(PORTS)
 
 serve: free-ports render ## keep a stack serving on 8000 (HTTP), 8001 (gRPC), 8002 (metrics), 8003 (health), 10086 (speech) until Ctrl-C
-	@$(IN_VENV) -m scripts.serve build/$(STACK) $(PORTS) --health-port $(HEALTH_PORT) --log-file build/tritonserver.log \
+	@$(IN_VENV) -m cosyvoice_triton.cli.serve build/$(STACK) $(PORTS) --health-port $(HEALTH_PORT) --log-file build/tritonserver.log \
 		--speech-port $(SPEECH_PORT) --voices $(MODELS)/voices
 
 free-ports: # before minutes of installing and loading
 	@$(PYTHON) -m scripts.check_machine --disk 0 --free-ports $(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(HEALTH_PORT) $(SPEECH_PORT)
 
 render: demo-checkpoint ## write the model repository of a stack to build/STACK
-	@$(IN_VENV) -m scripts.render $(MODELS) build/$(STACK) --stack $(STACK) $(OFFLINE) $(foreach setting,$(SET),--set $(setting))
+	@$(IN_VENV) -m cosyvoice_triton.cli.render $(MODELS) build/$(STACK) --stack $(STACK) $(OFFLINE) $(foreach setting,$(SET),--set $(setting))
 
 # Only if no other checkpoint is named. Existing files are kept.
 demo-checkpoint: $(VENV)/.server
 ifeq ($(MODELS),models/demo)
 	@$(IN_VENV) -m scripts.check_machine --disk $(RUN_GB)
-	@$(IN_VENV) -m tools.demo_model.make $(MODELS)
-	@$(IN_VENV) -m scripts.convert_genai --precision fp32 \
+	@$(IN_VENV) -m cosyvoice_triton.demo_checkpoint.make $(MODELS)
+	@$(IN_VENV) -m cosyvoice_triton.cli.convert_genai --precision fp32 \
 		--model-dir $(MODELS)/cosyvoice2_llm --output-dir $(MODELS)/cosyvoice2_llm_genai
 endif
 
@@ -146,13 +146,13 @@ check: $(VENV)/.dev ## formatting, lint and types
 	@$(IN_VENV) -m mypy
 
 bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's first chunk and listeners on this CPU, write out/bench.json
-	@$(IN_VENV) -m tools.bench.token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
+	@$(IN_VENV) -m cosyvoice_triton.bench.token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench
 
 soak: $(VENV)/.server ## mixed load and faults for MINUTES (10), every request accounted for; writes out/soak.md and .png
-	@$(IN_VENV) -m tools.soak --minutes $(MINUTES) $(SOAK_ARGS)
+	@$(IN_VENV) -m tests.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 parity: $(VENV)/.server ## compare the served engine with the recorded outputs in FOLDER (tests/assets/golden), on DEVICE (cpu)
-	@$(IN_VENV) -m tools.parity --device $(DEVICE) $(FOLDER)
+	@$(IN_VENV) -m tests.parity --device $(DEVICE) $(FOLDER)
 
 pictures: docs/architecture.svg ## render the pictures of docs/ from their text sources (graphviz)
 

@@ -35,7 +35,7 @@ def missing_requirements(disk_gigabytes: float) -> "list[str]":
             f"Python 3.10, 3.11 or 3.12 is needed, {sys.executable} is {platform.python_version()}; "
             "name another interpreter: make demo PYTHON=python3.11"
         ]
-    from common.server import installation  # here, because older Pythons cannot import it
+    from cosyvoice_triton.server import installation  # here, because older Pythons cannot import it
 
     missing = []
     if platform.system() != "Linux" or platform.machine() != "x86_64":
@@ -63,7 +63,7 @@ def ports_in_use(ports: "list[int]") -> "list[str]":
     """One line for each port of this machine that another process has."""
     if not ports:
         return []
-    from common.server import tritonserver
+    from cosyvoice_triton.server import tritonserver
 
     found = []
     for port in ports:

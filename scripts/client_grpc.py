@@ -1,57 +1,8 @@
-"""Streaming and offline client over gRPC: one request, or many at once with their latencies measured.
+"""Upstream's name of `cosyvoice-triton client-grpc`."""
 
-One request writes one wav file:
-
-    python -m scripts.client_grpc --target-text "Hello." --reference-audio voice.wav --reference-text "What it says."
-
-With a manifest, a data set, --num-tasks, --num-requests, --request-rate or --log-dir it measures and writes audio
-files, rtf-<split>.txt, stats_summary-<split>.txt, summary.json and summary.png to --log-dir (default ./tmp). The exit
-code is 1 if any request failed.
-
-    python -m scripts.client_grpc --manifest-path tests/assets/manifest.jsonl --num-tasks 4 --num-requests 40
-    python -m scripts.client_grpc --huggingface-dataset yuekai/seed_tts --split-name test_zh --num-tasks 8
-
-`--mode streaming` needs a model served for streaming (`make serve`), `--mode offline` one served for offline requests
-(`make serve MODE=offline`).
-"""
-
-import argparse
 import sys
-from pathlib import Path
 
-from common.client.requests import add_request_arguments, positive_number
-from common.constants import GRPC_PORT
-from tools.arguments import positive_int
-from tools.load.command import exit_code
-from tools.load.jobs import add_job_arguments
-from tools.load.plan import add_load_arguments
-from tools.load.requesting import run
-from tools.upstream import accept_upstream_options
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    return exit_code(lambda: run(args), output_option="--log-dir", interrupted="interrupted; the request was cancelled")
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--server-addr", default="localhost", help="default: %(default)s")
-    parser.add_argument("--server-port", type=int, default=GRPC_PORT, help="of Triton's gRPC (default: %(default)s)")
-    parser.add_argument("--mode", choices=("streaming", "offline"), default="streaming")
-    add_request_arguments(parser)
-    add_job_arguments(parser)
-    load = add_load_arguments(parser)
-    load.add_argument("--num-tasks", type=positive_int, default=1, help="concurrent requests (default: 1)")
-    load.add_argument(
-        "--request-rate", type=positive_number, help="random requests per second (Poisson), instead of tasks"
-    )
-    load.add_argument("--log-dir", type=Path, help="directory for audio, figures and plots (default: tmp)")
-    accept_upstream_options(parser, "client_grpc")
-    return parser.parse_args(argv)
-
+from cosyvoice_triton.cli.client_grpc import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,43 +1,8 @@
-"""Offline client over HTTP: one request, one wav file.
+"""Upstream's name of `cosyvoice-triton client-http`."""
 
-    python -m scripts.client_http --target-text "Hello." --reference-audio voice.wav --reference-text "What it says."
-
-The model must be served for offline requests (`make serve MODE=offline`), since HTTP carries one response per request.
-"""
-
-import argparse
 import sys
 
-from common.client.http_client import synthesize
-from common.client.requests import ClientError, Utterance, add_request_arguments
-from common.constants import HTTP_PORT
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        request = Utterance.from_arguments(args)
-        answer = synthesize(args.server_url, args.model_name, request, args.timeout)
-        answer.save(args.output_audio)
-    except ClientError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; the request was dropped", file=sys.stderr)
-        return 130
-    print(answer.summary())
-    print(f"written to         {args.output_audio}")
-    return 0
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--server-url", default=f"http://localhost:{HTTP_PORT}", help="default: %(default)s")
-    add_request_arguments(parser)
-    return parser.parse_args(argv)
-
+from cosyvoice_triton.cli.client_http import main
 
 if __name__ == "__main__":
     sys.exit(main())

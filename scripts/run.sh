@@ -66,7 +66,7 @@ else
     RENDER=(--device gpu --llm-backend tensorrtllm --max-batch-size "$MAX_BATCH_SIZE")
     # The tool's own Python has no TensorRT-LLM, so that the engine is asked through its server.
     BACKENDS=(hf trtllm-serve)
-    LLM_COMMAND=("$PYTHON" -m tools.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm"
+    LLM_COMMAND=("$PYTHON" -m cosyvoice_triton.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm"
         --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE"
         --kv_cache_free_gpu_memory_fraction 0.4)
     PLANS=()
@@ -92,21 +92,21 @@ if stage -1 "check the machine"; then
 fi
 
 if stage 0 "download the checkpoints"; then
-    "$PYTHON" -m scripts.prepare "${CHECKPOINTS[@]}" "$MODELS"
+    "$PYTHON" -m cosyvoice_triton.cli.prepare "${CHECKPOINTS[@]}" "$MODELS"
 fi
 
 if stage 1 "build and try the LLM's engine"; then
-    "$PYTHON" -m scripts.prepare engine "$MODELS" "${ENGINE[@]}"
-    "$ENGINE_PYTHON" -m scripts.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" \
+    "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" \
         --engine_dir "$ENGINE_DIR" --max_tokens 50
 fi
 
 if stage 2 "render the model repository, $MODE"; then
-    "$PYTHON" -m scripts.render "$MODELS" "$REPOSITORY" --stack unet "${RENDER[@]}"
+    "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack unet "${RENDER[@]}"
 fi
 
 if stage 3 "serve"; then
-    start triton "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
+    start triton "$PYTHON" -m cosyvoice_triton.cli.serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
         --grpc-port "$GRPC_PORT" --metrics-port "$METRICS_PORT" --health-port "$HEALTH_PORT"
     await triton "http://127.0.0.1:$HEALTH_PORT/ready"
     hold
@@ -114,7 +114,7 @@ fi
 
 if stage 4 "one request over HTTP"; then
     if [[ $MODE == offline ]]; then
-        "$PYTHON" -m scripts.client_http --server-url "http://127.0.0.1:$HTTP_PORT" --model-name cosyvoice2 \
+        "$PYTHON" -m cosyvoice_triton.cli.client_http --server-url "http://127.0.0.1:$HTTP_PORT" --model-name cosyvoice2 \
             --target-text "Hello from an HTTP request." "${VOICE[@]}" --output-audio "$OUT/http.wav"
     else
         echo "skipped: Triton's HTTP endpoint returns one answer per request; run: bash $0 2 4 offline"
@@ -122,7 +122,7 @@ if stage 4 "one request over HTTP"; then
 fi
 
 if stage 5 "gRPC benchmark, $NUM_TASKS tasks, $MODE"; then
-    "$PYTHON" -m scripts.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2 \
+    "$PYTHON" -m cosyvoice_triton.cli.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2 \
         --num-tasks "$NUM_TASKS" --mode "$MODE" "${DATA[@]}" "${CACHED[@]}" --log-dir "$OUT/grpc_${MODE}_${NUM_TASKS}_tasks"
 fi
 
@@ -130,7 +130,7 @@ if stage 6 "offline benchmark, without Triton"; then
     stop_servers # of stage 3
     if ((${#LLM_COMMAND[@]})); then start_llm; fi
     for backend in "${BACKENDS[@]}"; do
-        "$PYTHON" -m scripts.offline_inference --backend "$backend" --engine-dir "$ENGINE_DIR" \
+        "$PYTHON" -m cosyvoice_triton.cli.offline_inference --backend "$backend" --engine-dir "$ENGINE_DIR" \
             --llm-model-name-or-path "$MODELS/cosyvoice2_llm" --token2wav-path "$MODELS/CosyVoice2-0.5B" \
             --batch-size "$MAX_BATCH_SIZE" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" "${OFFLINE_TRT[@]}" \
             --openai-api-base "http://127.0.0.1:$LLM_PORT/v1" --output-dir "$OUT/offline_$backend"
@@ -138,5 +138,5 @@ if stage 6 "offline benchmark, without Triton"; then
 fi
 
 if stage 7 "build token2wav's TensorRT plans"; then
-    "$PYTHON" -m scripts.prepare plans "$MODELS" --stack unet "${PLANS[@]}"
+    "$PYTHON" -m cosyvoice_triton.cli.prepare plans "$MODELS" --stack unet "${PLANS[@]}"
 fi

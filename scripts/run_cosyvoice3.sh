@@ -33,7 +33,7 @@ if ((LOCAL)); then
     REPOSITORY=${REPOSITORY:-$WORK/build/cosyvoice3}
     DATA=${DATA:---manifest-path tests/assets/manifest.jsonl}
     OFFLINE_DATA=${OFFLINE_DATA:---manifest-path tests/assets/manifest.jsonl}
-    CHECKPOINTS=(tools.demo_model.make "$MODELS" --weights random)
+    CHECKPOINTS=(cosyvoice_triton.demo_checkpoint.make "$MODELS" --weights random)
     ENGINE=(--kind onnxruntime_genai)
     ENGINE_DIR=$MODELS/cosyvoice3_llm_genai
     ENGINE_PYTHON=$PYTHON
@@ -45,13 +45,13 @@ else
     REPOSITORY=${REPOSITORY:-$WORK/build/cosyvoice3}
     DATA=${DATA:---huggingface-dataset yuekai/seed_tts_cosy2 --split-name wenetspeech4tts}
     OFFLINE_DATA=${OFFLINE_DATA:---split-name wenetspeech4tts}
-    CHECKPOINTS=(scripts.prepare download --stack cosyvoice3 --hub "$HUB" "$MODELS")
+    CHECKPOINTS=(cosyvoice_triton.cli.prepare download --stack cosyvoice3 --hub "$HUB" "$MODELS")
     ENGINE=(--kind tensorrt_llm --max-batch-size "$MAX_BATCH_SIZE")
     LLM_MODEL=cosyvoice3_trt_engines_bfloat16
     ENGINE_DIR=$MODELS/$LLM_MODEL
     ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
     RENDER=(--device gpu --llm-transport openai --llm-urls "http://127.0.0.1:$LLM_PORT/v1" --llm-model "$LLM_MODEL")
-    LLM_COMMAND=("$PYTHON" -m tools.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice3_llm"
+    LLM_COMMAND=("$PYTHON" -m cosyvoice_triton.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice3_llm"
         --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
     LLM_OPTIONS=(--backend trtllm-serve --openai-model-name "$LLM_MODEL" --batch-size 16
         --openai-api-base "http://127.0.0.1:$LLM_PORT/v1")
@@ -71,30 +71,30 @@ if stage 0 "download the checkpoints"; then
 fi
 
 if stage 1 "build and try the LLM's engine"; then
-    "$PYTHON" -m scripts.prepare engine "$MODELS" --stack cosyvoice3 "${ENGINE[@]}"
-    "$ENGINE_PYTHON" -m scripts.test_llm --tokenizer_dir "$MODELS/cosyvoice3_llm" --engine_dir "$ENGINE_DIR" \
+    "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" --stack cosyvoice3 "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice3_llm" --engine_dir "$ENGINE_DIR" \
         --max_tokens 50
 fi
 
 if stage 2 "render the model repository"; then
-    "$PYTHON" -m scripts.render "$MODELS" "$REPOSITORY" --stack cosyvoice3 "${RENDER[@]}"
+    "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack cosyvoice3 "${RENDER[@]}"
 fi
 
 if stage 3 "serve: an LLM server and Triton"; then
     if ((${#LLM_COMMAND[@]})); then start_llm; fi
-    start triton "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
+    start triton "$PYTHON" -m cosyvoice_triton.cli.serve "$REPOSITORY" --log-file "$LOGS/tritonserver.log" --http-port "$HTTP_PORT" \
         --grpc-port "$GRPC_PORT" --metrics-port "$METRICS_PORT" --health-port "$HEALTH_PORT"
     await triton "http://127.0.0.1:$HEALTH_PORT/ready"
     hold
 fi
 
 if stage 4 "gRPC benchmark, $NUM_TASKS tasks"; then
-    "$PYTHON" -m scripts.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice3 \
+    "$PYTHON" -m cosyvoice_triton.cli.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice3 \
         --num-tasks "$NUM_TASKS" --mode streaming "${DATA[@]}" --log-dir "$OUT/grpc_streaming_${NUM_TASKS}_tasks"
 fi
 
 if stage 5 "offline benchmark, LLM and token2wav in turn"; then
-    "$PYTHON" -m scripts.offline_inference "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice3_llm" \
+    "$PYTHON" -m cosyvoice_triton.cli.offline_inference "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice3_llm" \
         --token2wav-path "$MODELS/Fun-CosyVoice3-0.5B-2512" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" \
         --output-dir "$OUT/offline"
 fi

@@ -74,7 +74,7 @@ else
     ENGINE_PYTHON=${TRTLLM_PYTHON:-$PYTHON} # in the image another Python has TensorRT-LLM
     RENDER=(--device gpu)
     LLM_MODEL=trt_engines_bfloat16
-    LLM_COMMAND=("$PYTHON" -m tools.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm"
+    LLM_COMMAND=("$PYTHON" -m cosyvoice_triton.prepare.trtllm_serve "$ENGINE_DIR" --tokenizer "$MODELS/cosyvoice2_llm"
         --host 127.0.0.1 --port "$LLM_PORT" --max_batch_size "$MAX_BATCH_SIZE" --kv_cache_free_gpu_memory_fraction 0.4)
     LLM_OPTIONS=(--backend trtllm-serve --openai-model-name "$LLM_MODEL" --batch-size 16
         --openai-api-base "http://127.0.0.1:$LLM_PORT/v1")
@@ -93,7 +93,7 @@ read -ra VOCODER_DATA <<<"$VOCODER_DATA"
 read -ra TASKS_PER_INSTANCE <<<"$TASKS_PER_INSTANCE"
 
 start_triton() { # NAME GPU HTTP GRPC METRICS HEALTH
-    CUDA_VISIBLE_DEVICES=$2 start "$1" "$PYTHON" -m scripts.serve "$REPOSITORY" --log-file "$LOGS/$1-tritonserver.log" \
+    CUDA_VISIBLE_DEVICES=$2 start "$1" "$PYTHON" -m cosyvoice_triton.cli.serve "$REPOSITORY" --log-file "$LOGS/$1-tritonserver.log" \
         --http-port "$3" --grpc-port "$4" --metrics-port "$5" --health-port "$6"
 }
 
@@ -105,17 +105,17 @@ if stage -1 "check the machine"; then
 fi
 
 if stage 0 "download the checkpoints"; then
-    "$PYTHON" -m scripts.prepare "${CHECKPOINTS[@]}" "$MODELS"
+    "$PYTHON" -m cosyvoice_triton.cli.prepare "${CHECKPOINTS[@]}" "$MODELS"
 fi
 
 if stage 1 "build and try the LLM's engine"; then
-    "$PYTHON" -m scripts.prepare engine "$MODELS" "${ENGINE[@]}"
-    "$ENGINE_PYTHON" -m scripts.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" --engine_dir "$ENGINE_DIR" \
+    "$PYTHON" -m cosyvoice_triton.cli.prepare engine "$MODELS" "${ENGINE[@]}"
+    "$ENGINE_PYTHON" -m cosyvoice_triton.cli.test_llm --tokenizer_dir "$MODELS/cosyvoice2_llm" --engine_dir "$ENGINE_DIR" \
         --max_tokens 50
 fi
 
 if stage 2 "render the model repository"; then
-    "$PYTHON" -m scripts.render "$MODELS" "$REPOSITORY" --stack dit --llm-transport openai \
+    "$PYTHON" -m cosyvoice_triton.cli.render "$MODELS" "$REPOSITORY" --stack dit --llm-transport openai \
         --llm-urls "http://127.0.0.1:$LLM_PORT/v1" --llm-model "$LLM_MODEL" "${RENDER[@]}"
 fi
 
@@ -127,21 +127,21 @@ if stage 3 "serve: an LLM server and Triton"; then
 fi
 
 if stage 4 "gRPC benchmark, $NUM_TASKS tasks"; then
-    "$PYTHON" -m scripts.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2_dit \
+    "$PYTHON" -m cosyvoice_triton.cli.client_grpc --server-addr 127.0.0.1 --server-port "$GRPC_PORT" --model-name cosyvoice2_dit \
         --num-tasks "$NUM_TASKS" --mode streaming "${DATA[@]}" --log-dir "$OUT/grpc_streaming_${NUM_TASKS}_tasks"
 fi
 
 if stage 5 "offline benchmark, LLM and token2wav in turn"; then
-    "$PYTHON" -m scripts.offline_inference "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
+    "$PYTHON" -m cosyvoice_triton.cli.offline_inference "${LLM_OPTIONS[@]}" --llm-model-name-or-path "$MODELS/cosyvoice2_llm" \
         --token2wav-path "$TOKEN2WAV" --token2wav-batch-size 4 "${OFFLINE_DATA[@]}" "${OFFLINE_TRT[@]}" \
         --output-dir "$OUT/offline"
 fi
 
 if stage 6 "token2wav alone"; then
-    "$PYTHON" -m scripts.token2wav --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" --warmup 3 \
+    "$PYTHON" -m cosyvoice_triton.cli.token2wav --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" --warmup 3 \
         --output-dir "$OUT/token2wav"
     for strategy in equal exponential; do
-        "$PYTHON" -m scripts.streaming_inference --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" \
+        "$PYTHON" -m cosyvoice_triton.cli.streaming_inference --model-dir "$TOKEN2WAV" "${VOCODER_DATA[@]}" "${OFFLINE_TRT[@]}" \
             --strategy "$strategy" --output-dir "$OUT/streaming_$strategy"
     done
 fi
@@ -163,12 +163,12 @@ if stage 8 "benchmark of the disaggregated servers"; then
     for ((gpus = 1; gpus <= TOKEN2WAV_GPUS; gpus++)); do
         servers=()
         for ((i = 0; i < gpus * INSTANCES_PER_GPU; i++)); do servers+=("127.0.0.1:$((TOKEN2WAV_GRPC_PORT + i))"); done
-        "$PYTHON" -m scripts.benchmark --servers "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus 1 \
+        "$PYTHON" -m cosyvoice_triton.cli.benchmark --servers "${servers[@]}" --token2wav-gpus "$gpus" --llm-gpus 1 \
             --model-name cosyvoice2_dit --concurrency "${TASKS_PER_INSTANCE[@]}" "${DATA[@]}" \
             --title "disaggregated, $gpus x $INSTANCES_PER_GPU token2wav" --output "$OUT/disaggregated_${gpus}_gpus"
     done
 fi
 
 if stage 9 "build token2wav's TensorRT plans"; then
-    "$PYTHON" -m scripts.prepare plans "$MODELS" --stack dit "${PLANS[@]}"
+    "$PYTHON" -m cosyvoice_triton.cli.prepare plans "$MODELS" --stack dit "${PLANS[@]}"
 fi

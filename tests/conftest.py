@@ -59,7 +59,8 @@ def triton_models() -> Iterator[dict[str, fake_triton.Callee]]:
 @pytest.fixture
 def triton_grpc(triton_models: dict[str, fake_triton.Callee], monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """A gRPC server for the same models, see tests/support/fake_grpc_server.py."""
-    from common.process.environment import GRPC_ADDRESS
+    from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS
+
     from tests.support.fake_grpc_server import fake_grpc_server
 
     with fake_grpc_server() as server:
@@ -83,8 +84,9 @@ def demo_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Its utterances last about three seconds by construction, whatever the text; tests that listen for words use the
     trained checkpoint.
     """
+    from cosyvoice_triton.demo_checkpoint import make as make_demo_model
+
     from tests.support.llm_fixtures import shared_genai, shared_llm
-    from tools.demo_model import make as make_demo_model
 
     def make(directory: Path) -> None:
         assert make_demo_model.main([str(directory), "--weights", "random"]) == 0
@@ -102,8 +104,8 @@ def serve(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     To bound the memory, each worker runs one server at a time: asking for another stack stops the previous server.
     """
-    from common.server.rendering import StackOptions, render
-    from common.server.tritonserver import Ports, TritonServer
+    from cosyvoice_triton.server.rendering import StackOptions, render
+    from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
     running: list[tuple[StackOptions, TritonServer]] = []
 

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-
-from common.config import (
+from cosyvoice_triton.config import (
     AudioTokenizerConfig,
     OrchestratorConfig,
     TensorrtLLMConfig,
@@ -12,8 +11,8 @@ from common.config import (
     format_setting,
     parse_setting,
 )
-from common.llm.interface import LengthRatios, Sampling, Timeouts, preset_values
-from common.orchestrator.chunking import HopRules
+from cosyvoice_triton.llm.interface import LengthRatios, Sampling, Timeouts, preset_values
+from cosyvoice_triton.orchestrator.chunking import HopRules
 
 
 def triton_args(parameters: dict[str, str], *, decoupled: bool = False, kind: str = "CPU") -> dict[str, str]:

@@ -1,8 +1,7 @@
 import asyncio
 
 import pytest
-
-from common.tasks import TaskScope
+from cosyvoice_triton.tasks import TaskScope
 
 
 async def value(number: int) -> int:

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-
-from common.accel.contexts import ContextPool
-from common.accel.network import ShapeLimits
-from common.accel.streams import HostStream
-from common.errors import UnavailableError
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.runtimes.contexts import ContextPool
+from cosyvoice_triton.runtimes.network import ShapeLimits
+from cosyvoice_triton.runtimes.streams import HostStream
 
 LIMITS = ShapeLimits(least={"x": (1,)}, usual={"x": (2,)}, most={"x": (4,)})
 FITS = {"x": (3,)}

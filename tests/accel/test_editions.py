@@ -5,9 +5,9 @@ import sys
 import types
 
 import pytest
+from cosyvoice_triton.runtimes import editions
+from cosyvoice_triton.runtimes.plans import Machine
 
-from common.accel import editions
-from common.accel.plans import Machine
 from tests.support import fake_tensorrt
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton.runtimes.workloads import Span, speaker
 
-from common.accel.workloads import Span, speaker
 from tests.support import fake_tensorrt as trt
 from tests.support import tiny_onnx
 

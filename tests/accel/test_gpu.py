@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-
-from common.accel.contexts import ContextPool
-from common.accel.network import ShapeLimits
-from common.accel.streams import DeviceStream
+from cosyvoice_triton.runtimes.contexts import ContextPool
+from cosyvoice_triton.runtimes.network import ShapeLimits
+from cosyvoice_triton.runtimes.streams import DeviceStream
 
 pytestmark = [
     pytest.mark.gpu,

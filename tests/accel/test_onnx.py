@@ -11,37 +11,32 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli import token2wav
+from cosyvoice_triton.config import Token2WavConfig
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM
+from cosyvoice_triton.export import onnx as export_onnx
+from cosyvoice_triton.export.builder import Build
+from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow
+from cosyvoice_triton.runtimes import onnx
+from cosyvoice_triton.runtimes import plans as plans_on_disk
+from cosyvoice_triton.runtimes.estimators import DiTOnRuntime
+from cosyvoice_triton.runtimes.loading import flow_runtime
+from cosyvoice_triton.runtimes.network import Network, ShapeLimits
+from cosyvoice_triton.runtimes.onnx import OnnxNetwork
+from cosyvoice_triton.runtimes.plans import Key, Machine, PlanError
+from cosyvoice_triton.runtimes.signatures import CHUNK, SPEAKER, signature_of
+from cosyvoice_triton.runtimes.workloads import Serving, Workload
+from cosyvoice_triton.token2wav import engine as engines
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.gpu import precision as precisions
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.precision import Precision
+from cosyvoice_triton.voice.audio import load_audio
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common import stacks
-from common.accel import onnx
-from common.accel import plans as plans_on_disk
-from common.accel.estimators import DiTOnRuntime
-from common.accel.loading import flow_runtime
-from common.accel.network import Network, ShapeLimits
-from common.accel.onnx import OnnxNetwork
-from common.accel.plans import Key, Machine, PlanError
-from common.accel.signatures import CHUNK, SPEAKER, signature_of
-from common.accel.workloads import Serving, Workload
-from common.config import Token2WavConfig
-from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM
-from common.flow.checkpoint import load_dit_flow
-from common.flow.config import EncoderConfig
-from common.flow.encoder import UpsampleConformerEncoder
-from common.hift import HiFTConfig, HiFTGenerator
-from common.token2wav import engine as engines
-from common.token2wav import precision as precisions
-from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import BatchLimits
-from common.token2wav.precision import Precision
-from common.voice.audio import load_audio
-from common.voice.prompt import Prompt
-from scripts import token2wav
 from tests.conftest import ROOT
 from tests.support import fake_tensorrt
-from tools.bench import plans as bench_plans
-from tools.demo_model import speech_tokenizer
-from tools.export import onnx as export_onnx
-from tools.export.builder import Build
 
 pytestmark = pytest.mark.slow  # nearly all tests need the exported networks
 
@@ -367,28 +362,3 @@ def test_tensorrt_builds_the_plans_of_every_exported_estimator_and_of_the_speake
     }
     for workload in Serving("float16").workloads(stacks.named(stack)):
         assert_plan(exported[stack] / workload.onnx, workload, most[workload.use])
-
-
-def test_tensorrt_builds_a_plan_of_the_speech_tokenizer(tmp_path):
-    path, workload = bench_plans.tokenizer(tmp_path, speech_tokenizer.SMALL)
-    assert_plan(path, workload, {"feats": (1, 128, 3000), "feats_length": (1,)})
-
-
-def test_tensorrt_builds_a_plan_of_the_flows_encoder(tmp_path):
-    encoder = UpsampleConformerEncoder(EncoderConfig(width=64, heads=2, feed_forward=96, blocks=1, up_blocks=1))
-    workload, export = bench_plans.ENCODER, bench_plans.encoder_export(encoder)
-    path = tmp_path / workload.onnx
-    export_onnx.write(export, path)
-    inputs = export.inputs(2, 11)
-    (found,) = onnxruntime.InferenceSession(path).run(None, {name: x.numpy() for name, x in inputs.items()})
-    np.testing.assert_allclose(found, encoder(**inputs).numpy(), atol=1e-4)
-    assert_plan(path, workload, {"xs": (16, 1225, 4, 64), "visible": (16, 1225)})
-
-
-def test_tensorrt_builds_a_plan_of_hifts_convolutions(tmp_path, capsys):
-    config = HiFTConfig(channels=32, f0_channels=16, resblock_kernels=(3,), resblock_dilations=((1,),))
-    workload, export = bench_plans.BODY, bench_plans.body_export(HiFTGenerator(config))
-    path = tmp_path / workload.onnx
-    export_onnx.write(export, path)
-    assert export_onnx.check(export, path)
-    assert_plan(path, workload, {"mel": (16, 80, 208), "excitation": (16, 18, 120 * 208 + 1)})

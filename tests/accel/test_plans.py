@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+from cosyvoice_triton import stacks
+from cosyvoice_triton.runtimes import plans
+from cosyvoice_triton.runtimes.plans import Key, Machine, Plan, PlanError
+from cosyvoice_triton.runtimes.workloads import Serving, Span, Workload
 
-from common import stacks
-from common.accel import plans
-from common.accel.plans import Key, Machine, Plan, PlanError
-from common.accel.workloads import Serving, Span, Workload
 from tests.support import tiny_onnx
 
 H200 = Machine("NVIDIA H200", "9.0", "tensorrt 10.11.0.33")

@@ -7,11 +7,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from cosyvoice_triton.export import precision
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 
 from tests.support import tiny_onnx
-from tools.export import precision
 
 STEP = 1e-4  # in float16, flow times 0.9 and 0.9 + STEP are equal
 

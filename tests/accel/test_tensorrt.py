@@ -9,15 +9,15 @@ from pathlib import Path
 import onnxruntime
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.runtimes import plans, tensorrt
+from cosyvoice_triton.runtimes.plans import Key, Machine, PlanError
+from cosyvoice_triton.runtimes.streams import HostStream
+from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork
+from cosyvoice_triton.runtimes.workloads import Serving, Workload
 from torch import Tensor
 
-from common import stacks
-from common.accel import plans, tensorrt
-from common.accel.plans import Key, Machine, PlanError
-from common.accel.streams import HostStream
-from common.accel.tensorrt import TensorRTNetwork
-from common.accel.workloads import Serving, Workload
-from common.errors import UnavailableError
 from tests.support import fake_tensorrt, tiny_onnx
 
 HERE = Machine("NVIDIA Test", "9.0", f"tensorrt {fake_tensorrt.__version__}")

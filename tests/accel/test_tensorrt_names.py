@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+from cosyvoice_triton.runtimes import editions
 
-from common.accel import editions
 from tests.conftest import ROOT
 from tests.support import fake_tensorrt
 
@@ -15,7 +15,7 @@ NAMES = {
     if line and not line.startswith("#")
 }
 ONLY_RTX = {"num_compute_capabilities", "set_compute_capability"}
-SOURCES = [ROOT / "common/accel/tensorrt.py", ROOT / "tools/export/builder.py"]
+SOURCES = [ROOT / "common/cosyvoice_triton/runtimes/tensorrt.py", ROOT / "common/cosyvoice_triton/export/builder.py"]
 # Variables that hold TensorRT's objects in those files.
 HOLDERS = {"trt", "builder", "network", "parser", "config", "profile", "cache", "context", "_engine", "_runtime"}
 

@@ -12,13 +12,12 @@ import grpc
 import numpy as np
 import pytest
 import soundfile as sf
+from cosyvoice_triton.cli import client_grpc
+from cosyvoice_triton.client import grpc_client
+from cosyvoice_triton.client.requests import ClientError, Utterance
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.server.tritonserver import free_port
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
-
-from common.client import grpc_client
-from common.client.requests import ClientError, Utterance
-from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.server.tritonserver import free_port
-from scripts import client_grpc
 
 MODEL = "cosyvoice2_dit"
 

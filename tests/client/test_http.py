@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
+from cosyvoice_triton.cli import client_http
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.server.tritonserver import free_port
 
-from common.constants import SAMPLE_RATE
-from common.server.tritonserver import free_port
-from scripts import client_http
 from tests.support.echo_server import echo_server
 
 MODEL = "cosyvoice2_dit"

@@ -155,7 +155,7 @@ def main() -> int:
         with engine():
             return 0
     except ProvisionError as error:
-        print(error)  # noqa: T201
+        print(error)
         return 1
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc
 import tritonclient.grpc.aio as triton
+from cosyvoice_triton.client.grpc_client import chunks
+from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.server.tritonserver import free_port
 from tritonclient.utils import InferenceServerException
 
-from common.client.grpc_client import chunks
-from common.client.requests import Utterance
-from common.server.tritonserver import free_port
 from tests.conftest import ROOT
 from tests.containers.engine import Engine
 from tests.containers.images import MADE, provide

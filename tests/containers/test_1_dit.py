@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
+from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
+from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
 
-from common.process.metrics import ENDED, LIVE, sum_of
-from common.speech_service.runtime_grpc import PROTO
 from tests.containers.project import LONG, SECONDS, VOICE, Answer, Project, moment, wait_for
 
 MODEL = "cosyvoice2_dit"

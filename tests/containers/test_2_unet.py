@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import numpy as np
+from cosyvoice_triton.client.http_client import synthesize
+from cosyvoice_triton.client.requests import Utterance
 
-from common.client.http_client import synthesize
-from common.client.requests import Utterance
 from tests.containers.project import VOICE, Project, wait_for
 
 MODEL = "cosyvoice2"

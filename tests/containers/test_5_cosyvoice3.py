@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cosyvoice_triton.client.requests import Utterance, read_reference
 
-from common.client.requests import Utterance, read_reference
 from tests.containers.project import SECONDS, Project, wait_for
 from tests.support.server_requests import VOICE, VOICE_TEXT, assert_speech, stream
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import grpc
 import pytest
 import tritonclient.grpc.aio as triton
+from cosyvoice_triton.client.grpc_client import chunks
+from cosyvoice_triton.client.requests import Utterance
 from tritonclient.utils import InferenceServerException
 
-from common.client.grpc_client import chunks
-from common.client.requests import Utterance
 from tests.support.gateway import Gateway, gateway, wait_for
 from tests.support.serve_process import MODEL, get
 

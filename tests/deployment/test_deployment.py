@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from cosyvoice_triton.cli import prepare, render
 
-from scripts import prepare, render
 from tests.conftest import ROOT
 from tests.support.compose import MISSING, compose_command
 
@@ -116,14 +116,14 @@ def stage(target: str) -> str:
 
 IMPORTED = """
 import importlib, sys
-for module in ("scripts.test_llm", "scripts.convert_checkpoint", "tools.prepare.trtllm_checkpoint"):
+for module in ("cosyvoice_triton.cli.test_llm", "cosyvoice_triton.cli.convert_checkpoint", "cosyvoice_triton.prepare.trtllm_checkpoint"):
     importlib.import_module(module)
 print(*sys.modules)
 """
 
 
 def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> None:
-    """scripts.test_llm and scripts.convert_checkpoint, in stage 1."""
+    """cosyvoice_triton.cli.test_llm and cosyvoice_triton.cli.convert_checkpoint, in stage 1."""
     (line,) = re.findall(r"-m pip install --break-system-packages (.+)", (ROOT / "Dockerfile.server").read_text())
     installed, waiting = set(), [re.split(r"[=<>]", package)[0] for package in line.split()]
     while waiting:
@@ -196,7 +196,7 @@ def test_the_setting_llm_decides_what_starts(file: str, llm: str) -> None:
         served = next((word.split("=")[1] for word in command if "served-model-name" in word), Path(command[0]).name)
         assert arguments.llm_model == served
     if llm == "trtllm-serve":  # the option that its version needs is added there
-        assert services["llm"]["entrypoint"] == ["python3", "-m", "tools.prepare.trtllm_serve"]
+        assert services["llm"]["entrypoint"] == ["python3", "-m", "cosyvoice_triton.prepare.trtllm_serve"]
     if llm == "elsewhere":
         assert (arguments.llm_urls, arguments.llm_model) == (["http://ours:9000/v1"], "ours")
     assert services["tts"]["depends_on"]["llm"]["condition"] == "service_healthy"
@@ -251,8 +251,8 @@ def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> 
     services = composed(COSYVOICE3, CPU, RANDOM)["services"]
     made, engine = services["download"]["command"][2].split(" && exec ")
     staged = (ROOT / "scripts/run_cosyvoice3.sh").read_text()
-    assert re.fullmatch(r"python3 -m tools.demo_model.make /models --weights random", made)
-    assert 'tools.demo_model.make "$MODELS" --weights random' in staged
+    assert re.fullmatch(r"python3 -m cosyvoice_triton.demo_checkpoint.make /models --weights random", made)
+    assert 'cosyvoice_triton.demo_checkpoint.make "$MODELS" --weights random' in staged
     parsed = prepare.build_parser().parse_args(engine.split()[3:])
     assert (parsed.step, parsed.stack, parsed.kind) == ("engine", "cosyvoice3", "onnxruntime_genai")
     assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-transport triton"
@@ -263,7 +263,7 @@ def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> 
 def test_the_hub_of_the_downloads_is_a_setting(file: str, stack: str) -> None:
     for settings, wanted in (({}, "huggingface"), ({"HUB": "modelscope"}, "modelscope")):
         command = composed(file, **settings)["services"]["download"]["command"]
-        assert command[:3] == ["python3", "-m", "scripts.prepare"]
+        assert command[:3] == ["python3", "-m", "cosyvoice_triton.cli.prepare"]
         parsed = prepare.build_parser().parse_args(command[3:])
         assert (parsed.step, parsed.stack, parsed.hub) == ("download", stack, wanted)
 
@@ -298,7 +298,7 @@ def test_each_image_has_one_build(llm: str) -> None:
 def test_a_service_builds_the_tensorrt_plans_that_the_servers_are_rendered_for(file: str, stack: str) -> None:
     services = composed(file, profiles="tensorrt", TTS_TENSORRT="1", TTS_GPU="3")["services"]
     plans, tts = services["plans"], services["tts"]
-    assert plans["command"] == f"python3 -m scripts.prepare plans /models --stack {stack}".split()
+    assert plans["command"] == f"python3 -m cosyvoice_triton.cli.prepare plans /models --stack {stack}".split()
     assert plans["deploy"] == tts["deploy"] and plans["volumes"] == tts["volumes"]
     assert plans["profiles"] == ["tensorrt"] and tts["environment"]["TTS_TENSORRT"] == "1"
     assert "TTS_TENSORRT:+--set flow_runtime=tensorrt --set runtime=tensorrt}" in tts["command"][-1]
@@ -337,7 +337,7 @@ def test_every_setting_of_the_compose_files_is_documented() -> None:
 
 
 def test_models_may_load_as_long_as_health_checks_wait() -> None:
-    from common.server.tritonserver import LOAD_SECONDS
+    from cosyvoice_triton.server.tritonserver import LOAD_SECONDS
 
     services = (ROOT / "deploy/compose/services.yml").read_text()
     waits = [60 * int(minutes) for minutes in re.findall(r"start_period: (\d+)m", services)]
@@ -373,7 +373,7 @@ def test_every_command_names_a_script_and_its_options() -> None:
 
 
 def test_dashboard_and_alerts_use_existing_metrics() -> None:
-    from common.process import health, metrics
+    from cosyvoice_triton.monitoring import health, metrics
 
     values = [*vars(metrics).values(), *vars(health).values()]
     ours = {one.name for one in values if isinstance(one, metrics.Metric)}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc.aio as triton
+from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
+from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.speech_service.triton import TritonPool
 
-from common.process.metrics import ENDED, LIVE, sum_of
-from common.server.tritonserver import free_port
-from common.speech_service.triton import TritonPool
 from tests.support.gateway import Gateway, gateway, wait_for
 from tests.support.serve_process import MODEL, ServeProcess, StreamResult, get, rendered, serve_process, synthesize
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli import prepare, render
+from cosyvoice_triton.stacks import Stack
 
-from common import stacks
-from common.stacks import Stack
-from scripts import prepare, render
 from tests.conftest import ROOT
 
 TOOLS = Path(sys.executable).parent
@@ -92,9 +92,13 @@ def test_two_values_choose_the_stack_of_the_pods(stack: Stack, tmp_path: Path) -
         names = [one["configMapRef"]["name"] for one in container.get("envFrom", []) if "configMapRef" in one]
         values = {key: value for name in names for key, value in maps[name].items()}
         commands.append([re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["command"]])  # noqa: B023
-    downloads = [prepare.build_parser().parse_args(one[3:]) for one in commands if "scripts.prepare" in one]
+    downloads = [
+        prepare.build_parser().parse_args(one[3:]) for one in commands if "cosyvoice_triton.cli.prepare" in one
+    ]
     assert [one.stack for one in downloads] == [stack.name] * 2
-    (rendered,) = (render.build_parser().parse_args(one[3:]) for one in commands if "scripts.render" in one)
+    (rendered,) = (
+        render.build_parser().parse_args(one[3:]) for one in commands if "cosyvoice_triton.cli.render" in one
+    )
     (served,) = (one for one in commands if one[0] == "vllm")
     assert (rendered.stack, rendered.llm_model) == (stack.name, stack.llm.directory)
     assert served[2] == f"/models/{stack.llm.directory}" and f"--served-model-name={rendered.llm_model}" in served

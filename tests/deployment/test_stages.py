@@ -9,11 +9,11 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli import client_grpc, client_http, prepare, render, test_llm
+from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.stacks import Stack
 
-from common import stacks
-from common.server.tritonserver import free_port
-from common.stacks import Stack
-from scripts import client_grpc, client_http, prepare, render, test_llm
 from tests.conftest import ROOT
 from tests.support import tiny_onnx
 
@@ -164,11 +164,11 @@ def test_without_the_packages_of_a_selected_stage_nothing_runs_and_they_are_name
 
 
 PARSERS = {
-    "scripts.prepare": lambda arguments: prepare.build_parser().parse_args(arguments),
-    "scripts.test_llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
-    "scripts.render": lambda arguments: render.build_parser().parse_args(arguments),
-    "scripts.client_grpc": client_grpc.parse_args,
-    "scripts.client_http": client_http.parse_args,
+    "cosyvoice_triton.cli.prepare": lambda arguments: prepare.build_parser().parse_args(arguments),
+    "cosyvoice_triton.cli.test_llm": lambda arguments: test_llm.build_parser().parse_args(arguments),
+    "cosyvoice_triton.cli.render": lambda arguments: render.build_parser().parse_args(arguments),
+    "cosyvoice_triton.cli.client_grpc": client_grpc.parse_args,
+    "cosyvoice_triton.cli.client_http": client_http.parse_args,
 }
 
 
@@ -189,15 +189,15 @@ def test_the_stages_for_a_gpu_call_programs_as_they_are(tmp_path: Path) -> None:
     for line in (tmp_path / "calls").read_text().splitlines():
         _, program, *arguments = line.split()
         called.setdefault(program, []).append(PARSERS[program](arguments))
-    downloads = [one for one in called["scripts.prepare"] if one.step == "download"]
+    downloads = [one for one in called["cosyvoice_triton.cli.prepare"] if one.step == "download"]
     assert [(one.stack, one.hub, one.spk2info) for one in downloads] == [
         ("unet", "modelscope", True),
         ("dit", "modelscope", False),
     ]
-    assert {one.models for one in called["scripts.prepare"]} == {tmp_path / "work" / "models" / "official"}
-    assert [one.use_spk2info_cache for one in called["scripts.client_grpc"]] == [True, False]
-    assert [one.llm_backend for one in called["scripts.render"]] == ["tensorrtllm", "python"]
-    assert len(called["scripts.test_llm"]) == 2
+    assert {one.models for one in called["cosyvoice_triton.cli.prepare"]} == {tmp_path / "work" / "models" / "official"}
+    assert [one.use_spk2info_cache for one in called["cosyvoice_triton.cli.client_grpc"]] == [True, False]
+    assert [one.llm_backend for one in called["cosyvoice_triton.cli.render"]] == ["tensorrtllm", "python"]
+    assert len(called["cosyvoice_triton.cli.test_llm"]) == 2
 
 
 def test_http_is_skipped_when_the_stack_streams(models: Path, manifest: Path, tmp_path: Path) -> None:

@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from common import stacks
-from common.checkpoint import read_state
-from common.flow import (
+from cosyvoice_triton import stacks
+from cosyvoice_triton.checkpoint import read_state
+from cosyvoice_triton.networks.flow import (
     DiTConfig,
     DiTFlow,
     DiTFlowConfig,
@@ -16,7 +15,8 @@ from common.flow import (
     load_dit_flow,
     load_unet_flow,
 )
-from tools.parity.reference import dit_flow, window_flow
+
+from tests.parity.reference import dit_flow, window_flow
 
 ENCODER = EncoderConfig(width=32, heads=2, feed_forward=48, blocks=2, up_blocks=1)
 UNET = UNetFlowConfig(

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.parity import flow_dit
-from tools.parity.fixture import Fixture
-from tools.parity.reference.dit_flow import DiTFlowCache, inference, inference_chunk, prefill
+from tests.parity import flow_dit
+from tests.parity.fixture import Fixture
+from tests.parity.reference.dit_flow import DiTFlowCache, inference, inference_chunk, prefill
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 MEL = 80

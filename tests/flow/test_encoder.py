@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cosyvoice_triton.checkpoint import load_strict
+from cosyvoice_triton.networks.flow import encoder as encoder_module
+from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
 
-from common.checkpoint import load_strict
-from common.flow import encoder as encoder_module
-from common.flow.encoder import UpsampleConformerEncoder
-from tools.parity import flow_unet
-from tools.parity.fixture import Fixture
-from tools.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
+from tests.parity import flow_unet
+from tests.parity.fixture import Fixture
+from tests.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 

@@ -2,9 +2,8 @@ import math
 
 import pytest
 import torch
+from cosyvoice_triton.networks.flow.matching import FlowMatching, time_schedule
 from torch import nn
-
-from common.flow.matching import FlowMatching, time_schedule
 
 
 @pytest.mark.parametrize("steps", [1, 3, 10])

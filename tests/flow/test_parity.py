@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cosyvoice_triton.checkpoint import shapes_of
+from cosyvoice_triton.networks.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
+from cosyvoice_triton.token2wav.flow.encoder_window import WindowEncoder
 
-from common.checkpoint import shapes_of
-from common.flow import DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
-from common.token2wav.encoder_window import WindowEncoder
-from tools.parity import flow_dit, flow_unet
-from tools.parity.fixture import Fixture
-from tools.parity.runner import all_checks, run_fixture
+from tests.parity import flow_dit, flow_unet
+from tests.parity.fixture import Fixture
+from tests.parity.runner import all_checks, run_fixture
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 CHECKS = flow_unet.CHECKS | flow_dit.CHECKS

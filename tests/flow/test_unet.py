@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.parity import flow_unet
-from tools.parity.fixture import Fixture
-from tools.parity.reference.window_flow import inference
+from tests.parity import flow_unet
+from tests.parity.fixture import Fixture
+from tests.parity.reference.window_flow import inference
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 MEL = 80

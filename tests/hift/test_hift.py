@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cosyvoice_triton.constants import HOP_SAMPLES
+from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, load_hift, split_weight_norm
+from cosyvoice_triton.networks.hift.f0 import F0_REACH
+from cosyvoice_triton.networks.hift.generator import Past
 
-from common.constants import HOP_SAMPLES
-from common.hift import HiFTConfig, HiFTGenerator, fuse_weight_norm, load_hift, split_weight_norm
-from common.hift.f0 import F0_REACH
-from common.hift.generator import Past
-from tools.parity.fixture import Fixture
-from tools.parity.hift import CHECKS, build
-from tools.parity.runner import run_fixture
+from tests.parity.fixture import Fixture
+from tests.parity.hift import CHECKS, build
+from tests.parity.runner import run_fixture
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 

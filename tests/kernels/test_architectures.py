@@ -4,13 +4,12 @@ from importlib import import_module
 
 import pytest
 import torch
+from cosyvoice_triton.bench import kernels
+from cosyvoice_triton.bench.kernels import SHARED_KIB, Launch, compiled, instructions, launches, pretended
+from cosyvoice_triton.kernels.launch import compiled_ahead
+from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, ProductTile, Tiles, tiles
 from triton.compiler import CompilationError, CompiledKernel
 from triton.runtime.jit import JITFunction
-
-from common.kernels.launch import compiled_ahead
-from common.kernels.tiles import MULTIPLY_ADD, TENSOR_CORES, ProductTile, Tiles, tiles
-from tools.bench import kernels
-from tools.bench.kernels import SHARED_KIB, Launch, compiled, instructions, launches, pretended
 
 FLOW = {
     "add_norm_mish", "append", "attend_blocks", "attend_paged", "attend_relative", "convolve", "convolve_frames",
@@ -88,7 +87,7 @@ def test_memory_that_a_table_names_is_read_and_written_in_wide_pieces() -> None:
 
 def test_kernels_in_the_block_are_compiled_and_do_not_run() -> None:
     """To run one would fail here."""
-    snake, run = import_module("common.kernels.snake"), JITFunction.run
+    snake, run = import_module("cosyvoice_triton.kernels.snake"), JITFunction.run
     with pretended(86), compiled_ahead("snake"):
         compiled = snake._snake.device_caches[86][0]
         before = len(compiled)
@@ -99,7 +98,7 @@ def test_kernels_in_the_block_are_compiled_and_do_not_run() -> None:
 
 
 def test_a_kernel_that_does_not_compile_is_an_error_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, run = import_module("common.kernels.linear"), JITFunction.run
+    linear, run = import_module("cosyvoice_triton.kernels.linear"), JITFunction.run
     x = torch.empty(1, 300, 512, dtype=torch.float16, device="meta")
     monkeypatch.setattr(Tiles, "linear", lambda *sizes: ProductTile(24, 64, 64, 4, 3))  # no power of two
     with pytest.raises(CompilationError), pretended(86), compiled_ahead("linear"):

@@ -5,11 +5,10 @@ import threading
 
 import numpy as np
 import pytest
-
-from common.errors import FatalError, UnavailableError
-from common.llm.engines.batching import BatchingEngine
-from common.llm.engines.interface import GenerationRequest
-from common.llm.interface import Sampling
+from cosyvoice_triton.errors import FatalError, UnavailableError
+from cosyvoice_triton.llm.engines.batching import BatchingEngine
+from cosyvoice_triton.llm.engines.interface import GenerationRequest
+from cosyvoice_triton.llm.interface import Sampling
 
 VOCAB = 100
 CONTEXT = 50

@@ -9,17 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.llm.engines.cuda.decoder import Decoder, padded_rows, padded_tokens
+from cosyvoice_triton.llm.engines.cuda.engine import MAX_PREFILL, load_engine
+from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, PAGE, Places, Plain
+from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
+from cosyvoice_triton.llm.engines.cuda.weights import Weights
+from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, candidate_ids
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM
 
-from common.llm.engines.cuda.decoder import Decoder, padded_rows, padded_tokens
-from common.llm.engines.cuda.engine import MAX_PREFILL, load_engine
-from common.llm.engines.cuda.operations import FAULT, NOTHING, PAGE, Places, Plain
-from common.llm.engines.cuda.scheduler import PromptPiece
-from common.llm.engines.cuda.weights import Weights
-from common.llm.engines.interface import GenerationRequest, Resources, candidate_ids
-from common.llm.interface import LLMPrompt, Sampling
-from common.llm.speech_tokens import LLMTokenizer
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 from tests.support.recorded import Recorded
 from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities
@@ -283,7 +283,7 @@ def test_a_request_waits_until_there_are_pages_for_its_longest_answer(llm_dir, w
 
 def test_a_played_answer_leaves_the_gpu_to_its_first_chunk_and_others_do_not_wait(llm_dir, tokenizer, monkeypatch):  # noqa: F811
     """There is one beat only: else the test would take a minute."""
-    monkeypatch.setattr("common.llm.engines.cuda.engine.BEAT_SECONDS", 60)
+    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.BEAT_SECONDS", 60)
     engine = load(llm_dir, tokenizer, 1.0)
     sampling = Sampling(max_tokens=100, min_tokens=100, seed=1)
     request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids, played=True)
@@ -312,7 +312,7 @@ def test_a_played_answer_leaves_the_gpu_to_its_first_chunk_and_others_do_not_wai
 
 
 def test_an_engine_that_rests_does_not_spin_while_a_request_waits_for_pages(llm_dir, tokenizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("common.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
     engine = load(llm_dir, tokenizer, 1.0)
     sampling = Sampling(max_tokens=30, min_tokens=30, seed=1)
     request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids, 0, True)
@@ -331,7 +331,7 @@ def test_an_engine_that_rests_does_not_spin_while_a_request_waits_for_pages(llm_
 
 
 def test_played_answers_are_computed_at_beats_after_their_first_chunks(llm_dir, tokenizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("common.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.BEAT_SECONDS", 0.1)
     played = [True] * 5 + [False]
     engine = load(llm_dir, tokenizer, 1.0, requests=len(played))
     sampling = Sampling(max_tokens=20, min_tokens=20, seed=1)
@@ -357,8 +357,8 @@ def test_played_answers_are_computed_at_beats_after_their_first_chunks(llm_dir, 
 @pytest.mark.parametrize("requests", [1, 2])
 def test_the_answers_of_a_crowd_are_computed_at_longer_beats(llm_dir, tokenizer, monkeypatch, requests):  # noqa: F811
     """Two are a crowd, which has one beat only."""
-    monkeypatch.setattr("common.llm.engines.cuda.engine.CROWD_ROWS", 1)
-    monkeypatch.setattr("common.llm.engines.cuda.engine.CROWD_BEAT_SECONDS", 60)
+    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.CROWD_ROWS", 1)
+    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.CROWD_BEAT_SECONDS", 60)
     engine = load(llm_dir, tokenizer, 1.0)
     sampling = Sampling(max_tokens=50, min_tokens=50, seed=1)
     request = GenerationRequest(tokenizer.encode_prompt(LLMPrompt("Hello")), sampling, tokenizer.end_ids, 0, True)

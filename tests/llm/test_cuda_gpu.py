@@ -8,15 +8,15 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.llm.engines.cuda.decoder import Decoder
+from cosyvoice_triton.llm.engines.cuda.operations import Plain
+from cosyvoice_triton.llm.engines.cuda.scheduler import PromptPiece
+from cosyvoice_triton.llm.engines.cuda.weights import Weights
+from cosyvoice_triton.llm.engines.interface import GenerationRequest
+from cosyvoice_triton.llm.engines.loading import load_engine
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
-from common.llm.engines.cuda.decoder import Decoder
-from common.llm.engines.cuda.operations import Plain
-from common.llm.engines.cuda.scheduler import PromptPiece
-from common.llm.engines.cuda.weights import Weights
-from common.llm.engines.interface import GenerationRequest
-from common.llm.engines.loading import load_engine
-from common.llm.interface import LLMPrompt, Sampling
-from common.llm.speech_tokens import LLMTokenizer
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 
 pytestmark = [
@@ -74,7 +74,7 @@ class Keeping:
 
 
 def fused():
-    from common.llm.engines.cuda.fused import Fused
+    from cosyvoice_triton.llm.engines.cuda.fused import Fused
 
     return Fused(torch.device("cuda"))
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.llm.engines import threaded
+from cosyvoice_triton.llm.engines.cuda.engine import load_engine
+from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources
+from cosyvoice_triton.llm.interface import Sampling
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
-from common.llm.engines import threaded
-from common.llm.engines.cuda.engine import load_engine
-from common.llm.engines.interface import GenerationRequest, Resources
-from common.llm.interface import Sampling
-from common.llm.speech_tokens import LLMTokenizer
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 
 SECONDS = 30
@@ -45,7 +45,7 @@ def test_requests_that_come_while_prompts_are_launched_are_prefilled_before_the_
     engine, monkeypatch, most, before_the_step
 ):
     """Up to so many tokens."""
-    monkeypatch.setattr("common.llm.engines.cuda.engine.PREFILL_PER_STEP", most)
+    monkeypatch.setattr("cosyvoice_triton.llm.engines.cuda.engine.PREFILL_PER_STEP", most)
     events, ended = [], []
     prefill, step = engine._decoder.prefill, engine._decoder.step
 

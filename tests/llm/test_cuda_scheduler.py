@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-
-from common.llm.engines.cuda import scheduler
-from common.llm.engines.cuda.operations import CONSECUTIVE, PAGE
-from common.llm.engines.cuda.pages import SCRATCH, Pages
-from common.llm.engines.cuda.scheduler import (
+from cosyvoice_triton.llm.engines.cuda import scheduler
+from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, PAGE
+from cosyvoice_triton.llm.engines.cuda.pages import SCRATCH, Pages
+from cosyvoice_triton.llm.engines.cuda.scheduler import (
     FAULT,
     FEW_ROWS,
     FIRST_REPORT,
@@ -20,8 +19,8 @@ from common.llm.engines.cuda.scheduler import (
     Scheduler,
     SequenceRow,
 )
-from common.llm.engines.interface import GenerationRequest
-from common.llm.interface import URGENT_TOKENS, Sampling
+from cosyvoice_triton.llm.engines.interface import GenerationRequest
+from cosyvoice_triton.llm.interface import URGENT_TOKENS, Sampling
 
 FIRST, END, SLOTS = 1000, 1099, 16
 

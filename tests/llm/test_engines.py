@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.config import planned_llm_gib
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.engines import loading
+from cosyvoice_triton.llm.engines.batching import BatchingEngine
+from cosyvoice_triton.llm.engines.interface import GenerationRequest, candidate_ids
+from cosyvoice_triton.llm.engines.loading import load_engine
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, preset_values
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
-from common.config import planned_llm_gib
-from common.errors import UnavailableError
-from common.llm.engines import loading
-from common.llm.engines.batching import BatchingEngine
-from common.llm.engines.interface import GenerationRequest, candidate_ids
-from common.llm.engines.loading import load_engine
-from common.llm.interface import LLMPrompt, Sampling, preset_values
-from common.llm.speech_tokens import LLMTokenizer
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tests.support.llm_fixtures import FAKES, genai_dir, install, llm_dir  # noqa: F401
 from tests.support.sampling_reference import CASES, deviation, ras_probabilities
@@ -126,7 +126,7 @@ def test_the_engines_on_a_gpu_use_their_share_of_its_memory(install, llm_dir, to
 
 def test_vllm_gets_the_sampling(install, llm_dir, tokenizer):  # noqa: F811
     install("vllm")
-    module = importlib.import_module("common.llm.engines.vllm")
+    module = importlib.import_module("cosyvoice_triton.llm.engines.vllm")
     sampling = {"temperature": 0.5, "top_k": 9, "seed": 3, "min_tokens": 4, "max_tokens": 90, "ras_window": 10}
     params = module.sampling_params(make_request(tokenizer, repetition_penalty=1.0, **sampling))
     assert (params.temperature, params.top_k, params.seed, params.min_tokens, params.max_tokens) == (0.5, 9, 3, 4, 90)

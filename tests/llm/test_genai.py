@@ -6,16 +6,16 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.cli.convert_genai import main
+from cosyvoice_triton.llm.engines.genai import GenAIModel, load_engine
+from cosyvoice_triton.llm.engines.interface import candidate_ids
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.prepare.genai import convert
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import Qwen2ForCausalLM
 
-from common.llm.engines.genai import GenAIModel, load_engine
-from common.llm.engines.interface import candidate_ids
-from common.llm.speech_tokens import LLMTokenizer
-from scripts.convert_genai import main
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
-from tools.prepare.genai import convert
 
 STREAMS = 8
 

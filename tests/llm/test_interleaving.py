@@ -1,5 +1,5 @@
 """Texts that arrive in pieces, and the engines that speak them. The sequence is compared with upstream's by
-tools/parity/llm.py, which tests/token2wav/test_cosyvoice3.py runs."""
+tests/parity/llm.py, which tests/token2wav/test_cosyvoice3.py runs."""
 
 import asyncio
 import dataclasses
@@ -8,16 +8,16 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest
+from cosyvoice_triton.llm.engines.loading import load_engine
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
+from cosyvoice_triton.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM
+from cosyvoice_triton.llm.openai_client import OpenAILM
+from cosyvoice_triton.llm.speech_tokens import COSYVOICE3, LLMTokenizer
+from cosyvoice_triton.text.words import WordSplitter
 from transformers import Qwen2ForCausalLM
 
-from common.constants import SPEECH_VOCAB
-from common.llm.engines.interface import EngineLM, GenerationRequest
-from common.llm.engines.loading import load_engine
-from common.llm.interface import LLMPrompt, Sampling
-from common.llm.interleaving import SPEECH_BLOCK, TEXT_BLOCK, InterleavedLM
-from common.llm.openai_client import OpenAILM
-from common.llm.speech_tokens import COSYVOICE3, LLMTokenizer
-from common.text.words import WordSplitter
 from tests.support import fake_vllm
 from tests.support.llm_fixtures import genai_dir, install, llm_dir  # noqa: F401
 from tests.support.raw_http_server import STREAM, RawHttpServer, ids_event

@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, Timeouts
+from cosyvoice_triton.llm.openai_client import OpenAILM
+from cosyvoice_triton.llm.openai_dialects import DIALECTS, CompletionRequest, EventReader
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer, speech_token_text
+from cosyvoice_triton.server.readiness import fault
+from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.stacks import TokenizerRules
 
-from common.errors import UnavailableError
-from common.llm.interface import LLMPrompt, Sampling, Timeouts
-from common.llm.openai_client import OpenAILM
-from common.llm.openai_dialects import DIALECTS, CompletionRequest, EventReader
-from common.llm.speech_tokens import LLMTokenizer, speech_token_text
-from common.server.readiness import fault
-from common.server.tritonserver import free_port
-from common.stacks import TokenizerRules
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 from tests.support.raw_http_server import STREAM, RawHttpServer, event, ids_event, reply
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from cosyvoice_triton.llm.engines.sampler import TokenSampler
+from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling
 
-from common.llm.engines.sampler import TokenSampler
-from common.llm.interface import LengthRatios, LLMPrompt, Sampling
 from tests.support.sampling_reference import CASES, WINDOWS, deviation, ras_probabilities
 
 CANDIDATES = np.arange(10, 16)

@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 import pytest
-
-from common.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
-from common.llm.interface import LLMPrompt
-from common.llm.speech_tokens import (
+from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, SPEECH_VOCAB
+from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
+from cosyvoice_triton.llm.interface import LLMPrompt
+from cosyvoice_triton.llm.speech_tokens import (
     COSYVOICE2,
     COSYVOICE3,
     LLMTokenizer,
@@ -17,9 +17,9 @@ from common.llm.speech_tokens import (
     read_first_speech_id,
     speech_token_text,
 )
-from common.stacks import TokenizerRules
+from cosyvoice_triton.stacks import TokenizerRules
+
 from tests.support.qwen_vocabulary import qwen2_tokenizer
-from tools.demo_model.llm import build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm import triton_tensors as llm_tensors
+from cosyvoice_triton.llm.interface import LLMPrompt, TokenChunk
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
-from common.errors import UnavailableError
-from common.llm import triton_tensors as llm_tensors
-from common.llm.interface import LLMPrompt, TokenChunk
-from common.llm.speech_tokens import LLMTokenizer
 from tests.conftest import ROOT, load_model
 from tests.support.fake_triton import InferenceRequest, TritonError
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401

@@ -6,13 +6,13 @@ import time
 from contextlib import aclosing
 
 import pytest
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.engines.interface import EngineLM, GenerationRequest
+from cosyvoice_triton.llm.engines.loading import load_engine
+from cosyvoice_triton.llm.engines.threaded import ThreadedEngine
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, TokenChunk
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 
-from common.errors import UnavailableError
-from common.llm.engines.interface import EngineLM, GenerationRequest
-from common.llm.engines.loading import load_engine
-from common.llm.engines.threaded import ThreadedEngine
-from common.llm.interface import LLMPrompt, Sampling, TokenChunk
-from common.llm.speech_tokens import LLMTokenizer
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 
 STREAMS = 8

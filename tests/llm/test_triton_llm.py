@@ -4,12 +4,11 @@ import asyncio
 
 import numpy as np
 import pytest
-
-from common.errors import UnavailableError
-from common.llm.interface import LLMPrompt, Sampling, Timeouts
-from common.llm.speech_tokens import LLMTokenizer
-from common.llm.triton_client import TritonLM
-from tools.demo_model.llm import build_tokenizer
+from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, Timeouts
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.llm.triton_client import TritonLM
 
 QUICK = Timeouts(connect=0.1, first_token=0.1, token=0.1)
 
@@ -68,7 +67,7 @@ def test_speech_ids_are_yielded_as_they_arrive_up_to_the_end_token(tokenizer):
 
 
 def test_a_stream_that_does_not_end_after_its_last_token_ends_the_answer(tokenizer, monkeypatch, caplog):
-    monkeypatch.setattr("common.llm.triton_client.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("cosyvoice_triton.llm.triton_client.CLOSE_SECONDS", 0.05)
     model = ScriptedModel([tokenizer.first_speech_id, tokenizer.end_ids[0]], 60.0)
     assert speak(model, tokenizer) == ([[0]], "stop")
     assert model.open_streams == 0 and "did not end its stream" in caplog.text

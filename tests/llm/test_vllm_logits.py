@@ -5,14 +5,14 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.llm.batch_sampler import uniforms
+from cosyvoice_triton.llm.checkpoint import read_limits
+from cosyvoice_triton.llm.engines.interface import candidate_ids
+from cosyvoice_triton.llm.engines.sampler import TokenSampler
+from cosyvoice_triton.llm.interface import Sampling
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from safetensors.torch import save_file
 
-from common.llm.batch_sampler import uniforms
-from common.llm.checkpoint import read_limits
-from common.llm.engines.interface import candidate_ids
-from common.llm.engines.sampler import TokenSampler
-from common.llm.interface import Sampling
-from common.llm.speech_tokens import LLMTokenizer
 from tests.support import fake_vllm
 from tests.support.fake_vllm import BatchUpdate
 from tests.support.llm_fixtures import install, llm_dir  # noqa: F401
@@ -28,7 +28,7 @@ RAS = NUCLEUS | {"temperature": 1.0, "repetition_penalty": 1.0}
 @pytest.fixture
 def processor_class(install):  # noqa: F811
     install("vllm")
-    return importlib.import_module("common.llm.vllm_logits").SpeechLogits
+    return importlib.import_module("cosyvoice_triton.llm.vllm_logits").SpeechLogits
 
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine")

@@ -1,9 +1,8 @@
 import pytest
+from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS
+from cosyvoice_triton.orchestrator.chunking import Hop, HopRules, HopSchedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from common.constants import FLOW_CHUNK_TOKENS, LOOKAHEAD_TOKENS
-from common.orchestrator.chunking import Hop, HopRules, HopSchedule
 
 
 class Clock:

@@ -1,10 +1,9 @@
 """Which streams begin with a short first hop."""
 
 import pytest
-
-from common.constants import TOKEN_RATE
-from common.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopRules
-from common.orchestrator.first_hops import MARGIN_SECONDS, MEASURED, MOST_AT_ONCE, FirstHops, StreamStart
+from cosyvoice_triton.constants import TOKEN_RATE
+from cosyvoice_triton.orchestrator.chunking import WITHHELD_TOKENS, Hop, HopRules
+from cosyvoice_triton.orchestrator.first_hops import MARGIN_SECONDS, MEASURED, MOST_AT_ONCE, FirstHops, StreamStart
 
 RULES = HopRules(first_hop=15, short_first_hop=10)
 LIMIT = (10 - WITHHELD_TOKENS) / TOKEN_RATE - MARGIN_SECONDS

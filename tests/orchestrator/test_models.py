@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.checkpoint import follows_instructions
+from cosyvoice_triton.llm.speech_tokens import COSYVOICE2, LLMTokenizer
+from cosyvoice_triton.orchestrator.orchestrator import Orchestrator
+from cosyvoice_triton.voice.files import save_voice
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
-from common.errors import UnavailableError
-from common.llm.checkpoint import follows_instructions
-from common.llm.speech_tokens import COSYVOICE2, LLMTokenizer
-from common.orchestrator.orchestrator import Orchestrator
-from common.voice.files import save_voice
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
 from tests.support.fake_triton import Callee, InferenceRequest, InferenceResponse, TritonError
@@ -290,7 +290,7 @@ def test_an_llm_that_does_not_follow_instructions_never_gets_one(
     assert first == second
     warnings = [r.arrays()["warning"].item() for r in asked.sender.responses if "warning" in r.arrays()]
     assert warnings == ["instruct_text was left out: this LLM does not follow instructions"]
-    assert not follows_instructions(ROOT / "tools/demo_model/trained/cosyvoice2_llm")
+    assert not follows_instructions(ROOT / "common/cosyvoice_triton/demo_checkpoint/trained/cosyvoice2_llm")
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_finalize_ends_live_requests_before_their_connections_and_closes_the_loo
 
 
 def test_a_blocked_loop_fails_the_models_own_test(tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.orchestrator.model.TEST_SECONDS", 0.1)
+    monkeypatch.setattr("cosyvoice_triton.orchestrator.model.TEST_SECONDS", 0.1)
     with started("cosyvoice2_dit", tokenizer_dir) as model:
         model._test()
         model._loop.loop.call_soon_threadsafe(time.sleep, 0.5)

@@ -5,12 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from common.constants import MEL_BINS, SPEAKER_DIM
-from common.errors import LostAnswerError, ModelDownError, OverloadedError, UnavailableError
-from common.orchestrator.chunking import Hop
-from common.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav, TritonToken2WavStream, new_correlation_id
-from common.voice.prompt import Prompt
+from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
+from cosyvoice_triton.errors import LostAnswerError, ModelDownError, OverloadedError, UnavailableError
+from cosyvoice_triton.orchestrator.chunking import Hop
+from cosyvoice_triton.orchestrator.ports import (
+    TritonPromptEncoder,
+    TritonToken2Wav,
+    TritonToken2WavStream,
+    new_correlation_id,
+)
+from cosyvoice_triton.voice.prompt import Prompt
 
 FIRST_SPEECH_ID = 1000
 PROMPT = Prompt(

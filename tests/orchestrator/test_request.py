@@ -3,11 +3,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from common.config import OrchestratorConfig
-from common.constants import PROMPT_SAMPLE_RATE
-from common.llm.interface import Sampling, preset_values
-from common.orchestrator.request import RequestInputs, SynthesisRequest, default_sampling
+from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.llm.interface import Sampling, preset_values
+from cosyvoice_triton.orchestrator.request import RequestInputs, SynthesisRequest, default_sampling
 
 WAV = np.sin(np.arange(PROMPT_SAMPLE_RATE, dtype=np.float32))
 

@@ -4,9 +4,9 @@ import asyncio
 
 import numpy as np
 import pytest
+from cosyvoice_triton.errors import OverloadedError, UnavailableError
+from cosyvoice_triton.orchestrator.synthesis import CAREFUL_SECONDS
 
-from common.errors import OverloadedError, UnavailableError
-from common.orchestrator.synthesis import CAREFUL_SECONDS
 from tests.support.fakes import FakeLM, FakeToken2Wav, FakeToken2WavStream
 from tests.support.pipeline import Pipeline, one_by_one, run_until
 

@@ -2,10 +2,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from cosyvoice_triton.orchestrator.silence import SilenceFilter, SilenceRules
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.orchestrator.silence import SilenceFilter, SilenceRules
 from tests.support.fakes import FakeLM, speech_request
 from tests.support.pipeline import Pipeline
 

@@ -5,15 +5,15 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import FLOW_CHUNK_TOKENS, SPEAKER_DIM
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling
+from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.orchestrator.first_hops import MEASURED
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.voice.mix import Mix
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
-from common.constants import FLOW_CHUNK_TOKENS, SPEAKER_DIM
-from common.errors import UnavailableError
-from common.llm.interface import LLMPrompt, Sampling
-from common.orchestrator.chunking import HopRules
-from common.orchestrator.first_hops import MEASURED
-from common.orchestrator.request import SynthesisRequest
-from common.voice.mix import Mix
-from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import (
     PROMPT_TOKENS,
     FakeLM,

@@ -7,10 +7,10 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.interface import MAX_SEED, LLMPrompt, Sampling
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
 
-from common.errors import UnavailableError
-from common.llm.interface import MAX_SEED, LLMPrompt, Sampling
-from common.orchestrator.request import SynthesisRequest
 from tests.support.fakes import FakeLM, Step, speech_request
 from tests.support.pipeline import Pipeline, one_by_one
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.interface import URGENT_TOKENS, LLMPrompt
+from cosyvoice_triton.text.markup import Pause
 
-from common.constants import SAMPLE_RATE
-from common.errors import UnavailableError
-from common.llm.interface import URGENT_TOKENS, LLMPrompt
-from common.text.markup import Pause
 from tests.support.fakes import (
     PROMPT_TOKENS,
     FakeLM,

@@ -5,8 +5,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from cosyvoice_triton.orchestrator.text_stream import TextStream, TextStreams
 
-from common.orchestrator.text_stream import TextStream, TextStreams
 from tests.support.fakes import FakeLM, speech_request
 from tests.support.pipeline import Pipeline, run_until
 

@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from common.errors import UnavailableError
-from common.process import faults
-from common.process.drain import DrainFile
-from common.process.environment import TEST_FAULTS, ModelEnvironment, tritonserver_environment
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.monitoring import faults
+from cosyvoice_triton.monitoring.drain import DrainFile
+from cosyvoice_triton.monitoring.environment import TEST_FAULTS, ModelEnvironment, tritonserver_environment
 
 FULL = ModelEnvironment(
     metrics_directory=Path("/m"), drain_file=Path("/d"), grpc_address="10.0.0.1:9001", faults=Path("/")

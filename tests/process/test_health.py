@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-
-from common.errors import FatalError, ModelCallError, UnavailableError, is_fatal
-from common.process import health as health_module
-from common.process.environment import METRICS_DIRECTORY
-from common.process.health import (
+from cosyvoice_triton.errors import FatalError, ModelCallError, UnavailableError, is_fatal
+from cosyvoice_triton.monitoring import health as health_module
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.monitoring.health import (
     FAILING,
     SUCCESS_AGE,
     TEST_SECONDS,
@@ -21,7 +20,7 @@ from common.process.health import (
     report_failure,
     reported_failures,
 )
-from common.process.metrics import page, sum_of
+from cosyvoice_triton.monitoring.metrics import page, sum_of
 
 
 class Clock:

@@ -4,12 +4,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-
-from common.constants import SAMPLE_RATE
-from common.errors import OverloadedError, UnavailableError
-from common.process import metrics
-from common.process.environment import METRICS_DIRECTORY
-from common.process.metrics import MetricsPublisher, RequestStats
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.errors import OverloadedError, UnavailableError
+from cosyvoice_triton.monitoring import metrics
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.monitoring.metrics import MetricsPublisher, RequestStats
 
 
 @pytest.mark.parametrize(

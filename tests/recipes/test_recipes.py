@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.server.tritonserver import free_port
 
-from common.constants import SAMPLE_RATE
-from common.server.tritonserver import free_port
 from tests.conftest import ROOT
 from tests.support.serve_process import rendered, serve_process
 from tests.support.speech_fixtures import until

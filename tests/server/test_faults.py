@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc.aio as triton
+from cosyvoice_triton.monitoring.environment import TEST_FAULTS
+from cosyvoice_triton.monitoring.faults import GPU_ERROR, Fault
+from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, RETRIED, sum_of
+from cosyvoice_triton.server import readiness
+from cosyvoice_triton.server.tritonserver import free_port
 
-from common.process.environment import TEST_FAULTS
-from common.process.faults import GPU_ERROR, Fault
-from common.process.metrics import EVICTED, FAILED, RETRIED, sum_of
-from common.server import readiness
-from common.server.tritonserver import free_port
 from tests.support.serve_process import VOICE, ServeProcess, StreamResult, rendered, serve_process, synthesize
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]

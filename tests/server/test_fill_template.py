@@ -1,12 +1,11 @@
-"""scripts/fill_template.py: upstream's commands, and its error messages."""
+"""common/cosyvoice_triton/cli/fill_template.py: upstream's commands, and its error messages."""
 
 import shutil
 from pathlib import Path
 
 import pytest
-
-from common.server.rendering import TEMPLATES, parse
-from scripts.fill_template import main, parse_substitutions
+from cosyvoice_triton.cli.fill_template import main, parse_substitutions
+from cosyvoice_triton.server.rendering import TEMPLATES, parse
 
 ORCHESTRATOR = (
     "model_dir:/m,bls_instance_num:4,llm_tokenizer_dir:/t,triton_max_batch_size:16,decoupled_mode:False,"

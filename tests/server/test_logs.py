@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common.server.logs import KEPT, rotate
+from cosyvoice_triton.server.logs import KEPT, rotate
 
 
 def test_the_log_of_an_earlier_server_is_kept_and_the_oldest_one_goes(tmp_path: Path) -> None:

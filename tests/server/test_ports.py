@@ -4,8 +4,9 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from common.server.readiness import fault
-from common.server.tritonserver import Ports, TritonServer, free_port, usable_ports
+from cosyvoice_triton.server.readiness import fault
+from cosyvoice_triton.server.tritonserver import Ports, TritonServer, free_port, usable_ports
+
 from tests.support.echo_server import echo_server
 
 

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from common import stacks
-from common.config import SPARE_REQUESTS, TensorrtLLMConfig, Token2WavConfig
-from common.llm.interface import Sampling
-from common.llm.triton_tensors import request_tensors
-from common.server import rendering
-from common.server.rendering import (
+from cosyvoice_triton import stacks
+from cosyvoice_triton.config import SPARE_REQUESTS, TensorrtLLMConfig, Token2WavConfig
+from cosyvoice_triton.llm.interface import Sampling
+from cosyvoice_triton.llm.triton_tensors import request_tensors
+from cosyvoice_triton.server import rendering
+from cosyvoice_triton.server.rendering import (
     TEMPLATES,
     StackOptions,
     defaults,

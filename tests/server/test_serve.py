@@ -10,9 +10,9 @@ from urllib.request import Request, urlopen
 import async_timeout
 import pytest
 import tritonclient.grpc.aio as triton
+from cosyvoice_triton.monitoring.metrics import ENDED, LIVE, sum_of
+from cosyvoice_triton.server.serving import cache_option
 
-from common.process.metrics import ENDED, LIVE, sum_of
-from common.server.serving import cache_option
 from tests.support.serve_process import ServeProcess, StreamResult, get, rendered, serve_process, synthesize
 
 pytestmark = pytest.mark.server
@@ -110,8 +110,8 @@ def test_streams_that_exceed_the_drain_limit_end_with_an_error(repository: Path,
         assert server.process.wait(20) == 0
         assert time.monotonic() - begun < 30
     stacks = (tmp_path / "log").read_text()  # of what keeps them
-    assert "(most recent call first)" in stacks and "common/triton_io/requests.py" in stacks
-    assert "common/token2wav/service.py" in stacks
+    assert "(most recent call first)" in stacks and "common/cosyvoice_triton/triton_io/requests.py" in stacks
+    assert "common/cosyvoice_triton/token2wav/serving/service.py" in stacks
 
 
 def test_the_response_cache_is_in_memory_or_in_redis() -> None:

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpc_client
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.server import installation, tritonserver
+from cosyvoice_triton.server.tritonserver import STARTS, Ports, ServerError, TritonServer
 from tritonclient.utils import InferenceServerException
-
-from common.process.environment import METRICS_DIRECTORY
-from common.server import installation, tritonserver
-from common.server.tritonserver import STARTS, Ports, ServerError, TritonServer
 
 MODEL = """
 class TritonPythonModel:
@@ -192,7 +191,7 @@ def test_a_port_in_use_is_named(repository):
 
 @pytest.mark.server
 def test_serve_ends_and_names_the_model_if_a_models_process_dies(repository, tmp_path):
-    command = [sys.executable, "-m", "scripts.serve", str(repository), "--log-file", str(tmp_path / "log")]
+    command = [sys.executable, "-m", "cosyvoice_triton.cli.serve", str(repository), "--log-file", str(tmp_path / "log")]
     command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--health-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
@@ -219,7 +218,8 @@ def test_stopping_the_server_is_not_mistaken_for_a_dead_model(repository):
 @pytest.mark.parametrize("victims", ["parent", "parent and tritonserver"])
 def test_no_process_outlives_a_killed_parent(victims, repository):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom common.server.tritonserver import Ports, TritonServer\n"
+        "import sys, time\nfrom pathlib import Path\n"
+        "from cosyvoice_triton.server.tritonserver import Ports, TritonServer\n"
         "server = TritonServer(Path(sys.argv[1]), ports=Ports(0, 0, 0)).__enter__()\n"
         "print(server._shm_prefix, server._process.pid, server._work, flush=True)\ntime.sleep(60)\n"
     )

@@ -5,13 +5,12 @@ import threading
 from pathlib import Path
 
 import pytest
-
-from common.errors import FatalError
-from common.process import health as process_health
-from common.process.environment import METRICS_DIRECTORY
-from common.process.health import SUCCESS_AGE, Health, has_failed, report_failure
-from common.process.metrics import QUEUED, MetricsPublisher, page, sum_of
-from common.server.watch import (
+from cosyvoice_triton.errors import FatalError
+from cosyvoice_triton.monitoring import health as process_health
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.monitoring.health import SUCCESS_AGE, Health, has_failed, report_failure
+from cosyvoice_triton.monitoring.metrics import QUEUED, MetricsPublisher, page, sum_of
+from cosyvoice_triton.server.watch import (
     HUNG_SECONDS,
     IDLE_SECONDS,
     SILENT_SECONDS,

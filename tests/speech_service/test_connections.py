@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.speech_service.settings import Settings
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from common.constants import SAMPLE_RATE
-from common.speech_service.settings import Settings
 from tests.speech_service.test_requests import in_base64, recording
 from tests.support.speech_fixtures import SPEECH, TEXT, serving, stub_triton, until
-from tools.bench.triton_stub import TritonStub
+from tests.support.triton_stub import TritonStub
 
 SECONDS = 0.5  # receive_timeout and idle
 STUB = TritonStub(pause=0.4)  # an answer takes longer than both

@@ -9,9 +9,8 @@ import av
 import numpy as np
 import pytest
 import soundfile as sf
-
-from common.constants import SAMPLE_RATE
-from common.speech_service.encoding import FORMATS, AudioEncoder, framed
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder, framed
 
 SECONDS = 2.0
 TONE_HZ = 440.0

@@ -18,15 +18,15 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc.aio as triton
+from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.speech_service.audio.encoding import FORMATS, AudioEncoder
+from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO
+from cosyvoice_triton.voice.audio import load_audio
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 from websockets.sync.client import connect
 
-from common.client.requests import Utterance
-from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.speech_service.encoding import FORMATS, AudioEncoder
-from common.speech_service.runtime_grpc import PROTO
-from common.voice.audio import load_audio
 from tests.speech_service.test_encoding import decoded
 from tests.support.speech_fixtures import MAX_STREAMS, RECORDING, SpeechStack, transcript
 

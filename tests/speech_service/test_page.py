@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from cosyvoice_triton.constants import SAMPLE_RATE
 
-from common.constants import SAMPLE_RATE
 from tests.conftest import ROOT
 from tests.support.speech_fixtures import RECORDING, VOICE, SpeechStack, until
 

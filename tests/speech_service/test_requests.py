@@ -12,16 +12,16 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import soundfile as sf
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.speech_service.errors import from_triton
+from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest
+from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.voice.files import read_voice
+from cosyvoice_triton.voice.prompt import Recording
 
-from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.speech_service.errors import from_triton
-from common.speech_service.requests import SpeechRequest
-from common.speech_service.settings import Settings
-from common.speech_service.voices import VoiceFolder
-from common.voice.files import read_voice
-from common.voice.prompt import Recording
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub, serving
-from tools.bench.triton_stub import texts_of
+from tests.support.triton_stub import texts_of
 
 
 def recording(

@@ -5,12 +5,12 @@ from typing import Any
 
 import grpc
 import pytest
+from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO, Endpoint
+from cosyvoice_triton.speech_service.settings import Settings
 
-from common.server.tritonserver import free_port
-from common.speech_service.runtime_grpc import PROTO, Endpoint
-from common.speech_service.settings import Settings
 from tests.support.speech_fixtures import serving, stub_triton, until
-from tools.bench.triton_stub import TritonStub, texts_of
+from tests.support.triton_stub import TritonStub, texts_of
 
 KEY = (("authorization", "Bearer key"),)
 

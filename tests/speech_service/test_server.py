@@ -1,7 +1,6 @@
 """The speech service as a process: options, environment, shutdown, as a sidecar of a tritonserver, under load."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -9,18 +8,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx2 as httpx
 import pytest
+from cosyvoice_triton.cli import speech_server
+from cosyvoice_triton.server.tritonserver import ServerError, free_port
+from cosyvoice_triton.speech_service.sidecar import speech_service
 
-from common.server.tritonserver import ServerError, free_port
-from common.speech_service.sidecar import speech_service
-from scripts import speech_server
 from tests.conftest import ROOT
 from tests.support.speech_fixtures import stub_triton, until
-from tools.bench import speech_server as bench_speech_server
-from tools.bench.triton_stub import TritonStub
+from tests.support.triton_stub import TritonStub
 
 BODY = {"input": "Hello.", "response_format": "pcm"}
 
@@ -35,7 +32,7 @@ def answers(url: str) -> bool:
 def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The service in its own process, ready."""
     port = free_port()
-    command = [sys.executable, "-m", "scripts.speech_server", "--port", str(port), *options]
+    command = [sys.executable, "-m", "cosyvoice_triton.cli.speech_server", "--port", str(port), *options]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -90,19 +87,3 @@ def test_the_sidecar_starts_and_stops_with_the_block_and_signals_its_unexpected_
             assert signalled.wait(20)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.serial
-def test_the_benchmark_measures_a_small_load(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "bench"
-    options: dict[str, Any] = {"streams": 30, "length": 1, "seconds": 1, "requests": 100, "output": output}
-    assert (
-        bench_speech_server.main([word for name, value in options.items() for word in (f"--{name}", str(value))]) == 0
-    )
-    assert output.with_suffix(".png").stat().st_size > 10_000
-    figures = json.loads(output.with_suffix(".json").read_text())
-    assert len(figures["service_ms"]) == len(figures["direct_ms"]) == 30
-    assert figures["longest_gap_s"] < 4 * bench_speech_server.PAUSE  # no stream starves, even on a busy machine
-    settled = len(figures["memory_mib"]) // 3
-    assert figures["memory_mib"][-1] - figures["memory_mib"][settled] < 10
-    assert "added" in capfd.readouterr().out

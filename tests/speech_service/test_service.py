@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from cosyvoice_triton.errors import INVALID
+from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.triton import Backend
 
-from common.errors import INVALID
-from common.server.tritonserver import free_port
-from common.speech_service.settings import Settings
-from common.speech_service.triton import Backend
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub, serving, stub_triton, until
-from tools.bench.triton_stub import TritonStub
+from tests.support.triton_stub import TritonStub
 
 
 @pytest.fixture(scope="module")

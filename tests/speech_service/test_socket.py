@@ -8,14 +8,14 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.speech_service.routes.socket import MAX_WAITING_UTTERANCES
+from cosyvoice_triton.speech_service.settings import Settings
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from common.constants import SAMPLE_RATE
-from common.speech_service.settings import Settings
-from common.speech_service.socket_route import MAX_WAITING_UTTERANCES
 from tests.support.speech_fixtures import serving, stub_triton, until
-from tools.bench.triton_stub import TritonStub, texts_of
+from tests.support.triton_stub import TritonStub, texts_of
 
 PATH = "/v1/audio/speech/stream"
 SECONDS = 10.0

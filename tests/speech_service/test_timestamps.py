@@ -9,12 +9,12 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
+from cosyvoice_triton.client.requests import AudioPart
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.speech_service.audio.timestamps import Timestamps, subtitles
+from cosyvoice_triton.speech_service.audio.word_times import word_times
 from websockets.sync.client import connect
 
-from common.client.requests import AudioPart
-from common.constants import SAMPLE_RATE
-from common.speech_service.timestamps import Timestamps, subtitles
-from common.speech_service.word_times import word_times
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, service_with_stub
 
 

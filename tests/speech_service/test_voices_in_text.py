@@ -9,17 +9,17 @@ import grpc
 import httpx2 as httpx
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.speech_service.routes.runtime_grpc import PROTO, Endpoint
+from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
+from cosyvoice_triton.voice.files import save_recording
+from cosyvoice_triton.voice.prompt import Recording
 from websockets.sync.client import connect
 
-from common.constants import PROMPT_SAMPLE_RATE
-from common.server.tritonserver import free_port
-from common.speech_service.runtime_grpc import PROTO, Endpoint
-from common.speech_service.settings import Settings
-from common.text.markup import MAX_VOICE_PARTS, VoicePart, by_voice
-from common.voice.files import save_recording
-from common.voice.prompt import Recording
 from tests.support.speech_fixtures import SPEECH, TEXT, StubbedService, serving, stub_triton, until
-from tools.bench.triton_stub import TritonStub, texts_of
+from tests.support.triton_stub import TritonStub, texts_of
 
 VOICES = {"anna": "Words of Anna.", "bert": "Words of Bert."}
 RUNTIME_PORT = free_port()

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from common.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
-from common.token2wav.limits import BatchLimits
-from common.token2wav.requests import Token2WavRequest
-from common.token2wav.scheduler import STARTS
-from common.token2wav.service import Token2WavService
-from common.token2wav.stream import Chunk
-from common.voice.prompt import Prompt
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
+from cosyvoice_triton.token2wav.serving.service import Token2WavService
+from cosyvoice_triton.token2wav.stream import Chunk
+from cosyvoice_triton.voice.prompt import Prompt
 
 PROMPT = Prompt(
     tokens=np.arange(5), mel=np.zeros((10, MEL_BINS), np.float32), embedding=np.zeros(SPEAKER_DIM, np.float32), text=""

@@ -25,10 +25,9 @@ import numpy as np
 import onnx
 import onnx.reference
 import onnxruntime
+from cosyvoice_triton.export import precision
+from cosyvoice_triton.runtimes.workloads import Workload
 from onnx import TensorProto
-
-from common.accel.workloads import Workload
-from tools.export import precision
 
 __version__ = "10.11.0.33"
 

@@ -5,12 +5,11 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
-from common.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk, TokenStream
-from common.orchestrator.chunking import Hop
-from common.orchestrator.request import SynthesisRequest
-from common.voice.prompt import Prompt, Recording
+from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
+from cosyvoice_triton.llm.interface import FinishReason, LLMPrompt, Sampling, TokenChunk, TokenStream
+from cosyvoice_triton.orchestrator.chunking import Hop
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
 PROMPT_TOKENS = 30
 Step = list[int] | BaseException | asyncio.Event

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.server.tritonserver import free_port
+from cosyvoice_triton.server.tritonserver import free_port
+
 from tests.conftest import ROOT
 from tests.support.serve_process import get
 

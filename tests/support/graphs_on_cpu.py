@@ -11,25 +11,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cosyvoice_triton.networks.flow import CosyVoice3Flow, DiTFlow, UNetFlow
+from cosyvoice_triton.networks.flow.cache import KeyValues
+from cosyvoice_triton.networks.hift import CausalHiFTGenerator
+from cosyvoice_triton.networks.hift.generator import HiFTGenerator
+from cosyvoice_triton.token2wav import flow as cached
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow import encoder_window
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow, Vocoder
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from torch import Tensor
 
-from common.flow import CosyVoice3Flow, DiTFlow, UNetFlow
-from common.flow.cache import KeyValues
-from common.hift import CausalHiFTGenerator
-from common.hift.generator import HiFTGenerator
-from common.token2wav import cached, encoder_window
-from common.token2wav.cached.memory import TailPool
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.cached.solver import CachedSolver
-from common.token2wav.causal_hift.streaming import CausalVocoder
-from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Token2Wav
-from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, source_noise, uniform_noise
-from common.token2wav.streaming import StreamingFlow, Vocoder
-from common.token2wav.unet.streaming import UNetStreaming
 from tests.support.streams import VOICES_BYTES
 from tests.token2wav.test_graphs import STEPS, Replayed
 
@@ -103,10 +104,10 @@ class Addressed:
 
 def replace_kernels(patch: pytest.MonkeyPatch) -> None:
     """Those of the flows that keep keys and values, in a module of their graphs that is imported anew."""
-    name = "common.token2wav.cached.graphs"
-    launch: Any = ModuleType("common.kernels.launch")
+    name = "cosyvoice_triton.token2wav.flow.cached_graphs"
+    launch: Any = ModuleType("cosyvoice_triton.kernels.launch")
     launch.compiled_ahead = nullcontext
-    patch.setitem(sys.modules, "common.kernels", ModuleType("common.kernels"))
+    patch.setitem(sys.modules, "cosyvoice_triton.kernels", ModuleType("cosyvoice_triton.kernels"))
     patch.setitem(sys.modules, launch.__name__, launch)
     patch.setattr(cached, "graphs", None, raising=False)
     patch.setitem(sys.modules, name, ModuleType(name))

@@ -28,7 +28,7 @@ def _programs(folder: str) -> list[str]:
 
 
 LAUNCHERS = _programs("scripts")
-PROGRAMS = [*LAUNCHERS, *_programs("tools"), "common.speech_service"]
+PROGRAMS = [*LAUNCHERS, *_programs("tools"), "cosyvoice_triton.speech_service"]
 
 
 @functools.cache

@@ -11,35 +11,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.testing import assert_close
-from triton.runtime import interpreter
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from common import kernels
-from common.constants import LOOKAHEAD_TOKENS, MEL_BINS
-from common.flow import (
-    CosyVoice3Flow,
-    CosyVoice3FlowConfig,
-    DiTConfig,
-    DiTFlow,
-    DiTFlowConfig,
-    EncoderConfig,
-    LookaheadConfig,
-    RotaryDiTConfig,
-    UNetConfig,
-)
-from common.flow.cache import KeyValues
-from common.flow.layers import valid_frames
-from common.flow.unet import UNetEstimator
-from common.hift.config import HiFTConfig
-from common.hift.f0 import silenced
-from common.hift.generator import HiFTGenerator
-from common.kernels import tiles
-from common.kernels.tiles import MULTIPLY_ADD, CopiedDecoderTiles, ProductTile, Tiles
-from common.llm.batch_sampler import SamplingRow
-from common.llm.engines.cuda.fused import Fused
-from common.llm.engines.cuda.operations import (
+from cosyvoice_triton import kernels
+from cosyvoice_triton.bench.kernels import pretended
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS
+from cosyvoice_triton.kernels import tiles
+from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, CopiedDecoderTiles, ProductTile, Tiles
+from cosyvoice_triton.llm.batch_sampler import SamplingRow
+from cosyvoice_triton.llm.engines.cuda.fused import Fused
+from cosyvoice_triton.llm.engines.cuda.operations import (
     CONSECUTIVE,
     FAULT,
     NOTHING,
@@ -51,28 +30,49 @@ from common.llm.engines.cuda.operations import (
     Requests,
     Residual,
 )
-from common.llm.interface import Sampling
-from common.token2wav.cached import graphs as cached_graphs
-from common.token2wav.cached.memory import TailPool
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.cached.streaming import CachedStreaming
-from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.encoder_window import ABSENT
-from common.token2wav.fused_encoder import FusedEncoder
-from common.token2wav.hift.fused import FusedBody
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise
-from common.token2wav.scheduler import STARTS
-from common.token2wav.stream import VocoderState
-from common.token2wav.unet.fused import FusedUNet
-from common.voice.prompt import Prompt
-from tests.support.streams import DIT, GOLDEN
-from tools.bench.kernels import pretended
-from tools.parity import flow_dit
-from tools.parity.fixture import Fixture
+from cosyvoice_triton.llm.interface import Sampling
+from cosyvoice_triton.networks.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
+    DiTConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    EncoderConfig,
+    LookaheadConfig,
+    RotaryDiTConfig,
+    UNetConfig,
+)
+from cosyvoice_triton.networks.flow.cache import KeyValues
+from cosyvoice_triton.networks.flow.layers import valid_frames
+from cosyvoice_triton.networks.flow.unet import UNetEstimator
+from cosyvoice_triton.networks.hift.config import HiFTConfig
+from cosyvoice_triton.networks.hift.f0 import silenced
+from cosyvoice_triton.networks.hift.generator import HiFTGenerator
+from cosyvoice_triton.token2wav.flow import cached_graphs as cached_graphs
+from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
+from cosyvoice_triton.token2wav.flow.encoder_window import ABSENT
+from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
+from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.stream import VocoderState
+from cosyvoice_triton.token2wav.vocoder.hift_fused import FusedBody
+from cosyvoice_triton.voice.prompt import Prompt
+from torch import Tensor
+from torch.testing import assert_close
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-linear_kernels: Any = import_module("common.kernels.linear")  # the package has a function of that name
+from tests.parity import flow_dit
+from tests.parity.fixture import Fixture
+from tests.support.streams import DIT, GOLDEN
+
+linear_kernels: Any = import_module("cosyvoice_triton.kernels.linear")  # the package has a function of that name
 HEADS, KV_HEADS, D, HIDDEN, MLP, LAYER = 6, 2, 16, 24, 200, 1
 SLOTS, CONTEXT = 3, 3 * PAGE
 SAMPLING = [

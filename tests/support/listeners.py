@@ -8,11 +8,11 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
-from common.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
-from common.playback import Playback
-from common.token2wav.admission import Admission
-from common.token2wav.limits import DIT_BATCH_TOKENS, DIT_FRAMES, BatchLimits, padding
-from common.token2wav.scheduler import Candidate, pick
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_RATE
+from cosyvoice_triton.playback import Playback
+from cosyvoice_triton.token2wav.gpu.limits import DIT_BATCH_TOKENS, DIT_FRAMES, BatchLimits, padding
+from cosyvoice_triton.token2wav.policy.admission import Admission
+from cosyvoice_triton.token2wav.policy.scheduler import Candidate, pick
 
 HOPS = (15, 25, 50, 100, 22)
 UTTERANCE_SECONDS = sum(HOPS) / TOKEN_RATE

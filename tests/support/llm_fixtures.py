@@ -8,17 +8,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from cosyvoice_triton.demo_checkpoint.llm import make_llm
+from cosyvoice_triton.prepare.genai import convert
 
 from tests.support import fake_tensorrt_llm, fake_vllm
 from tests.support.shared import made_once
-from tools.demo_model.llm import make_llm
-from tools.prepare.genai import convert
 
 FAKES = {"vllm": fake_vllm, "tensorrt_llm": fake_tensorrt_llm}
 ENGINE_MODULES = (
-    "common.llm.engines.vllm",
-    "common.llm.vllm_logits",
-    "common.llm.engines.trtllm",
+    "cosyvoice_triton.llm.engines.vllm",
+    "cosyvoice_triton.llm.vllm_logits",
+    "cosyvoice_triton.llm.engines.trtllm",
 )  # they import the fakes
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
+from cosyvoice_triton.voice.audio import load_audio, save_audio
 
-from common import stacks
-from common.constants import HOP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
-from common.voice.audio import load_audio, save_audio
 from tests.conftest import ROOT
 
 GPU_ENGINES = {"vllm": "vllm", "trtllm": "tensorrt_llm"}  # by backend

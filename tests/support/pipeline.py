@@ -7,15 +7,16 @@ from contextlib import aclosing
 from functools import cache, cached_property
 
 import numpy as np
+from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
+from cosyvoice_triton.llm.interleaving import InterleavedLM
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.orchestrator.chunking import Hop, HopRules
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.silence import SilenceRules
+from cosyvoice_triton.orchestrator.synthesis import Synthesizer
+from cosyvoice_triton.voice.mix import Mix
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
-from common.llm.interleaving import InterleavedLM
-from common.llm.speech_tokens import LLMTokenizer
-from common.orchestrator.chunking import Hop, HopRules
-from common.orchestrator.request import SynthesisRequest
-from common.orchestrator.silence import SilenceRules
-from common.orchestrator.synthesis import Synthesizer
-from common.voice.mix import Mix
-from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import (
     FakeLM,
     FakePromptEncoder,
@@ -24,7 +25,6 @@ from tests.support.fakes import (
     Step,
     speech_request,
 )
-from tools.demo_model.llm import build_tokenizer
 
 
 @cache

@@ -4,9 +4,8 @@ import base64
 import importlib.util
 from pathlib import Path
 
+from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
 from tokenizers import Tokenizer, pre_tokenizers
-
-from tools.demo_model.llm import build_tokenizer
 
 SIZE = 151_643
 

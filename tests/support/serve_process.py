@@ -1,4 +1,4 @@
-"""scripts/serve.py in its own process, as a container runs it, with the demo checkpoint; and requests to it."""
+"""cli/serve.py in its own process, as a container runs it, with the demo checkpoint; and requests to it."""
 
 import asyncio
 import os
@@ -18,12 +18,12 @@ from typing import Any
 import grpc
 import pytest
 import tritonclient.grpc.aio as triton
+from cosyvoice_triton import stacks
+from cosyvoice_triton.client.requests import Utterance, read_reference
+from cosyvoice_triton.server.rendering import StackOptions, render
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 
-from common import stacks
-from common.client.requests import Utterance, read_reference
-from common.server.rendering import StackOptions, render
 from tests.conftest import ROOT
 
 MODEL = stacks.DIT.orchestrator
@@ -98,7 +98,7 @@ def serve_process(
         "-X",
         "faulthandler",
         "-m",
-        "scripts.serve",
+        "cosyvoice_triton.cli.serve",
         str(repository),
         "--log-file",
         str(log),

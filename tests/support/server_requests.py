@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 import tritonclient.grpc as triton
+from cosyvoice_triton import stacks
+from cosyvoice_triton.client import grpc_client
+from cosyvoice_triton.client.requests import WARNING, SpeechResult, Utterance
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.voice.audio import resample
 from tritonclient.utils import np_to_triton_dtype
-
-from common import stacks
-from common.client import grpc_client
-from common.client.requests import WARNING, SpeechResult, Utterance
-from common.constants import PROMPT_SAMPLE_RATE
-from common.voice.audio import resample
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MODELS = {stack.name: stack.orchestrator for stack in stacks.BUILT_IN}

@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx2 as httpx
 import openai
+from cosyvoice_triton.server.tritonserver import TritonServer, free_port
+from cosyvoice_triton.speech_service.command import http_server
+from cosyvoice_triton.speech_service.routes.runtime_grpc import Endpoint
+from cosyvoice_triton.speech_service.settings import Settings
 
-from common.server.tritonserver import TritonServer, free_port
-from common.speech_service.command import http_server
-from common.speech_service.runtime_grpc import Endpoint
-from common.speech_service.settings import Settings
 from tests.conftest import ROOT
-from tools.bench.triton_stub import TritonStub
+from tests.support.triton_stub import TritonStub
 
 RECORDING = ROOT / "tests" / "assets" / "reference_en.wav"
 VOICE = "anna"

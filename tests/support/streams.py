@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from common.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
-from common.token2wav.engine import Token2Wav
-from common.token2wav.stream import Chunk, Stream
-from common.token2wav.streaming import StreamingFlow
-from common.voice.prompt import Prompt
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow
+from cosyvoice_triton.token2wav.stream import Chunk, Stream
+from cosyvoice_triton.voice.prompt import Prompt
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 GOLDEN3 = GOLDEN.with_name("golden_cosyvoice3")

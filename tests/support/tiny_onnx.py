@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from cosyvoice_triton.stacks import Stack
 from onnx import NodeProto, TensorProto, helper, numpy_helper
-
-from common.stacks import Stack
 
 DEPTH, HEADS, HEAD_DIM = 2, 2, 4
 Dims = Sequence[int | str]

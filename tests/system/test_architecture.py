@@ -18,7 +18,7 @@ TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 SOURCES = [*LIBRARY, *MODELS, *SCRIPTS, *TOOLS]
 
 TRITON = "triton_python_backend_utils"
-# Token id and rates, as strings; only common/constants.py may have them as numbers.
+# Token id and rates, as strings; only common/cosyvoice_triton/constants.py may have them as numbers.
 NUMBERS = {"151663", "24000", "16000", "480", "3840"}
 
 # The rooms of the library by floor, lowest first. A room imports only itself and rooms of lower floors.
@@ -32,10 +32,19 @@ FLOORS = (
 )
 # Files with further limits: the pipeline is tested without Triton, so it does not import the modules that call it.
 FORBIDDEN = {
-    "common/orchestrator/synthesis.py": ("common.triton_io", "common.orchestrator.ports"),
-    "common/orchestrator/chunking.py": ("common.triton_io", "common.orchestrator.ports"),
-    "common/orchestrator/first_hops.py": ("common.triton_io", "common.orchestrator.ports"),
-    "common/token2wav/scheduler.py": ("common.token2wav", "torch"),
+    "common/cosyvoice_triton/orchestrator/synthesis.py": (
+        "cosyvoice_triton.triton_io",
+        "cosyvoice_triton.orchestrator.ports",
+    ),
+    "common/cosyvoice_triton/orchestrator/chunking.py": (
+        "cosyvoice_triton.triton_io",
+        "cosyvoice_triton.orchestrator.ports",
+    ),
+    "common/cosyvoice_triton/orchestrator/first_hops.py": (
+        "cosyvoice_triton.triton_io",
+        "cosyvoice_triton.orchestrator.ports",
+    ),
+    "common/cosyvoice_triton/token2wav/policy/scheduler.py": ("cosyvoice_triton.token2wav", "torch"),
 }
 
 
@@ -137,7 +146,7 @@ def module_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_only_models_and_triton_io_import_the_python_backend(path):
-    if path not in MODELS and not name_of(path).startswith("common/triton_io/"):
+    if path not in MODELS and not name_of(path).startswith("common/cosyvoice_triton/triton_io/"):
         assert not any(begins_with(module, TRITON) for module in imports_of(path))
 
 
@@ -153,7 +162,7 @@ def test_files_have_at_most_450_lines(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_rates_and_token_ids_are_defined_in_one_file(path):
-    if name_of(path) == "common/constants.py":
+    if name_of(path) == "common/cosyvoice_triton/constants.py":
         return
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     found = [

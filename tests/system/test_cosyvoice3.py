@@ -10,18 +10,25 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as triton
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli import client_grpc
+from cosyvoice_triton.client import grpc_client
+from cosyvoice_triton.client.requests import SpeechResult, Utterance, read_reference
+from cosyvoice_triton.constants import (
+    HOP_SAMPLES,
+    LOOKAHEAD_TOKENS,
+    SAMPLE_RATE,
+    SPEAKER_DIM,
+    TAIL_FRAMES,
+    TOKEN_MEL_RATIO,
+)
+from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
+from cosyvoice_triton.voice.audio import mel_spectrogram
+from cosyvoice_triton.voice.encoders import ReferenceEncoder
+from cosyvoice_triton.voice.files import save_voice
+from cosyvoice_triton.voice.mix import Mix
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common import stacks
-from common.client import grpc_client
-from common.client.requests import SpeechResult, Utterance, read_reference
-from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, SAMPLE_RATE, SPEAKER_DIM, TAIL_FRAMES, TOKEN_MEL_RATIO
-from common.llm.speech_tokens import read_first_speech_id
-from common.voice.audio import mel_spectrogram
-from common.voice.encoders import ReferenceEncoder
-from common.voice.files import save_voice
-from common.voice.mix import Mix
-from common.voice.prompt import Prompt
-from scripts import client_grpc
 from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, inputs_of, stream
 
 pytestmark = pytest.mark.server

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import soundfile
+from cosyvoice_triton.cli import demo
+from cosyvoice_triton.cli.demo_run import TEXT
+from cosyvoice_triton.constants import SAMPLE_RATE
 
-from common.constants import SAMPLE_RATE
-from scripts import demo
-from tools.demo import TEXT
-from tools.voice_evaluation.recognition import Recognizer, word_errors
+from demo_voice.evaluation.recognition import Recognizer, word_errors
 
 pytestmark = pytest.mark.server
 

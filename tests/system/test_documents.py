@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli import fill_template
+from cosyvoice_triton.client.requests import Utterance, read_reference
+from cosyvoice_triton.server.rendering import TEMPLATES, parse, placeholders
+from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
-from common import stacks
-from common.client.requests import Utterance, read_reference
-from common.server.rendering import TEMPLATES, parse, placeholders
-from common.server.tritonserver import Ports, TritonServer
-from scripts import fill_template
 from tests.conftest import ROOT
 from tests.support.failing_llm import FailingLLM, failing_llm
 from tests.support.server_requests import TEXT, VOICE, VOICE_TEXT, assert_speech, stream
@@ -80,7 +80,13 @@ def test_the_filled_orchestrators_know_the_llm_of_their_deployment(tmp_path: Pat
 
 def test_the_script_runs_by_its_path_as_the_documents_call_it(tmp_path: Path) -> None:
     config = Path(shutil.copy(TEMPLATES / "model_repo" / "token2wav" / "config.pbtxt", tmp_path))
-    command = [sys.executable, "scripts/fill_template.py", "-i", str(config), UNET["model_repo/token2wav"]]
+    command = [
+        sys.executable,
+        "common/cosyvoice_triton/cli/fill_template.py",
+        "-i",
+        str(config),
+        UNET["model_repo/token2wav"],
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert parse(config.read_text(), "token2wav").parameters["model_dir"].string_value == "./CosyVoice2-0.5B"

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as triton
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli import add_voice, client_grpc
+from cosyvoice_triton.client import grpc_client
+from cosyvoice_triton.client.requests import SpeechResult, Utterance, read_reference
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.voice.audio import mel_spectrogram
+from cosyvoice_triton.voice.encoders import SpeakerEncoder
+from cosyvoice_triton.voice.files import save_voice
+from cosyvoice_triton.voice.mix import Mix
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common import stacks
-from common.client import grpc_client
-from common.client.requests import SpeechResult, Utterance, read_reference
-from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE, TOKEN_RATE
-from common.text import TextFrontend
-from common.voice.audio import mel_spectrogram
-from common.voice.encoders import SpeakerEncoder
-from common.voice.files import save_voice
-from common.voice.mix import Mix
-from common.voice.prompt import Prompt
-from scripts import add_voice, client_grpc
 from tests.support.server_requests import (
     ASSETS,
     MODELS,
@@ -425,7 +425,7 @@ def test_cancelled_streams_leave_no_thread_behind(stack: str, serve: Serve, voic
 @pytest.mark.parametrize("stack", ["dit"], indirect=True)
 def test_cancelling_many_long_texts_leaves_every_process_alive(stack: str, serve: Serve, voice: np.ndarray) -> None:
     """When each is cancelled, the LLM is generating ahead. As a call between models this damaged the heap or blocked
-    the whole server, see common/triton_io/streams.py."""
+    the whole server, see common/cosyvoice_triton/triton_io/streams.py."""
     server = serve(stack=stack, settings=SETTINGS)
     address, before = server.grpc_url, server.model_processes()
     long = Utterance("word " * 100, voice, VOICE_TEXT)

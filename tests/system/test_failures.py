@@ -9,11 +9,11 @@ from typing import Any, get_args
 import grpc
 import numpy as np
 import pytest
+from cosyvoice_triton.client import grpc_client
+from cosyvoice_triton.client.requests import ClientError, Utterance, read_reference
+from cosyvoice_triton.server.tritonserver import ServerError
 from tritonclient.utils import InferenceServerException
 
-from common.client import grpc_client
-from common.client.requests import ClientError, Utterance, read_reference
-from common.server.tritonserver import ServerError
 from tests.support import failing_llm
 from tests.support.server_requests import MODELS, TEXT, VOICE, VOICE_TEXT, Serve, assert_speech, process_of, stream
 

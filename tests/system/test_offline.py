@@ -11,11 +11,11 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import soundfile as sf
+from cosyvoice_triton.cli import client_grpc
+from cosyvoice_triton.client import grpc_client, http_client
+from cosyvoice_triton.client.requests import Utterance, read_reference
+from cosyvoice_triton.speech_service.settings import Settings
 
-from common.client import grpc_client, http_client
-from common.client.requests import Utterance, read_reference
-from common.speech_service.settings import Settings
-from scripts import client_grpc
 from tests.support.server_requests import (
     ASSETS,
     MODELS,

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from cosyvoice_triton.config import OrchestratorConfig, SpeakerEmbeddingConfig, TensorrtLLMConfig, Token2WavConfig
+from cosyvoice_triton.monitoring import health, metrics
+from cosyvoice_triton.orchestrator.request import _PARAMETERS as REQUEST_PARAMETERS
+from cosyvoice_triton.server.rendering import placeholders
+from cosyvoice_triton.speech_service.command import build_parser
+from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest
 
-from common.config import OrchestratorConfig, SpeakerEmbeddingConfig, TensorrtLLMConfig, Token2WavConfig
-from common.orchestrator.request import _PARAMETERS as REQUEST_PARAMETERS
-from common.process import health, metrics
-from common.server.rendering import placeholders
-from common.speech_service.command import build_parser
-from common.speech_service.metrics import Metrics
-from common.speech_service.requests import SpeechRequest
 from tests.conftest import ROOT
 from tests.support.help_texts import LAUNCHERS, PROGRAMS, explanations
 from tests.system.test_architecture import FLOORS, LIBRARY, MODELS, TOOLS, name_of
@@ -179,7 +179,7 @@ def test_every_setting_that_is_given_exists_and_every_one_there_is_is_named() ->
     text = "\n".join(text_of(page) for page in PAGES if page.parent.name != "results")  # these name earlier ones, too
     given = set(re.findall(r"--set (\w+)=", text)) - {"KEY"}
     assert len(given) > 10 and given <= keys
-    # Those that options of scripts.render give are explained by its help.
+    # Those that options of cosyvoice_triton.cli.render give are explained by its help.
     configs = (SpeakerEmbeddingConfig, TensorrtLLMConfig, Token2WavConfig, OrchestratorConfig)
     by_options = {"model_dir", "llm_tokenizer_dir", "tokenizer_dir", "instance_kind", "gpt_model_path", "engine"}
     by_options |= {"llm_transport", "llm_urls", "llm_model", "llm_backend"}
@@ -216,8 +216,14 @@ def test_every_program_runs_as_a_module(program: str) -> None:
 
 def test_every_program_is_named_in_a_document() -> None:
     """Except for those that a make target or a document runs in another form, and a stub of the tests."""
-    others = {"scripts.check_machine", "scripts.demo", "tools.parity", "tools.soak", "common.speech_service"}
-    others |= {"tools.prepare.share_tensorrt", "tools.bench.triton_stub"}
+    others = {
+        "scripts.check_machine",
+        "cosyvoice_triton.cli.demo",
+        "tests.parity",
+        "tests.soak",
+        "cosyvoice_triton.speech_service",
+    }
+    others |= {"cosyvoice_triton.prepare.share_tensorrt", "tests.support.triton_stub"}
     text = "\n".join(map(text_of, PAGES))
     assert {name for name in PROGRAMS if not re.search(rf"\b{re.escape(name)}\b(?!\.\w)", text)} - others == set()
 
@@ -256,7 +262,7 @@ def test_make_serve_takes_settings_and_looks_at_its_ports_before_it_installs_or_
 
 @pytest.mark.parametrize("package", ["pocketsphinx"])
 def test_programs_explain_themselves_without_the_packages_of_the_tests(package: str) -> None:
-    without = f"import sys; sys.modules[{package!r}] = None; from tools.voice_evaluation.__main__ import main; "
+    without = f"import sys; sys.modules[{package!r}] = None; from demo_voice.evaluation.__main__ import main; "
     command = [sys.executable, "-c", without + "main(['--help'])"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0 and "usage:" in shown.stdout, shown.stderr
@@ -281,4 +287,8 @@ def test_programs_are_started_as_modules(page: Path) -> None:
         "the packages are in .venv"
     )
     found = re.findall(r"(?:python3?|PYTHON\}?\"?) (?:scripts|tools)/[\w/]+\.py", text_of(page))
-    assert found == (["python3 scripts/client_grpc.py"] if page.name == "README.md" and page.parent == ROOT else [])
+    assert found == (
+        ["python3 common/cosyvoice_triton/cli/client_grpc.py"]
+        if page.name == "README.md" and page.parent == ROOT
+        else []
+    )

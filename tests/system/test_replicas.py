@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from cosyvoice_triton import stacks
+from cosyvoice_triton.monitoring.health import FAILING
+from cosyvoice_triton.monitoring.metrics import STREAMS, page
+from cosyvoice_triton.server.supervisor import HealthPage
+from cosyvoice_triton.server.tritonserver import ServerError
 
-from common import stacks
-from common.process.health import FAILING
-from common.process.metrics import STREAMS, page
-from common.server.supervisor import HealthPage
-from common.server.tritonserver import ServerError
 from tests.support.serve_process import StreamResult, synthesize
 from tests.support.serve_process import triton as grpc
 from tests.support.server_requests import Serve, process_of

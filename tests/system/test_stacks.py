@@ -12,25 +12,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.bench import token2wav
+from cosyvoice_triton.cli import add_voice, demo, fill_template, prepare, render
+from cosyvoice_triton.client.requests import add_request_arguments, not_served
+from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.export import engines
+from cosyvoice_triton.prepare import hub, steps
+from cosyvoice_triton.runtimes.workloads import Serving
+from cosyvoice_triton.server.rendering import MARKER, TEMPLATES, StackOptions, parse, placeholders, settings_of
+from cosyvoice_triton.speech_service.triton import TritonPool
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.precision import Precision
 from google.protobuf import json_format
 
-from common import stacks
-from common.accel.workloads import Serving
-from common.client.requests import add_request_arguments, not_served
-from common.server.rendering import MARKER, TEMPLATES, StackOptions, parse, placeholders, settings_of
-from common.speech_service.triton import TritonPool
-from common.stacks import Stack
-from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import BatchLimits
-from common.token2wav.precision import Precision
-from scripts import add_voice, demo, fill_template, prepare, render
 from tests.conftest import load_model
 from tests.support.speech_fixtures import stub_triton
-from tools.bench import token2wav
-from tools.bench.triton_stub import TritonStub
-from tools.demo_model.checkpoint import TRAINED
-from tools.export import engines
-from tools.prepare import hub, steps
+from tests.support.triton_stub import TritonStub
 
 BUILT_IN = [stack.name for stack in stacks.BUILT_IN]
 
@@ -38,7 +38,7 @@ BUILT_IN = [stack.name for stack in stacks.BUILT_IN]
 PACKAGE = """
 from pathlib import Path
 
-from common.stacks import SpeechLLM, Stack
+from cosyvoice_triton.stacks import SpeechLLM, Stack
 
 THIRD = Stack(
     name="third",
@@ -59,7 +59,7 @@ THIRD = Stack(
     download="Third",
     speech_tokenizer="speech_tokenizer_v3.onnx",
     flow_tensors="decoder.estimator.third_blocks.",
-    flow_config="common.flow.config:UNetFlowConfig",
+    flow_config="cosyvoice_triton.networks.flow.config:UNetFlowConfig",
     networks={"whole": "third.onnx", "streaming": "third.streaming.onnx"},
     cumulative=True,
     chunk_boundary=5,
@@ -69,7 +69,7 @@ THIRD = Stack(
 
 
 def load(path, options):
-    from common.token2wav.unet import streaming
+    from cosyvoice_triton.token2wav.flow import streaming
 
     return streaming.load(path, options)
 """
@@ -244,13 +244,13 @@ def test_names_of_another_stack_cannot_be_registered(third: Stack) -> None:
 SOURCES = sorted(path for room in ("common", "tools", "scripts") for path in (TEMPLATES / room).rglob("*.py"))
 TOKEN2WAV = "the stage, program or thread of that name, not the model"
 ALLOWED = {
-    ("common/token2wav/service.py", "token2wav"): TOKEN2WAV,
-    ("tools/offline/pipeline.py", "token2wav"): TOKEN2WAV,
-    ("tools/offline/token2wav.py", "token2wav"): TOKEN2WAV,
-    ("scripts/token2wav.py", "token2wav"): TOKEN2WAV,
-    ("common/config.py", "cosyvoice2"): "a preset of sampling parameters",
-    ("tools/parity/streaming.py", "dit"): "a part of a recorded fixture",
-    ("tools/parity/runner.py", "cosyvoice3"): "a module",
+    ("common/cosyvoice_triton/token2wav/serving/service.py", "token2wav"): TOKEN2WAV,
+    ("common/cosyvoice_triton/offline/pipeline.py", "token2wav"): TOKEN2WAV,
+    ("common/cosyvoice_triton/offline/token2wav.py", "token2wav"): TOKEN2WAV,
+    ("common/cosyvoice_triton/cli/token2wav.py", "token2wav"): TOKEN2WAV,
+    ("common/cosyvoice_triton/config.py", "cosyvoice2"): "a preset of sampling parameters",
+    ("tests/parity/streaming.py", "dit"): "a part of a recorded fixture",
+    ("tests/parity/runner.py", "cosyvoice3"): "a module",
 }
 
 
@@ -264,7 +264,7 @@ def literals_of(source: Path) -> Iterator[str]:
 
 
 def names_of_stacks() -> set[str]:
-    """The strings that only common/stacks.py may contain."""
+    """The strings that only common/cosyvoice_triton/stacks.py may contain."""
     found: set[str] = set()
     for stack in stacks.BUILT_IN:
         found |= {stack.name, *stack.models, stack.templates, stack.repository, stack.download, str(stack.checkpoint)}
@@ -279,7 +279,7 @@ def test_only_one_file_contains_the_names_of_stacks() -> None:
     found = set()
     for path in SOURCES:
         file = path.relative_to(TEMPLATES).as_posix()
-        if file != "common/stacks.py":
+        if file != "common/cosyvoice_triton/stacks.py":
             parts = {part for literal in literals_of(path) for part in (literal, *literal.split("/"))}
             found |= {(file, name) for name in names & parts}
     assert found == ALLOWED.keys()

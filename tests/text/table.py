@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.text import TextFrontend, clean_text
-from common.text.duration import expected_seconds
+from cosyvoice_triton.text import TextFrontend, clean_text
+from cosyvoice_triton.text.duration import expected_seconds
 
 CASES = Path(__file__).resolve().parents[1] / "assets" / "text_cases.json"
 
@@ -23,7 +23,7 @@ CASES = Path(__file__).resolve().parents[1] / "assets" / "text_cases.json"
 OLD = """
 import json, sys
 from tokenizers import Tokenizer
-from common.text import TextFrontend, clean_text
+from cosyvoice_triton.text import TextFrontend, clean_text
 tokenizer = Tokenizer.from_file(sys.argv[1])
 frontend = TextFrontend(lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids))
 texts = [clean_text(case["text"], name="text", max_chars=4096) for case in json.load(open(sys.argv[2]))]

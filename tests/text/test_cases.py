@@ -3,11 +3,11 @@
 from statistics import median
 
 import pytest
+from cosyvoice_triton.constants import TOKEN_RATE
+from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling
+from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.segments import SEGMENT_SECONDS
 
-from common.constants import TOKEN_RATE
-from common.llm.interface import LengthRatios, LLMPrompt, Sampling
-from common.text.duration import expected_seconds
-from common.text.segments import SEGMENT_SECONDS
 from tests.support.qwen_vocabulary import qwen2_tokenizer
 from tests.text.table import cases, segments_of
 

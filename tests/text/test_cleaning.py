@@ -1,6 +1,5 @@
 import pytest
-
-from common.text import clean_line, clean_text, split_instruction, strip_control_tokens
+from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
 
 
 def clean(text: str) -> str:

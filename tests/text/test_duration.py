@@ -4,8 +4,8 @@ import time
 
 import pytest
 import soundfile
+from cosyvoice_triton.text.duration import expected_seconds
 
-from common.text.duration import expected_seconds
 from tests.support.server_requests import ASSETS
 
 

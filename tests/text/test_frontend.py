@@ -3,13 +3,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-
-from common.text import TextFrontend, clean_text, is_speakable
-from common.text.duration import expected_seconds
-from common.text.markdown import spoken
-from common.text.normalization import half_width, language_of, normalized
-from common.text.segments import SEGMENT_SECONDS, segments, sentences
-from tools.prepare.huggingface_llm import PHONEMES, TEXT_SPECIALS
+from cosyvoice_triton.prepare.huggingface_llm import PHONEMES, TEXT_SPECIALS
+from cosyvoice_triton.text import TextFrontend, clean_text, is_speakable
+from cosyvoice_triton.text.duration import expected_seconds
+from cosyvoice_triton.text.markdown import spoken
+from cosyvoice_triton.text.normalization import half_width, language_of, normalized
+from cosyvoice_triton.text.segments import SEGMENT_SECONDS, segments, sentences
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 import pytest
-
-from common.text import TextFrontend, clean_text
-from common.text.markup import MAX_PAUSES_SECONDS, Pause, parts
+from cosyvoice_triton.text import TextFrontend, clean_text
+from cosyvoice_triton.text.markup import MAX_PAUSES_SECONDS, Pause, parts
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import sentencex
+from cosyvoice_triton.text.sentences import SentenceSplitter
 from hypothesis import given
 from hypothesis import strategies as st
-
-from common.text.sentences import SentenceSplitter
 
 WINDOW = 512
 

@@ -1,18 +1,18 @@
 """The small networks that upstream's outputs were recorded with; the service with a fake engine."""
 
 import pytest
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Token2Wav
-from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, source_noise
-from common.token2wav.unet.streaming import UNetStreaming
+from tests.parity import cosyvoice3, flow_dit, flow_unet, hift
+from tests.parity.fixture import Fixture
 from tests.support.fake_engine import Client, Clock, FakeEngine, queue_behind_a_running_chunk, started
 from tests.support.streams import COSYVOICE3, DIT, GOLDEN, GOLDEN3, UNET, VOICES_BYTES
-from tools.parity import cosyvoice3, flow_dit, flow_unet, hift
-from tools.parity.fixture import Fixture
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import TOKEN_RATE
+from cosyvoice_triton.monitoring.metrics import LIMIT
+from cosyvoice_triton.token2wav.gpu.limits import DIT_BATCH_TOKENS
+from cosyvoice_triton.token2wav.policy.admission import Admission
 
-from common.constants import TOKEN_RATE
-from common.process.metrics import LIMIT
-from common.token2wav.admission import Admission
-from common.token2wav.limits import DIT_BATCH_TOKENS
 from tests.support.listeners import HOPS, PADDED, UTTERANCE_SECONDS, Listeners, arrivals, batch_seconds
 
 # Listeners at any moment without a gap and without admission, of the multiples of 64: 384 with an LLM at twice real
@@ -192,7 +192,7 @@ def table() -> None:
             p95 = 1e3 * np.percentile(list(served.first.values()), 95)
             refused = len(served.refused) / len(begins)
             cells = (f"{token_rate / TOKEN_RATE:.0f} times", f"{load:g}", before, f"{served.without_gap():.1%}")
-            print(f"| {' | '.join(cells)} | {refused:.0%} | {listeners:.0f} | {p95:.0f} ms |")  # noqa: T201
+            print(f"| {' | '.join(cells)} | {refused:.0%} | {listeners:.0f} | {p95:.0f} ms |")
 
 
 if __name__ == "__main__":

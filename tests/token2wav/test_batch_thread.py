@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from common.token2wav.batch_thread import BatchThread, RenderedBatch
+from cosyvoice_triton.token2wav.serving.batch_thread import BatchThread, RenderedBatch
 
 BATCH: Any = ("one", "two")  # stand for requests, which it only hands back
 AUDIO = np.zeros(3, np.float32)

@@ -7,27 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED
+from cosyvoice_triton.networks.flow import CosyVoice3Flow, CosyVoice3FlowConfig, load_cosyvoice3_flow
+from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY, with_rotary
+from cosyvoice_triton.networks.hift import CausalHiFTGenerator, load_causal_hift, split_weight_norm
+from cosyvoice_triton.networks.hift.causal import WITHHELD_FRAMES
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.encoder_window import with_ahead
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise, uniform_noise
+from cosyvoice_triton.token2wav.gpu.precision import Precision
+from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
+from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from torch import Tensor
 
-from common import stacks
-from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
-from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, load_cosyvoice3_flow
-from common.flow.checkpoint import ROTARY_KEY, with_rotary
-from common.hift import CausalHiFTGenerator, load_causal_hift, split_weight_norm
-from common.hift.causal import WITHHELD_FRAMES
-from common.process.metrics import FAILED, RETRIED
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.causal_hift.streaming import CausalVocoder
-from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.encoder_window import with_ahead
-from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, uniform_noise
-from common.token2wav.precision import Precision
-from common.token2wav.stream import Chunk, Stream, VocoderState
+from tests.parity.manifests import run_manifests
+from tests.parity.runner import all_checks, run_folder
 from tests.support.streams import GOLDEN3, VOICES_BYTES, ids, prompt, unet_pieces
-from tools.parity.manifests import run_manifests
-from tools.parity.runner import all_checks, run_folder
 
 LIMITS = BatchLimits(max_streams=4)
 AUDIO = 1e-4  # largest difference of streamed audio from the whole's, which is in -0.99..0.99

@@ -5,22 +5,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import HOP_SAMPLES, MAX_STREAM_TOKENS, OVERLAP_FRAMES, TAIL_FRAMES, TOKEN_MEL_RATIO
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
+from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common.constants import (
-    HOP_SAMPLES,
-    MAX_STREAM_TOKENS,
-    OVERLAP_FRAMES,
-    TAIL_FRAMES,
-    TOKEN_MEL_RATIO,
-)
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import NoiseTape, flow_noise
-from common.token2wav.stream import Chunk, Stream, VocoderState
-from common.token2wav.unet.streaming import UNetStreaming
-from common.voice.prompt import Prompt
+from tests.parity import streaming
+from tests.parity.fixture import Fixture
+from tests.parity.reference import dit_flow
+from tests.parity.runner import run_fixture
 from tests.support.streams import (
     DIT,
     GOLDEN,
@@ -34,10 +32,6 @@ from tests.support.streams import (
     tensors,
     unet_pieces,
 )
-from tools.parity import streaming
-from tools.parity.fixture import Fixture
-from tools.parity.reference import dit_flow
-from tools.parity.runner import run_fixture
 
 
 def synthesize(engine: Token2Wav, voice: Prompt, pieces: list[Piece]) -> np.ndarray:

@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.monitoring.environment import TEST_FAULTS
+from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, RETRIED, Values
+from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.token2wav.engine import Lane, Token2Wav
+from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu import graphs as graphs_module
+from cosyvoice_triton.token2wav.gpu import limits as limits_module
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.stream import Chunk, Stream
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
-from common.orchestrator.chunking import HopRules
-from common.process.environment import TEST_FAULTS
-from common.process.metrics import EVICTED, FAILED, RETRIED, Values
-from common.token2wav import graphs as graphs_module
-from common.token2wav import limits as limits_module
-from common.token2wav.cached.streaming import CachedStreaming
-from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Lane, Token2Wav
-from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
-from common.token2wav.scheduler import STARTS
-from common.token2wav.stream import Chunk, Stream
-from common.token2wav.unet.streaming import UNetStreaming
-from common.voice.prompt import Prompt
 from tests.support.graphs_on_cpu import CONTEXT, LIMITS, Noted, OnGpu, engine_of, flow_of, replace_kernels
 from tests.support.streams import Piece, dit_pieces, ids, prompt, unet_pieces
 from tests.token2wav.test_graphs import InPlaceOf, Replayed

@@ -4,14 +4,14 @@ import weakref
 
 import pytest
 import torch
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 
-from common.errors import UnavailableError
-from common.token2wav.cached.memory import TailPool
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise
 from tests.support.streams import (
     VOICES_BYTES,
     dit_pieces,

@@ -3,21 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
 
-from common.constants import (
-    HOP_SAMPLES,
-    TOKEN_MEL_RATIO,
-)
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise
-from common.token2wav.unet.streaming import UNetStreaming
+from tests.parity.reference import dit_flow, window_flow
 from tests.support.streams import (
     ids,
     prompt,
     tensors,
 )
-from tools.parity.reference import dit_flow, window_flow
 
 
 def test_whole_utterances_are_reproducible_and_as_long_as_their_tokens(dit, unet):

@@ -10,38 +10,45 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cosyvoice_triton import stacks
+from cosyvoice_triton.bench.token2wav import randomise
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, OVERLAP_FRAMES
+from cosyvoice_triton.monitoring.metrics import FAILED, RETRIED
+from cosyvoice_triton.networks.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    UNetFlow,
+    UNetFlowConfig,
+    encoder,
+)
+from cosyvoice_triton.networks.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
+from cosyvoice_triton.networks.hift import CausalHiFTGenerator
+from cosyvoice_triton.networks.hift.config import HiFTConfig
+from cosyvoice_triton.networks.hift.generator import HiFTGenerator
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow import encoder_window
+from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
+from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.encoder_window import Window, WindowEncoder, with_ahead
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.solve import GatheredSolve
+from cosyvoice_triton.token2wav.flow.unet_flow import PlainWindowSolve, UNetStreaming
+from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
+from cosyvoice_triton.token2wav.gpu.graphs import Graphs
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
+from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
+from cosyvoice_triton.token2wav.vocoder.overlap import OverlapPool, OverlapRenderer
+from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
+from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
-
-from common import stacks
-from common.constants import LOOKAHEAD_TOKENS, OVERLAP_FRAMES
-from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig, encoder
-from common.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
-from common.hift import CausalHiFTGenerator
-from common.hift.config import HiFTConfig
-from common.hift.generator import HiFTGenerator
-from common.process.metrics import FAILED, RETRIED
-from common.token2wav import encoder_window
-from common.token2wav.cached.graphs import GraphedSolve
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.cached.solve import GatheredSolve
-from common.token2wav.cached.streaming import CachedStreaming
-from common.token2wav.causal_hift.streaming import CausalVocoder
-from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.encoder_window import Window, WindowEncoder, with_ahead
-from common.token2wav.engine import Token2Wav
-from common.token2wav.graphs import Graphs
-from common.token2wav.hift.overlap import OverlapPool, OverlapRenderer
-from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, source_noise, uniform_noise
-from common.token2wav.scheduler import STARTS
-from common.token2wav.stream import Chunk, Stream, VocoderState
-from common.token2wav.unet.graphs import GraphedWindowSolve
-from common.token2wav.unet.streaming import PlainWindowSolve, UNetStreaming
-from common.token2wav.vocoder_graphs import GraphedRenderer
-from common.voice.prompt import Prompt
-from tools.bench.token2wav import randomise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -194,7 +201,7 @@ def test_whole_utterances_are_equal_with_and_without_graphs(kind: str, request: 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.float16, 3e-2)])
 def test_the_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype: torch.dtype, bound: float) -> None:
     """Rows of different lengths, first and later chunks; pitch and source are float32 in both forms."""
-    from common import kernels
+    from cosyvoice_triton import kernels
 
     hift = ready(HiFTGenerator(HiFTConfig(channels=64, f0_channels=64)))
     hift.conv_post.weight *= 0.1  # with random weights samples would be clamped at the limit, which would hide errors
@@ -255,7 +262,7 @@ def test_the_causal_vocoder_on_a_gpu_equals_its_plain_form_up_to_rounding(dtype:
 @pytest.mark.parametrize("rows", [2, 64])
 def test_a_fused_layer_equals_its_unfused_operations(rows: int) -> None:
     """Norm, Mish, causal convolution with history, gate and residual, with small and with large tiles."""
-    from common import kernels
+    from cosyvoice_triton import kernels
 
     torch.manual_seed(0)
     T, C = 24, 96

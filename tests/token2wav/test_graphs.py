@@ -10,29 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS
+from cosyvoice_triton.networks.flow import CosyVoice3Flow, DiTFlow, UNetFlow
+from cosyvoice_triton.networks.flow.cache import KeyValues
+from cosyvoice_triton.networks.flow.layers import valid_frames
+from cosyvoice_triton.networks.flow.matching import time_schedule
+from cosyvoice_triton.networks.hift import CausalHiFTGenerator
+from cosyvoice_triton.token2wav.flow.dit_solver import DiTSolver
+from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
+from cosyvoice_triton.token2wav.flow.rotary_solver import RotarySolver
+from cosyvoice_triton.token2wav.flow.solve import GatheredSolve, NoContext
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
+from cosyvoice_triton.token2wav.gpu import graphs as graphs_module
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
+from cosyvoice_triton.token2wav.vocoder import vocoder_graphs
+from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
+from cosyvoice_triton.token2wav.vocoder.vocoder_graphs import GraphedRenderer
 from torch import Tensor
 
-from common.constants import LOOKAHEAD_TOKENS
-from common.flow import CosyVoice3Flow, DiTFlow, UNetFlow
-from common.flow.cache import KeyValues
-from common.flow.layers import valid_frames
-from common.flow.matching import time_schedule
-from common.hift import CausalHiFTGenerator
-from common.token2wav import graphs as graphs_module
-from common.token2wav import vocoder_graphs
-from common.token2wav.cached.memory import TailPool
-from common.token2wav.cached.solve import GatheredSolve, NoContext
-from common.token2wav.causal_hift.streaming import CausalVocoder
-from common.token2wav.cosyvoice3.solver import RotarySolver
-from common.token2wav.dit.solver import DiTSolver
-from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, source_noise, uniform_noise
-from common.token2wav.scheduler import STARTS
-from common.token2wav.stream import Chunk, Stream, VocoderState
-from common.token2wav.unet.graphs import GraphedWindowSolve
-from common.token2wav.unet.streaming import UNetStreaming
-from common.token2wav.vocoder_graphs import GraphedRenderer
 from tests.support.streams import ids, prompt
 
 STEPS = 2
@@ -92,12 +92,12 @@ def solves(
 ) -> tuple[CosyVoice3Flow | DiTFlow, Any, GatheredSolve]:
     """A network, and its solve with graphs and plain."""
     network: CosyVoice3Flow | DiTFlow = request.getfixturevalue(request.param)
-    launch: Any = ModuleType("common.kernels.launch")
+    launch: Any = ModuleType("cosyvoice_triton.kernels.launch")
     launch.compiled_ahead = nullcontext
-    monkeypatch.setitem(sys.modules, "common.kernels", ModuleType("common.kernels"))
+    monkeypatch.setitem(sys.modules, "cosyvoice_triton.kernels", ModuleType("cosyvoice_triton.kernels"))
     monkeypatch.setitem(sys.modules, launch.__name__, launch)
-    monkeypatch.delitem(sys.modules, "common.token2wav.cached.graphs", raising=False)
-    from common.token2wav.cached import graphs
+    monkeypatch.delitem(sys.modules, "cosyvoice_triton.token2wav.flow.cached_graphs", raising=False)
+    from cosyvoice_triton.token2wav.flow import cached_graphs as graphs
 
     monkeypatch.setattr(graphs, "PagedContext", OwnFrames)
     pool = TailPool(network.config.estimator, network.spk_embed_affine_layer.weight, STEPS, 4, frames=10)

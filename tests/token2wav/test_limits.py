@@ -4,13 +4,12 @@ import itertools
 
 import pytest
 import torch
-
-from common import stacks
-from common.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
-from common.orchestrator.chunking import HopRules
-from common.token2wav import graphs as graphs_module
-from common.token2wav.graphs import Graphs
-from common.token2wav.limits import (
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.token2wav.gpu import graphs as graphs_module
+from cosyvoice_triton.token2wav.gpu.graphs import Graphs
+from cosyvoice_triton.token2wav.gpu.limits import (
     COSYVOICE3_FRAMES,
     DIT_FRAMES,
     ENCODER_TOKENS,
@@ -22,7 +21,7 @@ from common.token2wav.limits import (
     BatchLimits,
     padding,
 )
-from common.token2wav.scheduler import START_BATCH, STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import START_BATCH, STARTS
 
 
 def limits_of(stack: str, **values: int) -> BatchLimits:

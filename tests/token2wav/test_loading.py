@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.base import VocoderOptions
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.precision import Precision
+from cosyvoice_triton.token2wav.stream import Chunk, VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
 from torch import Tensor
 
-from common import stacks
-from common.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
-from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import BatchLimits
-from common.token2wav.precision import Precision
-from common.token2wav.stream import Chunk, VocoderState
-from common.token2wav.streaming import VocoderOptions
-from common.voice.prompt import Prompt
 from tests.conftest import ROOT
 
 MODELS = ROOT / "tools" / "demo_model" / "trained"

@@ -7,9 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-from common.constants import (
+from cosyvoice_triton.constants import (
     CONTEXT_TOKENS,
     HOP_SAMPLES,
     LOOKAHEAD_TOKENS,
@@ -18,21 +16,23 @@ from common.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from common.flow.dit import DiTFlow
-from common.flow.unet import UNetFlow
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Token2Wav
-from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import SOURCE_NOISE_SECONDS, NoiseTape, flow_noise
-from common.token2wav.stream import VocoderState
-from common.token2wav.streaming import StreamingFlow
-from common.token2wav.unet.streaming import UNetStreaming
-from common.voice.prompt import Prompt
+from cosyvoice_triton.networks.flow.dit import DiTFlow
+from cosyvoice_triton.networks.flow.unet import UNetFlow
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import SOURCE_NOISE_SECONDS, NoiseTape, flow_noise
+from cosyvoice_triton.token2wav.stream import VocoderState
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
+from cosyvoice_triton.voice.prompt import Prompt
+from torch import Tensor
+
+from tests.parity.reference import dit_flow, window_flow
+from tests.parity.reference.encoder import encode_chunk
 from tests.support.streams import VOICES_BYTES, dit_pieces, ids, prompt, tensors, unet_pieces
-from tools.parity.reference import dit_flow, window_flow
-from tools.parity.reference.encoder import encode_chunk
 
 pytestmark = pytest.mark.slow  # every test renders 30 s of audio or more
 

@@ -9,18 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from common import stacks
-from common.config import SPARE_REQUESTS, Token2WavConfig, planned_llm_gib
-from common.flow import CosyVoice3Flow, CosyVoice3FlowConfig, DiTFlow, DiTFlowConfig, UNetFlow, UNetFlowConfig
-from common.hift import HiFTConfig, HiFTGenerator
-from common.stacks import Stack
-from common.token2wav.cached.streaming import CachedStreaming
-from common.token2wav.engine import Precision, Token2Wav, _plan
-from common.token2wav.fused_encoder import FusedEncoder
-from common.token2wav.hift.fused import FusedBody
-from common.token2wav.limits import BatchLimits
-from common.token2wav.memory_plan import (
+from cosyvoice_triton import stacks
+from cosyvoice_triton.config import SPARE_REQUESTS, Token2WavConfig, planned_llm_gib
+from cosyvoice_triton.demo_checkpoint.checkpoint import STACKS, TRAINED
+from cosyvoice_triton.networks.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    UNetFlow,
+    UNetFlowConfig,
+)
+from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.token2wav.engine import Precision, Token2Wav, _plan
+from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
+from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.memory_plan import (
     FLOW_NOISE,
     GIB,
     GRAPH_INPUTS,
@@ -33,8 +39,8 @@ from common.token2wav.memory_plan import (
     Networks,
     plan_memory,
 )
-from common.voice.prompt import Prompt
-from tools.demo_model.checkpoint import STACKS, TRAINED
+from cosyvoice_triton.token2wav.vocoder.hift_fused import FusedBody
+from cosyvoice_triton.voice.prompt import Prompt
 
 FLOAT32 = Precision(torch.float32, torch.float32)
 OFFICIAL = {
@@ -241,7 +247,8 @@ def test_a_gpu_has_as_many_lanes_and_voices_as_are_planned(monkeypatch: pytest.M
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, device: shares.append(share))
     wanted: list[int] = []
     monkeypatch.setattr(
-        "common.token2wav.engine.plan_memory", lambda networks, limits, *_: wanted.append(limits.lanes) or planned
+        "cosyvoice_triton.token2wav.engine.plan_memory",
+        lambda networks, limits, *_: wanted.append(limits.lanes) or planned,
     )
     own = limits(stacks.DIT, 4)
     assert _plan(stacks.DIT, config, own, Precision(torch.float16, torch.float16)) == (replace(own, lanes=2), 5 * GIB)

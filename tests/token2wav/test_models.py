@@ -6,11 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import (
+    HOP_SAMPLES,
+    LOOKAHEAD_TOKENS,
+    MEL_BINS,
+    PROMPT_SAMPLE_RATE,
+    SPEAKER_DIM,
+    TOKEN_MEL_RATIO,
+)
+from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
+from cosyvoice_triton.token2wav.serving.requests import read_request
+from cosyvoice_triton.voice.audio import load_audio
 
-from common.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_MEL_RATIO
-from common.llm.speech_tokens import read_first_speech_id
-from common.token2wav.requests import read_request
-from common.voice.audio import load_audio
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR

@@ -7,18 +7,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, RETRIED
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise, uniform_noise
+from cosyvoice_triton.token2wav.stream import NotFiniteError, Stream
+from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common.process.metrics import EVICTED, FAILED, RETRIED
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.causal_hift.streaming import CausalVocoder
-from common.token2wav.cosyvoice3.streaming import CosyVoice3Streaming
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise, uniform_noise
-from common.token2wav.stream import NotFiniteError, Stream
-from common.token2wav.unet.streaming import UNetStreaming
-from common.voice.prompt import Prompt
 from tests.support.streams import VOICES_BYTES, Piece, dit_pieces, ids, prompt, unet_pieces
 
 LIMITS = BatchLimits(max_streams=8)

@@ -6,22 +6,22 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import HOP_SAMPLES, OVERLAP_FRAMES, OVERLAP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
+from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
+from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, load_hift
+from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import source_noise
+from cosyvoice_triton.token2wav.stream import Chunk, Stream
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
+from cosyvoice_triton.token2wav.vocoder.overlap import falling_half
+from cosyvoice_triton.voice.audio import load_audio
+from cosyvoice_triton.voice.encoders import reference_mel
 from torch import Tensor
 
-from common import stacks
-from common.constants import HOP_SAMPLES, OVERLAP_FRAMES, OVERLAP_SAMPLES, PROMPT_SAMPLE_RATE, TOKEN_MEL_RATIO
-from common.hift import HiFTConfig, HiFTGenerator, load_hift
-from common.orchestrator.chunking import HopRules
-from common.token2wav.hift.overlap import falling_half
-from common.token2wav.hift.streaming import StreamingVocoder
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import source_noise
-from common.token2wav.stream import Chunk, Stream
-from common.voice.audio import load_audio
-from common.voice.encoders import reference_mel
 from tests.support.checkpoints import DIT_DIR
-from tools.demo_model.checkpoint import TRAINED
-from tools.demo_model.make import VOICES_DIR
 
 # Limits of the difference from the whole's audio, relative to its RMS. Outside of cross-fades only the ends of HiFT's
 # receptive field reach a chunk's edge. Within them the chunk that ends lacks the next frames: its pitch is inexact.

@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.monitoring.metrics import FALLBACKS, RETRIED
+from cosyvoice_triton.networks.flow import CosyVoice3Flow
+from cosyvoice_triton.networks.flow.checkpoint import with_rotary
+from cosyvoice_triton.networks.hift.checkpoint import split_weight_norm
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
+from cosyvoice_triton.token2wav.gpu.precision import LIMITS, Precision
+from cosyvoice_triton.token2wav.stream import VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common import stacks
-from common.flow import CosyVoice3Flow
-from common.flow.checkpoint import with_rotary
-from common.hift.checkpoint import split_weight_norm
-from common.process.metrics import FALLBACKS, RETRIED
-from common.stacks import Stack
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise
-from common.token2wav.precision import LIMITS, Precision
-from common.token2wav.stream import VocoderState
-from common.token2wav.streaming import StreamingFlow
-from common.token2wav.unet.streaming import UNetStreaming
-from common.voice.prompt import Prompt
-from tools.parity import flow_dit, flow_unet
-from tools.parity.fixture import Fixture
+from tests.parity import flow_dit, flow_unet
+from tests.parity.fixture import Fixture
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "golden"
 FLOAT32, HALF = Precision(torch.float32, torch.float32), Precision(torch.float16, torch.float16)

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-
-from common.token2wav import scheduler
-from common.token2wav.limits import Size, padding
-from common.token2wav.scheduler import (
+from cosyvoice_triton.token2wav.gpu.limits import Size, padding
+from cosyvoice_triton.token2wav.policy import scheduler
+from cosyvoice_triton.token2wav.policy.scheduler import (
     CROWD_CHUNKS,
     GATHER_SECONDS,
     START_BATCH,
@@ -18,6 +17,7 @@ from common.token2wav.scheduler import (
     patience,
     starts,
 )
+
 from tests.support.listeners import Listeners, arrivals, batch_seconds
 
 

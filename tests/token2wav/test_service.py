@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import HOP_SAMPLES
+from cosyvoice_triton.errors import FatalError, UnavailableError
+from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
+from cosyvoice_triton.token2wav.serving.service import Token2WavService
 
-from common.constants import HOP_SAMPLES
-from common.errors import FatalError, UnavailableError
-from common.token2wav.requests import Token2WavRequest
-from common.token2wav.service import Token2WavService
 from tests.support.fake_engine import (
     NO_TOKENS,
     PROMPT,

@@ -5,11 +5,11 @@ import threading
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import HOP_SAMPLES
+from cosyvoice_triton.errors import OverloadedError, UnavailableError
+from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, REFUSED, STARTS, STARTS_WAITED
+from cosyvoice_triton.token2wav.serving.request_queue import MAX_WAITING
 
-from common.constants import HOP_SAMPLES
-from common.errors import OverloadedError, UnavailableError
-from common.process.metrics import GAP_SECONDS, GAPS, REFUSED, STARTS, STARTS_WAITED
-from common.token2wav.request_queue import MAX_WAITING
 from tests.support.fake_engine import NEW, PROMPT, Client, queue_behind_a_running_chunk, started
 
 
@@ -156,7 +156,7 @@ def test_a_listener_waits_for_a_place_no_longer_than_is_set(engine, clock):
 
 
 def test_a_listener_whose_wait_would_be_too_long_is_refused_at_once(service, client, monkeypatch):
-    monkeypatch.setattr("common.token2wav.request_queue.MAX_WAITING", 2)
+    monkeypatch.setattr("cosyvoice_triton.token2wav.serving.request_queue.MAX_WAITING", 2)
     for stream_id in range(4):
         client.start(stream_id)
     [client.post(stream_id, **NEW) for stream_id in (4, 5)]

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import SPEAKER_DIM
+from cosyvoice_triton.errors import FatalError, UnavailableError
+from cosyvoice_triton.token2wav.policy.admission import Admission
+from cosyvoice_triton.token2wav.policy.scheduler import GATHER_SECONDS
+from cosyvoice_triton.token2wav.serving.service import LOOK_SECONDS
 
-from common.constants import SPEAKER_DIM
-from common.errors import FatalError, UnavailableError
-from common.token2wav.admission import Admission
-from common.token2wav.scheduler import GATHER_SECONDS
-from common.token2wav.service import LOOK_SECONDS
 from tests.support.fake_engine import NEW, PROMPT, Client, FakeLanes, ended, started, until, value
 
 
@@ -99,7 +99,7 @@ def test_while_a_crowd_waits_first_chunks_are_gathered(client, engine, crowd):
 
 
 def test_a_first_chunk_waits_no_longer_than_is_set_for_others(client, engine, crowd, clock, monkeypatch):
-    monkeypatch.setattr("common.token2wav.service.REAP_SECONDS", 1000.0)
+    monkeypatch.setattr("cosyvoice_triton.token2wav.serving.service.REAP_SECONDS", 1000.0)
     first = client.post(20, [20], final=False, **NEW)
     until(lambda: client.service.stats().queued == 17)
     time.sleep(3 * LOOK_SECONDS)

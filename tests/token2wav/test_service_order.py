@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import SPEAKER_DIM
 
-from common.constants import SPEAKER_DIM
 from tests.support.fake_engine import PROMPT, queue_behind_a_running_chunk
 
 

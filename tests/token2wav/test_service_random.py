@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import SPEAKER_DIM
+from cosyvoice_triton.token2wav.serving.service import Token2WavService
 
-from common.constants import SPEAKER_DIM
-from common.token2wav.service import Token2WavService
 from tests.support.fake_engine import PROMPT, Client, FakeEngine, FakeLanes
 
 # Chunks fail together in a batch, and what comes after a failed one finds no stream.

@@ -5,12 +5,12 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.precision import Precision
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common import stacks
-from common.token2wav.engine import Token2Wav
-from common.token2wav.limits import BatchLimits
-from common.token2wav.precision import Precision
-from common.voice.prompt import Prompt
 from tests.conftest import ROOT
 
 MODELS = ROOT / "tools" / "demo_model" / "trained"

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_RATE
+from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
+from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.server.tritonserver import Ports, TritonServer
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.voice.audio import load_audio
 from tritonclient.utils import InferenceServerException
 
-from common import stacks
-from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, PROMPT_SAMPLE_RATE, SPEAKER_DIM, TOKEN_RATE
-from common.llm.speech_tokens import read_first_speech_id
-from common.server.rendering import StackOptions, render
-from common.server.tritonserver import Ports, TritonServer
-from common.stacks import Stack
-from common.voice.audio import load_audio
 from tests.support.checkpoints import LLM_DIR
 from tests.support.server_requests import ASSETS, inputs_of
 

@@ -1,10 +1,9 @@
-"""The parts of tools.bench.stack that need no server; the rest was run by hand."""
+"""The parts of cosyvoice_triton.bench.stack that need no server; the rest was run by hand."""
 
 import argparse
 
 import pytest
-
-from tools.bench.stack import GpuPlan, main, parse_args, peak
+from cosyvoice_triton.bench.stack import GpuPlan, main, parse_args, peak
 
 
 def test_the_peak_is_the_largest_sum_over_all_gpus() -> None:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from common import stacks
-from tools.bench.token2wav import CASES, Subject, first_chunk, plain_first_chunk
+from cosyvoice_triton import stacks
+from cosyvoice_triton.bench.token2wav import CASES, Subject, first_chunk, plain_first_chunk
 
 
 def test_every_stack_can_be_measured_and_cosyvoice3_is(demo_models: Path) -> None:

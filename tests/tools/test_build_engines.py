@@ -1,4 +1,4 @@
-"""tools.export.engines with small ONNX networks: plans built by the real tensorrt_rtx, for GPUs that are not here.
+"""The module export.engines with small ONNX networks: plans built by the real tensorrt_rtx, for other GPUs.
 
 Comparing a plan needs a driver: that part runs on the fake TensorRT, which computes the plans' networks.
 """
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import onnx
 import pytest
+from cosyvoice_triton import stacks
+from cosyvoice_triton.export import builder
+from cosyvoice_triton.export import engines as build_engines
+from cosyvoice_triton.export.builder import Build, BuildError
+from cosyvoice_triton.runtimes import editions, plans
+from cosyvoice_triton.runtimes.plans import Key, Machine, PlanError
+from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork, log_of
+from cosyvoice_triton.runtimes.workloads import Serving, Workload
 from tqdm import tqdm
 
-from common import stacks
-from common.accel import editions, plans
-from common.accel.plans import Key, Machine, PlanError
-from common.accel.tensorrt import TensorRTNetwork, log_of
-from common.accel.workloads import Serving, Workload
 from tests.support import fake_tensorrt, tiny_onnx
-from tools.export import builder
-from tools.export import engines as build_engines
-from tools.export.builder import Build, BuildError
 
 Run = Callable[..., tuple[int, str, str]]
 L4 = ("--capability", "8.9")
@@ -193,7 +193,7 @@ def test_a_file_with_a_fixed_batch_size_is_refused_with_a_remedy(run: Run, tmp_p
 
 def test_missing_and_invalid_files_are_named(run: Run, tmp_path: Path, dit: Path) -> None:
     code, _, err = run(tmp_path / "nowhere", *L4)
-    assert code == 1 and "holds no ONNX file of a flow" in err and "tools.export.onnx" in err
+    assert code == 1 and "holds no ONNX file of a flow" in err and "cosyvoice_triton.export.onnx" in err
     (dit / "campplus.onnx").unlink()
     (dit / "flow.decoder.estimator.fp32.dynamic_batch.onnx").write_bytes(b"\xff not ONNX")
     code, out, err = run(dit, *L4)
@@ -212,7 +212,7 @@ def test_without_tensorrt_the_error_names_the_missing_packages(
 
 def test_the_list_shows_which_plans_fit_and_why_others_do_not(run: Run, dit: Path) -> None:
     code, _, err = run(dit, "--list", *L4)
-    command = f"python -m tools.export.engines --model-dir {dit}"
+    command = f"python -m cosyvoice_triton.export.engines --model-dir {dit}"
     assert code == 1
     assert err.count(f"there is none; build it as docs/tensorrt.md describes; run: {command}") == 4
     for workload in Serving().workloads(stacks.DIT):
@@ -229,7 +229,7 @@ def test_the_list_shows_which_plans_fit_and_why_others_do_not(run: Run, dit: Pat
     )
     assert "does not fit: frames: built for 2-206, serving needs 2-406" in out
     assert "its sidecar is missing or damaged" in out
-    assert f"run: python -m tools.export.engines --model-dir {dit} --max-hop-tokens 200" in err
+    assert f"run: python -m cosyvoice_triton.export.engines --model-dir {dit} --max-hop-tokens 200" in err
 
 
 # --- comparing a plan with its ONNX file, on the fake -----------------------------------------------------------

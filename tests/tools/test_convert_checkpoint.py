@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from cosyvoice_triton.cli.convert_checkpoint import main
 
-from scripts.convert_checkpoint import main
 from tests.support.llm_fixtures import llm_dir  # noqa: F401
 
 

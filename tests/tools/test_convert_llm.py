@@ -5,19 +5,18 @@ import json
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.cli.convert_llm import main
+from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.llm.checkpoint import read_head_bias, speech_bias
+from cosyvoice_triton.llm.engines.genai import GenAIModel
+from cosyvoice_triton.llm.engines.interface import candidate_ids
+from cosyvoice_triton.llm.interface import LLMPrompt
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.prepare import genai
+from cosyvoice_triton.prepare.huggingface_llm import COSYVOICE3_LLM, TEXT_SPECIALS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
-
-from common.constants import SPEECH_VOCAB
-from common.llm.checkpoint import read_head_bias, speech_bias
-from common.llm.engines.genai import GenAIModel
-from common.llm.engines.interface import candidate_ids
-from common.llm.interface import LLMPrompt
-from common.llm.speech_tokens import LLMTokenizer
-from scripts.convert_llm import main
-from tools.prepare import genai
-from tools.prepare.huggingface_llm import COSYVOICE3_LLM, TEXT_SPECIALS
 
 HIDDEN, TEXT_ROWS, SPEECH_LOGITS = 64, 640, SPEECH_VOCAB + 3
 

@@ -11,20 +11,20 @@ import numpy as np
 import onnx
 import pytest
 import safetensors
+from cosyvoice_triton.cli import demo_run as demo
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.demo_checkpoint import checkpoint
+from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint.make import MANIFEST, VOICES_DIR, main, make_demo_model, weights_of
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.networks.flow import load_dit_flow, load_unet_flow
+from cosyvoice_triton.networks.hift import load_hift
+from cosyvoice_triton.voice.audio import load_audio, validate_reference
+from cosyvoice_triton.voice.book import VoiceBook
+from cosyvoice_triton.voice.encoders import SpeakerEncoder
+from cosyvoice_triton.voice.prompt import Recording
 
-from common.constants import PROMPT_SAMPLE_RATE
-from common.flow import load_dit_flow, load_unet_flow
-from common.hift import load_hift
-from common.llm.speech_tokens import LLMTokenizer
-from common.voice.audio import load_audio, validate_reference
-from common.voice.book import VoiceBook
-from common.voice.encoders import SpeakerEncoder
-from common.voice.prompt import Recording
 from tests.support.checkpoints import DIT_DIR, LLM_DIR, UNET_DIR
-from tools import demo
-from tools.demo_model import checkpoint
-from tools.demo_model.checkpoint import TRAINED
-from tools.demo_model.make import MANIFEST, VOICES_DIR, main, make_demo_model, weights_of
 
 VOICES = ("rms", "slt")
 OFFICIAL = {

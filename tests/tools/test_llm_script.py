@@ -1,6 +1,7 @@
-"""scripts/test_llm.py, which pytest does not collect, with a real engine and with a server on a real socket."""
+"""cli/test_llm.py, which pytest does not collect, with a real engine and with a server on a real socket."""
 
-from scripts.test_llm import main
+from cosyvoice_triton.cli.test_llm import main
+
 from tests.support.failing_llm import TOKENS, failing_llm
 from tests.support.llm_fixtures import genai_dir, llm_dir  # noqa: F401
 

@@ -4,9 +4,8 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-
-from common.client.requests import add_voice_arguments
-from tools.load.jobs import Jobs, add_job_arguments
+from cosyvoice_triton.client.requests import add_voice_arguments
+from cosyvoice_triton.load.jobs import Jobs, add_job_arguments
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MANIFEST = ("--manifest-path", str(ASSETS / "manifest.jsonl"))

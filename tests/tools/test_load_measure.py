@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-
-from common.constants import SAMPLE_RATE
-from common.playback import PLAYER_SECONDS
-from tools.load.audible import leading_silence
-from tools.load.measure import Player, RequestOutcome, Run, distribution
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.load.audible import leading_silence
+from cosyvoice_triton.load.measure import Player, RequestOutcome, Run, distribution
+from cosyvoice_triton.playback import PLAYER_SECONDS
 
 
 def outcome(

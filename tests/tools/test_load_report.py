@@ -8,12 +8,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from cosyvoice_triton.load.measure import RequestOutcome, Run
+from cosyvoice_triton.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
+from cosyvoice_triton.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
+from cosyvoice_triton.server.tritonserver import free_port
 
-from common.server.tritonserver import free_port
 from tests.support.echo_server import echo_server
-from tools.load.measure import RequestOutcome, Run
-from tools.load.report import closing_lines, disaggregated_table, markdown_tables, rtf_text, statistics_text
-from tools.load.statistics import ModelTimes, between, token2wav_counters, token2wav_figures
 
 TIMELINE = (("voice", 0.01), ("llm", 0.02), ("vocoder", 0.03), ("tokens", 0.04), ("audio", 0.09))
 

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import soundfile
 import tritonclient.grpc.aio as triton
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli import benchmark, client_grpc
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.load import runner
 from tritonclient.grpc import InferInput
 
-from common import stacks
-from common.constants import SAMPLE_RATE
-from scripts import benchmark, client_grpc
 from tests.conftest import ROOT
-from tools.bench.triton_stub import StubProcess, stub_process
-from tools.load import runner
+from tests.support.triton_stub import StubProcess, stub_process
 
 pytestmark = pytest.mark.serial
 
@@ -206,7 +206,7 @@ def test_ctrl_c_ends_the_run_with_a_report(stub: StubProcess, tmp_path: Path) ->
     more = ("--manifest-path", manifest(tmp_path, ["Hello."]), "--num-tasks", 2, "--num-requests", 500)
     arguments = command(stub, tmp_path / "log", "--warmup-requests", 0, *more)
     with subprocess.Popen(
-        [sys.executable, "-m", "scripts.client_grpc", *arguments],
+        [sys.executable, "-m", "cosyvoice_triton.cli.client_grpc", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from common.constants import MAX_REFERENCE_SECONDS, MIN_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
-from tools.load.samples import SampleError, read_dataset, read_manifest
+from cosyvoice_triton.constants import MAX_REFERENCE_SECONDS, MIN_REFERENCE_SECONDS, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.load.samples import SampleError, read_dataset, read_manifest
 
 ASSETS = Path(__file__).parents[1] / "assets"
 VOICE = ASSETS / "reference_zh.wav"

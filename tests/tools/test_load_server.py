@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import soundfile
-
-from scripts import benchmark, client_grpc
-from tools.load import perf_analyzer as perf_analyzer_input
+from cosyvoice_triton.cli import benchmark, client_grpc
+from cosyvoice_triton.load import perf_analyzer as perf_analyzer_input
 
 pytestmark = pytest.mark.server
 

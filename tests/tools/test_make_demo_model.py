@@ -5,19 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
+from cosyvoice_triton.demo_checkpoint import make as script
+from cosyvoice_triton.demo_checkpoint.llm import FIRST_UTTERED, LLMSizes, make_llm
+from cosyvoice_triton.demo_checkpoint.make import main, make_demo_model
+from cosyvoice_triton.llm.interface import LLMPrompt
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.networks.flow import load_dit_flow, load_unet_flow
+from cosyvoice_triton.networks.hift import load_hift
+from cosyvoice_triton.voice.audio import load_audio
+from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder
 
-from common.constants import MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
-from common.flow import load_dit_flow, load_unet_flow
-from common.hift import load_hift
-from common.llm.interface import LLMPrompt
-from common.llm.speech_tokens import LLMTokenizer
-from common.voice.audio import load_audio
-from common.voice.encoders import AudioTokenizer, SpeakerEncoder
+from tests.parity.reference import dit_flow, window_flow
 from tests.support.checkpoints import COSYVOICE3_DIR, DIT_DIR, LLM_DIR, UNET_DIR
-from tools.demo_model import make as script
-from tools.demo_model.llm import FIRST_UTTERED, LLMSizes, make_llm
-from tools.demo_model.make import main, make_demo_model
-from tools.parity.reference import dit_flow, window_flow
 
 pytestmark = pytest.mark.slow  # each test makes networks
 

@@ -1,21 +1,21 @@
-"""scripts/offline_inference.py with the demo checkpoint, whose weights are random."""
+"""common/cosyvoice_triton/cli/offline_inference.py with the demo checkpoint, whose weights are random."""
 
 import json
 
 import numpy as np
 import pytest
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli import offline_inference
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.offline.pipeline import GIVE_UP_BATCHES
+from cosyvoice_triton.offline.rendering import OfflineToken2Wav
+from cosyvoice_triton.offline.results import JOURNAL, LOG, OutputFolder
+from cosyvoice_triton.voice.audio import load_audio
 
-from common import stacks
-from common.constants import SAMPLE_RATE
-from common.llm.speech_tokens import LLMTokenizer
-from common.voice.audio import load_audio
-from scripts import offline_inference
 from tests.support.failing_llm import TOKENS, failing_llm
 from tests.support.llm_fixtures import install  # noqa: F401
 from tests.support.offline_fixtures import GPU_ENGINES, ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
-from tools.offline.pipeline import GIVE_UP_BATCHES
-from tools.offline.rendering import OfflineToken2Wav
-from tools.offline.results import JOURNAL, LOG, OutputFolder
 
 pytestmark = pytest.mark.slow  # each test runs the whole offline pipeline
 

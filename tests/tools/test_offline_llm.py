@@ -6,16 +6,16 @@ import signal
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.interface import LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.offline.batch_lm import GeneratedTokens
+from cosyvoice_triton.offline.llm import StreamedLM, connect, engine_dir, load_llm
 
-from common.constants import SPEECH_VOCAB
-from common.errors import UnavailableError
-from common.llm.interface import LengthRatios, LLMPrompt, Sampling, TokenChunk, TokenStream
-from common.llm.speech_tokens import LLMTokenizer
 from tests.support.failing_llm import TOKENS, failing_llm
 from tests.support.llm_fixtures import genai_dir, install, llm_dir  # noqa: F401
 from tests.support.offline_fixtures import GPU_ENGINES, one_thread  # noqa: F401
-from tools.offline.batch_lm import GeneratedTokens
-from tools.offline.llm import StreamedLM, connect, engine_dir, load_llm
 
 PROMPTS = [
     LLMPrompt("Hello."),
@@ -129,7 +129,7 @@ def test_an_error_of_the_server_is_returned_for_each_prompt(mode, message, token
 
 
 def test_a_server_that_stalls_is_an_error_after_a_timeout(tokenizer, monkeypatch):
-    monkeypatch.setattr("tools.offline.llm.SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("cosyvoice_triton.offline.llm.SILENT_SECONDS", 0.5)
     with failing_llm() as server:
         server.mode = "goes silent"
         llm = connect(server.url, "cosyvoice2", tokenizer, batch_size=3)

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from common.constants import SAMPLE_RATE
-from common.voice.audio import load_audio
-from tools.load.samples import Sample, SampleError
-from tools.offline.results import JOURNAL, OutputFolder, identity
-from tools.offline.stages import Stages, table
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.load.samples import Sample, SampleError
+from cosyvoice_triton.offline.results import JOURNAL, OutputFolder, identity
+from cosyvoice_triton.offline.stages import Stages, table
+from cosyvoice_triton.voice.audio import load_audio
 
 SETTINGS = {"backend": "hf", "seed": 0}
 SAMPLE = Sample("a", "Hello.", np.full(100, 0.5, np.float32), "The transcript.")

@@ -1,11 +1,11 @@
-"""scripts/token2wav.py and scripts/streaming_inference.py with the demo checkpoint, whose weights are random."""
+"""cli/token2wav.py and cli/streaming_inference.py with the demo checkpoint, whose weights are random."""
 
 import json
 
 import numpy as np
 import pytest
-
-from common.constants import (
+from cosyvoice_triton.cli import streaming_inference, token2wav
+from cosyvoice_triton.constants import (
     MEL_BINS,
     OVERLAP_SAMPLES,
     SAMPLE_RATE,
@@ -14,12 +14,12 @@ from common.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from common.voice.audio import load_audio
-from common.voice.prompt import Prompt
-from scripts import streaming_inference, token2wav
+from cosyvoice_triton.offline.compare import compare, joints
+from cosyvoice_triton.offline.rendering import OfflineToken2Wav, Streamed
+from cosyvoice_triton.voice.audio import load_audio
+from cosyvoice_triton.voice.prompt import Prompt
+
 from tests.support.offline_fixtures import ROWS, STACKS, TOKEN_SAMPLES, manifest, one_thread  # noqa: F401
-from tools.offline.compare import compare, joints
-from tools.offline.rendering import OfflineToken2Wav, Streamed
 
 pytestmark = pytest.mark.slow  # each test renders audio
 
@@ -81,7 +81,10 @@ def test_tokens_are_read_from_a_file_by_id(run, tmp_path):
     code, _, error = run(token2wav, "--tokens-path", str(path), rows=ROWS)
     assert code == 1 and "has no tokens for 2 sample(s), the first is 'second'" in error
     path.write_text("[]")
-    assert "scripts.offline_inference writes such a file" in run(token2wav, "--tokens-path", str(path), rows=ROWS)[2]
+    assert (
+        "cosyvoice_triton.cli.offline_inference writes such a file"
+        in run(token2wav, "--tokens-path", str(path), rows=ROWS)[2]
+    )
 
 
 @pytest.mark.parametrize("tool", [token2wav, streaming_inference])

@@ -1,4 +1,4 @@
-"""python -m tools.parity: which checks it runs, what counts as a miss, and its exit code."""
+"""python -m tests.parity: which checks it runs, what counts as a miss, and its exit code."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, split_weight_norm
 from safetensors.torch import load_file, save_file
 
-from common.hift import HiFTConfig, HiFTGenerator, split_weight_norm
-from tools.parity.__main__ import main
-from tools.parity.fixture import Tolerance
-from tools.parity.runner import all_checks, compare
-from tools.parity.weight_rule import generate_weights
+from tests.parity.__main__ import main
+from tests.parity.fixture import Tolerance
+from tests.parity.runner import all_checks, compare
+from tests.parity.weight_rule import generate_weights
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "assets" / "golden"
@@ -141,7 +141,7 @@ def test_a_folder_without_fixtures_or_no_folder_is_unusable(tmp_path, capsys):
 
 def test_the_tool_runs_from_any_directory(folder):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    run = subprocess.run([sys.executable, "-m", "tools.parity", "."], cwd=folder, env=environment, capture_output=True)
+    run = subprocess.run([sys.executable, "-m", "tests.parity", "."], cwd=folder, env=environment, capture_output=True)
     assert run.returncode == 0, run.stderr.decode()
 
 

@@ -14,14 +14,14 @@ from typing import get_args
 
 import pytest
 import torch
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli import prepare, render
+from cosyvoice_triton.prepare import engine, hub, share_tensorrt, steps
+from cosyvoice_triton.voice.files import read_spk2info
 
-from common import stacks
-from common.voice.files import read_spk2info
-from scripts import prepare, render
 from tests.conftest import ROOT
 from tests.support import tiny_onnx
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
-from tools.prepare import engine, hub, share_tensorrt, steps
 
 COSYVOICE2, STEP_AUDIO2 = stacks.UNET.repository, stacks.DIT.repository
 SOURCE = hub.Source(COSYVOICE2, "CosyVoice2-0.5B", ("flow.pt", "CosyVoice-BlankEN/*"))
@@ -267,7 +267,16 @@ def test_an_engine_is_served_with_what_the_version_of_tensorrt_llm_needs(
     server.write_text('#!/bin/sh\necho "$*"\n')
     server.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    command = [sys.executable, "-m", "tools.prepare.trtllm_serve", "ENGINE", "--tokenizer", "T", "--port", "8000"]
+    command = [
+        sys.executable,
+        "-m",
+        "cosyvoice_triton.prepare.trtllm_serve",
+        "ENGINE",
+        "--tokenizer",
+        "T",
+        "--port",
+        "8000",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if options is None:
         refusal = f"TensorRT-LLM {version} serves no engine directories: that was removed in mid-2026"
@@ -284,7 +293,7 @@ def test_an_engine_is_served_with_what_the_version_of_tensorrt_llm_needs(
 def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    download = "run: python -m scripts.prepare download"
+    download = "run: python -m cosyvoice_triton.cli.prepare download"
     assert prepare.main(["engine", str(tmp_path)]) == 1
     assert download in capsys.readouterr().err
     for stack in ("dit", "unet"):
@@ -296,7 +305,7 @@ def test_without_a_checkpoint_the_error_names_the_command_that_downloads_it(
 
 
 def test_waiting_ends_when_the_awaited_process_ends() -> None:
-    command = [sys.executable, "-m", "scripts.wait_ready", "http://127.0.0.1:9/ready"]
+    command = [sys.executable, "-m", "cosyvoice_triton.cli.wait_ready", "http://127.0.0.1:9/ready"]
     with subprocess.Popen(["sleep", "1"]) as ending:
         run = subprocess.run(
             [*command, "--process", str(ending.pid)], cwd=ROOT, capture_output=True, text=True, timeout=30
@@ -348,7 +357,7 @@ def test_the_images_tensorrt_is_linked_into_our_environment(
 def test_sigterm_ends_a_preparation_with_the_hint_to_run_it_again(tmp_path: Path) -> None:
     """In a container it is process 1, which SIGTERM would not reach without a handler."""
     with steps.only_one(tmp_path):  # so that it waits
-        command = [sys.executable, "-u", "-m", "scripts.prepare", "download", str(tmp_path)]
+        command = [sys.executable, "-u", "-m", "cosyvoice_triton.cli.prepare", "download", str(tmp_path)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
             assert process.stdout is not None and "waiting" in process.stdout.readline()

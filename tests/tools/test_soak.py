@@ -9,25 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton.client.requests import ClientError, Utterance
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.errors import OverloadedError, unavailable_message
+from cosyvoice_triton.load.samples import Sample
+from cosyvoice_triton.monitoring import faults as model_faults
+from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.speech_service.routes.runtime_grpc import Endpoint
+from cosyvoice_triton.speech_service.settings import Settings
 
-from common.client.requests import ClientError, Utterance
-from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.errors import OverloadedError, unavailable_message
-from common.process import faults as model_faults
-from common.server.tritonserver import free_port
-from common.speech_service.runtime_grpc import Endpoint
-from common.speech_service.settings import Settings
+from tests.soak import cases, runner
+from tests.soak.cases import BAD, BAD_INPUTS, CANCELLED, WEIGHTS, BadInput, SoakCase, SoakPlan
+from tests.soak.faults import HARD_SHARE, KINDS, InjectedFault
+from tests.soak.ledger import Ledger, Request
+from tests.soak.routes import ROUTES, Addresses, Client, Parts
+from tests.soak.runner import MixedLoad, SoakResult, SoakSettings
+from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, Measure, ProcessHistory
+from tests.soak.stack import Life
 from tests.support.speech_fixtures import serving, stub_triton
-from tools.bench.triton_stub import TritonStub
-from tools.load.samples import Sample
-from tools.soak import cases, runner
-from tools.soak.cases import BAD, BAD_INPUTS, CANCELLED, WEIGHTS, BadInput, SoakCase, SoakPlan
-from tools.soak.faults import HARD_SHARE, KINDS, InjectedFault
-from tools.soak.ledger import Ledger, Request
-from tools.soak.routes import ROUTES, Addresses, Client, Parts
-from tools.soak.runner import MixedLoad, SoakResult, SoakSettings
-from tools.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, WARM_UP_SECONDS, Measure, ProcessHistory
-from tools.soak.stack import Life
+from tests.support.triton_stub import TritonStub
 
 PATIENCE = 0.1
 OVERLOADED = unavailable_message(OverloadedError("listeners: 1, 0.2 end each second", 3.0))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tools.soak import __main__ as soak
+from tests.soak import __main__ as soak
 
 pytestmark = [pytest.mark.server, pytest.mark.serial]
 
@@ -34,7 +34,7 @@ def test_a_short_soak_accounts_for_every_request(tmp_path: Path, capsys: pytest.
 
 
 def test_servers_that_are_still_starting_end_with_the_soak(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.soak", "--output", str(tmp_path / "soak")]
+    command = [sys.executable, "-m", "tests.soak", "--output", str(tmp_path / "soak")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             deadline = time.monotonic() + 60
@@ -52,4 +52,4 @@ def test_servers_that_are_still_starting_end_with_the_soak(tmp_path: Path) -> No
 def servers(directory: Path) -> list[str]:
     """The processes with a path in the directory, without the soak itself."""
     found = subprocess.run(["pgrep", "--list-full", "--full", str(directory)], capture_output=True, text=True).stdout
-    return [line for line in found.splitlines() if "tools.soak" not in line]
+    return [line for line in found.splitlines() if "tests.soak" not in line]

@@ -1,11 +1,17 @@
 """Upstream's command lines, as its documents and programs have them, are accepted by ours."""
 
 import pytest
-
-from scripts import client_grpc, convert_checkpoint, offline_inference, streaming_inference, test_llm, token2wav
-from tools.bench.llm import speech_lm
-from tools.offline.inference import backend_of
-from tools.upstream import WITHOUT_MEANING
+from cosyvoice_triton.bench.llm import speech_lm
+from cosyvoice_triton.cli import (
+    client_grpc,
+    convert_checkpoint,
+    offline_inference,
+    streaming_inference,
+    test_llm,
+    token2wav,
+)
+from cosyvoice_triton.cli.upstream import WITHOUT_MEANING
+from cosyvoice_triton.offline.inference import backend_of
 
 PARSERS = {
     "convert_checkpoint": lambda arguments: convert_checkpoint.build_parser().parse_args(arguments),
@@ -67,8 +73,8 @@ def test_the_share_of_memory_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         shares.append(free_share)
         return object()
 
-    monkeypatch.setattr("tools.offline.llm.load_engine", load_engine)
-    monkeypatch.setattr("tools.bench.llm.load_engine", load_engine)
+    monkeypatch.setattr("cosyvoice_triton.offline.llm.load_engine", load_engine)
+    monkeypatch.setattr("cosyvoice_triton.bench.llm.load_engine", load_engine)
     arguments = ["--output-dir", "o", "--backend", "trtllm", "--kv-cache-free-gpu-memory-fraction", "0.3"]
     llm = backend_of(offline_inference.parse_args(arguments), tokenizer=None)  # type: ignore[arg-type]
     llm._loop.close()

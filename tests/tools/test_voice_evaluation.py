@@ -1,14 +1,13 @@
-"""tools/voice_evaluation: word errors, joints, speaker similarity, the report."""
+"""demo_voice/evaluation: word errors, joints, speaker similarity, the report."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-from common import stacks
-from common.client.requests import Utterance
-from common.constants import (
+from cosyvoice_triton import stacks
+from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.constants import (
     HOP_SAMPLES,
     MEL_RATE,
     OVERLAP_FRAMES,
@@ -17,25 +16,26 @@ from common.constants import (
     SAMPLE_RATE,
     TOKEN_RATE,
 )
-from common.flow.cache import KeyValues
-from common.hift import load_hift
-from common.orchestrator.chunking import Hop
-from common.voice.audio import load_audio, save_audio
-from common.voice.encoders import SpeakerEncoder, reference_mel
-from common.voice.prompt import Prompt
+from cosyvoice_triton.demo_checkpoint.checkpoint import TRAINED
+from cosyvoice_triton.demo_checkpoint.make import VOICES_DIR
+from cosyvoice_triton.networks.flow.cache import KeyValues
+from cosyvoice_triton.networks.hift import load_hift
+from cosyvoice_triton.orchestrator.chunking import Hop
+from cosyvoice_triton.voice.audio import load_audio, save_audio
+from cosyvoice_triton.voice.encoders import SpeakerEncoder, reference_mel
+from cosyvoice_triton.voice.prompt import Prompt
+
+from demo_voice.evaluation import __main__ as evaluate_voice
+from demo_voice.evaluation import drift, joints, measures, report, segments
+from demo_voice.evaluation.alignment import Aligner, errors, estimated, summary
+from demo_voice.evaluation.recognition import Recognizer, WordErrors, word_errors, words
+from demo_voice.evaluation.takes import Series, Take, copy_synthesis, read_teacher, request_takes
+from tests.parity import flow_dit
+from tests.parity.fixture import Fixture
 from tests.support.checkpoints import DIT_DIR
 from tests.support.speech_fixtures import stub_triton
 from tests.support.streams import DIT, GOLDEN, ids, prompt
-from tools.bench.triton_stub import TritonStub
-from tools.demo_model.checkpoint import TRAINED
-from tools.demo_model.make import VOICES_DIR
-from tools.parity import flow_dit
-from tools.parity.fixture import Fixture
-from tools.voice_evaluation import __main__ as evaluate_voice
-from tools.voice_evaluation import drift, joints, measures, report, segments
-from tools.voice_evaluation.alignment import Aligner, errors, estimated, summary
-from tools.voice_evaluation.recognition import Recognizer, WordErrors, word_errors, words
-from tools.voice_evaluation.takes import Series, Take, copy_synthesis, read_teacher, request_takes
+from tests.support.triton_stub import TritonStub
 
 
 def recording(name: str) -> Take:

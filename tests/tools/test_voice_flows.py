@@ -3,19 +3,27 @@
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow import (
+    DiTConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    EncoderConfig,
+    UNetConfig,
+    UNetFlow,
+    UNetFlowConfig,
+)
+from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
+from cosyvoice_triton.token2wav.stream import VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_MEL_RATIO
-from common.flow import DiTConfig, DiTFlow, DiTFlowConfig, EncoderConfig, UNetConfig, UNetFlow, UNetFlowConfig
-from common.orchestrator.chunking import HopRules
-from common.token2wav.cached.prompt_caches import PromptCaches
-from common.token2wav.dit.streaming import DiTStreaming
-from common.token2wav.limits import BatchLimits
-from common.token2wav.noise import flow_noise
-from common.token2wav.stream import VocoderState
-from common.token2wav.streaming import StreamingFlow
-from common.token2wav.unet.streaming import UNetStreaming
-from common.voice.prompt import Prompt
-from tools.voice_training import flow, flow_dit, flow_unet
+from demo_voice.training import flow, flow_dit, flow_unet
 
 ENCODER = EncoderConfig(width=16, heads=2, feed_forward=16, blocks=1, up_blocks=1)
 LIMITS = BatchLimits(max_streams=1)

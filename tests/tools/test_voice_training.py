@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
+from cosyvoice_triton.demo_checkpoint.llm import LLMSizes
+from cosyvoice_triton.networks.flow import load_dit_flow, load_unet_flow
+from cosyvoice_triton.networks.hift import HiFTGenerator, load_hift
 
-from common.constants import HOP_SAMPLES, MEL_BINS, SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
-from common.flow import load_dit_flow, load_unet_flow
-from common.hift import HiFTGenerator, load_hift
-from tools.demo_model.llm import LLMSizes
-from tools.voice_training import flow, flow_dit, flow_unet, vocoder
-from tools.voice_training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
-from tools.voice_training.pitch import fundamental
-from tools.voice_training.qwen2 import Qwen2
-from tools.voice_training.training import STEPS_BEFORE_CAPTURE, CapturedStep, adamw, descend, trained
+from demo_voice.training import flow, flow_dit, flow_unet, vocoder
+from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
+from demo_voice.training.pitch import fundamental
+from demo_voice.training.qwen2 import Qwen2
+from demo_voice.training.training import STEPS_BEFORE_CAPTURE, CapturedStep, adamw, descend, trained
 
 pytestmark = pytest.mark.slow  # each test trains a network
 

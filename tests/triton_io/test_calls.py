@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
+from cosyvoice_triton import triton_io
+from cosyvoice_triton.errors import ModelCallError, OverloadedError, UnavailableError
+from cosyvoice_triton.triton_io import calls
 
-from common import triton_io
-from common.errors import ModelCallError, OverloadedError, UnavailableError
-from common.triton_io import calls
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, wait_until
 
 

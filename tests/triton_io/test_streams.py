@@ -8,12 +8,12 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
+from cosyvoice_triton import triton_io
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.monitoring.environment import GRPC_ADDRESS
+from cosyvoice_triton.server.tritonserver import free_port
+from cosyvoice_triton.triton_io.streams import Streams
 
-from common import triton_io
-from common.errors import UnavailableError
-from common.process.environment import GRPC_ADDRESS
-from common.server.tritonserver import free_port
-from common.triton_io.streams import Streams
 from tests.support.fake_grpc_server import FakeGrpcServer
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, wait_until
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import triton_io
+from cosyvoice_triton.errors import FatalError, UnavailableError
+from cosyvoice_triton.monitoring import logs
+from cosyvoice_triton.monitoring.environment import METRICS_DIRECTORY
+from cosyvoice_triton.monitoring.health import Health, reported_failures
 
-from common import triton_io
-from common.errors import FatalError, UnavailableError
-from common.process import logs
-from common.process.environment import METRICS_DIRECTORY
-from common.process.health import Health, reported_failures
 from tests.support.fake_triton import InferenceRequest, InferenceResponse, TritonError, wait_until
 
 
@@ -373,7 +373,7 @@ def test_an_answer_proves_that_the_model_works_and_a_bug_makes_it_test_itself(mo
     tested: list[int] = []
     now = Health(lambda: 100.0)
     for module in ("errors", "requests"):
-        monkeypatch.setattr(f"common.triton_io.{module}.health", now)
+        monkeypatch.setattr(f"cosyvoice_triton.triton_io.{module}.health", now)
     triton_io.error_response(ValueError("a bad value"), "m")
     now.test_if_due(lambda: tested.append(1), "m")
     assert not tested
@@ -398,7 +398,7 @@ def test_lines_in_the_log_have_time_model_and_request(published: Path, monkeypat
     logs.configure()
     (handler,) = root.handlers
     token = logs.request_id.set("r-1\nE1122 forged")
-    record = logging.LogRecord("common.x", logging.ERROR, "", 1, "it failed: %s", ("why",), None)
+    record = logging.LogRecord("cosyvoice_triton.x", logging.ERROR, "", 1, "it failed: %s", ("why",), None)
     assert handler.filter(record)
     line = r"E\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ common\.x\] \['r-1\\nE1122 forged'\] it failed: why"
     assert re.fullmatch(line, handler.format(record))

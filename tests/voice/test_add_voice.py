@@ -1,15 +1,15 @@
-"""scripts/add_voice.py: the voice that it writes, and its error messages."""
+"""common/cosyvoice_triton/cli/add_voice.py: the voice that it writes, and its error messages."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile as sf
+from cosyvoice_triton.cli import add_voice
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.voice.book import VoiceBook
+from cosyvoice_triton.voice.prompt import Prompt
 
-from common.constants import PROMPT_SAMPLE_RATE
-from common.voice.book import VoiceBook
-from common.voice.prompt import Prompt
-from scripts import add_voice
 from tests.conftest import ROOT
 
 VOICE = ROOT / "tests/assets/reference_en.wav"

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import soundfile as sf
 import torch
-
-from common.constants import HOP_SAMPLES, MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.voice.audio import (
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.voice.audio import (
     MelConfig,
     fbank,
     load_audio,
@@ -19,9 +18,10 @@ from common.voice.audio import (
     save_audio,
     validate_reference,
 )
-from tools.parity.features import CHECKS
-from tools.parity.fixture import Fixture
-from tools.parity.runner import run_fixture
+
+from tests.parity.features import CHECKS
+from tests.parity.fixture import Fixture
+from tests.parity.runner import run_fixture
 
 ASSETS = Path(__file__).parents[1] / "assets"
 SECOND = PROMPT_SAMPLE_RATE

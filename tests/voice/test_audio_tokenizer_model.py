@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_RATE, SPEECH_VOCAB
+from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
+from cosyvoice_triton.voice.audio import load_audio
 
-from common.constants import OFFICIAL_FIRST_SPEECH_ID, PROMPT_SAMPLE_RATE, SPEECH_VOCAB
-from common.llm.speech_tokens import read_first_speech_id
-from common.voice.audio import load_audio
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
 from tests.support.checkpoints import LLM_DIR, UNET_DIR

@@ -13,16 +13,16 @@ import onnx.numpy_helper
 import onnxruntime as ort
 import pytest
 import torch
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
+from cosyvoice_triton.demo_checkpoint.make import SMALL, parts
+from cosyvoice_triton.runtimes import plans
+from cosyvoice_triton.runtimes.plans import Key, Machine
+from cosyvoice_triton.runtimes.workloads import speaker
+from cosyvoice_triton.voice import audio
+from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder, import_s3tokenizer
 
-from common.accel import plans
-from common.accel.plans import Key, Machine
-from common.accel.workloads import speaker
-from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
-from common.voice import audio
-from common.voice.encoders import AudioTokenizer, SpeakerEncoder, import_s3tokenizer
 from tests.support import fake_tensorrt
 from tests.support.checkpoints import COSYVOICE3_DIR, DIT_DIR
-from tools.demo_model.make import SMALL, parts
 
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -74,7 +74,7 @@ def test_long_recordings_are_encoded_in_several_batches_without_another_result(
     batches: list[int] = []
     encode = tokenizer._encode
     monkeypatch.setattr(tokenizer, "_encode", lambda batch: batches.append(len(batch)) or encode(batch))
-    monkeypatch.setattr("common.voice.encoders.SECONDS_AT_ONCE", 3.0)
+    monkeypatch.setattr("cosyvoice_triton.voice.encoders.SECONDS_AT_ONCE", 3.0)
     for tokens, wanted in zip(tokenizer(waves), expected, strict=True):
         np.testing.assert_array_equal(tokens, wanted)
     assert batches == [2, 1, 1]

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import SPEAKER_DIM
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.voice.book import VoiceBook
+from cosyvoice_triton.voice.files import save_voice
+from cosyvoice_triton.voice.mix import MAX_MIX_CHARS, Mix, mixed_voices
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 
-from common.constants import SPEAKER_DIM
-from common.errors import UnavailableError
-from common.voice.book import VoiceBook
-from common.voice.files import save_voice
-from common.voice.mix import MAX_MIX_CHARS, Mix, mixed_voices
-from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import fake_prompt
 
 

@@ -5,9 +5,8 @@ import sys
 
 import numpy as np
 import pytest
-
-from common.constants import MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB
-from common.voice.prompt import Prompt, Recording, RecordingCache
+from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB
+from cosyvoice_triton.voice.prompt import Prompt, Recording, RecordingCache
 
 
 def aligned(count: int, frames: int, **changes: np.ndarray) -> Prompt:
@@ -62,6 +61,6 @@ def test_the_cache_keeps_recently_used_recordings_and_returns_the_transcript_of_
 
 
 def test_prompts_can_be_imported_without_torch() -> None:
-    code = "import sys, common.voice.prompt; print([name for name in ('torch', 'onnxruntime') if name in sys.modules])"
+    code = "import sys, cosyvoice_triton.voice.prompt\nprint([name for name in ('torch', 'onnxruntime') if name in sys.modules])"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert imported.stdout.strip() == "[]"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM
+from cosyvoice_triton.voice.audio import load_audio
 
-from common.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM
-from common.voice.audio import load_audio
 from tests.conftest import ROOT, load_model
 from tests.support import fake_triton
 from tests.support.checkpoints import UNET_DIR

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.voice import book as voices
+from cosyvoice_triton.voice.audio import save_audio
+from cosyvoice_triton.voice.book import VoiceBook
+from cosyvoice_triton.voice.files import is_voice_name, save_voice
+from cosyvoice_triton.voice.prompt import Prompt, Recording
 from safetensors.torch import save_file
 
-from common.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
-from common.errors import UnavailableError
-from common.voice import book as voices
-from common.voice.audio import save_audio
-from common.voice.book import VoiceBook
-from common.voice.files import is_voice_name, save_voice
-from common.voice.prompt import Prompt, Recording
 from tests.support.fakes import fake_prompt
 
 TONE = np.sin(np.arange(PROMPT_SAMPLE_RATE) / 9).astype(np.float32)

@@ -4,13 +4,12 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from common import triton_io
-from common.config import AudioTokenizerConfig
-from common.constants import PROMPT_SAMPLE_RATE
-from common.llm.speech_tokens import read_first_speech_id
-from common.process.health import ModelMonitor
-from common.voice.encoders import AudioTokenizer
+from cosyvoice_triton import triton_io
+from cosyvoice_triton.config import AudioTokenizerConfig
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
+from cosyvoice_triton.monitoring.health import ModelMonitor
+from cosyvoice_triton.voice.encoders import AudioTokenizer
 
 
 class TritonPythonModel:

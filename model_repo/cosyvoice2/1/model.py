@@ -1,7 +1,7 @@
 """cosyvoice2: text and a reference recording to speech, through the stack's other models."""
 
-from common import stacks
-from common.orchestrator.model import OrchestratorModel
+from cosyvoice_triton import stacks
+from cosyvoice_triton.orchestrator.model import OrchestratorModel
 
 
 class TritonPythonModel(OrchestratorModel):

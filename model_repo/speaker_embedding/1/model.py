@@ -3,12 +3,11 @@
 from typing import Any
 
 import numpy as np
-
-from common import triton_io
-from common.config import SpeakerEmbeddingConfig
-from common.constants import PROMPT_SAMPLE_RATE
-from common.process.health import ModelMonitor
-from common.voice.encoders import SpeakerEncoder
+from cosyvoice_triton import triton_io
+from cosyvoice_triton.config import SpeakerEmbeddingConfig
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.monitoring.health import ModelMonitor
+from cosyvoice_triton.voice.encoders import SpeakerEncoder
 
 
 class TritonPythonModel:

@@ -8,13 +8,13 @@ request with `stop` ends the running one of the same id. Probabilities and beam 
 import asyncio
 from contextlib import aclosing
 
-from common import triton_io
-from common.config import TensorrtLLMConfig
-from common.llm.engines.interface import speak_once, warm_up
-from common.llm.engines.loading import load_engine
-from common.llm.speech_tokens import LLMTokenizer
-from common.llm.triton_tensors import ALL_INPUTS, generation_request, output_tensors, scalar
-from common.process.health import ModelMonitor
+from cosyvoice_triton import triton_io
+from cosyvoice_triton.config import TensorrtLLMConfig
+from cosyvoice_triton.llm.engines.interface import speak_once, warm_up
+from cosyvoice_triton.llm.engines.loading import load_engine
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.llm.triton_tensors import ALL_INPUTS, generation_request, output_tensors, scalar
+from cosyvoice_triton.monitoring.health import ModelMonitor
 
 # A response costs about 0.3 ms of CPU time over three processes. The first chunk of audio needs 15 + 3 tokens, which is
 # a multiple of this; later chunks wait for at most two extra tokens.

@@ -3,14 +3,14 @@
 from threading import Thread
 from typing import Any
 
-from common import stacks, triton_io
-from common.config import Token2WavConfig
-from common.llm.speech_tokens import read_first_speech_id
-from common.process.health import ModelMonitor
-from common.token2wav.engine import Token2Wav
-from common.token2wav.requests import PROMPT_TENSORS, read_request
-from common.token2wav.service import Token2WavService
-from common.voice.encoders import ReferenceEncoder
+from cosyvoice_triton import stacks, triton_io
+from cosyvoice_triton.config import Token2WavConfig
+from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
+from cosyvoice_triton.monitoring.health import ModelMonitor
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.serving.requests import PROMPT_TENSORS, read_request
+from cosyvoice_triton.token2wav.serving.service import Token2WavService
+from cosyvoice_triton.voice.encoders import ReferenceEncoder
 
 REFERENCE = ("reference_wav", "reference_wav_len")
 INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "speed", "audio_left")

@@ -1,1 +1,0 @@
-"""The library behind the Triton models; docs/architecture.md has a map of its rooms."""

@@ -1,0 +1,1 @@
+"""CosyVoice text-to-speech on NVIDIA Triton Inference Server."""

@@ -1,0 +1,303 @@
+"""Compile every GPU kernel that serving launches, for each architecture, and print what it needs. Needs no GPU.
+
+    python -m cosyvoice_triton.bench.kernels --dtypes float16 bfloat16 float32
+
+The networks run at official sizes over tensors without memory ("meta"), once for each size of the CUDA graphs, so that
+the launches have the constants and types of serving. Triton's own assembler makes the machine code.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from cosyvoice_triton import kernels
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, OVERLAP_FRAMES, SPEECH_VOCAB, TAIL_FRAMES
+from cosyvoice_triton.demo_checkpoint.llm import OFFICIAL as LLM_SIZES
+from cosyvoice_triton.llm.engines.cuda.fused import Fused
+from cosyvoice_triton.llm.engines.cuda.operations import CONSECUTIVE, PAGE, Places, Requests, Residual
+from cosyvoice_triton.networks.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    UNetFlow,
+    UNetFlowConfig,
+)
+from cosyvoice_triton.networks.flow.config import DiTConfig, EncoderConfig, RotaryDiTConfig, UNetConfig
+from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator
+from cosyvoice_triton.token2wav.flow import cached_graphs as cached_graphs
+from cosyvoice_triton.token2wav.flow import unet_graphs as window_graphs
+from cosyvoice_triton.token2wav.flow.dit_fused import FusedDiTSolver
+from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
+from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
+from cosyvoice_triton.token2wav.flow.rotary_fused import FusedRotarySolver
+from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
+from cosyvoice_triton.token2wav.gpu.limits import (
+    COSYVOICE3_FRAMES,
+    DIT_FRAMES,
+    ENCODER_TOKENS,
+    HIFT_FRAMES,
+    UNET_FRAMES,
+    BatchLimits,
+)
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
+from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.vocoder.hift_fused import FusedBody
+
+# Shared memory that one block can use, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+BLOCK = ("BM", "BN", "BK", "BLOCK_Q", "BLOCK_K", "BLOCK", "WIDE")  # constants that are a block's dimensions
+ENCODER = EncoderConfig(blocks=1, up_blocks=1)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it is launched: `constants` include warps and stages."""
+
+    kernel: JITFunction
+    arguments: tuple[Any, ...]
+    constants: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__.removeprefix("_")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Launches of equal keys are compiled once."""
+        types = tuple(x.dtype if isinstance(x, Tensor) else type(x) for x in self.arguments)
+        return self.name, types, self.constants
+
+    @property
+    def size(self) -> str:
+        """Of its block, as "16x32x128, 4 warps, 4 stages"; launches of the same size need about the same."""
+        given = dict(self.constants)
+        block = "x".join(str(given[name]) for name in BLOCK if name in given)
+        parts = [block, *(f"{given[f'num_{name}']} {name}" for name in ("warps", "stages") if f"num_{name}" in given)]
+        return ", ".join(filter(None, [*parts, *(name for name in ("norm", "copied") if given.get(name.upper()))]))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of a compiled kernel: bytes of shared memory of a block; registers of a thread, and bytes of its stack, which
+    holds what the registers do not (and in `snake` 32 bytes of the sine of large angles)."""
+
+    shared: int
+    registers: int
+    stack: int
+
+    def fits(self, capability: int) -> bool:
+        return self.shared <= SHARED_KIB[capability] * 1024
+
+
+class Architecture:
+    """Triton's driver for a GPU that is not there."""
+
+    def __init__(self, capability: int):
+        self.get_current_device = lambda: capability  # compiled kernels are kept by device
+        self.get_current_stream = lambda device: 0
+        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+
+
+@contextmanager
+def pretended(capability: int) -> Iterator[None]:
+    with patch.object(driver, "_active", Architecture(capability)):
+        yield
+
+
+def launches(dtype: torch.dtype, capability: int) -> list[Launch]:
+    """Every launch of serving that has code of its own."""
+    found: dict[Any, Launch] = {}
+
+    def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        launch = Launch(kernel, arguments, tuple(sorted(constants.items())))
+        found.setdefault(launch.key, launch)
+
+    with pretended(capability), patch.object(JITFunction, "run", record), torch.inference_mode():
+        _run_networks(dtype)
+    return list(found.values())
+
+
+def compiled(launch: Launch, capability: int) -> Needs:
+    """Triton's error if the kernel does not compile there."""
+    code = _code(launch, capability)
+    usage = _dumped(code.asm["cubin"], "-res-usage").split()
+    fields = dict(field.split(":") for field in usage if field.count(":") == 1 and field[-1].isdigit())
+    return Needs(code.metadata.shared, int(fields["REG"]), int(fields["STACK"]))
+
+
+def instructions(launch: Launch, capability: int) -> list[str]:
+    """The names of the compiled kernel's machine instructions, such as "LDG.E.128"."""
+    shown = _dumped(_code(launch, capability).asm["cubin"], "-sass")
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", shown, re.MULTILINE)
+
+
+def _code(launch: Launch, capability: int) -> Any:
+    with pretended(capability):
+        return launch.kernel.run(*launch.arguments, grid=None, warmup=True, **dict(launch.constants))
+
+
+def _dumped(machine_code: bytes, option: str) -> str:
+    """What `cuobjdump` of Triton's wheel shows of it."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        return subprocess.run([program, option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def _run_networks(dtype: torch.dtype) -> None:
+    """Call every kernel as serving does: one layer of each kind, one Euler step, all graph sizes."""
+    limits = BatchLimits()
+    with torch.device("meta"):
+        dit = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=DiTConfig(depth=1))).to(dtype)
+        unet = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(mid_stages=1, blocks=1))).to(dtype)
+        rotary = CosyVoice3Flow(CosyVoice3FlowConfig(estimator=RotaryDiTConfig(depth=1))).to(dtype)
+        noise = NoiseTape(torch.empty(1, MEL_BINS))
+    with (
+        patch.object(cached_graphs, "Graphs", _every_size),
+        patch.object(window_graphs, "Graphs", _every_size),
+        patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
+    ):
+        fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
+        solvers = (FusedDiTSolver(dit, 1), DIT_FRAMES), (FusedRotarySolver(rotary, 1), COSYVOICE3_FRAMES)
+        pools = [
+            TailPool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, TAIL_FRAMES)
+            for sizes in (dit.config.estimator, rotary.config.estimator)
+        ]
+        for of in (limits, limits.of_lane(STARTS)):
+            for (solver, most), pool in zip(solvers, pools, strict=True):
+                cached_graphs.GraphedSolve(solver, pool, noise, of, most)
+            sizes = of.sizes(of.window_frames, UNET_FRAMES)
+            window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes, 1, lane=of.lane)
+            _run_encoder(dit, of)
+    channels, frames = HiFTConfig().channels // 2, limits.chunk_frames[-1]  # after the first upsampling
+    for lengths in (None, torch.empty(1, dtype=torch.int64, device="meta")):
+        kernels.snake(
+            torch.empty(1, channels, frames, dtype=dtype, device="meta"),
+            torch.empty(channels, dtype=dtype, device="meta"),
+            lengths,
+        )
+    _run_vocoder(dtype)
+    _run_decoder(dtype)
+
+
+def _run_encoder(network: DiTFlow, limits: BatchLimits) -> None:
+    with torch.device("meta"):
+        encoder = FusedEncoder(network, limits.window_tokens[-1])
+        for B, T in limits.sizes(limits.window_tokens, ENCODER_TOKENS):
+            tokens, visible = torch.empty(B, T, 1 + LOOKAHEAD_TOKENS), torch.empty(B, T)
+            encoder(tokens.long(), visible.long())
+
+
+def _run_vocoder(dtype: torch.dtype) -> None:
+    """HiFT's convolutions. In float32 and without tensor cores, serving leaves them to cuDNN."""
+    config = HiFTConfig()
+    with torch.device("meta"):
+        body = FusedBody(HiFTGenerator(config).body_to(dtype))
+        for of in (BatchLimits(), BatchLimits(lane=STARTS)):
+            for B, T in of.sizes(of.chunk_frames, HIFT_FRAMES):
+                for frames in (T, OVERLAP_FRAMES + T):
+                    excitation = torch.empty(B, config.n_fft + 2, frames * config.hop // config.istft_hop + 1)
+                    body(torch.empty(B, MEL_BINS, frames), excitation, torch.empty(B, dtype=torch.int64))
+
+
+def _run_decoder(dtype: torch.dtype) -> None:
+    """Two layers of the LLM, its head and the draw, for every size of its graphs that has kernels of its own."""
+    sizes, D = LLM_SIZES, LLM_SIZES.hidden // LLM_SIZES.heads
+    heads, width = sizes.heads + 2 * sizes.kv_heads, SPEECH_VOCAB + 3
+    with torch.device("meta"):
+        keys = torch.empty(9, sizes.kv_heads, PAGE, D, dtype=dtype)
+        tables, rotary = torch.empty(9, 64, dtype=torch.int64), torch.empty(2, 4096, D // 2)
+        weights = {
+            name: torch.empty(*shape, dtype=dtype)
+            for name, shape in {
+                "qkv": (heads * D, sizes.hidden),
+                "qkv_bias": (heads * D,),
+                "out": (sizes.hidden, sizes.heads * D),
+                "gate_up": (2 * sizes.mlp, sizes.hidden),
+                "down": (sizes.hidden, sizes.mlp),
+                "head": (width, sizes.hidden),
+            }.items()
+        }
+        embedding = torch.empty(width, sizes.hidden, dtype=dtype)
+    requests, fused = Requests(torch.empty(width, device="meta"), 0, 8), Fused(torch.device("meta"))
+    for T, consecutive in ((1, 1), (16, 1), (32, 1), (64, 1), (256, 1), (1024, CONSECUTIVE)):
+        slots = torch.empty(T, dtype=torch.int64, device="meta")
+        places = Places(slots, slots, keys[None], keys[None], tables, rotary, consecutive)
+        if consecutive == 1:
+            *_, x = fused.begin(requests, slots, embedding)
+        else:
+            x = Residual(torch.empty(T, sizes.hidden, device="meta"))
+        for _ in range(2):
+            q = fused.project_heads(x, weights["qkv"], weights["qkv_bias"], 1e-6, places, 0)
+            fused.project_add(fused.attend(q, places, 0), weights["out"], x, 1e-6)
+            fused.project_add(fused.gated(x, weights["gate_up"], 1e-6), weights["down"], x, 1e-6)
+        fused.draw(fused.head(x, weights["head"], 1e-6), requests, slots)
+
+
+def _every_size(function: Any, inputs: Any, sizes: Any, name: str, lane: int) -> None:
+    """In place of `Graphs`: calls the function instead of capturing it."""
+    for size in sizes:
+        function(*inputs(*size))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    jobs = [
+        (name, arch, launch)
+        for name in args.dtypes
+        for arch in args.architectures
+        for launch in launches(getattr(torch, name), arch)
+    ]
+    rows: dict[tuple[str, str, str], dict[int, list[Needs]]] = {}
+    for name, arch, launch in tqdm(jobs, unit="kernel"):
+        row = rows.setdefault((name, launch.name, launch.size), {})
+        row.setdefault(arch, []).append(compiled(launch, arch))
+    print("| type | kernel, tile | " + " | ".join(f"sm_{arch}" for arch in args.architectures) + " |")
+    print("|---|---|" + "---|" * len(args.architectures))
+    print(
+        "| | *shared memory of a block* | " + " | ".join(f"*{SHARED_KIB[arch]}*" for arch in args.architectures) + " |"
+    )
+    for (name, kernel, size), row in rows.items():
+        print(f"| {name} | {kernel} {size} | " + " | ".join(_cell(row.get(arch)) for arch in args.architectures) + " |")
+    over = [arch for row in rows.values() for arch, of in row.items() if any(not n.fits(arch) for n in of)]
+    if over:
+        print(f"error: kernels need more shared memory than these have: {sorted(set(over))}", file=sys.stderr)
+    return bool(over)
+
+
+def _cell(variants: list[Needs] | None) -> str:
+    """The largest of a tile's variants: KiB of shared memory, registers, bytes of stack."""
+    if not variants:
+        return ""
+    shared, registers, stack = (max(getattr(of, name) for of in variants) for name in ("shared", "registers", "stack"))
+    return f"{round(shared / 1024, 1):g} · {registers} · {stack}"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architectures", type=int, nargs="+", choices=SHARED_KIB, default=list(SHARED_KIB))
+    names = ("float16", "bfloat16", "float32")
+    parser.add_argument("--dtypes", nargs="+", choices=names, default=["float16"], help="of the networks")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

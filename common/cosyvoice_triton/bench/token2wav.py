@@ -1,0 +1,348 @@
+"""Speed of token2wav's engine and scheduler, without Triton, LLM or network."""
+
+import argparse
+import copy
+import itertools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.bench.token2wav_load import LoadResult, Piece, run_load
+from cosyvoice_triton.bench.token2wav_plot import plot
+from cosyvoice_triton.config import AdmissionName, Token2WavConfig
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, SPEAKER_DIM, SPEECH_VOCAB, TOKEN_RATE
+from cosyvoice_triton.load.host import host_ms
+from cosyvoice_triton.networks.flow import (
+    CosyVoice3Flow,
+    CosyVoice3FlowConfig,
+    DiTFlow,
+    DiTFlowConfig,
+    UNetFlow,
+    UNetFlowConfig,
+    load_cosyvoice3_flow,
+    load_dit_flow,
+    load_unet_flow,
+)
+from cosyvoice_triton.networks.hift import CausalHiFTGenerator, HiFTConfig, HiFTGenerator, load_causal_hift, load_hift
+from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.token2wav.engine import Token2Wav
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow, Vocoder
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise, source_noise, uniform_noise
+from cosyvoice_triton.token2wav.gpu.precision import Precision
+from cosyvoice_triton.token2wav.stream import Stream
+from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
+from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
+from cosyvoice_triton.voice.prompt import Prompt
+from tests.parity.reference import dit_flow, window_flow
+
+DESCRIPTION = """\
+Time token2wav's engine and scheduler.
+
+  python -m cosyvoice_triton.bench.token2wav --stack dit  full-size networks with RANDOM weights, on a GPU
+  python -m cosyvoice_triton.bench.token2wav --stack dit --models models/demo  a checkpoint on the CPU: what `make
+  bench` runs
+
+Prompts are 5 s, utterances 8.5 s, hops 15, 25, 50, 100 tokens, the first one as long as the stack's boundary demands.
+Each run also times the plain form of the same networks in the same process: eager, in float32, one stream at a time. In
+the load tests utterances start at random times within a window, their tokens arrive at twice real time, and a chunk is
+requested when its tokens and the previous chunk have arrived. Latency is from that moment to audio on the host; a gap
+is an underrun of a player that starts 250 ms after the first audio. "Listeners" are concurrent streams in real time.
+Voices are warm: their prompt caches exist already. "Host" is a fixed loop of Python on this machine's CPU, by which
+runs on several machines can be compared.
+"""
+PROMPT_TOKENS, UTTERANCE_TOKENS = 125, 212
+HOPS = (15, 25, 50, 100)
+VOICES = 32
+UTTERANCE_SECONDS = UTTERANCE_TOKENS / TOKEN_RATE
+BURSTS = (1, 4, 16, 32)  # utterances that start within one second
+ROUNDS = 1.5  # duration of the load, in lengths of an utterance
+BATCHES = (1, 4, 16, 32, 64)
+CPU_LISTENERS = (1, 2, 3, 4, 6, 8)
+
+
+Flow = CosyVoice3Flow | DiTFlow | UNetFlow
+HiFT = CausalHiFTGenerator | HiFTGenerator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A stack's networks at the official size, how their files are loaded, and their streaming forms.
+
+    listeners: at the same time, of the loads.
+    """
+
+    flow: Callable[[], Flow]
+    load_flow: Callable[[Path, str], Flow]
+    stream_flow: Callable[[Any, NoiseTape, BatchLimits], StreamingFlow]
+    hift: Callable[[], HiFT] = HiFTGenerator
+    load_hift: Callable[[Path, str], HiFT] = load_hift
+    stream_hift: Callable[..., Vocoder] = StreamingVocoder
+    noise: Callable[[int, str], NoiseTape] = source_noise
+    listeners: tuple[int, ...]
+
+
+CASES = {
+    stacks.DIT: Case(
+        flow=lambda: DiTFlow(DiTFlowConfig()),
+        load_flow=load_dit_flow,
+        stream_flow=lambda flow, noise, limits: DiTStreaming(flow, noise, PromptCaches(32 << 30), limits=limits),
+        listeners=(64, 128, 256, 320, 352, 384),
+    ),
+    stacks.UNET: Case(
+        flow=lambda: UNetFlow(UNetFlowConfig()),
+        load_flow=load_unet_flow,
+        stream_flow=lambda flow, noise, limits: UNetStreaming(flow, noise, limits=limits),
+        listeners=(32, 64, 80, 96),
+    ),
+    stacks.COSYVOICE3: Case(
+        flow=lambda: CosyVoice3Flow(CosyVoice3FlowConfig()),
+        load_flow=load_cosyvoice3_flow,
+        stream_flow=lambda flow, noise, limits: CosyVoice3Streaming(flow, noise, PromptCaches(32 << 30), limits=limits),
+        hift=lambda: CausalHiFTGenerator(HiFTConfig()),
+        load_hift=load_causal_hift,
+        stream_hift=CausalVocoder,
+        noise=uniform_noise,
+        listeners=(64, 128, 192, 256),
+    ),
+}
+
+
+def voice(seed: int) -> Prompt:
+    rng = np.random.default_rng(seed)
+    mel = (rng.standard_normal((2 * PROMPT_TOKENS, MEL_BINS)) - 6).astype(np.float32)
+    embedding = rng.standard_normal(SPEAKER_DIM).astype(np.float32)
+    return Prompt(rng.integers(0, SPEECH_VOCAB, PROMPT_TOKENS), mel, embedding, text="")
+
+
+def hops_of(stack: Stack) -> tuple[int, ...]:
+    """HOPS with the first one as the stack's orchestrator makes it after a prompt of PROMPT_TOKENS."""
+    rules = HopRules(first_hop=HOPS[0], max_hop=HOPS[-1], boundary=stack.chunk_boundary)
+    return rules.first_length(PROMPT_TOKENS), *HOPS[1:]
+
+
+def utterance(seed: int, hops: Sequence[int], cumulative: bool) -> list[Piece]:
+    """Random tokens cut into the hops; the final chunk has the rest. `cumulative`: with all tokens before them."""
+    tokens = np.random.default_rng(seed).integers(0, SPEECH_VOCAB, UTTERANCE_TOKENS)
+    cuts = [0, *(cut for cut in itertools.accumulate(hops) if cut < UTTERANCE_TOKENS)]
+    begins = [0 if cumulative else cut for cut in cuts]
+    chunks = [
+        Piece(tokens[begin : end + LOOKAHEAD_TOKENS], final=False)
+        for begin, end in zip(begins[:-1], cuts[1:], strict=True)
+    ]
+    return [*chunks, Piece(tokens[begins[-1] :], final=True)]
+
+
+def randomise(network: torch.nn.Module) -> None:
+    """Random weights that keep signals in range; timing does not depend on them."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in network.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim >= 2:
+            noise *= parameter[0].numel() ** -0.5
+        elif name.endswith("alpha") or ("norm" in name and name.endswith("weight")):
+            noise = 1 + 0.1 * noise.abs()
+        else:
+            noise *= 0.1
+        parameter.data = noise.to(parameter.dtype)
+
+
+@dataclass
+class Subject:
+    """What is timed: the flow in float32, the plain form of the vocoder, and the engine."""
+
+    flow: Flow
+    vocoder: Vocoder
+    engine: Token2Wav
+    hops: tuple[int, ...]
+    cumulative: bool
+    device: torch.device
+
+    @classmethod
+    def build(cls, stack: Stack, models: Path | None, device: str, max_streams: int) -> "Subject":
+        case = CASES[stack]
+        if models is None:
+            flow, hift = case.flow(), case.hift()
+            for network in (flow, hift):
+                randomise(network)
+                network.to(device).eval().requires_grad_(False)
+        else:
+            directory = models / stack.checkpoint
+            flow, hift = case.load_flow(directory / stack.flow, device), case.load_hift(directory / stack.hift, device)
+        precision = Precision.named("auto", "auto", device)
+        limits = BatchLimits(max_streams=max_streams, chunk_boundary=stack.chunk_boundary)
+        noise = case.noise(hift.config.harmonics + 1, device)
+        plain = case.stream_hift(hift, noise, limits=replace(limits, max_streams=1), graphs=False)
+        vocoder = case.stream_hift(copy.deepcopy(hift).body_to(precision.vocoder), noise, limits=limits)
+        streaming = case.stream_flow(copy.deepcopy(flow).to(precision.flow), flow_noise(device), limits)
+        engine = Token2Wav(streaming, vocoder, device)
+        return cls(flow, plain, engine, hops_of(stack), stack.cumulative, torch.device(device))
+
+    def utterance(self, seed: int) -> list[Piece]:
+        return utterance(seed, self.hops, self.cumulative)
+
+    def step(self, batch: list[tuple[Stream, Piece]]) -> None:
+        """Render a chunk of each stream."""
+        engine = self.engine
+        engine.step([engine.chunk(stream, piece.tokens, final=piece.final) for stream, piece in batch])
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Wall time of `work`, including the GPU's."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+
+@torch.inference_mode()
+def plain_first_chunk(subject: Subject) -> float:
+    """Median seconds of a first chunk through the plain networks: flow, then vocoder, without caches or graphs."""
+    prompt, chunk, device, hop = voice(0), subject.utterance(0)[0], subject.device, subject.hops[0]
+    tokens, prompt_tokens, mel, embedding = (
+        torch.from_numpy(x)[None].to(device) for x in (chunk.tokens, prompt.tokens, prompt.mel, prompt.embedding)
+    )
+    noise = flow_noise(device).read(0, 2 * (PROMPT_TOKENS + hop + LOOKAHEAD_TOKENS)).T[None]  # (T, C) -> (1, C, T)
+    flow = subject.flow
+    cache = dit_flow.prefill(flow, prompt_tokens, mel, embedding, noise=noise) if isinstance(flow, DiTFlow) else None
+
+    def render() -> None:
+        if isinstance(flow, DiTFlow):
+            assert cache is not None
+            rendered, _ = dit_flow.inference_chunk(flow, tokens, cache, final=False, noise=noise[:, :, : 2 * hop])
+        else:
+            rendered = window_flow.inference(
+                flow, tokens, prompt_tokens, mel, embedding, noise=noise, streaming=True, final=False
+            )
+        subject.vocoder.whole([rendered[0]])
+
+    return statistics.median([subject.seconds(render) for _ in range(5)][2:])
+
+
+def first_chunk(subject: Subject) -> float:
+    """Median seconds of a first chunk of one stream through the engine."""
+    times = []
+    for seed in range(16):
+        stream, chunks = subject.engine.open(voice(seed % VOICES)), subject.utterance(seed)
+        times.append(subject.seconds(partial(subject.step, [(stream, chunks[0])])))
+        subject.engine.close(stream)
+    return statistics.median(times[4:])
+
+
+def batches(subject: Subject) -> list[dict[str, float]]:
+    """Seconds per batch of equal chunks, by batch size and hop; the faster of two runs."""
+    rows = []
+    for size, index in itertools.product(BATCHES, range(len(subject.hops))):
+        best = float("inf")
+        for _ in range(2):
+            streams = [(subject.engine.open(voice(i % VOICES)), subject.utterance(i)) for i in range(size)]
+            for before in range(index):
+                subject.step([(stream, chunks[before]) for stream, chunks in streams])
+            batch = [(stream, chunks[index]) for stream, chunks in streams]
+            best = min(best, subject.seconds(partial(subject.step, batch)))
+            for stream, _ in streams:
+                subject.engine.close(stream)
+        hop = subject.hops[index]
+        audio = size * hop / TOKEN_RATE
+        rows.append({"streams": size, "hop": hop, "seconds": best, "audio_seconds_per_second": audio / best})
+        print(f"  {size:3d} x {hop:3d} tokens: {1e3 * best:7.1f} ms, {audio / best:6.0f} audio-s/s", flush=True)
+    return rows
+
+
+def steady(listeners: int) -> tuple[int, float]:
+    """Utterances, and the seconds in which they start, so that this many are heard at any moment."""
+    return int(ROUNDS * listeners), ROUNDS * UTTERANCE_SECONDS
+
+
+def loaded(
+    subject: Subject, utterances: int, window: float, admission: AdmissionName = Token2WavConfig.admission
+) -> LoadResult:
+    return run_load(
+        subject.engine,
+        [subject.utterance(seed) for seed in range(utterances)],
+        [voice(seed % VOICES) for seed in range(utterances)],
+        hops=subject.hops,
+        tokens=UTTERANCE_TOKENS,
+        window=window,
+        admission=admission,
+    )
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
+    parser.add_argument("--models", type=Path, help="checkpoints; without it: full size, RANDOM weights")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=Path("out/bench"), help="OUTPUT.json and OUTPUT.png are written")
+    parser.add_argument("--max-streams", type=int, default=400)
+    parser.add_argument(
+        "--listeners", type=int, nargs="+", help="measure nothing but loads of this many, such as 256 512 1024"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    stack = stacks.named(args.stack)
+    weights = f"checkpoint {args.models}" if args.models else "full size, RANDOM weights"
+    gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "no GPU"
+    host = host_ms()
+    print(
+        f"{args.stack} stack, {weights}, {args.device} ({gpu}), torch {torch.__version__}, host {host:.1f} ms",
+        flush=True,
+    )
+    subject = Subject.build(stack, args.models, args.device, args.max_streams)
+    result: dict[str, Any] = {"stack": args.stack, "weights": weights, "device": gpu, "torch": torch.__version__}
+    result |= {"machine": platform.processor() or platform.machine(), "host_ms": host}
+    result |= {"hops": subject.hops, "prompt_tokens": PROMPT_TOKENS}
+    loads: list[LoadResult] = []
+    if args.listeners:
+        for listeners in args.listeners:
+            print(f"  {listeners} listeners: {loaded(subject, *steady(listeners)).line()}", flush=True)
+        return 0
+    result["plain_first_chunk_ms"] = 1e3 * plain_first_chunk(subject)
+    print(f"first chunk, plain form: {result['plain_first_chunk_ms']:.1f} ms")
+    subject.engine.warm_up()
+    result["first_chunk_ms"] = 1e3 * first_chunk(subject)
+    print(f"first chunk, engine:     {result['first_chunk_ms']:.1f} ms", flush=True)
+    on_cpu = subject.device.type == "cpu"
+    if not on_cpu:
+        result["batches"] = batches(subject)
+        for burst in BURSTS:
+            loads.append(loaded(subject, burst, 1.0, "count"))
+            print(f"  {loads[-1].line()}", flush=True)
+            result.setdefault("bursts", []).append(loads[-1].summary())
+    for listeners in CPU_LISTENERS if on_cpu else CASES[stack].listeners:
+        loads.append(loaded(subject, *steady(listeners), "count"))
+        print(f"  {listeners} listeners: {loads[-1].line()}", flush=True)
+        result.setdefault("loads", []).append({"listeners": listeners, **loads[-1].summary()})
+    most = [each["listeners"] for each in result["loads"] if each["share_without_gap"] == 1]
+    result["listeners_without_gap"] = max(most, default=0)
+    print(f"most listeners without a gap, of those tried: {result['listeners_without_gap']}")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, loads, args.output.with_suffix(".png"))
+    print(f"written: {args.output.with_suffix('.json')}, {args.output.with_suffix('.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Convert a HuggingFace LLM directory for onnxruntime_genai, the CPU engine of the model tensorrt_llm. Done once.
+
+    cosyvoice-triton convert-genai --model-dir models/official/cosyvoice2_llm \\
+        --output-dir models/official/cosyvoice2_llm_genai
+
+The output head keeps only the rows of speech and end tokens, so that no text token can be sampled and each step reads a
+quarter less of the official weights. The checkpoint's bias of these rows is added.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from cosyvoice_triton.prepare.genai import convert
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", type=Path, required=True, help="HuggingFace directory of the LLM")
+    parser.add_argument("--output-dir", type=Path, required=True, help="directory to write")
+    parser.add_argument("--precision", choices=("int4", "fp32"), default="int4")
+    args = parser.parse_args(argv)
+    try:
+        made = convert(args.model_dir, args.output_dir, args.precision)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"convert_genai: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.output_dir}: " + ("written" if made else "exists already; remove it to convert again"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Make everything that serving reads. Complete parts are kept, interrupted ones are completed.
+
+    cosyvoice-triton prepare demo models/demo                     a small trained checkpoint, for a CPU
+    cosyvoice-triton prepare download models/official             the official checkpoints, and the LLM's directory
+    cosyvoice-triton prepare engine models/official               the LLM for TensorRT-LLM, in NVIDIA's image
+    cosyvoice-triton prepare engine models/official --kind onnxruntime_genai        the LLM for a CPU
+    cosyvoice-triton prepare plans models/official --stack dit    token2wav's TensorRT plans, on the GPU that serves
+    cosyvoice-triton prepare plans models/official --stack dit --capability 8.9     the same on any machine
+
+Concurrent runs wait for one another. HF_ENDPOINT is a mirror of the hub, HF_TOKEN your access token,
+MODELSCOPE_ENDPOINT a mirror of ModelScope (download --hub modelscope), and CHECKPOINT_REVISIONS="REPOSITORY=COMMIT ..."
+selects other revisions than the newest.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.prepare import hub, steps
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    subparsers = parser.add_subparsers(dest="step", required=True)
+    demo = subparsers.add_parser("demo", help="the demo checkpoint")
+    download = subparsers.add_parser("download", help="the official checkpoints")
+    download.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
+    download.add_argument("--hub", choices=get_args(hub.HubName), default="huggingface", help="default: huggingface")
+    download.add_argument("--spk2info", action="store_true", help="also upstream's spk2info.pt, speakers by name")
+    built = subparsers.add_parser("engine", help="the files that the LLM's engine loads")
+    built.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
+    built.add_argument("--kind", choices=("tensorrt_llm", "onnxruntime_genai"), default="tensorrt_llm")
+    built.add_argument("--max-batch-size", type=int, default=64, help="concurrent streams (64)")
+    built.add_argument("--tp-size", type=int, default=1, help="GPUs of tensor parallelism")
+    built.add_argument("--pp-size", type=int, default=1, help="GPUs of pipeline parallelism")
+    plans = subparsers.add_parser(
+        "plans", help="the stack's TensorRT plans, and the ONNX files that they are built from"
+    )
+    plans.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
+    plans.add_argument("--capability", nargs="+", metavar="8.9", help="for GPUs of these compute capabilities instead")
+    for step in (demo, download, built, plans):
+        step.add_argument("models", type=Path, help="the directory of the checkpoints")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    # Process 1 of a container gets no SIGTERM unless it has a handler.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if args.step == "demo":  # writes its directory atomically, so it needs no lock
+            steps.demo(args.models)
+            return 0
+        with steps.only_one(args.models):
+            {"download": steps.download, "engine": steps.build, "plans": steps.plans}[args.step](args.models, args)
+    except (ValueError, RuntimeError, OSError) as error:  # DownloadError and EngineError are RuntimeErrors
+        print(f"prepare {args.step}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"prepare {args.step}: interrupted; run again to continue", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

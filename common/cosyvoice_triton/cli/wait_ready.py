@@ -1,0 +1,32 @@
+"""Wait until every URL answers 200. On timeout the exit code is 1 and the last error of each other URL is printed.
+
+    cosyvoice-triton wait http://localhost:8003/ready                      up to five minutes
+    cosyvoice-triton wait --seconds 0 http://localhost:8003/ready          once: a container's health check
+    cosyvoice-triton wait --process 4711 http://localhost:18000/v2/health/ready
+
+With --process it stops as soon as that process has ended.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from cosyvoice_triton.server.readiness import wait
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("urls", nargs="+", metavar="URL")
+    parser.add_argument("--seconds", type=float, default=300, help="how long to wait (300); 0: try once")
+    parser.add_argument("--process", type=int, metavar="PID", help="stop waiting when it ends")
+    args = parser.parse_args(argv)
+    try:
+        faults = wait(args.urls, args.seconds, args.process)
+    except KeyboardInterrupt:
+        return 130
+    print("\n".join(faults), end="\n" if faults else "", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

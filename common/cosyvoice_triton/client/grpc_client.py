@@ -1,0 +1,265 @@
+"""Requests to the speech models over gRPC, streamed or offline, with tritonclient's asyncio or its threaded client.
+
+An asyncio connection carries any number of requests at once; each is cancelled with the task that awaits it. A
+connection of the threaded client carries one streamed request at a time.
+"""
+
+import asyncio
+import queue
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import grpc
+import tritonclient.grpc as threads
+import tritonclient.grpc.aio as triton
+from tritonclient.grpc import InferInput
+from tritonclient.utils import InferenceServerException
+
+from cosyvoice_triton.client import requests as speech
+
+CONNECT_SECONDS = 10.0
+# grpc.aio says this, as INTERNAL, if the call ends before the request has left; the server's own status is lost then.
+_REFUSED_EARLY = "Internal error from Core"
+
+
+async def synthesize(
+    server: str, model: str, request: speech.Utterance, mode: str = "streaming", timeout: float = 60.0
+) -> speech.SpeechResult:
+    """One request over its own connection; cancelled with the task that awaits it.
+
+    server: host:port. mode: "streaming" or "offline". timeout: seconds until the answer must be complete.
+    ClientError for any failure.
+    """
+    async with AsyncConnection(server) as connection:
+        await require_model(connection.client, server, model, mode)
+        recorder = speech.Recorder()
+        await connection.record(model, request, mode, timeout, recorder)
+    return recorder.finish()
+
+
+class Connection(Protocol):
+    """A connection to one server."""
+
+    async def record(
+        self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
+    ) -> None:
+        """One request. The recorder gets the responses, also those before a ClientError. Cancelled with its task."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class AsyncConnection:
+    """tritonclient's asyncio client."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self.client = triton.InferenceServerClient(server)
+
+    async def record(
+        self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
+    ) -> None:
+        try:
+            if mode == "offline":
+                recorder.take(await _whole(self.client, model, request, timeout))
+                return
+            async with aclosing(_responses(self.client, model, request, timeout)) as responses:
+                async for result in responses:
+                    recorder.take(result)
+        except InferenceServerException as error:
+            raise explained(error.status(), error.message(), self._server, timeout) from None
+        except grpc.aio.AioRpcError as error:
+            raise explained(str(error.code()), error.details(), self._server, timeout) from None
+
+    async def aclose(self) -> None:
+        await self.client.close()
+
+    async def __aenter__(self) -> "AsyncConnection":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+async def require_model(connection: triton.InferenceServerClient, server: str, model: str, mode: str) -> None:
+    """ClientError unless `model` is ready and supports this mode."""
+    try:
+        if not await connection.is_model_ready(model, client_timeout=CONNECT_SECONDS):
+            raise speech.not_served(server, model)
+        answer = await connection.get_model_config(model, client_timeout=CONNECT_SECONDS)
+    except InferenceServerException as error:
+        raise speech.unreachable(server, error.message()) from None
+    if mode == "offline" and answer.config.model_transaction_policy.decoupled:
+        raise speech.streams_only(model)
+
+
+async def complete(
+    connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
+) -> speech.AudioPart:
+    """The audio of an offline request."""
+    return speech.AudioPart.of(await _whole(connection, model, request, timeout))
+
+
+async def chunks(
+    connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
+) -> AsyncGenerator[speech.AudioPart, None]:
+    """The responses to a streaming request as they arrive; closing the iterator cancels the request.
+
+    The server's errors are AioRpcError or InferenceServerException.
+    """
+    async with aclosing(_responses(connection, model, request, timeout)) as responses:
+        async for result in responses:
+            yield speech.AudioPart.of(result)
+
+
+async def _whole(
+    connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
+) -> Any:
+    inputs = request.tensors(InferInput)
+    return await connection.infer(model, inputs, client_timeout=timeout, parameters=request.parameters or None)
+
+
+async def _responses(
+    connection: triton.InferenceServerClient, model: str, request: speech.Utterance, timeout: float
+) -> AsyncGenerator[Any, None]:
+    """The responses of a streaming request.
+
+    The request generator ends, which half-closes the call: the server closes its side after the final response to the
+    last request, so no end marker is needed.
+    """
+    responses = connection.stream_infer(_requests(model, request), stream_timeout=timeout)
+    try:
+        async for result, error in responses:
+            if error is not None:
+                raise error
+            yield result
+    except grpc.aio.AioRpcError as error:
+        if error.details() != _REFUSED_EARLY:
+            raise
+        message = "the server has ended the call before the request was sent: retry"
+        raise InferenceServerException(message, status=str(grpc.StatusCode.UNAVAILABLE)) from error
+    finally:
+        responses.cancel()
+
+
+async def _requests(model: str, request: speech.Utterance) -> AsyncGenerator[dict[str, Any], None]:
+    """One request; a text in pieces is a sequence of them: START with the voice, END after the last piece."""
+    first = {"model_name": model, "inputs": request.tensors(InferInput), "parameters": request.parameters or None}
+    if request.pieces is None:
+        yield first
+        return
+    sequence = {"model_name": model, "sequence_id": 1 + secrets.randbelow(2**63 - 1)}
+    yield first | sequence | {"sequence_start": True}
+    async for piece in request.pieces:
+        yield sequence | {"inputs": speech.Utterance(piece).tensors(InferInput)}
+    yield sequence | {"inputs": speech.Utterance("").tensors(InferInput), "sequence_end": True}
+
+
+class ThreadConnection:
+    """tritonclient's threaded client, one request at a time; its blocking calls run in one thread of their own."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._client = threads.InferenceServerClient(server)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grpc-client")
+
+    async def record(
+        self, model: str, request: speech.Utterance, mode: str, timeout: float, recorder: speech.Recorder
+    ) -> None:
+        answers: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue()
+        ask = self._stream if mode == "streaming" else self._infer
+        loop = asyncio.get_running_loop()
+        asked = loop.run_in_executor(self._thread, ask, model, request, timeout, answers, recorder)
+        try:
+            await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            answers.put((None, InferenceServerException("cancelled by the client")))
+            await asyncio.wait({asked})
+            asked.exception()  # retrieve the exception of the cancellation, so that asyncio does not log it
+            raise
+        except InferenceServerException as error:
+            raise explained(error.status(), error.message(), self._server, timeout) from None
+
+    async def aclose(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._client.close)
+        self._thread.shutdown()
+
+    def _stream(
+        self,
+        model: str,
+        request: speech.Utterance,
+        timeout: float,
+        answers: "queue.Queue[tuple[Any, InferenceServerException | None]]",
+        recorder: speech.Recorder,
+    ) -> None:
+        def note(result: Any, error: InferenceServerException | None) -> None:
+            if result is not None and not _is_empty(result):
+                recorder.take(result)  # in the callback, so that the time is that of the arrival
+            answers.put((result, error))
+
+        deadline = time.monotonic() + timeout
+        self._client.start_stream(note, stream_timeout=timeout)
+        try:
+            self._client.async_stream_infer(
+                model,
+                request.tensors(InferInput),
+                parameters=request.parameters or None,
+                enable_empty_final_response=True,
+            )
+            while not _is_final(_next(answers, deadline)):
+                pass
+        finally:
+            self._client.stop_stream(cancel_requests=True)
+
+    def _infer(
+        self,
+        model: str,
+        request: speech.Utterance,
+        timeout: float,
+        answers: "queue.Queue[tuple[Any, InferenceServerException | None]]",
+        recorder: speech.Recorder,
+    ) -> None:
+        call = self._client.async_infer(
+            model,
+            request.tensors(InferInput),
+            callback=lambda result, error: answers.put((result, error)),
+            client_timeout=timeout,
+            parameters=request.parameters or None,
+        )
+        try:
+            recorder.take(_next(answers, time.monotonic() + timeout))
+        finally:
+            call.cancel()
+
+
+def _next(answers: "queue.Queue[tuple[Any, InferenceServerException | None]]", deadline: float) -> Any:
+    """The next response. InferenceServerException for an error, or if there is none before the deadline."""
+    try:
+        # gRPC enforces the deadline itself; this second one is for calls in which it does not.
+        result, error = answers.get(timeout=max(0.0, deadline - time.monotonic()) + 1.0)
+    except queue.Empty:
+        raise InferenceServerException("no answer", status=str(grpc.StatusCode.DEADLINE_EXCEEDED)) from None
+    if error is not None:
+        raise error
+    return result
+
+
+def _is_final(result: Any) -> bool:
+    return bool(result.get_response().parameters["triton_final_response"].bool_param)
+
+
+def _is_empty(result: Any) -> bool:
+    return not result.get_response().outputs
+
+
+def explained(status: str | None, message: str | None, server: str, timeout: float) -> speech.ClientError:
+    """The ClientError for a failed call; `status` and `message` are gRPC's."""
+    if status == str(grpc.StatusCode.DEADLINE_EXCEEDED):
+        return speech.timed_out(server, timeout)
+    if status == str(grpc.StatusCode.UNAVAILABLE):
+        return speech.unavailable(server, message)
+    return speech.refused(message)

@@ -1,0 +1,279 @@
+"""Export a checkpoint's networks to ONNX files for onnxruntime and TensorRT, and check each against torch.
+
+    python -m cosyvoice_triton.export.onnx --model-dir models/official/CosyVoice2-0.5B
+    python -m cosyvoice_triton.export.onnx --model-dir models/official/Step-Audio-2-mini/token2wav
+
+File names, inputs and outputs are upstream's, so upstream's files load here and these files in upstream's tools.
+Existing files, including upstream's, are checked and kept. Every file is run in onnxruntime on the CPU with several
+shapes and batch sizes and compared with torch; the exit code is 1 if one differs. A new file that differs is kept as
+FILE.failed.
+
+The official checkpoints have CAM++ as ONNX. If only its torch checkpoint exists (campplus*.bin or *.pt), its network is
+taken from the package modelscope: pip install modelscope==1.40.2 addict==2.4.0
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.checkpoint import read_state
+from cosyvoice_triton.constants import MEL_BINS, SPEAKER_DIM
+from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow, load_unet_flow
+from cosyvoice_triton.networks.flow.dit import DiTFlow
+from cosyvoice_triton.networks.flow.unet import UNetFlow
+from cosyvoice_triton.networks.hift import HiFTConfig
+from cosyvoice_triton.runtimes.onnx import OnnxNetwork
+from cosyvoice_triton.runtimes.signatures import SPEAKER, NextChunk, Signature, WholeUtterance, signature_of
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.voice.torchaudio_stub import torchaudio_or_stub
+
+TOLERANCE = 1e-4  # largest difference over the largest value, float32
+BINS_PER_FRAME = HiFTConfig().hop // HiFTConfig().istft_hop  # of the source's STFT, which has one bin more
+MAX_ROWS, MAX_FRAMES = 128, 20_000  # for the exporter; the dimensions in the files are dynamic
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Export:
+    """One network: its module, a function that makes inputs of a size, and the sizes to check."""
+
+    signature: Signature
+    module: nn.Module
+    inputs: Callable[..., Inputs]
+    sizes: tuple[tuple[int, ...], ...]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    model_dir: Path = args.model_dir
+    try:
+        exports = list(exports_of(model_dir))
+        passed = [write_and_check(export, args.output_dir or model_dir) for export in exports]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0 if all(passed) else 1
+
+
+def exports_of(model_dir: Path) -> Iterator[Export]:
+    """The networks of a checkpoint directory that can be exported. ValueError if there is no flow.pt."""
+    path = model_dir / Stack.flow
+    stack = stacks.of_flow(read_state(path, "meta"), path)
+    if stack not in FLOWS:
+        raise ValueError(f"{path}: no network of the {stack.name} stack can be exported")
+    load, exports = FLOWS[stack]
+    yield from exports(stack, load(path))
+    if not (model_dir / SPEAKER.file).exists():
+        for path in sorted([*model_dir.glob("campplus*.bin"), *model_dir.glob("campplus*.pt")])[:1]:
+            yield Export(SPEAKER, load_campplus(path), speaker_inputs, ((1, 30), (1, 200), (4, 351)))
+
+
+WHOLE_SIZES = ((2, 4), (2, 57), (4, 200), (16, 32))
+
+
+def whole_inputs(R: int, T: int) -> Inputs:
+    """Rows of different lengths; the first has all frames."""
+    lengths = torch.tensor([max(1, T - 3 * row) for row in range(R)])
+    return {
+        "x": torch.randn(R, MEL_BINS, T),
+        "mask": (torch.arange(T) < lengths[:, None])[:, None].float(),
+        "mu": torch.randn(R, MEL_BINS, T),
+        "t": torch.rand(R),
+        "spks": torch.randn(R, MEL_BINS),
+        "cond": torch.randn(R, MEL_BINS, T),
+    }
+
+
+def unet_exports(stack: Stack, flow: UNetFlow) -> Iterator[Export]:
+    """CosyVoice2's: one network, exported twice."""
+    unet = flow.decoder.estimator
+    yield Export(signature_of(stack, "whole"), WholeUtterance(unet).eval(), whole_inputs, WHOLE_SIZES)
+    streaming = WholeUtterance(unet, streaming=True).eval()
+    yield Export(signature_of(stack, "streaming"), streaming, whole_inputs, WHOLE_SIZES)
+
+
+def dit_exports(stack: Stack, flow: DiTFlow) -> Iterator[Export]:
+    """Step-Audio2's: over whole utterances, and over chunks with caches."""
+    dit = flow.decoder.estimator
+    config = dit.config
+    chunk = signature_of(stack, "chunk")
+    yield Export(signature_of(stack, "whole"), WholeUtterance(dit).eval(), whole_inputs, WHOLE_SIZES)
+
+    def inputs(R: int, T: int, K: int) -> Inputs:
+        whole = whole_inputs(R, T)
+        chosen = {name: whole[name] for name in chunk.inputs if name in whole}
+        chosen["cnn_cache"] = torch.randn(config.depth, R, 2 * config.width, 2)
+        chosen["att_cache"] = torch.randn(config.depth, R, config.heads, K, 2 * config.head_dim)
+        return chosen
+
+    yield Export(chunk, NextChunk(dit).eval(), inputs, ((2, 30, 0), (2, 4, 250), (4, 100, 37), (16, 26, 100)))
+
+
+def speaker_inputs(B: int, T: int) -> Inputs:
+    return {"input": torch.randn(B, T, MEL_BINS)}
+
+
+class ExportedSpeakerNetwork(nn.Module):
+    """CAM++ with its input named as in the file."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, T, 80) -> (B, 192)"""
+        return self.network(input)
+
+
+# How each stack's flow is loaded and what is exported of it.
+FLOWS: dict[Stack, tuple[Callable[[Path], Any], Callable[[Stack, Any], Iterator[Export]]]] = {
+    stacks.UNET: (load_unet_flow, unet_exports),
+    stacks.DIT: (load_dit_flow, dit_exports),
+}
+
+
+def load_campplus(path: Path) -> nn.Module:
+    """CAM++ from its torch checkpoint."""
+    try:
+        import modelscope.models  # noqa: F401  # first, because it checks which packages are installed
+
+        with torchaudio_or_stub():  # needed only for features, which are inputs here
+            from modelscope.models.audio.sv.DTDNN import CAMPPlus
+    except ImportError as error:
+        raise ValueError(
+            f"{path} needs the package modelscope ({error}); run: pip install modelscope==1.40.2 addict==2.4.0"
+        ) from None
+    network = CAMPPlus(feat_dim=MEL_BINS, embedding_size=SPEAKER_DIM)
+    network.load_state_dict(read_state(path), strict=True)
+    return ExportedSpeakerNetwork(network).eval()
+
+
+def write_and_check(export: Export, directory: Path) -> bool:
+    """Write the file unless it exists; returns whether its outputs equal torch's."""
+    path = directory / export.signature.file
+    if path.exists():
+        print(f"{path}: exists already, checking it")
+        return check(export, path)
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".export.") as scratch:
+        written = Path(scratch) / path.name
+        print(f"{path}: exporting (a minute at full size)")
+        write(export, written)
+        passed = check(export, written)
+        written.rename(path if passed else path.with_name(f"{path.name}.failed"))
+    return passed
+
+
+def write(export: Export, path: Path) -> None:
+    """Export with all varying dimensions dynamic."""
+    frames = torch.export.Dim("frames", min=1, max=MAX_FRAMES)
+    dims = {
+        "rows": torch.export.Dim("rows", min=1, max=MAX_ROWS),
+        "batch": torch.export.Dim("batch", min=1, max=MAX_ROWS),
+        "tokens": torch.export.Dim("tokens", min=1, max=MAX_FRAMES),
+        "frames": frames,
+        "cached": torch.export.Dim("cached", min=0, max=MAX_FRAMES),
+        "bins": BINS_PER_FRAME * frames + 1,
+    }
+    axes = export.signature.axes
+    shapes = {name: {axis: dims[dim] for axis, dim in varying.items()} for name, varying in axes.items()}
+    # Sizes that occur in no other dimension, so that the exporter treats none of them as a constant.
+    example = export.inputs(*(6, 37, 29)[: len(export.sizes[0])])
+    with _quiet():
+        torch.onnx.export(
+            export.module,
+            (),
+            str(path),
+            kwargs=example,
+            input_names=list(export.signature.inputs),
+            output_names=list(export.signature.outputs),
+            dynamic_shapes={name: shapes[name] for name in example},
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's warnings about packages and names that do not matter here."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def check(export: Export, path: Path) -> bool:
+    """Compare onnxruntime with torch for each size, and print a line."""
+    network = OnnxNetwork(path)
+    expected = set(export.signature.inputs), set(export.signature.outputs)
+    found = set(network.inputs), set(network.outputs)
+    if found != expected:
+        print(f"  FAILED: inputs and outputs are {found}, expected {expected}")
+        return False
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(0)
+    passed = True
+    for size in export.sizes:
+        error = difference(export, network, size)
+        good = error <= TOLERANCE
+        passed &= good
+        print(f"  {'ok' if good else 'FAILED'}: {_named(export, size)}, largest error {error:.1e}")
+    torch.set_rng_state(generator_state)
+    return passed
+
+
+@torch.inference_mode()
+def difference(export: Export, network: OnnxNetwork, size: tuple[int, ...]) -> float:
+    """The largest difference of any output, relative to its largest value. Newest frames of a cache may come first."""
+    inputs = export.inputs(*size)
+    results = export.module(**inputs)
+    outputs = network.run(inputs)
+    worst = 0.0
+    results = results if isinstance(results, tuple) else (results,)
+    for name, wanted in zip(export.signature.outputs, results, strict=True):
+        got = outputs[name]
+        if got.shape != wanted.shape:
+            return float("inf")
+        candidates = [wanted]
+        if name == "new_att_cache":
+            known = inputs["att_cache"].shape[3]
+            candidates.append(torch.cat([wanted[..., known:, :], wanted[..., :known, :]], dim=3))
+        scale = wanted.abs().max().item() or 1.0
+        worst = max(worst, min((got - x).abs().max().item() for x in candidates) / scale)
+    return worst
+
+
+def _named(export: Export, size: tuple[int, ...]) -> str:
+    names = ("rows", "frames", "cached frames")
+    return ", ".join(f"{count} {name}" for count, name in zip(size, names, strict=False))
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model-dir", type=Path, required=True, help="directory with the flow.pt of a stack")
+    parser.add_argument("--output-dir", type=Path, help="directory for the files (default: the model directory)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Reads the limits and the output bias from a HuggingFace directory of the LLM."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+
+from cosyvoice_triton.llm.engines.interface import candidate_ids
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+
+# Speech is short: 30 s of reference, its text and 30 s of answer are below 2,500 tokens. Attention memory grows with
+# this limit, so the official checkpoint's 32,768 would waste most of it.
+MAX_CONTEXT = 4096
+HEAD_BIAS = "lm_head.bias"
+
+
+class LLMLimits(NamedTuple):
+    """The size of a model's vocabulary, and the maximum number of tokens in one sequence."""
+
+    vocab_size: int
+    context: int
+
+
+def read_limits(model_dir: str | Path) -> LLMLimits:
+    """Read `config.json`. ValueError if it is missing or not the configuration of a language model."""
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{model_dir} is not a HuggingFace model directory: it has no config.json")
+    config = json.loads(path.read_text())
+    try:
+        return LLMLimits(config["vocab_size"], min(config["max_position_embeddings"], MAX_CONTEXT))
+    except KeyError as missing:
+        raise ValueError(f"{path} is not the configuration of a language model: it has no {missing}") from None
+
+
+def follows_instructions(model_dir: str | Path) -> bool:
+    """Whether the model was trained to follow instructions: not if its `config.json` says so, as the demo's does."""
+    path = Path(model_dir) / "config.json"
+    return not path.is_file() or bool(json.loads(path.read_text()).get("follows_instructions", True))
+
+
+def read_head_bias(model_dir: str | Path) -> np.ndarray | None:
+    """`lm_head.bias` (vocabulary,) of the weights; None if they have none.
+
+    CosyVoice2's output head was trained with a bias, but Qwen2's has none: transformers, vLLM and TensorRT-LLM ignore
+    it when they load the directory.
+    """
+    for path in sorted(Path(model_dir).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as weights:
+            if HEAD_BIAS in weights.keys():
+                return weights.get_tensor(HEAD_BIAS).float().numpy()
+    return None
+
+
+def speech_bias(model_dir: str | Path, tokenizer: LLMTokenizer, vocab_size: int) -> np.ndarray:
+    """(vocabulary,) float32 to add to logits: the head's bias for speech and end tokens, minus infinity for others."""
+    candidates, learned = candidate_ids(tokenizer), read_head_bias(model_dir)
+    bias = np.full(vocab_size, -np.inf, np.float32)
+    bias[candidates] = 0 if learned is None else learned[candidates]
+    return bias

@@ -1,0 +1,138 @@
+"""Continuous batching: one thread steps all live requests of a model; each may join and leave at any step."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from cosyvoice_triton.errors import is_fatal
+from cosyvoice_triton.llm.engines.interface import GenerationRequest
+from cosyvoice_triton.llm.engines.sampler import TokenSampler
+from cosyvoice_triton.llm.engines.threaded import Generation, OnTokens, ThreadedEngine
+from cosyvoice_triton.llm.interface import FinishReason, TokenChunk
+from cosyvoice_triton.monitoring import faults
+
+
+class DecoderModel(Protocol):
+    """A causal LM whose cache holds independent rows. See `genai.GenAIModel`."""
+
+    context: int
+    vocab_size: int
+    logit_ids: np.ndarray
+
+    def prefill(self, row: int, input_ids: np.ndarray) -> np.ndarray: ...
+    def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray: ...
+    def move(self, source: int, target: int, length: int) -> None: ...
+
+
+@dataclass(eq=False, kw_only=True)
+class RowGeneration(Generation):
+    """A request that is computed in a row of the model's cache."""
+
+    sampler: TokenSampler
+    columns: np.ndarray  # of the model's logits that may be sampled
+    generated: int = 0
+    length: int = 0  # tokens in its row of the cache
+    last_token: int = -1
+
+
+class BatchingEngine(ThreadedEngine[RowGeneration]):
+    """Requests in the rows of one model's cache: a request's index in the list of rows is its row.
+
+    speech_ids: the ids that may be sampled in addition to a request's end ids.
+    """
+
+    def __init__(self, model: DecoderModel, speech_ids: np.ndarray, max_requests: int) -> None:
+        self._model = model
+        self._speech_ids = speech_ids
+        super().__init__(max_requests, [])
+
+    def _accept(self, request: GenerationRequest, on_tokens: OnTokens) -> RowGeneration:
+        request.check(self._model.vocab_size, self._model.context)
+        allowed = np.union1d(self._speech_ids, np.asarray(request.end_ids))
+        candidates, columns, _ = np.intersect1d(self._model.logit_ids, allowed, assume_unique=True, return_indices=True)
+        sampler = TokenSampler(request.sampling, candidates, prompt_ids=request.input_ids, end_ids=request.end_ids)
+        return RowGeneration(request, on_tokens, sampler=sampler, columns=columns)
+
+    def _step(self) -> None:
+        self._prefill_one()
+        self._wake_readers()  # the first token does not wait for the others' next ones
+        self._decode_all()
+
+    def _prefill_one(self) -> None:
+        """Prefill the oldest waiting request. One per step, so that many arrivals do not stall running streams."""
+        with self._wake:
+            while self._waiting and self._waiting[0].cancelled:
+                self._waiting.popleft()
+            # A cancelled request may occupy a row until the next decoding step.
+            if not self._waiting or len(self._rows) == self._max_requests:
+                return
+            generation = self._waiting.popleft()
+            self._rows.append(generation)
+        input_ids = generation.request.input_ids
+        row = len(self._rows) - 1
+        try:
+            logits = self._model.prefill(row, input_ids)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            self._drop(row, error)
+            return
+        generation.length = len(input_ids)
+        self._advance(row, logits)
+
+    def _decode_all(self) -> None:
+        """One more token for every row."""
+        for row in reversed(range(len(self._rows))):
+            if self._rows[row].cancelled:
+                self._release(row)
+        if not self._rows:
+            return
+        for generation in self._rows:
+            generation.length += 1
+        tokens = np.array([generation.last_token for generation in self._rows])
+        lengths = np.array([generation.length for generation in self._rows])
+        logits = self._model.decode(tokens, lengths)  # (B, V)
+        if faults.take("llm_thread"):
+            raise RuntimeError("a fault of a test")
+        if faults.take("nan_logits"):
+            logits[0] = np.nan
+        # From the last row down: a release moves the last row into the gap, and that row has been advanced already.
+        for row in reversed(range(len(self._rows))):
+            self._advance(row, logits[row])
+
+    def _advance(self, row: int, logits: np.ndarray) -> None:
+        """Sample a row's next token and report it; free the row if its request has finished or cannot go on."""
+        generation = self._rows[row]
+        request = generation.request
+        scores = logits[generation.columns]
+        if not np.isfinite(scores.max()):  # NaN, too
+            self._drop(row, FloatingPointError("the LLM's logits are not finite"))
+            return
+        token = generation.sampler.sample(scores)
+        generation.last_token = token
+        generation.generated += 1
+        finish: FinishReason | None = None
+        if token in request.end_ids:
+            finish = "stop"
+        elif generation.generated == request.sampling.max_tokens:
+            finish = "length"
+        if finish or generation.cancelled:
+            self._release(row)  # before the end is reported: the caller may submit the next request at once
+        generation.report(TokenChunk([token], finish))
+
+    def _release(self, row: int) -> None:
+        """Free a row: the only place where a request leaves the batch. The last row moves into the gap."""
+        last = len(self._rows) - 1
+        if row != last:
+            self._model.move(last, row, self._rows[last].length)
+        with self._wake:
+            self._rows[row] = self._rows[last]
+            self._rows.pop()
+
+    def _drop(self, row: int, error: Exception) -> None:
+        """End a request that cannot go on; the others are not affected."""
+        generation = self._rows[row]
+        self._release(row)
+        generation.report(error)
+        generation.cancel()

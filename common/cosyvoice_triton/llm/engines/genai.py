@@ -1,0 +1,111 @@
+"""The engine `onnxruntime_genai`: an LLM in onnxruntime-genai's format, run by onnxruntime on the CPU.
+
+Only the format is onnxruntime-genai's: on a CPU its own engine batches only requests that start together and has no
+seed per request. The exported graph supports continuous batching: its attention reads each row's length from the
+attention mask, and writes keys in place if past and present share a buffer.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from cosyvoice_triton.llm.checkpoint import MAX_CONTEXT
+from cosyvoice_triton.llm.engines.batching import BatchingEngine
+from cosyvoice_triton.llm.engines.interface import Resources, candidate_ids, require_speech_tokens
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+
+
+class GenAIModel:
+    """One decoder with `rows` independent sequences in its cache. Not thread-safe: one thread owns it.
+
+    context: maximum number of tokens in one sequence. vocab_size: number of input ids. logit_ids (V,): the id of each
+    logit.
+    """
+
+    def __init__(self, model_dir: str | Path, rows: int, *, threads: int = 0) -> None:
+        """Load `model_dir`. `threads`: 0 for onnxruntime's default. Raises ValueError for an invalid directory."""
+        config = _read_config(Path(model_dir))
+        decoder = config["decoder"]
+        self.context = min(config["context_length"], MAX_CONTEXT)
+        self.vocab_size: int = config["vocab_size"]
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        # Spinning worker threads would take the cores from token2wav between two steps.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        path = Path(model_dir) / decoder["filename"]
+        self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        # Our conversion keeps only the speech logits of the last position, the plain builder all logits of all.
+        first = config.get("first_logit_id", 0)
+        positions, width = self._session.get_outputs()[0].shape[1:]
+        self._last_logits_only = positions == 1
+        self.logit_ids = np.arange(first, first + width)
+        shape = (rows, decoder["num_key_value_heads"], self.context, decoder["head_size"])
+        names = decoder["inputs"]["past_key_names"], decoder["inputs"]["past_value_names"]
+        present = decoder["outputs"]["present_key_names"], decoder["outputs"]["present_value_names"]
+        # Zeroed pages are not resident until they are written, so unused rows and positions use no memory.
+        self._caches = [
+            (past % layer, new % layer, np.zeros(shape, np.float32))  # (rows, heads, context, head_size)
+            for layer in range(decoder["num_hidden_layers"])
+            for past, new in zip(names, present, strict=True)
+        ]
+        if not np.isfinite(self.prefill(0, np.zeros(1, np.int64)).max()):  # NaN, too
+            raise ValueError(f"{path}: its logits are not finite")
+
+    def prefill(self, row: int, input_ids: np.ndarray) -> np.ndarray:
+        """Start a sequence in `row` with ids (S,); returns the logits (V,) after its last token."""
+        return self._run(slice(row, row + 1), input_ids[None], np.array([len(input_ids)]))[0]
+
+    def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Append tokens (B,) to the first B rows, which then have `lengths` (B,) tokens; returns logits (B, V)."""
+        return self._run(slice(0, len(tokens)), tokens[:, None], lengths)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the `length` tokens of row `source` into row `target`."""
+        for _, _, cache in self._caches:
+            cache[target, :, :length] = cache[source, :, :length]
+
+    def _run(self, rows: slice, input_ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Ids (B, S), lengths (B,) including them -> logits (B, V) of the last position."""
+        B, S = input_ids.shape
+        mask = np.arange(lengths.max()) < lengths[:, None]  # (B, longest): a row's sum is its length
+        logits = np.empty((B, 1 if self._last_logits_only else S, len(self.logit_ids)), np.float32)
+        binding = self._session.io_binding()
+        binding.bind_cpu_input("input_ids", np.ascontiguousarray(input_ids, np.int64))
+        binding.bind_cpu_input("attention_mask", mask.astype(np.int64))
+        for past, present, cache in self._caches:
+            view = cache[rows]
+            binding.bind_input(past, "cpu", 0, np.float32, view.shape, view.ctypes.data)
+            binding.bind_output(present, "cpu", 0, np.float32, view.shape, view.ctypes.data)
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._session.run_with_iobinding(binding)
+        return logits[:, -1]
+
+
+def load_engine(
+    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources | None = None
+) -> BatchingEngine:
+    """Serve `model_dir` on the CPU; `resources` are those of a GPU.
+
+    Raises ValueError if it was not converted, or lacks the speech tokens of `tokenizer`.
+    """
+    model = GenAIModel(model_dir, rows=max_requests)
+    require_speech_tokens(tokenizer, model.vocab_size, model_dir)
+    if absent := set(candidate_ids(tokenizer).tolist()) - set(model.logit_ids.tolist()):
+        raise ValueError(
+            f"{model_dir} has no logit for the token {min(absent)}: it was converted with a different tokenizer"
+        )
+    return BatchingEngine(model, candidate_ids(tokenizer), max_requests)
+
+
+def _read_config(model_dir: Path) -> dict:
+    path = model_dir / "genai_config.json"
+    if not path.is_file():
+        raise ValueError(f"no file {path}: convert the HuggingFace directory as docs/llm.md describes")
+    config = json.loads(path.read_text())["model"]
+    if "decoder" not in config or "past_key_names" not in config["decoder"].get("inputs", {}):
+        raise ValueError(
+            f"{path} does not describe a decoder with a key/value cache (model type {config.get('type')!r})"
+        )
+    return config

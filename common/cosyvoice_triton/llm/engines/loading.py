@@ -1,0 +1,80 @@
+"""Chooses and loads the engine for a directory: the named one, or the best that can be imported and reads it."""
+
+import importlib
+import importlib.util
+import logging
+from pathlib import Path
+
+from cosyvoice_triton.config import InstanceKind, TensorrtLLMConfig, device_of, has_gpu, planned_llm_gib
+from cosyvoice_triton.llm.engines.interface import Engine, Resources
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+
+logger = logging.getLogger(__name__)
+
+# Best first: the module, imported only if chosen, and the kinds of directory that it reads.
+_ENGINES = {
+    "tensorrt_llm": ("cosyvoice_triton.llm.engines.trtllm", ("TensorRT engines", "HuggingFace")),
+    "vllm": ("cosyvoice_triton.llm.engines.vllm", ("HuggingFace",)),
+    "cuda": ("cosyvoice_triton.llm.engines.cuda.engine", ("HuggingFace",)),
+    "onnxruntime_genai": ("cosyvoice_triton.llm.engines.genai", ("onnxruntime-genai",)),
+}
+_KINDS = {"onnxruntime-genai": "genai_config.json", "TensorRT engines": "rank0.engine", "HuggingFace": "config.json"}
+
+
+def load_engine(
+    name: str,
+    model_dir: str | Path,
+    tokenizer: LLMTokenizer,
+    max_requests: int,
+    memory_gib: float | None = None,
+    free_share: float = TensorrtLLMConfig.gpu_share,
+    instance_kind: InstanceKind = TensorrtLLMConfig.instance_kind,
+    gpu: int = TensorrtLLMConfig.llm_gpu,
+) -> Engine:
+    """Serve `model_dir` with the engine `name` or, for "auto", the best one. memory_gib, free_share,
+    instance_kind, gpu: see `Resources`; None is what is planned beside token2wav.
+
+    Raises ValueError if no engine can, or if the model lacks the speech tokens of `tokenizer`.
+    """
+    kind = _kind_of(Path(model_dir))
+    obstacles = []
+    for engine, (module_name, kinds) in _ENGINES.items():
+        if name not in ("auto", engine):
+            continue
+        if kind not in kinds:
+            obstacles.append(f"{engine} reads a directory of {' or '.join(kinds)}")
+            continue
+        if engine == "cuda" and name == "auto" and device_of(instance_kind) == "cpu":
+            obstacles.append("cuda is taken for a GPU only, unless it is named")
+            continue
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            obstacles.append(f"{engine} cannot be imported ({error})")
+            continue
+        if gpu and engine != "cuda":
+            raise ValueError(f"parameter 'llm_gpu' {gpu} is for the engine cuda; {engine} has the first GPU it sees")
+        logger.info("the LLM in %s is served by %s", model_dir, engine)
+        gib = planned_llm_gib(max_requests) if memory_gib is None else memory_gib
+        return module.load_engine(model_dir, tokenizer, max_requests, Resources(gib, free_share, instance_kind, gpu))
+    raise ValueError(
+        f"no engine for {model_dir}, a directory of {kind}: {'; '.join(obstacles)}. "
+        "docs/llm.md describes how to convert a HuggingFace directory for the CPU"
+    )
+
+
+def reads_huggingface(instance_kind: InstanceKind) -> bool:
+    """Whether "auto" finds an engine there that reads a HuggingFace directory without conversion. Imports none."""
+    if instance_kind == "KIND_CPU":
+        return False
+    if any(map(importlib.util.find_spec, ("tensorrt_llm", "vllm"))):
+        return True
+    # The engine cuda: its kernels are written in Triton's language, which comes with CUDA builds of torch.
+    return importlib.util.find_spec("triton") is not None and (instance_kind == "KIND_GPU" or has_gpu())
+
+
+def _kind_of(model_dir: Path) -> str:
+    for kind, file in _KINDS.items():
+        if (model_dir / file).is_file():
+            return kind
+    raise ValueError(f"{model_dir} contains no LLM: it has none of {', '.join(_KINDS.values())}")

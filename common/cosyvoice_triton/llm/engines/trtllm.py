@@ -1,0 +1,158 @@
+"""The engine `tensorrt_llm`: TensorRT-LLM's LLM API over a HuggingFace directory or built engines, on a GPU.
+
+Written for TensorRT-LLM 1.0 and newer, which is not a dependency of this project: NVIDIA's images have it. Never run
+with it.
+"""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import tensorrt_llm
+import torch
+from tensorrt_llm import LLM, SamplingParams
+from tensorrt_llm.llmapi import KvCacheConfig
+from tensorrt_llm.sampling_params import LogitsProcessor
+
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.llm.checkpoint import LLMLimits, read_limits, speech_bias
+from cosyvoice_triton.llm.engines.interface import GenerationRequest, Resources, finish_reason, require_speech_tokens
+from cosyvoice_triton.llm.engines.sampler import TokenSampler
+from cosyvoice_triton.llm.engines.trtllm_versions import needs_backend
+from cosyvoice_triton.llm.interface import TokenChunk
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+
+
+class RepetitionAware(LogitsProcessor):
+    """Samples one request's tokens with RAS, which TensorRT-LLM does not have, on the CPU.
+
+    TensorRT-LLM pickles it, because another process samples. bias (V,): minus infinity for all but speech and end
+    tokens.
+    """
+
+    def __init__(self, request: GenerationRequest, bias: torch.Tensor) -> None:
+        self._candidates = bias.isfinite().nonzero().flatten()  # (C,)
+        self._bias = bias[self._candidates]
+        self._sampler = TokenSampler(
+            request.sampling.seeded(),
+            self._candidates.numpy(),
+            prompt_ids=request.input_ids,
+            end_ids=request.end_ids,
+        )
+
+    def __call__(
+        self,
+        req_id: int,
+        logits: torch.Tensor,
+        token_ids: list[list[int]],
+        stream_ptr: int | None,
+        client_id: int | None,
+    ) -> None:
+        """Logits (1, beam 1, V) of the next token: in place, all but the sampled token's become minus infinity."""
+        with torch.cuda.stream(None if stream_ptr is None else torch.cuda.ExternalStream(stream_ptr)):
+            scores = logits[0, 0, self._candidates.to(logits.device)].float().cpu() + self._bias
+            token = self._sampler.sample(scores.numpy())
+            logits.fill_(-torch.inf)
+            logits[0, 0, token] = 0.0
+
+
+class TensorRTLLMEngine:
+    """Up to `max_requests` live requests; TensorRT-LLM batches, samples and aborts them.
+
+    bias (V,): added to the logits; minus infinity for all but speech and end tokens.
+    """
+
+    def __init__(self, llm: LLM, limits: LLMLimits, bias: torch.Tensor, max_requests: int) -> None:
+        self.live = 0
+        self._llm = llm
+        self._limits = limits
+        self._bias = bias
+        self._max_requests = max_requests
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        request.check(*self._limits)
+        parameters = sampling_params(request, self._bias)
+        if self.live >= self._max_requests:
+            raise UnavailableError(f"the LLM already serves its maximum of {self._max_requests} requests")
+        self.live += 1
+        answer, reason = None, None
+        try:
+            answer = self._llm.generate_async(request.input_ids.tolist(), parameters, streaming=True)
+            async for output in answer:
+                (completion,) = output.outputs
+                reason = finish_reason(completion.finish_reason)
+                yield TokenChunk(list(completion.token_ids_diff), reason)
+        except RuntimeError as error:  # also its RequestError
+            raise UnavailableError(f"the LLM engine failed: {error}") from error
+        finally:
+            self.live -= 1
+            if answer is not None and reason is None:
+                answer.abort()
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+def load_engine(
+    model_dir: str | Path, tokenizer: LLMTokenizer, max_requests: int, resources: Resources
+) -> TensorRTLLMEngine:
+    """Serve `model_dir`, with keys and values in `resources.free_share`.
+
+    Raises ValueError if it lacks the speech tokens of `tokenizer`, or if this TensorRT-LLM cannot serve it.
+    """
+    built = (Path(model_dir) / "rank0.engine").is_file()
+    limits = _built_limits(Path(model_dir)) if built else read_limits(model_dir)
+    require_speech_tokens(tokenizer, limits.vocab_size, model_dir)
+    options: dict[str, Any] = {
+        "model": str(model_dir),
+        "skip_tokenizer_init": True,  # ids in, ids out
+        "kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=resources.free_share),
+    }
+    if built:
+        llm = _engine_llm()(**options)
+    else:
+        llm = LLM(max_batch_size=max_requests, max_seq_len=limits.context, **options)
+    # A directory of built engines has no learned bias: there it only excludes text.
+    bias = torch.from_numpy(speech_bias(model_dir, tokenizer, limits.vocab_size))
+    return TensorRTLLMEngine(llm, limits, bias, max_requests)
+
+
+def _engine_llm() -> type[LLM]:
+    """The class that serves built engines. ValueError if this version has none."""
+    try:
+        backend: Any = importlib.import_module("tensorrt_llm._tensorrt_engine")
+    except ImportError:
+        backend = None
+    return backend.LLM if needs_backend(tensorrt_llm.__version__, backend is not None) else LLM
+
+
+def sampling_params(request: GenerationRequest, bias: torch.Tensor) -> SamplingParams:
+    """A request's sampling as TensorRT-LLM's `SamplingParams`."""
+    sampling = request.sampling.seeded()
+    greedy = sampling.temperature == 0  # which TensorRT-LLM only supports as top_k 1
+    processor = RepetitionAware(request, bias) if sampling.ras_window and not greedy else None
+    if processor is not None:  # it leaves one token with a finite logit
+        greedy, sampling = True, dataclasses.replace(sampling, top_p=1.0, repetition_penalty=1.0, min_tokens=0)
+    return SamplingParams(
+        temperature=1.0 if greedy else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=1 if greedy else sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
+        end_id=request.end_ids[0],
+        pad_id=request.end_ids[0],
+        stop_token_ids=list(request.end_ids),
+        embedding_bias=bias if processor is None else None,
+        logits_processor=processor,
+        detokenize=False,
+    )
+
+
+def _built_limits(engine_dir: Path) -> LLMLimits:
+    config = json.loads((engine_dir / "config.json").read_text())
+    return LLMLimits(config["pretrained_config"]["vocab_size"], config["build_config"]["max_seq_len"])

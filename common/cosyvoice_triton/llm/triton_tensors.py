@@ -1,0 +1,140 @@
+"""The tensors of TensorRT-LLM's Triton backend, which the model `tensorrt_llm` has whichever backend serves it.
+
+Each has a leading batch dimension of 1. Sampling values that have no tensor are parameters of the request; only the
+python backend reads those.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cosyvoice_triton.llm.engines.interface import GenerationRequest
+from cosyvoice_triton.llm.interface import URGENT_TOKENS, LLMPrompt, Sampling
+
+Tensors = Mapping[str, np.ndarray]
+NumberT = TypeVar("NumberT", int, float)
+
+INPUTS = ("input_ids", "input_lengths", "request_output_len", "end_id", "streaming", "stop")
+# Inputs that set the sampling, and their names in `Sampling`. TensorRT-LLM renamed two of them: both names are sent,
+# because an old backend reads only the first and a new one only the second.
+SAMPLING_INPUTS = {
+    "temperature": "temperature",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "repetition_penalty": "repetition_penalty",
+    "random_seed": "seed",
+    "seed": "seed",
+    "min_length": "min_tokens",
+    "min_tokens": "min_tokens",
+}
+# Inputs that the C++ backend supports and the python backend does not: rejected, unless the value has no effect.
+UNSUPPORTED_INPUTS = ("stop_words_list", "bad_words_list", "embedding_bias", "encoder_input_features")
+NEUTRAL_INPUTS = {
+    "beam_width": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "return_log_probs": False,
+    "return_context_logits": False,
+    "return_generation_logits": False,
+}
+RESPONSE_OUTPUTS = ("output_ids", "sequence_length")
+ALL_INPUTS = (*INPUTS, *SAMPLING_INPUTS, *UNSUPPORTED_INPUTS, *NEUTRAL_INPUTS)
+
+
+def request_tensors(input_ids: np.ndarray, sampling: Sampling, end_id: int) -> dict[str, np.ndarray]:
+    """A streaming request for the prompt (n,). Every tensor has a leading dimension of 1."""
+    seeds = () if sampling.seed is None else ("random_seed", "seed")
+    return {
+        "input_ids": input_ids.astype(np.int32)[None],
+        "input_lengths": np.array([[len(input_ids)]], np.int32),
+        "request_output_len": np.array([[sampling.max_tokens]], np.int32),
+        "end_id": np.array([[end_id]], np.int32),
+        "pad_id": np.array([[end_id]], np.int32),
+        "min_length": np.array([[sampling.min_tokens]], np.int32),
+        "min_tokens": np.array([[sampling.min_tokens]], np.int32),
+        "streaming": np.array([[True]]),
+        "temperature": np.array([[sampling.temperature]], np.float32),
+        "runtime_top_k": np.array([[sampling.top_k]], np.int32),
+        "runtime_top_p": np.array([[sampling.top_p]], np.float32),
+        "repetition_penalty": np.array([[sampling.repetition_penalty]], np.float32),
+        **{name: np.array([[sampling.seed]], np.uint64) for name in seeds},
+    }
+
+
+def request_parameters(prompt: LLMPrompt, sampling: Sampling) -> dict[str, str]:
+    """What has no tensor. As text, because request parameters cannot be floats."""
+    parameters = {"urgent_tokens": str(prompt.urgent_tokens), "played": str(int(prompt.played))}
+    if sampling.ras_window:
+        parameters |= {"ras_window": str(sampling.ras_window), "ras_tau": str(sampling.ras_tau)}
+    return parameters
+
+
+def generation_request(
+    tensors: Tensors, parameters: Mapping[str, object], end_ids: tuple[int, ...]
+) -> GenerationRequest:
+    """The request in tensors and parameters; ValueError names what is missing, invalid or not supported."""
+    _reject_unsupported(tensors)
+    if "input_ids" not in tensors:
+        raise ValueError("input_ids is missing")
+    input_ids = tensors["input_ids"].reshape(-1)
+    length = scalar(tensors, "input_lengths", len(input_ids))
+    if not 0 < length <= len(input_ids):
+        raise ValueError(f"input_lengths {length} is outside 1..{len(input_ids)}, the size of input_ids")
+    if "request_output_len" not in tensors:
+        raise ValueError("request_output_len is missing")
+    given = {ours: scalar(tensors, name) for name, ours in SAMPLING_INPUTS.items() if name in tensors}
+    end_id = scalar(tensors, "end_id", end_ids[0])
+    sampling = Sampling(
+        max_tokens=scalar(tensors, "request_output_len"),
+        ras_window=_parameter(parameters, "ras_window", int, 0),
+        ras_tau=_parameter(parameters, "ras_tau", float, Sampling.ras_tau),
+        **given,
+    )
+    return GenerationRequest(
+        input_ids[:length].astype(np.int64),
+        sampling,
+        tuple(dict.fromkeys((*end_ids, end_id))),
+        _parameter(parameters, "urgent_tokens", int, URGENT_TOKENS),
+        bool(_parameter(parameters, "played", int, 0)),
+    )
+
+
+def scalar(tensors: Tensors, name: str, default: object = None) -> Any:
+    """The only element of a tensor as a Python value; `default` if there is no such tensor."""
+    if name not in tensors:
+        return default
+    if tensors[name].size != 1:
+        raise ValueError(f"{name} must hold one value, not {tensors[name].size} (shape {list(tensors[name].shape)})")
+    return tensors[name].reshape(-1)[0].item()
+
+
+def output_tensors(tokens: Sequence[int]) -> dict[str, np.ndarray]:
+    """Ids (n,) -> `output_ids` (1, beam 1, n) and their number (1, 1)."""
+    return {
+        "output_ids": np.array([[tokens]], np.int32).reshape(1, 1, -1),
+        "sequence_length": np.array([[len(tokens)]], np.int32),
+    }
+
+
+def output_tokens(outputs: Tensors) -> list[int]:
+    """New ids in one response: `output_ids` (1, 1, n), padded after `sequence_length` (1, 1)."""
+    length = int(outputs["sequence_length"].reshape(-1)[0])
+    return outputs["output_ids"].reshape(-1)[:length].tolist()
+
+
+def _parameter(parameters: Mapping[str, object], name: str, kind: type[NumberT], default: NumberT) -> NumberT:
+    value = parameters.get(name, default)
+    try:
+        return kind(str(value))
+    except ValueError:
+        raise ValueError(f"request parameter {name} must be a number, not {value!r}") from None
+
+
+def _reject_unsupported(tensors: Tensors) -> None:
+    for name in UNSUPPORTED_INPUTS:
+        if name in tensors:
+            raise ValueError(f"{name} is not supported by the python backend of tensorrt_llm")
+    for name, neutral in NEUTRAL_INPUTS.items():
+        if (value := scalar(tensors, name, neutral)) != neutral:
+            raise ValueError(f"{name} {value} is not supported by the python backend of tensorrt_llm, only {neutral}")

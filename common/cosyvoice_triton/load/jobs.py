@@ -1,0 +1,114 @@
+"""The requests of a run: rows of a manifest or data set, or the request of the command line, repeated."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+import numpy as np
+
+from cosyvoice_triton.cli.arguments import boolean, positive_int
+from cosyvoice_triton.client.requests import TIMELINE, ClientError, Utterance, request_parameters
+from cosyvoice_triton.load.samples import Sample, read_dataset, read_manifest
+
+ONE_REQUEST = "test"  # its id and its split, as upstream names them
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """One request; `id` names its audio file. new_voice: change the recording so that no server has it cached."""
+
+    id: str
+    base: Utterance
+    new_voice: bool = False
+
+    def utterance(self) -> Utterance:
+        if not self.new_voice or self.base.reference is None:
+            return self.base
+        reference = self.base.reference.copy()
+        # Inaudible, but a different recording for any cache. Unseeded, because a server has earlier runs cached.
+        reference[-8:] = np.random.default_rng().uniform(-1e-3, 1e-3, 8)
+        return dataclasses.replace(self.base, reference=reference)
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("many requests", "instead of one --target-text; columns: see docs/benchmark.md")
+    data.add_argument(
+        "--manifest-path", type=Path, help="JSON lines (tests/assets/manifest.jsonl is one), or a .lst file"
+    )
+    data.add_argument("--huggingface-dataset", help="a data set by name, such as yuekai/seed_tts; needs a network")
+    data.add_argument("--split-name", default="wenetspeech4tts", help="of the data set (default: wenetspeech4tts)")
+    data.add_argument("--num-requests", type=positive_int, help="rows are repeated or dropped to make this many")
+    data.add_argument(
+        "--use-spk2info-cache",
+        type=boolean,
+        nargs="?",
+        const=True,
+        default=False,
+        help="send only the text: the server uses its default voice (default_speaker, or 001 of its spk2info.pt)",
+    )
+    data.add_argument(
+        "--new-voices",
+        action="store_true",
+        help="change each request's recording inaudibly, so that the server has no voice cached",
+    )
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """All requests of a run. split: part of the names of the report's files."""
+
+    split: str
+    requests: Sequence[Utterance]
+    ids: Sequence[str]
+    new_voices: bool
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> "Jobs":
+        """The requests that the options select; SampleError or ClientError if they cannot be read."""
+        if args.manifest_path is not None:
+            split, samples = args.manifest_path.stem, read_manifest(args.manifest_path, limit=args.num_requests)
+        elif args.huggingface_dataset is not None:
+            split = args.split_name
+            samples = read_dataset(args.huggingface_dataset, split, limit=args.num_requests)
+        else:
+            base = Utterance.from_arguments(args)
+            base = Utterance(base.target_text) if args.use_spk2info_cache else base
+            base = dataclasses.replace(base, parameters=request_parameters(args) | {TIMELINE: True})
+            return cls(ONE_REQUEST, [base], [ONE_REQUEST], args.new_voices)
+        for option in ("target_text", "reference_audio", "reference_text"):
+            if getattr(args, option) is not None:
+                raise ClientError(f"--{option.replace('_', '-')} with {split}: each row has its own")
+        requests = [_utterance(sample, args) for sample in samples]
+        return cls(split, requests, [sample.id for sample in samples], args.new_voices)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def take(self, count: int) -> list[LoadJob]:
+        """`count` jobs, cycling through the rows."""
+        jobs = []
+        for index, (base, name) in enumerate(islice(cycle(zip(self.requests, self.ids, strict=True)), count)):
+            turn = index // len(self) + 1
+            jobs.append(LoadJob(f"{name}@{turn}" if turn > 1 else name, base, self.new_voices))
+        return jobs
+
+
+def _utterance(sample: Sample, args: argparse.Namespace) -> Utterance:
+    """A row with its own voice, that of --speaker, or the server's default."""
+    text_only = Utterance(
+        sample.target_text,
+        parameters=request_parameters(args) | {TIMELINE: True},
+        speaker=args.speaker or None,
+        instruct_text=args.instruct_text or None,
+    )
+    if args.speaker or args.use_spk2info_cache:
+        return text_only
+    return dataclasses.replace(
+        text_only,
+        reference=sample.prompt_audio,
+        reference_text=None if args.cross_lingual or args.instruct_text else sample.prompt_text or None,
+        speaker=sample.speaker or None,
+    )

@@ -1,0 +1,212 @@
+"""Results of one request and of a run. Times are seconds of one clock; `figures` converts them to ms."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.errors import is_overloaded
+from cosyvoice_triton.load.statistics import ModelTimes
+from cosyvoice_triton.playback import PLAYER_SECONDS
+
+PERCENTILES = (50, 90, 95, 99)
+TRANSPORT = "transport"  # the rest of the first chunk's latency: network, server front end, queues, client
+
+
+@dataclass
+class Player:
+    """Playback that starts `buffer` seconds after the first audio."""
+
+    buffer: float = PLAYER_SECONDS
+    played_until: float | None = None  # None before the first audio
+    worst_gap: float = 0.0  # the longest underrun
+    least_slack: float = float("inf")  # least audio left when more arrived; negative in a gap
+
+    def add(self, now: float, seconds: float) -> None:
+        """`seconds` of audio have arrived."""
+        if self.played_until is None:
+            self.played_until = now + self.buffer
+        else:
+            self.least_slack = min(self.least_slack, self.played_until - now)
+            self.worst_gap = max(self.worst_gap, now - self.played_until)
+        self.played_until = max(self.played_until, now) + seconds
+
+
+@dataclass(frozen=True)
+class RequestOutcome:
+    """How one request ended.
+
+    begun: when it was sent, or was due at a given rate, from the start of the run. arrivals: of each chunk, since
+    `begun`; samples: its length. total: time to the end of the answer. error: "" or why it failed; chunks before the
+    failure are included. timeline: stages reported by the server, see
+    `cosyvoice_triton.client.requests.timeline_of`. silence:
+    seconds of audio before the first audible sample, see `audible`; None if there is none.
+    """
+
+    id: str
+    server: str
+    begun: float
+    arrivals: tuple[float, ...]
+    samples: tuple[int, ...]
+    total: float
+    error: str = ""
+    timeline: tuple[tuple[str, float], ...] = ()
+    silence: float | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server had as many listeners as it can serve."""
+        return is_overloaded(self.error)
+
+    @property
+    def seconds(self) -> float:
+        """Length of the audio."""
+        return sum(self.samples) / SAMPLE_RATE
+
+    def played(self, buffer: float = PLAYER_SECONDS) -> Player:
+        """How playback of this answer went."""
+        player = Player(buffer)
+        for arrival, samples in zip(self.arrivals, self.samples, strict=True):
+            player.add(arrival, samples / SAMPLE_RATE)
+        return player
+
+    def audible(self) -> float | None:
+        """Time to the first audible sample, since `begun`, in a player without a buffer; None if there is none."""
+        if self.silence is None:
+            return None
+        player, before = Player(0.0), 0.0
+        for arrival, samples in zip(self.arrivals, self.samples, strict=True):
+            begins = max(arrival, player.played_until or 0.0)
+            player.add(arrival, samples / SAMPLE_RATE)
+            if self.silence < before + samples / SAMPLE_RATE:
+                return begins + self.silence - before
+            before += samples / SAMPLE_RATE
+        return None
+
+    def stages(self) -> dict[str, float]:
+        """The first chunk's latency by stage, in the order they were reached.
+
+        `TRANSPORT` is the latency that is left after the stages. Empty if the server reported none.
+        """
+        shares: dict[str, float] = {}
+        reached = 0.0
+        for stage, at in sorted(self.timeline, key=lambda entry: entry[1]):
+            shares[stage] = shares.get(stage, 0.0) + at - reached
+            reached = at
+            if stage == "audio":
+                return shares | {TRANSPORT: self.arrivals[0] - reached}
+        return {}
+
+    def as_json(self) -> dict[str, Any]:
+        player = self.played()
+        return {
+            "id": self.id,
+            "server": self.server,
+            "begun_s": round(self.begun, 6),
+            "arrivals_ms": [_ms(arrival) for arrival in self.arrivals],
+            "samples": list(self.samples),
+            "total_ms": _ms(self.total),
+            "audio_seconds": self.seconds,
+            "rtf": self.total / self.seconds if self.samples else None,
+            "worst_gap_ms": _ms(player.worst_gap),
+            "audible_ms": None if (audible := self.audible()) is None else _ms(audible),
+            "least_slack_ms": _ms(player.least_slack) if len(self.arrivals) > 1 else None,
+            "stages_ms": {stage: _ms(share) for stage, share in self.stages().items()},
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole run, without its warm-up.
+
+    elapsed: from the start of the first request to the end of the last. unsent: requests not made because no server was
+    left or the run was interrupted. lost: servers that stopped answering, and how. client_lag: scheduling delay of this
+    process, 95th percentile. models, vocoder: counters of the servers, see `statistics`; `vocoder` is token2wav's.
+    """
+
+    outcomes: Sequence[RequestOutcome]
+    elapsed: float
+    unsent: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+    client_lag: float = 0.0
+    models: Sequence[ModelTimes] = ()
+    vocoder: dict[str, Any] | None = None
+
+    @property
+    def good(self) -> list[RequestOutcome]:
+        return [outcome for outcome in self.outcomes if not outcome.error]
+
+    @property
+    def refused(self) -> list[RequestOutcome]:
+        return [outcome for outcome in self.outcomes if outcome.refused]
+
+    @property
+    def failed(self) -> list[RequestOutcome]:
+        return [outcome for outcome in self.outcomes if outcome.error and not outcome.refused]
+
+    @property
+    def complete(self) -> bool:
+        return not self.failed and not self.unsent
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of the requests that were answered completely; JSON-ready."""
+        good = self.good
+        audio = sum(outcome.seconds for outcome in good)
+        gaps = [outcome.played().worst_gap for outcome in good]
+        unbuffered = [outcome.played(buffer=0.0).worst_gap for outcome in good]
+        audible = [at for outcome in good if (at := outcome.audible()) is not None]
+        stages = [outcome.stages() for outcome in good]
+        names = list(dict.fromkeys(name for shares in stages for name in shares))
+        return {
+            "requests": len(self.outcomes),
+            "errors": len(self.failed),
+            "refused": len(self.refused),
+            "refusal_ms": distribution(outcome.total for outcome in self.refused),
+            "unsent": self.unsent,
+            "lost_servers": self.lost,
+            "processing_seconds": self.elapsed,
+            "audio_seconds": audio,
+            "rtf": self.elapsed / audio if audio else None,
+            "requests_per_second": len(good) / self.elapsed if self.elapsed else None,
+            "first_chunk_ms": distribution(outcome.arrivals[0] for outcome in good),
+            "audible_ms": distribution(audible),
+            "inaudible": len(good) - len(audible),
+            "second_chunk_ms": distribution(o.arrivals[1] - o.arrivals[0] for o in good if len(o.arrivals) > 1),
+            "later_chunk_ms": distribution(float(step) for o in good for step in np.diff(o.arrivals)[1:]),
+            "total_ms": distribution(outcome.total for outcome in good),
+            "request_rtf": distribution((outcome.total / outcome.seconds for outcome in good), unit=1.0),
+            "player_buffer_ms": _ms(PLAYER_SECONDS),
+            "share_without_gap": _share_without(gaps),
+            "unbuffered_share_without_gap": _share_without(unbuffered),
+            "unbuffered_worst_gap_ms": _ms(max(unbuffered)) if unbuffered else None,
+            "worst_gap_ms": _ms(max(gaps)) if gaps else None,
+            "stages_ms": {name: distribution(shares[name] for shares in stages if name in shares) for name in names},
+            "vocoder": self.vocoder,
+            "client_lag_p95_ms": _ms(self.client_lag),
+        }
+
+
+def distribution(values: Any, unit: float = 1000.0) -> dict[str, float] | None:
+    """Mean, variance, percentiles and maximum of seconds, in milliseconds; None if `values` is empty."""
+    scaled = np.fromiter(values, np.float64) * unit
+    if not scaled.size:
+        return None
+    percentiles = np.percentile(scaled, PERCENTILES)
+    return {
+        "mean": float(scaled.mean()),
+        "variance": float(scaled.var()),
+        **{f"p{share}": float(value) for share, value in zip(PERCENTILES, percentiles, strict=True)},
+        "max": float(scaled.max()),
+    }
+
+
+def _share_without(gaps: Sequence[float]) -> float | None:
+    return sum(gap <= 0 for gap in gaps) / len(gaps) if gaps else None
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)

@@ -1,0 +1,64 @@
+"""A run with a progress bar, which shows first-chunk percentiles and errors."""
+
+import asyncio
+import sys
+from collections import deque
+
+import numpy as np
+from tqdm import tqdm
+
+from cosyvoice_triton.load.measure import RequestOutcome, Run
+from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.runner import run
+
+RECENT = 1000  # latest requests, over which the shown percentiles are computed
+SHOWN_ERRORS = 5  # the rest are in the report
+
+
+def measured(load: Load, title: str, interval: int) -> Run:
+    """Run `load`. interval: requests between two updates of the percentiles. ClientError as in `runner.run`."""
+    progress = _Progress(len(load.jobs), title, interval)
+    try:
+        return asyncio.run(run(load, progress))
+    finally:
+        progress.close()
+
+
+class _Progress:
+    def __init__(self, total: int, title: str, interval: int) -> None:
+        self._total = total
+        self._title = title
+        self._interval = interval
+        self._bar: tqdm[None] | None = None
+        self._first_chunks: deque[float] = deque(maxlen=RECENT)
+        self._answered = 0
+        self._errors = self._refused = 0
+        self._percentiles = ""
+
+    def begins(self, phase: str) -> None:
+        self.close()
+        self._bar = tqdm(total=self._total, desc=f"{self._title}, {phase}", unit="request", leave=phase == "measuring")
+
+    def ended(self, outcome: RequestOutcome, live: int) -> None:
+        assert self._bar is not None, "call begins() first"
+        if outcome.refused:
+            self._refused += 1
+        elif outcome.error:
+            self._errors += 1
+            if self._errors <= SHOWN_ERRORS:
+                more = "; further ones are in the report" if self._errors == SHOWN_ERRORS else ""
+                self._bar.write(f"failed: {outcome.id}: {outcome.error}{more}", file=sys.stderr)
+        else:
+            self._answered += 1
+            self._first_chunks.append(1000 * outcome.arrivals[0])
+            if self._answered == 1 or self._answered % self._interval == 0:
+                p50, p95 = np.percentile(self._first_chunks, (50, 95))
+                self._percentiles = f"first chunk p50 {p50:.0f} p95 {p95:.0f} ms, "
+        self._bar.set_postfix_str(
+            f"{self._percentiles}{live} in flight, {self._refused} refused, {self._errors} failed", refresh=False
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,238 @@
+"""Sends many requests concurrently and records how each of them ended.
+
+Closed loop: each of `tasks` tasks sends its next request when the previous one is answered, or with `listening` when
+its audio has been played. Open loop: requests are sent at random times (Poisson) at `rate`, whether earlier ones are
+answered or not; latencies are measured from the time a request was due. A failing request does not delay others, and a
+server that stops answering is given up within seconds.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+import numpy as np
+import tritonclient.grpc.aio as triton
+
+from cosyvoice_triton.client.grpc_client import AsyncConnection, Connection, ThreadConnection, require_model
+from cosyvoice_triton.client.requests import ClientError, Recorder
+from cosyvoice_triton.load.audible import leading_silence
+from cosyvoice_triton.load.audio import AudioWriter
+from cosyvoice_triton.load.jobs import LoadJob
+from cosyvoice_triton.load.measure import RequestOutcome, Run
+from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.statistics import ModelTimes, between, model_times, token2wav_counters, token2wav_figures
+from cosyvoice_triton.load.watch import ServerWatch, interruptible, lags
+
+logger = logging.getLogger(__name__)
+
+LISTENERS_SPREAD = 8.0  # seconds within which listeners start: about the length of an utterance
+REFUSED_PAUSE = 1.0  # seconds until a task whose request was refused sends its next one
+START_SPACING = 0.004  # seconds between the tasks' first requests: real callers do not arrive at the same instant
+MAX_SHARED_CONNECTIONS = 8  # asyncio connections to one server; each carries many requests
+MAX_IN_FLIGHT = 1024  # at a given rate: with more the server is overloaded, and memory is limited
+
+
+class Observer(Protocol):
+    """Receives the progress of a run."""
+
+    def begins(self, phase: str) -> None:
+        """The warm-up or the measurement starts."""
+        ...
+
+    def ended(self, outcome: RequestOutcome, live: int) -> None:
+        """A counted request has ended; `live` others are in flight."""
+        ...
+
+
+async def run(load: Load, observer: Observer) -> Run:
+    """The whole run. ClientError if a server is not ready at the start or an audio file cannot be written.
+
+    Ctrl-C and SIGTERM end the run early; what was measured so far is returned.
+    """
+    async with AsyncExitStack() as stack:
+        probes, connections = {}, {}
+        for server in load.servers:
+            probes[server] = await stack.enter_async_context(triton.InferenceServerClient(server))
+            await require_model(probes[server], server, load.model, load.mode)
+            connections[server] = _connections(load, server)
+            for connection in connections[server]:
+                stack.push_async_callback(connection.aclose)
+        writer = AudioWriter(load.audio_dir)
+        stack.push_async_callback(writer.aclose)
+        return await _Runner(load, probes, connections, writer, observer).run()
+
+
+def _connections(load: Load, server: str) -> list[Connection]:
+    share = -(-load.tasks // len(load.servers))
+    if load.client == "sync":
+        return [ThreadConnection(server) for _ in range(share)]
+    most = share if load.rate is None else MAX_SHARED_CONNECTIONS
+    return [AsyncConnection(server) for _ in range(min(most, MAX_SHARED_CONNECTIONS))]
+
+
+class _Runner:
+    def __init__(
+        self,
+        load: Load,
+        probes: dict[str, triton.InferenceServerClient],
+        connections: dict[str, list[Connection]],
+        writer: AudioWriter,
+        observer: Observer,
+    ) -> None:
+        self._load = load
+        self._probes = probes
+        self._connections = connections
+        self._writer = writer
+        self._observer = observer
+        self._watch = ServerWatch(probes, self._give_up)
+        self._tasks: dict[asyncio.Task[object], str] = {}  # by task: its server
+        self._live = 0
+        self._outcomes: list[RequestOutcome] = []
+        self._counts = False  # whether outcomes count, as they do after the warm-up
+        self._begun = 0.0
+
+    async def run(self) -> Run:
+        load, interrupted = self._load, False
+        before: list[ModelTimes] = []
+        token2wav_before: dict[str, float] = {}
+        async with self._watch.running(), lags() as late:
+            try:
+                with interruptible():
+                    self._observer.begins("warming up")
+                    await self._closed(load.warmup)
+                    before, token2wav_before = await self._model_times(), await token2wav_counters(load.metrics)
+                    late.clear()
+                    self._observer.begins("measuring")
+                    self._counts, self._begun = True, time.perf_counter()
+                    await (self._closed(load.jobs) if load.rate is None else self._open(load.jobs, load.rate))
+            except asyncio.CancelledError:
+                interrupted = True
+        await self._writer.finish()
+        return Run(
+            outcomes=self._outcomes,
+            elapsed=max((outcome.begun + outcome.total for outcome in self._outcomes), default=0.0),
+            unsent=len(load.jobs) - len(self._outcomes),
+            lost=self._watch.lost,
+            interrupted=interrupted,
+            client_lag=float(np.percentile(late, 95)) if late else 0.0,
+            models=between(before, await self._model_times()) if self._counts else [],
+            vocoder=token2wav_figures(token2wav_before, await token2wav_counters(load.metrics)),
+        )
+
+    # --- when requests are sent -----------------------------------------------------------------------------------
+
+    async def _closed(self, jobs: Sequence[LoadJob]) -> None:
+        left, spread = deque(jobs), np.random.default_rng(0)
+        for index in range(min(self._load.tasks, len(jobs))):
+            server, connection = self._connection(self._load.servers, index)
+            delay = spread.uniform(0, LISTENERS_SPREAD) if self._load.listening else index * START_SPACING
+            self._start(self._work(left, server, connection, delay), server)
+        await self._finish()
+
+    async def _work(self, jobs: deque[LoadJob], server: str, connection: Connection, delay: float) -> None:
+        await asyncio.sleep(delay)
+        while jobs and server not in self._watch.lost:
+            outcome = await self._request(jobs.popleft(), server, connection, start := time.perf_counter())
+            if outcome.refused:
+                await asyncio.sleep(REFUSED_PAUSE)
+            elif self._load.listening and jobs and outcome.arrivals:
+                await asyncio.sleep(start + outcome.arrivals[0] + outcome.seconds - time.perf_counter())
+
+    async def _open(self, jobs: Sequence[LoadJob], rate: float) -> None:
+        due = self._begun + np.cumsum(np.random.default_rng(0).exponential(1 / rate, len(jobs)))
+        try:
+            for index, (job, at) in enumerate(zip(jobs, due.tolist(), strict=True)):
+                await asyncio.sleep(at - time.perf_counter())
+                if not (servers := [server for server in self._load.servers if server not in self._watch.lost]):
+                    break
+                server, connection = self._connection(servers, index)
+                if self._live >= MAX_IN_FLIGHT:
+                    refusal = f"not sent: {MAX_IN_FLIGHT} requests are unanswered; the rate is too high for the server"
+                    self._note(RequestOutcome(job.id, server, at - self._begun, (), (), 0.0, refusal))
+                else:
+                    self._start(self._request(job, server, connection, at), server)
+        except asyncio.CancelledError:
+            for task in self._tasks:
+                task.cancel()
+            raise
+        finally:
+            await self._finish()
+
+    def _connection(self, servers: Sequence[str], index: int) -> tuple[str, Connection]:
+        """Round robin over the servers, and over the connections of each server."""
+        server = servers[index % len(servers)]
+        connections = self._connections[server]
+        return server, connections[index // len(servers) % len(connections)]
+
+    def _start(self, work: Coroutine[Any, Any, object], server: str) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = server
+        task.add_done_callback(self._tasks.pop)
+
+    async def _finish(self) -> None:
+        """Wait for all tasks; if cancelled, they are cancelled too."""
+        tasks = list(self._tasks)
+        try:
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        except asyncio.CancelledError:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def _give_up(self, server: str) -> None:
+        """The server is lost: cancel the tasks that wait for it."""
+        for task, used in self._tasks.items():
+            if used == server and task is not asyncio.current_task():
+                task.cancel()
+
+    # --- one request ---------------------------------------------------------------------------------------------
+
+    async def _request(self, job: LoadJob, server: str, connection: Connection, start: float) -> RequestOutcome:
+        load, recorder, error, silence = self._load, Recorder(start=start), "", None
+        self._live += 1
+        try:
+            await connection.record(load.model, job.utterance(), load.mode, load.timeout, recorder)
+            speech = recorder.finish()
+            silence = leading_silence(speech.waveform)
+        except ClientError as problem:
+            error = str(problem)
+        except asyncio.CancelledError:
+            if server not in self._watch.lost:
+                raise
+            error = self._watch.lost[server]
+        finally:
+            self._live -= 1
+        outcome = RequestOutcome(
+            id=job.id,
+            server=server,
+            begun=start - self._begun,
+            arrivals=tuple(recorder.arrivals),
+            samples=tuple(recorder.samples),
+            total=recorder.elapsed,
+            error=error,
+            timeline=tuple(recorder.timeline),
+            silence=silence,
+        )
+        self._note(outcome)
+        if error and not outcome.refused:
+            await self._watch.check(server)
+        elif not error and self._counts:
+            await self._writer.write(job.id, speech)
+        return outcome
+
+    def _note(self, outcome: RequestOutcome) -> None:
+        if self._counts:
+            self._outcomes.append(outcome)
+            self._observer.ended(outcome, self._live)
+        elif outcome.error:
+            logger.warning("warm-up, %s: %s", outcome.id, outcome.error)
+
+    async def _model_times(self) -> list[ModelTimes]:
+        servers = [server for server in self._load.servers if server not in self._watch.lost]
+        return [model for server in servers for model in await model_times(self._probes[server], server)]

@@ -1,0 +1,122 @@
+"""Several runs that differ in one number, as JSON, tables and a plot."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cosyvoice_triton.client.requests import ClientError
+from cosyvoice_triton.load.measure import Run
+from cosyvoice_triton.load.plan import Load
+from cosyvoice_triton.load.plot import plot_sweep
+from cosyvoice_triton.load.report import disaggregated_table, markdown_tables, table
+
+
+@dataclass
+class Sweep:
+    """Results and conditions of a sweep. rows: the figures of each run, with the swept number as `label`."""
+
+    title: str
+    command: str
+    made: str
+    client_machine: str
+    label: str
+    token2wav_gpus: int = 1
+    llm_gpus: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, load: Load, run: Run) -> None:
+        row = {"label": load.tasks if load.rate is None else load.rate, **load.settings(), **run.figures()}
+        row["failures"] = sorted({outcome.error for outcome in run.failed})
+        if load.rate is None:
+            row["concurrent_task_per_instance"] = load.tasks // len(load.servers)
+            row["concurrent_tasks_per_gpu"] = load.tasks / (self.token2wav_gpus + self.llm_gpus)
+        self.rows.append(row)
+
+    @classmethod
+    def read(cls, path: Path) -> "Sweep":
+        """Read the JSON of `write`; ClientError if it is something else."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ClientError(
+                f"{path} is not a benchmark: {error}; give the .json that cosyvoice_triton.cli.benchmark wrote"
+            ) from None
+
+    def write(self, output: Path) -> None:
+        """OUTPUT.md, .json and .png."""
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with_suffix(output, ".json").write_text(
+            json.dumps(asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
+        )
+        with_suffix(output, ".md").write_text(self.markdown(), encoding="utf-8")
+        plot_sweep({self.title: self.rows}, self.label.lower(), self.title, with_suffix(output, ".png"))
+
+    def markdown(self) -> str:
+        settings = self.rows[0]
+        head = [
+            f"{self.title or 'Benchmark'}: {settings['model']}, {settings['mode']}, {len(settings['servers'])} "
+            f"server(s). Made {self.made}, the client on {self.client_machine}.",
+            f"\n`{self.command}`\n",
+            f"The warm-up ({settings['warmup_requests']} requests for the first row) is not counted. A gap is an "
+            f"underrun of a player that starts {settings['player_buffer_ms']:.0f} ms after the first chunk.\n",
+        ]
+        parts = [*head, markdown_tables(self.rows, self.label)]
+        if "concurrent_tasks_per_gpu" in settings and (self.llm_gpus or len(settings["servers"]) > 1):
+            parts += [
+                "#### Disaggregated Server, First Chunk Latency\n",
+                disaggregated_table(self.rows, self.token2wav_gpus),
+            ]
+        failures = sorted({error for row in self.rows for error in row["failures"]})
+        if failures:
+            parts += ["\nErrors:\n", *(f"- {error}" for error in failures)]
+        return "\n".join(parts).rstrip() + "\n"
+
+
+def write_comparison(sweeps: Sequence[Sweep], output: Path) -> str:
+    """Write two sweeps as one table and one plot, OUTPUT.md and .png; returns the table.
+
+    ClientError if they do not sweep the same quantity.
+    """
+    first, second = sweeps
+    if first.label != second.label:
+        raise ClientError(f"one sweep is over {first.label.lower()}, the other over {second.label.lower()}")
+    names = ["A", "B"]
+    keys = [(key, share) for key in ("first_chunk_ms", "total_ms") for share in ("p50", "p95")]
+    shared = [(a, b) for a in first.rows for b in second.rows if a["label"] == b["label"]]
+    head = [first.label] + [f"{key.removesuffix('_ms').replace('_', ' ')} {share} A → B (ms)" for key, share in keys]
+    lines = [[a["label"], *(_change(a[key], b[key], share) for key, share in keys), _gaps(a, b)] for a, b in shared]
+    text = "\n".join(
+        [
+            *(
+                f"{name}: {sweep.title or sweep.command} ({sweep.made})  "
+                for name, sweep in zip(names, sweeps, strict=True)
+            ),
+            "",
+            table([*head, "without a gap A → B"], lines) if shared else "The sweeps have no step in common.",
+            "",
+        ]
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with_suffix(output, ".md").write_text(text, encoding="utf-8")
+    title = "\n".join(f"{name}: {sweep.title or sweep.command}" for name, sweep in zip(names, sweeps, strict=True))
+    rows = {name: sweep.rows for name, sweep in zip(names, sweeps, strict=True)}
+    plot_sweep(rows, first.label.lower(), title, with_suffix(output, ".png"))
+    return text
+
+
+def with_suffix(output: Path, suffix: str) -> Path:
+    """`output` with a suffix appended; a name such as run-0.5 keeps its dot."""
+    return output.with_name(output.name + suffix)
+
+
+def _change(a: dict[str, float] | None, b: dict[str, float] | None, share: str) -> str:
+    if a is None or b is None:
+        return ""
+    return f"{a[share]:.0f} → {b[share]:.0f} ({100 * (b[share] / a[share] - 1):+.0f} %)"
+
+
+def _gaps(a: dict[str, Any], b: dict[str, Any]) -> str:
+    shares = [row["share_without_gap"] for row in (a, b)]
+    return " → ".join("" if share is None else f"{100 * share:.1f} %" for share in shares)

@@ -1,0 +1,118 @@
+"""Monitors of a run: whether the servers are live, how late this process is, and interruptions."""
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException
+
+from cosyvoice_triton.client.requests import one_line
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 1.0  # between two probes of a server
+PROBE_SECONDS = 2.0  # for its answer; after two probes without one it is lost
+LAG_SECONDS = 0.02  # between two measurements of this process's own delay
+
+
+class ServerWatch:
+    """Probes servers. lost: those that do not answer, and why; `on_loss` is called for each."""
+
+    def __init__(self, probes: Mapping[str, triton.InferenceServerClient], on_loss: Callable[[str], None]) -> None:
+        self.lost: dict[str, str] = {}
+        self._probes = probes
+        self._on_loss = on_loss
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Probe every server regularly."""
+        async with _in_background(*(self._watch(server) for server in self._probes)):
+            yield
+
+    async def check(self, server: str) -> None:
+        """Probe at once after a failure, so that a dead server does not fail all remaining requests one by one."""
+        if server not in self.lost and (reason := await self._silence(server)):
+            self._lose(server, reason)
+
+    async def _watch(self, server: str) -> None:
+        silent = 0
+        while server not in self.lost:
+            await asyncio.sleep(WATCH_SECONDS)
+            reason = await self._silence(server)
+            silent = silent + 1 if reason else 0
+            if silent == 2:
+                self._lose(server, reason)
+
+    async def _silence(self, server: str) -> str:
+        """Why a server does not answer; "" if it does."""
+        try:
+            if await self._probes[server].is_server_live(client_timeout=PROBE_SECONDS):
+                return ""
+            return "it reports that it is not live"
+        except InferenceServerException as error:
+            if error.status() == str(grpc.StatusCode.DEADLINE_EXCEEDED):
+                return f"no answer within {PROBE_SECONDS:g} s"
+            return one_line(error.message())
+
+    def _lose(self, server: str, reason: str) -> None:
+        if server not in self.lost:
+            self.lost[server] = f"{server} stopped answering: {reason}"
+            self._on_loss(server)
+
+
+@asynccontextmanager
+async def lags() -> AsyncIterator[list[float]]:
+    """A list that fills with the delays of this process's timers, in seconds."""
+    measured: list[float] = []
+
+    async def measure() -> None:
+        while True:
+            due = time.perf_counter() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            measured.append(max(0.0, time.perf_counter() - due))
+
+    async with _in_background(measure()):
+        yield measured
+
+
+@asynccontextmanager
+async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("a monitor of the run has failed: %r", result)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM cancel the running task once; a second one ends the process as usual."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+
+    def cancel() -> None:
+        release()
+        task.cancel()
+
+    def release() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, cancel)
+    try:
+        yield
+    finally:
+        release()

@@ -1,0 +1,78 @@
+"""The environment variables that the starter of tritonserver sets for the models, read and written only here.
+
+TTS_METRICS_DIR     directory in which each model instance writes its metrics; unset: none are written
+TTS_DRAIN_FILE      once this file exists, orchestrators refuse new requests; unset: never
+TTS_TEST_FAULTS     directory of faults, see monitoring/faults.py; only tests and soaks set it; unset: none
+TTS_GRPC_ADDRESS    host:port of this tritonserver's gRPC endpoint, as orchestrators call it; unset: 127.0.0.1:8001
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosyvoice_triton.constants import GRPC_PORT
+
+METRICS_DIRECTORY = "TTS_METRICS_DIR"
+DRAIN_FILE = "TTS_DRAIN_FILE"
+GRPC_ADDRESS = "TTS_GRPC_ADDRESS"
+TEST_FAULTS = "TTS_TEST_FAULTS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEnvironment:
+    """The values of these variables."""
+
+    metrics_directory: Path | None = None
+    drain_file: Path | None = None
+    grpc_address: str = f"127.0.0.1:{GRPC_PORT}"
+    faults: Path | None = None
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] = os.environ) -> "ModelEnvironment":
+        """From the environment of this process. An empty variable counts as unset. ValueError for faults from a
+        directory that does not exist."""
+        metrics_directory, drain_file = variables.get(METRICS_DIRECTORY), variables.get(DRAIN_FILE)
+        faults = Path(variables[TEST_FAULTS]) if variables.get(TEST_FAULTS) else None
+        if faults is not None and not faults.is_dir():
+            raise ValueError(f"{TEST_FAULTS}={faults} is not a directory")
+        return cls(
+            metrics_directory=Path(metrics_directory) if metrics_directory else None,
+            drain_file=Path(drain_file) if drain_file else None,
+            grpc_address=variables.get(GRPC_ADDRESS) or cls.grpc_address,
+            faults=faults,
+        )
+
+    def variables(self) -> dict[str, str]:
+        """The variables that `read` turns back into these values."""
+        values = {
+            METRICS_DIRECTORY: self.metrics_directory,
+            DRAIN_FILE: self.drain_file,
+            GRPC_ADDRESS: self.grpc_address,
+            TEST_FAULTS: self.faults,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def tritonserver_environment(models: ModelEnvironment, libraries: Sequence[Path]) -> dict[str, str]:
+    """The environment to start tritonserver in: this process's own, these variables and what the stubs need.
+
+    libraries: directories for the loader. The stubs run Python isolated: they ignore PYTHONPATH but use the first
+    python3 on PATH, which has to be this interpreter for them to find its packages.
+    """
+    environment = dict(os.environ)
+    search = [*map(str, libraries), environment.get("LD_LIBRARY_PATH", "")]
+    environment["LD_LIBRARY_PATH"] = ":".join(part for part in search if part)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
+    # The models' processes share the cores. By default an OpenMP thread that waits for the others of its process spins,
+    # while those may not get a core: a millisecond of work can then take a hundred.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # oneDNN, which computes on CPUs, keeps what it prepares for 1,024 shapes, of which windows have hundreds. With 256
+    # it is no slower (docs/results/soak.md).
+    environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    # torch keeps another 1,024 of its bfloat16 matrix products, of 250 KiB each.
+    environment.setdefault("LRU_CACHE_CAPACITY", "256")
+    # Voices of 1 to 30 s come and go: torch's usual segments leave a GPU's memory in pieces too small for the next.
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    return environment | models.variables()

@@ -1,0 +1,147 @@
+"""Whether the model of this process still does its work, and how the process that runs tritonserver learns it.
+
+A model proves it with every request that succeeds. Without one for TEST_SECONDS, or after an unexpected error, it tests
+itself: a small job through its own queue and engine. The result is published with the model's metrics, whose file also
+shows by its age that the process is not stopped. If the process cannot recover, a file names the reason.
+"""
+
+import faulthandler
+import gc
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from cosyvoice_triton.errors import UnavailableError, is_fatal
+from cosyvoice_triton.monitoring.environment import ModelEnvironment
+from cosyvoice_triton.monitoring.memory import return_freed
+from cosyvoice_triton.monitoring.metrics import Metric, MetricsPublisher, Values
+
+logger = logging.getLogger(__name__)
+
+TEST_SECONDS = 10.0
+POLL_SECONDS = 1.0
+RETURN_SECONDS = 30.0  # between two times that freed memory is given back
+FAILED = ".failed"  # ending of the file that names the reason
+STACKS_SIGNAL = signal.SIGUSR1  # a model writes the Python stacks of all its threads to the log
+
+SUCCESS_AGE = Metric(
+    "tts_model_success_age_seconds", "gauge", "Seconds since the model last answered a request or passed its own test"
+)
+FAILING = Metric(
+    "tts_model_failing",
+    "gauge",
+    "1 if the model has failed its own test and has done nothing since, or if the server goes on without it",
+)
+
+
+class Health:
+    """When the model of this process last did its work. Safe to use from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._succeeded_at = clock()
+        self._failing = False
+        self._suspected = False
+
+    def succeeded(self) -> None:
+        """A request has been answered."""
+        self._succeeded_at = self._clock()
+        self._failing = self._suspected = False
+
+    def suspect(self) -> None:
+        """An unexpected error: the model tests itself soon."""
+        self._suspected = True
+
+    def test_if_due(self, test: Callable[[], object], model: str) -> None:
+        """Run `test` after an unexpected error or TEST_SECONDS without a success. It may block as long as it needs."""
+        if not self._suspected and self._clock() - self._succeeded_at < TEST_SECONDS:
+            return
+        self._suspected = False
+        try:
+            test()
+        except Exception as error:
+            if is_fatal(error):
+                report_failure(model, error)
+            elif isinstance(error, UnavailableError):  # full: the requests that fill it prove that it works, or do not
+                logger.info("%s cannot test itself now: %s", model, error)
+            else:
+                self._failing = self._suspected = True
+                logger.exception("%s has failed its own test", model)
+        else:
+            self.succeeded()
+
+    def values(self) -> Values:
+        """As metrics."""
+        return {SUCCESS_AGE: round(self._clock() - self._succeeded_at, 3), FAILING: int(self._failing)}
+
+
+health = Health()  # of this process: Triton runs each model instance in one of its own
+
+
+class ModelMonitor:
+    """Publishes the health and the metrics of a model instance until `close`, and gives back the memory that it frees.
+    Made once the model is loaded.
+
+    test: a small job that raises if the model cannot do its work, in a thread of its own. read: the model's metrics.
+    args: those that Triton passes to `initialize`. Does nothing if no process reads what is published.
+    """
+
+    def __init__(
+        self, args: Mapping[str, str], *, test: Callable[[], object], read: Callable[[], Values] = dict
+    ) -> None:
+        self._test = test
+        self._model = args["model_name"]
+        self._ended = threading.Event()
+        health.succeeded()  # it has just been loaded
+        faulthandler.register(
+            STACKS_SIGNAL
+        )  # before the first metrics, which tell the server that the process has this
+        self._publisher = MetricsPublisher(lambda: {**read(), **health.values()}, args)
+        if ModelEnvironment.read().metrics_directory:
+            gc.collect()
+            gc.freeze()  # loaded objects stay: to scan them again would stop all threads for a tenth of a second
+            threading.Thread(target=self._run, name="health", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop publishing."""
+        self._ended.set()
+        self._publisher.close()
+
+    def _run(self) -> None:
+        returned_at = time.monotonic()
+        while not self._ended.wait(POLL_SECONDS):
+            health.test_if_due(self._test, self._model)
+            if time.monotonic() - returned_at >= RETURN_SECONDS:
+                return_freed()
+                returned_at = time.monotonic()
+
+
+def report_failure(model: str, error: BaseException) -> None:
+    """This process cannot recover: log why, and tell the process that runs tritonserver, which ends it."""
+    logger.critical("%s has to be restarted: %s: %s", model, type(error).__name__, error)
+    if directory := ModelEnvironment.read().metrics_directory:
+        try:
+            write_failure(directory, model, str(error).strip().partition("\n")[0])
+        except OSError:  # such as a full disk: the caller still has to answer its request
+            logger.exception("the failure of %s cannot be reported", model)
+
+
+def write_failure(directory: Path, model: str, reason: str) -> None:
+    """From now on `reported_failures` has this model."""
+    work = directory / f"{model}.new"
+    work.write_text(reason)
+    work.rename(directory / f"{model}{FAILED}")
+
+
+def has_failed(model: str) -> bool:
+    """Whether a model of this server has reported that it has failed, or the server goes on without it."""
+    directory = ModelEnvironment.read().metrics_directory
+    return directory is not None and (directory / f"{model}{FAILED}").exists()
+
+
+def reported_failures(directory: Path) -> dict[str, str]:
+    """What `report_failure` has written: the reasons by model."""
+    return {path.stem: path.read_text() for path in directory.glob(f"*{FAILED}")}

@@ -1,0 +1,26 @@
+"""The log of a model's process: lines like Triton's own, with the model and the request that they are about."""
+
+import logging
+from contextvars import ContextVar
+
+from cosyvoice_triton.monitoring.environment import ModelEnvironment
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the request that this task or thread serves
+
+FORMAT = "%(levelname).1s%(asctime)s.%(msecs)03d000 %(process)d %(name)s] %(request)s%(message)s"
+
+
+def configure() -> None:
+    """Log warnings and errors in this format, if a process reads them."""
+    if ModelEnvironment.read().metrics_directory is None:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(FORMAT, "%m%d %H:%M:%S"))
+    handler.addFilter(_add_request)
+    logging.basicConfig(handlers=[handler])
+
+
+def _add_request(record: logging.LogRecord) -> bool:
+    # Quoted, because clients choose it: it must not begin a line of its own.
+    record.request = f"[{request!r}] " if (request := request_id.get()) else ""
+    return True

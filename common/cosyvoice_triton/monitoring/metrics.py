@@ -1,0 +1,223 @@
+"""Our models' metrics, in addition to Triton's own `nv_...`: counted in each model's process, shown on one page.
+
+Each process writes its numbers to a file, and `page` combines the files. Triton's custom metrics would work too, but
+each update is a blocking message to tritonserver over the shared memory that the streams use, and the number that
+decides whether a server may be stopped should not depend on that.
+"""
+
+import bisect
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from cosyvoice_triton.constants import SAMPLE_RATE
+from cosyvoice_triton.errors import OverloadedError, UnavailableError
+from cosyvoice_triton.monitoring.environment import ModelEnvironment
+
+logger = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 0.25
+
+RequestStatus = Literal["ok", "invalid", "refused", "unavailable", "cancelled", "error"]
+OUTCOMES: tuple[RequestStatus, ...] = get_args(RequestStatus)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric family in Prometheus' format, or one sample of it: then with the sample's `suffix` and `labels`.
+
+    The labels of the model and its instance are added when the metric is published.
+    """
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    suffix: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+
+    def sample(self, suffix: str = "", **labels: str) -> "Metric":
+        """One sample of the family."""
+        return Metric(self.name, self.kind, self.help, suffix, tuple(sorted(labels.items())))
+
+
+# A model's current numbers by sample: a gauge's value, a counter's sum since the start.
+Values = Mapping[Metric, float]
+
+LIVE = Metric("tts_requests_live", "gauge", "Speech requests in progress")
+ENDED = Metric("tts_requests_total", "counter", "Speech requests that have ended, by outcome")
+AUDIO = Metric("tts_audio_seconds_total", "counter", "Seconds of audio sent")
+FIRST_CHUNK = Metric(
+    "tts_first_chunk_seconds",
+    "histogram",
+    "Seconds from a request's arrival at the orchestrator to its first audio",
+)
+FIRST_CHUNK_BOUNDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0)
+
+# The metrics of token2wav. Their prefix stays, because dashboards use it; elsewhere "vocoder" means HiFT alone.
+STREAMS = Metric("tts_vocoder_streams_live", "gauge", "token2wav streams that hold memory")
+QUEUED = Metric("tts_vocoder_chunks_queued", "gauge", "Chunks waiting to be rendered, and new streams for a slot")
+CACHE = Metric("tts_vocoder_cache_bytes", "gauge", "Bytes of memory held for streams and voices")
+BATCHES = Metric("tts_vocoder_batches_total", "counter", "Batches rendered")
+CHUNKS = Metric("tts_vocoder_chunks_total", "counter", "Chunks rendered; divided by the batches: the mean batch size")
+WAITED = Metric(
+    "tts_vocoder_waited_seconds_total", "counter", "Seconds that chunks waited from arrival to the start of their batch"
+)
+RETRIED = Metric("tts_vocoder_chunks_retried_total", "counter", "Chunks that were not finite and rendered in float32")
+FAILED = Metric(
+    "tts_vocoder_chunks_failed_total", "counter", "Chunks that could not be rendered and ended their stream"
+)
+EVICTED = Metric("tts_vocoder_voices_evicted_total", "counter", "Prompt caches of voices that were evicted")
+FALLBACKS = Metric("tts_vocoder_precision_fallbacks", "gauge", "Networks in float32, because they fail in less")
+LIMIT = Metric("tts_vocoder_streams_limit", "gauge", "Live streams up to which new listeners are admitted now")
+REFUSED = Metric("tts_vocoder_refused_total", "counter", "New listeners refused, by the limit that was reached")
+STARTS = Metric("tts_vocoder_starts_total", "counter", "Streams opened")
+STARTS_WAITED = Metric(
+    "tts_vocoder_starts_waited_seconds_total", "counter", "Seconds from the request of a stream until it was open"
+)
+GAPS = Metric("tts_vocoder_gaps_total", "counter", "Chunks that came after the audio before had been played")
+GAP_SECONDS = Metric("tts_vocoder_gap_seconds_total", "counter", "Seconds of silence before these chunks")
+CONTEXTS = Metric("tts_vocoder_contexts", "gauge", "Execution contexts of the flow's TensorRT plans")
+CONTEXT_WAITED = Metric(
+    "tts_vocoder_context_waited_seconds_total", "counter", "Seconds spent waiting for an execution context"
+)
+
+
+class LiveRequest:
+    """One request to an orchestrator while it is being answered."""
+
+    def __init__(self, now: float) -> None:
+        self._begun = now
+        self.first_chunk: float | None = None
+        self.seconds = 0.0
+
+    def sent(self, samples: int) -> None:
+        """Count audio that is being sent to the client."""
+        if self.first_chunk is None:
+            self.first_chunk = time.monotonic() - self._begun
+        self.seconds += samples / SAMPLE_RATE
+
+
+class RequestStats:
+    """Counts an orchestrator's requests. Safe to read from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._live = 0
+        self._ended: dict[RequestStatus, int] = dict.fromkeys(OUTCOMES, 0)
+        self._audio_seconds = 0.0
+        self._first_chunks = [0] * (len(FIRST_CHUNK_BOUNDS) + 1)  # counts per bucket, the last one above all bounds
+        self._first_chunk_seconds = 0.0
+
+    @contextmanager
+    def request(self) -> Iterator[LiveRequest]:
+        """Count one request; the exception that leaves the block decides its outcome."""
+        with self._lock:
+            self._live += 1
+        live = LiveRequest(time.monotonic())
+        outcome: RequestStatus = "error"
+        try:
+            yield live
+            outcome = "ok"
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            with self._lock:
+                self._live -= 1
+                self._ended[outcome] += 1
+                self._audio_seconds += live.seconds
+                if live.first_chunk is not None:
+                    self._first_chunks[bisect.bisect_left(FIRST_CHUNK_BOUNDS, live.first_chunk)] += 1
+                    self._first_chunk_seconds += live.first_chunk
+
+    def values(self) -> Values:
+        """The current numbers."""
+        with self._lock:
+            values: dict[Metric, float] = {LIVE: self._live, AUDIO: self._audio_seconds}
+            values |= {ENDED.sample(outcome=outcome): count for outcome, count in self._ended.items()}
+            total = 0
+            for bound, count in zip((*FIRST_CHUNK_BOUNDS, "+Inf"), self._first_chunks, strict=True):
+                total += count
+                values[FIRST_CHUNK.sample("_bucket", le=str(bound))] = total
+            values |= {FIRST_CHUNK.sample("_count"): total, FIRST_CHUNK.sample("_sum"): self._first_chunk_seconds}
+            return values
+
+
+def outcome_of(error: BaseException) -> RequestStatus:
+    """The outcome of a request that raised `error`; see `cosyvoice_triton.errors`."""
+    if isinstance(error, ValueError):
+        return "invalid"
+    if isinstance(error, OverloadedError):
+        return "refused"
+    if isinstance(error, UnavailableError):
+        return "unavailable"
+    return "error" if isinstance(error, Exception) else "cancelled"
+
+
+class MetricsPublisher:
+    """Writes what `read` returns to the file of a model instance every PERIOD_SECONDS, in a thread of its own.
+
+    Does nothing if the environment names no directory.
+    """
+
+    def __init__(self, read: Callable[[], Values], args: Mapping[str, str]) -> None:
+        """`args`: those that Triton passes to `initialize`; they name the model and its instance."""
+        self._read = read
+        self._labels = {"model": args["model_name"], "model_instance": args["model_instance_name"]}
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if directory := ModelEnvironment.read().metrics_directory:
+            self._path = directory / f"{args['model_instance_name']}.json"
+            self._write()  # so that every sample exists before the first request
+            self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._ended.set()
+        if self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(PERIOD_SECONDS):
+            try:
+                self._write()
+            except Exception:  # metrics must not end a model
+                logger.exception("cannot write the metrics")
+
+    def _write(self) -> None:
+        write(self._path, self._labels, self._read())
+
+
+def write(path: Path, labels: Mapping[str, str], values: Values) -> None:
+    """Replace the file of a model instance. Readers see the earlier numbers or these, never a part."""
+    samples = [
+        [metric.name, metric.kind, metric.help, metric.suffix, dict(metric.labels) | dict(labels), value]
+        for metric, value in values.items()
+    ]
+    work = path.with_suffix(".new")
+    work.write_text(json.dumps(samples))
+    work.rename(path)
+
+
+def page(directory: Path) -> str:
+    """The numbers of all model instances in Prometheus' text format."""
+    families: dict[str, list[str]] = {}
+    for path in sorted(directory.glob("*.json")):
+        for name, kind, text, suffix, labels, value in json.loads(path.read_text()):
+            family = families.setdefault(name, [f"# HELP {name} {text}", f"# TYPE {name} {kind}"])
+            pairs = ",".join(f'{key}="{labels[key]}"' for key in sorted(labels))
+            family.append(f"{name}{suffix}{{{pairs}}} {value}")
+    return "".join(f"{line}\n" for family in families.values() for line in family)
+
+
+def sum_of(page: str, name: str) -> float:
+    """The sum of a metric's samples on a metrics page; 0 if there are none."""
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)", page, re.MULTILINE))

@@ -1,0 +1,1 @@
+"""The networks themselves: flows (`flow`) and vocoders (`hift`), with strict loaders of the official files."""

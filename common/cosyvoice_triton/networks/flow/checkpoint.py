@@ -1,0 +1,58 @@
+"""Loads `flow.pt` of each network: sizes are read from its tensors, and keys and shapes must match exactly."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cosyvoice_triton.checkpoint import load_strict, read_state, shapes_of
+from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig, DiTFlowConfig, UNetFlowConfig
+from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow, rotary_frequencies
+from cosyvoice_triton.networks.flow.dit import DiTFlow
+from cosyvoice_triton.networks.flow.unet import UNetFlow
+
+
+def load_unet_flow(
+    path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> UNetFlow:
+    """CosyVoice2's `flow.pt`. ValueError names the file, or every key and shape that does not fit."""
+    state = read_state(path)
+    with torch.device("meta"):
+        flow = UNetFlow(UNetFlowConfig.from_shapes(shapes_of(state)))
+    return load_strict(flow, state, device, dtype)
+
+
+def load_dit_flow(path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> DiTFlow:
+    """Step-Audio2's `token2wav/flow.pt`. ValueError names the file, or every key and shape that does not fit."""
+    state = read_state(path)
+    with torch.device("meta"):
+        flow = DiTFlow(DiTFlowConfig.from_shapes(shapes_of(state)))
+    return load_strict(flow, state, device, dtype)
+
+
+ROTARY_KEY = "decoder.estimator.rotary_embed.inv_freq"
+
+
+def load_cosyvoice3_flow(
+    path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> CosyVoice3Flow:
+    """CosyVoice3's `flow.pt`. ValueError names the file, or every key and shape that does not fit."""
+    state = read_state(path)
+    with torch.device("meta"):
+        flow = CosyVoice3Flow(CosyVoice3FlowConfig.from_shapes(shapes_of(state)))
+    return load_strict(flow, without_rotary(state), device, dtype)
+
+
+def without_rotary(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state_dict without the rotary frequencies, which the network computes, so that they are float32 in every
+    precision. ValueError if the file's differ from those."""
+    given = state[ROTARY_KEY].float()
+    if not torch.allclose(given, rotary_frequencies(2 * len(given)), rtol=1e-4):
+        raise ValueError(f"checkpoint: {ROTARY_KEY} is not 10000^(-2i / {2 * len(given)})")
+    return {key: tensor for key, tensor in state.items() if key != ROTARY_KEY}
+
+
+def with_rotary(state: Mapping[str, Tensor], config: CosyVoice3FlowConfig) -> dict[str, Tensor]:
+    """The reverse, as in the official file."""
+    return {**state, ROTARY_KEY: rotary_frequencies(config.estimator.head_dim)}

@@ -1,0 +1,256 @@
+"""Sizes of the flow networks. Defaults are the official sizes; `from_shapes` reads them from a checkpoint's tensors."""
+
+import re
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from cosyvoice_triton.checkpoint import Shapes
+from cosyvoice_triton.constants import (
+    FLOW_CHUNK_TOKENS,
+    GUIDANCE,
+    LOOKAHEAD_TOKENS,
+    MEL_BINS,
+    SPEAKER_DIM,
+    SPEECH_VOCAB,
+    TOKEN_MEL_RATIO,
+)
+
+UNET_HEAD_DIM = 64  # cannot be read from a checkpoint: to_q is (heads * head_dim, channels)
+
+
+def _size(shapes: Shapes, key: str, axis: int = 0) -> int:
+    """Length of one axis of a tensor; ValueError names a tensor that is missing or has fewer axes."""
+    shape = shapes.get(key)
+    if shape is None or len(shape) <= axis:
+        raise ValueError(f"checkpoint: {key!r} gives a size of the network, found {shape and tuple(shape)}")
+    return shape[axis]
+
+
+def _count(shapes: Shapes, prefix: str) -> int:
+    """Number of modules `prefix.0`, `prefix.1`, ... in the checkpoint."""
+    pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
+    return len({match[1] for key in shapes if (match := pattern.match(key))})
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Upsampling conformer encoder: `blocks` layers at token rate, `up_blocks` layers at mel rate.
+
+    chunk_tokens: attention chunk of the training masks (upstream's `static_chunk_size`); no tensor shows it.
+    """
+
+    width: int = 512
+    heads: int = 8
+    feed_forward: int = 2048
+    blocks: int = 6
+    up_blocks: int = 4
+    lookahead: int = LOOKAHEAD_TOKENS
+    ratio: int = TOKEN_MEL_RATIO
+    chunk_tokens: int = FLOW_CHUNK_TOKENS
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "EncoderConfig":
+        prefix = "encoder."
+        return cls(
+            width=_size(shapes, f"{prefix}embed.out.0.weight"),
+            heads=_size(shapes, f"{prefix}encoders.0.self_attn.pos_bias_u"),
+            feed_forward=_size(shapes, f"{prefix}encoders.0.feed_forward.w_1.weight"),
+            blocks=_count(shapes, f"{prefix}encoders"),
+            up_blocks=_count(shapes, f"{prefix}up_encoders"),
+            lookahead=_size(shapes, f"{prefix}pre_lookahead_layer.conv1.weight", 2) - 1,
+            ratio=(_size(shapes, f"{prefix}up_layer.conv.weight", 2) - 1) // 2,
+        )
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """Causal UNet estimator with one level: CosyVoice2's never changes the frame rate.
+
+    head_dim, chunk_frames (upstream's `static_chunk_size`): no tensor shows them.
+    """
+
+    in_channels: int = 4 * MEL_BINS  # noisy mel, encoder output, speaker, prompt mel
+    out_channels: int = MEL_BINS
+    channels: int = 256
+    heads: int = 8
+    head_dim: int = UNET_HEAD_DIM
+    blocks: int = 4  # transformer blocks per stage
+    mid_stages: int = 12
+    chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "UNetConfig":
+        prefix = "decoder.estimator."
+        return cls(
+            in_channels=_size(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight", 1),
+            out_channels=_size(shapes, f"{prefix}final_proj.weight"),
+            channels=_size(shapes, f"{prefix}down_blocks.0.0.block1.block.0.weight"),
+            heads=_size(shapes, f"{prefix}down_blocks.0.1.0.attn1.to_q.weight") // UNET_HEAD_DIM,
+            blocks=_count(shapes, f"{prefix}down_blocks.0.1"),
+            mid_stages=_count(shapes, f"{prefix}mid_blocks"),
+        )
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    """Causal diffusion transformer estimator of Step-Audio2."""
+
+    in_channels: int = 4 * MEL_BINS  # noisy mel, encoder output, speaker, prompt mel
+    out_channels: int = MEL_BINS
+    width: int = 512
+    depth: int = 16
+    heads: int = 8
+    head_dim: int = 64
+    feed_forward: int = 2048
+    time_frequencies: int = 256
+    conv_kernel: ClassVar[int] = 3
+    chunk_frames: ClassVar[int] = 0
+
+    @property
+    def conv_pairs(self) -> int:
+        """Pairs of causal convolutions: one in each block."""
+        return self.depth
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "DiTConfig":
+        prefix = "decoder.estimator."
+        head_dim = _size(shapes, f"{prefix}blocks.0.attn.q_norm.weight")
+        return cls(
+            in_channels=_size(shapes, f"{prefix}in_proj.weight", 1),
+            out_channels=_size(shapes, f"{prefix}final_layer.linear.weight"),
+            width=_size(shapes, f"{prefix}in_proj.weight"),
+            depth=_count(shapes, f"{prefix}blocks"),
+            heads=_size(shapes, f"{prefix}blocks.0.attn.to_q.weight") // head_dim,
+            head_dim=head_dim,
+            feed_forward=_size(shapes, f"{prefix}blocks.0.mlp.fc1.weight"),
+            time_frequencies=_size(shapes, f"{prefix}t_embedder.mlp.0.weight", 1),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig:
+    """What all flows share: token embedding, speaker projection, guidance.
+
+    guidance: weight of classifier-free guidance (upstream's `inference_cfg_rate`); no tensor shows it.
+    """
+
+    vocab: int = SPEECH_VOCAB
+    speaker_dim: int = SPEAKER_DIM
+    mel_bins: int = MEL_BINS
+    guidance: float = GUIDANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformerFlowConfig(FlowConfig):
+    """A flow with the conformer encoder."""
+
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetFlowConfig(ConformerFlowConfig):
+    """The flow of CosyVoice2's `flow.pt`."""
+
+    estimator: UNetConfig = field(default_factory=UNetConfig)
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "UNetFlowConfig":
+        return cls(
+            vocab=_size(shapes, "input_embedding.weight"),
+            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
+            mel_bins=_size(shapes, "encoder_proj.weight"),
+            encoder=EncoderConfig.from_shapes(shapes),
+            estimator=UNetConfig.from_shapes(shapes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTFlowConfig(ConformerFlowConfig):
+    """The flow of Step-Audio2's `token2wav/flow.pt`."""
+
+    estimator: DiTConfig = field(default_factory=DiTConfig)
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "DiTFlowConfig":
+        return cls(
+            vocab=_size(shapes, "input_embedding.weight"),
+            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
+            mel_bins=_size(shapes, "encoder_proj.weight"),
+            encoder=EncoderConfig.from_shapes(shapes),
+            estimator=DiTConfig.from_shapes(shapes),
+        )
+
+
+@dataclass(frozen=True)
+class LookaheadConfig:
+    """CosyVoice3's encoder: the look-ahead layer alone, then each token `ratio` times.
+
+    ratio, chunk_tokens: as in `EncoderConfig`; no tensor shows them.
+    """
+
+    width: int = MEL_BINS
+    hidden: int = 1024
+    lookahead: int = LOOKAHEAD_TOKENS
+    ratio: int = TOKEN_MEL_RATIO
+    chunk_tokens: int = FLOW_CHUNK_TOKENS
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "LookaheadConfig":
+        conv = "pre_lookahead_layer.conv1.weight"
+        return cls(width=_size(shapes, conv, 1), hidden=_size(shapes, conv), lookahead=_size(shapes, conv, 2) - 1)
+
+
+@dataclass(frozen=True)
+class RotaryDiTConfig:
+    """Diffusion transformer estimator of CosyVoice3.
+
+    conv_groups, chunk_frames (upstream's `static_chunk_size`): no tensor shows them. conv_pairs: of causal
+    convolutions, before the first block.
+    """
+
+    in_channels: int = 4 * MEL_BINS  # noisy mel, prompt mel, encoder output, speaker
+    out_channels: int = MEL_BINS
+    width: int = 1024
+    depth: int = 22
+    heads: int = 16
+    head_dim: int = 64
+    feed_forward: int = 2048
+    time_frequencies: int = 256
+    conv_kernel: int = 31
+    conv_groups: int = 16
+    chunk_frames: int = FLOW_CHUNK_TOKENS * TOKEN_MEL_RATIO
+    conv_pairs: ClassVar[int] = 1
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "RotaryDiTConfig":
+        prefix = "decoder.estimator."
+        head_dim = 2 * _size(shapes, f"{prefix}rotary_embed.inv_freq")
+        return cls(
+            in_channels=_size(shapes, f"{prefix}input_embed.proj.weight", 1),
+            out_channels=_size(shapes, f"{prefix}proj_out.weight"),
+            width=_size(shapes, f"{prefix}input_embed.proj.weight"),
+            depth=_count(shapes, f"{prefix}transformer_blocks"),
+            heads=_size(shapes, f"{prefix}transformer_blocks.0.attn.to_q.weight") // head_dim,
+            head_dim=head_dim,
+            feed_forward=_size(shapes, f"{prefix}transformer_blocks.0.ff.ff.0.0.weight"),
+            time_frequencies=_size(shapes, f"{prefix}time_embed.time_mlp.0.weight", 1),
+            conv_kernel=_size(shapes, f"{prefix}input_embed.conv_pos_embed.conv1.0.weight", 2),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosyVoice3FlowConfig(FlowConfig):
+    """The flow of CosyVoice3's `flow.pt`."""
+
+    encoder: LookaheadConfig = field(default_factory=LookaheadConfig)
+    estimator: RotaryDiTConfig = field(default_factory=RotaryDiTConfig)
+
+    @classmethod
+    def from_shapes(cls, shapes: Shapes) -> "CosyVoice3FlowConfig":
+        return cls(
+            vocab=_size(shapes, "input_embedding.weight"),
+            speaker_dim=_size(shapes, "spk_embed_affine_layer.weight", 1),
+            mel_bins=_size(shapes, "spk_embed_affine_layer.weight"),
+            encoder=LookaheadConfig.from_shapes(shapes),
+            estimator=RotaryDiTConfig.from_shapes(shapes),
+        )

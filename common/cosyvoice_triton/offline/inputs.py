@@ -1,0 +1,124 @@
+"""Inputs of the offline tools: samples, their voice prompts, and precomputed speech tokens."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.load.samples import Sample, SampleError, read_dataset, read_manifest
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.voice.audio import validate_reference
+from cosyvoice_triton.voice.encoders import ReferenceEncoder
+from cosyvoice_triton.voice.prompt import Prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ROOT / "tests" / "assets" / "manifest.jsonl"
+CACHED_VOICES = 64  # up to 3 MB each
+
+
+def add_data_arguments(parser: argparse.ArgumentParser, split: str) -> None:
+    """Options that select the samples. split: upstream's name for this tool's option of a data set's split."""
+    parser.add_argument("--manifest-path", type=Path, help=f"JSON lines or seed-tts .lst; default: {_shown(SHIPPED)}")
+    parser.add_argument(split, dest="split_name", help="split of a HuggingFace data set, such as wenetspeech4tts")
+    parser.add_argument(
+        "--dataset-name",
+        help="default: yuekai/CV3-Eval for splits with 'zero' in their name, else yuekai/seed_tts_cosy2",
+    )
+
+
+def add_trt_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--enable-trt",
+        action="store_true",
+        help="run the flow's estimator and the speaker encoder from their TensorRT plans (docs/tensorrt.md), on a GPU",
+    )
+
+
+def read_samples(args: argparse.Namespace) -> list[Sample]:
+    """The samples that the options select; SampleError if they cannot be read."""
+    if args.manifest_path and (args.split_name or args.dataset_name):
+        raise SampleError("give a manifest or a data set, not both")
+    if args.dataset_name and not args.split_name:
+        raise SampleError(f"which split of {args.dataset_name}? name it")
+    if args.split_name:
+        name = args.dataset_name or ("yuekai/CV3-Eval" if "zero" in args.split_name else "yuekai/seed_tts_cosy2")
+        samples = read_dataset(name, args.split_name)
+    else:
+        samples = read_manifest(args.manifest_path or SHIPPED)
+    if nameless := [sample.id for sample in samples if sample.prompt_audio is None]:
+        raise SampleError(f"sample {nameless[0]!r} names a speaker; offline tools need prompt_audio")
+    return samples
+
+
+def add_token2wav_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the tools that render existing speech tokens."""
+    parser.add_argument(
+        "--model-dir",
+        type=Path,
+        default=Path("models/demo", stacks.DEFAULT.checkpoint),
+        help="token2wav checkpoint of any stack (default: %(default)s)",
+    )
+    add_data_arguments(parser, "--huggingface-dataset-split")
+    parser.add_argument("--tokens-path", type=Path, help="JSON lines of id and target_audio_cosy2_tokens")
+    parser.add_argument("--output-dir", type=Path, default=Path("out/generated_wavs"), help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_trt_argument(parser)
+
+
+def with_tokens(samples: Sequence[Sample], path: Path | None) -> list[Sample]:
+    """The samples with the tokens of `path`: JSON lines of `id` and `target_audio_cosy2_tokens`."""
+    if path is None:
+        return list(samples)
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        tokens = {str(row["id"]): np.asarray(row["target_audio_cosy2_tokens"], np.int64) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SampleError(
+            f"cannot read the tokens in {path}: {type(error).__name__} {error}; "
+            "cosyvoice_triton.cli.offline_inference writes such a file, samples.jsonl"
+        ) from None
+    if missing := [sample.id for sample in samples if sample.id not in tokens]:
+        raise SampleError(f"{path} has no tokens for {len(missing)} sample(s), the first is {missing[0]!r}")
+    return [replace(sample, target_audio_cosy2_tokens=tokens[sample.id]) for sample in samples]
+
+
+class VoicePrompts:
+    """Encodes recordings to prompts. Samples often share a voice, so the most recent prompts are cached."""
+
+    def __init__(self, stack: Stack, model_dir: Path, device: str, enable_trt: bool = False) -> None:
+        self._encode = ReferenceEncoder(stack, model_dir, device, "tensorrt" if enable_trt else "onnxruntime")
+        self._cached = lru_cache(CACHED_VOICES)(lambda wav: self._encode(np.frombuffer(wav, np.float32).copy()))
+
+    def __call__(self, sample: Sample) -> Prompt:
+        """ValueError if the recording or its transcript cannot be used."""
+        assert sample.prompt_audio is not None  # checked by `read_samples`
+        wav = validate_reference(sample.prompt_audio)
+        text = clean_line(sample.prompt_text, name="prompt_text", max_chars=OrchestratorConfig.max_text_chars)
+        return replace(self._cached(wav.tobytes()), text=text)
+
+    def utterance(self, sample: Sample) -> tuple[Prompt, np.ndarray]:
+        """The prompt and the sample's speech tokens (n,), or those of the recording if the sample has none."""
+        prompt = self(sample)
+        tokens = sample.target_audio_cosy2_tokens
+        return prompt, prompt.tokens if tokens is None else tokens
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self._cached.cache_clear()
+
+    def warm_up(self) -> None:
+        """Load the networks, so that the first voice does not include it."""
+        self._encode(np.random.default_rng(0).uniform(-0.1, 0.1, PROMPT_SAMPLE_RATE).astype(np.float32))
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(ROOT)

@@ -1,0 +1,55 @@
+"""How the offline tools end: exit codes and the samples that failed."""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.load.samples import Sample
+
+FAILURES_SHOWN = 20
+
+
+class Failure(NamedTuple):
+    """Why a sample has no audio."""
+
+    id: str
+    stage: str
+    error: str
+
+    @classmethod
+    def of(cls, sample: Sample, stage: str, error: Exception) -> "Failure":
+        reason = " ".join(str(error).split())
+        if not isinstance(error, (ValueError, UnavailableError, OSError)):
+            reason = f"{type(error).__name__}: {reason}"  # out of memory, or a bug
+        return cls(sample.id, stage, reason)
+
+
+def exit_code(tool: str, run: Callable[[], int], interrupted: str = "interrupted") -> int:
+    """What `run` returns; 1 with one line on standard error if it cannot start, 130 if it is interrupted."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        return run()
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        print(f"{tool}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{tool}: {interrupted}", file=sys.stderr)
+        return 130
+
+
+def show_failures(failures: Sequence[Failure], file: str) -> None:
+    """Print the first ones to standard error; all are in `file`."""
+    for failure in failures[:FAILURES_SHOWN]:
+        print(f"failed: {failure.id} ({failure.stage}): {failure.error}", file=sys.stderr)
+    if hidden := failures[FAILURES_SHOWN:]:
+        print(f"failed: {len(hidden)} more, all in {file}", file=sys.stderr)
+
+
+def show_resynthesis(samples: Sequence[Sample]) -> int:
+    """Print and return the number of samples without tokens."""
+    count = sum(sample.target_audio_cosy2_tokens is None for sample in samples)
+    if count:
+        print(f"{count} of {len(samples)} samples have no tokens and resynthesize their recordings")
+    return count

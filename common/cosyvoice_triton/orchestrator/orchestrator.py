@@ -1,0 +1,155 @@
+"""What answers speech requests: it reads their tensors, and has the parts that a stack's settings select."""
+
+import dataclasses
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cosyvoice_triton import triton_io
+from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.llm.checkpoint import follows_instructions, read_limits, speech_bias
+from cosyvoice_triton.llm.interface import LengthRatios, SpeechLM, Timeouts
+from cosyvoice_triton.llm.interleaving import InterleavedLM
+from cosyvoice_triton.llm.openai_client import OpenAILM
+from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
+from cosyvoice_triton.llm.triton_client import TritonLM
+from cosyvoice_triton.llm.triton_tensors import RESPONSE_OUTPUTS
+from cosyvoice_triton.monitoring.drain import DrainFile
+from cosyvoice_triton.monitoring.environment import ModelEnvironment
+from cosyvoice_triton.monitoring.health import has_failed
+from cosyvoice_triton.monitoring.metrics import RequestStats
+from cosyvoice_triton.orchestrator.chunking import HopRules
+from cosyvoice_triton.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav
+from cosyvoice_triton.orchestrator.request import RequestInputs, default_sampling
+from cosyvoice_triton.orchestrator.responses import Timeline, outputs
+from cosyvoice_triton.orchestrator.silence import SilenceRules
+from cosyvoice_triton.orchestrator.synthesis import Synthesizer
+from cosyvoice_triton.orchestrator.text_stream import TextStream, TextStreams
+from cosyvoice_triton.replicas import replicas
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.text import TextFrontend
+from cosyvoice_triton.voice.book import VoiceBook
+
+TEXTS = ("target_text", "reference_text", "speaker", "instruct_text")
+
+
+class Orchestrator:
+    """Answers speech requests: with a stream of waveforms if the model is decoupled, otherwise with one."""
+
+    def __init__(self, config: OrchestratorConfig, stack: Stack):
+        tokenizer = LLMTokenizer.from_dir(config.llm_tokenizer_dir, stack.llm.tokenizer)
+        call = partial(triton_io.call, timeout=config.model_timeout)
+        self._llm = _speech_lm(config, tokenizer)
+        voices = VoiceBook(config.voices_dir, config.model_dir, tokenizer.decode, config.default_speaker)
+        if config.default_speaker:
+            voices.get()  # fail now rather than in a request
+        self._synthesizer = Synthesizer(
+            TextFrontend(),
+            voices.get,
+            TritonPromptEncoder(call, tokenizer.first_speech_id, stack.mel_max_hz),
+            self._llm,
+            InterleavedLM(self._llm, tokenizer),
+            TritonToken2Wav(
+                call,
+                replicas(stack.token2wav, len(config.token2wav_gpus)),
+                cumulative=stack.cumulative,
+                first_speech_id=tokenizer.first_speech_id,
+                failed=has_failed,
+            ),
+            HopRules(
+                strategy=config.dynamic_chunk_strategy,
+                first_hop=config.first_hop_tokens,
+                short_first_hop=config.short_first_hop_tokens,
+                max_hop=config.max_hop_tokens,
+                boundary=stack.chunk_boundary,
+            ),
+            silence=SilenceRules(tokens=frozenset(config.silent_tokens), most=config.max_silent_tokens),
+        )
+        self._sampling = default_sampling(config)
+        self._instructions = follows_instructions(config.llm_tokenizer_dir)
+        self._max_text_chars = config.max_text_chars
+        self._decoupled = config.decoupled
+        self._instances = config.instances
+        self._texts = TextStreams(config.max_text_chars, config.text_timeout)
+        self._drain = DrainFile(ModelEnvironment.read().drain_file)
+        self.stats = RequestStats()
+
+    async def answer(self, request: Any, responder: triton_io.Responder) -> None:
+        """Send the audio of one Triton request, (1, N) per response. Cancelling it ends all work started for it.
+
+        A request of a sequence has the first piece of a text, or a further one, see `text_stream`.
+        """
+        origin = triton_io.origin(request)
+        if not (sequence := origin["correlation_id"]):
+            await self._speak(request, responder)
+            return
+        sent = triton_io.read_all(request, ["target_text"])
+        piece, end = triton_io.text(sent, "target_text") or "", origin["end"]
+        if not origin["start"]:
+            self._texts.add(sequence, piece, end)
+            return
+        if not self._decoupled or self._instances > 1:
+            wrong = f"{self._instances} orchestrator processes" if self._decoupled else "offline requests"
+            raise ValueError(f"sequence id {sequence}: text in pieces is not served with {wrong}")
+        with self._texts.open(sequence) as pieces:
+            pieces.add(piece, end)
+            await self._speak(request, responder, pieces)
+
+    async def _speak(self, request: Any, responder: triton_io.Responder, pieces: TextStream | None = None) -> None:
+        timeline = Timeline()
+        warnings: list[str] = []
+        segments: list[tuple[str, int]] = []
+        with self.stats.request() as live:
+            self._drain.check()
+            speech = _inputs(request, pieces).check(self._sampling, self._max_text_chars)
+            if speech.instruct_text and not self._instructions:  # it would read them aloud
+                speech = dataclasses.replace(speech, instruct_text="")
+                warnings.append("instruct_text was left out: this LLM does not follow instructions")
+
+            def send(waveform: np.ndarray) -> None:
+                stages = timeline.take()
+                responder.send(outputs(waveform, warnings, segments, stages if speech.timeline else []))
+                live.sent(waveform.size)
+
+            def ended(text: str, samples: int) -> None:
+                if speech.segments:
+                    segments.append((text, samples))
+
+            if not self._decoupled:
+                send(await self._synthesizer.offline(speech, warnings.append, ended))
+                return
+            stream = self._synthesizer.stream(speech, warnings.append, timeline.add, ended)
+            async with aclosing(stream) as waveforms:
+                async for waveform in waveforms:
+                    send(waveform)
+
+    async def aclose(self) -> None:
+        """Release the LLM's connections."""
+        await self._llm.aclose()
+
+
+def _inputs(request: Any, pieces: TextStream | None) -> RequestInputs:
+    sent = triton_io.read_all(request, (*TEXTS, "reference_wav", "reference_wav_len"))
+    return RequestInputs(
+        **{name: triton_io.text(sent, name) for name in TEXTS},
+        reference_wav=sent.get("reference_wav"),
+        reference_wav_len=triton_io.scalar(sent, "reference_wav_len"),
+        parameters=triton_io.parameters(request),
+        pieces=pieces,
+    )
+
+
+def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
+    timeouts = Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
+    ratios = LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
+    if config.llm_transport == "openai":
+        return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios, config.llm_dialect)
+    bias = None
+    if config.llm_backend == "tensorrtllm":  # the python backend restricts the vocabulary itself
+        limits = read_limits(config.llm_tokenizer_dir)
+        bias = speech_bias(config.llm_tokenizer_dir, tokenizer, limits.vocab_size)
+    from cosyvoice_triton.triton_io.streams import Streams  # only this transport needs the client
+
+    return TritonLM(Streams(config.llm_model, RESPONSE_OUTPUTS), tokenizer, timeouts, ratios, bias)

@@ -1,0 +1,211 @@
+"""A request for speech, validated before any model is called."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cosyvoice_triton.config import OrchestratorConfig
+from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED
+from cosyvoice_triton.llm.interface import Sampling, preset_values
+from cosyvoice_triton.text import clean_line, clean_text, split_instruction, strip_control_tokens
+from cosyvoice_triton.text.normalization import Spelled
+from cosyvoice_triton.voice import audio
+from cosyvoice_triton.voice.prompt import Recording
+
+logger = logging.getLogger(__name__)
+
+# Request parameters that set the sampling, and their types.
+_SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
+    "seed": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "repetition_penalty": float,
+    "max_tokens": int,
+    "ras_window": int,
+    "ras_tau": float,
+}
+
+# Request parameters that are flags, and what each leaves as it is written if it is false.
+_SPELLING: dict[str, Spelled] = {
+    "url_normalization": "urls",
+    "email_normalization": "emails",
+    "phone_normalization": "phones",
+}
+_FLAGS = {"cross_lingual", "text_frontend", "timeline", "segments", "played"}
+_PARAMETERS = {*_SAMPLING_KINDS, *_SPELLING, *_FLAGS, "sampling", "speed"}
+_TRITONS_OWN = "triton_"  # start of parameters that Triton and its clients add
+
+
+@dataclass(frozen=True)
+class SynthesisRequest:
+    """Speak `target_text` in a voice: a recording of it, the name of a registered one, or None for the default voice.
+
+    If the recording's transcript is known, the LLM continues the recording (zero-shot). With an `instruct_text`, which
+    describes how to speak, and in `cross_lingual` mode it does not, and only the flow reproduces the voice.
+    `normalize`, `as_is`: see `TextFrontend`. `speed` above 1 is faster; whole utterances only.
+    `timeline`: report when each stage of a streamed answer was reached. `segments`: report the segments and their
+    samples. `played`: somebody hears a streamed answer while it is made. `pieces`: the text, in place of
+    `target_text`, while it is being written; spoken as it is, without normalization and markup.
+    """
+
+    target_text: str
+    voice: Recording | str | None
+    instruct_text: str = ""
+    cross_lingual: bool = False
+    normalize: bool = True
+    as_is: frozenset[Spelled] = frozenset()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    speed: float = 1.0
+    timeline: bool = False
+    segments: bool = False
+    played: bool = True
+    pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestInputs:
+    """The inputs of a request as received; None for a missing one. `pieces`: where the further text comes from."""
+
+    target_text: str | None
+    reference_wav: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    reference_wav_len: int | None = None
+    reference_text: str | None = None
+    speaker: str | None = None
+    instruct_text: str | None = None
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pieces: AsyncIterator[str] | None = dataclasses.field(default=None, repr=False)
+
+    def check(self, defaults: Sampling, max_text_chars: int) -> SynthesisRequest:
+        """The validated request. Raises ValueError naming the invalid value."""
+        if self.target_text is None:
+            raise ValueError("target_text is missing")
+        self._check_parameters()
+        target_text = ""
+        if self.pieces is None:
+            target_text = clean_text(self.target_text, name="target_text", max_chars=max_text_chars)
+        instruct_text = self._instruction(max_text_chars)
+        cross_lingual = _flag("cross_lingual", self.parameters.get("cross_lingual", False))
+        if instruct_text and cross_lingual:
+            raise ValueError(f"cross_lingual with the instruct_text {instruct_text!r}: use one of the two")
+        voice = self._voice(max_text_chars)
+        if self.reference_text and (instruct_text or cross_lingual):
+            other = f"instruct_text {instruct_text!r}" if instruct_text else "cross_lingual"
+            raise ValueError(f"{other} with the reference_text {self.reference_text!r}: the LLM would not use the text")
+        return SynthesisRequest(
+            target_text=target_text,
+            voice=voice,
+            instruct_text=instruct_text,
+            cross_lingual=cross_lingual,
+            normalize=_flag("text_frontend", self.parameters.get("text_frontend", True)),
+            as_is=frozenset(
+                kind for name, kind in _SPELLING.items() if not _flag(name, self.parameters.get(name, True))
+            ),
+            sampling=sampling_of(self.parameters, defaults),
+            speed=_speed_of(self.parameters),
+            timeline=_flag("timeline", self.parameters.get("timeline", False)),
+            segments=_flag("segments", self.parameters.get("segments", False)),
+            played=_flag("played", self.parameters.get("played", True)),
+            pieces=self.pieces,
+        )
+
+    def _check_parameters(self) -> None:
+        for name in self.parameters:
+            if name not in _PARAMETERS and not name.startswith(_TRITONS_OWN):
+                raise ValueError(f"request parameter {name!r} is unknown; known: {', '.join(sorted(_PARAMETERS))}")
+
+    def _instruction(self, max_text_chars: int) -> str:
+        """`instruct_text`, or the words before `<|endofprompt|>` in the text, as upstream's clients may send them."""
+        given = self.instruct_text or ""
+        if given.strip():
+            plain = strip_control_tokens(given)  # the token may end it
+            given = clean_line(plain, name="instruct_text", max_chars=max_text_chars) if plain.strip() else ""
+            if not given:
+                raise ValueError(f"instruct_text has nothing to speak: {self.instruct_text!r}")
+        written = split_instruction(self.target_text or "")[0]
+        if given and written:
+            raise ValueError(
+                f"instruct_text {given!r}, and the instruction {written!r} before <|endofprompt|> in target_text: "
+                "use one of the two"
+            )
+        return given or written
+
+    def _voice(self, max_text_chars: int) -> Recording | str | None:
+        """The recording or the speaker; None without either. ValueError if both are given."""
+        if self.reference_wav is not None:
+            if self.speaker:
+                raise ValueError(f"speaker {self.speaker!r} with a reference_wav: give only one voice")
+            wav = audio.validate_reference(self.reference_wav, self.reference_wav_len)
+            return Recording(wav, self._line("reference_text", max_text_chars))
+        for name in ("reference_text", "reference_wav_len"):
+            if (value := getattr(self, name)) not in (None, ""):
+                raise ValueError(f"{name} {value!r} without a reference_wav")
+        return self.speaker or None
+
+    def _line(self, name: str, max_text_chars: int) -> str:
+        """An optional text, "" if it is missing or blank. ValueError if it consists of control tokens alone."""
+        return clean_line(getattr(self, name) or "", name=name, max_chars=max_text_chars)
+
+
+def default_sampling(config: OrchestratorConfig) -> Sampling:
+    """The sampling of requests that ask for none: the preset `triton` if the LLM may lack repetition-aware sampling."""
+    preset = preset_values(config.sampling)
+    own = {name: value for name in preset if (value := getattr(config, name)) is not None}
+    sampling = Sampling(**preset | own, max_tokens=config.max_tokens)
+    # A server of unknown dialect may be any.
+    able = config.llm_dialect == "vllm" if config.llm_transport == "openai" else config.llm_backend == "python"
+    if able or not sampling.ras_window:
+        return sampling
+    logger.warning(
+        "requests without sampling parameters get the sampling 'triton': ras_window %d needs the python backend of "
+        "tensorrt_llm, or `vllm serve` with llm_dialect vllm",
+        sampling.ras_window,
+    )
+    without_ras = {name: value for name, value in own.items() if not name.startswith("ras_")}
+    return dataclasses.replace(sampling, **preset_values("triton") | without_ras)
+
+
+def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:
+    """`defaults`, replaced by the request's preset, and both by its single parameters.
+
+    Raises ValueError naming the parameter and its value.
+    """
+    preset = preset_values(str(parameters["sampling"])) if "sampling" in parameters else {}
+    given = {
+        name: _number(name, parameters[name], kind) for name, kind in _SAMPLING_KINDS.items() if name in parameters
+    }
+    return dataclasses.replace(defaults, **preset | given)
+
+
+def _speed_of(parameters: Mapping[str, Any]) -> float:
+    speed = _number("speed", parameters.get("speed", 1.0), float)
+    if not MIN_SPEED <= speed <= MAX_SPEED:
+        raise ValueError(f"request parameter speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
+    return speed
+
+
+def _flag(name: str, value: Any) -> bool:
+    """`value` as a boolean. Text is accepted because not every client can send a boolean parameter."""
+    flags: dict[str, bool] = {"true": True, "1": True, "false": False, "0": False}
+    if (flag := flags.get(str(value).lower())) is None:
+        raise ValueError(f"request parameter {name} must be true or false, not {value!r}")
+    return flag
+
+
+def _number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
+    """`value` as `kind`. Text is accepted because not every client can send a float parameter."""
+    try:
+        if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError
+        number = kind(value)
+        if not math.isfinite(number) or (isinstance(value, float) and number != value):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        article = "an integer" if kind is int else "a number"
+        raise ValueError(f"request parameter {name} must be {article}, not {value!r}") from None
+    return number

@@ -1,0 +1,369 @@
+"""The pipeline from a request to its audio: prompt -> LLM -> chunks -> waveforms.
+
+The parts that do the work are ports (protocols); nothing here depends on a server:
+
+    voice -+-> speech tokens, mel --+--> LLM, its stream read into a buffer by a task --+
+           +-> x-vector ------------|--> token2wav stream opened, prompt prefilled -----+--> chunks --> waveforms
+    text ----> segments ------------+
+
+Each segment of a text has its own LLM request and its own token2wav stream, both with the same voice. The LLM is at
+most one segment ahead of token2wav. A text in pieces is one segment, for which the LLM has a request for each block.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from cosyvoice_triton.constants import HOP_SAMPLES, MEL_RATE, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
+from cosyvoice_triton.errors import OverloadedError, UnavailableError
+from cosyvoice_triton.llm.interface import LLMPrompt, Sampling, SpeechLM
+from cosyvoice_triton.llm.interleaving import InterleavedLM
+from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarning, ignore
+from cosyvoice_triton.orchestrator.chunking import Hop, HopRules, HopSchedule
+from cosyvoice_triton.orchestrator.first_hops import FirstHops
+from cosyvoice_triton.orchestrator.request import SynthesisRequest
+from cosyvoice_triton.orchestrator.silence import SilenceRules
+from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
+from cosyvoice_triton.playback import Playback
+from cosyvoice_triton.tasks import TaskScope
+from cosyvoice_triton.text.markup import Pause
+from cosyvoice_triton.text.normalization import Spelled
+from cosyvoice_triton.voice.mix import Mix
+from cosyvoice_triton.voice.prompt import Prompt, PromptEncoder, Recording, RecordingCache
+
+
+class Token2WavStream(Protocol):
+    """One utterance, rendered chunk by chunk: `start` once, then the hops in order, then `abort`."""
+
+    async def reserve(self) -> None:
+        """Before `start`, for a new listener: a place for them. OverloadedError, soon, if there is none."""
+        ...
+
+    async def start(self, prompt: Prompt, audio_left: float | None) -> None:
+        """Prefill the prompt. audio_left: seconds that the listener still has of earlier segments; None: none yet."""
+        ...
+
+    async def render(self, tokens: Sequence[int], hop: Hop) -> np.ndarray:
+        """Audio (N,) float32 of `hop`; `tokens` are all so far, at least `hop.end_of_context`."""
+        ...
+
+    def following(self) -> "Token2WavStream":
+        """For the next segment of the same listener."""
+        ...
+
+    async def abort(self) -> None:
+        """Free what is still held; a no-op before the first call and after the final hop. Never raises."""
+        ...
+
+
+class Token2WavPort(Protocol):
+    """Speech tokens -> 24 kHz audio, by flow and vocoder."""
+
+    def open(self) -> Token2WavStream: ...
+
+    async def offline(self, prompt: Prompt, tokens: Sequence[int], speed: float) -> np.ndarray:
+        """Audio (N,) float32 of a whole utterance, at `speed` times the usual rate."""
+        ...
+
+
+class TextPreparer(Protocol):
+    """Makes the texts for the LLM, see `text.TextFrontend`. Called in a thread."""
+
+    def segments(
+        self, text: str, normalize: bool, request_seconds: float, as_is: Collection[Spelled]
+    ) -> Iterator[str | Pause]: ...
+
+    def transcript(self, text: str, normalize: bool) -> str: ...
+
+
+class VoiceLookup(Protocol):
+    """Returns a registered voice by name or the default voice, see `voice.book.VoiceBook.get`. Called in a thread."""
+
+    def __call__(self, name: str | None) -> Recording | Prompt | Mix: ...
+
+
+# After a listener was refused, others' work waits this long for their places: at several times the capacity, what
+# refusals cost would be taken from those who were admitted.
+CAREFUL_SECONDS = 10.0
+
+# The segments of a request, a pause if it ends with one, None at the end. It has one slot, so that the LLM is at most
+# one segment ahead.
+SegmentQueue = asyncio.Queue[TokenBuffer | Pause | None]
+
+
+class Synthesizer:
+    """Turns requests into audio. Requests share only the ports and the cache of prompts."""
+
+    def __init__(
+        self,
+        texts: TextPreparer,
+        voices: VoiceLookup,
+        encoder: PromptEncoder,
+        llm: SpeechLM,
+        interleaved: InterleavedLM,
+        token2wav: Token2WavPort,
+        rules: HopRules,
+        clock: Callable[[], float] = time.monotonic,
+        silence: SilenceRules = SilenceRules(),  # noqa: B008 frozen
+    ):
+        self._texts = texts
+        self._voices = voices
+        self._encoder = encoder
+        self._llm = llm
+        self._interleaved = interleaved
+        self._token2wav = token2wav
+        self._rules = rules
+        self._first_hops = FirstHops(rules)
+        self._clock = clock
+        self._silence = silence
+        self._prompts = RecordingCache()
+        self._careful_until = -math.inf
+
+    async def stream(
+        self,
+        request: SynthesisRequest,
+        on_warning: OnWarning = ignore,
+        on_stage: OnStage = ignore,
+        on_segment: OnSegment = ignore,
+    ) -> AsyncGenerator[np.ndarray, None]:
+        """Waveforms (N,) float32 as they become ready. Closing the generator ends everything started for it.
+
+        `on_warning` is called before the last one if speech was cut short, `on_stage` at each stage, `on_segment` for
+        each segment and pause.
+
+        Raises what a port raises, as soon as it does, and ValueError if the LLM returns no speech tokens or
+        for a speed other than 1.
+        """
+        if request.speed != 1.0:
+            raise ValueError(f"speed {request.speed} is for whole utterances; streaming supports speed 1 only")
+        first = self._token2wav.open()
+        stream: Token2WavStream | None = first
+        start = self._first_hops.start(
+            heard=request.played and request.pieces is None, repeatable=request.sampling.repeatable
+        )
+        try:
+            async with TaskScope() as scope:
+                prompt, segments = await self._begin(request, scope, on_warning, on_stage, first, start.short)
+                schedule = self._rules.schedule(len(prompt.tokens), self._clock, short=start.short)
+                playback = Playback()
+                while (segment := await scope.result(segments.get())) is not None:
+                    if (silence := _silence(segment)).size:
+                        playback.add(len(silence) / SAMPLE_RATE, self._clock())
+                        on_segment("", silence.size)
+                        yield silence
+                    if isinstance(segment, Pause):
+                        continue
+                    stream = stream or first.following()
+                    await scope.result(stream.start(prompt, playback.left(self._clock())))
+                    on_stage("vocoder")
+                    rendered = _render(stream, segment, schedule, scope, on_stage, on_segment)
+                    async with aclosing(rendered) as chunks:
+                        async for hop, waveform in chunks:
+                            now = self._clock()
+                            start.sent(hop, now)
+                            playback.add(len(waveform) / SAMPLE_RATE, now)
+                            yield waveform
+                    schedule.begin_segment()
+                    stream = None
+        finally:  # after the scope, and so after the LLM's request: whoever gets the place needs both
+            start.end()
+            if stream is not None:
+                await stream.abort()
+
+    async def _reserve(self, stream: Token2WavStream) -> None:
+        try:
+            await stream.reserve()
+        except OverloadedError:
+            self._careful_until = self._clock() + CAREFUL_SECONDS
+            raise
+
+    async def offline(
+        self, request: SynthesisRequest, on_warning: OnWarning = ignore, on_segment: OnSegment = ignore
+    ) -> np.ndarray:
+        """The whole utterance, (N,) float32. Warns and raises like `stream`."""
+        async with TaskScope() as scope:
+            prompt, segments = await self._begin(request, scope, on_warning, ignore, first=None, short=False)
+            waveforms = []
+            while (segment := await scope.result(segments.get())) is not None:
+                if (silence := _silence(segment)).size:
+                    waveforms.append(silence)
+                    on_segment("", silence.size)
+                if isinstance(segment, Pause):
+                    continue
+                await scope.result(segment.wait_for_end())
+                waveforms.append(await scope.result(self._token2wav.offline(prompt, segment.tokens, request.speed)))
+                on_segment(segment.text, waveforms[-1].size)
+            return np.concatenate(waveforms)
+
+    async def _begin(
+        self,
+        request: SynthesisRequest,
+        scope: TaskScope,
+        on_warning: OnWarning,
+        on_stage: OnStage,
+        first: Token2WavStream | None,
+        short: bool,
+    ) -> tuple[Prompt, SegmentQueue]:
+        """Look up or encode the voice, start the LLM as soon as its part of the prompt is ready, and reserve a place
+        for the `first` stream if somebody hears it meanwhile.
+
+        Asking for the place takes milliseconds, and usually there is one. So it is asked for once the LLM has started;
+        while a new voice is encoded, which takes longer; or first of all, if a listener was refused lately.
+        """
+        voice: Recording | Prompt | Mix
+        if isinstance(request.voice, Recording):
+            voice = request.voice
+        else:
+            voice = await scope.result(asyncio.to_thread(self._voices, request.voice))
+        texts = self._texts.segments(
+            request.target_text, request.normalize, request.sampling.max_tokens / TOKEN_RATE, request.as_is
+        )
+        prepared = scope.spawn(asyncio.to_thread(self._prepared, request, voice.text, texts))
+        known = self._prompts.get(voice) if isinstance(voice, Recording) else None
+        place = None if first is None else cache(lambda: scope.spawn(self._reserve(first)))
+        if place is not None and self._clock() < self._careful_until:
+            await scope.result(place())
+        if place is not None and not isinstance(known or voice, Prompt):
+            place()
+        tokens, mel, embedding = self._encoded(known or voice, scope)
+        transcript, text = await scope.result(prepared)
+        kept = None
+        if voice.text and not (request.instruct_text or request.cross_lingual):
+            # The same tokens that Prompt.aligned will keep.
+            kept = (await scope.result(tokens))[: len(await scope.result(mel)) // TOKEN_MEL_RATIO].tolist()
+            llm_prompt = LLMPrompt("", transcript, kept)
+        else:
+            llm_prompt = LLMPrompt("", instruction=request.instruct_text)
+        played = request.played and first is not None  # else nobody hears it before it is whole
+        urgent = self._rules.first_context(None if kept is None else len(kept), short=short) if played else 0
+        llm_prompt = replace(llm_prompt, urgent_tokens=urgent, played=played)
+        on_stage("voice")
+        segments: SegmentQueue = asyncio.Queue(maxsize=1)
+        new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silence)
+        if request.pieces is None:
+            work = self._generate(text, texts, llm_prompt, request.sampling, segments, new_buffer)
+        else:
+            work = self._generate_interleaved(request, llm_prompt, segments, new_buffer(0.0))
+        scope.spawn(_unless_refused(work, place))
+        if place is not None:
+            place()
+        prompt = Prompt.aligned(
+            await scope.result(tokens), await scope.result(mel), await scope.result(embedding), voice.text
+        )
+        if known is None and isinstance(voice, Recording):
+            self._prompts.put(voice, prompt)
+        if place is not None:
+            await scope.result(place())
+        return prompt, segments
+
+    def _prepared(
+        self, request: SynthesisRequest, transcript: str, texts: Iterator[str | Pause]
+    ) -> tuple[str, str | Pause | None]:
+        """The voice's transcript, and the first of the texts unless they come in pieces. In one thread: passing work to
+        another one takes longer than most of this."""
+        spelled = self._texts.transcript(transcript, request.normalize)
+        return spelled, next(texts, None) if request.pieces is None else None
+
+    def _encoded(self, voice: Recording | Prompt | Mix, scope: TaskScope) -> list[asyncio.Task[np.ndarray]]:
+        """Tasks that return tokens, mel and x-vector."""
+        if isinstance(voice, Mix):
+            embedding = voice.embedding(self._encoder.embedding)
+            return [scope.spawn(part) for part in (_completed(voice.tokens), _completed(voice.mel), embedding)]
+        if isinstance(voice, Prompt):
+            return [scope.spawn(_completed(part)) for part in (voice.tokens, voice.mel, voice.embedding)]
+        encoder = self._encoder
+        return [scope.spawn(part(voice.wav)) for part in (encoder.tokens, encoder.mel, encoder.embedding)]
+
+    async def _generate(
+        self,
+        text: str | Pause | None,
+        rest: Iterator[str | Pause],
+        llm_prompt: LLMPrompt,
+        sampling: Sampling,
+        segments: SegmentQueue,
+        new_buffer: Callable[[float], TokenBuffer],
+    ) -> None:
+        """Queue a buffer for each text, with the pauses before it, and fill it from the LLM, one after another."""
+        pause = 0.0
+        while text is not None:
+            if isinstance(text, Pause):
+                pause += text.seconds
+            else:
+                segment, pause = new_buffer(pause), 0.0
+                await segments.put(segment)
+                await segment.fill(self._llm, replace(llm_prompt, target_text=text), sampling)
+                llm_prompt = replace(llm_prompt, urgent_tokens=0)  # later segments' listener has audio
+            text = await _next(rest)
+        if pause:
+            await segments.put(Pause(pause))
+        await segments.put(None)
+
+    async def _generate_interleaved(
+        self, request: SynthesisRequest, llm_prompt: LLMPrompt, segments: SegmentQueue, segment: TokenBuffer
+    ) -> None:
+        """Queue the only buffer of a text in pieces and fill it."""
+        assert request.pieces is not None
+        await segments.put(segment)
+        pieces = segment.noted(request.pieces)
+        await segment.read(self._interleaved.generate(llm_prompt, pieces, request.sampling))
+        await segments.put(None)
+
+
+async def _unless_refused(work: Coroutine[Any, Any, None], place: Callable[[], asyncio.Task[None]] | None) -> None:
+    """Where the LLM has no place for a listener, token2wav may have none either: then its refusal is the error."""
+    try:
+        await work
+    except UnavailableError:
+        if place is not None:
+            await place()
+        raise
+
+
+async def _render(
+    stream: Token2WavStream,
+    segment: TokenBuffer,
+    schedule: HopSchedule,
+    scope: TaskScope,
+    on_stage: OnStage,
+    on_segment: OnSegment,
+) -> AsyncGenerator[tuple[Hop, np.ndarray], None]:
+    """The chunks of one segment and their waveforms."""
+    final, samples = False, 0
+    while not final:
+        hop = await scope.result(_next_hop(schedule, segment))
+        on_stage("tokens")
+        waveform = await scope.result(stream.render(segment.tokens, hop))
+        on_stage("audio")
+        samples += waveform.size
+        if final := hop.final:
+            on_segment(segment.text, samples)
+        yield hop, waveform
+
+
+async def _next_hop(schedule: HopSchedule, segment: TokenBuffer) -> Hop:
+    """The next hop, once the LLM has made its tokens."""
+    while (hop := schedule.next_hop(len(segment.tokens), segment.ended)) is None:
+        await segment.wait_for_change()
+    return hop
+
+
+async def _next(texts: Iterator[str | Pause]) -> str | Pause | None:
+    """The next text, computed in a thread; None at the end."""
+    return await asyncio.to_thread(next, texts, None)
+
+
+def _silence(segment: TokenBuffer | Pause) -> np.ndarray:
+    """(N,) float32 of the pause before a segment, or of a pause at the end: whole frames."""
+    seconds = segment.seconds if isinstance(segment, Pause) else segment.pause
+    return np.zeros(round(seconds * MEL_RATE) * HOP_SAMPLES, np.float32)
+
+
+async def _completed(part: np.ndarray) -> np.ndarray:
+    return part

@@ -1,0 +1,121 @@
+"""The speech tokens of a segment, between the LLM and the chunks."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
+
+from cosyvoice_triton.constants import MAX_STREAM_TOKENS, TOKEN_RATE
+from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
+from cosyvoice_triton.orchestrator.callbacks import OnStage, OnWarning
+from cosyvoice_triton.orchestrator.silence import SilenceFilter, SilenceRules
+from cosyvoice_triton.text.duration import expected_seconds
+
+logger = logging.getLogger(__name__)
+
+# An answer is continued up to this many times the expected duration of its text, and some seconds for the pauses of a
+# short text. Slow speech is at half the usual rate; what takes longer does not speak the text any more.
+RUNAWAY_FACTOR, RUNAWAY_SECONDS = 2.0, 2.0
+
+
+class TokenBuffer:
+    """Speech tokens of one segment: the LLM's answers append them, the chunks read them.
+
+    pause: seconds of silence before it. text: what the LLM has got of it.
+    """
+
+    def __init__(self, on_warning: OnWarning, on_stage: OnStage, silence: SilenceRules, pause: float = 0.0) -> None:
+        self.pause = pause
+        self.text = ""
+        self.tokens: list[int] = []
+        self.ended = False
+        self._on_warning = on_warning
+        self._on_stage = on_stage
+        self._silence = SilenceFilter(silence)
+        self._changed = asyncio.Event()
+
+    async def fill(self, llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> None:
+        """Read the LLM's answer to `prompt`. Where it ends by its length, the LLM is asked to continue it.
+
+        Warns if it cannot be continued. ValueError if there is no token at all: the same text would fail again.
+        """
+        text = self.text = prompt.target_text
+        limit = _most_tokens(text, sampling)
+        generated: list[int] = []
+        reason: FinishReason | None = "length"
+        while reason == "length":
+            done = len(generated)
+            asked = min(sampling.max_tokens, limit - done)
+            part = replace(sampling, max_tokens=asked, min_tokens=min(asked, max(0, sampling.min_tokens - done)))
+            if sampling.seed is not None:  # other random numbers than before, or every part could end in the same loop
+                part = replace(part, seed=(sampling.seed + done) % (MAX_SEED + 1))
+            try:
+                stream = llm.generate(replace(prompt, generated=tuple(generated)), part)
+                reason = await self._read(stream, generated)
+            except ValueError as error:  # such as a prompt that no longer fits the LLM's context
+                if not done:
+                    raise
+                self._warn(f"{done} tokens, because the LLM cannot continue it ({error}): {text[:80]!r}")
+                break
+            if not generated:
+                raise ValueError(f"the LLM returned no speech token for the text {text[:80]!r}")
+            if reason == "length" and (len(generated) < done + asked or len(generated) >= limit):
+                self._warn(f"{len(generated)} tokens, the most for a text of its length: {text[:80]!r}")
+                break
+        self._end()
+
+    async def noted(self, pieces: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+        """`pieces`, which become the segment's text."""
+        async for piece in pieces:
+            self.text += piece
+            yield piece
+
+    async def read(self, stream: TokenStream) -> None:
+        """Read the whole segment from `stream`. Warns if it was cut short; ValueError if there is no token at all."""
+        generated: list[int] = []
+        reason = await self._read(stream, generated)
+        if not generated:
+            raise ValueError("the LLM returned no speech token for the text in pieces")
+        if reason == "length":
+            self._warn(f"{len(generated)} tokens, the most for its text in pieces")
+        self._end()
+
+    def _end(self) -> None:
+        self.ended = True
+        self._changed.set()
+
+    async def _read(self, stream: TokenStream, generated: list[int]) -> FinishReason | None:
+        """Append the tokens of `stream` to `generated`, and to the buffer what the chunks get of them.
+
+        Closes the stream in any case.
+        """
+        try:
+            async for tokens in stream:
+                if not generated:
+                    self._on_stage("llm")
+                generated += tokens
+                self.tokens.extend(self._silence.kept(tokens))
+                self._changed.set()
+        finally:
+            await stream.aclose()
+        return stream.finish_reason
+
+    def _warn(self, after: str) -> None:
+        warning = f"speech was cut short after {after}"
+        logger.warning(warning)
+        self._on_warning(warning)
+
+    async def wait_for_end(self) -> None:
+        while not self.ended:
+            await self.wait_for_change()
+
+    async def wait_for_change(self) -> None:
+        """Wait for tokens or the end; returns at once if either came since the last wait."""
+        await self._changed.wait()
+        self._changed.clear()
+
+
+def _most_tokens(text: str, sampling: Sampling) -> int:
+    """Where continuing an answer ends: max_token_ratio alone would let a loop turn 18 s of text into 50 s of speech."""
+    seconds = RUNAWAY_FACTOR * expected_seconds(text) + RUNAWAY_SECONDS
+    return min(MAX_STREAM_TOKENS, max(sampling.max_tokens, round(TOKEN_RATE * seconds)))

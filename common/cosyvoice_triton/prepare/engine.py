@@ -1,0 +1,125 @@
+"""The LLM's TensorRT-LLM engine, built once per checkpoint, GPU and version of TensorRT-LLM."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cosyvoice_triton.llm.engines.trtllm_versions import needs_backend
+from cosyvoice_triton.stacks import SpeechLLM
+
+STAMP = ".built.json"
+MAX_TOKENS = 32768  # in one step, upstream's
+
+
+class EngineError(RuntimeError):
+    """The engine could not be built; the output of the tools is above."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Concurrent streams, and GPUs of tensor and pipeline parallelism."""
+
+    max_batch_size: int = 64
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+def build_engine(models: Path, llm: SpeechLLM, options: EngineOptions) -> bool:
+    """Build the engine of an LLM from its HuggingFace directory, both below `models`; False if the same one exists.
+
+    It is built again for another checkpoint, GPU, version or option, and is written atomically.
+    """
+    source, destination = models / llm.directory, models / llm.engine
+    wanted = {"options": asdict(options), "checkpoint": _fingerprint(source), "machine": _machine()}
+    if _stamp(destination) == wanted:
+        return False
+    backend_options()
+    with tempfile.TemporaryDirectory(dir=models, prefix=f".{llm.engine}.") as scratch:
+        weights, built = Path(scratch) / "weights", Path(scratch) / "engine"
+        sizes = [f"--tp_size={options.tp_size}", f"--pp_size={options.pp_size}"]
+        convert = ["-m", "cosyvoice_triton.cli.convert_checkpoint", f"--model_dir={source}", f"--output_dir={weights}"]
+        _run([_python(), *convert, "--dtype=bfloat16", *sizes])
+        limits = [f"--max_batch_size={options.max_batch_size}", f"--max_num_tokens={MAX_TOKENS}"]
+        workers = [f"--workers={options.tp_size * options.pp_size}"]
+        directories = [f"--checkpoint_dir={weights}", f"--output_dir={built}"]
+        _run(["trtllm-build", *directories, *limits, "--gemm_plugin=bfloat16", *workers])
+        (built / STAMP).write_text(json.dumps(wanted, indent=1) + "\n")
+        if destination.exists():
+            shutil.rmtree(destination)
+        built.rename(destination)
+    return True
+
+
+def backend_options() -> list[str]:
+    """Options with which the installed trtllm-serve serves an engine; none if it is not installed.
+
+    EngineError if that version serves no engines.
+    """
+    try:
+        answer = subprocess.run([_python(), "-c", _VERSION], capture_output=True, text=True, timeout=60)
+        installed = json.loads(answer.stdout) if answer.returncode == 0 else None
+        return ["--backend", "tensorrt"] if installed and needs_backend(*installed) else []
+    except (FileNotFoundError, subprocess.TimeoutExpired, json.JSONDecodeError):
+        return []
+    except ValueError as error:
+        raise EngineError(str(error)) from None
+
+
+# Prints the version of TensorRT-LLM and whether it has the backend for engines, without importing it.
+_VERSION = """
+import importlib.metadata, importlib.util, json, pathlib
+folder = pathlib.Path(importlib.util.find_spec("tensorrt_llm").submodule_search_locations[0])
+print(json.dumps([importlib.metadata.version("tensorrt_llm"), (folder / "_tensorrt_engine").is_dir()]))
+"""
+
+
+def _python() -> str:
+    """The interpreter that has TensorRT-LLM; in the image it is a different one."""
+    return os.environ.get("TRTLLM_PYTHON") or sys.executable
+
+
+def _run(command: list[str]) -> None:
+    print("+", *command, flush=True)
+    try:
+        finished = subprocess.run(command, check=False)
+    except FileNotFoundError:
+        raise EngineError(
+            f"{command[0]} is not installed: build the engine in the target trtllm of Dockerfile.server"
+        ) from None
+    if finished.returncode:
+        raise EngineError(f"{command[0]} ended with code {finished.returncode}")
+
+
+def _fingerprint(source: Path) -> dict[str, list[int]]:
+    """Sizes and modification times of the files that the engine is built from."""
+    files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
+    if len(files) < 2 or not files[0].is_file():
+        raise EngineError(f"{source} is not a HuggingFace directory of the LLM; run: cosyvoice-triton prepare download")
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+
+
+def _machine() -> list[str]:
+    """The GPU and the version of TensorRT-LLM; "" for a missing tool, which is reported when it is needed."""
+    gpu = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    version = [_python(), "-c", "import importlib.metadata as m; print(m.version('tensorrt_llm'))"]
+    answers = []
+    for command in (gpu, version):
+        try:
+            finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            answers.append("")
+        else:
+            answers.append(finished.stdout.strip() if finished.returncode == 0 else "")
+    return answers
+
+
+def _stamp(destination: Path) -> object:
+    try:
+        return json.loads((destination / STAMP).read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,206 @@
+"""Checkpoints from the HuggingFace hub or ModelScope; every file is compared with the hub's checksum.
+
+The commit fetched first is kept: an interrupted download continues with it, and later starts need no network. Verified
+files are recorded in `.downloads.json` next to the checkpoints.
+"""
+
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from cosyvoice_triton.prepare import transfer
+from cosyvoice_triton.stacks import Stack
+
+HubName = Literal["huggingface", "modelscope"]
+
+RECORD = ".downloads.json"
+HASH_BYTES = 8 << 20
+SPARE_BYTES = 1 << 30  # for files that are made from the downloads
+
+
+class DownloadError(RuntimeError):
+    """The checkpoints could not be downloaded; the message says what to do. Complete parts are kept."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of a repository of a hub and the directory, below the checkpoints' own, that they go to."""
+
+    repository: str
+    directory: str
+    patterns: tuple[str, ...]
+    hub: HubName = "huggingface"
+
+
+def sources(stack: Stack, hub: HubName = "huggingface") -> tuple[Source, ...]:
+    """The repositories that a stack's files come from: one if its LLM is in the same one as the rest.
+
+    DownloadError if a hub does not have one of them.
+    """
+    name = "repository" if hub == "huggingface" else "modelscope"
+    repositories = [getattr(part, name) for part in (stack.llm, stack)]
+    if not all(repositories):
+        raise DownloadError(f"{hub} does not have the {stack.name} stack: leave --hub out")
+    llm = Source(repositories[0], stack.llm.download, (stack.llm.weights, f"{stack.llm.base}/*"), hub)
+    files = tuple(str(PurePosixPath(stack.repository_folder, name)) for name in stack.files)
+    if (stack.repository, stack.download) == (llm.repository, llm.directory):
+        return (replace(llm, patterns=(*llm.patterns, *files)),)
+    return llm, Source(repositories[1], stack.download, files, hub)
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a commit. `digest`: sha256 of large files; for others git's blob hash, "git:SHA1"."""
+
+    name: str
+    size: int
+    digest: str
+
+    def is_at(self, path: Path) -> bool:
+        """Whether a file of this size exists; `verify` checks its content."""
+        return path.is_file() and path.stat().st_size == self.size
+
+    def verify(self, path: Path) -> None:
+        """DownloadError if the checksum differs from the hub's; the file is then removed."""
+        if (found := digest_of(path, git=self.digest.startswith("git:"))) != self.digest:
+            path.unlink()
+            raise DownloadError(
+                f"{path} is damaged (its checksum is {found}, the hub's {self.digest}) and was removed; run again"
+            )
+
+
+def digest_of(path: Path, *, git: bool) -> str:
+    """sha256 of a file, or its git blob hash."""
+    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode()) if git else hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BYTES):
+            digest.update(block)
+    return f"git:{digest.hexdigest()}" if git else digest.hexdigest()
+
+
+def fetch(source: Source, models: Path, revision: str | None = None) -> bool:
+    """Complete a source below `models`; False if it was complete. revision: commit, branch or tag to switch to.
+
+    DownloadError if the hub cannot be reached, a file is missing there, the disk is too full or a file is damaged.
+    """
+    record = read_record(models)
+    known = record.get(source.repository)
+    if known and (revision is None or revision in (known["commit"], known["revision"])):
+        if all(file.is_at(models / source.directory / file.name) for file in _wanted(source, known)):
+            return False
+        revision = known["commit"]
+    commit, files = _listing(source, revision)
+    missing = [file for file in files if not file.is_at(models / source.directory / file.name)]
+    require_space(models, sum(file.size for file in missing))
+    for file in files:
+        path = models / source.directory / file.name
+        if file in missing:
+            _download(source, file, commit, models)
+        file.verify(path)
+    all_files = (known or {}).get("files", []) if known and known["commit"] == commit else []
+    names = {file.name for file in files}
+    all_files = [old for old in all_files if old["name"] not in names] + [asdict(file) for file in files]
+    entry = {"commit": commit, "revision": revision, "files": sorted(all_files, key=lambda entry: entry["name"])}
+    _write_record(models, record | {source.repository: entry})
+    return True
+
+
+def read_record(models: Path) -> dict[str, Any]:
+    """Downloaded and verified files by repository."""
+    try:
+        return dict(json.loads((models / RECORD).read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def require_space(models: Path, size: int) -> None:
+    """DownloadError unless `size` bytes and a reserve are free."""
+    free = shutil.disk_usage(models).free
+    if size and free < size + SPARE_BYTES:
+        needed = (size + SPARE_BYTES) / 1e9
+        raise DownloadError(
+            f"{needed:.1f} GB are needed at {models}, {free / 1e9:.1f} GB are free; free some disk and run again"
+        )
+
+
+def _wanted(source: Source, known: Mapping[str, Any]) -> list[RemoteFile]:
+    """The recorded files of a source; for a pattern without any, a placeholder that does not exist."""
+    files = [RemoteFile(**entry) for entry in known["files"]]
+    found = []
+    for pattern in source.patterns:
+        found += [file for file in files if fnmatch.fnmatch(file.name, pattern)] or [RemoteFile(pattern, -1, "")]
+    return found
+
+
+def _listing(source: Source, revision: str | None) -> tuple[str, list[RemoteFile]]:
+    """The commit of a revision and its matching files."""
+    try:
+        commit, names = _HUBS[source.hub][0](source.repository, revision)
+    except Exception as error:  # includes the errors of an HTTP library, which differs between versions
+        raise DownloadError(_unreachable(source, error)) from error
+    found: list[RemoteFile] = []
+    for pattern in source.patterns:
+        matching = [RemoteFile(*one) for one in names if fnmatch.fnmatch(one[0], pattern)]
+        if not matching:
+            raise DownloadError(f"{source.repository} at {commit} has no {pattern}; name another revision")
+        found += matching
+    return commit, found
+
+
+def _download(source: Source, file: RemoteFile, commit: str, models: Path) -> None:
+    """Download one file with a progress bar; an interrupted download is continued."""
+    try:
+        _HUBS[source.hub][1](source.repository, file.name, commit, models / source.directory / file.name)
+    except Exception as error:  # as above
+        raise DownloadError(_unreachable(source, error)) from error
+
+
+def _huggingface_files(repository: str, revision: str | None) -> tuple[str, list[tuple[str, int, str]]]:
+    from huggingface_hub import HfApi
+
+    info = HfApi(endpoint=_endpoint()).model_info(repository, revision=revision, files_metadata=True)
+    files = []
+    for one in info.siblings or []:
+        files.append((one.rfilename, int(one.size or 0), one.lfs.sha256 if one.lfs else f"git:{one.blob_id}"))
+    return str(info.sha), files
+
+
+def _huggingface_download(repository: str, name: str, commit: str, path: Path) -> None:
+    from huggingface_hub import hf_hub_download
+
+    directory = path.parents[name.count("/")]
+    hf_hub_download(repository, name, revision=commit, local_dir=directory, endpoint=_endpoint())
+
+
+# Of each hub: what lists a repository's files, what downloads one, and what its user can set.
+_HUBS = {
+    "huggingface": (
+        _huggingface_files,
+        _huggingface_download,
+        "HF_ENDPOINT is a mirror, HF_TOKEN your access token, --hub modelscope the other hub",
+    ),
+    "modelscope": (transfer.modelscope_files, transfer.modelscope_download, "MODELSCOPE_ENDPOINT is a mirror"),
+}
+
+
+def _endpoint() -> str | None:
+    """A mirror from the environment. Compose files pass an empty value for none."""
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def _unreachable(source: Source, error: Exception) -> str:
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    hint = _HUBS[source.hub][2]
+    return f"{source.repository} could not be downloaded: {words[0]}; complete parts are kept: run again ({hint})"
+
+
+def _write_record(models: Path, record: Mapping[str, Any]) -> None:
+    fresh = models / f"{RECORD}.new"
+    fresh.write_text(json.dumps(record, indent=1) + "\n")
+    fresh.rename(models / RECORD)

@@ -1,0 +1,119 @@
+"""The steps of cosyvoice_triton.cli.prepare: each makes what is missing and keeps what is complete."""
+
+import argparse
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.prepare import engine, hub, transfer
+from cosyvoice_triton.voice.book import SPK2INFO
+from cosyvoice_triton.voice.files import read_spk2info
+
+LOCK = ".prepare.lock"
+
+
+@contextmanager
+def only_one(models: Path) -> Iterator[None]:
+    """Lock the directory; waits while another process prepares it."""
+    models.mkdir(parents=True, exist_ok=True)
+    with (models / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process is preparing {models}; waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def revisions() -> dict[str, str]:
+    """CHECKPOINT_REVISIONS as a dict; ValueError naming an item that is not REPOSITORY=COMMIT."""
+    pairs = os.environ.get("CHECKPOINT_REVISIONS", "").split()
+    parts = [part for stack in stacks.registered() for part in (stack, stack.llm)]
+    fetched = {name for part in parts for name in (part.repository, part.modelscope) if name}
+    for pair in pairs:
+        if pair.partition("=")[0] not in fetched or not pair.partition("=")[2]:
+            raise ValueError(f"CHECKPOINT_REVISIONS: {pair!r} is not REPOSITORY=COMMIT of a repository that is fetched")
+    return {repository: commit for repository, _, commit in (pair.partition("=") for pair in pairs)}
+
+
+def demo(models: Path) -> None:
+    from cosyvoice_triton.demo_checkpoint.make import make_demo_model
+    from cosyvoice_triton.prepare.genai import convert
+
+    made = make_demo_model(models)
+    llm = stacks.DEFAULT.llm
+    convert(models / llm.directory, models / llm.genai, "fp32")
+    report(models, made, "a small trained voice, see docs/demo_voice.md")
+
+
+def download(models: Path, args: argparse.Namespace) -> None:
+    wanted, stack = revisions(), stacks.named(args.stack)
+    for source in hub.sources(stack, args.hub):
+        made = hub.fetch(source, models, wanted.get(source.repository))
+        report(models / source.directory, made, f"commit {hub.read_record(models)[source.repository]['commit']}")
+    llm = models / stack.llm.directory
+    if missing := not llm.exists():
+        import torch
+
+        from cosyvoice_triton.prepare.huggingface_llm import convert
+
+        official = models / stack.llm.download
+        convert(official / stack.llm.weights, official / stack.llm.base, llm, torch.bfloat16)
+    report(llm, missing, "the LLM as a HuggingFace directory")
+    if args.spk2info:
+        if not stack.speakers:
+            raise ValueError(f"upstream has no spk2info.pt for the {stack.name} stack: leave --spk2info out")
+        speakers(stack.speakers, models / stack.checkpoint / SPK2INFO)
+
+
+def speakers(url: str, path: Path) -> None:
+    """Download a file of speakers by name, unless `path` exists. ValueError if it is no such file."""
+    if missing := not path.exists():
+        fresh = path.with_name(f"{path.name}.new")
+        try:
+            transfer.download(url, fresh)
+            read_spk2info(fresh)
+            fresh.rename(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+    report(path, missing, "speakers by name")
+
+
+def build(models: Path, args: argparse.Namespace) -> None:
+    llm = stacks.named(args.stack).llm
+    if args.kind == "tensorrt_llm":
+        options = engine.EngineOptions(args.max_batch_size, args.tp_size, args.pp_size)
+        report(models / llm.engine, engine.build_engine(models, llm, options), "the LLM's engine")
+        return
+    from cosyvoice_triton.prepare.genai import convert
+
+    destination = models / llm.genai
+    report(destination, convert(models / llm.directory, destination, "int4"), "the LLM for a CPU")
+
+
+def plans(models: Path, args: argparse.Namespace) -> None:
+    """With the default limits of serving; cosyvoice_triton.export.engines takes others. RuntimeError if one is
+    missing, ValueError
+    if the stack has none or its checkpoint is not there."""
+    from cosyvoice_triton.export import engines, onnx
+
+    stack = stacks.named(args.stack)
+    if not stack.networks:
+        raise ValueError(f"the flow of the {stack.name} stack runs in torch only: it has no plans")
+    directory = models / stack.checkpoint
+    if any(not (directory / file).exists() for file in stack.networks.values()):
+        if not (directory / stack.flow).exists():
+            download = f"cosyvoice-triton prepare download {models} --stack {stack.name}"
+            raise ValueError(f"{directory / stack.flow} is missing; run: {download}")
+        if onnx.main(["--model-dir", str(directory)]):
+            raise RuntimeError(f"not every network of {directory} was exported; the output is above")
+    target = ["--capability", *args.capability] if args.capability else []
+    if engines.main(["--model-dir", str(directory), *target]):
+        raise RuntimeError(f"not every plan of {directory} was built; the output is above")
+
+
+def report(path: Path, made: bool, what: str) -> None:
+    print(f"{path}: {'made' if made else 'exists already'}, {what}", flush=True)

@@ -1,0 +1,36 @@
+"""Encode a recording once and write it as a registered voice."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.server.rendering import StackOptions
+from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.voice.audio import load_reference
+from cosyvoice_triton.voice.encoders import ReferenceEncoder
+from cosyvoice_triton.voice.files import is_voice_name, save_voice
+
+
+def add_voice(options: StackOptions, name: str, audio: Path, text: str, replace: bool = False) -> Path:
+    """Encode the recording `audio` with the transcript `text` and write the voice; returns its file.
+
+    ValueError if the name, the recording or the text is invalid, with the server's messages.
+    """
+    if not is_voice_name(name):
+        raise ValueError(f"{name!r} cannot be a voice's name: it is a file name, so no slashes and no leading dot")
+    destination = options.voices_dir / f"{name}.safetensors"
+    if destination.exists() and not replace:
+        raise ValueError(f"{destination} exists; choose another name, or give --replace")
+    text = clean_line(text, name="reference_text", max_chars=MAX_TRANSCRIPT_CHARS)
+    wav = load_reference(audio)
+    print(
+        f"[1/2] {audio}: {len(wav) / PROMPT_SAMPLE_RATE:.1f} s, encoding it with {options.checkpoint_dir}", flush=True
+    )
+    begun = time.monotonic()
+    prompt = ReferenceEncoder(stacks.named(options.stack), options.checkpoint_dir)(wav)
+    print(f"      {len(prompt.tokens)} speech tokens after {time.monotonic() - begun:.1f} s", flush=True)
+    save_voice(destination, dataclasses.replace(prompt, text=text))
+    print(f"[2/2] written to {destination}; use it as speaker '{name}'")
+    return destination

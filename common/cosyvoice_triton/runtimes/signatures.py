@@ -1,0 +1,113 @@
+"""The networks that other runtimes compute, with upstream's names of files, inputs and outputs.
+
+R = 2 B rows: the guidance batch. `t` is the flow time 0..1. Caches of the chunk-wise DiT are of one Euler step:
+`cnn_cache` (depth, R, 2 C, 2), the last inputs of both convolutions concatenated, and `att_cache`
+(depth, R, H, K, 2 D), keys and values concatenated. In `new_att_cache` upstream's own file puts the newest frames
+first, ours puts them last.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cosyvoice_triton.networks.flow.dit import DiTEstimator
+from cosyvoice_triton.networks.flow.unet import UNetEstimator
+from cosyvoice_triton.stacks import Stack
+
+Axes = Mapping[str, Mapping[int, str]]  # input name -> {axis that varies: name of its size}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A network's file in the checkpoint directory, its inputs with the axes that vary, and its outputs."""
+
+    file: str
+    axes: Axes
+    outputs: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(self.axes)
+
+
+_FRAMES = {0: "rows", 2: "frames"}
+_CACHES = {"cnn_cache": {1: "rows"}, "att_cache": {1: "rows", 3: "cached"}}
+WHOLE: Axes = {"x": _FRAMES, "mask": _FRAMES, "mu": _FRAMES, "t": {0: "rows"}, "spks": {0: "rows"}, "cond": _FRAMES}
+CHUNK: Axes = {name: WHOLE[name] for name in ("x", "mu", "t", "spks", "cond")} | _CACHES
+
+# Inputs and outputs by the use of a flow's estimator: a whole utterance; a stream's window under its masks; a prompt,
+# and the next chunk after it, with caches.
+_USES: dict[str, tuple[Axes, tuple[str, ...]]] = {
+    "whole": (WHOLE, ("estimator_out",)),
+    "streaming": (WHOLE, ("estimator_out",)),
+    "prompt": (CHUNK, ("output", "new_cnn_cache", "new_att_cache")),
+    "chunk": (CHUNK, ("output", "new_cnn_cache", "new_att_cache")),
+}
+SPEAKER = Signature(Stack.speaker_encoder, {"input": {0: "batch", 1: "frames"}}, ("output",))
+
+
+def signature_of(stack: Stack, use: str) -> Signature:
+    """The network that computes one use of the stack's flow."""
+    return Signature(stack.networks[use], *_USES[use])
+
+
+class WholeUtterance(nn.Module):
+    """An estimator over padded rows, for export: `mask` (R, 1, T) is 1 on valid frames."""
+
+    def __init__(self, estimator: UNetEstimator | DiTEstimator, streaming: bool = False) -> None:
+        super().__init__()
+        self.estimator = estimator
+        self.streaming = streaming
+
+    def forward(self, x: Tensor, mask: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor) -> Tensor:
+        """x, mu, cond (R, mel, T), mask (R, 1, T), t (R,), spks (R, mel) -> velocity (R, mel, T)"""
+        if isinstance(self.estimator, UNetEstimator):
+            return self.estimator(x, t, mu, spks, cond, mask > 0.5, self.streaming)
+        return self.estimator(x, t, mu, spks, cond, mask > 0.5)
+
+
+class NextChunk(nn.Module):
+    """The DiT over the next T frames of streams with K frames of context, for export; no frame is padding.
+
+    Caches grow by concatenation: writing in place, as into an `EstimatorCache`, would be exported as scatters with an
+    index for every element.
+    """
+
+    def __init__(self, estimator: DiTEstimator) -> None:
+        super().__init__()
+        self.estimator = estimator
+
+    def forward(
+        self, x: Tensor, mu: Tensor, t: Tensor, spks: Tensor, cond: Tensor, cnn_cache: Tensor, att_cache: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x, mu, cond (R, mel, T) -> velocity (R, mel, T) and both caches, K + T frames long"""
+        layers: Any = [_GrowingCache(*layer) for layer in zip(att_cache, split_convolutions(cnn_cache), strict=True)]
+        velocity = self.estimator.forward_chunk(x, t, mu, spks, cond, layers)
+        conv = torch.stack([torch.cat(layer.conv, dim=1) for layer in layers])  # twice (R, C, 2) -> (depth, R, 2 C, 2)
+        return velocity, conv, torch.stack([layer.grown for layer in layers])
+
+
+class _GrowingCache:
+    """The parts of `EstimatorCache` and `KeyValues` that one layer of the DiT uses."""
+
+    def __init__(self, known: Tensor, conv: Tensor) -> None:
+        self.attention = self
+        self._known = known  # (R, H, K, 2 D)
+        self.conv = tuple(history.clone() for history in conv)  # the layer replaces each in place
+
+    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        self.grown = torch.cat([self._known, torch.cat([keys, values], dim=-1)], dim=-2)
+        return self.grown.chunk(2, dim=-1)
+
+
+def split_convolutions(cache: Tensor) -> Tensor:
+    """(depth, R, 2 C, 2) -> (depth, 2, R, C, 2)"""
+    return cache.unflatten(2, (2, -1)).transpose(1, 2)
+
+
+def join_convolutions(cache: Tensor) -> Tensor:
+    """The reverse: (depth, 2, R, C, 2) -> (depth, R, 2 C, 2)"""
+    return cache.transpose(1, 2).flatten(2, 3)

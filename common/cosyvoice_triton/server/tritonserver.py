@@ -1,0 +1,409 @@
+"""A tritonserver as a context manager: start it, wait until it is ready, drain it, stop it.
+
+If something is missing, a `ServerError` names it in one line with the command that installs it.
+"""
+
+import itertools
+import logging
+import os
+import random
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Container
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from cosyvoice_triton.constants import CALL_THREADS, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from cosyvoice_triton.monitoring import metrics
+from cosyvoice_triton.monitoring.drain import DrainFile
+from cosyvoice_triton.monitoring.environment import ModelEnvironment, tritonserver_environment
+from cosyvoice_triton.monitoring.health import STACKS_SIGNAL
+from cosyvoice_triton.replicas import first_replica
+from cosyvoice_triton.server.installation import Installation, ServerError
+from cosyvoice_triton.server.logs import MAX_BYTES, rotate
+from cosyvoice_triton.server.readiness import fault
+from cosyvoice_triton.server.watch import WATCH_SECONDS, ModelWatch
+
+logger = logging.getLogger(__name__)
+
+READY_POLL_SECONDS = 0.1
+INHERITED = Path("-")
+LOOPBACK = "127.0.0.1"
+# No client of ours needs these calls, and a caller could name a region of shared memory that is the models' own
+# (CVE-2025-23319, -23320, -23334, in releases before 25.07). Loading and unloading models is off by default.
+CLOSED_APIS = "shared-memory,trace,logging"
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_DEFAULT = 32768, 60999  # Linux's
+CACHE_MIB = 64  # default size of the local response cache
+STARTS = 3
+HUNG_SECONDS = 60.0  # after the last instance has been loaded; the server is ready within one
+LOAD_SECONDS = 600  # for all models to load, and for each of them
+STACKS_SECONDS = 0.2  # for models to write their stacks
+STOP_SECONDS = 12  # to finish running requests and unload the models; then the process group is killed
+
+# Kills what is left of a server and removes its shared memory and files, even if the process that started both was
+# killed. Then no server keeps the ports and no hanging stub outlives its tritonserver. Arguments: process group, prefix
+# of the shared memory regions, seconds of grace, temporary directory. A line on stdin: the server was stopped; end of
+# file: the parent is dead. (Not PR_SET_PDEATHSIG: that needs a fork, and gRPC's fork handlers occasionally abort the
+# child.)
+_SWEEP = """
+if ! read -r _; then
+    kill -s TERM "$1"
+    while [ "$3" -gt 0 ] && kill -s 0 -- "-$1"; do sleep 1; set -- "$1" "$2" $(($3 - 1)) "$4"; done
+fi
+kill -s KILL -- "-$1"
+rm -f /dev/shm/"$2"*
+rm -rf "$4"
+"""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The server's ports. 0: any free port, chosen at construction of the server."""
+
+    http: int = HTTP_PORT
+    grpc: int = GRPC_PORT
+    metrics: int = METRICS_PORT
+
+
+def usable_ports(ephemeral: Path = EPHEMERAL) -> list[int]:
+    """Ports for servers, in order from a random one: those that the kernel gives to no client.
+
+    A port of the ephemeral range may become the source port of any connection before its server has bound it. Then the
+    bind fails, and a client that asks the port can be given the same port and connects to itself.
+    """
+    try:
+        low, high = map(int, ephemeral.read_text().split())
+    except OSError:
+        low, high = EPHEMERAL_DEFAULT
+    ports = range(20_000, 65_536)  # above the default ports of this project
+    outside = [port for port in ports if not low <= port <= high] or list(ports)
+    first = random.randrange(len(outside))
+    return outside[first:] + outside[:first]
+
+
+_ports = itertools.cycle(usable_ports())
+
+
+def free_port() -> int:
+    """A TCP port that is free at this moment; the next higher one at the next call."""
+    for port in _ports:
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise AssertionError("cycle() does not end")
+
+
+def require_free(port: int, host: str) -> None:
+    """ServerError if `port` is in use."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerError(
+                f"port {port} is in use ({error.strerror}); stop the process on it (ss -ltnp 'sport = :{port}') "
+                "or add to the make command: HTTP_PORT=8100 GRPC_PORT=8101 METRICS_PORT=8102 "
+                "HEALTH_PORT=8103 SPEECH_PORT=8186"
+            ) from None
+
+
+class TritonServer:
+    """`with TritonServer(repository, ports=Ports(0, 0, 0)) as server: ... server.grpc_url`.
+
+    http_host: the address of Triton's HTTP endpoint, which one request of many small parts can crash (CVE-2025-23310):
+    only where a gateway collects requests in front of it should it be another than this machine's own.
+
+    cache: Triton's --cache-config, for the response cache of the prompt models. log_file: the server's output; by
+    default in a temporary directory that `stop` removes; INHERITED: this process's output. The server and its stubs are
+    one process group, which ends with this process.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        ports: Ports = Ports(),
+        host: str = LOOPBACK,
+        http_host: str = LOOPBACK,
+        cache: str = f"local,size={CACHE_MIB << 20}",
+        log_file: Path | None = None,
+    ) -> None:
+        self.repository = repository
+        self.host = host
+        self.http_host = http_host
+        chosen = [port or free_port() for port in (ports.http, ports.grpc, ports.metrics)]
+        self.ports = Ports(*chosen)
+        self._cache = cache
+        self._work = Path(tempfile.mkdtemp(prefix="tritonserver-"))
+        self.log_file = log_file or self._work / "server.log"
+        self.metrics_directory = self._work / "metrics"  # of our models, see monitoring/metrics.py
+        self._environment = ModelEnvironment(
+            metrics_directory=self.metrics_directory, drain_file=self._work / "draining", grpc_address=self.grpc_url
+        )
+        self._shm_prefix = f"tts_{uuid.uuid4().hex[:12]}_"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sweeper: subprocess.Popen[bytes] | None = None
+        self._models: dict[int, str] = {}  # those that were running when the server became ready
+        self._watch = ModelWatch(self.metrics_directory)
+        self._unloading = 0.0  # seconds for which models have been missing
+
+    @property
+    def http_url(self) -> str:
+        return f"{self.http_host}:{self.ports.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.host}:{self.ports.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"{self.host}:{self.ports.metrics}"
+
+    def __enter__(self) -> "TritonServer":
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process. ServerError if a port is in use or something is missing on this machine."""
+        installation = Installation.find()
+        require_free(self.ports.http, self.http_host)
+        for port in (self.ports.grpc, self.ports.metrics):
+            require_free(port, self.host)
+        self._work.mkdir(exist_ok=True)
+        backends = installation.backend_directory(self._work)
+        self.metrics_directory.mkdir()
+        command = [str(installation.binary), *self._options(backends, installation.caches)]
+        with ExitStack() as files:
+            rotate(self.log_file)  # what an earlier server wrote before it ended
+            log = None if self.log_file == INHERITED else files.enter_context(self.log_file.open("ab"))
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=tritonserver_environment(self._environment, installation.libraries),
+                start_new_session=True,
+            )
+        self._sweeper = subprocess.Popen(
+            [
+                "/bin/sh",
+                "-c",
+                _SWEEP,
+                "sweep",
+                *map(str, (self._process.pid, self._shm_prefix, STOP_SECONDS, self._work)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait_ready(self, timeout: float = LOAD_SECONDS) -> None:
+        """Return when every model is ready. ServerError with the log's error lines if the server ends before that.
+
+        A server that aborts, or hangs with all its models loaded, is started again, STARTS times in all. Triton's
+        python backend sometimes aborts while models load (triton-inference-server/server#8882), and was once seen to
+        wait for the end of a stub that waited for its first request.
+        """
+        assert self._process is not None, "start() comes first"
+        begun = changed = time.monotonic()
+        starts, loaded = 1, set[str]()
+        while not self.answers_ready():
+            now, before = time.monotonic(), loaded
+            loaded = self._loaded_instances()
+            changed = changed if loaded == before else now
+            hangs = now - changed > HUNG_SECONDS and self._all_loaded(loaded)
+            if (hangs or self._process.poll() == -signal.SIGABRT) and starts < STARTS:
+                starts, changed = starts + 1, now
+                what = "hung with all its models loaded" if hangs else "aborted while it loaded its models"
+                logger.warning("tritonserver %s; starting it again: %s", what, self._failure())
+                self._end()
+                self.start()
+            elif self._process.poll() is not None:
+                raise ServerError(f"tritonserver ended with code {self._process.returncode}: {self._failure()}")
+            if now - begun > timeout:
+                raise ServerError(f"tritonserver was not ready after {timeout:.0f} s: {self._failure()}")
+            time.sleep(READY_POLL_SECONDS)
+        self._models = self.model_processes()
+
+    def _loaded_instances(self) -> set[str]:
+        """Instances of our models that publish their metrics, which is the last thing they do to be loaded."""
+        return {path.stem for path in self.metrics_directory.glob("*.json")}
+
+    def _all_loaded(self, instances: set[str]) -> bool:
+        """Whether there is one of each model. Others than ours, such as C++ ones, publish nothing."""
+        models = {path.parent.name for path in self.repository.glob("*/config.pbtxt")}
+        return {re.sub(r"_\d+_\d+$", "", instance) for instance in instances} >= models
+
+    def answers_ready(self) -> bool:
+        """Whether every model is loaded and the metrics can be read."""
+        # gRPC starts listening before HTTP, the metrics page after it.
+        pages = f"http://{self.http_url}/v2/health/ready", f"http://{self.metrics_url}/metrics"
+        return all(fault(page) is None for page in pages)
+
+    def refuse_new(self) -> None:
+        """From now on the orchestrators answer new requests with UNAVAILABLE; running ones continue."""
+        DrainFile(self._environment.drain_file).create()
+
+    def live_requests(self) -> int:
+        """Requests in progress at the orchestrators, as of half a second ago. ServerError if the server has ended."""
+        if self._process is None or self._process.poll() is not None:
+            raise ServerError("tritonserver has ended")
+        return int(metrics.sum_of(metrics.page(self.metrics_directory), metrics.LIVE.name))
+
+    def wait(self) -> None:
+        """Block until the server is stopped from outside. ServerError if it ends otherwise, or if a model has died,
+        hangs or has failed: then the server is killed, because its requests would wait until it is stopped. It goes on
+        without a replica of a model while another one works.
+
+        Triton 2.51 neither restarts a model's process nor reports itself as not ready: the server has to be restarted.
+        """
+        assert self._process is not None, "start() comes first"
+        while self._process.poll() is None:
+            self.check_models()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(WATCH_SECONDS)
+        if code := self._process.returncode:
+            cause = self._watch.doubts() or f"see {self.log_file}"
+            raise ServerError(f"tritonserver ended unexpectedly with code {code}: {cause}")
+
+    def check_models(self) -> None:
+        """To be called every WATCH_SECONDS: kills the server and raises ServerError if a model has died, hangs or has
+        failed, unless a replica of it works."""
+        rotate(self.log_file, above=MAX_BYTES)
+        faults = self._watch.look()
+        running = self.model_processes()
+        if dead := self._models.keys() - running.keys():
+            self._unloading += WATCH_SECONDS  # a server that is being stopped is not ready while it ends its models
+            if self._unloading > STOP_SECONDS or self.answers_ready():
+                for model in sorted({self._models[pid] for pid in dead}):
+                    faults.setdefault(model, f"the process of model {model} has died")
+        if faults:
+            self.write_stacks(faults)
+        working = {first_replica(model) for model in set(self._models.values()) - faults.keys()}
+        if any(first_replica(model) not in working for model in faults):
+            self.kill()
+            raise ServerError(f"{'; '.join(faults.values())}; tritonserver has to be restarted")
+        for model, reason in faults.items():
+            self._lose(model, reason)
+
+    def write_stacks(self, models: Container[str] | None = None) -> None:
+        """Have our models that still run, or some of them, write the Python stacks of their threads to the log."""
+        for process, model in self.model_processes().items():
+            if model in (self._watch.models if models is None else models) and model in self._watch.models:
+                with suppress(ProcessLookupError):
+                    os.kill(process, STACKS_SIGNAL)
+        time.sleep(STACKS_SECONDS)
+
+    def _lose(self, model: str, reason: str) -> None:
+        """Go on without a model. Its process is ended: what hangs may come back, and would get no requests."""
+        logger.error("%s; the server goes on without it until it is restarted", reason)
+        for process in [process for process, name in self._models.items() if name == model]:
+            del self._models[process]
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._watch.lose(model, reason)
+        self._unloading = 0.0
+
+    @property
+    def lost(self) -> list[str]:
+        """Why the server works without some of its models, one line for each."""
+        return list(self._watch.lost.values())
+
+    def doubts(self) -> str:
+        """Why the server is not ready although it says so, as of the last check of its models; empty if it is."""
+        return self._watch.doubts()
+
+    def kill(self) -> None:
+        """End the server and its models at once, so that no client waits for an answer that cannot come."""
+        assert self._process is not None, "start() comes first"
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def model_processes(self) -> dict[int, str]:
+        """The running model processes, one per instance: process id -> name of the model."""
+        assert self._process is not None, "start() comes first"
+        found = {}
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (directory / "cmdline").read_bytes().split(b"\0")
+            except OSError:  # it has ended in the meantime
+                continue
+            if parent == self._process.pid and len(command) > 1:  # stub .../MODEL/1/model.py ...
+                found[int(directory.name)] = Path(command[1].decode()).parent.parent.name
+        return found
+
+    def stop(self) -> None:
+        """Stop the server and everything it started. Safe to call twice."""
+        self._end()
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    def _end(self) -> None:
+        """End the process, if there is one, its stubs and their shared memory."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("tritonserver did not end within %.0f s of SIGTERM; killing it", STOP_SECONDS)
+        if self._sweeper is not None:
+            self._sweeper.communicate(b"\n")
+        self._process.wait()
+        self._process = None
+
+    def _options(self, backends: Path, caches: Path) -> list[str]:
+        nobody = f"{CLOSED_APIS}:nobody={secrets.token_hex(16)}"  # the header that callers of these would have to send
+        return [
+            f"--model-repository={self.repository}",
+            f"--backend-directory={backends}",
+            f"--cache-directory={caches}",
+            f"--cache-config={self._cache}",
+            f"--http-address={self.http_host}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-address={self.host}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-address={self.host}",
+            f"--metrics-port={self.ports.metrics}",
+            f"--http-restricted-api={nobody}",
+            f"--grpc-restricted-protocol={nobody}",
+            # Our configurations are complete; auto-completion would start every stub a second time.
+            "--disable-auto-complete-config",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--backend-config=python,thread-pool-size={CALL_THREADS}",
+            # The default 30 s are too short for a checkpoint.
+            f"--backend-config=python,stub-timeout-seconds={LOAD_SECONDS}",
+            f"--exit-timeout-secs={STOP_SECONDS - 4}",
+        ]
+
+    def _failure(self) -> str:
+        """The error lines of the log and its last line, or its last lines if there are no errors."""
+        if self.log_file == INHERITED:
+            return "see above"
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if line[:1] == "E" and line[1:5].isdigit() or "UNAVAILABLE: " in line]
+        if errors and errors[-1] != lines[-1]:
+            errors.append(lines[-1])  # what ended the process may be no error of Triton's: "what():  bad_alloc"
+        return "\n".join((errors or lines)[-12:]) or "its log is empty"

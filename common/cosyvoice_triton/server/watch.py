@@ -1,0 +1,93 @@
+"""Notices that a model has died, hangs or fails at its work. Triton notices none of this and stays ready.
+
+Each of our models publishes a file four times a second (`monitoring/health.py`). A process that is stopped, or
+whose interpreter is blocked, stops renewing it; a model whose engine is stuck renews it, but completes nothing.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from cosyvoice_triton.monitoring import metrics
+from cosyvoice_triton.monitoring.health import FAILING, SUCCESS_AGE, reported_failures, write_failure
+
+WATCH_SECONDS = 0.5  # between two looks
+# After the first, the server is not ready; after the second it has to be restarted, because neither heals by itself.
+SILENT_SECONDS, HUNG_SECONDS = 3.0, 15.0  # without a renewed file; 15 s is also when calls of a model time out
+IDLE_SECONDS, USELESS_SECONDS = 30.0, 60.0  # without an answered request or a passed test
+# The second for a model that has not failed its test but does not come to it: a CPU renders a long utterance, as
+# upstream's clients send it, for minutes, and is sound.
+STUCK_SECONDS = 600.0
+
+
+@dataclass
+class _Instance:
+    """What is known of a model instance. `silent`: seconds for which its file has been the same."""
+
+    model: str
+    written: int
+    success_age: float
+    failing: bool
+    silent: float = 0.0
+
+
+class ModelWatch:
+    """Looks at the models' files. Time counts by looks, so that a pause of the whole machine is not a model's."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._instances: dict[str, _Instance] = {}
+        self.lost: dict[str, str] = {}  # the models without which the server goes on, and why
+
+    def look(self) -> dict[str, str]:
+        """To be called every WATCH_SECONDS. The models that have to be restarted, apart from those that are lost, and
+        why."""
+        for path in self._directory.glob("*.json"):
+            self._read(path)
+        faults = {}
+        for instance in self._instances.values():
+            model = instance.model
+            if instance.silent >= HUNG_SECONDS:
+                faults[model] = f"the process of model {model} hangs: no sign of life for {instance.silent:.0f} s"
+            elif instance.success_age >= (USELESS_SECONDS if instance.failing else STUCK_SECONDS):
+                faults[model] = f"model {model} has completed no request and no test for {instance.success_age:.0f} s"
+        for model, reason in reported_failures(self._directory).items():
+            if model not in self.lost:
+                faults[model] = f"model {model} has failed and cannot recover: {reason}"
+        return faults
+
+    @property
+    def models(self) -> set[str]:
+        """Those that publish their files."""
+        return {instance.model for instance in self._instances.values()}
+
+    def lose(self, model: str, reason: str) -> None:
+        """From now on the server goes on without a model, whose processes have ended. Others ask `has_failed`."""
+        self.lost[model] = reason
+        write_failure(self._directory, model, reason)
+        for name in [name for name, instance in self._instances.items() if instance.model == model]:
+            del self._instances[name]
+            labels = {"model": model, "model_instance": Path(name).stem}
+            metrics.write(self._directory / name, labels, {FAILING: 1})  # in place of its last numbers
+
+    def doubts(self) -> str:
+        """Why the server is not ready, in a few words for each model concerned; empty if it is."""
+        found = []
+        for instance in self._instances.values():
+            if instance.silent >= SILENT_SECONDS:
+                found.append(f"{instance.model} hangs")
+            elif instance.failing:
+                found.append(f"{instance.model} fails its own test")
+            elif instance.success_age >= IDLE_SECONDS:
+                found.append(f"{instance.model} completes nothing")
+        return ", ".join(found)
+
+    def _read(self, path: Path) -> None:
+        known, written = self._instances.get(path.name), path.stat().st_mtime_ns
+        if known is not None and known.written == written:
+            known.silent += WATCH_SECONDS
+            return
+        samples = {name: (value, labels["model"]) for name, *_, labels, value in json.loads(path.read_text())}
+        if SUCCESS_AGE.name in samples:
+            success_age, model = samples[SUCCESS_AGE.name]
+            self._instances[path.name] = _Instance(model, written, success_age, bool(samples[FAILING.name][0]))

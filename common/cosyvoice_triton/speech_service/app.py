@@ -1,0 +1,124 @@
+"""The application: routes, middleware and error handlers."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.speech_service.dispatcher import Dispatcher
+from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.routes import (
+    runtime_grpc,
+    runtime_http,
+)
+from cosyvoice_triton.speech_service.routes import (
+    socket as socket_route,
+)
+from cosyvoice_triton.speech_service.routes import (
+    speech as speech_routes,
+)
+from cosyvoice_triton.speech_service.routes import (
+    voices as voice_routes,
+)
+from cosyvoice_triton.speech_service.routes.responses import error_response
+from cosyvoice_triton.speech_service.security.guard import Guard
+from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.triton import TritonPool
+from cosyvoice_triton.speech_service.voices import VoiceFolder
+
+PAGE = Path(__file__).parent / "page"
+# The page loads only its own files.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; media-src 'self' blob:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def build(settings: Settings, runtime: runtime_grpc.Endpoint | None = None) -> FastAPI:
+    """The application; it holds its connections while it runs. runtime: address of the plain runtime's gRPC service."""
+    metrics = Metrics()
+    voices = VoiceFolder(settings.voices_dir, settings.max_reference_bytes, settings.voice_aliases)
+
+    @contextlib.asynccontextmanager
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        async with TritonPool(settings.urls) as pool, Dispatcher(pool, settings, metrics) as dispatcher:
+            app.state.service = service = Service(settings, voices, metrics, dispatcher)
+            async with runtime_grpc.serving(service, runtime):
+                yield
+
+    # Without FastAPI's documentation pages, which load scripts from other hosts.
+    app = FastAPI(title="CosyVoice2 speech", version="1", docs_url=None, redoc_url=None, lifespan=running)
+    for routes in (speech_routes, voice_routes, socket_route, runtime_http):
+        app.include_router(routes.router)
+    app.mount("/static", StaticFiles(directory=PAGE), name="static")
+    _add_service_routes(app)
+    _add_errors(app)
+    app.add_middleware(Guard, settings=settings, metrics=metrics)
+    if settings.cors_origins:  # outside the guard, because preflight requests have no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type"],
+            expose_headers=["x-sample-rate", "retry-after"],
+        )
+    return app
+
+
+def _add_service_routes(app: FastAPI) -> None:
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health(request: Request) -> Response:
+        """200 if at least one Triton serves a speech model."""
+        pool = Service.of(request).dispatcher.pool
+        tritons = [{"address": each.url, "models": sorted(each.models)} for each in pool.backends]
+        status = 200 if pool.models else 503
+        return JSONResponse({"status": "ok" if pool.models else "unavailable", "tritons": tritons}, status)
+
+    @app.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
+    async def metrics(request: Request) -> Response:
+        service = Service.of(request)
+        for backend in service.dispatcher.pool.backends:
+            service.metrics.outstanding.labels(backend.url).set(backend.outstanding)
+            service.metrics.ready.labels(backend.url).set(bool(backend.models))
+        return Response(service.metrics.page(), media_type=service.metrics.content_type)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def known(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(UnavailableError)
+    async def unavailable(request: Request, error: UnavailableError) -> Response:
+        return error_response(ApiError(503, str(error), code="unavailable", retry_after=1))
+
+    @app.exception_handler(HTTPException)
+    async def framework_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 405 and request.method == "OPTIONS":  # not a preflight request: those have an origin
+            return Response(status_code=204, headers=error.headers)
+        messages = {
+            404: f"{request.url.path} does not exist",
+            405: f"{request.url.path} does not support {request.method}",
+        }
+        answer = error_response(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+        answer.headers.update(error.headers or {})  # of a 405: `Allow`
+        return answer
+
+    @app.exception_handler(Exception)
+    async def unknown(request: Request, error: Exception) -> Response:
+        # uvicorn logs it.
+        return error_response(ApiError(500, "internal error; see the log of the service"))

@@ -1,0 +1,1 @@
+"""Audio in and out of the speech service: uploads, formats, times of words."""

@@ -1,0 +1,191 @@
+"""A request's audio as it is generated. All routes use this to call a model.
+
+    Dispatcher.waveforms   chunks of samples, from the least busy Triton
+    Dispatcher.encoded     the same as bytes of a format
+
+Both are async generators that must be closed (`aclosing`): this ends the work in Triton when a client disconnects.
+An `ApiError` before the first item can become an HTTP status; a later one must end the answer visibly.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cosyvoice_triton.client.requests import AudioPart, Utterance
+from cosyvoice_triton.constants import SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service.audio.timestamps import Timestamps
+from cosyvoice_triton.speech_service.errors import OVERLOADED, ApiError, invalid
+from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.triton import Backend, TritonPool
+
+logger = logging.getLogger(__name__)
+
+_MOMENT = "[pause 20ms]"  # a text that no model has to speak
+
+
+@dataclass
+class SpeechJob:
+    """A text to generate as utterances, one after another. `chars`: of the text, with markup.
+
+    `samples`: generated so far, at the models' rate and normal speed. `timestamps`: of what was generated so far, if
+    they are wanted; then the utterances ask for segments.
+    """
+
+    utterances: tuple[Utterance, ...]
+    chars: int
+    model: str = ""
+    samples: int = 0
+    timestamps: Timestamps | None = None
+
+    def ended(self) -> list[dict[str, Any]]:
+        """The timestamps of the segments that ended since the last call; none if they are not wanted."""
+        return [] if self.timestamps is None else self.timestamps.take()
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """OpenAI's usage. input_tokens counts characters, because only Triton has the LLM's tokenizer."""
+        text, speech = self.chars, round(self.samples * TOKEN_RATE / SAMPLE_RATE)
+        return {"input_tokens": text, "output_tokens": speech, "total_tokens": text + speech}
+
+
+class Dispatcher:
+    """`async with TritonPool(urls) as pool, Dispatcher(pool, settings, metrics) as dispatcher: ...`"""
+
+    def __init__(self, pool: TritonPool, settings: Settings, metrics: Metrics) -> None:
+        self.pool = pool
+        self.metrics = metrics
+        self._settings = settings
+        self._live = 0
+        self._encoders = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="encode")
+
+    async def __aenter__(self) -> "Dispatcher":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+
+    async def waveforms(self, job: SpeechJob) -> AsyncGenerator[np.ndarray, None]:
+        """float32 (N,) at SAMPLE_RATE, at least one for each utterance. If a Triton fails or refuses before the first
+        one of an utterance, another is tried. ApiError."""
+        with self._admitted(), self._counted():
+            started = time.perf_counter()
+            await self._check_default_voice(job)
+            for utterance in job.utterances:
+                async with contextlib.aclosing(self._generated(job, utterance)) as parts:
+                    async for part in parts:
+                        if job.timestamps is not None:
+                            await self._add_times(job.timestamps, part)
+                        if not part.waveform.size:
+                            continue
+                        if not job.samples:
+                            self.metrics.first_audio.observe(time.perf_counter() - started)
+                        job.samples += part.waveform.size
+                        yield part.waveform
+            self.metrics.audio.inc(job.samples / SAMPLE_RATE)
+
+    async def _check_default_voice(self, job: SpeechJob) -> None:
+        """ApiError naming the first utterance without a voice if it is not the first one and there is no default voice.
+
+        Only the models know theirs, so they are asked for a pause in it. The answer would otherwise break off there.
+        """
+        number, unnamed = next(
+            ((n, each) for n, each in enumerate(job.utterances, 1) if each.reference is None and not each.speaker),
+            (1, job.utterances[0]),
+        )
+        if number == 1:
+            return
+        try:
+            async with contextlib.aclosing(self._generated(job, Utterance(_MOMENT))) as parts:
+                async for _ in parts:
+                    pass
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            raise invalid(
+                f"part {number} of input, {unnamed.target_text.strip()[:40]!r}, has no voice: {error.message}", "input"
+            ) from None
+
+    async def _generated(self, job: SpeechJob, utterance: Utterance) -> AsyncGenerator[AudioPart, None]:
+        """The responses of a model to one of the job's utterances."""
+        samples = 0
+        failed: set[Backend] = set()
+        while True:
+            with self.pool.lease(job.model, failed) as (backend, model):
+                try:
+                    async with contextlib.aclosing(backend.parts(model, utterance, self._settings.timeout)) as parts:
+                        async for part in parts:
+                            samples += part.waveform.size
+                            yield part
+                except ApiError as error:
+                    failed.add(backend)
+                    elsewhere = error.status == 503 or error.code == OVERLOADED
+                    if not elsewhere or samples or not self._others(model, failed):
+                        raise
+                    continue
+            if not samples:
+                raise ApiError(502, "the model ended the request without audio", code="upstream_error")
+            return
+
+    async def encoded(self, job: SpeechJob, encoder: AudioEncoder) -> AsyncGenerator[bytes, None]:
+        """`waveforms` as bytes of the encoder's format; no item is empty."""
+        async with contextlib.aclosing(self.waveforms(job)) as chunks:
+            async for chunk in chunks:
+                if data := await self._run_encoder(encoder, chunk):
+                    yield data
+            if data := await self._run_encoder(encoder, None):
+                yield data
+
+    async def _add_times(self, timestamps: Timestamps, part: AudioPart) -> None:
+        """In a thread where a segment ends: that takes milliseconds, but up to seconds for two minutes of text in
+        pieces, which are one segment."""
+        if part.segments:
+            await asyncio.get_running_loop().run_in_executor(self._encoders, timestamps.add, part)
+        else:
+            timestamps.add(part)
+
+    async def _run_encoder(self, encoder: AudioEncoder, chunk: np.ndarray | None) -> bytes:
+        def work() -> bytes:
+            return encoder.finish() if chunk is None else encoder.push(chunk)
+
+        if encoder.direct:
+            return work()
+        # Shielded: after a cancellation no thread may still use an encoder that is being closed.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._encoders, work))
+
+    def _others(self, model: str, failed: set[Backend]) -> bool:
+        return any(model in backend.models and backend not in failed for backend in self.pool.backends)
+
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Occupy one of the slots for live streams. ApiError 429 if there is none."""
+        if self._live >= self._settings.max_streams:
+            raise ApiError(
+                429, f"the limit of {self._live} concurrent streams is reached", code="too_many_streams", retry_after=1
+            )
+        self._live += 1
+        self.metrics.live.set(self._live)
+        try:
+            yield
+        finally:
+            self._live -= 1
+            self.metrics.live.set(self._live)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        except ApiError as error:
+            self.metrics.errors.labels(str(error.status)).inc()
+            if error.status >= 500:
+                logger.warning("a stream failed: %s", error.message)
+            raise

@@ -1,0 +1,81 @@
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP status."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from cosyvoice_triton.errors import INVALID, UNAVAILABLE, OverloadedError, unavailable_error
+from cosyvoice_triton.speech_service.routes.fields import named
+
+_CLIENT_ERRORS = {
+    str(grpc.StatusCode.INVALID_ARGUMENT): 400,
+    str(grpc.StatusCode.NOT_FOUND): 404,
+}
+_SERVER_ERRORS = {
+    str(grpc.StatusCode.UNAVAILABLE): (503, "unavailable"),
+    str(grpc.StatusCode.RESOURCE_EXHAUSTED): (503, "unavailable"),
+    str(grpc.StatusCode.DEADLINE_EXCEEDED): (504, "timeout"),
+}
+
+
+# Triton's words for a model that it does not serve at the moment: it starts, stops or reloads. (Requests name only
+# models that it reported as ready.)
+_NOT_SERVED = ("Request for unknown model", "Server is stopping")
+
+OVERLOADED = "overloaded"  # code of the refusal of a Triton that has as many listeners as it can serve
+MESSAGE_CHARS = 1000  # messages quote what clients send
+
+
+class ApiError(Exception):
+    """An answer with status `status`. `param`: the invalid field. `retry_after`: seconds, 0 if retrying is futile."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= MESSAGE_CHARS else message[:MESSAGE_CHARS] + "..."
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        names = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        return names.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"Retry-After": str(self.retry_after)} if self.retry_after else {}
+
+
+def invalid(message: object, param: str | None = None, code: str | None = None) -> ApiError:
+    """An error of the client: status 400."""
+    return ApiError(400, str(message), code=code, param=param)
+
+
+def from_triton(status: str | None, message: str | None) -> ApiError:
+    """The error for a failed call to a model; `status` and `message` are those of gRPC.
+
+    Errors of a stream have no status. (Triton 2.51 can send one if a header asks for it, but then sometimes crashes.)
+    """
+    text = " ".join((message or "the model gave no reason").split())
+    if text.startswith(INVALID):
+        return invalid(*named(text.removeprefix(INVALID)))
+    if text.startswith(UNAVAILABLE):
+        error = unavailable_error(text)
+        if isinstance(error, OverloadedError):
+            return ApiError(429, str(error), code=OVERLOADED, retry_after=round(error.retry_after))
+        status, text = str(grpc.StatusCode.UNAVAILABLE), text.removeprefix(UNAVAILABLE)
+    if text.startswith(_NOT_SERVED):
+        status = str(grpc.StatusCode.UNAVAILABLE)
+    if status in _CLIENT_ERRORS:
+        return ApiError(_CLIENT_ERRORS[status], text)
+    http, code = _SERVER_ERRORS.get(status or "", (502, "upstream_error"))
+    return ApiError(http, text, code=code, retry_after=1 if http == 503 else 0)

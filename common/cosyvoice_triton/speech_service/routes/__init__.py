@@ -1,0 +1,1 @@
+"""Routes of the speech service and the bodies that they take and return."""

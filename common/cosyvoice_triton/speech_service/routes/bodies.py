@@ -1,0 +1,317 @@
+"""Request bodies: OpenAI's fields and our extensions."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from cosyvoice_triton.client.requests import Utterance
+from cosyvoice_triton.llm.interface import preset_values
+from cosyvoice_triton.speech_service.audio.recordings import decode_base64
+from cosyvoice_triton.speech_service.audio.timestamps import Detail, Subtitles
+from cosyvoice_triton.speech_service.errors import invalid
+from cosyvoice_triton.speech_service.routes.fields import SAMPLING
+from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.speech_service.voices import VoiceFolder
+from cosyvoice_triton.text.markup import by_voice
+from cosyvoice_triton.text.normalization import language_of
+from cosyvoice_triton.voice.mix import mixed_voices
+from cosyvoice_triton.voice.prompt import Recording
+
+# OpenAI's model names are accepted for the default model, so that programs work unchanged.
+OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
+
+# Kokoro's letters for languages -> those that `language` knows.
+_LANG_CODES = {"a": "en", "b": "en", "j": "ja", "z": "zh", **dict.fromkeys("efhip", "")}
+
+# What a JSON body may consist of besides base64: punctuation, which takes the parser a hundred times as long per byte.
+_BASE64 = bytes(range(ord("0"), ord("9") + 1)) + bytes(range(ord("A"), ord("Z") + 1)) + b"+/="
+_CHEAP = _BASE64 + _BASE64.lower() + bytes(range(128, 256))
+
+
+_TYPES = ("str", "VoiceId")  # alternatives of a field, which pydantic lists in the place of an error like fields
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start + 1} is half of a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Name = Annotated[str, Field(max_length=256)]  # also rejects what cannot be encoded
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # what Triton's protocol can carry
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class VoiceId(BaseModel):
+    """OpenAI's other form of the field `voice`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: Name
+
+
+class NormalizationOptions(BaseModel):
+    """Kokoro's field. Units and symbols are words whenever `normalize` is true; the last three change nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    normalize: bool = True
+    url_normalization: bool = True
+    email_normalization: bool = True
+    phone_normalization: bool = True
+    unit_normalization: bool = True
+    optional_pluralization_normalization: bool = True
+    replace_remaining_symbols: bool = True
+
+    def parameters(self) -> dict[str, bool]:
+        """The request parameters of a model that differ from their defaults."""
+        wanted = {"text_frontend": self.normalize} | self.model_dump(
+            include={"url_normalization", "email_normalization", "phone_normalization"}
+        )
+        return {name: False for name, value in wanted.items() if not value}
+
+
+class SpeechRequest(BaseModel):
+    """The body of POST /v1/audio/speech. Unknown fields are rejected, so that misspelled ones are noticed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input: Text = Field(description="the text to speak")
+    model: Name = Field("", description="a served model, or one of OpenAI's names; empty: the default")
+    voice: Name | VoiceId = Field("", description="a registered voice; ignored if ref_audio is given")
+    response_format: Name = Field(
+        "mp3",
+        description="mp3, opus, aac, flac, wav, pcm (16-bit little-endian), at 8 kHz mulaw, alaw, mulaw_wav, alaw_wav",
+    )
+    frame_ms: Int64 | None = Field(None, description="of pcm, mulaw, alaw: send pieces of exactly 10, 20, … ms")
+    speed: Finite = Field(1.0, description="0.25 to 4; the pitch is kept")
+    instructions: Text = Field("", description='how to speak, such as "Speak slowly."')
+    stream_format: Literal["audio", "sse", "json"] = Field(
+        "audio", description="sse: events; json: the whole answer as one object, with the audio in base64"
+    )
+    timestamps: Detail | None = Field(None, description="when each segment or word is spoken; not with audio alone")
+    subtitles: Subtitles | None = Field(None, description="a file of subtitles with the answer; not with audio alone")
+    stream: bool = Field(True, description="false: the answer is sent when it is complete, with its length")
+    volume_multiplier: Finite = Field(1.0, description="above 0, at most 10; what is then too loud is clipped")
+    normalization_options: NormalizationOptions = NormalizationOptions()
+    ref_audio: str = Field("", description="the voice: an audio file in base64, or an upload of a multipart request")
+    ref_text: Text = Field("", description="transcript of ref_audio; without it, cross-lingual cloning is used")
+    language: Name = Field("", description="of the input: zh, en, ja; a voice of another one is cloned cross-lingually")
+    lang_code: Name = Field("", description="Kokoro's name of the field language, or its letters: a, b, j, z")
+    sample_rate: Int64 | None = Field(None, description="of the answer, in Hz")
+    seed: Int64 | None = Field(None, description="the same seed gives the same speech tokens")
+    sampling: Name | None = Field(None, description="preset of the next six fields: cosyvoice2 or triton")
+    temperature: Finite | None = None
+    top_p: Finite | None = None
+    top_k: Int64 | None = None
+    repetition_penalty: Finite | None = None
+    ras_window: Int64 | None = Field(None, description="tokens that repetition-aware sampling looks back; 0 is off")
+    ras_tau: Finite | None = Field(None, description="share of these from which a token is replaced")
+    max_tokens: Int64 | None = Field(None, description="speech tokens per request to the LLM, 25 per second")
+
+    def flags(self) -> dict[str, bool]:
+        """The flags among a model's request parameters that differ from their defaults."""
+        whole = not self.stream or self.stream_format == "json"
+        return self.normalization_options.parameters() | ({"played": False} if whole else {})
+
+    @field_validator("sampling")
+    @classmethod
+    def _is_preset(cls, sampling: str) -> str:
+        preset_values(sampling)
+        return sampling
+
+    @field_validator("lang_code")
+    @classmethod
+    def _as_language_tag(cls, code: str) -> str:
+        return _LANG_CODES.get(code.lower(), code)
+
+    @field_validator("language", "lang_code")
+    @classmethod
+    def _is_language_tag(cls, language: str) -> str:
+        if language and not language.replace("-", "").isalnum():
+            raise ValueError(f"{language!r} is not a language tag such as en or zh-CN")
+        return language
+
+    def served_model(self, default: str) -> str:
+        """The model to call; empty: any that is served."""
+        return default if not self.model or self.model in OPENAI_MODELS else self.model
+
+    @property
+    def voice_name(self) -> str:
+        return self.voice if isinstance(self.voice, str) else self.voice.id
+
+
+class BatchRequest(BaseModel):
+    """The body of POST /v1/audio/speech/batch: the other fields are defaults for each of `items`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    items: list[Any] = Field(min_length=1, description="objects; any other is an error of that item")
+
+    def requests(self) -> list[Any]:
+        defaults = self.model_extra or {}
+        return [{**defaults, **item} if isinstance(item, dict) else item for item in self.items]
+
+
+def read_json(data: bytes, what: str, settings: Settings) -> dict[str, Any]:
+    """The JSON object in `data` without fields that are null, which many clients send for those that they leave out.
+
+    `what` names it in messages. ApiError, also if reading it would take long.
+    """
+    if len(data.translate(None, _CHEAP)) > settings.max_json_chars:
+        raise invalid(f"{what} has more than {settings.max_json_chars} characters besides letters, digits and base64")
+    try:
+        fields = _given(json.loads(data))
+    except RecursionError:
+        raise invalid(f"{what} has objects or lists inside of one another, too many levels of them") from None
+    except ValueError as error:
+        raise invalid(f"{what} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise invalid(f"{what} is a JSON {type(fields).__name__}, not an object")
+    return fields
+
+
+def _given(value: Any) -> Any:
+    """`value` without fields that are null, also inside of objects and lists."""
+    if isinstance(value, list):
+        return [_given(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _given(each) for name, each in value.items() if each is not None}
+    return value
+
+
+def parse(model: type[BaseModel], fields: Any) -> Any:
+    """`fields` as an instance of `model`; ApiError naming the invalid field."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        of_field = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
+        first = max(of_field, key=lambda each: len(each["loc"]))  # inside of an object, if it is one
+        where = ".".join(str(part) for part in first["loc"] if part not in _TYPES)
+        wrong = "unknown field, see docs/http.md" if first["type"] == "extra_forbidden" else first["msg"]
+        message = f"{where or 'the body'}: {wrong.removeprefix('Value error, ')}"
+        raise invalid(message, param=where.partition(".")[0] or None) from None
+
+
+def utterances(
+    wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, voices: VoiceFolder, settings: Settings
+) -> tuple[Utterance, ...]:
+    """The requests to a model, one for each part of the text between changes of the voice; otherwise as `utterance`.
+
+    A voice that the text names must be registered here, so that an unknown one is an error before any audio.
+    """
+    own = utterance(wanted, decode_upload, voices, settings)
+    try:
+        parts = by_voice(wanted.input)
+    except ValueError as error:
+        raise invalid(error, "input") from None
+    if not parts:
+        raise invalid("input has nothing to speak", "input")
+    known = {"": own}
+    if len(parts) > 1 and own.reference is None and wanted.voice_name and any(not part.voice for part in parts):
+        _require(wanted.voice_name, voices, "voice")
+    for name in dict.fromkeys(part.voice for part in parts):
+        if name:
+            _require(name, voices, "input")
+            named = wanted.model_copy(update={"voice": name, "ref_audio": "", "ref_text": ""})
+            known[name] = utterance(named, None, voices, settings)
+    return tuple(replace(known[part.voice], target_text=part.text) for part in parts)
+
+
+def _require(name: str, voices: VoiceFolder, field: str) -> None:
+    try:
+        voices.get(voices.resolve(name))
+    except ValueError as error:
+        raise invalid(f"{error}; a text with several voices needs registered ones", field) from None
+
+
+def utterance(
+    wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, voices: VoiceFolder, settings: Settings
+) -> Utterance:
+    """The request to a model, in its own voice; ApiError naming the invalid field. Reads files, not for an event loop.
+
+    decode_upload: returns the samples of an uploaded recording or raises ValueError; None without an upload.
+    """
+    for name in ("input", "instructions", "ref_text"):
+        if (length := len(getattr(wanted, name))) > settings.max_input_chars:
+            raise invalid(
+                f"{name} has {length} characters, more than the limit of {settings.max_input_chars}",
+                name,
+                "string_above_max_length",
+            )
+    if not wanted.input.strip():
+        raise invalid("input is empty", "input")
+    if decode_upload is not None or wanted.ref_audio:
+        _refuse_mix(wanted.voice_name, voices)
+    recording = _reference(wanted, decode_upload, settings.max_reference_bytes)
+    if recording is not None:
+        voice: dict[str, Any] = {"reference": recording, "reference_text": wanted.ref_text.strip() or None}
+    elif wanted.ref_text:
+        raise invalid("ref_text without ref_audio", "ref_text")
+    else:
+        voice = _registered(wanted.voice_name, voices)
+    # Floats as text, which the models accept: Triton 2.51 has no float parameters.
+    sampling = {name: value for name in SAMPLING if (value := getattr(wanted, name)) is not None}
+    parameters = {name: str(value) if isinstance(value, float) else value for name, value in sampling.items()}
+    parameters |= wanted.flags()
+    if _other_language(
+        wanted.language or wanted.lang_code, voice.pop("transcript", "") or voice.get("reference_text") or ""
+    ):
+        if voice.pop("reference_text", None) is None:
+            parameters["cross_lingual"] = True
+    instructions = wanted.instructions.strip() or None
+    if instructions and recording is None:
+        voice.pop("reference_text", None)  # the instruction replaces it
+        parameters.pop("cross_lingual", None)
+    return Utterance(target_text=wanted.input, instruct_text=instructions, parameters=parameters, **voice)
+
+
+def _reference(
+    wanted: SpeechRequest, decode_upload: Callable[[], np.ndarray] | None, max_bytes: int
+) -> np.ndarray | None:
+    """The recording in the request, uploaded or in base64."""
+    try:
+        if decode_upload is not None:
+            return decode_upload()
+        return decode_base64(wanted.ref_audio, max_bytes) if wanted.ref_audio else None
+    except ValueError as error:
+        raise invalid(error, "ref_audio") from None
+
+
+def _registered(name: str, voices: VoiceFolder) -> dict[str, Any]:
+    """The utterance's fields for a registered voice; none for an empty name, which means the model's default voice."""
+    if not name:
+        return {}
+    name = voices.resolve(name)
+    try:
+        voice = voices.get(name)
+    except ValueError:  # the models may have other voices
+        return {"speaker": name}
+    if isinstance(voice, Recording):
+        return {"reference": voice.wav, "reference_text": voice.text or None}
+    return {"speaker": name, "transcript": voice.text}
+
+
+def _refuse_mix(name: str, voices: VoiceFolder) -> None:
+    """ApiError if a request with a recording names a mix. Other names are ignored, since OpenAI's SDK requires one."""
+    try:
+        mixed = mixed_voices(name) and name not in voices.names()
+    except ValueError as error:
+        raise invalid(error, "voice") from None
+    if mixed:
+        raise invalid(f"voice {name!r} with a ref_audio: a recording cannot be mixed", "voice")
+
+
+def _other_language(language: str, transcript: str) -> bool:
+    """Whether the language of a voice's transcript is known and differs from `language`."""
+    wanted = language.lower().partition("-")[0]
+    known = language_of(transcript) if transcript else None
+    return wanted in ("zh", "en", "ja") and known is not None and known != wanted

@@ -1,0 +1,149 @@
+"""Streamed answers.
+
+Nothing is sent before the first bytes exist, so an earlier error is an HTTP status with OpenAI's JSON. A later error
+ends the answer in a way that no client takes for success: an event with the error, or a chunked body that ends without
+its final chunk. If a client disconnects or stops reading, its work ends at once.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from async_timeout import timeout
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from cosyvoice_triton.speech_service.audio.encoding import AudioEncoder
+from cosyvoice_triton.speech_service.audio.timestamps import Subtitles, subtitles
+from cosyvoice_triton.speech_service.dispatcher import SpeechJob
+from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.tasks import TaskScope
+
+logger = logging.getLogger(__name__)
+
+_STREAMING_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is for nginx
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, dict(error.headers))
+
+
+class AudioResponse(Response):
+    """Sends the bytes of `parts` as they are produced, or, once all are there, what `whole` makes of them.
+
+    stall: seconds that a client may leave them unread.
+    """
+
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        media_type: str,
+        stall: float,
+        rate: int,
+        whole: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        super().__init__(media_type=media_type, headers={"X-Sample-Rate": str(rate), **_STREAMING_HEADERS})
+        del self.headers["content-length"]  # unknown, so the body is chunked
+        self._parts = parts
+        self._stall = stall
+        self._whole = whole
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with TaskScope() as tasks:
+            work = tasks.spawn(self._send(scope, receive, send))
+            gone = tasks.spawn(_disconnected(receive))
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            else:
+                scope["speech.outcome"] = "gone"
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._parts) as parts:
+            try:
+                first = await anext(parts)
+                if self._whole is not None:
+                    first = self._whole(b"".join([first, *[part async for part in parts]]))
+                    self.headers["content-length"] = str(len(first))
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await self._send_part(send, first)
+                async for part in parts:
+                    await self._send_part(send, part)
+            except (ApiError, asyncio.TimeoutError) as error:
+                # The final chunk of the body is missing, so the server closes the connection: see RFC 9112, 8.
+                scope["speech.outcome"] = "aborted"
+                logger.warning("an answer was aborted after its first byte: %s", error or "the client does not read it")
+                return
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_part(self, send: Send, part: bytes) -> None:
+        async with timeout(self._stall):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole(
+    parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder, kind: Subtitles | None
+) -> dict[str, Any]:
+    """A complete answer, with timestamps and subtitles if they are wanted."""
+    async with aclosing(parts):
+        audio = encoder.complete(b"".join([part async for part in parts]))
+    return {
+        "audio_data": base64.b64encode(audio).decode(),
+        "media_type": encoder.format.media_type,
+        "sample_rate": encoder.rate,
+        "usage": job.usage,
+        **({"segments": job.timestamps.segments} if job.timestamps is not None else {}),
+        **_subtitles(job, kind),
+    }
+
+
+async def whole_json(
+    parts: AsyncGenerator[bytes, None], job: SpeechJob, encoder: AudioEncoder, kind: Subtitles | None
+) -> AsyncGenerator[bytes, None]:
+    """The same as the bytes of an answer, in one part."""
+    yield json.dumps(await whole(parts, job, encoder, kind)).encode()
+
+
+def _subtitles(job: SpeechJob, kind: Subtitles | None) -> dict[str, str]:
+    assert kind is None or job.timestamps is not None
+    return {"subtitles": subtitles(job.timestamps.segments, kind)} if kind and job.timestamps else {}
+
+
+async def events(
+    parts: AsyncGenerator[bytes, None], job: SpeechJob, kind: Subtitles | None
+) -> AsyncGenerator[bytes, None]:
+    """The parts of an answer as server-sent events: deltas, and the timestamps of segments as these end; then `done`
+    with the usage and subtitles, or `error`."""
+    started = False
+    try:
+        async with aclosing(parts):
+            async for part in parts:
+                started = True
+                yield _event({"type": "speech.audio.delta", "audio": base64.b64encode(part).decode()})
+                if segments := job.ended():
+                    yield _event({"type": "speech.audio.timestamps", "segments": segments})
+    except ApiError as error:
+        if not started:
+            raise
+        yield _event({"type": "speech.audio.error", **error.body})
+        return
+    if segments := job.ended():  # of a last part without audio
+        yield _event({"type": "speech.audio.timestamps", "segments": segments})
+    yield _event({"type": "speech.audio.done", "usage": job.usage, **_subtitles(job, kind)})
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"event: {content['type']}\ndata: {json.dumps(content)}\n\n".encode()

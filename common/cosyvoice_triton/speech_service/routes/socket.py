@@ -1,0 +1,344 @@
+"""WS /v1/audio/speech/stream: text arrives in pieces, as an LLM writes it; audio is sent per sentence; barge-in.
+
+    client  session.config {mode, and fields of /v1/audio/speech}   input.text {text}
+            input.done   input.cancel   session.close
+    server  audio.start {utterance_index, sentence_index, sentence_text, format, sample_rate}, binary frames, audio.done
+            audio.timestamps {utterance_index, sentence_index, segments}
+            session.done {utterance_index, total_sentences}   audio.cancelled {utterance_index}   error {error}
+
+A sentence is spoken as soon as the next one starts. Each sentence is encoded separately: with a container (mp3, wav, …)
+it is a file of its own; pcm, the default here, continues seamlessly. In the mode "tokens" the whole utterance takes the
+place of a sentence: the model gets the text while it is being written.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from async_timeout import timeout
+from fastapi import APIRouter, WebSocket
+from starlette.websockets import WebSocketDisconnect
+
+from cosyvoice_triton.client.requests import TextPieces
+from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest, parse, read_json
+from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.text import is_speakable
+from cosyvoice_triton.text.markup import without_voices
+from cosyvoice_triton.text.sentences import WINDOW, SentenceSplitter
+
+MAX_WAITING_CHARS = 65_536  # in sentences that are not spoken yet
+MAX_WAITING_UTTERANCES = 64  # that have ended and are not spoken yet
+_POLICY_VIOLATION, _INTERNAL_ERROR, _TRY_AGAIN_LATER = 1008, 1011, 1013  # close codes of the protocol
+
+_MODES = "sentences", "tokens"
+# Fields of /v1/audio/speech that a session has not, and what it has instead.
+_OTHERWISE = {
+    "input": "send input.text",
+    "stream_format": "audio is sent in binary messages",
+    "subtitles": "use timestamps",
+}
+_DOCUMENT_BEGINS, _DOCUMENT_ENDS = re.compile(r"\s*(?:<speak|<\?xml)\b"), "</speak>"
+_HALF_A_CHARACTER = "text has half of a surrogate pair, whose other half did not follow"
+
+logger = logging.getLogger(__name__)
+router = APIRouter()
+
+
+@router.websocket("/v1/audio/speech/stream")
+async def speech_socket(socket: WebSocket) -> None:
+    """One connection, any number of utterances."""
+    service = Service.of(socket)
+    await socket.accept()
+    sessions = service.metrics.sessions
+    if service.sessions >= service.settings.max_sessions:
+        await socket.close(_TRY_AGAIN_LATER, "the limit of open sessions is reached")
+        return
+    service.sessions += 1
+    sessions.set(service.sessions)
+    try:
+        session = SocketSession(socket, service)
+        try:
+            await session.run()
+        finally:
+            await session.stop_speaking()
+    except WebSocketDisconnect:
+        pass
+    finally:
+        service.sessions -= 1
+        sessions.set(service.sessions)
+
+
+class SocketSession:
+    """One client's text so far, and the sentences that are still to be spoken.
+
+    Reading messages never waits for speaking, so that a cancel takes effect at once.
+    """
+
+    def __init__(self, socket: WebSocket, service: Service) -> None:
+        self._socket = socket
+        self._service = service
+        self._config: dict[str, Any] = {"response_format": "pcm"}
+        self._by_tokens = False  # the mode
+        self._pieces: TextPieces | None = None  # of the utterance in the mode "tokens"
+        self._half = ""  # of a surrogate pair, which a client that cuts text by UTF-16 units may send in two pieces
+        self._splitter = SentenceSplitter()
+        self._document = ""  # SSML that has not ended, which is spoken as one sentence
+        # Complete sentences, or all of the utterance; None where the client has sent input.done.
+        self._waiting: deque[str | TextPieces | None] = deque()
+        self._waiting_chars = 0  # of all of them
+        self._utterance = 0
+        self._sentences = 0  # spoken so far in this utterance
+        self._voice: dict[str, str] = {}  # request fields for the voice that the utterance has changed to
+        self._speaker: asyncio.Task[None] | None = None
+        self._active = time.monotonic()  # when the last message was received or the last audio sent
+
+    async def run(self) -> None:
+        """Handle messages until the client closes the session, disconnects or is idle for too long."""
+        idle = self._service.settings.idle
+        while True:
+            try:
+                async with timeout(idle - self._silent):
+                    message = await self._socket.receive_text()
+            except asyncio.TimeoutError:
+                if self._silent < idle:
+                    continue
+                await self._socket.close(1000, "idle")
+                return
+            except KeyError:  # starlette's error for a binary frame
+                await self._send_error(invalid("binary messages are not supported: send JSON"))
+                continue
+            self._active = time.monotonic()
+            try:
+                if not await self._handle(message):
+                    return
+            except ApiError as error:
+                await self._send_error(error)
+
+    async def _handle(self, message: str) -> bool:
+        """Handle one message; False if it was the last."""
+        fields = read_json(message.encode(), "the message", self._service.settings)
+        kind = fields.pop("type", None)
+        if kind == "session.config":
+            self._configure(fields)
+        elif kind == "input.text":
+            await self._add_text(fields.get("text"))
+        elif kind == "input.done":
+            self._finish()
+        elif kind == "input.cancel":
+            await self._cancel()
+        elif kind == "session.close":
+            await self._cancel()
+            await self._socket.close()
+            return False
+        else:
+            raise invalid(f"the message type {kind!r} is unknown", "type")
+        return True
+
+    def _configure(self, fields: dict[str, Any]) -> None:
+        """Set the request fields of later sentences. Not during an utterance, which would change its voice."""
+        if self._unfinished or self._waiting or self._speaking or self._pieces:
+            raise invalid("session.config during an utterance: send it before input.text or after session.done")
+        if (mode := fields.pop("mode", None)) is None:
+            mode = _MODES[0]
+        if mode not in _MODES:
+            raise invalid(f"mode must be {' or '.join(_MODES)}, not {mode!r}", "mode")
+        config = {"response_format": "pcm", **fields}
+        wanted: SpeechRequest = parse(SpeechRequest, {**config, "input": "."})
+        for name, instead in _OTHERWISE.items():
+            if (value := fields.get(name)) is not None:
+                raise invalid(f"{name} {value!r} of a WebSocket: {instead}", name)
+        self._service.encoder(wanted)
+        self._config, self._by_tokens = config, mode == "tokens"
+
+    async def _add_text(self, text: Any) -> None:
+        if not isinstance(text, str):
+            raise invalid("input.text has no text", "text")
+        half, self._half = self._half, ""
+        text, self._half = _joined(half + text)
+        if self._by_tokens:
+            self._add_piece(text)
+            return
+        if len(text) + len(self._unfinished) + self._waiting_chars > MAX_WAITING_CHARS:
+            raise ApiError(
+                429, f"more than {MAX_WAITING_CHARS} characters are waiting to be spoken", code="too_much_text"
+            )
+        if len(text) <= WINDOW:
+            sentences = self._complete(text)
+        else:  # in a thread: a hostile text takes up to a second, in steps of milliseconds
+            sentences = await asyncio.to_thread(self._complete, text)
+        self._queue(sentences)
+        if len(self._unfinished) > (limit := self._service.settings.max_input_chars):
+            self._drop_unfinished()
+            raise invalid(f"a sentence has more than {limit} characters: it is not spoken", "text")
+
+    def _add_piece(self, piece: str) -> None:
+        if self._pieces is None:
+            self._pieces = TextPieces()
+            self._waiting.append(self._pieces)
+            self._wake()
+        if self._pieces.ended:
+            raise invalid("input.text before session.done: in the mode tokens, an utterance ends before the next one")
+        if not self._speaking:
+            raise invalid("the utterance failed: end it with input.done or input.cancel")
+        if self._pieces.chars + len(piece) > (limit := self._service.settings.max_input_chars):
+            raise invalid(f"the utterance has more than {limit} characters: this piece is not spoken", "text")
+        self._pieces.add(piece)
+
+    def _complete(self, text: str) -> list[str]:
+        documents: list[str] = []
+        while _DOCUMENT_BEGINS.match(begun := self._unfinished + text):
+            self._drop_unfinished()
+            document, end, text = begun.partition(_DOCUMENT_ENDS)
+            if not end:
+                self._document = document
+                return documents
+            documents.append(document.strip() + end)
+        text, self._document = self._document + text, ""  # "<speak" may have been the beginning of another word
+        return [*documents, *self._split(text)]
+
+    def _split(self, text: str) -> list[str]:
+        return [sentence.strip() for sentence in self._splitter.push(text) if is_speakable(sentence)]
+
+    def _finish(self) -> None:
+        if self._waiting.count(None) >= MAX_WAITING_UTTERANCES:
+            raise ApiError(
+                429,
+                f"{MAX_WAITING_UTTERANCES} utterances are waiting to be spoken: wait for session.done",
+                code="too_much_text",
+            )
+        rest, half = self._unfinished, self._half
+        self._drop_unfinished()
+        self._half = ""
+        self._queue([rest.strip()] if is_speakable(rest) else [])
+        if self._pieces is not None:
+            self._pieces.end()
+        self._waiting.append(None)
+        self._wake()
+        if half:
+            raise invalid(_HALF_A_CHARACTER, "text")
+
+    def _queue(self, sentences: list[str]) -> None:
+        self._waiting.extend(sentences)
+        self._waiting_chars += sum(map(len, sentences))
+        if self._waiting:
+            self._wake()
+
+    @property
+    def _unfinished(self) -> str:
+        return self._document + self._splitter.unfinished
+
+    def _drop_unfinished(self) -> None:
+        self._document = ""
+        self._splitter.finish()
+
+    @property
+    def _silent(self) -> float:
+        """Seconds since the last message or audio."""
+        return 0.0 if self._speaking else time.monotonic() - self._active
+
+    @property
+    def _speaking(self) -> bool:
+        return self._speaker is not None and not self._speaker.done()
+
+    def _wake(self) -> None:
+        if not self._speaking:
+            self._speaker = asyncio.create_task(self._speak())
+
+    async def _speak(self) -> None:
+        """Speak the waiting sentences, and end each utterance for which input.done was received."""
+        while self._waiting:
+            try:
+                if (sentence := self._waiting.popleft()) is None:
+                    await self._end_utterance()
+                    continue
+                self._waiting_chars -= len(sentence) if isinstance(sentence, str) else 0
+                await self._speak_sentence(sentence)
+            except WebSocketDisconnect:
+                return
+            except asyncio.TimeoutError:
+                await self._socket.close(_POLICY_VIOLATION, "the client does not read the audio")
+                return
+            except Exception:
+                logger.exception("a sentence failed")
+                await self._socket.close(_INTERNAL_ERROR, "internal error")
+                return
+        self._active = time.monotonic()
+
+    async def _end_utterance(self) -> None:
+        done = {"utterance_index": self._utterance, "total_sentences": self._sentences}
+        self._utterance, self._sentences = self._utterance + 1, 0
+        self._pieces, self._voice = None, {}
+        await self._send("session.done", **done)
+
+    async def _speak_sentence(self, sentence: str | TextPieces) -> None:
+        before = self._voice
+        if isinstance(sentence, str):
+            rest, name = without_voices(sentence)
+            if name:  # also of the sentences that follow
+                self._voice = {"voice": name, "ref_audio": "", "ref_text": ""}
+                if not is_speakable(rest):
+                    return
+        index = {"utterance_index": self._utterance, "sentence_index": self._sentences}
+        self._sentences += 1
+        sent, failed = 0, False
+        try:
+            text = sentence if isinstance(sentence, str) else ""
+            wanted: SpeechRequest = parse(SpeechRequest, {**self._config, **before, "input": text or "."})
+            encoder = self._service.encoder(wanted)
+            job = await self._service.job(wanted)
+            if isinstance(sentence, TextPieces):
+                job.utterances = (replace(job.utterances[0], target_text="", pieces=sentence),)
+            await self._send(
+                "audio.start", **index, sentence_text=text, format=wanted.response_format, sample_rate=encoder.rate
+            )
+            async with aclosing(self._service.audio(job, encoder)) as parts:
+                async for part in parts:
+                    sent += len(part)
+                    async with timeout(self._service.settings.stall):
+                        await self._socket.send_bytes(part)
+                    if segments := job.ended():
+                        await self._send("audio.timestamps", **index, segments=segments)
+            if segments := job.ended():  # of a last part without audio
+                await self._send("audio.timestamps", **index, segments=segments)
+        except ApiError as error:
+            failed = True
+            await self._send_error(error)
+        await self._send("audio.done", **index, total_bytes=sent, error=failed)
+
+    async def _cancel(self) -> None:
+        """Barge-in: discard all text so far; no audio of it is sent after the answer to this message."""
+        self._waiting.clear()
+        self._waiting_chars, self._half = 0, ""
+        self._drop_unfinished()
+        await self.stop_speaking()
+        self._pieces, self._voice = None, {}
+        cancelled, self._utterance, self._sentences = self._utterance, self._utterance + 1, 0
+        await self._send("audio.cancelled", utterance_index=cancelled)
+
+    async def stop_speaking(self) -> None:
+        """Stop speaking; returns once the speaking task has ended."""
+        if self._speaker is not None:
+            self._speaker.cancel()
+            await asyncio.gather(self._speaker, return_exceptions=True)
+
+    async def _send(self, kind: str, **fields: Any) -> None:
+        await self._socket.send_json({"type": kind, **fields})
+
+    async def _send_error(self, error: ApiError) -> None:
+        await self._send("error", **error.body)
+
+
+def _joined(text: str) -> tuple[str, str]:
+    """`text` with its surrogate pairs as characters, and the half of one at its end. ApiError for other halves."""
+    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    half = text[-1:] if "\ud800" <= text[-1:] <= "\udbff" else ""
+    text = text.removesuffix(half) if half else text
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise invalid(_HALF_A_CHARACTER, "text")
+    return text, half

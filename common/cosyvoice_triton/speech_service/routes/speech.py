@@ -1,0 +1,167 @@
+"""POST /v1/audio/speech and its batch; GET /v1/models."""
+
+import asyncio
+from typing import Any
+from urllib.parse import parse_qsl
+
+from fastapi import APIRouter, Request
+from starlette.datastructures import UploadFile
+from starlette.responses import JSONResponse, Response
+
+from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.speech_service.routes.bodies import OPENAI_MODELS, BatchRequest, SpeechRequest, parse, read_json
+from cosyvoice_triton.speech_service.routes.responses import AudioResponse, events, whole, whole_json
+from cosyvoice_triton.speech_service.service import Service
+from cosyvoice_triton.speech_service.settings import Settings
+from cosyvoice_triton.tasks import TaskScope
+
+BATCH_STREAMS = 4  # concurrent streams of one batch, so that it leaves capacity for interactive clients
+MAX_FIELDS = 64
+
+router = APIRouter()
+
+
+def _body(model: type[SpeechRequest] | type[BatchRequest]) -> dict[str, Any]:
+    """For the OpenAPI document. The routes parse the body themselves, so that all errors are in OpenAI's format."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+@router.post("/v1/audio/speech", openapi_extra=_body(SpeechRequest))
+@router.post("/audio/speech", include_in_schema=False)
+async def speech(request: Request) -> Response:
+    """Speak a text; the audio is streamed."""
+    service = Service.of(request)
+    fields, upload = await read_fields(request, "ref_audio")
+    wanted: SpeechRequest = parse(SpeechRequest, fields)
+    if wanted.stream_format == "sse" and not wanted.stream:
+        raise invalid("stream false with stream_format 'sse': events are a stream", "stream")
+    if wanted.stream_format == "audio":
+        for field in ("timestamps", "subtitles"):
+            if value := getattr(wanted, field):
+                raise invalid(f"{field} {value!r} with stream_format 'audio': use 'json' or 'sse'", field)
+    encoder = service.encoder(wanted)
+    job = await service.job(wanted, upload)
+    audio = service.audio(job, encoder)
+    if wanted.stream_format == "sse":
+        answer = events(audio, job, wanted.subtitles)
+        return AudioResponse(answer, "text/event-stream", service.settings.stall, encoder.rate)
+    if wanted.stream_format == "json":
+        answer = whole_json(audio, job, encoder, wanted.subtitles)
+        return AudioResponse(answer, "application/json", service.settings.stall, encoder.rate, whole=bytes)
+    kind = encoder.format.media_type
+    complete = None if wanted.stream else encoder.complete
+    return AudioResponse(audio, kind, service.settings.stall, encoder.rate, complete)
+
+
+@router.post("/v1/audio/speech/batch", openapi_extra=_body(BatchRequest))
+async def batch(request: Request) -> Response:
+    """Speak several texts, answered together. Failed items do not affect the others."""
+    service = Service.of(request)
+    fields, _ = await read_fields(request)
+    wanted: BatchRequest = parse(BatchRequest, fields)
+    if len(wanted.items) > service.settings.max_batch:
+        raise invalid(
+            f"a batch of {len(wanted.items)} items, more than the limit of {service.settings.max_batch}", "items"
+        )
+    slots = asyncio.Semaphore(BATCH_STREAMS)
+
+    async def one(index: int, item: Any) -> dict[str, Any]:
+        async with slots:
+            try:
+                return {"index": index, "status": "success", **await _whole(service, item)}
+            except ApiError as error:
+                return {"index": index, "status": "error", **error.body}
+
+    async with TaskScope() as tasks:
+        work = [tasks.spawn(one(index, item)) for index, item in enumerate(wanted.requests())]
+        gone = tasks.spawn(_disconnected(request))
+        await asyncio.wait((tasks.spawn(asyncio.wait(work)), gone), return_when=asyncio.FIRST_COMPLETED)
+        if not all(item.done() for item in work):
+            request.scope["speech.outcome"] = "gone"
+        results = [item.result() for item in work if item.done()]
+    succeeded = sum(result["status"] == "success" for result in results)
+    return JSONResponse({"results": results, "succeeded": succeeded, "failed": len(results) - succeeded})
+
+
+async def _whole(service: Service, item: Any) -> dict[str, Any]:
+    """The result of one item of a batch."""
+    if not isinstance(item, dict):
+        raise invalid(f"the item is a JSON {type(item).__name__}, not an object")
+    wanted: SpeechRequest = parse(SpeechRequest, item)
+    wanted.stream = False
+    encoder = service.encoder(wanted)
+    job = await service.job(wanted)
+    return await whole(service.audio(job, encoder), job, encoder, wanted.subtitles)
+
+
+async def _disconnected(request: Request) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.2)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The served models, then OpenAI's names, which stand for the default one."""
+    return {"object": "list", "data": list(_models(Service.of(request)).values())}
+
+
+@router.get("/v1/models/{name}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """One of the models that `models` lists."""
+    listed = _models(Service.of(request))
+    if name not in listed:
+        raise ApiError(404, f"the model {name!r} is not served", code="model_not_found", param="model")
+    return listed[name]
+
+
+@router.get("/v1/audio/models")
+async def audio_models(request: Request) -> dict[str, Any]:
+    """The same list in the form that Open WebUI reads, and the longest text that is accepted."""
+    service = Service.of(request)
+    models = [{**model, "name": name} for name, model in _models(service).items()]
+    return {"models": models, "max_input_chars": service.settings.max_input_chars}
+
+
+def _models(service: Service) -> dict[str, dict[str, Any]]:
+    """The listed models by name; none if no Triton is available."""
+    served = service.dispatcher.pool.models
+    about = {"object": "model", "created": 0, "owned_by": "cosyvoice"}
+    listed = {name: {"id": name, **about} for name in served}
+    default = service.settings.model or next(iter(served), "")
+    if default in listed:
+        listed |= {name: {"id": name, **about, "alias_of": default} for name in OPENAI_MODELS}
+    return listed
+
+
+async def read_fields(request: Request, upload: str = "") -> tuple[dict[str, Any], bytes | None]:
+    """The fields of a JSON object or a form, and the content of the file in the field `upload`, if any. ApiError."""
+    settings = Service.of(request).settings
+    content_type = request.headers.get("content-type", "application/json").lower()
+    kind = content_type.partition(";")[0].strip()
+    if kind == "application/json":
+        return read_json(await request.body(), "the body", settings), None
+    if kind == "application/x-www-form-urlencoded":
+        return _read_urlencoded(await request.body(), settings), None
+    if kind != "multipart/form-data":
+        raise ApiError(415, f"content type {kind!r} is not supported: send application/json or multipart/form-data")
+    if "charset" in content_type and "charset=utf-8" not in content_type:  # some of Python's codecs take minutes
+        raise ApiError(415, "forms must be in UTF-8")
+    async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=settings.max_body_bytes) as form:
+        fields: dict[str, Any] = dict(form)
+        data = None
+        if isinstance(file := fields.get(upload), UploadFile):
+            data = await file.read()
+            del fields[upload]
+    if unexpected := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
+        raise invalid(f"{unexpected[0]} must not be a file", unexpected[0])
+    return fields, data
+
+
+def _read_urlencoded(body: bytes, settings: Settings) -> dict[str, Any]:
+    """The fields of a form without files. ApiError."""
+    if len(body) > settings.max_form_bytes:
+        raise ApiError(413, f"the form has more than {settings.max_form_bytes} bytes: send multipart/form-data")
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS, errors="strict"))
+    except ValueError as error:
+        raise invalid(f"the form cannot be read: {error}") from None

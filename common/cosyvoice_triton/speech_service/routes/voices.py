@@ -1,0 +1,44 @@
+"""/v1/audio/voices: list, add and delete registered voices."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from cosyvoice_triton.speech_service.errors import invalid
+from cosyvoice_triton.speech_service.routes.speech import read_fields
+from cosyvoice_triton.speech_service.service import Service
+
+router = APIRouter()
+
+
+@router.get("/v1/audio/voices")
+async def list_voices(request: Request) -> dict[str, Any]:
+    """The registered voices, then the aliases. `voices` is for Open WebUI and Kokoro's clients, `data` for OpenAI's."""
+    voices = Service.of(request).voices
+    names, aliases = await asyncio.to_thread(voices.names), await asyncio.to_thread(voices.aliases)
+    listed = [_voice(name) for name in names] + [{**_voice(name), "alias_of": voice} for name, voice in aliases.items()]
+    return {"object": "list", "voices": listed, "data": listed}
+
+
+def _voice(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "voice", "name": name}
+
+
+@router.post("/v1/audio/voices")
+async def add(request: Request) -> Response:
+    """Register a voice: a form with `name`, `audio_sample` (an audio file) and `ref_text` (its transcript)."""
+    fields, data = await read_fields(request, "audio_sample")
+    if data is None:
+        raise invalid("audio_sample is missing: upload the recording as a file in a multipart form", "audio_sample")
+    name, text = str(fields.get("name", "")), str(fields.get("ref_text", ""))
+    seconds = await asyncio.to_thread(Service.of(request).voices.add, name, data, text)
+    return JSONResponse({**_voice(name), "ref_text": text, "seconds": round(seconds, 3)}, 201)
+
+
+@router.delete("/v1/audio/voices/{name}")
+async def remove(name: str, request: Request) -> dict[str, Any]:
+    """Delete a voice; later requests that name it are rejected."""
+    await asyncio.to_thread(Service.of(request).voices.remove, name)
+    return {"id": name, "object": "voice", "deleted": True}

@@ -1,0 +1,1 @@
+"""What protects the speech service: limits before a request, keys, origins."""

@@ -1,0 +1,170 @@
+"""Before every route: checks of size, origin and API key. After it: metrics of the outcome.
+
+Plain ASGI, because Starlette's middleware base class would relay every streamed answer.
+"""
+
+import logging
+import secrets
+import uuid
+from collections.abc import Iterable
+from contextvars import ContextVar
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cosyvoice_triton.speech_service.errors import ApiError
+from cosyvoice_triton.speech_service.metrics import Metrics
+from cosyvoice_triton.speech_service.routes.responses import error_response
+from cosyvoice_triton.speech_service.settings import Settings
+
+# Paths that need no key: the page, and what monitoring reads.
+OPEN_PATHS = ("/", "/health", "/metrics", "/static", "/favicon.ico")
+_POLICY_VIOLATION = 1008
+
+
+# Id of the request that a task works for, part of every log line; clients get it as x-request-id.
+REQUEST_ID: ContextVar[str] = ContextVar("request", default="-")
+
+
+class RequestIdFilter(logging.Filter):
+    """Adds the attribute `request` to each log record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request = REQUEST_ID.get()
+        return True
+
+
+class Guard:
+    """ASGI middleware around the application."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        status, name = "gone", uuid.uuid4().hex[:16]
+        REQUEST_ID.set(name)
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
+            elif message["type"] == "websocket.accept":
+                status = "101"
+            await send(message)
+
+        try:
+            try:
+                self._check(scope)
+            except ApiError as error:
+                await self._reject(error, scope, receive, watched)
+                return
+            await self._app(scope, _LimitedReceive(receive, self._settings.max_body_bytes), watched)
+        except ClientDisconnect:  # while its request was read
+            status = "gone"
+        except BaseException:  # also CancelledError, as at the end of the drain: the client is still there
+            status = "500" if status == "gone" else "aborted"
+            raise
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(route, scope.get("speech.outcome", status)).inc()
+
+    async def _reject(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await receive()  # the connect message
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": error.message})
+        else:
+            await error_response(error)(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        self._check_host(headers.get("host", ""))
+        self._check_origin(headers, scope.get("method", "websocket"))
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._settings.max_body_bytes:
+            raise too_large(self._settings.max_body_bytes)
+        path = scope["path"]
+        if not any(path == each or path.startswith(f"{each}/") and each != "/" for each in OPEN_PATHS):
+            check_key(headers.get("authorization", ""), self._settings.api_keys)
+
+    def _check_host(self, host: str) -> None:
+        """Reject a name that is not ours: a page of that name, which its owner points at this machine (DNS rebinding),
+        would be of the same origin. Nobody else decides to what an IP address or localhost leads."""
+        name, allowed = _hostname(f"//{host}"), self._settings.allowed_hosts
+        if host and "*" not in allowed and not _is_address(name) and not any(_matches(name, each) for each in allowed):
+            raise ApiError(403, f"requests to {host!r} are refused: allow the name with --allowed_hosts", code="host")
+
+    def _check_origin(self, headers: Headers, method: str) -> None:
+        """Reject requests that a page of another site sends through a user's browser.
+
+        Browsers send a preflight request only if the request has a JSON body, and never for a WebSocket.
+        """
+        origin = headers.get("origin")
+        if origin is None or method in ("GET", "HEAD", "OPTIONS"):
+            return
+        allowed = self._settings.cors_origins
+        own = origin.partition("://")[2] == headers.get("host")
+        if not own and "*" not in allowed and origin not in allowed:
+            raise ApiError(
+                403, f"pages of {origin} may not use this service: allow them with --cors_origins", code="origin"
+            )
+
+
+def _hostname(url: str) -> str:
+    """Empty if the URL has none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.endswith(pattern[1:].lower()) if pattern.startswith("*.") else name == pattern.lower()
+
+
+def check_key(authorization: str, keys: Iterable[str]) -> None:
+    """ApiError 401 unless `authorization` is "Bearer KEY" with one of `keys`, or `keys` is empty."""
+    keys = tuple(keys)
+    scheme, _, given = authorization.partition(" ")
+    if keys and not any(
+        scheme.lower() == "bearer" and secrets.compare_digest(given.encode(), key.encode()) for key in keys
+    ):
+        raise ApiError(
+            401, "the API key is missing or unknown: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+        )
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+
+
+class _LimitedReceive:
+    """`receive` that raises once a body without content-length exceeds `limit` bytes."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._left = limit
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                raise too_large(self._limit)
+        return message

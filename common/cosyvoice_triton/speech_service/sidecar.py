@@ -1,0 +1,65 @@
+"""The speech service as a child process of the process that runs a tritonserver."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from cosyvoice_triton.server.serving import Companion
+from cosyvoice_triton.server.tritonserver import require_free
+
+STOP_SECONDS = 40.0  # longer than the service waits for its own streams
+
+# Ends the service if this process dies without stopping it, as with `kill -9`; otherwise its port would stay in use.
+_REAPER = 'read -r _ || kill -s TERM "$1"'
+
+
+def speech_service(
+    triton: str, voices: Path, host: str, port: int
+) -> contextlib.AbstractContextManager[threading.Event]:
+    """`with speech_service(...) as ended:` serves speech over HTTP while the block runs.
+
+    ServerError if the port is in use, at the call: the block may begin minutes later, once the models are loaded. If
+    the service ends unexpectedly, `ended` is set and this process gets SIGTERM.
+    """
+    require_free(port, host)
+    return _running(triton, voices, host, port)
+
+
+@contextlib.contextmanager
+def _running(triton: str, voices: Path, host: str, port: int) -> Iterator[threading.Event]:
+    command = ("--url", triton, "--ref_audios_dir", str(voices), "--host", host, "--port", str(port))
+    service = subprocess.Popen([sys.executable, "-m", "cosyvoice_triton.speech_service", *command])
+    reaper = subprocess.Popen(
+        ["/bin/sh", "-c", _REAPER, "reaper", str(service.pid)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    stopping, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        service.wait()
+        if not stopping.is_set():
+            ended.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield ended
+    finally:
+        stopping.set()
+        service.terminate()
+        watcher.join(STOP_SECONDS)
+        service.kill()  # no effect if it has ended
+        service.wait()
+        reaper.communicate(b"\n")
+
+
+def speech_sidecar(voices: Path, host: str, port: int) -> Companion:
+    """The speech service as a companion of `cosyvoice_triton.server.serving.serve`."""
+    return Companion(
+        "speech", f"http://{host}:{port}", lambda server: speech_service(server.grpc_url, voices, host, port)
+    )

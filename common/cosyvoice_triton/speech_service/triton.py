@@ -1,0 +1,155 @@
+"""The Tritons of the service: one long-lived connection each, health probes, and choice of the least busy one."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Collection, Iterator
+from dataclasses import dataclass, field
+
+import grpc
+import tritonclient.grpc.aio as triton
+from tritonclient.utils import InferenceServerException
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.client.grpc_client import chunks, complete
+from cosyvoice_triton.client.requests import AudioPart, Utterance
+from cosyvoice_triton.speech_service.errors import ApiError, from_triton, invalid
+
+logger = logging.getLogger(__name__)
+
+PROBE_SECONDS = 2.0
+PROBE_TIMEOUT = 3.0
+MISSES = 3  # failed probes in a row before a backend counts as down
+_CHANNEL = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # Reconnect to a restarted Triton quickly; gRPC's default backoff grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # Detect hosts that disappear without closing the connection.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+
+@dataclass(eq=False)
+class Backend:
+    """One Triton. models: the speech models that are ready -> whether each is decoupled, that is, streams."""
+
+    url: str
+    connection: triton.InferenceServerClient
+    models: dict[str, bool] = field(default_factory=dict)
+    outstanding: int = 0
+    misses: int = 0  # failed probes in a row
+
+    async def probe(self) -> None:
+        """Update `models`; never raises. An unreachable Triton serves nothing; a slow one keeps its models for MISSES
+        probes."""
+        try:
+            # Model by model, because a gateway forwards no RepositoryIndex.
+            names = stacks.orchestrators()
+            ready = await asyncio.gather(*map(self._is_ready, names))
+            self.models = {
+                name: await self._streams(name) for name, is_ready in zip(names, ready, strict=True) if is_ready
+            }
+            self.misses = 0
+        except Exception as error:  # any error: probing must go on
+            self.misses += 1
+            gone = isinstance(error, InferenceServerException) and error.status() == str(grpc.StatusCode.UNAVAILABLE)
+            if self.models and (gone or self.misses >= MISSES):
+                logger.warning("Triton at %s does not answer anymore: %s", self.url, _reason(error))
+                self.models = {}
+
+    async def _is_ready(self, model: str) -> bool:
+        return bool(await self.connection.is_model_ready(model, client_timeout=PROBE_TIMEOUT))
+
+    async def _streams(self, model: str) -> bool:
+        """Whether a model is decoupled. Cached: only reloading the model could change it."""
+        if model in self.models:
+            return self.models[model]
+        answer = await self.connection.get_model_config(model, client_timeout=PROBE_TIMEOUT)
+        logger.info("Triton at %s serves %s", self.url, model)
+        return bool(answer.config.model_transaction_policy.decoupled)
+
+    async def parts(self, model: str, request: Utterance, timeout: float) -> AsyncGenerator[AudioPart, None]:
+        """The audio as it arrives; closing the generator ends the request. ApiError."""
+        try:
+            if self.models.get(model, True):
+                async with contextlib.aclosing(chunks(self.connection, model, request, timeout)) as parts:
+                    async for part in parts:
+                        yield part
+                return
+            if request.pieces is not None:
+                raise invalid(f"mode tokens: the model {model!r} is served for offline requests", "mode")
+            yield await complete(self.connection, model, request, timeout)
+        except grpc.aio.AioRpcError as error:
+            raise from_triton(str(error.code()), error.details()) from None
+        except InferenceServerException as error:
+            raise from_triton(error.status(), error.message()) from None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+class TritonPool:
+    """`async with TritonPool(urls) as pool: with pool.lease(model) as (backend, model): ...`"""
+
+    def __init__(self, urls: Collection[str]) -> None:
+        self._urls = urls
+        self.backends: list[Backend] = []
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "TritonPool":
+        self.backends = [Backend(url, triton.InferenceServerClient(url, channel_args=_CHANNEL)) for url in self._urls]
+        await self.probe()
+        self._watch = asyncio.create_task(self._keep_probing())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        for backend in self.backends:
+            await backend.connection.close()
+
+    async def probe(self) -> None:
+        """Probe every backend once."""
+        await asyncio.gather(*(backend.probe() for backend in self.backends))
+
+    async def _keep_probing(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_SECONDS)
+            await self.probe()
+
+    @property
+    def models(self) -> list[str]:
+        """The served models, in the order in which a request without a name tries them."""
+        return [name for name in stacks.orchestrators() if any(name in backend.models for backend in self.backends)]
+
+    @contextlib.contextmanager
+    def lease(self, model: str, avoid: Collection[Backend] = ()) -> Iterator[tuple[Backend, str]]:
+        """The least busy backend that serves `model` (empty: the first one served), and the model's name.
+
+        ApiError 404 if the model is not served, 503 if no Triton answers.
+        """
+        served = self.models
+        if not served:
+            raise ApiError(503, f"no Triton answers at {', '.join(self._urls)}", code="unavailable", retry_after=2)
+        name = model or served[0]
+        if name not in served:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served; served: {', '.join(served)}",
+                code="model_not_found",
+                param="model",
+            )
+        candidates = [backend for backend in self.backends if name in backend.models and backend not in avoid]
+        if not candidates:
+            raise ApiError(503, f"every Triton that serves {name!r} failed", code="unavailable", retry_after=2)
+        backend = min(candidates, key=lambda each: each.outstanding)
+        backend.outstanding += 1
+        try:
+            yield backend, name
+        finally:
+            backend.outstanding -= 1

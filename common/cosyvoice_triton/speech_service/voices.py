@@ -1,0 +1,98 @@
+"""Registered voices, in the folder that the models read too, see voice/book.py.
+
+A voice's recording is sent with each request, so that a Triton on another machine needs no such folder. A precomputed
+voice is requested by name, and so is one that this folder lacks.
+"""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+from cosyvoice_triton.constants import MAX_TRANSCRIPT_CHARS, PROMPT_SAMPLE_RATE
+from cosyvoice_triton.speech_service.audio.recordings import decode
+from cosyvoice_triton.speech_service.errors import ApiError, invalid
+from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.voice.book import VoiceBook
+from cosyvoice_triton.voice.files import is_voice_name, save_recording
+from cosyvoice_triton.voice.mix import Mix, mixed_voices
+from cosyvoice_triton.voice.prompt import Prompt, Recording
+
+MAX_VOICES = 1000
+
+
+class VoiceFolder:
+    """All methods access files, so do not call them on an event loop. Threads and several services may share it."""
+
+    def __init__(self, folder: Path, max_bytes: int, aliases: Iterable[str] = ()) -> None:
+        """aliases: as in `Settings.voice_aliases`."""
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._aliases = {alias: voice for alias, _, voice in (each.partition("=") for each in aliases)}
+        # Transcripts in a spk2info.pt are token ids of the LLM; only the models need them.
+        self._book = VoiceBook(folder, folder, decode=lambda ids: "")
+
+    def names(self) -> list[str]:
+        """The names of the voices, sorted; UnavailableError if the folder cannot be read."""
+        return self._book.names()
+
+    def aliases(self) -> dict[str, str]:
+        """Alias -> the registered voice that it stands for. A registered voice of the same name takes its place."""
+        names = self.names()
+        spread = itertools.cycle(names)
+        voices = {alias: voice or next(spread, "") for alias, voice in self._aliases.items()}
+        return {alias: voice for alias, voice in voices.items() if voice in names and alias not in names}
+
+    def resolve(self, name: str) -> str:
+        """The name of the voice that `name`, perhaps an alias or a mix of aliases, stands for."""
+        try:
+            parts = mixed_voices(name)
+        except ValueError:  # the lookup says what is wrong with it
+            return name
+        if not self._aliases.keys() & {name, *(part for part, _ in parts)} or name in self.names():
+            return name
+        known = self.aliases()
+        return "+".join(f"{known.get(part, part)}({weight})" for part, weight in parts) or known.get(name, name)
+
+    def get(self, name: str) -> Recording | Prompt | Mix:
+        """The voice. ValueError if the folder lacks it, or one of a mix; UnavailableError if its file is damaged."""
+        return self._book.get(name)
+
+    def add(self, name: str, data: bytes, text: str) -> float:
+        """Register a recording in any libsndfile format with its transcript (empty: unknown).
+
+        Returns its length in seconds. ApiError.
+        """
+        if not is_voice_name(name):
+            raise invalid(f"{name!r} is not a valid name: no slashes and no leading dot, it names a file", "name")
+        try:
+            text = clean_line(text, name="ref_text", max_chars=MAX_TRANSCRIPT_CHARS)
+        except ValueError as error:
+            raise invalid(error, "ref_text") from None
+        try:
+            wav = decode(data, self._max_bytes)
+        except ValueError as error:
+            raise invalid(error, "audio_sample") from None
+        names = self.names()
+        if len(names) >= MAX_VOICES:
+            raise ApiError(409, f"the limit of {len(names)} voices is reached: delete some first")
+        try:
+            if name in names:
+                raise FileExistsError
+            save_recording(self._folder / f"{name}.safetensors", Recording(wav, text))
+        except FileExistsError:
+            raise ApiError(
+                409, f"the voice {name!r} already exists: delete it first, or choose another name", param="name"
+            ) from None
+        except OSError as error:
+            raise ApiError(507, f"the voice cannot be stored: {error.strerror}") from error
+        return len(wav) / PROMPT_SAMPLE_RATE
+
+    def remove(self, name: str) -> None:
+        """Delete a voice's files. ApiError if it has none."""
+        if name not in self.names():
+            raise ApiError(404, f"there is no voice {name!r}", code="voice_not_found", param="name")
+        files = [self._folder / f"{name}{ending}" for ending in (".safetensors", ".wav", ".txt")]
+        if not is_voice_name(name) or not any(file.exists() for file in files):
+            raise invalid(f"the voice {name!r} is part of a spk2info.pt and has no file of its own", "name")
+        for file in files:
+            file.unlink(missing_ok=True)

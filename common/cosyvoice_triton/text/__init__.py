@@ -1,0 +1,17 @@
+"""Text before it reaches the LLM: cleaned, normalized, and split into segments that are synthesized one after another.
+
+cleaning.py        whitespace and control tokens; text with nothing to speak is an error
+markup.py          pauses, changes of the voice, and the part of SSML that is supported
+markdown.py        Markdown, HTML and emoji, which are not spoken
+normalization.py   numbers, dates, units and currencies as words
+sentences.py       sentences of a text that arrives in pieces
+chinese.py         marks and blanks of Chinese text that are not spoken
+duration.py        how many seconds a text takes to speak
+segments.py        sentences, and how many of them make a segment
+frontend.py        all of this: a text -> its segments
+"""
+
+from cosyvoice_triton.text.cleaning import clean_line, clean_text, is_speakable, split_instruction, strip_control_tokens
+from cosyvoice_triton.text.frontend import TextFrontend
+
+__all__ = ["TextFrontend", "clean_line", "clean_text", "is_speakable", "split_instruction", "strip_control_tokens"]

@@ -1,0 +1,267 @@
+"""Pauses and voices in a text, and the part of SSML that is supported.
+
+Anywhere: `[pause 1.2s]`, `[pause 300ms]`, `[pause]`, `<break time="500ms"/>`, `<break strength="strong"/>`, `<break/>`.
+A text that is a document `<speak>...</speak>` may also have p, s, sub and say-as; any other tag in it is an error, and
+so are tags that only SSML has outside of one. Other tags are HTML, see `markdown`.
+
+A request to a model has one voice, so `parts` rejects voices. The speech service cuts its texts with `by_voice` before:
+`[voice:NAME]` is for what follows, and in a document `<voice name="NAME">...</voice>` for its content.
+"""
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from xml.sax.saxutils import escape
+
+from cosyvoice_triton.constants import MEL_RATE
+from cosyvoice_triton.text.cleaning import is_speakable
+from cosyvoice_triton.text.markdown import spoken
+
+MAX_PAUSE_SECONDS = 10.0
+MAX_PAUSES_SECONDS = 60.0  # of a text: silence costs a caller few characters and the server memory
+MAX_VOICE_PARTS = 16  # of a text
+STRENGTHS = {"none": 0.0, "x-weak": 0.1, "weak": 0.25, "medium": 0.5, "strong": 0.75, "x-strong": 1.0}  # seconds
+_SUPPORTED = ("break", "p", "s", "say-as", "speak", "sub")
+
+_MAX_DEPTH = 20
+_DOCUMENT = re.compile(r"(?:<\?xml\b[^<>]*>\s*)?<speak\b.*</speak\s*>", re.DOTALL)
+_PAUSE = re.compile(r"\[pause(?:\s+([^\[\]]*))?\]|(<break\b[^<>]*>)(?:\s*</break\s*>)?", re.IGNORECASE)
+_VOICE = re.compile(r"\[voice:([^\[\]]*)\]", re.IGNORECASE)
+_VOICE_TAG = re.compile(r"<(?:[\w.-]+:)?voice\b")
+_TIME = re.compile(r"\+?(\d+\.?\d*|\.\d+)\s*(ms|s)")
+# HTML has no such tags. p, s and sub are HTML's as well, and left to it outside of a document.
+_SSML_ONLY = re.compile(r"</?(speak|say-as|voice|prosody|emphasis|phoneme|lexicon)\b[^<>]*>", re.IGNORECASE)
+
+# What `say-as` reads one by one, and what the grammars for numbers read anyway.
+_SPELLED = ("characters", "spell-out", "verbatim", "digits", "telephone")
+_AS_WRITTEN = ("cardinal", "number", "date", "time", "currency", "unit", "address", "text")
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Silence between two parts of a text."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class VoicePart:
+    """A part of a text and the name of its voice; empty: the one that the request has."""
+
+    voice: str
+    text: str
+
+
+def parts(text: str) -> Iterator[str | Pause]:
+    """The parts of `text` in order, without this markup. ValueError naming a tag or value that is not supported."""
+    yield from _limited(_parts(text))
+
+
+def by_voice(text: str) -> list[VoicePart]:
+    """The parts of `text` in order, each in one voice, with their pauses and SSML; none if nothing is to be spoken.
+
+    A text without markup for voices is one part. ValueError naming markup that is not supported or a limit.
+    """
+    if _DOCUMENT.fullmatch(text.strip()):
+        if not _VOICE_TAG.search(text):
+            return [VoicePart("", text)]
+        cut = _by_element(_document(text.strip()))
+    elif _VOICE.search(text):
+        first, *rest = _VOICE.split(text)  # rest: name, text, name, text, ...
+        names = map(_voice_name, rest[::2])
+        cut = [VoicePart("", first), *map(VoicePart, names, rest[1::2])]
+    else:
+        return [VoicePart("", text)]
+    contents = [list(parts(part.text)) for part in cut]
+    for _ in _limited(each for content in contents for each in content):
+        pass
+    found = [part for part, content in zip(cut, contents, strict=True) if _is_heard(content)]
+    if len(found) > MAX_VOICE_PARTS:
+        raise ValueError(
+            f"the voice changes so often that the text has {len(found)} parts, more than {MAX_VOICE_PARTS}"
+        )
+    return found
+
+
+def without_voices(text: str) -> tuple[str, str]:
+    """`text` without `[voice:NAME]`, and the name in the last one; empty if there is none."""
+    names = _VOICE.findall(text)
+    return _VOICE.sub("", text), names[-1].strip() if names else ""
+
+
+def _limited(found: Iterable[str | Pause]) -> Iterator[str | Pause]:
+    left = MAX_PAUSES_SECONDS
+    for part in found:
+        left -= part.seconds if isinstance(part, Pause) else 0.0
+        if left < 0:
+            raise ValueError(f"the pauses of the text are longer than {MAX_PAUSES_SECONDS:g} s together")
+        yield part
+
+
+def _is_heard(content: list[str | Pause]) -> bool:
+    pauses = sum(part.seconds for part in content if isinstance(part, Pause))
+    return is_heard(pauses) or any(isinstance(part, str) and is_speakable(spoken(part)) for part in content)
+
+
+def is_heard(pauses: float) -> bool:
+    """Whether silence of so many seconds is at least one frame, of which pauses are made."""
+    return round(pauses * MEL_RATE) > 0
+
+
+def _voice_name(name: str) -> str:
+    if not name.strip():
+        raise ValueError('a change of the voice without a name: write [voice:NAME], in SSML <voice name="NAME">')
+    return name.strip()
+
+
+def _by_element(document: ET.Element) -> list[VoicePart]:
+    """A document's parts, each a document."""
+    try:
+        grouped = groupby(_voiced(document, "", 0), key=lambda found: found[0])
+        return [VoicePart(voice, f"<speak>{''.join(xml for _, xml in group)}</speak>") for voice, group in grouped]
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _voiced(element: ET.Element, voice: str, depth: int) -> Iterator[tuple[str, str]]:
+    """Voice and XML of the pieces of an element without its tail."""
+    name = element.tag
+    if depth > _MAX_DEPTH:
+        raise _too_deep()
+    if name not in ("p", "s", "voice") and depth:
+        if any(inner.tag == "voice" for inner in element.iter()):
+            raise _not_supported("voice")
+        yield voice, ET.tostring(element, "unicode").replace(" />", "/>")  # not longer than it was: there is a limit
+        return
+    inside = _voice_name(_attribute(element, "name")) if name == "voice" else voice
+    around = "\n" if name in ("p", "s") else ""  # as in `_of_element`
+    yield inside, around + escape(element.text or "")
+    for child in element:
+        tail, child.tail = child.tail or "", None
+        yield from _voiced(child, inside, depth + 1)
+        yield inside, escape(tail)
+    yield inside, around
+
+
+def _parts(text: str) -> Iterator[str | Pause]:
+    if _VOICE.search(text):
+        raise ValueError("[voice:...] is for texts of the speech service that are not SSML, which has <voice> instead")
+    if _DOCUMENT.fullmatch(text.strip()):
+        yield from _merged(_of_element(_document(text.strip()), 0))
+        return
+    if foreign := _SSML_ONLY.search(text):
+        raise _not_supported(foreign[1])
+    end = 0
+    for mark in _PAUSE.finditer(text):
+        yield from _spoken(text[end : mark.start()])
+        yield Pause(_seconds(mark[1] or "") if mark[2] is None else _break(_element(mark[2])))
+        end = mark.end()
+    yield from _spoken(text[end:])
+
+
+def _spoken(text: str) -> Iterator[str]:
+    if text.strip():
+        yield text
+
+
+def _merged(found: Iterator[str | Pause]) -> Iterator[str | Pause]:
+    """With neighbouring texts joined."""
+    text = ""
+    for part in found:
+        if isinstance(part, str):
+            text += part
+            continue
+        yield from _spoken(text)
+        yield part
+        text = ""
+    yield from _spoken(text)
+
+
+def _document(text: str) -> ET.Element:
+    """The elements, their names without namespaces, which would be written again with every part of a text."""
+    if "<!DOCTYPE" in text.upper():
+        raise ValueError("SSML with a DOCTYPE is not supported")
+    try:
+        root = ET.fromstring(text)
+    except ET.ParseError as error:
+        raise ValueError(f"the SSML is not well-formed: {error}") from None
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+    return root
+
+
+def _element(tag: str) -> ET.Element:
+    """A tag without content, closed or not."""
+    return _document(tag if tag.endswith("/>") else f"{tag[:-1]}/>")
+
+
+def _of_element(element: ET.Element, depth: int) -> Iterator[str | Pause]:
+    name = element.tag
+    if name not in _SUPPORTED or (name == "speak") != (depth == 0):
+        raise _not_supported(name)
+    if depth > _MAX_DEPTH:
+        raise _too_deep()
+    if name == "break":
+        yield Pause(_break(element))
+    elif name == "sub":
+        yield _attribute(element, "alias")
+    elif name == "say-as":
+        yield _said_as("".join(element.itertext()), _attribute(element, "interpret-as"))
+    else:
+        around = "\n" if name in ("p", "s") else ""  # the end of a line ends a sentence
+        yield around + (element.text or "")
+        for child in element:
+            yield from _of_element(child, depth + 1)
+            yield child.tail or ""
+        yield around
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"SSML of more than {_MAX_DEPTH} levels")
+
+
+def _not_supported(tag: str) -> ValueError:
+    return ValueError(
+        f"the tag <{tag}> is not supported here: <break> is anywhere, and in a text that begins with <speak> and ends "
+        "with </speak> also p, s, say-as and sub"
+    )
+
+
+def _attribute(element: ET.Element, name: str) -> str:
+    if (value := element.get(name)) is None:
+        raise ValueError(f"the tag <{element.tag}> has no {name}")
+    return value
+
+
+def _said_as(text: str, kind: str) -> str:
+    if kind in _SPELLED:
+        return " ".join("".join(text.split()))
+    if kind not in _AS_WRITTEN:
+        raise ValueError(f"interpret-as {kind!r} is not one of {', '.join((*_SPELLED, *_AS_WRITTEN))}")
+    return text
+
+
+def _break(element: ET.Element) -> float:
+    """The seconds of a `<break>`."""
+    if unknown := set(element.keys()) - {"time", "strength"}:
+        raise ValueError(f"<break> has no attribute {min(unknown)!r}: use time or strength")
+    if (time := element.get("time")) is not None:
+        return _seconds(time)
+    strength = element.get("strength", "medium")
+    if strength not in STRENGTHS:
+        raise ValueError(f"strength {strength!r} of <break> is not one of {', '.join(STRENGTHS)}")
+    return STRENGTHS[strength]
+
+
+def _seconds(time: str) -> float:
+    """The length of a pause; an empty text is that of `<break/>`."""
+    if not time.strip():
+        return STRENGTHS["medium"]
+    if (match := _TIME.fullmatch(time.strip())) is None:
+        raise ValueError(f"a pause of {time!r}: write its time like 1.2s or 500ms")
+    seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
+    if seconds > MAX_PAUSE_SECONDS:
+        raise ValueError(f"a pause of {time!r} is longer than {MAX_PAUSE_SECONDS:g} s")
+    return seconds

@@ -1,0 +1,420 @@
+"""Speech tokens to audio: chunks of many streams in one batch, or a whole utterance.
+
+The engine owns the networks and the prompt caches of voices. The caller owns each `Stream`: it opens it, makes its
+chunks and closes it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cosyvoice_triton.batches import isolated
+from cosyvoice_triton.config import FlowRuntime, Token2WavConfig
+from cosyvoice_triton.constants import EULER_STEPS, LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from cosyvoice_triton.device import new_stream
+from cosyvoice_triton.errors import is_fatal
+from cosyvoice_triton.monitoring import faults
+from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, FALLBACKS, RETRIED, Values
+from cosyvoice_triton.runtimes.loading import flow_runtime
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.memory_plan import (
+    GIB,
+    PROCESS,
+    UNPLANNED_VOICES,
+    Networks,
+    other_models,
+    plan_memory,
+    voices_on_host,
+)
+from cosyvoice_triton.token2wav.gpu.precision import Precision
+from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, Stream
+from cosyvoice_triton.voice.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What renders one batch at a time: a flow and a vocoder with their CUDA graphs, and a CUDA stream."""
+
+    flow: StreamingFlow
+    vocoder: Vocoder
+    stream: torch.cuda.Stream | None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """The body computes on the lane's stream. What it has begun there is done at the end, also after an error, so
+        that threads and lanes need no other order between them."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            try:
+                yield
+            finally:
+                if self.stream is not None:
+                    self.stream.synchronize()
+
+
+class Token2Wav:
+    """A flow and a vocoder.
+
+    At the same time, one thread each may: render a batch in each of the `lanes`, in lane 0 also whole utterances; do
+    all the rest, but `prefill`, and `open` in a voice without a prompt cache, only while the lane of first chunks, or
+    the only one, renders nothing.
+    """
+
+    def __init__(
+        self,
+        flow: StreamingFlow,
+        vocoder: Vocoder,
+        device: torch.device | str = "cpu",
+        *,
+        files: tuple[str | Path, str | Path] = ("flow.pt", "hift.pt"),
+        fallbacks: int = 0,
+    ):
+        """files: that the networks are from. fallbacks: how many of them compute in float32 because they must."""
+        self._flow = flow
+        self._vocoder = vocoder
+        self._device = device
+        self._lanes = [Lane(flow, vocoder, self._new_stream())]
+        for lane in range(1, flow.limits.lanes):
+            of_lane = flow.for_lane(lane)
+            vocoder_of_lane = vocoder.for_lane(lane) if of_lane is not None else None
+            if of_lane is None or vocoder_of_lane is None:
+                break
+            self._lanes.append(Lane(of_lane, vocoder_of_lane, self._new_stream(urgent=lane == STARTS)))
+        starts = self._lanes[STARTS] if self.lanes > 1 else self._lanes[0]
+        self._opening = replace(starts, stream=self._new_stream(urgent=True))
+        self._lock = threading.Lock()  # of the prompt caches, the slots of streams, and the counts
+        self._files = files
+        self._fallbacks = fallbacks
+        self._bad_chunk: Chunk | None = None
+        self._retried = self._failed = 0
+
+    @classmethod
+    def load(
+        cls,
+        stack: Stack,
+        model_dir: str | Path,
+        *,
+        device: str,
+        limits: BatchLimits,
+        precision: Precision,
+        runtime: FlowRuntime = "auto",
+        steps: int = EULER_STEPS,
+        plan: Callable[[Precision], tuple[BatchLimits, int]] | None = None,
+        contexts: int = Token2WavConfig.flow_contexts,
+    ) -> "Token2Wav":
+        """The networks of a stack from its checkpoint directory, and the runtime's own files.
+
+        runtime: of the flow's estimator. "torch" on a GPU captures no CUDA graphs: start-up is fast and most of the
+        memory stays free, which suits whole utterances. plan: makes the limits, and the bytes for prompt caches.
+        contexts: execution contexts of each TensorRT plan.
+        ValueError for a checkpoint that does not fit, see also `Precision.checked`.
+        """
+        _use(device)
+        runtime = flow_runtime(runtime, device)
+        asked, precision = precision, precision.checked(stack, model_dir, device, limits=limits, steps=steps)
+        limits, voice_bytes = plan(precision) if plan else (limits, UNPLANNED_VOICES)
+        options = FlowOptions(
+            stack=stack,
+            device=device,
+            dtype=precision.flow,
+            runtime=runtime,
+            steps=steps,
+            limits=limits,
+            prompt_cache_bytes=voice_bytes,
+            contexts=contexts,
+        )
+        files = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
+        flow: StreamingFlow = loader(stack.loader)(files[0], options)
+        if flow.cumulative != stack.cumulative:
+            raise ValueError(f"stack {stack.name!r} has cumulative {stack.cumulative}, its flow {flow.cumulative}")
+        vocoder: Vocoder = loader(stack.vocoder_loader)(
+            files[1],
+            VocoderOptions(device=device, dtype=precision.vocoder, limits=limits, graphs=options.graphs),
+        )
+        fallbacks = (asked.flow != precision.flow) + (asked.vocoder != precision.vocoder)
+        return cls(flow, vocoder, device, files=files, fallbacks=fallbacks)
+
+    @classmethod
+    def from_config(cls, stack: Stack, config: Token2WavConfig) -> "Token2Wav":
+        """As the Triton model is configured."""
+        if torch.device(config.device).type == "cuda":
+            # The host computes little, and an operation on all of its cores would wait for those that are busy.
+            torch.set_num_threads(1)
+        limits = BatchLimits(
+            max_streams=config.max_streams,
+            first_hop_tokens=config.first_hop_tokens,
+            max_hop_tokens=config.max_hop_tokens,
+            chunk_boundary=stack.chunk_boundary,
+        )
+        names = config.flow_precision, config.vocoder_precision
+        return cls.load(
+            stack,
+            config.model_dir,
+            device=config.device,
+            limits=limits,
+            precision=Precision.named(*names, config.device, config.flow_runtime),
+            runtime=config.flow_runtime,
+            steps=config.n_timesteps,
+            plan=partial(_plan, stack, config, limits),
+            contexts=config.flow_contexts,
+        )
+
+    def _new_stream(self, urgent: bool = False) -> torch.cuda.Stream | None:
+        device = torch.device(self._device)
+        return new_stream(device, urgent) if device.type == "cuda" else None
+
+    @property
+    def lanes(self) -> int:
+        """How many batches can be rendered at the same time. If more than one, first chunks alone in lane STARTS."""
+        return len(self._lanes)
+
+    def warm_up(self, lane: int = 0) -> None:
+        """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run.
+        ValueError with the file whose network speaks no numbers. To be called in the thread of the lane."""
+        _use(self._device)
+        prompt, tokens = self.sample(self.limits.first_hop_tokens + LOOKAHEAD_TOKENS)
+        try:
+            stream = self.open(prompt)
+            self.step([self.chunk(stream, tokens, final=False)], lane)
+            self.close(stream)
+            if lane == 0:
+                self.whole(prompt, tokens)
+        except NotFiniteError as error:
+            with torch.inference_mode():
+                (mel,) = self._flow.exact().whole([(prompt, tokens)])
+            raise ValueError(f"checkpoint {self._files[bool(mel.isfinite().all())]}: {error}") from error
+
+    def sample(self, tokens: int = LOOKAHEAD_TOKENS) -> tuple[Prompt, np.ndarray]:
+        """A silent voice of that many tokens, and as many tokens to speak."""
+        ids = np.arange(tokens)
+        mel = np.full((TOKEN_MEL_RATIO * tokens, MEL_BINS), SILENT_MEL, np.float32)
+        return Prompt(ids, mel, np.ones(self._flow.speaker_dim, np.float32), text=""), ids
+
+    def prefill_frames(self, prompt: Prompt) -> int:
+        """Mel frames that opening a stream in that voice prefills: 0 if its prompt cache is there. ValueError for an
+        invalid prompt."""
+        self._check(prompt)
+        with self._lock:
+            return self._flow.prefill_frames(prompt)
+
+    def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
+        """See `StreamingFlow.fitting`: streams of the other voices wait until some end."""
+        with self._lock:
+            return self._flow.fitting(prompts)
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        """Build the prompt caches of different voices in one batch, if there is room for all."""
+        with self._lock, self._opening.used():
+            self._opening.flow.prefill(prompts)
+
+    def open(self, prompt: Prompt) -> Stream:
+        """Start a stream in a voice; builds the voice's prompt cache if it is not there yet."""
+        self._check(prompt)
+        with self._lock, self._opening.used():
+            vocoder = self._vocoder.open()
+            try:
+                return self._opening.flow.open(prompt, vocoder)
+            except BaseException:
+                self._vocoder.close(vocoder)
+                raise
+
+    def chunk(self, stream: Stream, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk:
+        """See `StreamingFlow.chunk`: the next chunk of a stream, or a ValueError."""
+        return self._flow.chunk(stream, tokens, final=final, offset=offset)
+
+    def is_start(self, chunk: Chunk) -> bool:
+        """Whether lane STARTS renders it: a first chunk, unless it is longer than those of the first hop."""
+        return chunk.offset == 0 and chunk.new <= self.limits.first_chunk_tokens
+
+    @property
+    def limits(self) -> BatchLimits:
+        return self._flow.limits
+
+    @property
+    def batch_tokens(self) -> int:
+        """How many tokens a batch should have at most, counted as `Chunk.computed`."""
+        return self._flow.batch_tokens
+
+    def padded(self, chunks: int, tokens: int, lane: int = 0) -> int:
+        """See `limits.padding`."""
+        return self._lanes[lane].flow.padded(chunks, tokens)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the streams and of the prompt caches."""
+        return self._flow.cache_bytes + self._vocoder.nbytes
+
+    @property
+    def contexts(self) -> tuple[int, float]:
+        """TensorRT contexts of the flow, and how many seconds calls have waited for one; 0 without TensorRT."""
+        return self._flow.contexts
+
+    @property
+    def counts(self) -> Values:
+        """What went wrong since the start, as metrics."""
+        return {
+            RETRIED: self._retried,
+            FAILED: self._failed,
+            FALLBACKS: self._fallbacks,
+            EVICTED: self._flow.evicted,
+        }
+
+    def close(self, stream: Stream) -> None:
+        """Free what the stream holds. To be called once, and not while a chunk of it is rendered."""
+        with self._lock:
+            self._flow.close(stream)
+            self._vocoder.close(stream.vocoder)
+
+    def step(self, chunks: Sequence[Chunk], lane: int = 0) -> list[np.ndarray]:
+        """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
+
+        The chunks are of different streams; batching changes the audio of each by rounding only (docs/accelerators.md,
+        Precision).
+        """
+        audio = []
+        for result in self.render(chunks, lane):
+            if isinstance(result, Exception):
+                raise result
+            audio.append(result)
+        return audio
+
+    def render(self, chunks: Sequence[Chunk], lane: int = 0) -> list[np.ndarray | Exception]:
+        """As `step`, but a chunk that cannot be rendered gets an exception, and its stream cannot go on; the others get
+        their audio. A batch for which the memory is not enough is rendered in parts. A chunk whose audio is not finite
+        is rendered again in float32. Lane STARTS renders what `is_start` only.
+        """
+        with self._lanes[lane].used():
+            results = self._rendered(self._lanes[lane], chunks)
+            for index, result in enumerate(results):
+                if isinstance(result, NotFiniteError):
+                    with self._lock:
+                        results[index] = self._again(chunks[index], result)
+        with self._lock:
+            self._failed += sum(isinstance(result, Exception) for result in results)
+        return [result if isinstance(result, Exception) else result.numpy() for result in results]
+
+    def _rendered(self, lane: Lane, chunks: Sequence[Chunk]) -> list[Tensor | Exception]:
+        def flow(part: Sequence[Chunk]) -> list[Tensor]:
+            self._fail_if_asked(part)
+            mels = lane.flow.render(part)
+            return mels if len(part) == len(chunks) else [mel.clone() for mel in mels]  # the next part overwrites them
+
+        mels = isolated(flow, chunks)
+        good = [(chunk, mel) for chunk, mel in zip(chunks, mels, strict=True) if isinstance(mel, Tensor)]
+        if good and faults.take("nan_mel"):
+            good[0][1].fill_(torch.nan)
+        audio = iter(lane.vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
+        return [mel if isinstance(mel, Exception) else next(audio) for mel in mels]
+
+    def _again(self, chunk: Chunk, reason: NotFiniteError) -> Tensor | Exception:
+        """The audio (N,) of a chunk in float32. Other streams of its lane wait meanwhile, and those that begin."""
+        logger.warning("%s: a chunk is rendered again in float32", reason)
+        self._retried += 1
+        try:
+            (audio,) = self._vocoder.exact().step([chunk], [self._flow.again(chunk)])
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            return error
+        return audio
+
+    def _fail_if_asked(self, chunks: Sequence[Chunk]) -> None:
+        """The faults of tests."""
+        if faults.take("gpu_error"):
+            raise RuntimeError(faults.GPU_ERROR)
+        if len(chunks) > 1 and faults.take("out_of_memory"):
+            raise MemoryError("out of memory")
+        if faults.take("bad_chunk"):
+            self._bad_chunk = chunks[0]
+        if self._bad_chunk in chunks:
+            raise RuntimeError("a bad chunk")
+
+    def whole(self, prompt: Prompt, tokens: np.ndarray, speed: float = 1.0) -> np.ndarray:
+        """A whole utterance at once (full attention, no chunks), float32 (N,) at 24 kHz.
+
+        speed: its mel is stretched to 1 / speed of its length, as CosyVoice2 does, which keeps the pitch.
+        """
+        (audio,) = self.whole_batch([(prompt, tokens)], speed)
+        return audio
+
+    def whole_batch(self, utterances: Sequence[tuple[Prompt, np.ndarray]], speed: float = 1.0) -> list[np.ndarray]:
+        """Whole utterances in one batch, each as `whole` renders it alone. ValueError if one of them is invalid."""
+        for prompt, tokens in utterances:
+            self._check(prompt)
+            self._flow.check_ids(tokens)
+            if len(tokens) == 0:
+                raise ValueError("target_speech_tokens is empty: there is nothing to speak")
+        with self._lanes[0].used():
+            audio = _whole(self._flow, self._vocoder, utterances, speed)
+            if not all(row.isfinite().all() for row in audio):
+                logger.warning("the audio is not finite: whole utterances are rendered again in float32")
+                with self._lock:
+                    self._retried += len(utterances)
+                    audio = _whole(self._flow.exact(), self._vocoder.exact(), utterances, speed)
+            if not all(row.isfinite().all() for row in audio):
+                with self._lock:
+                    self._failed += len(utterances)
+                raise NotFiniteError("the audio is not finite")
+        return [row.numpy() for row in audio]
+
+    def _check(self, prompt: Prompt) -> None:
+        self._flow.check_ids(prompt.tokens)
+        if 0 < len(prompt.tokens) < LOOKAHEAD_TOKENS:
+            count = len(prompt.tokens)
+            raise ValueError(f"the prompt has {count} speech tokens; it needs {LOOKAHEAD_TOKENS} or more, or none")
+
+
+def _whole(
+    flow: StreamingFlow, vocoder: Vocoder, utterances: Sequence[tuple[Prompt, np.ndarray]], speed: float
+) -> list[Tensor]:
+    mels = flow.whole(utterances)
+    if speed != 1.0:
+        mels = [F.interpolate(mel[None], size=max(1, int(mel.shape[1] / speed)), mode="linear")[0] for mel in mels]
+    return vocoder.whole(mels)
+
+
+def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision: Precision) -> tuple[BatchLimits, int]:
+    """The limits, and bytes for prompt caches; on a GPU as the plan has it, which then caps this process."""
+    networks = Networks.read(
+        stack,
+        Path(config.model_dir),
+        flow_size=precision.flow.itemsize,
+        vocoder_size=precision.vocoder.itemsize,
+        steps=config.n_timesteps,
+        prompt_device=config.prompt_device,
+        fused=flow_runtime(config.flow_runtime, config.device) != "torch",
+    )
+    if torch.device(config.device).type != "cuda":
+        return limits, voices_on_host(networks, limits)
+    if flow_runtime(config.flow_runtime, config.device) != "cuda_graph":
+        limits = replace(limits, lanes=1)  # others need CUDA graphs of the flow
+    free, has = torch.cuda.mem_get_info(config.device)
+    if config.gpu_memory_gib is not None:
+        may_take = int(config.gpu_memory_gib * GIB)
+    else:  # of the parts of the plan, this process's own is taken, and the other models' may be
+        may_take = free + PROCESS + sum(other_models(networks, config.max_streams, config.llm_share_gib).values())
+    made = plan_memory(networks, limits, min(may_take, has), config.llm_share_gib)
+    made.log()
+    torch.cuda.set_per_process_memory_fraction(made.own / has, config.device)
+    return replace(limits, lanes=made.lanes), made.voices
+
+
+def _use(device: torch.device | str) -> None:
+    """Make the GPU that `device` names the current one of this thread."""
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)

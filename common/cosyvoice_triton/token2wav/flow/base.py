@@ -1,0 +1,313 @@
+"""The interfaces of a flow and a vocoder as the engine drives them: chunks of streams -> mels (80, T) -> audio (N,)."""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import Self
+
+from cosyvoice_triton.config import FlowRuntime
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
+from cosyvoice_triton.networks.flow.dit import DiTFlow
+from cosyvoice_triton.networks.flow.layers import valid_frames
+from cosyvoice_triton.networks.flow.unet import UNetFlow
+from cosyvoice_triton.runtimes.estimators import OnRuntime
+from cosyvoice_triton.runtimes.loading import use_runtime
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.token2wav.flow.encoder_window import Window, WindowEncoder, with_ahead
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, padding
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
+from cosyvoice_triton.token2wav.stream import Chunk, StreamT, VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
+
+FlowT = TypeVar("FlowT", CosyVoice3Flow, DiTFlow, UNetFlow)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowOptions:
+    """How a stack's `loader` is to load its flow.
+
+    runtime: of the flow's estimator (docs/accelerators.md), already resolved. prompt_cache_bytes: for prompt caches of
+    voices, if the flow has them. contexts: execution contexts of each TensorRT plan.
+    """
+
+    stack: Stack
+    device: str
+    dtype: torch.dtype
+    runtime: FlowRuntime
+    steps: int
+    limits: BatchLimits
+    prompt_cache_bytes: int
+    contexts: int
+
+    @property
+    def graphs(self) -> bool:
+        """Whether to capture CUDA graphs, on a GPU."""
+        return self.runtime != "torch"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the network that is served is the checkpoint's own in float32."""
+        return self.dtype == torch.float32 and self.runtime in ("torch", "cuda_graph")
+
+    def load(self, load_network: Callable[..., FlowT], path: Path) -> tuple[FlowT, dict[str, Any]]:
+        """The network of a `flow.pt` and the arguments that every `StreamingFlow` takes. Unless torch runs it, the
+        network's estimator is replaced by the runtime's files next to it. ValueError names what does not fit."""
+        network = load_network(path, self.device, self.dtype)
+        use_runtime(
+            network,
+            self.stack,
+            self.runtime,
+            path.parent,
+            device=self.device,
+            max_streams=self.limits.max_streams,
+            max_hop_tokens=self.limits.max_hop_tokens,
+            contexts=self.contexts,
+        )
+        load_exact = None if self.exact else partial(load_network, path, self.device)
+        options = {"limits": self.limits, "steps": self.steps, "graphs": self.graphs, "load_exact": load_exact}
+        return network, options
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocoderOptions:
+    """How a stack's `vocoder_loader` is to load its vocoder. graphs: whether to capture CUDA graphs, on a GPU."""
+
+    device: str
+    dtype: torch.dtype
+    limits: BatchLimits
+    graphs: bool
+
+
+class Vocoder(Protocol):
+    """A vocoder driven chunk by chunk (`open`, `step`, `close`) or on whole utterances (`whole`)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory reserved for streams."""
+        ...
+
+    def for_lane(self, lane: int) -> "Vocoder | None":
+        """See `StreamingFlow.for_lane`."""
+        ...
+
+    def exact(self) -> "Vocoder":
+        """The same vocoder in float32, over the same streams, loaded for a single use."""
+        ...
+
+    def open(self) -> VocoderState:
+        """The vocoder's part of a new stream. Raises UnavailableError when all streams are taken."""
+        ...
+
+    def close(self, state: VocoderState) -> None:
+        """Give back what the stream holds outside of its state."""
+        ...
+
+    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
+        """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each; an
+        exception for a chunk that cannot be rendered. NotFiniteError leaves the stream as it was before."""
+        ...
+
+    def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
+        """The audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
+        ...
+
+
+def loader(name: str) -> Callable[..., Any]:
+    """The function that `name`, "module:function", names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+class StreamingFlow(ABC, Generic[StreamT]):
+    """A flow network driven chunk by chunk (`open`, `chunk`, `render`, `close`) or on whole utterances (`whole`)."""
+
+    cumulative: bool  # a chunk carries all tokens of its stream so far, not only the new ones
+    batch_tokens: int  # of a batch, counted as `Chunk.computed`; see `limits`
+    padded: Callable[[int, int], int]  # see `limits.padding`
+
+    def __init__(
+        self,
+        network: CosyVoice3Flow | DiTFlow | UNetFlow,
+        noise: NoiseTape,
+        *,
+        limits: BatchLimits,
+        steps: int,
+        max_tokens: int,
+        graphs: bool,
+        load_exact: Callable[[], Any] | None,
+    ):
+        """load_exact: loads the network in float32; without it, `network` is that."""
+        self.limits = limits
+        self._network = network
+        estimator = network.decoder.estimator
+        self._runtimes = estimator.networks if isinstance(estimator, OnRuntime) else ()
+        self.vocab_size = network.config.vocab
+        self.speaker_dim = network.config.speaker_dim
+        self._device = network.spk_embed_affine_layer.weight.device
+        self._encoder = WindowEncoder(network, limits, graphs)
+        self.padded = padding(())
+        self._graphed = graphs and self._device.type == "cuda" and not isinstance(estimator, OnRuntime)
+        self._noise = noise
+        self._steps = steps
+        self._max_tokens = max_tokens
+        self._load_exact = load_exact
+
+    def exact(self) -> Self:
+        """The same flow in float32 by plain operations, with room for one stream, loaded for a single use: it is needed
+        rarely and the GPU's memory has no place for it. Idle prompt caches make way for it."""
+        if self._load_exact is None:
+            return self._plain(self._network)
+        self._evict_idle()
+        return self._plain(self._load_exact())
+
+    def for_lane(self, lane: int) -> Self | None:
+        """This flow over the same streams and prompt caches, with CUDA graphs of its own: it computes a batch while
+        this one computes another one. None without graphs."""
+        if not self._graphed:
+            return None
+        flow = copy(self)
+        flow.limits = self.limits.of_lane(lane)
+        flow._encoder = self._encoder.for_lane(flow.limits)
+        flow._capture()
+        return flow
+
+    @abstractmethod
+    def _capture(self) -> None:
+        """Make the CUDA graphs of the solve, for the sizes of `limits`."""
+
+    def _evict_idle(self) -> None:
+        """Free the prompt caches that no stream uses."""
+
+    @property
+    def contexts(self) -> tuple[int, float]:
+        """TensorRT contexts of the estimator's runtime, and how many seconds calls have waited for one."""
+        of_each = [network.contexts() for network in set(self._runtimes)]
+        return sum(count for count, _ in of_each), sum(waited for _, waited in of_each)
+
+    @property
+    def evicted(self) -> int:
+        """Prompt caches that were evicted since the start."""
+        return 0
+
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Memory reserved for streams and taken by prompt caches."""
+
+    def prefill_frames(self, prompt: Prompt) -> int:
+        """Mel frames that `open` has to prefill for a stream in that voice."""
+        return 0
+
+    def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
+        """Which streams in those voices could be opened now, together, as far as prompt caches are concerned."""
+        return [True] * len(prompts)
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        """Build what `open` would build for different voices, in one batch, if there is room for all."""
+
+    @abstractmethod
+    def open(self, prompt: Prompt, vocoder: VocoderState) -> StreamT:
+        """A new stream in the voice of `prompt`. Raises UnavailableError when there is no room for one."""
+
+    def close(self, stream: StreamT) -> None:
+        """Give back what the stream holds outside of itself."""
+
+    def chunk(self, stream: StreamT, tokens: np.ndarray, *, final: bool, offset: int | None = None) -> Chunk[StreamT]:
+        """`tokens`, shaped as in `Chunk`, as the next chunk of `stream`.
+
+        offset: how many tokens the sender counts as rendered. Raises ValueError if they do not continue the stream.
+        """
+        self.check_ids(tokens)
+        if offset not in (None, stream.rendered):
+            raise ValueError(f"token_offset is {offset}, but {stream.rendered} tokens of the stream are rendered")
+        ready = len(tokens) - (0 if final else LOOKAHEAD_TOKENS) + (0 if self.cumulative else stream.rendered)
+        new = ready - stream.rendered
+        if new < (0 if final else 1):
+            raise ValueError(
+                f"{len(tokens)} speech tokens add {new} to the {stream.rendered} that are rendered; a chunk that is "
+                f"not final adds 1 or more, and {LOOKAHEAD_TOKENS} of look-ahead"
+            )
+        self._check_length(ready)
+        return Chunk(stream, tokens, final, stream.rendered, new, self._computed(stream, new))
+
+    def check_ids(self, tokens: np.ndarray) -> None:
+        """Raises ValueError naming a token outside the vocabulary."""
+        bad = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+        if len(bad):
+            raise ValueError(f"speech token {bad[0]} is outside 0..{self.vocab_size - 1}")
+
+    def render(self, chunks: Sequence[Chunk[StreamT]]) -> list[Tensor]:
+        """The mels (80, T) that chunks of different streams add."""
+        assert all(chunk.offset == chunk.stream.rendered for chunk in chunks)
+        adding = [chunk for chunk in chunks if chunk.new]
+        mels = iter(self._render(adding) if adding else [])
+        rendered = [next(mels) if chunk.new else torch.zeros(MEL_BINS, 0, device=self._device) for chunk in chunks]
+        for chunk in chunks:
+            chunk.stream.rendered += chunk.new
+        return rendered
+
+    def again(self, chunk: Chunk[StreamT]) -> Tensor:
+        """The mel (80, T) of a chunk that was rendered but is not finite: in float32, from its stream's prompt and
+        tokens. It replaces what the stream keeps and, for new streams, the prompt cache of its voice."""
+        return self._again(chunk) if chunk.new else torch.zeros(MEL_BINS, 0, device=self._device)
+
+    def whole(self, utterances: Sequence[tuple[Prompt, np.ndarray]]) -> list[Tensor]:
+        """The mels (80, 2N) of whole utterances of N tokens each, in one batch, under full attention."""
+        for _, tokens in utterances:
+            self._check_length(len(tokens))
+        ids = [np.concatenate([prompt.tokens, tokens]) for prompt, tokens in utterances]
+        windows = [Window(with_ahead(row, len(row)), np.full(len(row), len(row))) for row in ids]
+        mu = self._encoder.encode(windows, warn=False)[:, : TOKEN_MEL_RATIO * max(map(len, ids))].transpose(1, 2)
+        frames = torch.tensor([TOKEN_MEL_RATIO * len(row) for row in ids], device=mu.device)
+        mel = self._network.solve(
+            mu,  # (B, T, C) -> (B, C, T)
+            valid_frames(frames, mu.shape[2]),
+            pad_sequence([torch.from_numpy(prompt.mel) for prompt, _ in utterances], batch_first=True).to(mu.device),
+            torch.stack([torch.from_numpy(prompt.embedding) for prompt, _ in utterances]).to(mu.device),
+            noise=self._noise_of(0, mu.shape[2]),
+            steps=self._steps,
+        )
+        return [
+            row[:, len(prompt.mel) : TOKEN_MEL_RATIO * len(tokens)]
+            for row, (prompt, _), tokens in zip(mel, utterances, ids, strict=True)
+        ]
+
+    @abstractmethod
+    def _computed(self, stream: StreamT, new: int) -> int:
+        """How many tokens are computed to render `new` ones."""
+
+    @abstractmethod
+    def _render(self, chunks: list[Chunk[StreamT]]) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _again(self, chunk: Chunk[StreamT]) -> Tensor: ...
+
+    @abstractmethod
+    def _plain(self, network: Any) -> Self:
+        """This flow with that network, without graphs, for one stream."""
+
+    def _project_speaker(self, prompt: Prompt) -> Tensor:
+        """The prompt's x-vector as the estimator takes it, (1, mel)."""
+        return self._network.project_speaker(torch.from_numpy(prompt.embedding)[None].to(self._device))
+
+    def _mel_of(self, prompt: Prompt) -> Tensor:
+        """The prompt's mel on the device, (1, 2P, 80)."""
+        return torch.from_numpy(prompt.mel)[None].to(self._device)
+
+    def _noise_of(self, start: int, frames: int) -> Tensor:
+        return self._noise.read(start, frames).T[None]  # (T, C) -> (1, C, T)
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self._max_tokens:
+            raise ValueError(f"the stream has {tokens} speech tokens; the limit is {self._max_tokens}")

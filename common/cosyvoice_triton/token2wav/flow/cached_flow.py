@@ -1,0 +1,255 @@
+"""A flow over many streams that keeps keys and values: one batched solve for their chunks, whatever their lengths and
+histories."""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import Self
+
+from cosyvoice_triton.constants import EULER_STEPS, MAX_STREAM_TOKENS, TAIL_FRAMES, TOKEN_MEL_RATIO
+from cosyvoice_triton.device import on_device
+from cosyvoice_triton.monitoring import faults
+from cosyvoice_triton.networks.flow.cache import KeyValues
+from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
+from cosyvoice_triton.networks.flow.dit import DiTFlow
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
+from cosyvoice_triton.token2wav.flow.encoder_window import Window
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, TailPool
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCache, PromptCaches
+from cosyvoice_triton.token2wav.flow.solve import GatheredSolve, Solve
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits, padding
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
+from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+CachedStreamT = TypeVar("CachedStreamT", bound=CachedStream)
+
+
+class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
+    """Every stream attends to its whole prompt and its most recent frames.
+
+    tail_frames: of a stream, kept for the estimator. graphs: CUDA graphs on a GPU.
+    """
+
+    graph_frames: int  # most of a batch in a graph, padding included; see `limits`
+
+    def __init__(
+        self,
+        network: CosyVoice3Flow | DiTFlow,
+        noise: NoiseTape,
+        prompts: PromptCaches,
+        *,
+        limits: BatchLimits,
+        steps: int = EULER_STEPS,
+        max_tokens: int = MAX_STREAM_TOKENS,
+        tail_frames: int = TAIL_FRAMES,
+        graphs: bool = True,
+        load_exact: Callable[[], Any] | None = None,
+    ):
+        super().__init__(
+            network, noise, limits=limits, steps=steps, max_tokens=max_tokens, graphs=graphs, load_exact=load_exact
+        )
+        self._prompts = prompts
+        weight = network.spk_embed_affine_layer.weight
+        self._pool = TailPool(network.config.estimator, weight, steps, limits.max_streams, tail_frames)
+        self._solve: Solve
+        if self._graphed:
+            self._fused = self._solver(fused=True)
+            self._capture()
+        else:
+            self._solve = self._plain_solve()
+
+    @abstractmethod
+    def _solver(self, *, fused: bool) -> CachedSolver:
+        """The network's. fused: by Triton's kernels."""
+
+    def _plain_solve(self) -> Solve:
+        """The one without CUDA graphs."""
+        return GatheredSolve(self._solver(fused=False), self._pool, self._noise)
+
+    def _capture(self) -> None:
+        from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve  # its kernels need Triton
+
+        self._solve = made = GraphedSolve(self._fused, self._pool, self._noise, self.limits, self.graph_frames)
+        self.padded = padding(made.sizes)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._pool.nbytes + self._prompts.nbytes
+
+    @property
+    def evicted(self) -> int:
+        return self._prompts.evicted
+
+    def _evict_idle(self) -> None:
+        self._prompts.evict_idle()
+
+    def _prompt_frames(self, prompt: Prompt) -> int:
+        """How many frames of a voice its prompt cache has."""
+        return len(prompt.mel)
+
+    def _prompt_bytes(self, prompt: Prompt) -> int:
+        return self._pool.prompt_bytes(self._prompt_frames(prompt))
+
+    def prefill_frames(self, prompt: Prompt) -> int:
+        return 0 if prompt.digest in self._prompts else self._prompt_frames(prompt)
+
+    def fitting(self, prompts: Sequence[Prompt]) -> list[bool]:
+        return self._prompts.fitting([(prompt.digest, self._prompt_bytes(prompt)) for prompt in prompts])
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        if not self._prompts.make_room(sum(map(self._prompt_bytes, prompts))):
+            return  # each is prefilled when a stream is opened in it
+        for prompt, cache in zip(prompts, self._made(prompts), strict=True):
+            self._prompts.add(prompt.digest, cache)
+
+    def open(self, prompt: Prompt, vocoder: VocoderState) -> CachedStreamT:
+        key = prompt.digest
+        cache = self._prompts.acquire(key, self._prompt_bytes(prompt), lambda: self._made([prompt])[0])
+        try:
+            tail = self._pool.acquire(cache)
+        except BaseException:
+            self._prompts.release(key)
+            raise
+        return self._stream(vocoder=vocoder, prompt=cache, prompt_key=key, tail=tail)
+
+    @abstractmethod
+    def _stream(self, **parts: Any) -> CachedStreamT:
+        """A new stream, given the parts of a `CachedStream`."""
+
+    def close(self, stream: CachedStreamT) -> None:
+        self._pool.release(stream.tail)
+        self._prompts.release(stream.prompt_key)
+        del stream.prompt  # whoever still refers to the stream must not keep a voice that is evicted
+
+    @abstractmethod
+    def _prompt_window(self, prompt: Prompt) -> Window:
+        """The encoder's input for the frames that a voice's prompt cache has, which are at least one token's."""
+
+    def _prefill(self, prompts: Sequence[Prompt]) -> list[PromptCache]:
+        """The prompt caches of different voices, by one solve."""
+        speakers = [self._project_speaker(prompt) for prompt in prompts]
+        frames = [self._prompt_frames(prompt) for prompt in prompts]
+        attended = [index for index, count in enumerate(frames) if count]
+        # The streams of a voice without such frames, as of an x-vector alone, begin with empty caches.
+        left = dict.fromkeys(range(len(prompts)), self._pool.empty_prompt())
+        if attended:
+            mu = self._encoder.encode([self._prompt_window(prompts[index]) for index in attended])
+            mels = [torch.from_numpy(prompts[index].mel[: frames[index]]) for index in attended]
+            mel = pad_sequence(mels, batch_first=True)  # (B, T, mel)
+            mu = mu[:, : mel.shape[1]]
+            speaker = torch.cat([speakers[index] for index in attended])
+            made = self._solve.prefill(mu, speaker, mel.to(mu), [frames[index] for index in attended])
+            left |= zip(attended, made, strict=True)
+        return [
+            PromptCache(
+                voice=prompt,
+                attention=left[index].attention,
+                history=left[index].history,
+                rest=torch.from_numpy(prompt.mel[frames[index] :]).to(speakers[index]),
+                speaker=speakers[index],
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _made(self, prompts: Sequence[Prompt]) -> list[PromptCache]:
+        """Prompt caches for which there is room. If the free memory is in too small pieces, idle ones are evicted."""
+        try:
+            return self._finite(self._prefill(prompts))
+        except torch.OutOfMemoryError:
+            logger.warning("the free memory is in too small pieces for a voice: idle voices are evicted")
+        self._prompts.evict_idle()  # after the handler, so that the tensors in the error's frames are freed
+        return self._finite(self._prefill(prompts))
+
+    def _finite(self, caches: list[PromptCache]) -> list[PromptCache]:
+        """Prompt caches as they were made, or made again in float32 where they are not finite. NotFiniteError if that
+        does not help."""
+        checked = []
+        for cache, good in zip(caches, _are_finite(caches), strict=True):
+            if not good:
+                logger.warning("a prompt cache is not finite: it is made again in float32")
+                (exact,) = self.exact()._prefill([cache.voice])
+                cache = _converted(exact, cache.history.dtype)
+                if not _are_finite([cache])[0]:
+                    raise NotFiniteError("the prompt cache of the voice is not finite")
+            checked.append(cache)
+        return checked
+
+    @abstractmethod
+    def _window(self, chunk: Chunk[CachedStreamT], row: Row) -> Window:
+        """The encoder's input for a chunk, whose last tokens are the row's."""
+
+    def _known(self, streams: list[CachedStreamT], rows: list[Row], mu: Tensor) -> Tensor | None:
+        """See `Solve.run`; like mu."""
+        return None
+
+    def _render(self, chunks: list[Chunk[CachedStreamT]]) -> list[Tensor]:
+        rows = [self._row(chunk) for chunk in chunks]
+        if faults.take("nan_voice"):
+            chunks[0].stream.prompt.attention.keys.fill_(torch.nan)
+        mu = self._encode(chunks, rows)
+        streams = [chunk.stream for chunk in chunks]
+        mel = self._solve.run(streams, rows, mu, self._known(streams, rows, mu))
+        return [
+            mel[index, row.frames - chunk.frames : row.frames].T  # (T, C) -> (C, T)
+            for index, (chunk, row) in enumerate(zip(chunks, rows, strict=True))
+        ]
+
+    def _row(self, chunk: Chunk[CachedStreamT]) -> Row:
+        row = self._pool.row(chunk.stream, chunk.offset + chunk.new)
+        if row.frames < chunk.frames:  # a part of its batch failed after its own
+            raise RuntimeError("the stream's memory is ahead of its audio")
+        return row
+
+    def _encode(self, chunks: list[Chunk[CachedStreamT]], rows: list[Row]) -> Tensor:
+        """Encoder output of the rows, (B, T, mel), T those of the longest one."""
+        windows = [self._window(chunk, row) for chunk, row in zip(chunks, rows, strict=True)]
+        mu = self._encoder.encode(windows)
+        starts = [TOKEN_MEL_RATIO * len(window) - row.frames for window, row in zip(windows, rows, strict=True)]
+        frames = torch.tensor(starts)[:, None] + torch.arange(max(row.frames for row in rows))
+        frames = on_device(frames.clamp(max=mu.shape[1] - 1), mu.device)
+        return mu.gather(1, frames[:, :, None].expand(-1, -1, mu.shape[2]))
+
+    def _replace(self, stream: CachedStreamT, exact: Self, anew: CachedStreamT) -> None:
+        """What the stream keeps, and its voice's prompt cache for new streams, by those of a stream of `exact`."""
+        self._pool.replace(stream.tail, exact._pool, anew.tail)
+        dtype = stream.prompt.speaker.dtype
+        stream.prompt = self._prompts.replace(stream.prompt_key, stream.prompt, _converted(anew.prompt, dtype))
+
+    def _plain(self, network: Any) -> Self:
+        return type(self)(
+            network,
+            self._noise,
+            PromptCaches(0),
+            limits=replace(self.limits, max_streams=1),
+            steps=self._steps,
+            max_tokens=self._max_tokens,
+            tail_frames=self._pool.frames,
+            graphs=False,
+        )
+
+
+def _converted(cache: PromptCache, dtype: torch.dtype) -> PromptCache:
+    attention = KeyValues(cache.attention.keys.to(dtype), cache.attention.values.to(dtype))
+    return replace(
+        cache,
+        attention=attention,
+        history=cache.history.to(dtype),
+        rest=cache.rest.to(dtype),
+        speaker=cache.speaker.to(dtype),
+    )
+
+
+def _are_finite(caches: list[PromptCache]) -> list[bool]:
+    """Of the convolutions' histories and the last values alone: all others come before one of these."""
+    last = [(cache.history, cache.attention.values[-1, -1]) for cache in caches]
+    return torch.stack([history.isfinite().all() & values.isfinite().all() for history, values in last]).tolist()

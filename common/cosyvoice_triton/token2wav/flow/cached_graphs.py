@@ -1,0 +1,137 @@
+"""The solve on a GPU: fused kernels that read each stream's own memory, as CUDA graphs by batch and length."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cosyvoice_triton import kernels
+from cosyvoice_triton.networks.flow.cache import KeyValues
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, TailPool
+from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
+from cosyvoice_triton.token2wav.flow.solve import prefilled
+from cosyvoice_triton.token2wav.gpu.graphs import Graphs
+from cosyvoice_triton.token2wav.gpu.limits import PREFILL_FRAMES, BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
+
+# Those of `kernels.attend_paged`; where in its place the next frame goes; the first frame's index; `kernels.append`'s
+# addresses of that place, for keys and for values, its length, and how many frames it keeps.
+TABLE_ROWS = 12
+
+
+class PagedContext:
+    """The context of a batch as a table (TABLE_ROWS, B) of addresses and lengths for the kernels."""
+
+    def __init__(self, pool: TailPool, table: Tensor):
+        self._pool = pool
+        self._table = table
+        self._depth = pool.keys.shape[2]
+
+    def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        plane = step * self._depth + layer
+        pool = self._pool
+        return kernels.attend_paged(q, k, v, self._table, pool.keys, pool.values, plane, pool.mask_chunk)
+
+    def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
+        kernels.append(keys, values, self._table, step)
+
+
+class GraphedSolve:
+    """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory.
+
+    limits: `of_prompts`: it has graphs for prompts too. most: frames of a batch of chunks, padding included.
+    """
+
+    def __init__(self, solver: CachedSolver, pool: TailPool, noise: NoiseTape, limits: BatchLimits, most: int):
+        self._solver = solver
+        self._pool = pool
+        self._noise = noise
+        self.sizes = limits.sizes(limits.row_frames, most)
+        self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow", lane=limits.lane)
+        self._prompts: Graphs | None = None
+        if limits.of_prompts:
+            prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
+            self._prompts = Graphs(self._prefill, self._inputs, prompts, "prompts", lane=limits.lane)
+
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
+        B, T, _ = mu.shape
+        size = self._prompts.fitting(B, T) if self._prompts else None
+        if size is None and B > 1:
+            halves = slice(0, B // 2), slice(B // 2, B)
+            return [left for part in halves for left in self.prefill(mu[part], speaker[part], mel[part], frames[part])]
+        prompts = [self._pool.empty_attention(count) for count in frames]
+        columns = [self._own_frames_column(count, into) for count, into in zip(frames, prompts, strict=True)]
+        table = self._padded(columns, size[0] if size else B)
+        if self._prompts is None or size is None:
+            return prefilled(prompts, self._prefill(mu, speaker, table.to(mu.device), mel))
+        return prefilled(prompts, self._prompts.run(size, mu, speaker, table, mel))
+
+    def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
+        B, T, _ = mu.shape
+        size = self._graphs.fitting(B, T)
+        if size is None and B > 1:
+            # The first half is copied: the second one's graph overwrites it.
+            halves = slice(0, B // 2), slice(B // 2, B)
+            return torch.cat(
+                [self.run(streams[of], rows[of], mu[of], None if known is None else known[of]).clone() for of in halves]
+            )
+        inputs = mu, torch.cat([stream.prompt.speaker for stream in streams])
+        others = () if known is None else (known,)
+        if size is None:
+            mel = self._solve(*inputs, self._table(streams, rows, B).to(mu.device), *others)
+        else:
+            mel = self._graphs.run(size, *inputs, self._table(streams, rows, size[0]), *others)
+        for stream, row in zip(streams, rows, strict=True):
+            self._pool.advance(stream.tail, row)
+        return mel[:B, :T]
+
+    def _prefill(self, mu: Tensor, speaker: Tensor, table: Tensor, mel: Tensor) -> Tensor:
+        """mu and mel (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> convolution history of B prompts, see
+        `Scratch`; their keys and values go where the table says."""
+        solver, (B, T, _) = self._solver, mu.shape
+        starts, frames, kept = table[7], table[5], table[11]
+        rows = solver.rows(starts, frames, kept, T, PagedContext(self._pool, table), solver.no_history(2 * B))
+        solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), rows)
+        return rows.scratch.next_history
+
+    def _solve(self, mu: Tensor, speaker: Tensor, table: Tensor, known: Tensor | None = None) -> Tensor:
+        """mu and known (B, T, mel), speaker (B, mel), table (TABLE_ROWS, B) -> mel (B, T, mel); updates rings and
+        histories."""
+        T, solver, pool = mu.shape[1], self._solver, self._pool
+        slots, starts, frames, kept = table[3], table[7], table[5], table[11]
+        rows = solver.rows(starts, frames, kept, T, PagedContext(pool, table), pool.history_of(slots))
+        mel = solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, known), rows)
+        pool.keep_history(slots, rows.scratch.next_history)
+        return mel
+
+    def _table(self, streams: Sequence[CachedStream], rows: Sequence[Row], batch: int) -> Tensor:
+        columns = []
+        for stream, row in zip(streams, rows, strict=True):
+            prompt, tail = stream.prompt.attention, stream.tail
+            lengths = prompt.frames, tail.slot, tail.frames, row.frames, tail.next, row.start
+            columns.append([*_addresses(prompt), *lengths, *self._ring(tail.slot), row.kept])
+        return self._padded(columns, batch)
+
+    def _padded(self, columns: list[list[int]], batch: int) -> Tensor:
+        """(TABLE_ROWS, batch), pinned. Padding rows have no frames; their histories go to the scratch slot."""
+        columns = columns + [self._own_frames_column(0)] * (batch - len(columns))
+        return torch.tensor(columns).T.contiguous().pin_memory()  # (B, TABLE_ROWS) -> (TABLE_ROWS, B)
+
+    def _own_frames_column(self, frames: int, into: KeyValues | None = None) -> list[int]:
+        """The column of a row that attends to its own frames only: a prompt, kept in `into`, or padding."""
+        slot = self._pool.slots
+        place = (*_addresses(into), into.frames) if into else self._ring(slot)
+        return [0, 0, 0, slot, 0, frames, 0, 0, *place, frames]
+
+    def _ring(self, slot: int) -> tuple[int, int, int]:
+        return *_addresses(KeyValues(self._pool.keys[slot], self._pool.values[slot])), self._pool.frames
+
+    def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
+        solver = self._solver
+        mu = torch.zeros(B, T, solver.mel_bins, device=solver.device, dtype=solver.dtype)
+        return mu, torch.zeros_like(mu[:, 0]), self._table([], [], B).to(solver.device), torch.zeros_like(mu)
+
+
+def _addresses(attention: KeyValues) -> tuple[int, int]:
+    return attention.keys.data_ptr(), attention.values.data_ptr()

@@ -1,0 +1,140 @@
+"""The Euler solve for a batch of streams, by an estimator that attends to kept keys and values.
+
+It computes what the networks in `cosyvoice_triton.networks.flow` define, faster: adaLN's modulation is computed
+once per Euler step when
+the model loads, and the part of the input that is the same in every step is computed once per solve.
+
+A batch of B streams has R = 2 B rows, the conditional ones first.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cosyvoice_triton.networks.flow.config import DiTConfig, RotaryDiTConfig
+from cosyvoice_triton.networks.flow.matching import time_schedule
+
+
+class Ends(NamedTuple):
+    """Weights of an estimator's projections before its first block and after its last one.
+
+    input (C, 4 mel): of the noisy mel, the encoder's output, the speaker and the known mel. output (mel, C), after a
+    norm of which scale (the added 1 included) and shift are (steps, C).
+    """
+
+    input: Tensor
+    input_bias: Tensor
+    output: Tensor
+    output_bias: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+class Context(Protocol):
+    """What the rows of a batch attend to in addition to their own frames."""
+
+    def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v (R, H, T, D) of the rows -> (R, T, H * D)"""
+        ...
+
+    def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
+        """Store what later chunks attend to, of keys and values (depth, R, H, T, D) at one step, after all its layers
+        have attended."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Tensors of one solve."""
+
+    keys: Tensor  # (depth, R, H, T, D) of the present step; those of all ten would take 0.66 MB a frame
+    values: Tensor
+    history: Tensor  # (steps, convolution pairs, 2 convolutions, R, reach, C)
+    next_history: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A solve's rows, see `memory.Row`: starts, frames and kept (B,); what they attend to; of estimators with rotary
+    positions, the cosine and sine of each frame's angles, (2, B, T, D / 2) float32."""
+
+    starts: Tensor
+    frames: Tensor
+    kept: Tensor
+    context: Context
+    scratch: Scratch
+    rotary: Tensor | None = None
+
+
+class CachedSolver(ABC):
+    """Noise to mel for a batch of chunks."""
+
+    def __init__(self, config: DiTConfig | RotaryDiTConfig, ends: Ends, guidance: float, steps: int):
+        self.steps, self.depth, self.heads, self.head_dim = steps, config.depth, config.heads, config.head_dim
+        self.mask_chunk = config.chunk_frames
+        self.mel_bins = config.out_channels
+        self.device, self.dtype = ends.input.device, ends.input.dtype
+        self._histories = config.conv_pairs, config.conv_kernel - 1
+        self._guidance = guidance
+        self._widths = time_schedule(steps)[1]
+        self._ends = ends
+        self._input = ends.input[:, : self.mel_bins].contiguous()
+        self._static = ends.input[:, self.mel_bins :].contiguous()
+
+    def conditions(self, mu: Tensor, speaker: Tensor, known: Tensor | None = None) -> Tensor:
+        """The part of the projected input that no step changes: mu (B, T, mel), speaker (B, mel) -> (R, T, C).
+
+        known (B, T, mel): the mel of the prompt's frames, 0 for others. Unconditional rows have no condition at all.
+        """
+        known = torch.zeros_like(mu) if known is None else known
+        parts = torch.cat([mu, speaker[:, None].expand_as(mu), known], dim=-1)
+        conditional = F.linear(parts, self._static, self._ends.input_bias)
+        return torch.cat([conditional, self._ends.input_bias.expand_as(conditional)])
+
+    def no_history(self, rows: int) -> Tensor:
+        """The convolution history of streams that begin: zeros."""
+        pairs, reach = self._histories
+        return self._static.new_zeros(self.steps, pairs, 2, rows, reach, len(self._static))
+
+    def rows(self, starts: Tensor, frames: Tensor, kept: Tensor, T: int, context: Context, history: Tensor) -> Rows:
+        """With buffers for rows of up to T frames, given the convolutions' history of all R rows."""
+        keys, values = history.new_empty(2, self.depth, history.shape[3], self.heads, T, self.head_dim)
+        scratch = Scratch(keys, values, history, torch.empty_like(history))
+        return Rows(starts, frames, kept, context, scratch)
+
+    def solve(self, noise: Tensor, conditions: Tensor, rows: Rows) -> Tensor:
+        """noise (B, T, mel) float32, conditions (R, T, C) -> mel (B, T, mel) float32. Fills `next_history`."""
+        x, scratch = noise, rows.scratch
+        for step, width in enumerate(self._widths):
+            h = F.linear(x.to(self.dtype), self._input)
+            h = (h + conditions.unflatten(0, (2, -1))).flatten(0, 1)  # (B, T, C) -> (2, B, T, C) -> (R, T, C)
+            h = self._begin(h, step, rows)
+            for layer in range(self.depth):
+                h = self._block(h, step, layer, rows)
+            rows.context.keep(step, scratch.keys, scratch.values)
+            conditional, unconditional = self._velocity(h, step).float().chunk(2)
+            x = x + width * ((1 + self._guidance) * conditional - self._guidance * unconditional)
+        return x
+
+    def _begin(self, h: Tensor, step: int, rows: Rows) -> Tensor:
+        """What comes before the first block: (R, T, C) -> (R, T, C)."""
+        return h
+
+    @abstractmethod
+    def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
+        """(R, T, C) -> (R, T, C). Writes the layer's `scratch.keys` and `scratch.values`."""
+
+    @abstractmethod
+    def _velocity(self, h: Tensor, step: int) -> Tensor:
+        """(R, T, C) -> (R, T, mel)"""
+
+
+def kept_inputs(x: Tensor, kept: Tensor, reach: int, out: Tensor) -> None:
+    """Write the `reach` frames before the end of what each row keeps, of x (R, reach + T, C): a convolution's history
+    and its inputs. kept (B,) -> out (R, reach, C)."""
+    frames = (kept.repeat(2)[:, None] + torch.arange(reach, device=x.device)).long()
+    torch.gather(x, 1, frames[:, :, None].expand(-1, -1, x.shape[2]), out=out)

@@ -1,0 +1,133 @@
+"""Step-Audio2's flow over many streams."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from cosyvoice_triton.constants import CONTEXT_TOKENS, LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow
+from cosyvoice_triton.networks.flow.dit import DiTEstimator, DiTFlow
+from cosyvoice_triton.token2wav.flow.base import FlowOptions
+from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
+from cosyvoice_triton.token2wav.flow.dit_runtime import ChunkwiseSolve
+from cosyvoice_triton.token2wav.flow.dit_solver import DiTSolver
+from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.solve import Solve
+from cosyvoice_triton.token2wav.gpu.limits import DIT_BATCH_TOKENS, DIT_FRAMES
+from cosyvoice_triton.token2wav.gpu.noise import flow_noise
+from cosyvoice_triton.token2wav.stream import Chunk
+from cosyvoice_triton.voice.prompt import Prompt
+
+
+def load(path: Path, options: FlowOptions) -> "DiTStreaming":
+    """Load the flow of a `flow.pt`, and the runtime's files next to it. ValueError names what does not fit."""
+    network, shared = options.load(load_dit_flow, path)
+    return DiTStreaming(network, flow_noise(options.device), PromptCaches(options.prompt_cache_bytes), **shared)
+
+
+@dataclass(kw_only=True)
+class DiTStream(CachedStream):
+    """A stream of the DiT flow."""
+
+    context: np.ndarray  # (n,) its recent tokens, look-ahead excluded, as far as the encoder's window holds them
+    chunk_ends: list[int]  # how many tokens were rendered after each of its chunks
+
+    @property
+    def complete(self) -> bool:
+        """Whether the tail still holds every frame."""
+        return self.tail.frames == TOKEN_MEL_RATIO * self.rendered
+
+
+DiTChunk = Chunk[DiTStream]
+
+
+class DiTStreaming(CachedStreaming[DiTStream]):
+    """context_tokens: of a stream, kept for the encoder."""
+
+    cumulative = False
+    batch_tokens = DIT_BATCH_TOKENS
+    graph_frames = DIT_FRAMES
+    _network: DiTFlow
+
+    def __init__(
+        self, network: DiTFlow, *shared: Any, context_tokens: int = CONTEXT_TOKENS, **options: Any
+    ):  # fmt: skip
+        self._context = context_tokens
+        super().__init__(network, *shared, **options)
+
+    def _solver(self, *, fused: bool) -> CachedSolver:
+        if not fused:
+            return DiTSolver(self._network, self._steps)
+        from cosyvoice_triton.token2wav.flow.dit_fused import FusedDiTSolver  # its kernels need Triton
+
+        return FusedDiTSolver(self._network, self._steps)
+
+    def _plain_solve(self) -> Solve:
+        if not isinstance(self._network.decoder.estimator, DiTEstimator):
+            return ChunkwiseSolve(self._network, self._pool, self._noise)
+        return super()._plain_solve()
+
+    def _stream(self, **parts: Any) -> DiTStream:
+        return DiTStream(**parts, context=np.zeros(0, np.int64), chunk_ends=[])
+
+    def _computed(self, stream: DiTStream, new: int) -> int:
+        return new
+
+    def _prompt_window(self, prompt: Prompt) -> Window:
+        return _prompt_window(prompt.tokens)
+
+    def _window(self, chunk: DiTChunk, row: Row) -> Window:
+        """A chunk attends to itself and to all before it. The look-ahead after the prompt is as in `_prompt_window`."""
+        stream, prompt = chunk.stream, chunk.stream.prompt.voice.tokens
+        tokens = np.concatenate([stream.context, chunk.tokens])
+        count = len(stream.context) + chunk.new
+        forgotten = chunk.offset - len(stream.context)
+        ends = np.array([*stream.chunk_ends, chunk.offset + chunk.new])
+        ends = ends[np.searchsorted(ends, forgotten + np.arange(count), side="right")]  # the end of each token's chunk
+        return Window(
+            tokens=np.concatenate([_prompt_window(prompt).tokens, with_ahead(tokens, count)]),
+            visible=len(prompt) + np.concatenate([np.zeros_like(prompt), ends - forgotten]),
+        )
+
+    def _render(self, chunks: list[DiTChunk]) -> list[Tensor]:
+        mels = super()._render(chunks)
+        for chunk in chunks:
+            stream = chunk.stream
+            stream.context = np.concatenate([stream.context, chunk.tokens[: chunk.new]])[-self._context :]
+            stream.chunk_ends.append(chunk.offset + chunk.new)
+        return mels
+
+    def _again(self, chunk: DiTChunk) -> Tensor:
+        """All chunks that the stream's context still holds are rendered, the given one last."""
+        exact, stream = self.exact(), chunk.stream
+        (prompt,) = exact._prefill([stream.prompt.voice])
+        before = stream.context[: max(0, len(stream.context) - chunk.new)]
+        begin = chunk.offset - len(before)
+        tail = exact._pool.acquire(prompt)
+        tail.total = TOKEN_MEL_RATIO * begin
+        anew = replace(stream, prompt=prompt, tail=tail, context=np.zeros(0, np.int64), chunk_ends=[], rendered=begin)
+        tokens = np.concatenate([before, chunk.tokens])
+        for end in [end for end in stream.chunk_ends if end > begin]:
+            offset = anew.rendered
+            ahead = tokens[offset - begin : end - begin + LOOKAHEAD_TOKENS]
+            new = end - offset
+            (mel,) = exact.render([replace(chunk, stream=anew, tokens=ahead, offset=offset, new=new, computed=new)])
+        self._replace(stream, exact, anew)
+        return mel
+
+    def _plain(self, network: Any) -> "DiTStreaming":
+        flow = super()._plain(network)
+        flow._context = self._context
+        return flow
+
+
+def _prompt_window(tokens: np.ndarray) -> Window:
+    """As in upstream's setup_cache, the look-ahead after the prompt's last tokens is its own first ones."""
+    count = len(tokens)
+    return Window(with_ahead(np.concatenate([tokens, tokens]), count), np.full(count, count))

@@ -1,0 +1,142 @@
+"""Ways to run the solve of a batch whose streams keep their keys and values apart; `graphs` has the one for GPUs."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cosyvoice_triton.networks.flow.cache import KeyValues
+from cosyvoice_triton.networks.flow.layers import attention_mask, merge_heads
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
+from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, TailPool
+from cosyvoice_triton.token2wav.flow.prompt_caches import Prefilled
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
+
+
+class Solve(Protocol):
+    """A way to run the Euler solve of a batch whose streams keep their keys and values apart."""
+
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
+        """Of each prompt.
+
+        mu (B, T, mel): encoder output, speaker (B, mel): projected x-vectors, mel (B, T, mel): the prompts' own.
+        frames (B): length of each; the rest of a row is padding.
+        """
+        ...
+
+    def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
+        """Encoder output mu (B, T, mel) of each stream's row -> its mel (B, T, mel), valid until the next call. Updates
+        the streams' rings and convolution histories.
+
+        known (B, T, mel): the mel of those frames that are of a prompt, 0 for others; None: there are none.
+        """
+        ...
+
+
+class GatheredSolve:
+    """The solve on any device: the context of a batch is gathered into one padded tensor."""
+
+    def __init__(self, solver: CachedSolver, pool: TailPool, noise: NoiseTape):
+        self._solver = solver
+        self._pool = pool
+        self._noise = noise
+
+    def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
+        (B, T, _), solver = mu.shape, self._solver
+        starts, lengths = torch.zeros(B, dtype=torch.int64, device=mu.device), torch.tensor(frames, device=mu.device)
+        prompts = [self._pool.empty_attention(count) for count in frames]
+        context = NoContext(lengths, T, prompts, self._pool.mask_chunk)
+        rows = solver.rows(starts, lengths, lengths, T, context, solver.no_history(2 * B))
+        solver.solve(self._noise.gather(starts, T), solver.conditions(mu, speaker, mel), rows)
+        return prefilled(prompts, rows.scratch.next_history)
+
+    def run(self, streams: Sequence[CachedStream], rows: Sequence[Row], mu: Tensor, known: Tensor | None) -> Tensor:
+        T, device, solver = mu.shape[1], mu.device, self._solver
+        starts = torch.tensor([row.start for row in rows], device=device)
+        frames = torch.tensor([row.frames for row in rows], device=device)
+        kept = torch.tensor([row.kept for row in rows], device=device)
+        slots = torch.tensor([stream.tail.slot for stream in streams], device=device)
+        conditions = solver.conditions(mu, torch.cat([stream.prompt.speaker for stream in streams]), known)
+        context = GatheredContext(self._pool, streams, rows, T)
+        computed = solver.rows(starts, frames, kept, T, context, self._pool.history_of(slots))
+        mel = solver.solve(self._noise.gather(starts, T), conditions, computed)
+        self._pool.keep_history(slots, computed.scratch.next_history)
+        for stream, row in zip(streams, rows, strict=True):
+            self._pool.advance(stream.tail, row)
+        return mel
+
+
+def prefilled(prompts: Sequence[KeyValues], history: Tensor) -> list[Prefilled]:
+    """What a prefill of B prompts, or more rows of which the first B count, leaves of each: its keys and values, and
+    its part of the convolutions' history (steps, pairs, convolution, R, frame, C), copied."""
+    B = history.shape[3] // 2
+    return [
+        Prefilled(attention, history[:, :, :, [index, B + index]])  # the two guidance rows
+        for index, attention in enumerate(prompts)
+    ]
+
+
+def own_mask(frames: Tensor, longest: int, mask_chunk: int) -> Tensor:
+    """Which of its own `longest` frames each frame of a row attends to: frames (B,) -> (R, 1 or T, T) bool."""
+    visible = torch.arange(longest, device=frames.device) < frames.repeat(2)[:, None, None]  # (R, 1, T)
+    return attention_mask(visible, mask_chunk or None)[:, 0]
+
+
+class NoContext:
+    """For prefill: prompts attend to themselves only, and are kept in `prompts`.
+
+    frames (B,): their lengths in rows of `longest` frames.
+    """
+
+    def __init__(self, frames: Tensor, longest: int, prompts: Sequence[KeyValues], mask_chunk: int):
+        visible = own_mask(frames, longest, mask_chunk)
+        self._mask = None if visible.all() else visible[:, None]  # (R, 1, 1 or T, T)
+        self._prompts = prompts
+
+    def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask))
+
+    def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
+        B = keys.shape[1] // 2
+        for index, prompt in enumerate(self._prompts):
+            prompt.keys[step] = keys[:, index::B, :, : prompt.frames]
+            prompt.values[step] = values[:, index::B, :, : prompt.frames]
+
+
+class GatheredContext:
+    """Context copied into one padded tensor per solve: for CPUs, and the reference of the fused kernel's tests."""
+
+    def __init__(self, pool: TailPool, streams: Sequence[CachedStream], rows: Sequence[Row], frames: int):
+        B = len(streams)
+        self._pool, self._streams, self._rows = pool, streams, rows
+        lengths = [stream.prompt.frames + stream.tail.frames for stream in streams]
+        steps, depth, _, H, _, D = streams[0].prompt.attention.keys.shape
+        shape = (steps, depth, 2 * B, H, max(lengths), D)
+        self._keys = pool.keys.new_zeros(shape)
+        self._values = pool.keys.new_zeros(shape)
+        before = torch.zeros(2 * B, 1, max(lengths), dtype=torch.bool, device=pool.keys.device)
+        for index, stream in enumerate(streams):
+            both = [index, B + index]
+            prompt, tail = stream.prompt, stream.tail
+            P, length = prompt.frames, lengths[index]
+            for out, of_prompt, of_tail in (
+                (self._keys, prompt.attention.keys, pool.keys),
+                (self._values, prompt.attention.values, pool.values),
+            ):
+                out[:, :, both, :, :P] = of_prompt
+                out[:, :, both, :, P:length] = of_tail[tail.slot, ..., : tail.frames, :]
+            before[both, :, :length] = True
+        own = own_mask(torch.tensor([row.frames for row in rows], device=before.device), frames, pool.mask_chunk)
+        visible = torch.cat([before.expand(-1, own.shape[1], -1), own], dim=2)
+        self._mask = None if visible.all() else visible[:, None]  # (R, 1, 1 or T, K)
+
+    def attend(self, step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys = torch.cat([self._keys[step, layer], k], dim=2)
+        values = torch.cat([self._values[step, layer], v], dim=2)
+        return merge_heads(F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask))
+
+    def keep(self, step: int, keys: Tensor, values: Tensor) -> None:
+        for index, (stream, row) in enumerate(zip(self._streams, self._rows, strict=True)):
+            self._pool.append(stream.tail, row, index, step, keys, values)

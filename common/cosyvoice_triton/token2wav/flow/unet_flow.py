@@ -1,0 +1,163 @@
+"""CosyVoice2's flow over many streams, without caches: each chunk computes the window of its stream again and keeps
+what is new. That bounds the cost of a chunk and needs no memory per stream. Keys and values would take 2.3 MB per frame
+(56 transformer blocks, 10 Euler steps, guidance, float16), which would limit streams to a few seconds of context.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cosyvoice_triton.constants import CONTEXT_TOKENS, EULER_STEPS, MAX_STREAM_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow.checkpoint import load_unet_flow
+from cosyvoice_triton.networks.flow.layers import valid_frames
+from cosyvoice_triton.networks.flow.matching import time_schedule
+from cosyvoice_triton.networks.flow.unet import UNetFlow
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow
+from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
+from cosyvoice_triton.token2wav.flow.unet_graphs import FusedEstimator, GraphedWindowSolve
+from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, WindowStream, forgotten_tokens, noise_indices
+from cosyvoice_triton.token2wav.gpu.limits import UNET_BATCH_TOKENS, UNET_FRAMES, BatchLimits, padding
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape, flow_noise
+from cosyvoice_triton.token2wav.stream import VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
+
+
+def load(path: Path, options: FlowOptions) -> "UNetStreaming":
+    """Load the flow of a `flow.pt`, and the runtime's files next to it. ValueError names what does not fit."""
+    network, shared = options.load(load_unet_flow, path)
+    return UNetStreaming(network, flow_noise(options.device), **shared)
+
+
+class WindowSolve(Protocol):
+    def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
+        """Encoder output of the windows, mu (B, T, mel) -> their mel (B, T, mel), valid until the next call."""
+        ...
+
+
+class UNetStreaming(StreamingFlow[WindowStream]):
+    """Where chunks end on 25-token boundaries counted from the prompt's start and no token has left the window yet, the
+    mel equals that of the finished utterance rendered at once under the training masks.
+
+    On a GPU with `graphs`, the solve is one of fused kernels in CUDA graphs, unless a runtime has the estimator.
+    """
+
+    cumulative = True
+    batch_tokens = UNET_BATCH_TOKENS
+
+    def __init__(
+        self,
+        network: UNetFlow,
+        noise: NoiseTape,
+        *,
+        limits: BatchLimits,
+        steps: int = EULER_STEPS,
+        max_tokens: int = MAX_STREAM_TOKENS,
+        context_tokens: int = CONTEXT_TOKENS,
+        graphs: bool = True,
+        load_exact: Callable[[], Any] | None = None,
+    ):
+        super().__init__(
+            network, noise, limits=limits, steps=steps, max_tokens=max_tokens, graphs=graphs, load_exact=load_exact
+        )
+        self._network: UNetFlow = network
+        self._chunk_tokens = network.config.encoder.chunk_tokens
+        self._context = context_tokens
+        self._solve: WindowSolve = PlainWindowSolve(network, noise, steps)
+        if self._graphed:
+            self._estimator = self._fused(network.decoder.estimator, time_schedule(steps)[0])
+            self._capture()
+
+    def _capture(self) -> None:
+        sizes = self.limits.sizes(self.limits.window_frames, UNET_FRAMES)
+        self._solve = GraphedWindowSolve(
+            self._network, self._estimator, self._noise, sizes, self._steps, lane=self.limits.lane
+        )
+        self.padded = padding(sizes)
+
+    def _fused(self, estimator: Any, times: list[float]) -> FusedEstimator:
+        """The network's estimator by fused kernels, at the flow times of the Euler steps."""
+        from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet  # its kernels need Triton
+
+        return FusedUNet(estimator, times)
+
+    @property
+    def cache_bytes(self) -> int:
+        return 0
+
+    def open(self, prompt: Prompt, vocoder: VocoderState) -> WindowStream:
+        speaker, mel = self._project_speaker(prompt), self._mel_of(prompt)
+        return WindowStream(vocoder=vocoder, prompt=prompt, mel=mel, speaker=speaker)
+
+    def _computed(self, stream: WindowStream, new: int) -> int:
+        return len(stream.prompt.tokens) + stream.rendered + new - self._forgotten(stream)
+
+    def _forgotten(self, stream: WindowStream) -> int:
+        """Tokens between the prompt and the window: whole training chunks, so that their boundaries stay in place."""
+        return max(0, -(-(stream.rendered - self._context) // self._chunk_tokens)) * self._chunk_tokens
+
+    def _render(self, chunks: list[WindowChunk]) -> list[Tensor]:
+        mel = self._solve.run(chunks, self._encoder.encode([self._window(chunk) for chunk in chunks]))
+        ends = [TOKEN_MEL_RATIO * chunk.computed for chunk in chunks]
+        return [
+            mel[index, end - chunk.frames : end].T  # (T, C) -> (C, T)
+            for index, (end, chunk) in enumerate(zip(ends, chunks, strict=True))
+        ]
+
+    def _again(self, chunk: WindowChunk) -> Tensor:
+        exact, stream = self.exact(), chunk.stream
+        anew = exact.open(stream.prompt, stream.vocoder)
+        anew.rendered = chunk.offset
+        (mel,) = exact.render([replace(chunk, stream=anew)])
+        stream.mel, stream.speaker = self._mel_of(stream.prompt), self._project_speaker(stream.prompt)
+        return mel
+
+    def _plain(self, network: Any) -> "UNetStreaming":
+        return UNetStreaming(
+            network,
+            self._noise,
+            limits=replace(self.limits, max_streams=1),
+            steps=self._steps,
+            max_tokens=self._max_tokens,
+            context_tokens=self._context,
+            graphs=False,
+        )
+
+    def _window(self, chunk: WindowChunk) -> Window:
+        tokens = np.concatenate([chunk.stream.prompt.tokens, chunk.tokens[forgotten_tokens(chunk) :]])
+        training_chunk = np.arange(chunk.computed) // self._chunk_tokens
+        visible = np.minimum((training_chunk + 1) * self._chunk_tokens, chunk.computed)
+        return Window(with_ahead(tokens, chunk.computed), visible)
+
+
+class PlainWindowSolve:
+    """The network's own solve over padded windows, on any device."""
+
+    def __init__(self, network: UNetFlow, noise: NoiseTape, steps: int):
+        self._network = network
+        self._noise = noise
+        self._steps = steps
+
+    def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
+        T, device = mu.shape[1], mu.device
+        frames = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks], device=device)
+        valid = valid_frames(frames, T).repeat(2, 1, 1)  # rows of the guidance batch
+        prompts = [chunk.stream.mel[0].to(mu.dtype) for chunk in chunks]
+        condition = torch.stack([F.pad(prompt.T, (0, T - len(prompt))) for prompt in prompts])  # (B, mel, T)
+        noise = self._noise.at(noise_indices(chunks, T).to(device)).transpose(1, 2)  # (B, T, C) -> (B, C, T)
+        speaker = torch.cat([chunk.stream.speaker for chunk in chunks])
+        estimator = self._network.decoder.estimator
+        mel = self._network.decoder.solve(
+            lambda _, *inputs: estimator(*inputs, valid=valid, streaming=True),
+            noise,
+            mu.transpose(1, 2),
+            speaker,
+            condition,
+            self._steps,
+        )
+        return mel.transpose(1, 2)  # (B, C, T) -> (B, T, C)

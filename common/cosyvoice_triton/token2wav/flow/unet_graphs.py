@@ -1,0 +1,92 @@
+"""The solve of windows on a GPU: an estimator of fused kernels, as CUDA graphs by batch size and window length."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cosyvoice_triton.constants import TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow.matching import time_schedule
+from cosyvoice_triton.networks.flow.unet import UNetFlow
+from cosyvoice_triton.token2wav.flow.unet_window import WindowChunk, noise_indices
+from cosyvoice_triton.token2wav.gpu.graphs import Graphs
+from cosyvoice_triton.token2wav.gpu.limits import Size
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
+
+
+class FusedEstimator(Protocol):
+    """An estimator with fused weights, for fixed flow times."""
+
+    def velocity(self, step: int, x: Tensor, frames: Tensor) -> Tensor:
+        """x (R, T, 4 mel): noisy mel, encoder output, speaker, prompt mel; frames (B,) of each stream's own, R = 2 B,
+        the conditional rows first -> the velocity (R, T, mel) at an Euler step."""
+        ...
+
+
+class GraphedWindowSolve:
+    """The solve on a GPU. One batch at a time: the graphs of all sizes share their memory."""
+
+    def __init__(
+        self,
+        network: UNetFlow,
+        estimator: FusedEstimator,
+        noise: NoiseTape,
+        sizes: Sequence[Size],
+        steps: int,
+        *,
+        lane: int,
+    ):
+        """estimator: of the network, for the times of `steps` steps. sizes: batch and window length, mel frames.
+        lane: see `Graphs`."""
+        _, self._widths = time_schedule(steps)
+        self._estimator = estimator
+        self._guidance = network.decoder.guidance
+        self._noise = noise
+        weight = network.spk_embed_affine_layer.weight
+        self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
+        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow", lane=lane)
+
+    def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
+        return self._run(chunks, mu, max(TOKEN_MEL_RATIO * chunk.computed for chunk in chunks))
+
+    def _run(self, chunks: list[WindowChunk], mu: Tensor, frames: int) -> Tensor:
+        """Their mel (B, >= frames, mel)."""
+        size = self._graphs.fitting(len(chunks), frames)
+        if size is None and len(chunks) > 1:
+            half = len(chunks) // 2
+            # The first half is copied: the second one's graph overwrites it.
+            first = self._run(chunks[:half], mu[:half], frames)[:, :frames].clone()
+            return torch.cat([first, self._run(chunks[half:], mu[half:], frames)[:, :frames]])
+        B, T = size or (1, frames)
+        inputs = self._graphs.inputs(size) if size else self._inputs(B, T)
+        condition = inputs[2]
+        for index, chunk in enumerate(chunks):
+            prompt = chunk.stream.mel[0]
+            condition[index, : len(prompt)] = prompt
+            condition[index, len(prompt) :] = 0
+        inputs[1][: len(chunks)] = torch.cat([chunk.stream.speaker for chunk in chunks])
+        lengths = torch.tensor([TOKEN_MEL_RATIO * chunk.computed for chunk in chunks]).pin_memory()
+        indices = noise_indices(chunks, T).pin_memory()
+        inputs[3][: len(chunks)].copy_(lengths, non_blocking=True)
+        inputs[4][: len(chunks)].copy_(indices, non_blocking=True)
+        inputs[0][: len(chunks), : mu.shape[1]] = mu[:, :T]
+        return (self._graphs.run(size) if size else self._solve(*inputs))[: len(chunks)]
+
+    def _solve(self, mu: Tensor, speaker: Tensor, condition: Tensor, frames: Tensor, noise: Tensor) -> Tensor:
+        """mu, condition (B, T, mel), speaker (B, mel), frames (B,), noise (B, T) indices -> mel (B, T, mel)"""
+        B, T, C = mu.shape
+        x = self._noise.at(noise)
+        rows = mu.new_zeros(2, B, T, 4, C)
+        rows[0, :, :, 1], rows[0, :, :, 2], rows[0, :, :, 3] = mu, speaker[:, None], condition
+        for step, width in enumerate(self._widths):
+            rows[:, :, :, 0] = x
+            velocity = self._estimator.velocity(step, rows.flatten(3).flatten(0, 1), frames)
+            conditional, unconditional = velocity.float().chunk(2)
+            x = x + width * ((1 + self._guidance) * conditional - self._guidance * unconditional)
+        return x
+
+    def _inputs(self, B: int, T: int) -> tuple[Tensor, ...]:
+        mu = torch.zeros(B, T, self._mel_bins, device=self._device, dtype=self._dtype)
+        frames = torch.ones(B, dtype=torch.int64, device=self._device)
+        return mu, torch.zeros_like(mu[:, 0]), torch.zeros_like(mu), frames, torch.zeros_like(mu[..., 0]).long()

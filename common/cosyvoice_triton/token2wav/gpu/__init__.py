@@ -1,0 +1,1 @@
+"""What the networks need on a GPU: CUDA graphs and their sizes, memory, fixed noise, number formats."""

@@ -1,0 +1,147 @@
+"""Functions of tensors as CUDA graphs: captured once per size at start-up, replayed as one launch.
+
+A chunk takes thousands of kernels, most of them short; launched one by one, they would wait for the host.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cosyvoice_triton.device import new_stream
+from cosyvoice_triton.token2wav.gpu.limits import Size
+from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+
+logger = logging.getLogger(__name__)
+
+WARM_UPS = 2
+
+
+@cache
+def _pool(device: int, lane: int) -> torch.cuda.CUDAGraph:
+    """The owner of the memory in which the graphs of a lane on that GPU, the current one, compute.
+
+    They share it because one of them is replayed at a time, on one stream, and nothing stays there between two replays:
+    inputs and results are outside. The first graph, which does nothing, keeps it: torch frees a pool with its last
+    graph, and then nothing can be captured into it.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=_capture_stream(device, lane)):
+        torch.zeros(1, device=device)
+    return graph
+
+
+@cache
+def _capture_stream(device: int, lane: int) -> torch.cuda.Stream:
+    """Where the graphs of a lane are captured: their kernels have its priority, and its work space of cuBLAS."""
+    return new_stream(device, lane == STARTS)
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """Where functions run before they are captured, on that GPU, the current one. One: on each new stream cuBLAS takes
+    32 MiB of work space, and what another stream has freed is not used again."""
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    inputs: tuple[Tensor, ...]
+    result: Tensor
+    graph: torch.cuda.CUDAGraph
+
+
+class Graphs:
+    """The graphs of one function, one per size. One replay of a lane at a time, those of other functions included."""
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        inputs: Callable[..., tuple[Tensor, ...]],
+        sizes: Iterable[Size],
+        name: str,
+        lane: int = 0,
+    ):
+        """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log."""
+        self._name = name
+        self._warned = False
+        self._graphs: dict[Size, _Graph] = {}
+        # Largest first: the smaller ones then fit into the memory that its graph took.
+        given = {size: inputs(*size) for size in sorted(sizes, key=math.prod, reverse=True)}
+        from cosyvoice_triton.kernels.launch import compiled_ahead  # imports Triton, which CPU builds of torch lack
+
+        with compiled_ahead(name):
+            for size in tqdm(given, desc=f"finding the kernels of {name}", unit="size"):
+                function(*given[size])
+        shapes: dict[Size, torch.Size] = {}
+        for size in tqdm(given, desc=f"warming up {name}", unit="size"):
+            sample = _warm_up(function, given[size])
+            shapes[size] = sample.shape
+        # Where all sizes leave their results.
+        memory = sample.new_empty(max(map(math.prod, shapes.values())))
+        for size, shape in tqdm(shapes.items(), desc=f"capturing {name}", unit="graph"):
+            result = memory[: math.prod(shape)].view(shape)
+            self._graphs[size] = _Graph(given[size], result, _capture(function, given[size], result, lane))
+
+    @property
+    def sizes(self) -> Iterable[Size]:
+        return self._graphs.keys()
+
+    def inputs(self, size: Size) -> tuple[Tensor, ...]:
+        """The input tensors of that size; the next `run` fills them partly or wholly."""
+        return self._graphs[size].inputs
+
+    def fitting(self, *needed: int, warn: bool = True) -> Size | None:
+        """The smallest size that holds `needed` in every dimension; None if there is none.
+
+        warn: log, once, that the length alone is beyond every graph, so that not even splitting the batch would help.
+        """
+        holding = [size for size in self._graphs if all(have >= need for have, need in zip(size, needed, strict=True))]
+        longest = max((size[-1] for size in self._graphs), default=0)
+        if warn and needed[-1] > longest and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: a length of %d is beyond the largest CUDA graph, %d, and is computed by eager kernels, which is "
+                "slow; set max_hop_tokens and first_hop_tokens to the hops that clients use",
+                self._name,
+                needed[-1],
+                longest,
+            )
+        return min(holding, key=math.prod, default=None)
+
+    def run(self, size: Size, *values: Tensor) -> Tensor:
+        """The function's result for `values`, copied to the leading corner of each input; the rest keeps older values.
+
+        The result has the shape of the graph's size and is valid until the next call.
+        """
+        captured = self._graphs[size]
+        for tensor, value in zip(captured.inputs, values, strict=False):
+            tensor[tuple(slice(length) for length in value.shape)].copy_(value, non_blocking=True)
+        captured.graph.replay()
+        return captured.result
+
+
+def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+    """Initialise what the function uses; returns its result."""
+    side = _side_stream(torch.cuda.current_device())
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            result = function(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    return result
+
+
+def _capture(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor, lane: int
+) -> torch.cuda.CUDAGraph:
+    """The graph that writes the function's result to `result`."""
+    graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
+    with torch.cuda.graph(graph, pool=_pool(device, lane).pool(), stream=_capture_stream(device, lane)):
+        result.copy_(function(*inputs))
+    return graph

@@ -1,0 +1,184 @@
+"""Everything that bounds a batch or the size of a CUDA graph, computed in one place.
+
+A CUDA graph has fixed sizes: batches are padded to a batch size and their rows to a length class. The classes cover
+every chunk that the configured hops can make, so that none of them falls back to eager kernels, and no graph is larger
+than what `max_streams` can fill. What they take of the memory is computed in `memory_plan`.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
+
+from cosyvoice_triton.config import Token2WavConfig
+from cosyvoice_triton.constants import (
+    CONTEXT_TOKENS,
+    LOOKAHEAD_TOKENS,
+    MAX_REFERENCE_SECONDS,
+    TOKEN_MEL_RATIO,
+    TOKEN_RATE,
+)
+from cosyvoice_triton.token2wav.policy.scheduler import START_BATCH, STARTS
+
+Size = tuple[int, ...]  # batch size and length, or a length alone
+
+LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
+LANES = 2  # batches that are rendered at the same time on a GPU: one of first chunks, see `scheduler.STARTS`
+MAX_BATCH = 64  # chunks; larger batches gain nothing
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 64)
+FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
+PROMPT_FRAMES = (128, 256, 384, 512, 768, 1024)  # the same of prompts
+WINDOW_TOKENS = (160, 208, 256, 320, 416, 512, 768, 1024)  # of encoder windows
+WINDOW_FRAMES = (320, 416, 512, 640, 832, 1024, 1536)  # of the same windows in the estimator
+STEP = 8  # the largest class of each kind is a multiple of it
+
+# Most of a whole batch, padding included: larger ones gain no speed, and their temporary tensors take 0.5 to 1 GB.
+DIT_FRAMES = 6656
+ENCODER_TOKENS = 13_312
+UNET_FRAMES = 13_312
+COSYVOICE3_FRAMES = 4096  # of twice the width of the others; not tuned on a GPU
+HIFT_FRAMES = 4096
+PREFILL_FRAMES = 2048  # one prompt of the longest, or several shorter ones
+# A batch of this many new tokens takes about 100 ms on an H200 (docs/results/token2wav.md), which bounds how long a
+# first chunk may wait.
+DIT_BATCH_TOKENS = 2048
+UNET_BATCH_TOKENS = 2500  # of windows
+COSYVOICE3_BATCH_TOKENS = 1000  # of windows; an estimate from its 7.4 GFLOP per frame
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """The limits of a token2wav model, and the batch and graph sizes that follow from them.
+
+    max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
+    chunks end on its multiples (`Stack.chunk_boundary`). lanes: how many there are with CUDA graphs.
+    lane: the one that is limited; STARTS has small batches. ValueError if a chunk of the largest hop alone is beyond
+    the limits.
+    """
+
+    max_streams: int = Token2WavConfig.max_streams
+    first_hop_tokens: int = Token2WavConfig.first_hop_tokens
+    max_hop_tokens: int = Token2WavConfig.max_hop_tokens
+    chunk_boundary: int = 1
+    lanes: int = LANES
+    lane: int = 0
+    prefill_frames = PREFILL_FRAMES
+
+    def __post_init__(self) -> None:
+        largest = self.chunk_frames[-1]
+        if largest > HIFT_FRAMES:
+            hop = "max_hop_tokens" if self.max_hop_tokens >= self._longest_first_hop else "first_hop_tokens"
+            raise ValueError(
+                f"{hop} {getattr(self, hop)} makes chunks of {largest} mel frames; a batch holds {HIFT_FRAMES}"
+            )
+
+    @property
+    def first_chunk_tokens(self) -> int:
+        """New tokens of the longest chunk that the first hop makes, also if it is the final one."""
+        return self._longest_first_hop + LOOKAHEAD_TOKENS - 1
+
+    def of_lane(self, lane: int) -> "BatchLimits":
+        return replace(self, lane=lane)
+
+    @property
+    def of_each_lane(self) -> list["BatchLimits"]:
+        return [self.of_lane(lane) for lane in range(self.lanes)]
+
+    @property
+    def starts(self) -> bool:
+        """Whether only first chunks and prompts are rendered."""
+        return self.lane == STARTS
+
+    @property
+    def of_prompts(self) -> bool:
+        """Whether prompts are computed by these graphs."""
+        return self.starts or self.lanes == 1
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks of one batch."""
+        return min(START_BATCH if self.starts else MAX_BATCH, self.max_streams)
+
+    @cached_property
+    def chunk_frames(self) -> tuple[int, ...]:
+        """Length classes of chunks, mel frames. The final chunk of a stream may be LOOKAHEAD_TOKENS - 1 longer."""
+        return _classes(FRAMES, TOKEN_MEL_RATIO * (self._longest_hop + LOOKAHEAD_TOKENS - 1))
+
+    @cached_property
+    def row_frames(self) -> tuple[int, ...]:
+        """The same of what a flow that keeps keys and values computes for a chunk: also the tokens before it that are
+        not kept, see `cached.memory.Row`. After a prompt these are up to a boundary and the look-ahead."""
+        before = self.chunk_boundary - 1 + LOOKAHEAD_TOKENS if self.chunk_boundary > 1 else 0
+        longest = TOKEN_MEL_RATIO * (self._longest_hop + LOOKAHEAD_TOKENS - 1 + before)
+        return _classes((*FRAMES, *(c for c in self.chunk_frames if c > FRAMES[-1])), longest)
+
+    @cached_property
+    def first_chunk_frames(self) -> tuple[int, ...]:
+        """The classes of first chunks, which are short."""
+        return tuple(_up_to(self.chunk_frames, TOKEN_MEL_RATIO * self.first_chunk_tokens))
+
+    @cached_property
+    def window_tokens(self) -> tuple[int, ...]:
+        """Length classes of encoder windows: the longest prompt, the whole context and the largest chunk."""
+        return _classes(WINDOW_TOKENS, self._longest_window)
+
+    @cached_property
+    def window_frames(self) -> tuple[int, ...]:
+        """The same in mel frames, for the estimators that compute windows."""
+        return _classes(WINDOW_FRAMES, TOKEN_MEL_RATIO * self._longest_window)
+
+    @cached_property
+    def prompt_frames(self) -> tuple[int, ...]:
+        """Length classes of prompts, mel frames."""
+        return _classes(PROMPT_FRAMES, TOKEN_MEL_RATIO * LONGEST_PROMPT)
+
+    @property
+    def _longest_first_hop(self) -> int:
+        """`first_hop_tokens` extended to the next boundary, which may be more than `max_hop_tokens`."""
+        return self.first_hop_tokens + self.chunk_boundary - 1
+
+    @property
+    def _longest_hop(self) -> int:
+        return self._longest_first_hop if self.starts else max(self.max_hop_tokens, self._longest_first_hop)
+
+    @property
+    def _longest_window(self) -> int:
+        return LONGEST_PROMPT + (0 if self.starts else CONTEXT_TOKENS) + self._longest_hop + LOOKAHEAD_TOKENS - 1
+
+    def sizes(self, lengths: tuple[int, ...], most: int) -> list[Size]:
+        """Batch sizes and lengths of graphs: batches that `max_streams` can fill, of at most `most` in all, or an
+        eighth of that for starts, but of any length alone."""
+        batches = [*(B for B in BATCHES if B < self.max_chunks), self.max_chunks]
+        most = max(most // 8, lengths[-1]) if self.starts else most
+        return [(B, T) for B, T in product(batches, lengths) if B * T <= most]
+
+
+def padding(sizes: Collection[Size]) -> Callable[[int, int], int]:
+    """How many tokens are computed for a number of chunks, given the tokens of the longest, padding included.
+
+    sizes: of the CUDA graphs, batch size and mel frames; none if there are no graphs. A batch that no graph holds is
+    computed as two halves.
+    """
+    longest = max((T for _, T in sizes), default=0)
+
+    @cache
+    def padded(chunks: int, tokens: int) -> int:
+        frames = TOKEN_MEL_RATIO * tokens
+        holding = [B * T for B, T in sizes if B >= chunks and T >= frames]
+        if not holding and chunks > 1 and frames <= longest:
+            return padded(chunks - chunks // 2, tokens) + padded(chunks // 2, tokens)
+        return int(min(holding, default=chunks * frames)) // TOKEN_MEL_RATIO
+
+    return padded
+
+
+def _up_to(classes: tuple[int, ...], most: int) -> list[int]:
+    """The classes that hold up to `most`: those below it and the first that is not."""
+    return [c for c, before in zip(classes, (0, *classes), strict=False) if before < most]
+
+
+def _classes(below: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """`below` as far as it is under `most`, and the next multiple of STEP that holds it."""
+    largest = math.ceil(most / STEP) * STEP
+    return (*(c for c in below if c < largest), largest)

@@ -1,0 +1,145 @@
+"""In which number formats the networks of token2wav compute: as settings name them, or as fast as is safe.
+
+A network that is to compute in less than float32 is compared with float32 when it is loaded, on a fixed utterance. If
+its error is beyond a limit, it computes in float32 instead.
+"""
+
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosyvoice_triton.config import FlowRuntime
+from cosyvoice_triton.constants import EULER_STEPS, MEL_BINS, TOKEN_RATE
+from cosyvoice_triton.runtimes.loading import flow_runtime
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.token2wav.flow.base import FlowOptions, StreamingFlow, Vocoder, VocoderOptions, loader
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.stream import VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+NetworkName = Literal["flow", "vocoder"]
+# Largest RMS error of the flow's mel and of the vocoder's audio, relative to the RMS in float32. bfloat16, the coarsest
+# format in use, is at half of them or less (docs/results/token2wav.md); a network whose values leave a format's range
+# is beyond them by far. 0.05 of a log mel's RMS is about 2.5 dB in each bin; 0.1 of the audio is noise 20 dB below it.
+LIMITS: dict[NetworkName, float] = {"flow": 0.05, "vocoder": 0.1}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number formats of the flow, and of HiFT between its source and its spectrum. automatic: the networks whose
+    format was not asked for by name."""
+
+    flow: torch.dtype
+    vocoder: torch.dtype
+    automatic: frozenset[NetworkName] = field(default=frozenset(), compare=False)
+
+    @classmethod
+    def named(cls, flow: str, vocoder: str, device: str, runtime: FlowRuntime = "auto") -> "Precision":
+        """From names of torch's dtypes. "auto" is the fastest that does not harm the audio (docs/accelerators.md):
+        float16 on a GPU; on a CPU float32, except for a flow in torch, which uses bfloat16 if the CPU supports it.
+
+        runtime: of the flow's estimator, as the setting names it. ValueError for bfloat16 on a GPU without it.
+        """
+        on_gpu = torch.device(device).type == "cuda"
+        auto_flow = auto_vocoder = torch.float16 if on_gpu else torch.float32
+        if not on_gpu and flow_runtime(runtime, device) == "torch" and _multiplies_bfloat16():
+            auto_flow = torch.bfloat16
+        names: dict[NetworkName, str] = {"flow": flow, "vocoder": vocoder}
+        if on_gpu and "bfloat16" in names.values():
+            _require_bfloat16(device, next(network for network, name in names.items() if name == "bfloat16"))
+        automatic = frozenset(network for network, name in names.items() if name == "auto")
+        return cls(_dtype(flow, auto_flow), _dtype(vocoder, auto_vocoder), automatic)
+
+    @torch.inference_mode()
+    def checked(
+        self, stack: Stack, model_dir: str | Path, device: str, *, limits: BatchLimits, steps: int = EULER_STEPS
+    ) -> "Precision":
+        """This precision, with float32 for each automatic network whose error is beyond its limit. One that was asked
+        for by name stays, with a warning. One network is loaded at a time, without CUDA graphs.
+
+        ValueError naming the file if its network's output is not finite in a precision that was asked for.
+        """
+        if self.flow == self.vocoder == torch.float32:
+            return self
+        one = replace(limits, max_streams=1)
+        flow_path, hift_path = Path(model_dir) / stack.flow, Path(model_dir) / stack.hift
+
+        def mel(dtype: torch.dtype) -> Tensor:
+            options = FlowOptions(
+                stack=stack,
+                device=device,
+                dtype=dtype,
+                runtime="torch",
+                steps=steps,
+                limits=one,
+                prompt_cache_bytes=1 << 30,
+                contexts=1,
+            )
+            return _mel(loader(stack.loader)(flow_path, options))
+
+        def audio(dtype: torch.dtype) -> Tensor:
+            options = VocoderOptions(device=device, dtype=dtype, limits=one, graphs=False)
+            vocoder: Vocoder = loader(stack.vocoder_loader)(hift_path, options)
+            return vocoder.whole([exact_mel])[0]  # the same mel for both formats, and so the same source
+
+        exact_mel = mel(torch.float32)
+        flow, vocoder = self.flow, self.vocoder
+        if flow != torch.float32:
+            flow = self._format("flow", flow_path, mel(flow), exact_mel)
+        if vocoder != torch.float32:
+            vocoder = self._format("vocoder", hift_path, audio(vocoder), audio(torch.float32))
+        if torch.device(device).type == "cuda":
+            torch.cuda.empty_cache()
+        return replace(self, flow=flow, vocoder=vocoder)
+
+    def _format(self, network: NetworkName, path: Path, rounded: Tensor, exact: Tensor) -> torch.dtype:
+        """The number format for a network, given its output in its own format and in float32."""
+        dtype: torch.dtype = getattr(self, network)
+        error, limit = float((rounded - exact).norm() / exact.norm()), LIMITS[network]
+        found = f"{path} in {dtype}: RMS error {error:.1e} of a fixed utterance, limit {limit:g}"
+        if error <= limit:  # not if it is NaN
+            logger.info("%s", found)
+            return dtype
+        if network in self.automatic:
+            logger.warning("%s: the %s computes in float32", found, network)
+            return torch.float32
+        if not rounded.isfinite().all():
+            raise ValueError(f"{found}: set {network}_precision to auto or float32")
+        logger.warning("%s; %s_precision asks for it", found, network)
+        return dtype
+
+
+def _mel(flow: StreamingFlow) -> Tensor:
+    """(80, T) float32 of a second of speech in the voice of an x-vector alone."""
+    tokens = np.random.default_rng(0).integers(0, flow.vocab_size, TOKEN_RATE)
+    speaker = np.ones(flow.speaker_dim, np.float32)
+    prompt = Prompt(np.zeros(0, np.int64), np.zeros((0, MEL_BINS), np.float32), speaker, text="")
+    stream = flow.open(prompt, VocoderState(0))
+    return flow.render([flow.chunk(stream, tokens, final=True)])[0].float().clone()
+
+
+def _dtype(name: str, auto: torch.dtype) -> torch.dtype:
+    return auto if name == "auto" else getattr(torch, name)
+
+
+def _require_bfloat16(device: str, network: NetworkName) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        major, minor = capability
+        raise ValueError(
+            f"{network}_precision bfloat16: a GPU of compute capability {major}.{minor} does not compute in it, only "
+            "those of 8.0 and later; set auto or float16"
+        )
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 instructions. Without them every value is converted: slower than float32."""
+    has = torch.cpu.get_capabilities()
+    return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16"))

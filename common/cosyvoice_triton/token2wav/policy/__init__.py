@@ -1,0 +1,1 @@
+"""Decisions without tensors: which listeners are admitted, and which chunks are rendered in one batch."""

@@ -1,0 +1,1 @@
+"""The running token2wav model: its service, streams, threads and requests."""

@@ -1,0 +1,178 @@
+"""A request to a token2wav model, and how it is read from tensors, which are named and shaped as upstream's.
+
+Arrays only: nothing here depends on Triton.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cosyvoice_triton.constants import MAX_SPEED, MIN_SPEED
+from cosyvoice_triton.voice.prompt import Prompt
+
+TEST_STREAM = "test"  # the id of a service's own tests; no client can name it
+
+Tensors = Mapping[str, np.ndarray]
+
+PROMPT_TENSORS = ("prompt_speech_tokens", "prompt_speech_feat", "prompt_spk_embedding")
+
+
+@dataclass(frozen=True)
+class Token2WavRequest:
+    """One request of a stream, or a whole utterance.
+
+    stream_id: which stream, as errors name it: "sequence 17" by its correlation id or "request abc" by its request id.
+    start: opens the stream in the voice of `prompt`; `tokens` may be empty, then only the prompt cache is built. None:
+        opens the stream unless it is live. Without voice and tokens it reserves a place for the listener; the stream's
+        next request then opens it.
+    end: closes the stream. Unless `final`, the stream is dropped and no audio is made (an abort).
+    final: the tokens are the stream's last (tensor `finalize`). None on a request that both starts and ends a stream
+        and has no offset: a whole utterance, rendered at once.
+    speed: speaking rate of a whole utterance; a stream is rendered at 1.
+    audio_left: seconds of audio that the listener still has when the stream starts, if it continues what they are
+        listening to; None if they have heard nothing yet.
+    """
+
+    stream_id: str
+    start: bool | None
+    end: bool
+    tokens: np.ndarray  # (n,) int64 ids 0..6560
+    prompt: Prompt | None = None
+    offset: int | None = None
+    final: bool | None = None
+    speed: float = 1.0
+    audio_left: float | None = None
+
+    @property
+    def whole(self) -> bool:
+        return bool(self.start) and self.end and self.final is None and self.offset is None
+
+    @property
+    def aborts(self) -> bool:
+        return self.end and not self.final and not self.whole
+
+    @property
+    def reserves(self) -> bool:
+        return bool(self.start) and not self.end and self.prompt is None and not len(self.tokens)
+
+    @property
+    def first_of_listener(self) -> bool:
+        """Whether it may be the first request of somebody who has heard nothing yet. The start of a later segment
+        belongs to one who has, and nobody listens to a whole utterance yet."""
+        starts = self.start is not False and not self.whole and not self.aborts
+        return starts and self.audio_left is None and self.stream_id != TEST_STREAM
+
+    @property
+    def voice(self) -> Prompt:
+        """ValueError if there is none."""
+        if self.prompt is None:
+            raise ValueError(
+                "the first request of a stream needs a voice: prompt_speech_tokens, prompt_speech_feat and "
+                "prompt_spk_embedding"
+            )
+        return self.prompt
+
+    def check_voice(self, voice: Prompt) -> None:
+        """ValueError if it has another voice than its stream began with."""
+        own = self.prompt
+        if own is not None and not (
+            np.array_equal(own.tokens, voice.tokens) and np.array_equal(own.embedding, voice.embedding)
+        ):
+            raise ValueError(f"{self.stream_id} began with another prompt: two streams have the same id")
+
+    def check_speed(self) -> None:
+        """ValueError for a stream's request at another speed than 1."""
+        if self.speed != 1.0:
+            raise ValueError(f"speed {self.speed} is for whole utterances; a stream is rendered at speed 1")
+
+    @property
+    def has_chunk(self) -> bool:
+        """Whether audio is to be rendered from it as a chunk of a stream."""
+        return not self.whole and not self.aborts and bool(len(self.tokens) or self.final)
+
+
+def read_request(
+    tensors: Tensors,
+    first_speech_id: int,
+    *,
+    correlation_id: int | str,
+    start: bool,
+    end: bool,
+    request_id: str,
+    prompt: Prompt | None = None,
+) -> Token2WavRequest:
+    """The request in `tensors`, which are given by name and with the batch dimension.
+
+    target_speech_tokens (1, n), prompt_speech_tokens (1, P), prompt_speech_feat (1, T, 80), prompt_spk_embedding
+    (1, 192), token_offset, finalize, speed and audio_left (1, 1). `prompt`: the voice, if the caller made it from a
+    recording.
+
+    With a correlation id the request belongs to a sequence of Triton's, of which `start` and `end` are the flags.
+    Without one (0 or empty) it is a request as upstream's BLS sends it, with the voice each time: a whole utterance if
+    it has neither token_offset nor finalize; otherwise the next chunk of the stream that is named by the request id,
+    which begins at token_offset 0, or, without the tensor token_offset, with the first request. finalize ends it.
+
+    Raises ValueError naming what is missing or malformed.
+    """
+    speed = float(_one(tensors, "speed")) if "speed" in tensors else 1.0
+    if not MIN_SPEED <= speed <= MAX_SPEED:
+        raise ValueError(f"speed {speed} is not in {MIN_SPEED}..{MAX_SPEED}")
+    offset = int(_one(tensors, "token_offset")) if "token_offset" in tensors else None
+    final = bool(_one(tensors, "finalize")) if "finalize" in tensors else None
+    opens: bool | None = start
+    stream_id = f"sequence {correlation_id}"
+    if not correlation_id:
+        whole = offset is None and final is None
+        if not whole and not request_id:
+            raise ValueError("a request with token_offset or finalize needs a correlation id or a request id")
+        stream_id = f"{'utterance' if whole else 'request'} {request_id}"
+        opens, end = (True, True) if whole else (None if offset is None else offset == 0, bool(final))
+    return Token2WavRequest(
+        stream_id=stream_id,
+        start=opens,
+        end=end,
+        tokens=_ids(tensors, "target_speech_tokens", first_speech_id),
+        prompt=prompt or _prompt(tensors, first_speech_id),
+        offset=offset,
+        final=final,
+        speed=speed,
+        audio_left=float(_one(tensors, "audio_left")) if "audio_left" in tensors else None,
+    )
+
+
+def _one(tensors: Tensors, name: str) -> Any:
+    array = _require(tensors, name)
+    if array.size != 1:
+        raise ValueError(f"{name} must hold one value, not {array.size} (shape {list(array.shape)})")
+    return array.reshape(-1)[0]
+
+
+def _ids(tensors: Tensors, name: str, first_speech_id: int) -> np.ndarray:
+    """(1, n) in the LLM's vocabulary -> (n,) int64 in 0..6560"""
+    array = _require(tensors, name)
+    if array.ndim != 2 or array.shape[0] != 1:
+        raise ValueError(f"{name} must have the shape [1, n], not {list(array.shape)}")
+    return array[0].astype(np.int64) - first_speech_id
+
+
+def _prompt(tensors: Tensors, first_speech_id: int) -> Prompt | None:
+    given = [name for name in PROMPT_TENSORS if name in tensors]
+    if not given:
+        return None
+    missing = [name for name in PROMPT_TENSORS if name not in tensors]
+    if missing:
+        raise ValueError(f"a voice needs {', '.join(PROMPT_TENSORS)}; {', '.join(missing)} is missing")
+    mel, embedding = tensors["prompt_speech_feat"], tensors["prompt_spk_embedding"]
+    return Prompt.aligned(
+        _ids(tensors, "prompt_speech_tokens", first_speech_id),
+        mel.reshape(-1, mel.shape[-1]).astype(np.float32),  # (1, T, 80) -> (T, 80)
+        embedding.reshape(-1).astype(np.float32),  # (1, 192) -> (192,)
+    )
+
+
+def _require(tensors: Tensors, name: str) -> np.ndarray:
+    if name not in tensors:
+        raise ValueError(f"{name} is missing")
+    return tensors[name]

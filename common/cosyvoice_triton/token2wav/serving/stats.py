@@ -1,0 +1,39 @@
+"""The numbers of a token2wav service, for its metrics."""
+
+from typing import NamedTuple
+
+from cosyvoice_triton.monitoring.metrics import (
+    BATCHES,
+    CACHE,
+    CHUNKS,
+    CONTEXT_WAITED,
+    CONTEXTS,
+    QUEUED,
+    STREAMS,
+    WAITED,
+    Values,
+)
+
+
+class Stats(NamedTuple):
+    """`live_streams`, `queued`, `cache_bytes` and `contexts` are current values, the others sums since the start.
+
+    `chunks` / `batches` is the mean batch size, `waited_seconds` / `chunks` the mean wait from a chunk's arrival to the
+    start of its batch. `cache_bytes`: memory of streams and prompt caches. `contexts`: of the flow's TensorRT plans;
+    `context_waited_seconds`: waiting for one of them. `admission`: its numbers by metric.
+    """
+
+    live_streams: int
+    queued: int
+    cache_bytes: int
+    batches: int
+    chunks: int
+    waited_seconds: float
+    contexts: int
+    context_waited_seconds: float
+    admission: Values
+
+    def values(self) -> Values:
+        """The same by metric."""
+        metrics = (STREAMS, QUEUED, CACHE, BATCHES, CHUNKS, WAITED, CONTEXTS, CONTEXT_WAITED)
+        return {**dict(zip(metrics, self[:-1], strict=True)), **self.admission}

@@ -1,0 +1,1 @@
+"""Vocoders over streams: mel chunks to audio without joints."""

@@ -1,0 +1,134 @@
+"""What the vocoders' streaming forms share: slots of streams, and chunks that are rendered in batches."""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cosyvoice_triton.batches import isolated
+from cosyvoice_triton.device import on_device, on_host
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, VocoderState
+
+
+class StreamSlots:
+    """Numbers of streams. Tensors that keep something of every stream have one row more, `scratch`: padding rows of a
+    batch write to it."""
+
+    def __init__(self, slots: int):
+        self.scratch = slots
+        self._free = list(range(slots))
+
+    def acquire(self) -> int:
+        if not self._free:
+            raise UnavailableError(f"all {self.scratch} streams of the vocoder are taken")
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        self._free.append(slot)
+
+
+class BatchVocoder(ABC):
+    """Renders mel chunks of many streams, in batches of chunks of a length class. Forms of it say how a batch is
+    rendered and what is withheld.
+
+    slots: of the streams. needs: mel frames with which a stream that goes on begins.
+    """
+
+    def __init__(self, slots: StreamSlots, limits: BatchLimits, device: torch.device, *, needs: int):
+        self._slots, self._limits, self._device, self._needs = slots, limits, device, needs
+
+    @abstractmethod
+    def _pass(
+        self, begun: bool, mel: Tensor, slots: Tensor, starts: Tensor, frames: Tensor, ends: Sequence[bool]
+    ) -> Tensor:
+        """The speech (B, N) of one batch of chunks that all continue their streams (`begun`) or all begin them: mel
+        (B, 80, T) of which a row has `frames` (B,), starts (B,): `VocoderState.frame`; ends: rows that are final."""
+
+    @abstractmethod
+    def _sent(self, frames: int, *, begun: bool, final: bool) -> tuple[int, int]:
+        """(mel frames, samples) that a chunk of so many new frames completes."""
+
+    @abstractmethod
+    def _whole(self, mel: Tensor, frames: Tensor) -> Tensor:
+        """The speech (B, N) of whole utterances."""
+
+    def open(self) -> VocoderState:
+        """Raises UnavailableError when all streams are taken."""
+        return VocoderState(self._slots.acquire())
+
+    def close(self, state: VocoderState) -> None:
+        self._slots.release(state.slot)
+
+    @torch.inference_mode()
+    def step(self, chunks: Sequence[Chunk], mels: Sequence[Tensor]) -> list[Tensor | Exception]:
+        """The audio (N,) of chunks of different streams on the CPU, given their new mel frames (80, T) each; an
+        exception for a chunk that cannot be rendered. NotFiniteError leaves the stream as it was before.
+
+        N is less than that of the frames while a part is withheld. Chunks of a length class share a pass.
+        """
+        audio: list[Tensor | Exception] = [torch.zeros(0)] * len(chunks)
+        groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        ready = []
+        for index, (chunk, mel) in enumerate(zip(chunks, mels, strict=True)):
+            state = chunk.stream.vocoder
+            ready.append(mel if state.pending is None else torch.cat([state.pending, mel], dim=1))
+            frames = ready[index].shape[1]
+            if frames == 0 and chunk.final and state.begun:
+                audio[index] = self._rest(chunk, ready[index])
+            elif frames and (chunk.final or state.begun or frames >= self._needs):
+                groups[self._length_class(frames), state.begun].append(index)
+            elif mel.isfinite().all():  # it waits for the host, but hops this short are rare
+                state.pending = ready[index].clone()  # the flow's next mel may be at the same place
+            else:
+                audio[index] = NotFiniteError("the mel is not finite")
+        for (_, begun), members in groups.items():
+            rows = [(chunks[index], ready[index]) for index in members]
+            for index, speech in zip(members, isolated(partial(self._render, begun), rows), strict=True):
+                audio[index] = speech
+        return audio
+
+    def _rest(self, chunk: Chunk, mel: Tensor) -> Tensor | Exception:
+        """The audio (N,) that is withheld of a stream that ends with no new frame: mel (80, 0)."""
+        return self._render(True, [(chunk, mel)])[0]
+
+    def _render(self, begun: bool, rows: Sequence[tuple[Chunk, Tensor]]) -> list[Tensor | Exception]:
+        """One pass over chunks that all continue their streams (`begun`) or all begin them; mels (80, T) -> (N,)."""
+        lengths = [mel.shape[1] for _, mel in rows]
+        mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for _, mel in rows])
+        states = [chunk.stream.vocoder for chunk, _ in rows]
+        positions = [[state.slot, state.frame, length] for state, length in zip(states, lengths, strict=True)]
+        slots, starts, frames = on_device(positions, mel.device).unbind(1)
+        finals = [chunk.final for chunk, _ in rows]
+        made = self._pass(begun, mel, slots, starts, frames, finals)
+        finite, speech = on_host(made.sum(1).isfinite(), made)
+        audio: list[Tensor | Exception] = []
+        of_rows = zip(finite.tolist(), finals, lengths, states, strict=True)
+        for row, (good, final, length, state) in enumerate(of_rows):
+            if not good:  # what is kept of the stream has then not been replaced
+                audio.append(NotFiniteError("the audio is not finite"))
+                continue
+            sent, samples = self._sent(length, begun=begun, final=final)
+            audio.append(speech[row, :samples])
+            state.frame += sent
+            state.begun, state.pending = True, None
+        return audio
+
+    def _length_class(self, frames: int) -> int:
+        """The smallest class that holds that many frames; beyond all of them, the number itself."""
+        return next((most for most in self._limits.chunk_frames if most >= frames), frames)
+
+    @torch.inference_mode()
+    def whole(self, mels: Sequence[Tensor]) -> list[Tensor]:
+        """The audio (N,) of whole utterances on the CPU, given their mels (80, T)."""
+        lengths = [mel.shape[1] for mel in mels]
+        mel = torch.stack([F.pad(mel, (0, max(lengths) - mel.shape[1])) for mel in mels])
+        (speech,) = on_host(self._whole(mel, on_device(lengths, mel.device)))
+        return [
+            row[: self._sent(length, begun=False, final=True)[1]] for row, length in zip(speech, lengths, strict=True)
+        ]

@@ -1,0 +1,201 @@
+"""Calls of other models of the same tritonserver (BLS), from a coroutine."""
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import async_timeout
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+
+from cosyvoice_triton.constants import CALLS_AT_ONCE
+from cosyvoice_triton.errors import LostAnswerError, UnavailableError
+from cosyvoice_triton.monitoring.logs import request_id
+from cosyvoice_triton.triton_io.errors import to_exception
+from cosyvoice_triton.triton_io.tensors import to_tensor
+
+ResultT = TypeVar("ResultT")
+
+# Calls whose caller no longer waits. Triton 2.51 cannot cancel a call, so it occupies its thread until the other model
+# has answered.
+_abandoned: set["_Call"] = set()
+MAX_ABANDONED = CALLS_AT_ONCE // 2  # far above the few that cancelled streams leave for a moment
+_idle: list["_Worker"] = []  # threads waiting for the next call: reusing one is faster than starting one
+MAX_IDLE = 64
+
+
+async def call(
+    model: str,
+    inputs: Mapping[str, np.ndarray],
+    outputs: Sequence[str],
+    *,
+    correlation_id: int = 0,
+    start: bool = False,
+    end: bool = False,
+    timeout: float = 60.0,
+) -> dict[str, np.ndarray]:
+    """The named outputs of one request to `model`.
+
+    Raises the exception that the model's error stands for, UnavailableError after `timeout` seconds, LostAnswerError if
+    an output is missing. A call that is abandoned keeps running in its thread, because Triton 2.51 cannot cancel it;
+    its answer is dropped.
+    """
+    flags = start * pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+    flags |= end * pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+    request = pb_utils.InferenceRequest(
+        model_name=model,
+        requested_output_names=list(outputs),
+        inputs=[to_tensor(name, array) for name, array in inputs.items()],
+        correlation_id=correlation_id,
+        request_id=request_id.get(),
+        flags=flags,
+    )
+    try:
+        async with async_timeout.timeout(timeout):
+            response = await _in_thread(request.exec)
+    except asyncio.TimeoutError:
+        raise UnavailableError(f"{model} did not answer within {timeout:g} s") from None
+    arrays = _outputs(model, response)
+    if absent := [name for name in outputs if name not in arrays]:
+        raise LostAnswerError(f"{model} answered without {', '.join(absent)}: the same request failed before")
+    return arrays
+
+
+async def _in_thread(function: Callable[[], ResultT]) -> ResultT:
+    """Run a blocking `function` in a thread of its own.
+
+    Not in an executor: nested calls that wait for each other must not share a bounded pool, and a thread that is stuck
+    in Triton must not prevent the process from exiting.
+    """
+    future: Future[ResultT] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    async with _running(run):
+        return await asyncio.wrap_future(future)
+
+
+class CallSlots:
+    """A semaphore with a FIFO queue that can be released from any thread, which asyncio.Semaphore cannot."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    async def acquire(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the slot was passed on at the same moment
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """From any thread."""
+        with self._lock:
+            if not self._waiting:
+                self._free += 1
+                return
+            turn = self._waiting.popleft()
+        try:
+            turn.get_loop().call_soon_threadsafe(self._pass_on, turn)
+        except RuntimeError:  # the loop is closed, so its task no longer waits
+            self.release()
+
+    def _pass_on(self, turn: "asyncio.Future[None]") -> None:
+        if turn.done():  # it no longer waits
+            self.release()
+        else:
+            turn.set_result(None)
+
+
+_slots = CallSlots(CALLS_AT_ONCE)
+
+
+class _Call:
+    """A function to run in a worker thread; releases its slot at the end."""
+
+    def __init__(self, target: Callable[[], None], slots: CallSlots) -> None:
+        self._target = target
+        self._slots = slots
+        self.done = False
+
+    def run(self) -> None:
+        try:
+            self._target()
+        finally:
+            self.done = True
+            _abandoned.discard(self)
+            self._slots.release()
+
+
+class _Worker(threading.Thread):
+    """Runs one call after another; ends if MAX_IDLE threads are idle already."""
+
+    def __init__(self) -> None:
+        super().__init__(name="call", daemon=True)
+        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.calls.get().run()
+            if len(_idle) >= MAX_IDLE:
+                return
+            _idle.append(self)
+
+
+@asynccontextmanager
+async def _running(target: Callable[[], None]) -> AsyncIterator[None]:
+    """Run `target` in a thread during the block; if it is still running after the block, the call counts as abandoned.
+
+    UnavailableError if too many calls are abandoned.
+    """
+    if len(_abandoned) >= MAX_ABANDONED:
+        raise UnavailableError(f"{len(_abandoned)} calls of other models are stuck; a model hangs or has died")
+    slots = _slots
+    await slots.acquire()
+    call = _Call(target, slots)
+    try:
+        worker = _idle.pop() if _idle else _Worker()
+    except RuntimeError:  # no thread could be started
+        slots.release()
+        raise
+    worker.calls.put(call)
+    try:
+        yield
+    finally:
+        _abandoned.add(call)
+        if call.done:  # checked after adding it, because it may end at any time
+            _abandoned.discard(call)
+
+
+def _outputs(model: str, response: Any) -> dict[str, np.ndarray]:
+    """The arrays of a response. Raises the response's error if it has one."""
+    if response.has_error():
+        raise to_exception(model, response.error())
+    return {tensor.name(): _to_array(tensor) for tensor in response.output_tensors()}
+
+
+def _to_array(tensor: Any) -> np.ndarray:
+    """A copy on the CPU, because Triton reuses the response's memory."""
+    return tensor.as_numpy().copy() if tensor.is_cpu() else torch.from_dlpack(tensor.to_dlpack()).cpu().numpy()

@@ -1,0 +1,294 @@
+"""Ways to answer requests: at once as a batch, later from a thread, or each in a task of an asyncio loop."""
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+import uvloop
+
+from cosyvoice_triton.batches import isolated
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.monitoring.health import health
+from cosyvoice_triton.monitoring.logs import request_id
+from cosyvoice_triton.triton_io.errors import error_response
+from cosyvoice_triton.triton_io.tensors import to_response
+
+logger = logging.getLogger(__name__)
+
+InputT = TypeVar("InputT")
+ResultT = TypeVar("ResultT")
+
+CANCEL_POLL_SECONDS = 0.1
+# Live requests are asked in turn, so many of them at each poll: the first POLLED within a tenth of a second, any number
+# within half a second.
+POLLED, POLLS_PER_TURN = 8, 5
+SHUTDOWN_SECONDS = 10.0
+
+
+def respond_batch(
+    requests: Sequence[Any],
+    parse: Callable[[Any], InputT],
+    compute: Callable[[list[InputT]], Sequence[Mapping[str, np.ndarray]]],
+    *,
+    model: str,
+) -> list[Any]:
+    """One response per request, in order: `compute` runs once, over the inputs that `parse` accepted.
+
+    A request that `parse` rejects gets its own error and the others are served; so does one whose input `compute` fails
+    for alone, after it has failed for the batch. `compute` must have no effect if it raises.
+    """
+    responses: list[Any] = [None] * len(requests)
+    accepted: dict[int, InputT] = {}
+    for index, request in enumerate(requests):
+        try:
+            accepted[index] = parse(request)
+        except Exception as error:
+            responses[index] = error_response(error, model)
+    if not accepted:
+        return responses
+
+    def answer(inputs: Sequence[InputT]) -> list[Any]:
+        answers = [to_response(outputs) for outputs in compute(list(inputs))]
+        assert len(answers) == len(inputs), f"{len(inputs)} inputs gave {len(answers)} results"
+        health.succeeded()
+        return answers
+
+    try:
+        answers = isolated(answer, list(accepted.values()))
+    except Exception as error:  # one that no input would survive
+        answers = [error] * len(accepted)
+    for index, result in zip(accepted, answers, strict=True):
+        responses[index] = error_response(result, model) if isinstance(result, Exception) else result
+    return responses
+
+
+class Responder:
+    """Sends the responses of one request: any number (one if the model is not decoupled), then the final flag."""
+
+    def __init__(self, sender: Any, *, decoupled: bool) -> None:
+        self._sender = sender
+        self._decoupled = decoupled
+        self._held: Any = None  # a model that is not decoupled has one response, which must carry the final flag
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def send(self, outputs: Mapping[str, np.ndarray]) -> None:
+        """Send one response."""
+        response = to_response(outputs)
+        with self._lock:
+            assert not self._ended, "response after the final one"
+            if self._decoupled:
+                self._sender.send(response)
+            else:
+                assert self._held is None, "second response from a model that is not decoupled"
+                self._held = response
+        if any(array.size for array in outputs.values()):  # an empty one, as to a stream's start, took no work
+            health.succeeded()
+
+    def check_answered(self) -> None:
+        """RuntimeError if a model that is not decoupled is about to end a request without a response."""
+        if not self._decoupled and self._held is None:
+            raise RuntimeError("the handler sent no response")
+
+    def is_cancelled(self) -> bool:
+        """Whether the client disconnected before the end. Asking Triton 2.51 after the end crashes the whole server."""
+        with self._lock:
+            return not self._ended and bool(self._sender.is_cancelled())
+
+    def finish(self, error: Any = None) -> None:
+        """End the request, with an error response if one is given; only the first call has an effect."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            last = error or self._held
+            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            if last is None:
+                self._sender.send(flags=final)
+            else:
+                self._sender.send(last, flags=final)
+
+
+class DeferredAnswer:
+    """The single response of a request, sent later from any thread: call it with the output's array or an exception.
+
+    As a context manager it sends the exception that its block raises; a block that raises none leaves the response to
+    be sent later.
+    """
+
+    def __init__(self, responder: Responder, output: str, model: str, request: str = "") -> None:
+        """`request`: its id, for the log."""
+        self._request = request
+        self.is_cancelled = responder.is_cancelled
+        self._responder = responder
+        self._output = output
+        self._model = model
+
+    def __call__(self, result: np.ndarray | BaseException) -> None:
+        request_id.set(self._request)  # of this thread, until it answers the next one
+        error = result if isinstance(result, BaseException) else None
+        try:
+            if not isinstance(result, BaseException):
+                self._responder.send({self._output: result[None]})  # (N,) -> (1, N)
+        except Exception as failure:  # the request must end even if its response cannot be sent
+            error = failure
+        self._responder.finish(error and error_response(error, self._model))
+
+    def __enter__(self) -> "DeferredAnswer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self(error)
+        return True
+
+
+def answer_later(request: Any, output: str, *, model: str) -> DeferredAnswer:
+    """For `execute` of a model that is not decoupled and hands the request to another thread."""
+    try:
+        name = request.request_id()
+    except ValueError:  # it is not UTF-8, and only for the log
+        name = ""
+    return DeferredAnswer(Responder(request.get_response_sender(), decoupled=False), output, model, name)
+
+
+Handler = Callable[[Any, Responder], Awaitable[None]]
+
+
+class RequestLoop:
+    """An asyncio loop in a thread of its own; each request is one task and ends exactly once.
+
+    `handler(request, responder)` sends the responses; the loop adds the final flag, turns an exception into an error
+    response, and cancels the task if its client disconnects. `decoupled`: the model's transaction policy.
+    """
+
+    def __init__(self, handler: Handler, *, model: str, decoupled: bool) -> None:
+        self._handler = handler
+        self._model = model
+        self._decoupled = decoupled
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._live: dict[asyncio.Future[None], Responder] = {}
+        self._closing = False
+        self._closed = threading.Event()
+        self.loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=f"loop-{model}", daemon=True)
+        self._thread.start()
+        self._watcher = threading.Thread(target=self._watch, name=f"watch-{model}", daemon=True)
+        self._watcher.start()
+
+    def submit(self, request: Any) -> None:
+        """Handle `request` in the loop. For `execute`, which then returns None."""
+        responder = Responder(request.get_response_sender(), decoupled=self._decoupled)
+        try:
+            self.loop.call_soon_threadsafe(self._start, request, responder)
+        except RuntimeError:  # the loop is closed
+            responder.finish(error_response(self._shutting_down(), self._model))
+
+    def run(self, work: Awaitable[ResultT], timeout: float | None = None) -> ResultT:
+        """Run `work` in the loop and return its result, for `initialize` and `finalize`."""
+
+        async def wait() -> ResultT:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(timeout)
+
+    def end_requests(self) -> None:
+        """Cancel the running requests; they and all later ones are answered with UNAVAILABLE."""
+        self._closing = True
+        with suppress(concurrent.futures.TimeoutError):  # the built-in TimeoutError since Python 3.11
+            self.run(self._cancel_all(), SHUTDOWN_SECONDS)
+
+    def close(self) -> None:
+        """End the requests and the threads. Safe to call twice."""
+        if self.loop.is_closed():
+            return
+        self.end_requests()
+        self._closed.set()
+        self._watcher.join(SHUTDOWN_SECONDS)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(SHUTDOWN_SECONDS)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    def _start(self, request: Any, responder: Responder) -> None:
+        task = self.loop.create_task(self._serve(request, responder))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, request: Any, responder: Responder) -> None:
+        """The error boundary of one request."""
+        failure: Any = None
+        try:
+            request_id.set(request.request_id())  # for this task; ValueError if it is not UTF-8
+            if self._closing:
+                raise self._shutting_down()
+            await self._handle(request, responder)
+            responder.check_answered()
+        except asyncio.CancelledError as error:
+            failure = error_response(self._shutting_down() if self._closing else error, self._model)
+        except Exception as error:
+            failure = error_response(error, self._model)
+        finally:
+            responder.finish(failure)
+
+    async def _handle(self, request: Any, responder: Responder) -> None:
+        """Run the handler; `_watch` cancels it if its client disconnects."""
+        work = asyncio.ensure_future(self._handler(request, responder))
+        self._live[work] = responder
+        try:
+            await asyncio.wait({work})
+        finally:
+            self._live.pop(work, None)
+            work.cancel()  # no effect if it is done
+            await asyncio.wait({work})
+        work.result()
+
+    def _watch(self) -> None:
+        """Poll which clients have disconnected.
+
+        In a thread, because each check waits for tritonserver: with hundreds of requests that would take a good part
+        of the loop's time, and all of them at each poll would take a good part of the process's.
+        """
+        turn: list[asyncio.Future[None]] = []  # who is still to be asked
+        share = POLLED
+        while not self._closed.wait(CANCEL_POLL_SECONDS):
+            if not turn:
+                turn = list(self._live)
+                share = max(POLLED, -(-len(turn) // POLLS_PER_TURN))
+            for work in turn[:share]:
+                if (responder := self._live.get(work)) is not None:
+                    self._check(work, responder)
+            del turn[:share]
+
+    def _check(self, work: "asyncio.Future[None]", responder: Responder) -> None:
+        """Cancel the work of a client who has disconnected."""
+        try:
+            gone = responder.is_cancelled()
+        except Exception:  # an error with one request must not end the polling of the others
+            logger.exception("%s: cannot find out whether a client has disconnected", self._model)
+            self._live.pop(work, None)
+            return
+        if gone:
+            self._live.pop(work, None)
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(work.cancel)
+
+    async def _cancel_all(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _shutting_down(self) -> UnavailableError:
+        return UnavailableError(f"{self._model} is shutting down")

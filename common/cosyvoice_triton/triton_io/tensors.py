@@ -1,0 +1,92 @@
+"""Read the inputs of a request and build the outputs of a response."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+from torch.utils.dlpack import to_dlpack
+
+from cosyvoice_triton.voice.audio import validate_reference
+
+
+def read(request: Any, name: str) -> np.ndarray | None:
+    """The input `name` as sent, with its batch dimension; None if it was not sent."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy()
+
+
+def read_all(request: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The inputs among `names` that were sent, by name."""
+    # One look at the inputs: looking each name up makes objects of all of them every time.
+    sent = {tensor.name(): tensor for tensor in request.inputs()}
+    return {name: sent[name].as_numpy() for name in names if name in sent}
+
+
+def require(request: Any, name: str) -> np.ndarray:
+    """The input `name`; ValueError if it was not sent."""
+    array = read(request, name)
+    if array is None:
+        raise ValueError(f"{name} is missing")
+    return array
+
+
+def scalar(sent: Mapping[str, np.ndarray], name: str) -> Any:
+    """The single element of the input `name` as a Python value; None if it is not among those `sent`."""
+    array = sent.get(name)
+    if array is None:
+        return None
+    if array.size != 1:
+        raise ValueError(f"{name} must hold one value, not {array.size} (shape {list(array.shape)})")
+    return array.reshape(-1)[0].item() if array.dtype != object else array.reshape(-1)[0]
+
+
+def text(sent: Mapping[str, np.ndarray], name: str) -> str | None:
+    """The single string of the input `name`, decoded from UTF-8; None if it is not among those `sent`."""
+    value = scalar(sent, name)
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
+
+
+def parameters(request: Any) -> dict[str, Any]:
+    """The request parameters: strings, numbers and booleans by name."""
+    return dict(json.loads(request.parameters() or "{}"))
+
+
+def origin(request: Any) -> dict[str, Any]:
+    """Whose request it is: correlation_id (0 or "": none) with its flags start and end, and request_id."""
+    flags = request.flags()
+    return {
+        "correlation_id": request.correlation_id(),
+        "start": bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
+        "end": bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
+        "request_id": request.request_id(),
+    }
+
+
+def reference(request: Any) -> np.ndarray:
+    """The validated recording in `reference_wav`: float32 (N,), without the padding after `reference_wav_len`."""
+    wav = require(request, "reference_wav")
+    return validate_reference(wav, scalar(read_all(request, ["reference_wav_len"]), "reference_wav_len"))
+
+
+def to_tensor(name: str, array: np.ndarray) -> Any:
+    """`array` as a Triton tensor; strings as an object array of bytes or str.
+
+    Numbers are passed by DLPack, because the backend's own constructor does not copy the data with numpy 2. They go
+    through torch, because the backend renames the capsule to a name that numpy's destructor does not know.
+    """
+    if array.dtype == object or array.size == 0:  # the backend mistakes an empty DLPack tensor for a strided one
+        return pb_utils.Tensor(name, array)
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        array = array.copy()
+    # As a capsule: the backend would ask the tensor for one and for its device, in Python, 20 us for each tensor.
+    return pb_utils.Tensor.from_dlpack(name, to_dlpack(torch.from_numpy(array)))
+
+
+def to_response(outputs: Mapping[str, np.ndarray]) -> Any:
+    return pb_utils.InferenceResponse([to_tensor(name, array) for name, array in outputs.items()])

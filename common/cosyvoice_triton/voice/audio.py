@@ -1,0 +1,223 @@
+"""Waveforms: validate reference recordings, resample, compute features, read and write sound files.
+
+Waveforms are mono float32 in -1..1. Feature values equal those of the libraries that the networks were trained with:
+Matcha's mel spectrogram, torchaudio's resampling, Kaldi's filter bank.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cosyvoice_triton.constants import (
+    HOP_SAMPLES,
+    MAX_REFERENCE_SECONDS,
+    MEL_BINS,
+    MIN_REFERENCE_SECONDS,
+    PROMPT_SAMPLE_RATE,
+    SAMPLE_RATE,
+)
+
+SILENCE_PEAK = 1e-4  # -80 dB of full scale: about three steps of 16-bit audio
+_INT16_PEAK = 32767
+
+_MEL_FLOOR = 1e-5
+
+_SINC_ZEROS = 6  # zero crossings of the resampling filter on each side
+_SINC_ROLLOFF = 0.99  # its cut-off, as a fraction of the lower Nyquist frequency
+
+# The resampling filter has one row per output phase, so two rates with few common factors would take gigabytes. Every
+# rate in use is a multiple of 25.
+_UNTRUSTED_RATE_STEP = 25
+_UNTRUSTED_RATES = (4_000, 192_000)
+# A few kilobytes of silence can have 255 channels, and libsndfile's rarer decoders are hardly tested.
+_UNTRUSTED_CHANNELS = 8
+_UNTRUSTED_FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
+_BLOCK_FRAMES = 1 << 15  # decoded at once, so that memory does not grow with the number of channels
+
+
+def validate_reference(wav: np.ndarray, length: int | None = None) -> np.ndarray:
+    """The recording in a request's `reference_wav`, without padding: float32 (N,) at 16 kHz.
+
+    wav: (T,) or (1, T), possibly padded at the end. length: the request's `reference_wav_len`; samples beyond it are
+    neither checked nor used. None: all samples.
+    ValueError with the offending value: wrong shape or type, length not in 1..T, duration out of range, NaN or infinite
+    samples, silence.
+    """
+    if not np.issubdtype(wav.dtype, np.floating) or wav.ndim == 0 or wav.size != wav.shape[-1]:
+        raise ValueError(f"reference_wav is {wav.dtype} of shape {list(wav.shape)}: expected floats of shape [T]")
+    wav = wav.reshape(-1).astype(np.float32, copy=False)
+    if wav.size == 0:
+        raise ValueError("reference_wav is empty: 0 samples")
+    if length is not None:
+        if not 0 < length <= wav.size:
+            raise ValueError(f"reference_wav_len {length} is not in 1..{wav.size}, the samples of reference_wav")
+        wav = wav[:length]
+    seconds = wav.size / PROMPT_SAMPLE_RATE
+    if not MIN_REFERENCE_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
+        raise ValueError(
+            f"reference_wav of {wav.size} samples lasts {seconds:.7g} s at {PROMPT_SAMPLE_RATE} Hz: "
+            f"expected {MIN_REFERENCE_SECONDS} to {MAX_REFERENCE_SECONDS} s"
+        )
+    bad = np.flatnonzero(~np.isfinite(wav))
+    if bad.size:
+        raise ValueError(f"reference_wav is {wav[bad[0]]} at sample {bad[0]}: every sample must be finite")
+    peak = float(np.abs(wav).max())
+    if peak < SILENCE_PEAK:
+        raise ValueError(f"reference_wav is silent: its largest sample is {peak:.1e}, below {SILENCE_PEAK:.0e}")
+    return wav
+
+
+def resample(wav: Tensor, from_rate: int, to_rate: int) -> Tensor:
+    """(..., N) -> (..., ceil(N * to_rate / from_rate)). Same values as torchaudio's Resample with its defaults."""
+    if from_rate == to_rate:
+        return wav
+    divisor = math.gcd(from_rate, to_rate)
+    source, target = from_rate // divisor, to_rate // divisor
+    kernel = _sinc_kernel(source, target, wav.device)
+    margin = (kernel.shape[2] - source) // 2
+    flat = wav.reshape(-1, 1, wav.shape[-1])
+    phases = F.conv1d(F.pad(flat, (margin, margin + source)), kernel, stride=source)  # (B, target, frames)
+    samples = phases.transpose(1, 2).reshape(*wav.shape[:-1], -1)  # (B, target, frames) -> (..., frames * target)
+    return samples[..., : math.ceil(target * wav.shape[-1] / source)]
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
+def _sinc_kernel(source: int, target: int, device: torch.device) -> Tensor:
+    """Windowed sinc, one row per output phase: (target, 1, source + 2 * margin)."""
+    cutoff = min(source, target) * _SINC_ROLLOFF
+    margin = math.ceil(_SINC_ZEROS * source / cutoff)
+    taps = torch.arange(-margin, margin + source, dtype=torch.float64) / source
+    phases = torch.arange(0, -target, -1, dtype=torch.float64)[:, None, None] / target
+    t = ((phases + taps) * cutoff).clamp(-_SINC_ZEROS, _SINC_ZEROS)
+    window = torch.cos(t * math.pi / _SINC_ZEROS / 2).square()
+    return (torch.sinc(t) * window * (cutoff / source)).float().to(device)
+
+
+@dataclass(frozen=True)
+class MelConfig:
+    """Sizes in samples, frequency range of the filters in Hz. The defaults are those of the flow's features."""
+
+    sample_rate: int = SAMPLE_RATE
+    n_fft: int = 4 * HOP_SAMPLES
+    window: int = 4 * HOP_SAMPLES
+    hop: int = HOP_SAMPLES
+    bins: int = MEL_BINS
+    min_hz: float = 0
+    max_hz: float = 8000
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
+def _mel_basis(config: MelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Slaney mel filters (bins, n_fft // 2 + 1) and the Hann window, on a device."""
+    from transformers.audio_utils import mel_filter_bank  # takes half a second and few processes need it
+
+    filters = mel_filter_bank(
+        config.n_fft // 2 + 1,
+        config.bins,
+        config.min_hz,
+        config.max_hz,
+        config.sample_rate,
+        norm="slaney",
+        mel_scale="slaney",
+    )
+    return torch.from_numpy(filters.T.copy()).float().to(device), torch.hann_window(config.window, device=device)
+
+
+def mel_spectrogram(wav: Tensor, config: MelConfig | None = None) -> Tensor:
+    """24 kHz wave (B, N) -> log mel (B, 80, N // HOP_SAMPLES), the flow's features; `config` for others.
+
+    ValueError if the wave is too short for reflection padding.
+    """
+    config = config or MelConfig()
+    margin = (config.n_fft - config.hop) // 2
+    if wav.shape[-1] <= margin:
+        raise ValueError(f"a wave of {wav.shape[-1]} samples has no mel spectrogram: expected more than {margin}")
+    filters, window = _mel_basis(config, wav.device)
+    padded = F.pad(wav, (margin, margin), mode="reflect")
+    spectrum = torch.stft(
+        padded, config.n_fft, config.hop, config.window, window=window, center=False, return_complex=True
+    )
+    magnitude = torch.sqrt(spectrum.real.square() + spectrum.imag.square() + 1e-9)  # (B, bins, T)
+    return torch.log((filters @ magnitude).clamp(min=_MEL_FLOOR))
+
+
+def fbank(
+    wav: Tensor, *, bins: int = MEL_BINS, rate: int = PROMPT_SAMPLE_RATE, mean_normalised: bool = False
+) -> Tensor:
+    """Wave (N,) -> Kaldi log filter bank (T, bins), 25 ms windows every 10 ms, no dither.
+
+    mean_normalised: subtract each band's mean over time, as CAM++ expects.
+    """
+    import kaldi_native_fbank as knf  # here: clients read and write files without it
+
+    options = knf.FbankOptions()
+    options.frame_opts.samp_freq = rate
+    options.frame_opts.dither = 0.0
+    options.mel_opts.num_bins = bins
+    extractor = knf.OnlineFbank(options)
+    extractor.accept_waveform(rate, wav.cpu().numpy())
+    extractor.input_finished()
+    frames = [extractor.get_frame(index) for index in range(extractor.num_frames_ready)]
+    if not frames:
+        raise ValueError(f"a wave of {wav.shape[-1]} samples is shorter than one filter bank window")
+    features = torch.from_numpy(np.stack(frames))
+    return features - features.mean(dim=0) if mean_normalised else features
+
+
+def load_audio(source: str | Path | BinaryIO, rate: int, *, max_seconds: float | None = None) -> np.ndarray:
+    """A sound file (path or open file) of any rate and channel count as float32 (N,) at `rate`, channels averaged.
+
+    Only libsndfile reads it (WAV, FLAC, OGG, MP3): FFmpeg's demuxers would open files that a playlist names.
+    max_seconds: for files from untrusted clients. ValueError if the file is longer, which is found out without decoding
+    the rest, or if its header names a format, a number of channels or a rate that would make reading it expensive.
+    soundfile.LibsndfileError (a RuntimeError) if the file cannot be opened or is not audio.
+    """
+    import soundfile as sf  # here: the models' processes read no sound files unless recordings are registered
+
+    with sf.SoundFile(source) as file:
+        limit = -1
+        if max_seconds is not None:
+            _require_cheap(file.format, file.channels, file.samplerate)
+            limit = int(max_seconds * file.samplerate) + 1
+        blocks = file.blocks(_BLOCK_FRAMES, frames=limit, dtype="float32", always_2d=True)  # (n, channels) each
+        samples = np.concatenate([np.zeros(0, np.float32), *(block.mean(axis=1) for block in blocks)])
+        if max_seconds is not None and len(samples) == limit:
+            raise ValueError(f"the recording is longer than {max_seconds:g} s")
+        return resample(torch.from_numpy(samples), file.samplerate, rate).numpy()
+
+
+def _require_cheap(kind: str, channels: int, rate: int) -> None:
+    """ValueError naming what an untrusted file's header asks for, if decoding or resampling it could be expensive."""
+    if kind not in _UNTRUSTED_FORMATS:
+        raise ValueError(f"the recording is a file of the format {kind}: send WAV, FLAC, OGG or MP3")
+    if channels > _UNTRUSTED_CHANNELS:
+        raise ValueError(f"the recording has {channels} channels, more than the limit of {_UNTRUSTED_CHANNELS}")
+    lowest, highest = _UNTRUSTED_RATES
+    if rate % _UNTRUSTED_RATE_STEP or not lowest <= rate <= highest:
+        raise ValueError(
+            f"the recording's sample rate is {rate}: use a multiple of {_UNTRUSTED_RATE_STEP} from {lowest} to "
+            f"{highest}, such as {PROMPT_SAMPLE_RATE}"
+        )
+
+
+def load_reference(path: Path) -> np.ndarray:
+    """A sound file as a reference recording: float32 (N,) at 16 kHz. ValueError as in `validate_reference`, and as in
+    `load_audio` for files from untrusted clients."""
+    return validate_reference(load_audio(path, PROMPT_SAMPLE_RATE, max_seconds=MAX_REFERENCE_SECONDS))
+
+
+def save_audio(path: str | Path, waveform: np.ndarray, rate: int) -> None:
+    """Write float32 (N,) as a 16-bit mono WAV; samples outside -1..1 are clipped."""
+    import soundfile as sf
+
+    pcm = np.rint(np.clip(waveform, -1.0, 1.0) * _INT16_PEAK).astype(np.int16)
+    sf.write(path, pcm, rate, format="WAV", subtype="PCM_16")

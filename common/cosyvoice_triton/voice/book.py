@@ -1,0 +1,148 @@
+"""The voice book: registered voices by name, so that a request needs no recording.
+
+A name is looked up as NAME.safetensors, then NAME.wav, both in the voices' folder, then in the spk2info.pt there and in
+that next to the checkpoint (see `files`). One that is in none of them may be a mix of such names (see `mix`). Files are
+checked for changes on every request, so voices can be added, changed or removed while the server runs.
+"""
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, NoReturn, TypeVar
+
+from cosyvoice_triton.errors import UnavailableError
+from cosyvoice_triton.voice.files import (
+    Decode,
+    is_voice_name,
+    read_recording,
+    read_spk2info,
+    read_voice,
+    spk2info_prompt,
+)
+from cosyvoice_triton.voice.mix import Mix, mixed_voices
+from cosyvoice_triton.voice.prompt import Prompt, Recording
+
+logger = logging.getLogger(__name__)
+
+SPK2INFO = "spk2info.pt"
+UPSTREAM_DEFAULT = "001"  # the speaker of a spk2info.pt that upstream's server uses for a request without a voice
+MAX_FILE_BYTES = 64 << 20  # a voice takes less than 2 MB; spk2info.pt holds some hundred of them
+CACHED_FILES = 64  # contents kept in memory, a few MB each at most except for spk2info.pt
+NAMES_SHOWN = 20
+
+Voice = Recording | Prompt
+ContentT = TypeVar("ContentT")
+
+
+class VoiceBook:
+    """The registered voices. Safe to use from several threads.
+
+    voices_dir: may be missing, also later. checkpoint_dir: where upstream has its spk2info.pt. decode: text of the
+    LLM's token ids, which is how CosyVoice2 saves transcripts. default: name of the default voice.
+    """
+
+    def __init__(self, voices_dir: str | Path, checkpoint_dir: str | Path, decode: Decode, default: str = "") -> None:
+        self._folder = Path(voices_dir) if voices_dir else None
+        folders = [folder for folder in (self._folder, Path(checkpoint_dir)) if folder is not None]
+        self._spk2infos = [folder / SPK2INFO for folder in folders]
+        self._decode = decode
+        self._default = default
+        self._cache: OrderedDict[Path, tuple[tuple[int, ...], Any]] = OrderedDict()  # path -> its stamp, its content
+        self._lock = Lock()
+
+    def get(self, name: str | None = None) -> Voice | Mix:
+        """The voice of that name, or the default voice: that of `default`, else speaker UPSTREAM_DEFAULT of a
+        spk2info.pt. ValueError with the known names if there is none, or naming what is wrong with a mix;
+        UnavailableError if its file is damaged."""
+        if name is None:
+            name = self._default or None
+        with self._lock:
+            if (voice := self._read(name)) is not None:
+                return voice
+            if name is None:
+                raise ValueError(
+                    "no voice: the request has neither a reference_wav nor a speaker, and no default_speaker is set "
+                    "(docs/voices.md)"
+                )
+            if not (parts := mixed_voices(name)):
+                self._unknown(name)
+            where = f" in {name!r}, whose voices must be registered with the models (docs/voices.md)"
+            return Mix([(self._read(part) or self._unknown(part, where), weight) for part, weight in parts])
+
+    def names(self) -> list[str]:
+        """The known names, sorted. UnavailableError if they cannot be read."""
+        with self._lock:
+            try:
+                return self._names()
+            except OSError as error:
+                raise UnavailableError(f"the voices cannot be listed: {error}") from error
+
+    def _read(self, name: str | None) -> Voice | None:
+        try:
+            return self._of_spk2info(UPSTREAM_DEFAULT) if name is None else self._find(name)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UnavailableError(f"speaker {name or UPSTREAM_DEFAULT!r} cannot be used: {error}") from error
+
+    def _unknown(self, name: str, where: str = "") -> NoReturn:
+        raise ValueError(f"unknown speaker {name!r}{where}; known speakers: {_listed(self._names())}")
+
+    def _find(self, name: str) -> Voice | None:
+        if self._folder is not None and is_voice_name(name):
+            voice = self._cached(self._folder / f"{name}.safetensors", read_voice)
+            voice = voice or self._cached(self._folder / f"{name}.wav", read_recording)
+            if voice is not None:
+                return voice
+        return self._of_spk2info(name)
+
+    def _of_spk2info(self, name: str) -> Prompt | None:
+        for path in self._spk2infos:
+            if (entry := (self._cached(path, read_spk2info) or {}).get(name)) is not None:
+                return spk2info_prompt(entry, f"{path.name}, {name!r}", self._decode)
+        return None
+
+    def _names(self) -> list[str]:
+        """The known names. Damaged files are included: requesting such a voice says what is wrong with it."""
+        found: set[str] = set()
+        for path in self._spk2infos:
+            try:
+                found.update(self._cached(path, read_spk2info) or ())
+            except ValueError as error:  # it holds nobody that could be listed, and the others can be used
+                logger.warning("the speakers of %s are not listed: %s", path, error)
+        if self._folder is not None and self._folder.is_dir():
+            files = (Path(entry.name) for entry in os.scandir(self._folder))
+            found |= {
+                file.stem for file in files if file.suffix in (".safetensors", ".wav") and is_voice_name(file.stem)
+            }
+        return sorted(found)
+
+    def _cached(self, path: Path, read: Callable[[Path], ContentT]) -> ContentT | None:
+        """The content of a file, read again after the file has changed; None if there is no such file."""
+        if not path.is_file():
+            self._cache.pop(path, None)
+            return None
+        stamp = _stamp(path) + _stamp(path.with_suffix(".txt"))
+        if (known := self._cache.get(path)) is None or known[0] != stamp:
+            if (size := path.stat().st_size) > MAX_FILE_BYTES:
+                raise ValueError(f"{path.name} has {size} bytes, more than the limit of {MAX_FILE_BYTES}")
+            self._cache[path] = known = (stamp, read(path))
+            if len(self._cache) > CACHED_FILES:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(path)
+        return known[1]
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Modification time, size and inode, which differ once a file has changed; empty if there is no such file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more if names else "none"

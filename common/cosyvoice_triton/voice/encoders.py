@@ -1,0 +1,220 @@
+"""The networks that make a Prompt from a 16 kHz recording.
+
+    AudioTokenizer     recordings -> speech tokens   (S3 tokenizer v2 or v3, package s3tokenizer)
+    SpeakerEncoder     recordings -> x-vectors       (CAM++, onnxruntime or TensorRT)
+    reference_mel      a recording -> the flow's mel
+    ReferenceEncoder   a recording -> its Prompt: all of these in one process
+
+Both networks are read from the official ONNX files, of any size. Recordings are expected to have passed
+`audio.validate_reference`.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from cosyvoice_triton.checkpoint import require_finite
+from cosyvoice_triton.config import SpeakerRuntime
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SAMPLE_RATE
+from cosyvoice_triton.runtimes.network import Network
+from cosyvoice_triton.runtimes.signatures import SPEAKER
+from cosyvoice_triton.runtimes.streams import own_stream
+from cosyvoice_triton.stacks import Stack
+from cosyvoice_triton.voice import audio
+from cosyvoice_triton.voice.prompt import Prompt, Recording, RecordingCache
+from cosyvoice_triton.voice.torchaudio_stub import torchaudio_or_stub
+
+logger = logging.getLogger(__name__)
+
+SESSION_THREADS = 2  # of the CAM++ session: by default onnxruntime would use all cores and slow down other models
+SECONDS_AT_ONCE = 60.0  # of recordings in a run of the speech tokenizer, padding included: 0.25 GiB of a GPU
+TOKENIZER_FILES = "speech_tokenizer_v[23]*.onnx"
+S3_HEAD_DIM = 64  # of the S3 tokenizer's attention; cannot be derived from the weights' shapes
+
+
+class AudioTokenizer:
+    """S3 speech tokenizer v2, or v3 if the file's name says so: 16 kHz recordings to 25 tokens per second."""
+
+    def __init__(self, model_dir: str | Path, device: str = "cpu") -> None:
+        self._s3 = import_s3tokenizer()
+        self._model = _load_s3_model(self._s3, _only_file(model_dir, TOKENIZER_FILES)).to(device).eval()
+        self._device = device
+
+    def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Float32 waves (N_i,) of at most 30 s to int64 ids (P_i,) in 0..6560."""
+        order = sorted(range(len(waves)), key=lambda index: len(waves[index]))  # the batches are then padded least
+        at_once = int(SECONDS_AT_ONCE * PROMPT_SAMPLE_RATE)
+        runs: list[list[int]] = [[]]
+        for index in order:
+            if runs[-1] and (len(runs[-1]) + 1) * len(waves[index]) > at_once:
+                runs.append([])
+            runs[-1].append(index)
+        tokens: dict[int, np.ndarray] = {}
+        for run in runs:
+            tokens |= zip(run, self._encode([waves[index] for index in run]), strict=True)
+        return [tokens[index] for index in range(len(waves))]
+
+    def _encode(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """One padded batch, masked by length."""
+        mels = [self._s3.log_mel_spectrogram(torch.from_numpy(wave)) for wave in waves]
+        mel, mel_len = self._s3.padding(mels)  # (B, 128, T), (B,)
+        codes, code_len = self._model.quantize(mel.to(self._device), mel_len.to(self._device))  # (B, P), (B,)
+        return [
+            row[:length].astype(np.int64)
+            for row, length in zip(codes.cpu().numpy(), code_len.cpu().numpy(), strict=True)
+        ]
+
+
+class SpeakerEncoder:
+    """CAM++ x-vectors of 16 kHz recordings, computed by onnxruntime on the CPU or by a TensorRT plan on `device`."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        runtime: SpeakerRuntime = "onnxruntime",
+        device: str = "cpu",
+        contexts: int = 1,
+    ) -> None:
+        """contexts: of the TensorRT plan, each used by a thread of its own."""
+        path = _only_file(model_dir, SPEAKER.file)
+        self._device = torch.device(device if runtime == "tensorrt" else "cpu")
+        # Imported here: each needs a package that the other does without.
+        if runtime == "tensorrt":
+            from cosyvoice_triton.runtimes.tensorrt import TensorRTNetwork
+            from cosyvoice_triton.runtimes.workloads import speaker
+
+            self._network: Network = TensorRTNetwork.load(speaker(), model_dir, device, contexts=contexts)
+        else:
+            from cosyvoice_triton.runtimes.onnx import OnnxNetwork
+
+            self._network = OnnxNetwork(path, threads=SESSION_THREADS)
+            if torch.device(device).type == "cuda":
+                logger.info("the speaker encoder runs on the CPU: a TensorRT plan would be faster (docs/tensorrt.md)")
+        self._input = next(iter(self._network.limits.most))
+        self._batches = self._network.limits.most[self._input][0] > 1  # an exporter may have fixed the batch size
+        self._workers = ThreadPoolExecutor(contexts if runtime == "tensorrt" else 1, "speaker")
+        (silence,) = self([np.zeros(PROMPT_SAMPLE_RATE, np.float32)])
+        if not np.isfinite(silence).all():
+            raise ValueError(f"{path}: its x-vector of a second of silence is not finite")
+
+    def __call__(self, waves: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Float32 waves (N_i,) to x-vectors (192,) float32. Recordings of equal length share a run.
+
+        Nothing is padded: the network pools statistics over all frames and takes no lengths.
+        """
+        features = [audio.fbank(torch.from_numpy(wave), mean_normalised=True).numpy() for wave in waves]  # (T_i, 80)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for index, feature in enumerate(features):
+            groups[len(feature) if self._batches else -1 - index].append(index)
+
+        def run(members: list[int]) -> np.ndarray:
+            batch = np.stack([features[index] for index in members])  # (B, T, 80)
+            with own_stream(self._device):
+                (output,) = self._network.run({self._input: torch.from_numpy(batch).to(self._device)}).values()
+                return output.float().cpu().numpy()
+
+        vectors: dict[int, np.ndarray] = {}
+        for members, output in zip(groups.values(), self._workers.map(run, groups.values()), strict=True):
+            vectors.update(zip(members, output, strict=True))
+        return [vectors[index] for index in range(len(waves))]
+
+
+def reference_mel(wav: np.ndarray, max_hz: float = audio.MelConfig.max_hz) -> np.ndarray:
+    """16 kHz recording (T,) float32 -> log mel (frames, 80) float32 of its 24 kHz version.
+
+    max_hz: `Stack.mel_max_hz`.
+    """
+    waveform = audio.resample(torch.from_numpy(wav), PROMPT_SAMPLE_RATE, SAMPLE_RATE)
+    mel = audio.mel_spectrogram(waveform[None], audio.MelConfig(max_hz=max_hz))
+    return mel[0].numpy().T  # (80, T) -> (T, 80)
+
+
+class ReferenceEncoder:
+    """A recording to its Prompt for a stack. Loads its networks on first use, because most processes receive finished
+    prompts."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        model_dir: str | Path,
+        device: str = "cpu",
+        speaker_runtime: SpeakerRuntime = "onnxruntime",
+    ) -> None:
+        self._mel_max_hz = stack.mel_max_hz
+        self._model_dir = model_dir
+        self._device = device
+        self._speaker_runtime = speaker_runtime
+        self._prompts = RecordingCache()
+        self._lock = Lock()  # one recording at a time, also while the networks are loading
+
+    @cached_property
+    def _networks(self) -> tuple[AudioTokenizer, SpeakerEncoder]:
+        tokenizer = AudioTokenizer(self._model_dir, self._device)
+        return tokenizer, SpeakerEncoder(self._model_dir, self._speaker_runtime, self._device)
+
+    def __call__(self, wav: np.ndarray) -> Prompt:
+        """wav: 16 kHz (T,) float32, checked by `audio.validate_reference`. The prompt has no transcript."""
+        recording = Recording(wav)
+        with self._lock:
+            if (known := self._prompts.get(recording)) is not None:
+                return known
+            tokenizer, speaker = self._networks
+            mel = reference_mel(wav, self._mel_max_hz)
+            prompt = Prompt.aligned(tokenizer([wav])[0], mel, speaker([wav])[0])
+            self._prompts.put(recording, prompt)
+            return prompt
+
+
+def _only_file(model_dir: str | Path, pattern: str) -> Path:
+    """The one file of a checkpoint directory that matches; official checkpoints name the tokenizer differently. Beside
+    it they may have the same network for batches, NAME.batch.onnx, which is not read."""
+    found = sorted(path for path in Path(model_dir).glob(pattern) if not path.stem.endswith(".batch"))
+    if len(found) != 1:
+        raise ValueError(f"{model_dir}: expected one file {pattern}, found {[path.name for path in found]}")
+    return found[0]
+
+
+def import_s3tokenizer() -> ModuleType:
+    """The package s3tokenizer; it imports torchaudio, but only for its file loader, which we do not use."""
+    with torchaudio_or_stub():
+        import s3tokenizer
+    return s3tokenizer
+
+
+def _load_s3_model(s3: ModuleType, path: Path) -> Any:
+    """Like `s3tokenizer.load_model`, but with the sizes of the file instead of the official ones."""
+    from s3tokenizer.model_v2 import ModelConfig, S3TokenizerV2
+    from s3tokenizer.model_v3 import ModelConfigV3, S3TokenizerV3
+
+    third = path.name.startswith("speech_tokenizer_v3")
+    try:
+        state = s3.onnx2torch_v3(str(path)) if third else s3.onnx2torch(str(path))
+    except Exception as error:  # protobuf's, and the package's own assertions
+        raise ValueError(f"{path} is not a speech tokenizer, or is damaged: {error}") from None
+    require_finite(state, path)  # its tokens would be valid ids all the same
+    width, n_mels, _ = state["encoder.conv1.weight"].shape
+    sizes = {
+        "n_mels": n_mels,
+        "n_audio_state": width,
+        "n_audio_head": width // S3_HEAD_DIM,
+        "n_audio_layer": sum(key.endswith(".attn.query.weight") for key in state),
+    }
+    # The package takes the rate from the first model's name only.
+    model = (
+        S3TokenizerV3(path.stem, ModelConfigV3(**sizes))
+        if third
+        else S3TokenizerV2("speech_tokenizer_v2_25hz", ModelConfig(**sizes))
+    )
+    # Norms may lack a shift in the file of v3: the package then leaves it at zero.
+    shifts = {key: value for key, value in model.state_dict().items() if third and key.endswith("_ln.bias")}
+    model.load_state_dict(shifts | state, strict=True)
+    return model

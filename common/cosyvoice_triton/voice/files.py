@@ -1,0 +1,192 @@
+"""The file formats of registered voices. Each is read here and nowhere else.
+
+NAME.safetensors   a Prompt, encoded in advance, or an uploaded recording with its transcript
+NAME.wav           a recording, and its transcript in NAME.txt (without one the voice is cloned cross-lingually)
+spk2info.pt        upstream's speakers by name: with a recording's tokens and mel, or an x-vector alone
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from safetensors.torch import load
+from torch import Tensor
+
+from cosyvoice_triton.constants import (
+    MAX_REFERENCE_SECONDS,
+    MAX_TRANSCRIPT_CHARS,
+    MEL_BINS,
+    TOKEN_MEL_RATIO,
+    TOKEN_RATE,
+)
+from cosyvoice_triton.text import clean_line
+from cosyvoice_triton.voice.audio import load_reference, validate_reference
+from cosyvoice_triton.voice.prompt import Prompt, Recording
+
+MAX_NAME_BYTES = 128
+
+# The tensors of a voice file are named like those of a token2wav request; the transcript is UTF-8.
+TOKENS, MEL, EMBEDDING, TRANSCRIPT = (
+    "prompt_speech_tokens",
+    "prompt_speech_feat",
+    "prompt_spk_embedding",
+    "reference_text",
+)
+WAV = "reference_wav"  # of an uploaded recording, in place of the first three
+# Their keys in a speaker of spk2info.pt: first those of upstream's Triton runtime, then those that CosyVoice2 saves.
+_SPK2INFO_KEYS = {
+    TOKENS: ("speech_token", "flow_prompt_speech_token"),
+    MEL: ("speech_feat", "prompt_speech_feat"),
+    EMBEDDING: ("embedding", "flow_embedding"),
+}
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def is_voice_name(name: str) -> bool:
+    """Whether `name` can be the stem of a voice's files: one visible, printable file name that stays in its folder."""
+    return (
+        0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES
+        and name.isprintable()
+        and name == name.strip()
+        and not name.startswith(".")
+        and not set(name) & set("/\\")
+    )
+
+
+def read_voice(path: Path) -> Prompt | Recording:
+    """A file written by `save_voice` or `save_recording`. ValueError naming the file if it is damaged."""
+    tensors = _content(path, load)
+    needed = (WAV, TRANSCRIPT) if WAV in tensors else (TOKENS, MEL, EMBEDDING, TRANSCRIPT)
+    if missing := [name for name in needed if name not in tensors]:
+        raise ValueError(f"{path.name} has no {', '.join(missing)}: not a voice file (see docs/voices.md)")
+
+    def transcript() -> str:
+        return tensors[TRANSCRIPT].numpy().tobytes().decode()
+
+    if WAV not in tensors:
+        return _prompt(tensors, transcript, path.name)
+    try:
+        wav = validate_reference(tensors[WAV].numpy())
+        return Recording(wav, clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+
+
+def save_voice(path: Path, prompt: Prompt) -> None:
+    """Write a voice, in place of an older one; readers see a complete file or none."""
+    tensors = {
+        TOKENS: prompt.tokens.astype(np.int32),
+        MEL: np.ascontiguousarray(prompt.mel),
+        EMBEDDING: np.ascontiguousarray(prompt.embedding),
+    }
+    with _written(path, tensors, prompt.text) as work:
+        work.replace(path)
+
+
+def save_recording(path: Path, recording: Recording) -> None:
+    """Write a recording and its transcript: one file, so that readers never see those of different voices.
+
+    FileExistsError if the file exists; of several processes that share the folder, one creates it.
+    """
+    with _written(path, {WAV: recording.wav}, recording.text) as work:
+        os.link(work, path)
+
+
+@contextlib.contextmanager
+def _written(path: Path, tensors: dict[str, np.ndarray], text: str) -> Iterator[Path]:
+    """A complete file next to `path`, under a name of its own that is no voice's; gone after the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f".{os.urandom(8).hex()}")
+    try:
+        work.write_bytes(save({**tensors, TRANSCRIPT: np.frombuffer(text.encode(), np.uint8)}))
+        yield work
+    finally:
+        work.unlink(missing_ok=True)
+
+
+def read_recording(path: Path) -> Recording:
+    """A recording and the transcript next to it, validated like those of a request. ValueError naming the file."""
+    try:
+        wav = load_reference(path)
+        transcript = path.with_suffix(".txt")
+        text = transcript.read_text("utf-8-sig") if transcript.exists() else ""
+        text = clean_line(text, name=transcript.name, max_chars=MAX_TRANSCRIPT_CHARS)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+    return Recording(wav, text)
+
+
+def read_spk2info(path: Path) -> dict[str, Any]:
+    """The speakers of a spk2info.pt. Only tensors and plain values are unpickled, so nothing in the file can run.
+
+    ValueError naming the file if it is damaged.
+    """
+    content = _content(path, lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds a {type(content).__name__}, not speakers by name")
+    return {str(name): entry for name, entry in content.items()}
+
+
+def spk2info_prompt(entry: Any, where: str, decode: Decode) -> Prompt:
+    """A speaker of spk2info.pt, as upstream's Triton runtime or CosyVoice2's `add_zero_shot_spk` writes it.
+
+    One with an x-vector alone, as upstream's SFT models have, is a prompt without tokens, mel and transcript.
+    decode: text of the LLM's token ids; CosyVoice2 saves transcripts as ids. ValueError starting with `where`.
+    """
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} is a {type(entry).__name__}, not a speaker")
+    found = {name: _first_tensor(entry, keys) for name, keys in _SPK2INFO_KEYS.items()}
+    tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
+    transcript = entry.get("prompt_text", "")
+    if tensors.keys() == {EMBEDDING}:
+        tensors |= {TOKENS: torch.zeros(0), MEL: torch.zeros(0, MEL_BINS)}
+    if missing := [" or ".join(keys) for name, keys in _SPK2INFO_KEYS.items() if name not in tensors]:
+        raise ValueError(f"{where} has no {', no '.join(missing)}: a speaker has all three, or an x-vector alone")
+    if isinstance(transcript, Tensor):
+        ids = transcript.flatten().tolist()
+        return _prompt(tensors, lambda: decode(ids), where)
+    return _prompt(tensors, lambda: str(transcript or ""), where)
+
+
+def _first_tensor(entry: Mapping[str, Any], keys: Sequence[str]) -> Tensor | None:
+    return next((entry[key] for key in keys if isinstance(entry.get(key), Tensor)), None)
+
+
+def _content(path: Path, parse: Callable[[bytes], Any]) -> Any:
+    """`parse` of a file's bytes. It is not memory-mapped: a file that shrinks would crash the process."""
+    data = path.read_bytes()
+    try:
+        return parse(data)
+    except Exception as error:  # damaged files make these parsers raise errors of many types, EOFError among them
+        raise ValueError(f"{path.name} cannot be read: {str(error) or type(error).__name__}") from error
+
+
+def _prompt(tensors: Mapping[str, Tensor], transcript: Callable[[], str], where: str) -> Prompt:
+    """tensors: (P,) or (1, P), (T, 80) or (1, T, 80), (192,) or (1, 192). ValueError starting with `where`."""
+    try:
+        tokens, embedding = tensors[TOKENS].long().reshape(-1).numpy(), tensors[EMBEDDING].float().reshape(-1).numpy()
+        mel = tensors[MEL].float().reshape(-1, tensors[MEL].shape[-1]).numpy()
+        text = clean_line(transcript(), name="its transcript", max_chars=MAX_TRANSCRIPT_CHARS)
+        _check_lengths(len(tokens), len(mel), text)
+        prompt = Prompt.aligned(tokens, mel, embedding, text)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:  # of torch, for tensors of unusable shapes
+        raise ValueError(f"{where}: {error}") from error
+    return prompt
+
+
+def _check_lengths(tokens: int, frames: int, text: str) -> None:
+    limit = int(MAX_REFERENCE_SECONDS * TOKEN_RATE)
+    if tokens > limit:
+        raise ValueError(f"{tokens} speech tokens, more than {limit}")
+    # For one recording they differ by a token at most; a larger difference means the rates of another model.
+    if abs(frames - TOKEN_MEL_RATIO * tokens) > 2 * TOKEN_MEL_RATIO or bool(frames) != bool(tokens):
+        raise ValueError(f"{frames} mel frames for {tokens} speech tokens: not a voice of CosyVoice2")
+    if text and not tokens:
+        raise ValueError(f"the transcript {text[:40]!r} without speech tokens: the LLM would speak it")

@@ -1,1 +1,0 @@
-"""CosyVoice3's flow over streams."""

@@ -1,1 +1,0 @@
-"""HiFT over streams: overlaps, cross-fades, CUDA graphs."""

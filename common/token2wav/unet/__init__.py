@@ -1,1 +1,0 @@
-"""CosyVoice2's UNet flow over streams, which keeps no caches."""

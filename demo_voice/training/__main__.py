@@ -1,0 +1,260 @@
+"""Train the demo voice from scratch: text, speech by flite, every network of both stacks, and its checkpoint.
+
+    python -m demo_voice.training --flite DIR [--work out/voice] [--minutes 19]      all stages
+    python -m demo_voice.training --stages vocoder --seconds 600                     one
+
+The result, `checkpoint/` in the working folder, has the official layout: a small synthetic voice for demos and tests,
+trained on flite's free voices. Its quality is far below CosyVoice2's.
+
+The stages; each uses what earlier stages left in the working folder:
+
+    corpus        English sentences, from texts in Debian packages and a small grammar; kept if it exists
+    speech        the sentences synthesised by flite in four voices, on all cores, with phone times
+    tokenizer     S3 tokenizer: phones and mel predicted from codes at 25 Hz, of perturbed recordings
+    speaker       x-vectors: classification of voices at several speeds
+    more_speech   more sentences for the LLM alone, as many as fit into the time
+    vocoder       HiFT, for both stacks: spectral losses, then discriminators
+    flow_dit      Step-Audio2's flow: conditional flow matching, in the chunks of its streams
+    flow_unet     CosyVoice2's flow: the same, in its own chunks
+    llm           Qwen2: text, alone or with a prompt, to speech tokens
+    export        the checkpoint
+
+Each stage is a process with a log in the working folder, started as soon as its inputs exist; the last four networks
+are trained at the same time on one GPU. Training stops after --minutes in all. When the command is run again, finished
+stages are skipped and an interrupted one resumes; --stages runs the named stages in any case.
+
+Text comes from Debian packages (see voice_training/corpus.py) under /, or under --texts. flite is Debian's libflite1,
+installed or unpacked (`dpkg -x`) under --flite. For a machine without a network, copy both there as files, the texts as
+`sentences.txt` in the working folder. One H200 and 16 cores take 20 minutes in all.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from demo_voice.evaluation import HELD_OUT
+from demo_voice.training.training import CapturedStep
+
+WHOLE = 19 * 60.0  # seconds in all that the seconds below are for
+SECONDS = {
+    "speech": 80.0,
+    "tokenizer": 75.0,
+    "speaker": 25.0,
+    "more_speech": 220.0,
+    # The vocoder gets all the remaining time, and at the end the GPU to itself: it affects intelligibility most.
+    "flow_dit": 450.0,
+    "flow_unet": 450.0,
+    "llm": 500.0,
+}
+EXPORT_SECONDS = 30.0  # including process start
+POLL_SECONDS = 0.5
+NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # trained at the same time, on one GPU
+
+log = logging.getLogger("voice_training")
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """Paths and device of one training, the same for every stage."""
+
+    work: Path
+    flite: Path
+    texts: Path
+    device: str
+
+    def run(self, stage: str, seconds: float) -> None:
+        """Run one stage in this process and mark it as done."""
+        begun = time.monotonic()
+        _STAGES[stage](self, seconds)
+        log.info("%s: done in %.0f s", stage, time.monotonic() - begun)
+        self._mark(stage).parent.mkdir(exist_ok=True)
+        self._mark(stage).touch()
+
+    def is_done(self, stage: str) -> bool:
+        return self._mark(stage).exists()
+
+    def _mark(self, stage: str) -> Path:
+        return self.work / "done" / stage
+
+
+# --- stages: imports are in the functions, since few machines have every dependency ---------------------------------
+
+
+def _corpus(job: TrainingJob, seconds: float) -> None:
+    from demo_voice.training.corpus import make_corpus
+
+    held_out = HELD_OUT.read_text(encoding="utf-8").splitlines() if HELD_OUT.is_file() else []
+    make_corpus(job.work, set(held_out), job.texts)
+
+
+def _speech(job: TrainingJob, seconds: float) -> None:
+    from demo_voice.training.speech import synthesize
+
+    synthesize(job.work, seconds, job.flite)
+
+
+def _more_speech(job: TrainingJob, seconds: float) -> None:
+    from demo_voice.training.speech import synthesize_more
+
+    synthesize_more(job.work, seconds, job.flite)
+
+
+def _network(name: str) -> Callable[[TrainingJob, float], None]:
+    return lambda job, seconds: import_module(f"demo_voice.training.{name}").train(job.work, seconds, job.device)
+
+
+def _export(job: TrainingJob, seconds: float) -> None:
+    from demo_voice.training.export import export
+
+    export(job.work, job.work / "checkpoint")
+
+
+_STAGES: dict[str, Callable[[TrainingJob, float], None]] = {
+    "corpus": _corpus,
+    "speech": _speech,
+    "more_speech": _more_speech,
+    **{name: _network(name) for name in ("tokenizer", "speaker", *NETWORKS)},
+    "export": _export,
+}
+
+
+# --- all of them -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Processes:
+    """Stages as subprocesses, each with a log. On leaving the context, running ones are terminated."""
+
+    job: TrainingJob
+    running: dict[str, subprocess.Popen] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    again: set[str] = field(default_factory=set)
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running.values():
+            process.terminate()
+            process.wait()
+
+    def start(self, stage: str, seconds: float) -> None:
+        """Start a stage unless it is done."""
+        if self.job.is_done(stage):
+            return
+        self.seconds[stage] = seconds
+        self._launch(stage)
+
+    def wait(self, *stages: str) -> None:
+        """Wait until these stages have ended. RuntimeError if one failed, also on its second start.
+
+        If a GPU fails to capture or replay a CUDA graph, the process cannot continue. The stage is started once more
+        without graphs (`--eager`), resumes from what was saved, and ends later by the time that was lost.
+        """
+        waiting = [stage for stage in stages if stage in self.running]
+        while True:
+            for stage, process in list(self.running.items()):  # also those that are not waited for
+                if process.poll() and stage not in self.again:
+                    log.warning("%s: failed; continuing without CUDA graphs; see %s", stage, self._log(stage))
+                    self.again.add(stage)
+                    self._launch(stage, "--eager")
+            if all(self.running[stage].poll() is not None for stage in waiting):
+                break
+            time.sleep(POLL_SECONDS)
+        failed = [stage for stage in waiting if self.running.pop(stage).returncode]
+        if failed:
+            raise RuntimeError(f"{', '.join(failed)} failed: see {self.job.work}/*.log")
+
+    def _launch(self, stage: str, *options: str) -> None:
+        job, seconds = self.job, self.seconds[stage]
+        command = [sys.executable, "-m", "demo_voice.training", "--stages", stage, "--seconds", f"{seconds:.0f}"]
+        command += ["--work", str(job.work), "--flite", str(job.flite), "--texts", str(job.texts), *options]
+        log.info("%s: %.0f s, log in %s", stage, seconds, self._log(stage))
+        with self._log(stage).open("ab") as output:
+            self.running[stage] = subprocess.Popen(
+                [*command, "--device", job.device], stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def _log(self, stage: str) -> Path:
+        return self.job.work / f"{stage}.log"
+
+
+def train_all(job: TrainingJob, seconds: float) -> None:
+    """Run every stage that is not done, within `seconds`. RuntimeError if one failed."""
+    deadline = time.monotonic() + seconds - EXPORT_SECONDS
+    share = min(1.0, seconds / WHOLE)
+
+    def left(stage: str | None = None) -> float:
+        """Seconds for a stage that starts now."""
+        until_end = max(1.0, deadline - time.monotonic())
+        return min(until_end, SECONDS[stage] * share) if stage else until_end
+
+    job.work.mkdir(parents=True, exist_ok=True)
+    with Processes(job) as processes:
+        if not (job.work / "sentences.txt").is_file():
+            job.run("corpus", 0)
+        processes.start("speech", left("speech"))
+        processes.wait("speech")
+        processes.start("vocoder", left())  # needs `speech` only
+        for stage in ("more_speech", "tokenizer", "speaker"):
+            processes.start(stage, left(stage))
+        processes.wait("tokenizer", "speaker")
+        for stage in ("flow_dit", "flow_unet"):
+            processes.start(stage, left(stage))
+        processes.wait("more_speech")
+        processes.start("llm", left("llm"))
+        try:
+            processes.wait(*NETWORKS)
+        finally:  # export what was trained, also after a failure
+            job.run("export", 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 8))  # several stages share the cores
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    job = TrainingJob(args.work, args.flite, args.texts, args.device)
+    CapturedStep.enabled = not args.eager
+    try:
+        if args.stages:
+            for stage in args.stages:
+                job.run(stage, args.seconds)
+        else:
+            train_all(job, 60 * args.minutes)
+    except (ValueError, RuntimeError, OSError) as error:
+        log.error("voice_training: %s", error)
+        return 1
+    except KeyboardInterrupt:
+        log.error("voice_training: interrupted; run the same command again to resume")
+        return 130
+    return 0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--work", type=Path, default=Path("out/voice"))
+    parser.add_argument("--minutes", type=float, default=WHOLE / 60, help="for all stages together (default: 19)")
+    parser.add_argument("--stages", nargs="+", choices=list(_STAGES), help="run these only, one after another")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of training for each of --stages")
+    parser.add_argument("--flite", type=Path, default=Path("/usr/lib"), help="folder that contains libflite1")
+    parser.add_argument("--texts", type=Path, default=Path("/"), help="root of the Debian packages with the texts")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Stage `export`: everything trained so far as a checkpoint in the official layout, in half precision, with voices."""
+
+import logging
+import shutil
+import wave
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from cosyvoice_triton import stacks
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, TOKEN_RATE
+from cosyvoice_triton.demo_checkpoint.checkpoint import files_of, write_sums
+from cosyvoice_triton.stacks import Stack
+
+from demo_voice.training import flow_dit, flow_unet, llm, speaker, tokenizer, vocoder
+from demo_voice.training.dataset import TOKEN_SAMPLES
+from demo_voice.training.flite import VOICES
+
+logger = logging.getLogger(__name__)
+
+DEMO_VOICES = VOICES[:2]
+VOICE_SECONDS = (5.0, 6.5)
+VOICE_WORDS = 12
+
+# Checkpoint file: (trained file, function that converts it).
+Part = tuple[str, Callable[[Path, Path], None]]
+
+
+def _parts_of(stack: Stack, flow: Part) -> dict[str, Part]:
+    """The files of a stack's checkpoint."""
+    files: dict[str, Part] = {
+        stack.flow: flow,
+        stack.hift: (vocoder.FILE, vocoder.export),
+        stack.speaker_encoder: (speaker.FILE, speaker.export),
+        stack.speech_tokenizer: (tokenizer.FILE, tokenizer.export),
+    }
+    return {str(stack.checkpoint / name): part for name, part in files.items()}
+
+
+_PARTS: dict[str, Part] = {
+    stacks.DEFAULT.llm.directory: (llm.FILE, llm.export),
+    **_parts_of(stacks.UNET, (flow_unet.FILE, flow_unet.export)),
+    **_parts_of(stacks.DIT, (flow_dit.FILE, flow_dit.export)),
+}
+
+
+def export(work: Path, checkpoint: Path) -> None:
+    """Replace `checkpoint`: every part that was trained, the voices and the list of checksums."""
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    for name, (source, write) in _PARTS.items():
+        if not (work / source).is_file():
+            logger.warning("export: %s is missing, so %s is not written", source, name)
+            continue
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        write(work, checkpoint / name)
+    _write_voices(work, checkpoint / "voices")
+    write_sums(checkpoint)
+    sizes = {name: (checkpoint / name).stat().st_size for name in files_of(checkpoint)}
+    for name, size in sizes.items():
+        logger.info("export: %10d bytes  %s", size, name)
+    logger.info("export: %s, %.1f MB", checkpoint, sum(sizes.values()) / 1e6)
+
+
+def _write_voices(work: Path, folder: Path) -> None:
+    """A recording of each demo voice as `cosyvoice_triton.voice.book` reads it: NAME.wav and its transcript
+    NAME.txt."""
+    folder.mkdir(parents=True)
+    sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    utterances = np.load(work / "utterances.npy")
+    audio = np.load(work / "audio.npy", mmap_mode="r")
+    starts = np.cumsum(utterances[:, 2]) - utterances[:, 2]
+    for voice, name in enumerate(DEMO_VOICES):
+        (index, text) = _recording(utterances, sentences, voice)
+        begin, length = int(starts[index]) * TOKEN_SAMPLES, int(utterances[index, 2]) * TOKEN_SAMPLES
+        with wave.open(str(folder / f"{name}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(PROMPT_SAMPLE_RATE)
+            file.writeframes(audio[begin : begin + length].tobytes())
+        (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def _recording(utterances: np.ndarray, sentences: list[str], voice: int) -> tuple[int, str]:
+    """The first utterance of `voice` that is a plain sentence of suitable length; if there is none, its first."""
+    shortest, longest = (seconds * TOKEN_RATE for seconds in VOICE_SECONDS)
+    members = [(index, sentences[row[0]], row[2]) for index, row in enumerate(utterances) if row[1] == voice]
+    good = [
+        (index, text)
+        for index, text, tokens in members
+        if shortest <= tokens <= longest
+        and text.endswith(".")
+        and text.replace(" ", "")[:-1].isalpha()
+        and len(text.split()) >= VOICE_WORDS
+        and text.startswith(("the ", "he ", "she ", "we ", "they ", "it "))
+    ]
+    index, text = (good or [(index, text) for index, text, _ in members])[0]
+    return index, text.capitalize()

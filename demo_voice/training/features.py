@@ -1,0 +1,93 @@
+"""Features of batches on any device, equal to those that serving computes per recording; perturbation of speech."""
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from cosyvoice_triton.constants import MEL_BINS, PROMPT_SAMPLE_RATE
+from torch import Tensor
+
+S3_MELS = 128
+_S3_FFT, _S3_HOP = 400, 160
+_KALDI_WINDOW, _KALDI_HOP, _KALDI_FFT = 400, 160, 512
+_KALDI_LOWEST_HZ, _KALDI_PREEMPHASIS = 20.0, 0.97
+
+SLOWEST, FASTEST = 0.85, 1.2
+QUIETEST, LOUDEST = math.log(0.1), math.log(1.6)
+NOISY = 0.4  # share of rows
+TONE_DB = 8.0  # largest gain of a random curve over frequency
+
+
+def s3_log_mel(wave: Tensor) -> Tensor:
+    """wave (B, N) at 16 kHz -> (B, 128, N // 160): Whisper's log mel, the input of the S3 tokenizer."""
+    filters, window = _whisper_filters(wave.device)
+    spectrum = torch.stft(wave, _S3_FFT, _S3_HOP, window=window, return_complex=True)[..., :-1]
+    mel = (filters @ spectrum.abs().square()).clamp(min=1e-10).log10()
+    mel = torch.maximum(mel, mel.amax((1, 2), keepdim=True) - 8.0)
+    return (mel + 4.0) / 4.0
+
+
+def kaldi_fbank(wave: Tensor) -> Tensor:
+    """wave (B, N) at 16 kHz -> (B, T, 80): `audio.fbank` minus each band's mean over time, the input of CAM++."""
+    filters, window = _kaldi_filters(wave.device)
+    frames = wave.unfold(1, _KALDI_WINDOW, _KALDI_HOP)
+    frames = frames - frames.mean(-1, keepdim=True)
+    before = torch.cat([frames[..., :1], frames[..., :-1]], dim=-1)
+    power = torch.fft.rfft((frames - _KALDI_PREEMPHASIS * before) * window, _KALDI_FFT).abs().square()
+    energies = (power[..., :-1] @ filters).clamp(min=torch.finfo(torch.float32).eps).log()
+    return energies - energies.mean(1, keepdim=True)
+
+
+@lru_cache(maxsize=2)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
+def _whisper_filters(device: torch.device) -> tuple[Tensor, Tensor]:
+    from transformers.audio_utils import mel_filter_bank
+
+    bins = _S3_FFT // 2 + 1
+    filters = mel_filter_bank(bins, S3_MELS, 0, 8000, PROMPT_SAMPLE_RATE, norm="slaney", mel_scale="slaney")
+    return torch.from_numpy(filters.T.copy()).float().to(device), torch.hann_window(_S3_FFT, device=device)
+
+
+@lru_cache(maxsize=2)
+@torch.inference_mode(False)  # kept for later callers: an inference tensor cannot be used in training
+def _kaldi_filters(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Triangular filters on Kaldi's mel scale (256, 80), and Kaldi's window, a Hann window to the power of 0.85."""
+
+    def mel(hz: Tensor) -> Tensor:
+        return 1127.0 * torch.log(1.0 + hz / 700.0)
+
+    ends = mel(torch.tensor([_KALDI_LOWEST_HZ, PROMPT_SAMPLE_RATE / 2], dtype=torch.float64))
+    points = torch.linspace(float(ends[0]), float(ends[1]), MEL_BINS + 2, dtype=torch.float64)
+    bins = mel(torch.arange(_KALDI_FFT // 2, dtype=torch.float64) * PROMPT_SAMPLE_RATE / _KALDI_FFT)[:, None]
+    rise = (bins - points[:-2]) / (points[1:-1] - points[:-2])
+    fall = (points[2:] - bins) / (points[2:] - points[1:-1])
+    filters = torch.minimum(rise, fall).clamp(min=0)
+    window = torch.hann_window(_KALDI_WINDOW, periodic=False, dtype=torch.float64).pow(0.85)
+    return filters.float().to(device), window.float().to(device)
+
+
+def at_speed(wave: Tensor, samples: int) -> Tensor:
+    """Waves (B, M) resampled to (B, samples), which changes speed and pitch. Band-limited, in the frequency domain."""
+    spectrum = torch.fft.rfft(wave)
+    bins = samples // 2 + 1
+    kept = F.pad(spectrum, (0, max(0, bins - spectrum.shape[1])))[:, :bins]
+    return torch.fft.irfft(kept, samples) * (samples / wave.shape[1])
+
+
+def as_recorded(wave: Tensor) -> Tensor:
+    """Waves (B, N) with random gain, frequency response and noise per row, like other microphones and rooms."""
+    B, N = wave.shape
+
+    def between(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(B, 1, device=wave.device)
+
+    spectrum = torch.fft.rfft(wave)
+    along = torch.linspace(-1, 1, spectrum.shape[1], device=wave.device)
+    curve = between(-1, 1) * along + between(-0.5, 0.5) * torch.cos(math.pi * along * between(1, 3))
+    coloured = torch.fft.irfft(spectrum * 10 ** (TONE_DB / 20 * curve), N)
+    noise = torch.fft.rfft(torch.randn_like(wave)) * (along + 1.02) ** -between(0, 0.5)  # white to pink
+    noise = torch.fft.irfft(noise, N)
+    level = coloured.std(1, keepdim=True) / noise.std(1, keepdim=True) * 10 ** (-between(12, 40) / 20)
+    noisy = coloured + noise * level * (torch.rand(B, 1, device=wave.device) < NOISY)
+    return noisy * between(QUIETEST, LOUDEST).exp()

@@ -1,0 +1,183 @@
+"""Stage `llm`: a small Qwen2 from text to speech tokens, with or without a prompt.
+
+It is trained on the utterances of `speech` and `more_speech`, many of them also as perturbed recordings (see
+llm_data.py). Dropout, and random replacement of 8 % of the speech tokens in its input, limit overfitting; the
+replacements also train it to recover from badly sampled tokens.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.demo_checkpoint.llm import LLMSizes, save_llm
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from demo_voice.training import tokenizer as speech_tokenizer
+from demo_voice.training.dataset import INT16_SCALE, TOKEN_SAMPLES
+from demo_voice.training.features import FASTEST, SLOWEST, as_recorded, at_speed, s3_log_mel
+from demo_voice.training.llm_data import Sequences, Utterances, encoded, text_tokenizer
+from demo_voice.training.qwen2 import Qwen2
+from demo_voice.training.training import (
+    CapturedStep,
+    TrainingRun,
+    adamw,
+    autocast,
+    descend,
+    exact_inference,
+    prepare,
+    trained,
+)
+
+logger = logging.getLogger(__name__)
+
+FILE, TOKENIZER_FILE = "llm.pt", "llm_tokenizer.json"
+SIZES = LLMSizes(hidden=192, layers=7, heads=6, kv_heads=2, mlp=448, tied=True, rope_theta=10_000.0)
+PEAK_RATE, WEIGHT_DECAY = 2e-3, 0.05
+DROPOUT = 0.1
+REPLACED = 0.08
+# Weight of a loss that keeps logits near log probabilities, whose largest are near 0: a repetition penalty, which
+# divides logits, then changes likely tokens little.
+LOGIT_WEIGHT = 2e-3
+# Factor on the exported logits: the server's default temperature suits the full-size LLM; a small one needs less.
+SHARPNESS = 1.35
+HELD_OUT = 256  # utterances
+HELD_OUT_STEPS = 500
+WORKERS = 3
+RECORDINGS_AT_ONCE = 40_000  # tokens
+ALTERED_RECORDINGS = 0.4  # share of the utterances: enough for prompts, and fast
+
+
+def train(work: Path, seconds: float, device: str | torch.device) -> None:
+    begun = time.monotonic()
+    chosen_device = prepare(device, seed=5)
+    sentences = (work / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    tokenizer = text_tokenizer(sentences)
+    tokenizer.save(str(work / TOKENIZER_FILE), pretty=False)
+    utterances = _utterances(work, tokenizer, sentences, chosen_device)
+    everyone = np.random.default_rng(5).permutation(len(utterances.texts))
+    held = min(HELD_OUT, len(everyone) // 4)
+    held_out = list(islice(Sequences(utterances, tokenizer, everyone[:held], seed=0), 2))
+    data = Sequences(utterances, tokenizer, everyone[held:], seed=1)
+    batches = iter(DataLoader(data, batch_size=None, num_workers=WORKERS, pin_memory=chosen_device.type == "cuda"))
+    left = max(1.0, seconds - (time.monotonic() - begun))  # tokenizing all the speech took a while
+    network = Qwen2(SIZES, tokenizer.get_vocab_size(), DROPOUT)
+    fit(work / FILE, network, data.first_speech_id, batches, held_out, left, chosen_device)
+
+
+def fit(
+    path: Path,
+    network: Qwen2,
+    first_speech_id: int,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    held_out: list[tuple[Tensor, Tensor]],
+    seconds: float,
+    device: torch.device,
+) -> None:
+    """Train for `seconds`. first_speech_id: id of <|s_0|>; batches, held_out: as from `Sequences`."""
+    network.to(device).train()
+    optimizer = adamw(network.parameters(), PEAK_RATE, weight_decay=WEIGHT_DECAY)
+    run = TrainingRun(path, seconds, {"network": network}, [optimizer])
+    given: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # input buffers of captured steps
+
+    def train_step(shape: torch.Size) -> dict[str, Tensor]:
+        ids, target = given[shape]
+        loss, size = losses(network, _damaged(ids, first_speech_id), ids, target)
+        descend(loss + LOGIT_WEIGHT * size, optimizer, clip=1.0)
+        return {"target": loss.detach(), "size": size.detach()}
+
+    captured = CapturedStep(train_step, device)
+    held = torch.zeros(())
+    for step, _ in enumerate(run):
+        if step % HELD_OUT_STEPS == 0:
+            held = _held_out_loss(network, held_out, device)
+        batch = next(batches)
+        shape = batch[0].shape
+        if shape not in given:
+            given[shape] = (batch[0].to(device), batch[1].to(device))
+        for buffer, tensor in zip(given[shape], batch, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        run.losses(**captured(shape), held_out=held)
+
+
+def losses(network: Qwen2, read: Tensor, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy of the target ids (B, L), given the ids read, and the mean square of the log partition function."""
+    with autocast(ids.device):
+        logits = network(read[:, :-1]).float()
+    total = logits.logsumexp(-1)
+    chosen = logits.gather(-1, ids[:, 1:, None])[..., 0]
+    weight = target[:, 1:] / target[:, 1:].sum()
+    return ((total - chosen) * weight).sum(), (total.square() * weight).sum()
+
+
+def _damaged(ids: Tensor, first: int) -> Tensor:
+    """`ids` with some of the speech tokens, whose ids start at `first`, replaced at random."""
+    speech = (ids >= first) & (ids < first + SPEECH_VOCAB)
+    replaced = speech & (torch.rand(ids.shape, device=ids.device) < REPLACED)
+    return torch.where(replaced, first + torch.randint(SPEECH_VOCAB, ids.shape, device=ids.device), ids)
+
+
+@torch.no_grad()
+def _held_out_loss(network: Qwen2, held_out: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    network.eval()
+    found = [losses(network, ids.to(device), ids.to(device), target.to(device))[0] for ids, target in held_out]
+    network.train()
+    return torch.stack(found).mean()
+
+
+def _utterances(work: Path, tokenizer: Tokenizer, sentences: list[str], device: torch.device) -> Utterances:
+    """All utterances as tokens: those of `speech` and, if it exists, of `more_speech`."""
+    network = speech_tokenizer.load(work, device)
+    sources = [(np.load(work / "utterances.npy"), np.load(work / "audio.npy", mmap_mode="r"))]
+    for path in sorted((work / "more").glob("*.npy")):
+        found = np.load(path)
+        if len(found):
+            sources.append((found, np.memmap(path.with_suffix(".audio"), np.int16, "r")))
+    table = np.concatenate([found for found, _ in sources])
+    # Both sources together, because utterances of equal length form batches.
+    rows = torch.cat([torch.from_numpy(np.array(audio)).to(device) for _, audio in sources]).view(-1, TOKEN_SAMPLES)
+    lengths = torch.from_numpy(table[:, 2]).to(device)
+    with exact_inference():
+        everyone = torch.arange(len(lengths), device=device)
+        clean = _tokens(network, rows, lengths, everyone, perturbed=False)
+        some = everyone[torch.rand(len(lengths), device=device) < ALTERED_RECORDINGS]
+        altered = _tokens(network, rows, lengths, some, perturbed=True)
+    texts, joined = encoded(tokenizer, [sentences[line] for line in table[:, 0]])
+    logger.info("llm: %d utterances, %.1f h", len(table), table[:, 2].sum() / 25 / 3600)
+    starts, altered_starts = (np.cumsum([0, *map(len, speech)]) for speech in (clean, altered))
+    return Utterances(
+        texts, joined, table[:, 1], np.concatenate(clean), starts, np.concatenate(altered), altered_starts
+    )
+
+
+def _tokens(
+    network: speech_tokenizer.S3Tokenizer, rows: Tensor, lengths: Tensor, chosen: Tensor, perturbed: bool
+) -> list[np.ndarray]:
+    """Tokens of the chosen utterances in the stream rows (T, 640) int16, optionally of a perturbed recording."""
+    starts, tokens = lengths.cumsum(0) - lengths, [np.empty(0, np.int32)] * len(lengths)
+    for length in tqdm(lengths[chosen].unique().tolist(), desc="recordings to tokens", unit="length", mininterval=5):
+        for members in chosen[lengths[chosen] == length].split(max(1, RECORDINGS_AT_ONCE // length)):
+            positions = starts[members, None] + torch.arange(length, device=rows.device)
+            wave = rows[positions].flatten(1).float() * INT16_SCALE
+            if perturbed:
+                speed = SLOWEST * (FASTEST / SLOWEST) ** float(torch.rand(()))
+                wave = as_recorded(at_speed(wave, round(length / speed) * TOKEN_SAMPLES))
+            for u, ids in zip(
+                members.tolist(), network.ids(network(s3_log_mel(wave))).int().cpu().numpy(), strict=True
+            ):
+                tokens[u] = ids
+    return tokens
+
+
+def export(work: Path, directory: Path) -> None:
+    """Write the checkpoint's LLM directory, float16."""
+    weights = {name: value.half() for name, value in trained(work / FILE).items()}
+    weights["model.norm.weight"] = (SHARPNESS * trained(work / FILE)["model.norm.weight"]).half()
+    save_llm(directory, Tokenizer.from_file(str(work / TOKENIZER_FILE)), SIZES, weights)

@@ -1,0 +1,198 @@
+"""Training data of the LLM: sequences `<|sos|> text <|task_id|> speech <|eos1|>` as serving builds them.
+
+A sequence is one or more utterances of a voice, concatenated. The first of several is a prompt in most cases: its text
+joins the next one without a blank, as in serving, and its speech may be that of a poor recording: another microphone,
+another speed, or mostly wrong tokens. Such speech is context only and not a target.
+"""
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from cosyvoice_triton.constants import SPEECH_VOCAB
+from cosyvoice_triton.demo_checkpoint.llm import build_tokenizer
+from cosyvoice_triton.llm.speech_tokens import COSYVOICE2
+from tokenizers import Tokenizer, models, trainers
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+# With this many merges, a text token is about 2.5 letters and 4 speech tokens, which is within the bounds of serving
+# for the length of an utterance (cosyvoice_triton.config, min_token_ratio and max_token_ratio).
+MERGES = 400
+TEXTS_FOR_MERGES = 40_000
+LOWER, UPPER = 0.3, 0.04  # shares of the texts in lower case only and in upper case only
+NAMES = 0.1  # share of capitalised words, in half of the other texts
+CURLED = 0.3  # share of texts with typographic apostrophes
+
+UTTERANCES = (1, 2, 3, 4)  # per sequence
+UTTERANCES_SHARE = (0.3, 0.45, 0.15, 0.1)
+MOST_SPEECH = 700  # speech tokens per sequence
+WITH_PROMPT = 0.7  # share of the sequences of several utterances
+ALTERED, DAMAGED = 0.35, 0.3  # shares of the prompts with perturbed recordings and with replaced tokens
+BATCH_TOKENS = 40_000
+
+Ids = np.ndarray
+
+
+def text_tokenizer(sentences: Sequence[str]) -> Tokenizer:
+    """The LLM's tokenizer, with BPE merges learned from `sentences`."""
+    plain = build_tokenizer()
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = plain.pre_tokenizer
+    alphabet = json.loads(plain.to_str())["model"]["vocab"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + MERGES, initial_alphabet=list(alphabet), show_progress=False
+    )
+    rng = random.Random(0)
+    learner.train_from_iterator((cased(sentence, rng) for sentence in sentences[:TEXTS_FOR_MERGES]), trainer)
+    merges = json.loads(learner.to_str())["model"]["merges"]
+    return build_tokenizer([(first, second) for first, second in merges])
+
+
+def cased(sentence: str, rng: random.Random) -> str:
+    """A lower-case sentence in random case: as it is, in capitals, or with capitals at the start, for "I" and names."""
+    manner = rng.random()
+    if manner < LOWER:
+        return sentence
+    if manner < LOWER + UPPER:
+        return sentence.upper()
+    names = NAMES if rng.random() < 0.5 else 0.0
+    words = [
+        word.capitalize()
+        if index == 0 or word.startswith(("i'", "i,")) or word == "i" or rng.random() < names
+        else word
+        for index, word in enumerate(sentence.split(" "))
+    ]
+    written = " ".join(words)
+    return written.replace("'", "\u2019") if rng.random() < CURLED else written
+
+
+@dataclass(frozen=True)
+class Utterances:
+    """Utterances u = 0..U-1: text ids `texts[u]`, the same with a leading blank `joined[u]`, and their speech.
+
+    tokens: speech ids of all utterances, concatenated; altered: those of perturbed recordings of some. Those of u are
+    `tokens[starts[u]:starts[u + 1]]` and `altered[altered_starts[u]:altered_starts[u + 1]]`. voices: (U,).
+    """
+
+    texts: list[Ids]
+    joined: list[Ids]
+    voices: np.ndarray
+    tokens: np.ndarray
+    starts: np.ndarray
+    altered: np.ndarray
+    altered_starts: np.ndarray
+
+    def speech(self, u: int) -> Ids:
+        return self.tokens[self.starts[u] : self.starts[u + 1]]
+
+    def altered_speech(self, u: int) -> Ids:
+        return self.altered[self.altered_starts[u] : self.altered_starts[u + 1]]
+
+
+def encoded(tokenizer: Tokenizer, sentences: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
+    """Ids of sentences, without and with a leading blank."""
+    rng = random.Random(1)
+    plain, joined = (
+        [
+            np.array(encoding.ids, np.int32)
+            for encoding in tokenizer.encode_batch([blank + cased(sentence, rng) for sentence in sentences])
+        ]
+        for blank in ("", " ")
+    )
+    return plain, joined
+
+
+class Sequences(IterableDataset):
+    """Endless batches: ids (B, L) int64 and which of them are targets (B, L) bool, padded at the right.
+
+    L takes few values, and each has one B.
+    """
+
+    def __init__(self, utterances: Utterances, tokenizer: Tokenizer, members: np.ndarray, seed: int) -> None:
+        """members: the utterances to draw from. The attribute `first_speech_id` is the id of <|s_0|>."""
+        self._utterances = utterances
+        self._by_voice = [members[utterances.voices[members] == voice] for voice in np.unique(utterances.voices)]
+        shares = np.array([len(voice) for voice in self._by_voice], np.float64)
+        self._voice_shares = shares / shares.sum()
+        self._seed = seed
+        ids = tokenizer.get_vocab()
+        self.first_speech_id = ids["<|s_0|>"]
+        self._sos, self._task, self._end = (
+            np.array([ids[token]], np.int32) for token in (COSYVOICE2.sos, COSYVOICE2.task, COSYVOICE2.ends[0])
+        )
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        rng = np.random.default_rng((self._seed, worker.id if worker else 0))
+        waiting: defaultdict[int, list[tuple[Ids, np.ndarray]]] = defaultdict(list)  # by padded length
+        while True:
+            sequence = self.random_sequence(rng)
+            length = _padded_length(len(sequence[0]))
+            waiting[length].append(sequence)
+            if len(waiting[length]) == max(1, BATCH_TOKENS // length):
+                yield _padded(waiting.pop(length), length)
+
+    def random_sequence(self, rng: np.random.Generator) -> tuple[Ids, np.ndarray]:
+        """One sequence: ids (L,), and which of them are targets (L,) bool."""
+        of_voice = self._by_voice[rng.choice(len(self._by_voice), p=self._voice_shares)]
+        count = rng.choice(UTTERANCES, p=UTTERANCES_SHARE)
+        chosen = self._fitting(of_voice[rng.integers(len(of_voice), size=count)])
+        data = self._utterances
+        prompted = len(chosen) > 1 and rng.random() < WITH_PROMPT
+        begins = 1 + prompted  # number of texts without a leading blank
+        texts = [(data.texts if index < begins else data.joined)[u] for index, u in enumerate(chosen)]
+        first, clean = self._prompt(chosen[0], rng) if prompted else (data.speech(chosen[0]), True)
+        speech = [first, *(data.speech(u) for u in chosen[1:])]
+        heads = [self._sos, *texts, self._task]
+        ids = np.concatenate([*heads, *(part + self.first_speech_id for part in speech), self._end])
+        target = np.zeros(len(ids), bool)
+        target[sum(map(len, heads)) + (0 if clean else len(first)) :] = True
+        return ids, target
+
+    def _fitting(self, chosen: np.ndarray) -> list[int]:
+        """The first ones that together fit into MOST_SPEECH, at least one."""
+        kept: list[int] = []
+        total = 0
+        for u in chosen.tolist():
+            total += len(self._utterances.speech(u))
+            if kept and total > MOST_SPEECH:
+                break
+            kept.append(u)
+        return kept
+
+    def _prompt(self, u: int, rng: np.random.Generator) -> tuple[Ids, bool]:
+        """The speech of a prompt, and whether it is unchanged."""
+        kind = rng.random()
+        altered = self._utterances.altered_speech(u)
+        if kind < ALTERED and len(altered):
+            return altered, False
+        speech = self._utterances.speech(u)
+        return (self._damaged(speech, rng), False) if kind < ALTERED + DAMAGED else (speech, True)
+
+    def _damaged(self, speech: Ids, rng: np.random.Generator) -> Ids:
+        """Speech at another speed, a random share of tokens replaced, singly or in runs; the end may be cut off."""
+        length = max(4, round(len(speech) * rng.uniform(0.7, 1.5)))
+        damaged = speech[np.arange(length) * len(speech) // length].copy()
+        run = int(rng.choice((1, 3, 8)))
+        replaced = np.repeat(rng.random(-(-length // run)) < rng.random(), run)[:length]
+        usual = self._utterances.tokens
+        other = usual[rng.integers(len(usual), size=length)] if rng.random() < 0.5 else None
+        damaged[replaced] = (rng.integers(SPEECH_VOCAB, size=length) if other is None else other)[replaced]
+        return damaged[: length - rng.integers(0, 5)] if length > 20 else damaged
+
+
+def _padded_length(length: int) -> int:
+    step = 32 if length <= 256 else 64 if length <= 512 else 128
+    return -(-length // step) * step
+
+
+def _padded(batch: Sequence[tuple[Ids, np.ndarray]], length: int) -> tuple[Tensor, Tensor]:
+    ids, target = np.zeros((len(batch), length), np.int64), np.zeros((len(batch), length), bool)
+    for row, (sequence, targets) in enumerate(batch):
+        ids[row, : len(sequence)], target[row, : len(sequence)] = sequence, targets
+    return torch.from_numpy(ids), torch.from_numpy(target)

@@ -1,0 +1,100 @@
+"""Qwen2 for training: state_dict and values of transformers' network, capturable as a CUDA graph, with dropout."""
+
+import torch
+import torch.nn.functional as F
+from cosyvoice_triton.demo_checkpoint.llm import LLMSizes
+from torch import Tensor, nn
+
+EPSILON = 1e-6
+SPREAD = 0.05  # standard deviation of the initial weights
+
+
+class Qwen2(nn.Module):
+    """The output head is the embedding (tied)."""
+
+    def __init__(self, sizes: LLMSizes, vocabulary: int, dropout: float) -> None:
+        super().__init__()
+        self.model = _QwenBody(sizes, vocabulary, dropout)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=SPREAD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids (B, L) -> logits (B, L, vocabulary); causal"""
+        return F.linear(self.model(ids), self.model.embed_tokens.weight)
+
+
+class _QwenBody(nn.Module):
+    def __init__(self, sizes: LLMSizes, vocabulary: int, dropout: float) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocabulary, sizes.hidden)
+        self.layers = nn.ModuleList(_QwenLayer(sizes, dropout) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.hidden, EPSILON)
+        self._sizes, self._dropout = sizes, dropout
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.dropout(self.embed_tokens(ids), self._dropout, self.training)
+        head = self._sizes.hidden // self._sizes.heads
+        frequency = self._sizes.rope_theta ** -(torch.arange(0, head, 2, device=ids.device) / head)
+        angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * torch.cat([frequency, frequency])
+        rotation = angles.cos(), angles.sin()
+        for layer in self.layers:
+            x = layer(x, rotation)
+        return self.norm(x)
+
+
+class _QwenLayer(nn.Module):
+    def __init__(self, sizes: LLMSizes, dropout: float) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(sizes.hidden, EPSILON)
+        self.self_attn = _QwenAttention(sizes)
+        self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, EPSILON)
+        self.mlp = _QwenMLP(sizes)
+        self._dropout = dropout
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + F.dropout(self.self_attn(self.input_layernorm(x), rotation), self._dropout, self.training)
+        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self._dropout, self.training)
+
+
+class _QwenAttention(nn.Module):
+    """Grouped-query attention."""
+
+    def __init__(self, sizes: LLMSizes) -> None:
+        super().__init__()
+        self._head = sizes.hidden // sizes.heads
+        self._shared = sizes.heads // sizes.kv_heads
+        self.q_proj = nn.Linear(sizes.hidden, sizes.hidden)
+        self.k_proj = nn.Linear(sizes.hidden, sizes.kv_heads * self._head)
+        self.v_proj = nn.Linear(sizes.hidden, sizes.kv_heads * self._head)
+        self.o_proj = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self._head)).transpose(1, 2)  # (B, L, H * D) -> (B, H, L, D)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = (_rotated(part, rotation) for part in (query, key))
+        key, value = (part.repeat_interleave(self._shared, dim=1) for part in (key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class _QwenMLP(nn.Module):
+    def __init__(self, sizes: LLMSizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.hidden, sizes.mlp, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden, sizes.mlp, bias=False)
+        self.down_proj = nn.Linear(sizes.mlp, sizes.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding of x (B, H, L, D), halves paired; `rotation`: cosines and sines (L, D)."""
+    cosine, sine = rotation
+    low, high = x.chunk(2, dim=-1)
+    return (x * cosine + torch.cat([-high, low], dim=-1) * sine).to(x.dtype)

@@ -1,0 +1,185 @@
+"""Stage `vocoder`: HiFT, one network for both stacks.
+
+The generator is trained with the pitch found by autocorrelation, the f0 predictor with a loss of its own; later, half
+of the rows use the predicted pitch, as serving does. The discriminators start in the second part: before, the output is
+too poor for them to be of use.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from cosyvoice_triton.constants import HOP_SAMPLES, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator, split_weight_norm
+from cosyvoice_triton.networks.hift.generator import Snake
+from cosyvoice_triton.voice import audio
+from torch import Tensor, nn
+
+from demo_voice.training.dataset import SpeechDataset
+from demo_voice.training.discriminators import Discriminators
+from demo_voice.training.pitch import fundamental
+from demo_voice.training.resampling import upsampled
+from demo_voice.training.training import CapturedStep, TrainingRun, adamw, autocast, descend, prepare, trained
+
+CONFIG = HiFTConfig(channels=128, f0_channels=64, resblock_kernels=(3, 5, 7), source_resblock_kernels=(3, 3, 5))
+FILE = "hift.pt"
+CROP_TOKENS, MARGIN_TOKENS, BATCH = 20, 2, 32  # the margin on both sides is context for mel and pitch
+PEAK_RATE, DISCRIMINATOR_RATE, PITCH_RATE = 5e-4, 4e-4, 1e-3  # 1.5e-3 diverged after a thousand steps
+BETAS = (0.8, 0.99)
+HERTZ_RATE = 100  # the f0 predictor's last layer outputs Hz: its weights, and their rate, are larger by this factor
+ADVERSARIAL_FROM = 0.45  # share of the time after which discriminators are used
+PREDICTED_PITCH_FROM = 0.3  # share of the time after which half of the rows use the predicted pitch
+RESOLUTIONS = ((128, 32), (512, 128), (1024, 256), (2048, 512))  # windows and hops
+MEL_WEIGHT, ADVERSARIAL_WEIGHT, MATCHING_WEIGHT = 3.0, 0.5, 0.25
+# Floors below which log magnitudes are clamped. Otherwise inaudible parts (pauses, and everything above 8 kHz, where
+# the voices have no energy) would weigh as much in log distances as all speech together.
+QUIETEST, QUIETEST_MEL = 1e-5, -9.0  # magnitude per sample of a window; log mel
+PITCH_SCALE = 50.0  # Hz; an error of this size is a loss of 1
+
+
+class _SnakeFunction(torch.autograd.Function):
+    """x + sin(alpha x)^2 / alpha of x (B, C, T), alpha (C, 1), in half as many passes over memory as autograd's.
+
+    sin^2 = (1 - cos(2 alpha x)) / 2, whose derivative by x is alpha sin(2 alpha x).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha: Tensor) -> Tensor:
+        ctx.save_for_backward(x, alpha)
+        sine = torch.sin(x * alpha)
+        return torch.addcmul(x.to(sine.dtype), sine, sine / alpha)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        x, alpha = ctx.saved_tensors
+        angle = x * (2 * alpha)
+        slope = gradient * torch.sin(angle)
+        square = gradient * (1 - torch.cos(angle))
+        of_alpha = ((slope * x).sum((0, 2)) - 0.5 * square.sum((0, 2)) / alpha[:, 0]) / alpha[:, 0]
+        return (gradient + slope).to(x.dtype), of_alpha[:, None]
+
+
+class TrainedSnake(Snake):
+    """`Snake` with gradients, which the GPU kernel does not have."""
+
+    def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return _SnakeFunction.apply(x, self.alpha[:, None] + 1e-9)
+
+
+def build() -> HiFTGenerator:
+    """The network for training, with the same state_dict as the served one."""
+    hift = HiFTGenerator(replace(CONFIG, audio_limit=math.inf))  # samples clamped at the limit would have no gradient
+    for module in list(hift.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Snake):
+                module.register_module(name, TrainedSnake(len(child.alpha)))
+    return hift
+
+
+def train(work: Path, seconds: float, device: str | torch.device) -> None:
+    speech = SpeechDataset.load(work, prepare(device, seed=3))
+    training = VocoderTraining(speech)
+    networks = {"network": training.hift, "judges": training.discriminators}
+    run = TrainingRun(work / FILE, seconds, networks, [training.of_body, training.of_discriminators, training.of_pitch])
+    step = CapturedStep(training.step, speech.device)
+    for share in run:
+        run.losses(**step(share > PREDICTED_PITCH_FROM, share > ADVERSARIAL_FROM))
+
+
+class VocoderTraining:
+    """Networks, optimizers and the training step."""
+
+    def __init__(self, speech: SpeechDataset) -> None:
+        self.speech = speech
+        self.hift, self.discriminators = build().to(speech.device), Discriminators().to(speech.device)
+        nn.init.constant_(self.hift.f0_predictor.classifier.bias, 120.0)  # Hz, between the voices
+        pitch = dict(self.hift.f0_predictor.named_parameters())
+        last = [pitch.pop("classifier.weight"), pitch.pop("classifier.bias")]
+        groups = [{"params": list(pitch.values())}, {"params": last, "lr": HERTZ_RATE * PITCH_RATE}]
+        body = [weight for name, weight in self.hift.named_parameters() if not name.startswith("f0_predictor.")]
+        self.of_body = adamw(body, PEAK_RATE, BETAS)
+        self.of_discriminators = adamw(self.discriminators.parameters(), DISCRIMINATOR_RATE, BETAS)
+        self.of_pitch = adamw(groups, PITCH_RATE, weight_decay=0.0)
+
+    def step(self, predicted_pitch: bool, adversarial: bool) -> dict[str, Tensor]:
+        wave, mel, f0 = random_crops(self.speech)
+        predicted = self.hift.f0(mel)
+        pitch_error = pitch_loss(predicted, f0)
+        descend(pitch_error, self.of_pitch, clip=10.0)
+        if predicted_pitch:
+            chosen = torch.rand(len(f0), 1, device=f0.device) < 0.5
+            f0 = torch.where(chosen, predicted.detach(), f0)
+        made = render(self.hift, mel, f0)
+        spectral, of_mel = spectral_loss(made, wave), mel_loss(made, wave)
+        loss = spectral + MEL_WEIGHT * of_mel
+        found = {"spectral": spectral.detach(), "mel": of_mel.detach(), "pitch": pitch_error.detach()}
+        if adversarial:
+            fooled, matching = self._discriminate(wave, made)
+            loss = loss + ADVERSARIAL_WEIGHT * fooled + MATCHING_WEIGHT * matching
+            found |= {"adversarial": fooled.detach(), "matching": matching.detach()}
+        descend(loss, self.of_body, clip=1.0)
+        return found
+
+    def _discriminate(self, wave: Tensor, made: Tensor) -> tuple[Tensor, Tensor]:
+        """A step of the discriminators, then the generator's two losses by them."""
+        with autocast(wave.device):
+            loss = self.discriminators.loss(wave, made.detach())
+        descend(loss, self.of_discriminators, clip=10.0)
+        self.discriminators.requires_grad_(False)  # half the work: only gradients of the waves are needed
+        with autocast(wave.device):
+            losses = self.discriminators.generator_loss(wave, made)
+        self.discriminators.requires_grad_(True)
+        return losses
+
+
+def export(work: Path, path: Path) -> None:
+    """The trained network as an official `hift.pt`, float16."""
+    state = split_weight_norm(trained(work / FILE))
+    torch.save({name: tensor.half() for name, tensor in state.items()}, path)
+
+
+def random_crops(speech: SpeechDataset) -> tuple[Tensor, Tensor, Tensor]:
+    """Random crops: waves (B, N) at 24 kHz, their mel (B, 80, T) and f0 (B, T)."""
+    length = CROP_TOKENS + 2 * MARGIN_TOKENS
+    starts = speech.random_starts(BATCH, length)
+    wave = upsampled(speech.wave(starts, length))
+    margin = MARGIN_TOKENS * TOKEN_MEL_RATIO
+    inside = slice(margin, -margin)
+    mel, f0 = audio.mel_spectrogram(wave)[:, :, inside], fundamental(wave)[:, inside]
+    return wave[:, margin * HOP_SAMPLES : -margin * HOP_SAMPLES], mel, f0
+
+
+def render(hift: HiFTGenerator, mel: Tensor, f0: Tensor) -> Tensor:
+    """mel (B, 80, T), f0 (B, T) in Hz -> waves (B, N).
+
+    Not in bfloat16: quiet sounds are differences of large terms, and its rounding would be louder than they are.
+    """
+    B, T = f0.shape
+    source, _ = hift.source(f0, torch.randn(B, T * HOP_SAMPLES, CONFIG.harmonics + 1, device=f0.device))
+    return hift.decode(mel, source)
+
+
+def pitch_loss(predicted: Tensor, f0: Tensor) -> Tensor:
+    """f0 (B, T) in Hz. Absolute errors: their optimum is the median, which is voiced or unvoiced, never in between."""
+    return (predicted - f0).abs().mean() / PITCH_SCALE
+
+
+def mel_loss(made: Tensor, wave: Tensor) -> Tensor:
+    """Mean absolute difference of log mel; waves (B, N)."""
+    found, wanted = (audio.mel_spectrogram(x).clamp(min=QUIETEST_MEL) for x in (made, wave))
+    return (found - wanted).abs().mean()
+
+
+def spectral_loss(made: Tensor, wave: Tensor) -> Tensor:
+    """Multi-resolution STFT loss: log distance and spectral convergence of magnitudes; waves (B, N)."""
+    total = made.new_zeros(())
+    for n_fft, hop in RESOLUTIONS:
+        window = torch.hann_window(n_fft, device=wave.device)
+        found, wanted = (torch.stft(x, n_fft, hop, window=window, return_complex=True).abs() for x in (made, wave))
+        quietest = QUIETEST * n_fft
+        total = total + (found.clamp(min=quietest).log() - wanted.clamp(min=quietest).log()).abs().mean()
+        total = total + (found - wanted).norm() / wanted.norm().clamp(min=1e-2)
+    return total

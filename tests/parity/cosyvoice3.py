@@ -1,0 +1,272 @@
+"""Fixtures of CosyVoice3: flow, vocoder, noise tables, silent tokens, and the streaming loops of upstream's callers."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from cosyvoice_triton.checkpoint import load_strict, shapes_of
+from cosyvoice_triton.constants import MAX_STREAM_TOKENS, SAMPLE_RATE, TOKEN_MEL_RATIO, TOKEN_RATE
+from cosyvoice_triton.networks.flow.checkpoint import ROTARY_KEY, with_rotary, without_rotary
+from cosyvoice_triton.networks.flow.config import CosyVoice3FlowConfig
+from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
+from cosyvoice_triton.networks.hift import (
+    CausalHiFTGenerator,
+    HiFTConfig,
+    build_causal_hift,
+    fuse_weight_norm,
+    split_weight_norm,
+)
+from cosyvoice_triton.networks.hift.causal import F0_LOOKAHEAD, PRE_LOOKAHEAD, Contexts
+from cosyvoice_triton.networks.hift.spectrum import stft
+from cosyvoice_triton.orchestrator.silence import SilenceFilter, SilenceRules
+from cosyvoice_triton.token2wav.gpu.noise import (
+    FLOW_NOISE_FRAMES,
+    NoiseTape,
+    flow_noise,
+    table_generator,
+    uniform_noise,
+)
+from cosyvoice_triton.token2wav.stream import Chunk, Stream
+from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
+from torch import Tensor
+
+from tests.parity.fixture import Check, Fixture, outputs_of
+from tests.parity.flow_unet import flow_calls, solve_calls
+from tests.parity.hift import config_of
+from tests.parity.reference import window_flow as reference
+from tests.parity.served import LIMITS, ServedFlow, prompt_of
+from tests.parity.tracing import intermediates, steps_of
+
+Results = Iterator[tuple[str, Tensor]]
+TABLE_SECONDS = 300  # of upstream's noise tables
+
+
+def build(fixture: Fixture, file: str | None = None) -> CosyVoice3Flow:
+    """The flow in a weights file of the fixture; what no tensor shows is from the JSON next to it."""
+    file = file or fixture.meta["weights_file"]
+    state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
+    sizes = CosyVoice3FlowConfig.from_shapes(shapes_of(state))
+    sizes = replace(
+        sizes,
+        guidance=config["cfm"]["cfm_params"]["inference_cfg_rate"],
+        estimator=replace(sizes.estimator, chunk_frames=config["estimator"]["static_chunk_size"]),
+    )
+    return load_strict(CosyVoice3Flow(sizes), without_rotary(state), "cpu", torch.float32)
+
+
+def check_lookahead(fixture: Fixture) -> Results:
+    flow = build(fixture)
+    for call in fixture.meta["calls"]:
+        xs = fixture[call["xs"]]
+        ahead = flow.config.encoder.lookahead
+        padded = xs if call["context"] else F.pad(xs, (0, 0, 0, ahead))
+        windows = padded.unfold(1, ahead + 1, 1).transpose(2, 3)  # (B, T, C, 1 + lookahead) -> (B, T, 1 + lookahead, C)
+        yield call["output"], flow.pre_lookahead_layer(windows)
+
+
+def check_estimator(fixture: Fixture) -> Results:
+    estimator = build(fixture).decoder.estimator
+    for call in fixture.meta["calls"]:
+        x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
+        with intermediates(estimator, fixture, call["tag"]) as found:
+            y = estimator(x, t, mu, speaker, condition, mask.bool(), call["streaming"])
+        lengths = call.get("lengths", [])
+        rows = [row[:, :length] for row, length in zip(y, lengths, strict=True)] if lengths else [y]
+        yield from zip(outputs_of(call), rows, strict=True)
+        yield from found.items()
+
+
+def check_solve(fixture: Fixture) -> Results:
+    yield from solve_calls(fixture, build(fixture).decoder)
+
+
+def check_flow(fixture: Fixture) -> Results:
+    yield from flow_calls(fixture, build(fixture))
+
+
+def check_full_size_flow(fixture: Fixture) -> Results:
+    config = CosyVoice3FlowConfig()
+    with torch.device("meta"):
+        flow = CosyVoice3Flow(config)
+    shapes = {key: tuple(shape) for key, shape in shapes_of(with_rotary(flow.state_dict(), config)).items()}
+    del shapes[ROTARY_KEY]  # kept as it is, and not in the check of the weights
+    yield from flow_calls(fixture, load_strict(flow, fixture.generated_weights(shapes), "cpu", torch.float32))
+
+
+class _WholeVocoder:
+    """The causal vocoder's network over whole recordings, with the noise of a fixture."""
+
+    def __init__(self, fixture: Fixture, hift: CausalHiFTGenerator) -> None:
+        self._fixture, self.hift = fixture, hift
+        self._tape = NoiseTape(fixture["in/noise_table"])
+
+    def noise(self, samples: int) -> Tensor:
+        return self._tape.read(0, samples)[None]
+
+    def f0(self, mel: Tensor, final: bool) -> Tensor:
+        mel = F.pad(mel, (0, F0_LOOKAHEAD if final else 0))
+        frames = torch.tensor([mel.shape[2] - F0_LOOKAHEAD])
+        return self.hift.f0_predictor(mel, frames, Contexts(None)).float()
+
+    def source(self, mel: Tensor, final: bool, gain: float) -> Tensor:
+        f0 = self.f0(mel, final)
+        source, _ = self.hift.m_source(f0, gain * self.noise(f0.shape[1] * self.hift.config.hop))
+        return source
+
+    def decode(self, mel: Tensor, source: Tensor, final: bool) -> Tensor:
+        mel = F.pad(mel, (0, PRE_LOOKAHEAD)) if final else mel
+        frames = mel.shape[2] - PRE_LOOKAHEAD
+        contexts, ends = Contexts(None), torch.tensor([final])
+        speech = self.hift.decode(mel, source, torch.tensor([frames]), ends, contexts, begins=True)
+        return self._given(speech, frames, final)
+
+    def inference(self, mel: Tensor, final: bool, gain: float) -> Tensor:
+        frames, ends = torch.tensor([mel.shape[2]]), torch.tensor([final])
+        speech, _ = self.hift(mel, lambda samples: gain * self.noise(samples), frames, ends, ending=final)
+        return self._given(speech, self.hift.vocoded(mel.shape[2], begins=True, ends=final), final)
+
+    def _given(self, speech: Tensor, frames: int, final: bool) -> Tensor:
+        """Upstream withholds the last frame of a prefix, ours only the samples of it that the next one changes."""
+        return speech[:, : self.hift.config.hop * (frames if final else frames - 1)]
+
+    def calls(self) -> Results:
+        for call in self._fixture.meta["calls"]:
+            with intermediates(self.hift, self._fixture, call["tag"]) as found:
+                results = self._call(call["fn"])
+            for key in outputs_of(call):
+                name = key.rpartition("/")[2]
+                yield key, results["f0" if name.startswith("f0") else name]
+            yield from found.items()
+
+    def _call(self, text: str) -> dict[str, Tensor]:
+        inputs = [self._input(*found) for found in re.findall(r"(?:([\d.]+)\*)?(in/\w+)(?:\[:, :, :(\d+)\])?", text)]
+        final, gain = "finalize=False" not in text, 0.0 if "noise table all zero" in text else 1.0
+        if text.startswith("f0_predictor"):
+            return {"f0": self.f0(inputs[0], final)}
+        if text.startswith("decode"):
+            return {"speech": self.decode(inputs[0], inputs[1], final)}
+        if not text.startswith("inference"):
+            raise ValueError(f"{self._fixture.name}: cannot read the call {text!r}")
+        return {"speech": self.inference(inputs[0], final, gain), "source": self.source(inputs[0], final, gain)}
+
+    def _input(self, gain: str, key: str, end: str) -> Tensor:
+        return float(gain or 1) * self._fixture[key][..., : int(end) if end else None]
+
+
+def tiny_vocoder(fixture: Fixture, file: str | None = None) -> CausalHiFTGenerator:
+    file = file or fixture.meta["weights_file"]
+    return build_causal_hift(config_of(fixture.weights_meta(file)), fuse_weight_norm(fixture.weights(file)))
+
+
+def check_vocoder(fixture: Fixture) -> Results:
+    vocoder = _WholeVocoder(fixture, tiny_vocoder(fixture))
+    yield from vocoder.calls()
+    hift, mel = vocoder.hift, fixture["in/mel"]
+    waves, _ = hift.m_source.sines(vocoder.f0(mel, True), vocoder.noise(mel.shape[2] * hift.config.hop))
+    yield from ((key, waves[:, : fixture[key].shape[1]]) for key in fixture.keys if key.startswith("mid/sine_waves_"))
+    for key in fixture.keys:
+        if key.startswith("mid/decode/s_stft"):
+            columns = stft(fixture["in/decode_source"][:, 0], hift.stft_window, hift.config.istft_hop)
+            yield key, columns[..., : fixture[key].shape[2]]
+
+
+def check_full_size_vocoder(fixture: Fixture) -> Results:
+    hift = CausalHiFTGenerator(HiFTConfig())
+    shapes = {key: tuple(value.shape) for key, value in split_weight_norm(hift.state_dict()).items()}
+    built = build_causal_hift(HiFTConfig(), fuse_weight_norm(fixture.generated_weights(shapes)))
+    yield from _WholeVocoder(fixture, built).calls()
+
+
+def check_tables(fixture: Fixture) -> Results:
+    """The flow's noise and the vocoder's are those that serving reads; the rest, which it does not need, shows that
+    they are drawn in upstream's order."""
+    components, generator = fixture["out/rand_ini"].shape[1], table_generator()
+    initial = torch.rand(1, components, generator=generator)
+    initial[:, 0] = 0
+    table = torch.rand(TABLE_SECONDS * SAMPLE_RATE, components, generator=generator)
+    torch.rand(components + 1, generator=generator)  # the source's mixing layer
+    yield "out/rand_ini", initial
+    yield "out/uv_first_64", torch.rand(64, 1, generator=generator)
+    served = uniform_noise(components)
+    index = fixture["in/sine_waves_row_index"]
+    longest = MAX_STREAM_TOKENS // TOKEN_RATE * SAMPLE_RATE
+    yield "out/sine_waves_first_64", served.read(0, 64)
+    yield "out/sine_waves_rows", torch.where((index < longest)[:, None], served.at(index), table[index])
+    flow = flow_noise().read(0, FLOW_NOISE_FRAMES).T[None]  # (T, C) -> (1, C, T)
+    yield "out/rand_noise_first_8_columns", flow[..., :8]
+    yield "out/rand_noise_last_8_columns", flow[..., -8:]
+
+
+def check_silence(fixture: Fixture) -> Results:
+    rules = SilenceRules(tokens=frozenset(fixture.meta["silent_tokens"]), most=fixture.meta["max_silent_tokens"])
+    for call in fixture.meta["calls"]:
+        yield call["output"], torch.tensor(SilenceFilter(rules).kept(fixture[call["tokens"]].tolist()))
+
+
+def check_streaming(fixture: Fixture) -> Results:
+    """Our engine, where it renders a chunk by upstream's rules: under the chunk mask, or the last call under full
+    attention as a whole utterance. Earlier calls under full attention are computed by `reference`.
+
+    Our vocoder keeps what upstream's computes again for every chunk, and gives a frame less 8 samples more of it.
+    """
+    flow_file, hift_file = fixture.meta["weights_files"]
+    network, hift = build(fixture, flow_file), tiny_vocoder(fixture, hift_file)
+    prompt = prompt_of(fixture["in/prompt_token"][0], fixture["in/prompt_feat"][0], fixture["in/embedding"][0])
+    served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps_of(fixture))
+    stream, by_engine = served.open(prompt), fixture.computed_by
+    full_attention = fixture.name.endswith("full_attention")
+    spoken = _Spoken(fixture, hift)
+    for call in fixture.meta["calls"]:
+        tag, (first, end), offset, final = call["tag"], call["token"], call["token_offset"], call["finalize"]
+        tokens = fixture["in/token"][0, first:end]
+        fixture.computed_by = by_engine
+        if call["stream"] and not full_attention:
+            mel = served.chunk(stream, tokens, final=final, offset=offset)
+        elif final:
+            mel = served.whole(prompt, tokens)[:, TOKEN_MEL_RATIO * offset :]
+        else:
+            fixture.computed_by = "reference"
+            inputs = (fixture[f"in/{name}"] for name in ("prompt_token", "prompt_feat", "embedding"))
+            noise = fixture["in/rand_noise"]
+            mel = reference.inference(network, tokens[None], *inputs, noise=noise, streaming=False, final=False)
+            mel = mel[0, :, TOKEN_MEL_RATIO * offset :]
+        speech = spoken.after(mel, final)[:, call["speech_offset"] :][:, : call["speech_samples"]]
+        results = {f"mid/{tag}/mel": mel[None], f"out/{tag}/mel": mel[None], f"out/{tag}/speech": speech}
+        yield from ((key, result) for key, result in results.items() if key in fixture)
+
+
+class _Spoken:
+    """The audio of a stream so far, (1, N)."""
+
+    def __init__(self, fixture: Fixture, hift: CausalHiFTGenerator) -> None:
+        noise = NoiseTape(fixture["in/noise_table"].to(fixture.device))
+        hift = hift.to(fixture.device).body_to(fixture.dtype)
+        self._vocoder = CausalVocoder(hift, noise, limits=LIMITS)
+        self._stream = Stream(vocoder=self._vocoder.open())
+        self._speech = torch.zeros(0)
+
+    def after(self, mel: Tensor, final: bool) -> Tensor:
+        (speech,) = self._vocoder.step([Chunk(self._stream, np.zeros(0, np.int64), final, 0, 0, 0)], [mel])
+        assert isinstance(speech, Tensor), speech
+        self._speech = torch.cat([self._speech, speech])
+        return self._speech[None]
+
+
+CHECKS: dict[str, Check] = {
+    "item1a_cosyvoice3_pre_lookahead": check_lookahead,
+    "item1b_cosyvoice3_dit": check_estimator,
+    "item2_cosyvoice3_cfm_solve": check_solve,
+    "item3_cosyvoice3_flow_inference": check_flow,
+    "item4_cosyvoice3_hift": check_vocoder,
+    "item4b_cosyvoice3_noise_tables": check_tables,
+    "item5b_cosyvoice3_silent_tokens": check_silence,
+    "item6a_cosyvoice3_streaming_cli": check_streaming,
+    "item6b_cosyvoice3_streaming_script": check_streaming,
+    "item6c_cosyvoice3_streaming_triton": check_streaming,
+    "item6d_cosyvoice3_streaming_triton_full_attention": check_streaming,
+    "fullsize_cosyvoice3_flow": check_full_size_flow,
+    "fullsize_cosyvoice3_hift": check_full_size_vocoder,
+}

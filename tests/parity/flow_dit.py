@@ -1,0 +1,271 @@
+"""Fixtures of Step-Audio2's flow: chunk-wise encoder, DiT estimator, and the flow offline and streamed.
+
+Stored caches have upstream's layouts; the functions at the end convert ours to them.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from cosyvoice_triton.checkpoint import load_strict, shapes_of
+from cosyvoice_triton.constants import TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow.cache import EstimatorCache, KeyValues
+from cosyvoice_triton.networks.flow.config import DiTConfig, DiTFlowConfig, EncoderConfig
+from cosyvoice_triton.networks.flow.dit import DiTEstimator, DiTFlow
+from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
+from cosyvoice_triton.voice.prompt import Prompt
+from torch import Tensor
+
+from tests.parity.fixture import Check, Fixture, prefixed
+from tests.parity.reference import dit_flow as reference
+from tests.parity.reference.encoder import EncoderCache, encode_chunk, encode_whole
+from tests.parity.served import ServedFlow, ServedStream, is_served, prompt_of
+from tests.parity.tracing import evaluate, intermediates, recorded, steps_of
+
+Results = Iterator[tuple[str, Tensor]]
+
+
+def build(fixture: Fixture, file: str | None = None) -> DiTFlow:
+    """The flow in a weights file of the fixture; guidance is from the JSON next to it."""
+    state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
+    sizes = replace(DiTFlowConfig.from_shapes(shapes_of(state)), guidance=config["cfm"]["inference_cfg_rate"])
+    return load_strict(DiTFlow(sizes), state, "cpu", torch.float32)
+
+
+def check_encoder(fixture: Fixture) -> Results:
+    state = fixture.weights()
+    encoder = UpsampleConformerEncoder(EncoderConfig.from_shapes(prefixed("encoder.", state)))
+    load_strict(encoder, state, "cpu", torch.float32)
+    caches: dict[str, EncoderCache] = {}
+    for call in fixture.meta["calls"]:
+        if "last_chunk" not in call:
+            xs, lengths = (fixture[key] for key in re.findall(r"in/\w+", call["fn"]))
+            ys, valid = encode_whole(encoder, xs, lengths)
+            yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
+            continue
+        xs = evaluate(fixture, call["xs"])
+        cache = EncoderCache.empty(encoder, xs.shape[0]) if call["caches"] == "none" else caches[_origin(call)]
+        ys, cache = encode_chunk(encoder, xs, cache, call["last_chunk"])
+        caches[call["tag"]] = cache
+        yield from _stored(
+            call["outputs"], {"xs": ys, "cnn_cache": encoder_conv(cache), "att_cache": encoder_attention(cache)}
+        )
+
+
+def _origin(call: dict[str, Any]) -> str:
+    """Tag of the call whose caches this call continues: "chunk0" of "from chunk0"."""
+    return call["caches"].removeprefix("from ")
+
+
+def _stored(keys: Iterable[str], computed: dict[str, Tensor]) -> Results:
+    """Results by the last part of their keys, such as `att_cache`, or `att_cache.step_last` for a part of it."""
+    for key in keys:
+        name, *parts = key.rpartition("/")[2].split(".")
+        if name in computed:
+            yield key, _part(computed[name], parts)
+
+
+def check_estimator(fixture: Fixture) -> Results:
+    state = fixture.weights()
+    estimator = DiTEstimator(DiTConfig.from_shapes(prefixed("decoder.estimator.", state)))
+    load_strict(estimator, state, "cpu", torch.float32)
+    x, mu, condition, speaker, t = (fixture[f"in/{name}"] for name in ("x", "mu", "cond", "spks", "t"))
+    streams: dict[str, tuple[EstimatorCache, list[int]]] = {}  # cache after a call, lengths of the blocks in it
+    for call in fixture.meta["calls"]:
+        if "frames" not in call:
+            yield from _whole_estimate(fixture, estimator, call)
+            continue
+        fresh = not call["caches"].startswith("from ")
+        cache, blocks = (_empty_cache(estimator, x), []) if fresh else streams[_origin(call)]
+        start, stop = call["frames"]
+        cache, blocks = cache.with_room(stop - start), [*blocks, stop - start]
+        streams[call["tag"]] = cache, blocks
+        part = slice(start, stop)
+        y = estimator.forward_chunk(x[..., part], t, mu[..., part], speaker, condition[..., part], cache)
+        attention = estimator_attention(cache.attention, blocks)
+        yield from _stored(call["outputs"], {"x": y, "cnn_cache": estimator_conv(cache.conv), "att_cache": attention})
+
+
+def _whole_estimate(fixture: Fixture, estimator: DiTEstimator, call: dict[str, Any]) -> Results:
+    x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
+    with intermediates(estimator, fixture, call["tag"]) as found:
+        yield call["output"], estimator(x, t, mu, speaker, condition, mask.bool())
+    yield from found.items()
+
+
+def _empty_cache(estimator: DiTEstimator, x: Tensor) -> EstimatorCache:
+    return estimator.empty_cache(steps=1, rows=x.shape[0])[0]
+
+
+def check_offline_flow(fixture: Fixture) -> Results:
+    """Rows as long as their batch by the engine, each with its own noise; shorter ones by `reference`, because upstream
+    lets them look ahead into their padding."""
+    network = build(fixture)
+    names = ("token", "token_len", "prompt_feat", "prompt_feat_len", "embedding")
+    for call in fixture.meta["calls"]:
+        inputs = [fixture[f"in/{name}"][: call["batch"]] for name in names]
+        noise, steps = fixture[call["noise"]], call["n_timesteps"]
+        fixture.computed_by = "reference"
+        with recorded(network.encoder_proj, "forward") as projected:
+            mel = reference.inference(network, *inputs, noise=noise, steps=steps)
+        mu = projected[0]
+        for row, (token, count, feat, frames, embedding) in enumerate(zip(*inputs, strict=True)):
+            if is_served(network.config) and count == len(token):
+                served = ServedFlow(fixture, network, noise[row : row + 1], steps)
+                prompt = prompt_of(token, feat[:frames], embedding)
+                served.whole(prompt, token[len(prompt.tokens) :])
+                mel[row], mu[row] = served.mel[0], served.mu[0]
+        yield from zip(call["outputs"], (mel, inputs[1] * network.config.encoder.ratio), strict=True)
+        if (key := f"mid/{call['tag']}/mu") in fixture:
+            yield key, mu
+
+
+def check_streamed_flow(fixture: Fixture) -> Results:
+    yield from _flow_calls(fixture, build(fixture))
+
+
+def check_full_size_flow(fixture: Fixture) -> Results:
+    with torch.device("meta"):
+        flow = DiTFlow(DiTFlowConfig())
+    state = fixture.generated_weights({key: tuple(shape) for key, shape in shapes_of(flow.state_dict()).items()})
+    yield from _flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
+
+
+class _ReferenceStream:
+    """A stream with a look-ahead that the engine does not have, with the attributes of a served one."""
+
+    def __init__(self, fixture: Fixture, network: DiTFlow, prompt: Prompt, steps: int) -> None:
+        fixture.computed_by = "reference"
+        self._network, self._noise = network, fixture["in/rand_noise"]
+        arrays = (torch.from_numpy(array)[None] for array in (prompt.tokens, prompt.mel, prompt.embedding))
+        with recorded(network.encoder_proj, "forward") as projected:
+            self._cache = reference.prefill(network, *arrays, noise=self._noise, steps=steps)
+        self.mu = projected[0]
+
+    def chunk(self, tokens: Tensor, final: bool) -> Tensor:
+        config, cache = self._network.config.encoder, self._cache
+        frames = (len(tokens) - (0 if final else config.lookahead)) * config.ratio
+        noise = self._noise[:, :, cache.frames : cache.frames + frames]
+        with recorded(self._network.encoder_proj, "forward") as projected:
+            mel, self._cache = reference.inference_chunk(self._network, tokens[None], cache, final=final, noise=noise)
+        self.mu = projected[0]
+        return mel[0]
+
+    @property
+    def caches(self) -> tuple[KeyValues, Tensor]:
+        return self._cache.estimator.attention, self._cache.estimator.conv
+
+
+def _flow_calls(fixture: Fixture, network: DiTFlow) -> Results:
+    """A stream (prefill, then chunks) and, in some fixtures, the whole utterance at once, by the engine.
+
+    The engine has no encoder cache: those that upstream's encoder leaves are computed by `reference`.
+    """
+    encoder_cache = EncoderCache.empty(network.encoder, 1)
+    stream: ServedStream | _ReferenceStream | None = None
+    blocks: list[int] = []
+    for call in fixture.meta["calls"]:
+        if call.get("fn", "").startswith("inference("):
+            yield call["output"], _whole_utterance(fixture, network, call)
+            continue
+        token, computed = evaluate(fixture, call["token"]), {}
+        if "last_chunk" not in call:
+            arguments = fixture, network, _prompt(fixture, network, call, token), steps_of(fixture, call)
+            stream, blocks = (ServedStream if is_served(network.config) else _ReferenceStream)(*arguments), []
+        else:
+            assert stream is not None, "a stream has a prefill before its first chunk"
+            computed["mel"] = stream.chunk(token[0], call["last_chunk"])[None]
+        embedded = network.input_embedding(token)
+        _, encoder_cache = encode_chunk(network.encoder, embedded, encoder_cache, call.get("last_chunk", False))
+        attention, history = stream.caches
+        blocks.append(stream.mu.shape[1])
+        computed |= {
+            "mu": stream.mu.transpose(1, 2),  # (B, T, mel) -> (B, mel, T)
+            "estimator_cnn_cache": estimator_conv(history),
+            "estimator_att_cache": estimator_attention(attention, blocks),
+        }
+        keys = [key for key in fixture.keys if key.split("/")[1] == call["tag"]]
+        yield from _stored(keys, computed)
+        by_engine, fixture.computed_by = fixture.computed_by, "network"
+        caches = {
+            "conformer_cnn_cache": encoder_conv(encoder_cache),
+            "conformer_att_cache": encoder_attention(encoder_cache),
+        }
+        yield from _stored(keys, caches)
+        fixture.computed_by = by_engine
+
+
+def _prompt(fixture: Fixture, network: DiTFlow, call: dict[str, Any], token: Tensor) -> Prompt:
+    """The prompt of a prefill, whose tokens are followed by their look-ahead."""
+    feat = fixture[call.get("mel", "in/prompt_feat")]
+    prompt = token[:, : feat.shape[1] // TOKEN_MEL_RATIO]
+    if not torch.equal(token[:, prompt.shape[1] :], prompt[:, : network.config.encoder.lookahead]):
+        raise ValueError(f"{fixture.name}: look-ahead of the prefill is not the head of the prompt")
+    return prompt_of(prompt[0], feat[0], fixture[call.get("spk", "in/embedding")][0])
+
+
+def _whole_utterance(fixture: Fixture, network: DiTFlow, call: dict[str, Any]) -> Tensor:
+    """The mel of an utterance with its prompt."""
+    prompt_token, token, feat = (fixture[f"in/{name}"] for name in ("prompt_token", "token", "prompt_feat"))
+    noise, steps, embedding = fixture[call["noise"]], steps_of(fixture, call), fixture["in/embedding"]
+    if is_served(network.config):
+        served = ServedFlow(fixture, network, noise, steps)
+        served.whole(prompt_of(prompt_token[0], feat[0], embedding[0]), token[0])
+        return served.mel
+    tokens = torch.cat([prompt_token, token], dim=1)
+    token_len, feat_len = (torch.full(x.shape[:1], x.shape[1]) for x in (tokens, feat))
+    return reference.inference(network, tokens, token_len, feat, feat_len, embedding, noise=noise, steps=steps)
+
+
+def encoder_conv(cache: EncoderCache) -> Tensor:
+    """(B, C, 2 + 2 * ratio): histories of both convolutions, concatenated."""
+    return torch.cat([cache.lookahead, cache.upsample], dim=2)
+
+
+def encoder_attention(cache: EncoderCache) -> Tensor:
+    """(layers, B, H, frames, 2 D): keys and values concatenated, the layers at token rate repeated to mel rate."""
+    tokens, frames = (torch.cat([kv.keys, kv.values], dim=-1) for kv in (cache.tokens, cache.frames))
+    ratio = frames.shape[3] // tokens.shape[3]
+    return torch.cat([tokens.repeat(1, 1, 1, ratio, 1), frames])
+
+
+def estimator_conv(history: Tensor) -> Tensor:
+    """(..., 2, rows, C, 2) -> (..., rows, 2 C, 2): channels of the first convolution, then those of the second."""
+    return history.transpose(-4, -3).flatten(-3, -2)
+
+
+def estimator_attention(cache: KeyValues, blocks: list[int]) -> Tensor:
+    """(..., H, T, 2 D): keys and values concatenated, the newest of the blocks first, each in time order."""
+    in_time = torch.cat([cache.keys, cache.values], dim=-1).split(blocks, dim=-2)
+    return torch.cat(in_time[::-1], dim=-2)
+
+
+def _part(x: Tensor, names: list[str]) -> Tensor:
+    """The stored part of a large cache, such as `steps_first_last`, `step_last.layer_last`, `t40`.
+
+    Names of steps and layers select on the leading axes, one by one; "first" and "last" remove their axis.
+    """
+    axis = 0
+    for name in names:
+        if match := re.fullmatch(r"(?:step|layer)s?_(first_last|first|last)", name):
+            if match[1] == "first_last":
+                x = x.index_select(axis, torch.tensor([0, x.shape[axis] - 1], device=x.device))
+                axis += 1
+            else:
+                x = x.select(axis, 0 if match[1] == "first" else -1)
+        elif match := re.fullmatch(r"t(\d+)", name):
+            x = x[..., : int(match[1]), :]
+        else:
+            raise ValueError(f"unknown part of a cache: {name!r}")
+    return x
+
+
+CHECKS: dict[str, Check] = {
+    "item6a_stepaudio2_encoder": check_encoder,
+    "item6b_stepaudio2_dit": check_estimator,
+    "item6c_stepaudio2_flow_inference": check_offline_flow,
+    "item6d_stepaudio2_flow_streaming": check_streamed_flow,
+    "fullsize_stepaudio2_flow": check_full_size_flow,
+}

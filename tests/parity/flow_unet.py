@@ -1,0 +1,176 @@
+"""Fixtures of CosyVoice2's flow: encoder, UNet estimator, flow-matching solve, and the whole flow."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from cosyvoice_triton.checkpoint import load_strict, shapes_of
+from cosyvoice_triton.constants import TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow.config import EncoderConfig, UNetConfig, UNetFlowConfig
+from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
+from cosyvoice_triton.networks.flow.encoder import UpsampleConformerEncoder
+from cosyvoice_triton.networks.flow.matching import FlowMatching, time_schedule
+from cosyvoice_triton.networks.flow.unet import UNetEstimator, UNetFlow
+from torch import Tensor
+
+from tests.parity.fixture import Check, Fixture, prefixed
+from tests.parity.reference import window_flow as reference
+from tests.parity.reference.encoder import encode_whole
+from tests.parity.served import ServedFlow, is_served, prompt_of
+from tests.parity.tracing import intermediates, steps_of
+
+Results = Iterator[tuple[str, Tensor]]
+
+
+def build(fixture: Fixture, file: str | None = None) -> UNetFlow:
+    """The flow in a weights file of the fixture; heads, chunks and guidance are from the JSON next to it."""
+    state, config = fixture.weights(file), fixture.weights_meta(file)["config"]
+    sizes = UNetFlowConfig.from_shapes(shapes_of(state))
+    sizes = replace(
+        sizes,
+        guidance=config["cfm"]["cfm_params"]["inference_cfg_rate"],
+        encoder=replace(sizes.encoder, chunk_tokens=config["encoder"]["static_chunk_size"]),
+        estimator=_estimator_config(sizes.estimator, config["estimator"]),
+    )
+    return load_strict(UNetFlow(sizes), state, "cpu", torch.float32)
+
+
+def _estimator_config(sizes: UNetConfig, config: dict[str, Any]) -> UNetConfig:
+    """`sizes` with the values that no tensor shows, from a fixture's JSON."""
+    return replace(
+        sizes,
+        heads=config["num_heads"],
+        head_dim=config["attention_head_dim"],
+        chunk_frames=config["static_chunk_size"],
+    )
+
+
+def _estimator(fixture: Fixture, prefix: str) -> UNetEstimator:
+    """prefix: of the fixture's keys in the whole checkpoint."""
+    sizes = UNetConfig.from_shapes(prefixed(prefix, fixture.weights()))
+    return UNetEstimator(_estimator_config(sizes, fixture.weights_meta()["config"]["estimator"]))
+
+
+def check_encoder(fixture: Fixture) -> Results:
+    state = fixture.weights()
+    chunk_tokens = fixture.weights_meta()["config"]["encoder"]["static_chunk_size"]
+    encoder = UpsampleConformerEncoder(
+        replace(EncoderConfig.from_shapes(prefixed("encoder.", state)), chunk_tokens=chunk_tokens)
+    )
+    load_strict(encoder, state, "cpu", torch.float32)
+    for call in fixture.meta["calls"]:
+        xs, context = fixture[call["xs"]], None
+        if call["context"]:
+            frames = encoder.config.lookahead
+            xs, context = xs[:, :-frames], xs[:, -frames:]
+        with intermediates(encoder, fixture, call["tag"]) as found:
+            ys, valid = encode_whole(encoder, xs, fixture[call["xs_lens"]], context, call["streaming"])
+        yield from zip(call["outputs"], (ys, valid.to(torch.uint8)), strict=True)
+        yield from found.items()
+
+
+def check_estimator(fixture: Fixture) -> Results:
+    estimator = load_strict(_estimator(fixture, "decoder.estimator."), fixture.weights(), "cpu", torch.float32)
+    for call in fixture.meta["calls"]:
+        x, mask, mu, t, speaker, condition = (fixture[key] for key in call["args"])
+        with intermediates(estimator, fixture, call["tag"]) as found:
+            yield call["output"], estimator(x, t, mu, speaker, condition, mask.bool(), call["streaming"])
+        yield from found.items()
+
+
+def check_solve(fixture: Fixture) -> Results:
+    guidance = fixture.weights_meta()["config"]["cfm"]["cfm_params"]["inference_cfg_rate"]
+    decoder = FlowMatching(_estimator(fixture, "decoder."), guidance)
+    yield from solve_calls(fixture, load_strict(decoder, fixture.weights(), "cpu", torch.float32))
+
+
+def solve_calls(fixture: Fixture, decoder: FlowMatching) -> Results:
+    for call in fixture.meta["calls"]:
+        mu, mask, speaker, condition = (fixture[key] for key in call["inputs"])
+        states: list[Tensor] = []
+        velocities: list[Tensor] = []
+
+        def velocity(_: int, x: Tensor, *rows: Tensor, mask=mask, call=call, states=states, velocities=velocities):
+            states.append(x[0])
+            velocities.append(decoder.estimator(x, *rows, mask.bool().repeat(2, 1, 1), call["streaming"]))
+            return velocities[-1]
+
+        steps, noise = call["n_timesteps"], fixture["in/rand_noise"][:, :, : mu.shape[2]] * call["temperature"]
+        yield call["output"], decoder.solve(velocity, noise, mu, speaker, condition, steps)
+        computed = {
+            "t_per_step": torch.tensor(time_schedule(steps)[0]),
+            "x_per_step": torch.stack(states),
+            "dphi_per_step": torch.stack(velocities),
+        }
+        for name, tensor in computed.items():
+            if (key := f"mid/{call['tag']}/{name}") in fixture:
+                yield key, tensor
+
+
+def check_flow(fixture: Fixture) -> Results:
+    yield from flow_calls(fixture, build(fixture))
+
+
+def check_full_size_flow(fixture: Fixture) -> Results:
+    with torch.device("meta"):
+        flow = UNetFlow(UNetFlowConfig())
+    state = fixture.generated_weights({key: tuple(shape) for key, shape in shapes_of(flow.state_dict()).items()})
+    yield from flow_calls(fixture, load_strict(flow, state, "cpu", torch.float32))
+
+
+def flow_calls(fixture: Fixture, network: UNetFlow | CosyVoice3Flow) -> Results:
+    """A prefix of a stream as one chunk, or a whole utterance, by the engine; a prefix under full attention, or
+    a prompt whose mel is not two frames per token, which serving never computes, by `reference`."""
+    noise = fixture["in/rand_noise"]
+    flows: dict[int, ServedFlow] = {}  # by Euler steps: on a GPU each captures its graphs
+    if "mid/spk" in fixture:
+        yield "mid/spk", network.project_speaker(fixture["in/embedding"])
+    for call in fixture.meta["calls"]:
+        token, prompt_token, prompt_feat = _tokens(fixture, call)
+        steps = steps_of(fixture, call)
+        streaming, final = call["streaming"], call["finalize"]
+        whole_tokens = prompt_feat.shape[1] == TOKEN_MEL_RATIO * prompt_token.shape[1]
+        if not is_served(network.config) or not (streaming or final) or not whole_tokens:
+            fixture.computed_by = "reference"
+            inputs = network, token, prompt_token, prompt_feat, fixture["in/embedding"]
+            flags = {"streaming": streaming, "final": final}
+            yield call["output"], reference.inference(*inputs, noise=noise, steps=steps, **flags)
+            mu = reference.encode(network, torch.cat([prompt_token, token], dim=1), **flags).transpose(1, 2)
+        else:
+            served = flows.get(steps) or ServedFlow(fixture, network, noise, steps)
+            flows[steps], fixture.computed_by = served, served.computed_by
+            prompt = prompt_of(prompt_token[0], prompt_feat[0], fixture["in/embedding"][0])
+            if streaming:
+                stream = served.open(prompt)
+                mel = served.chunk(stream, token[0], final=final)
+                served.flow.close(stream)
+            else:
+                mel = served.whole(prompt, token[0])
+            yield call["output"], mel[None]
+            mu = served.mu
+        if (key := f"mid/{call['tag']}/mu") in fixture:
+            yield key, mu
+
+
+def _tokens(fixture: Fixture, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Target tokens, prompt tokens and prompt mel of a call; some calls have no prompt."""
+    prompt_token, prompt_feat = fixture["in/prompt_token"], fixture["in/prompt_feat"]
+    if "prompt" in call:
+        if "prompt_feat_frames" in call:
+            prompt_feat = prompt_feat[:, : call["prompt_feat_frames"]]
+        elif call["prompt"].startswith("empty"):
+            prompt_token, prompt_feat = prompt_token[:, :0], prompt_feat[:, :0]
+        else:
+            raise ValueError(f"{fixture.name}: cannot read the prompt {call['prompt']!r}")
+    token = fixture[call.get("token", "in/token")].clamp(min=0)  # upstream takes ids below 0 as 0; serving refuses them
+    return token[:, : call["n_token"]], prompt_token, prompt_feat
+
+
+CHECKS: dict[str, Check] = {
+    "item1_cosyvoice2_encoder": check_encoder,
+    "item2_cosyvoice2_unet_estimator": check_estimator,
+    "item3_cosyvoice2_cfm_solve": check_solve,
+    "item4_cosyvoice2_flow_inference": check_flow,
+    "fullsize_cosyvoice2_flow": check_full_size_flow,
+}

@@ -1,0 +1,63 @@
+"""CosyVoice2's and CosyVoice3's flows as upstream runs them: without state, every chunk of a stream rendered from the
+stream's start."""
+
+import torch
+from cosyvoice_triton.constants import EULER_STEPS
+from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
+from cosyvoice_triton.networks.flow.layers import valid_frames
+from cosyvoice_triton.networks.flow.unet import UNetFlow
+from cosyvoice_triton.token2wav.flow.encoder_window import with_ahead
+from torch import Tensor
+
+from tests.parity.reference.encoder import encode_whole
+
+
+@torch.no_grad()
+def inference(
+    flow: UNetFlow | CosyVoice3Flow,
+    token: Tensor,
+    prompt_token: Tensor,
+    prompt_feat: Tensor,
+    embedding: Tensor,
+    *,
+    noise: Tensor,
+    streaming: bool,
+    final: bool,
+    steps: int = EULER_STEPS,
+) -> Tensor:
+    """Mel of the target tokens.
+
+    token (B, N), prompt_token (B, P), prompt_feat (B, 2P, mel), embedding (B, speaker_dim), noise (1 or B, mel, at
+    least as many frames as prompt and target) -> mel (B, mel, 2N), or (B, mel, 2 (N - 3)) unless `final`, since the
+    last 3 tokens are then look-ahead only. `streaming` limits attention to 25-token chunks and all before them, counted
+    from the prompt's start: what is computed up to the end of a chunk does not change with later tokens.
+    """
+    mu = encode(flow, torch.cat([prompt_token, token], dim=1), streaming=streaming, final=final)
+    B, _, T = mu.shape
+    valid = valid_frames(torch.full((2 * B,), T, device=mu.device), T)  # 2 B: rows of the guidance batch
+    estimator = flow.decoder.estimator
+    mel = flow.decoder.solve(
+        lambda _, *rows: estimator(*rows, valid=valid, streaming=streaming),
+        noise[:, :, :T],
+        mu,
+        flow.project_speaker(embedding),
+        flow.prompt_condition(prompt_feat, T),
+        steps,
+    )
+    return mel[:, :, prompt_feat.shape[1] :]
+
+
+def encode(flow: UNetFlow | CosyVoice3Flow, token: Tensor, *, streaming: bool, final: bool) -> Tensor:
+    """Prompt and target tokens (B, T) -> encoder output (B, mel, 2T), or 6 frames less unless `final`."""
+    if isinstance(flow, CosyVoice3Flow):
+        length = token.shape[1] - (0 if final else flow.config.encoder.lookahead)
+        windows = torch.stack([torch.tensor(with_ahead(row.cpu().numpy(), length)) for row in token]).to(token.device)
+        return flow.encode_window(windows, windows[..., 0]).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)
+    x = flow.input_embedding(token)
+    context = None
+    if not final:
+        lookahead = flow.config.encoder.lookahead
+        x, context = x[:, :-lookahead], x[:, -lookahead:]
+    lengths = torch.full((x.shape[0],), x.shape[1], device=x.device)
+    h, _ = encode_whole(flow.encoder, x, lengths, context, streaming)
+    return flow.encoder_proj(h).transpose(1, 2)  # (B, T, mel) -> (B, mel, T)

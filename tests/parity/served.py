@@ -1,0 +1,134 @@
+"""The flows as token2wav serves them, on a fixture's device: windowed encoder, batched solve with its caches.
+
+On a GPU this is the form with fused kernels and CUDA graphs.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, TOKEN_MEL_RATIO
+from cosyvoice_triton.networks.flow.cache import KeyValues
+from cosyvoice_triton.networks.flow.config import ConformerFlowConfig, CosyVoice3FlowConfig
+from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
+from cosyvoice_triton.networks.flow.dit import DiTFlow
+from cosyvoice_triton.networks.flow.unet import UNetFlow
+from cosyvoice_triton.token2wav.flow.base import StreamingFlow
+from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
+from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
+from cosyvoice_triton.token2wav.flow.dit_flow import DiTStream, DiTStreaming
+from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
+from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
+from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
+from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
+from cosyvoice_triton.token2wav.stream import Stream, VocoderState
+from cosyvoice_triton.voice.prompt import Prompt
+from torch import Tensor
+
+from tests.parity.fixture import Fixture
+from tests.parity.tracing import recorded
+
+LIMITS = BatchLimits(max_streams=1)  # the fewest CUDA graphs
+PROMPT_BYTES = 1 << 30
+KERNEL_HEAD_DIM = 16  # the fused kernels need heads of this width or more; some fixtures have smaller ones
+
+
+def is_served(config: ConformerFlowConfig | CosyVoice3FlowConfig) -> bool:
+    """Whether serving has networks with this look-ahead; others are computed by `reference` throughout."""
+    return config.encoder.lookahead == LOOKAHEAD_TOKENS
+
+
+class ServedFlow:
+    """A flow of `token2wav` and what passed inside it at the last call.
+
+    mu: the encoder's output (1, T, mel): of `whole` and of a flow without caches with the prompt's, of others of what
+    the estimator computed. mel: (1, mel, T), of `whole` with the prompt's.
+    """
+
+    mu: Tensor
+    mel: Tensor
+
+    def __init__(
+        self, fixture: Fixture, network: CosyVoice3Flow | DiTFlow | UNetFlow, noise: Tensor, steps: int
+    ) -> None:
+        """noise: (1, mel, T) from the prompt's first frame on."""
+        if (fixture.device.type, fixture.dtype) != ("cpu", torch.float32):
+            network = copy.deepcopy(network).to(fixture.device, fixture.dtype)
+        tape = NoiseTape(noise[0].T.contiguous().to(fixture.device))  # (1, C, T) -> (T, C)
+        graphs = network.config.estimator.head_dim >= KERNEL_HEAD_DIM
+        self.flow: StreamingFlow[Any]
+        self.computed_by = "engine" if graphs or fixture.device.type == "cpu" else "engine, eager"
+        options: dict[str, Any] = {"limits": LIMITS, "steps": steps, "graphs": graphs}
+        if isinstance(network, UNetFlow):
+            self.flow = UNetStreaming(network, tape, **options)
+        else:
+            # Upstream's flows forget nothing by themselves, also not the end of a prompt that a stream computes again.
+            names = (name for name in ("in/prompt_token", "in/token") if name in fixture)
+            frames = TOKEN_MEL_RATIO * sum(fixture[name].shape[-1] for name in names)
+            kind: Any = DiTStreaming if isinstance(network, DiTFlow) else CosyVoice3Streaming
+            self.flow = kind(network, tape, PromptCaches(PROMPT_BYTES), tail_frames=frames, **options)
+            self.computed_by += f", tail_frames {frames}"
+        fixture.computed_by = self.computed_by
+
+    def open(self, prompt: Prompt) -> Stream:
+        with recorded(self.flow._encoder, "encode") as encoded:
+            stream = self.flow.open(prompt, VocoderState(0))
+        if encoded:
+            self.mu = encoded[-1][:, : len(prompt.mel)]
+        return stream
+
+    def chunk(self, stream: Stream, tokens: Tensor, *, final: bool, offset: int | None = None) -> Tensor:
+        """The mel (80, T) that the tokens (n,) add."""
+        chunk = self.flow.chunk(stream, tokens.numpy(), final=final, offset=offset)
+        where = (self.flow, "_encode") if isinstance(self.flow, CachedStreaming) else (self.flow._encoder, "encode")
+        with recorded(*where) as encoded:
+            (mel,) = self.flow.render([chunk])
+        self.mu = encoded[-1][:, : TOKEN_MEL_RATIO * chunk.computed]
+        return mel.clone()
+
+    def whole(self, prompt: Prompt, tokens: Tensor) -> Tensor:
+        """The mel (80, T) of an utterance's tokens (n,)."""
+        with recorded(self.flow._encoder, "encode") as encoded, recorded(self.flow._network, "solve") as solved:
+            (mel,) = self.flow.whole([(prompt, tokens.numpy())])
+        self.mel = solved[-1]
+        self.mu = encoded[-1][:, : self.mel.shape[2]]
+        return mel
+
+
+class ServedStream:
+    """A stream of a fixture's DiT flow, with what upstream's caches hold after its last call."""
+
+    def __init__(self, fixture: Fixture, network: DiTFlow, prompt: Prompt, steps: int) -> None:
+        self._served = ServedFlow(fixture, network, fixture["in/rand_noise"], steps)
+        self._stream = self._served.open(prompt)
+
+    def chunk(self, tokens: Tensor, final: bool) -> Tensor:
+        return self._served.chunk(self._stream, tokens, final=final)
+
+    @property
+    def mu(self) -> Tensor:
+        return self._served.mu
+
+    @property
+    def caches(self) -> tuple[KeyValues, Tensor]:
+        """Keys and values, the prompt's first, (steps, depth, 2, H, T, D), and the convolutions' history
+        (steps, depth, convolution, 2, C, frame)."""
+        assert isinstance(self._stream, DiTStream) and isinstance(self._served.flow, DiTStreaming)
+        prompt, tail, pool = self._stream.prompt.attention, self._stream.tail, self._served.flow._pool
+        attention = (
+            torch.cat([of_prompt, ring[tail.slot, ..., : tail.frames, :]], dim=-2)
+            for of_prompt, ring in ((prompt.keys, pool.keys), (prompt.values, pool.values))
+        )
+        return KeyValues(*attention), pool.history[tail.slot].transpose(-1, -2)
+
+
+def prompt_of(tokens: Tensor, mel: Tensor, embedding: Tensor) -> Prompt:
+    """tokens (P,), mel (T, 80) and embedding (D,) cut to whole tokens, as upstream's callers do."""
+    length = min(len(tokens), len(mel) // TOKEN_MEL_RATIO)
+    return Prompt(
+        tokens=tokens[:length].numpy().astype(np.int64),
+        mel=mel[: length * TOKEN_MEL_RATIO].numpy(),
+        embedding=embedding.numpy(),
+        text="",
+    )

@@ -1,0 +1,186 @@
+"""Keep a stack under mixed load and faults, and account for every request: exit code 1 on a loss, a hang or growth.
+
+    make soak MINUTES=10                             the same as the next line
+    python -m tests.soak --minutes 10                a stack of its own on the demo checkpoint, with faults
+    python -m tests.soak --minutes 60 --no-faults    the same without faults
+    python -m tests.soak --grpc localhost:8001 --http localhost:8000 --speech http://localhost:10086
+                                                     load on running servers, without faults
+
+Load: gRPC streamed and offline, Triton's HTTP, the OpenAI-style routes (any format, server-sent events, batches), the
+WebSocket with barge-in, the plain runtime over HTTP and gRPC, and voices that are registered, used and deleted. 10 % of
+the requests are cancelled, 5 % are bad in one of many ways, each of which has the error that must be the answer.
+
+Faults, on a stack of its own only: processes killed and stopped, and the faults of monitoring/faults.py inside the
+models; a service that ends is started again, as compose and Kubernetes do. In the last half of the time nothing is
+killed, so that growth can be judged.
+
+Each request ends exactly once: done; cancelled; rejected (bad input, as expected); refused (the server is full and
+says so); failed (an error that one of the injected faults explains). Anything else is lost, and a request without any
+part of its answer for --patience seconds has hung. The requests are the same for the same --seed, though their times
+are not.
+
+Writes OUTPUT.md, OUTPUT.json (every request), OUTPUT.png and the servers' logs to OUTPUT.files/. A stack of its own
+needs two CPU cores, 4 GB of memory and one or two minutes more than --minutes, ten if they hang.
+docs/benchmark.md explains the figures.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cosyvoice_triton import stacks
+from cosyvoice_triton.cli.arguments import natural_int, positive_int
+from cosyvoice_triton.cli.demo_run import CHECKPOINT, prepare_checkpoint
+from cosyvoice_triton.client.requests import ClientError, positive_number
+from cosyvoice_triton.load.benchmark import MANIFEST
+from cosyvoice_triton.load.samples import read_manifest
+from tqdm import tqdm
+
+from tests.soak.faults import KINDS
+from tests.soak.ledger import Ledger
+from tests.soak.plot import plot_soak
+from tests.soak.report import write
+from tests.soak.routes import Addresses
+from tests.soak.runner import SoakSettings, soak
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LINE_SECONDS = 30.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--minutes", type=positive_number, default=10.0, help="of load (10)")
+    parser.add_argument("--seed", type=natural_int, default=1, help="of the requests and the faults (1)")
+    parser.add_argument("--tasks", type=positive_int, default=6, help="requests at a time (6)")
+    parser.add_argument(
+        "--patience",
+        type=positive_number,
+        default=60.0,
+        help="seconds without any part of an answer that are a hang (60)",
+    )
+    injected = parser.add_mutually_exclusive_group()
+    injected.add_argument("--no-faults", action="store_true", help="load alone")
+    injected.add_argument(
+        "--faults",
+        nargs="+",
+        choices=KINDS,
+        default=[],
+        metavar="NAME",
+        help=f"these kinds in this order, quoted: {', '.join(KINDS)}",
+    )
+    parser.add_argument("--models", type=Path, help="a demo checkpoint; default: models/demo, made if it is not there")
+    parser.add_argument("--output", type=Path, default=Path("out/soak"), help="path without suffix (out/soak)")
+    running = parser.add_argument_group("running servers, instead of a stack of its own")
+    running.add_argument("--grpc", default="", metavar="HOST:PORT", help="Triton's gRPC")
+    running.add_argument(
+        "--http", default="", metavar="HOST:PORT", help="Triton's HTTP, for a model rendered --offline"
+    )
+    running.add_argument("--speech", default="", metavar="URL", help="the speech service")
+    running.add_argument("--runtime", default="", metavar="HOST:PORT", help="its gRPC service of the plain runtime")
+    running.add_argument(
+        "--processes", type=positive_int, nargs="+", default=[], metavar="PID", help="to sample, with their models"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    given = Addresses(args.grpc, args.http, args.speech, args.runtime)
+    command = shlex.join(["python", "-m", "tests.soak", *(sys.argv[1:] if argv is None else argv)])
+    try:
+        if args.models is None and given == Addresses():
+            prepare_checkpoint(stacks.DEFAULT.llm)
+        work = args.output.with_name(f"{args.output.name}.files").resolve()
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        settings = SoakSettings(
+            minutes=args.minutes,
+            seed=args.seed,
+            tasks=args.tasks,
+            patience=args.patience,
+            faults=not args.no_faults,
+            chosen=[KINDS[name] for name in args.faults],
+            models=args.models or CHECKPOINT,
+            work=work,
+            addresses=None if given == Addresses() else given,
+            processes={f"process {pid}": pid for pid in args.processes},
+        )
+        with _SoakProgress(60 * args.minutes) as progress:
+            result = asyncio.run(soak(settings, read_manifest(MANIFEST), progress.show))
+    except (ClientError, RuntimeError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        print("soak interrupted: there is no report; its servers have ended", file=sys.stderr)
+        return 130
+    print(write(result, args.output, command, conditions()))
+    plot_soak(
+        result, f"soak of {args.minutes:g} minutes, seed {args.seed}", args.output.with_name(f"{args.output.name}.png")
+    )
+    problems = len(result.problems())
+    verdict = "interrupted" if result.interrupted else "failed" if problems else "passed"
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in result.ledger.counts().most_common())
+    print(f"soak {verdict}: {problems} problems; {counts}; written to {args.output}.md, .json and .png")
+    return 130 if result.interrupted else 1 if problems else 0
+
+
+def conditions() -> list[str]:
+    """Commit and machine."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    return [
+        f"Commit {described.stdout.strip() or 'unknown'}, {time.strftime('%Y-%m-%d %H:%M')}, "
+        f"{os.cpu_count()} CPU cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}."
+    ]
+
+
+class _SoakProgress:
+    """How the load gets on, on stderr: a bar in a terminal, otherwise a line every LINE_SECONDS."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = round(seconds)
+        self._bar: tqdm[None] | None = None
+        self._next_line = 0.0
+
+    def __enter__(self) -> "_SoakProgress":
+        print("starting the servers ...", file=sys.stderr, flush=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, elapsed: float, ledger: Ledger, fault: str) -> None:
+        done, live = ledger.counts()["done"], sum(request.ended is None for request in ledger.requests)
+        state = f"{len(ledger.requests)} requests, {live} live, {done} done, {ledger.errors} errors"
+        state += f", {fault}" if fault else ""
+        if sys.stderr.isatty():
+            self._show_bar(min(round(elapsed), self._seconds), state)
+        elif elapsed >= self._next_line:
+            self._next_line += LINE_SECONDS
+            print(f"{elapsed:.0f} of {self._seconds} s: {state}", file=sys.stderr, flush=True)
+
+    def _show_bar(self, elapsed: int, state: str) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=self._seconds, desc="soak", unit="s")
+        self._bar.set_postfix_str(state, refresh=False)
+        self._bar.update(elapsed - self._bar.n)
+        self._bar.refresh()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What a soak has found, as Markdown and JSON."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cosyvoice_triton.load.report import table
+
+from tests.soak.ledger import OUTCOMES
+from tests.soak.runner import SoakResult
+from tests.soak.sampling import JUDGED_SECONDS, LONG_SECONDS, SHORT_FACTOR, TOLERANCES, WARM_UP_SECONDS
+
+REASONS = 12  # shown per outcome, most frequent first
+
+
+def markdown(result: SoakResult, command: str, conditions: Sequence[str]) -> str:
+    """The report. conditions: lines about commit and machine."""
+    problems = result.problems()
+    verdict = f"**{len(problems)} problems**" if problems else "No loss, no hang, no growth."
+    settings = result.settings
+    parts = [
+        f"{verdict} {len(result.ledger.requests)} requests in {(result.seconds - result.loaded) / 60:.1f} minutes, "
+        f"{settings.tasks} at a time, seed {settings.seed}, {len(result.faults)} faults"
+        + (", interrupted." if result.interrupted else "."),
+        f"\n`{command}`\n",
+        *conditions,
+        "\n## Problems\n" if problems else "",
+        *(f"- {line}" for line in problems),
+        "\n## Requests\n",
+        _requests(result),
+        "\nReasons, with the faults that explain the errors:\n",
+        *_reasons(result),
+        "\n## Faults\n",
+        _faults(result),
+        "\n## Processes\n",
+        f"Growth is judged for processes that have lived {JUDGED_SECONDS:.0f} s after a warm-up of "
+        f"{WARM_UP_SECONDS:.0f} s: the last third of that time against the middle one (the minima of memory, the "
+        "maxima of shared memory, otherwise the medians). Tolerated: "
+        + "; ".join(f"{name} {100 * share:.0f} % or {amount:g}" for name, (share, amount) in TOLERANCES.items())
+        + f", whichever is more, and {SHORT_FACTOR:g} times as much if that time is shorter than {LONG_SECONDS:.0f} s. "
+        "Memory (anonymous) and shared memory are in MiB.\n",
+        _growths(result),
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _requests(result: SoakResult) -> str:
+    rows = []
+    by_route: dict[str, Counter[str]] = {}
+    for request in result.ledger.requests:
+        by_route.setdefault(request.route, Counter())[request.outcome or ""] += 1
+    for route in sorted(by_route):
+        firsts = [
+            1000 * (request.first - request.begun)
+            for request in result.ledger.requests
+            if request.route == route and request.first is not None
+        ]
+        p50, p95 = (f"{value:.0f}" for value in np.percentile(firsts, (50, 95))) if firsts else ("", "")
+        counts = by_route[route]
+        rows.append([route, sum(counts.values()), *(counts[outcome] or "" for outcome in OUTCOMES), p50, p95])
+    total = result.ledger.counts()
+    rows.append(["all", sum(total.values()), *(total[outcome] or "" for outcome in OUTCOMES), "", ""])
+    return table(["route", "requests", *OUTCOMES, "first part p50 (ms)", "p95"], rows)
+
+
+def _reasons(result: SoakResult) -> list[str]:
+    lines = []
+    for outcome in ("refused", "failed", "rejected"):
+        found = Counter(
+            (request.fault.partition(" ")[2], request.reason[:160])
+            for request in result.ledger.requests
+            if request.outcome == outcome
+        )
+        for (fault, reason), count in found.most_common(REASONS):
+            lines.append(f"- {outcome}, {count} times{f', {fault}' if fault else ''}: {reason}")
+        if len(found) > REASONS:
+            lines.append(f"- {outcome}: {len(found) - REASONS} other reasons, in the JSON file")
+    return lines
+
+
+def _faults(result: SoakResult) -> str:
+    rows = []
+    for fault in result.faults:
+        failed = sum(request.fault == fault.name for request in result.ledger.requests)
+        ended = next((life for life in result.lives if life.fault == fault.name), None)
+        words = "" if ended is None else f"{ended.service}: {ended.last_words[:160] if ended.code == 1 else 'killed'}"
+        lasted = "" if fault.ended is None else f"{fault.ended - fault.begun:.0f}"
+        rows.append([fault.name, f"{fault.begun:.0f}", lasted, failed or "", words, fault.note])
+    return table(["fault", "at (s)", "until all is ready (s)", "requests failed", "ended", "note"], rows)
+
+
+def _growths(result: SoakResult) -> str:
+    rows = [
+        [each.process, each.pid, each.measure, f"{each.seconds:.0f}", f"{each.middle:.1f}", f"{each.last:.1f}"]
+        + [f"{each.limit:.1f}", "**yes**" if each.grows else ""]
+        for each in result.growths
+        if each.middle or each.last
+    ]
+    if not rows:
+        return "No process lived long enough to be judged: growth was not looked for."
+    return table(["process", "id", "measure", "seconds", "middle third", "last third", "limit", "grows"], rows)
+
+
+def as_json(result: SoakResult, command: str, conditions: Sequence[str]) -> dict[str, Any]:
+    return {
+        "command": command,
+        "conditions": list(conditions),
+        "loaded_s": round(result.loaded, 3),
+        "ended_s": round(result.seconds, 3),
+        "problems": result.problems(),
+        "requests": [request.as_json() for request in result.ledger.requests],
+        "faults": [
+            {"name": each.name, "begun_s": each.begun, "ended_s": each.ended, "note": each.note}
+            for each in result.faults
+        ],
+        "lives": [vars(life) for life in result.lives],
+        "processes": [process.as_json() for process in result.processes],
+        "growth": [vars(growth) | {"grows": growth.grows} for growth in result.growths],
+    }
+
+
+def write(result: SoakResult, output: Path, command: str, conditions: Sequence[str]) -> str:
+    """OUTPUT.md and OUTPUT.json; returns the Markdown."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    text = markdown(result, command, conditions)
+    output.with_name(f"{output.name}.md").write_text(text, encoding="utf-8")
+    content = json.dumps(as_json(result, command, conditions), ensure_ascii=False)
+    output.with_name(f"{output.name}.json").write_text(content, encoding="utf-8")
+    return text

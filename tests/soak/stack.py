@@ -1,0 +1,233 @@
+"""A stack of our own under a supervisor: tritonserver with both stacks, and the speech service, on the demo checkpoint.
+
+One tritonserver serves the dit stack streamed and the unet stack offline; they share the LLM and the prompt models. The
+speech service runs in a process of its own, as compose and Kubernetes run it, with the plain runtime's gRPC service.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+from cosyvoice_triton import stacks
+from cosyvoice_triton.monitoring.environment import TEST_FAULTS
+from cosyvoice_triton.server.rendering import StackOptions, render
+from cosyvoice_triton.server.tritonserver import free_port
+
+from tests.soak.routes import Addresses
+
+STREAMED, WHOLE = stacks.DIT, stacks.UNET
+# Seconds, less than `model_timeout`: a CPU is soon full, and a refused request shows less than one that waits.
+MAX_START_WAIT = "10"
+READY_SECONDS, POLL_SECONDS = 180.0, 0.5
+RESTART_SECONDS = 1.0  # between the end of a process and its successor
+STOP_SECONDS = 90.0
+LOCAL = "127.0.0.1"
+
+
+@dataclass
+class Life:
+    """One process of a service, from start to end; times are of the run's clock. code: None while it runs."""
+
+    service: str
+    begun: float
+    pid: int
+    ready: float | None = None
+    ended: float | None = None
+    code: int | None = None
+    last_words: str = ""
+    fault: str = ""  # that ended it; empty: it ended by itself, or the run did
+
+    @property
+    def name(self) -> str:
+        return f"{self.service} (process {self.pid})"
+
+
+@dataclass
+class SupervisedService:
+    """A process that is started again whenever it ends. page: answers 200 when it is ready."""
+
+    name: str
+    command: Sequence[str]
+    page: str
+    log: Path
+    environment: Mapping[str, str]
+    lives: list[Life] = field(default_factory=list)
+    expected_end: str = ""  # the fault that is about to end it, until a successor is ready
+    stopping: bool = False
+    process: subprocess.Popen[bytes] | None = None
+
+    async def run(self, clock: Callable[[], float]) -> None:
+        """Start it, and start it again when it ends, until `stop`."""
+        while not self.stopping:
+            life = self._start(clock())
+            assert self.process is not None
+            while (code := self.process.poll()) is None:
+                if life.ready is None and await answers(self.page):
+                    life.ready, self.expected_end = clock(), ""
+                await asyncio.sleep(POLL_SECONDS)
+            if self.stopping:
+                return
+            life.ended, life.code, life.last_words = clock(), code, self._last_words()
+            life.fault = self.expected_end
+            await asyncio.sleep(RESTART_SECONDS)
+
+    def _start(self, now: float) -> Life:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | dict(self.environment),
+                start_new_session=True,  # Ctrl-C ends the load first
+            )
+        self.lives.append(Life(self.name, now, self.process.pid))
+        return self.lives[-1]
+
+    def _last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+    @property
+    def ready(self) -> bool:
+        """Whether the present process has become ready; it may hang since."""
+        return bool(self.lives) and self.lives[-1].ready is not None and self.lives[-1].ended is None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the last process."""
+        return None if self.process is None else self.process.returncode
+
+    async def stop(self) -> None:
+        """End it with SIGTERM, and with SIGKILL if it does not obey."""
+        self.stopping = True
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            await asyncio.to_thread(self.process.wait, STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
+
+
+async def answers(page: str) -> bool:
+    """Whether a page answers 200 within two seconds."""
+    with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, asyncio.TimeoutError):
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as http, http.get(page) as answer:
+            return answer.status == 200
+    return False
+
+
+@dataclass(frozen=True)
+class LocalStack:
+    """The running services. faults: the directory of TTS_TEST_FAULTS."""
+
+    addresses: Addresses
+    serve: SupervisedService
+    speech: SupervisedService
+    faults: Path
+
+    @property
+    def services(self) -> tuple[SupervisedService, SupervisedService]:
+        return self.serve, self.speech
+
+    @property
+    def ready(self) -> bool:
+        return all(service.ready for service in self.services)
+
+    def roots(self) -> dict[str, int]:
+        """Process ids of the services that run, by name."""
+        return {service.name: service.process.pid for service in self.services if service.process is not None}
+
+    async def wait_ready(self, seconds: float = READY_SECONDS) -> None:
+        """RuntimeError if it is not ready in time."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not self.ready or not all([await answers(service.page) for service in self.services]):
+            if asyncio.get_running_loop().time() > deadline:
+                late = ", ".join(f"{service.name}: {service.log}" for service in self.services)
+                raise RuntimeError(f"the stack was not ready within {seconds:.0f} s; see {late}")
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def rendered(models: Path, directory: Path) -> Path:
+    """The model repository of both stacks."""
+    for stack, decoupled in ((STREAMED, True), (WHOLE, False)):
+        settings = {"max_start_wait_seconds": MAX_START_WAIT}
+        options = StackOptions(
+            models_dir=models, stack=stack.name, decoupled=decoupled, device="cpu", settings=settings
+        )
+        render(options, directory / stack.name)
+    for model in WHOLE.models:
+        shutil.copytree(directory / WHOLE.name / model, directory / STREAMED.name / model)
+    return directory / STREAMED.name
+
+
+@asynccontextmanager
+async def local_stack(models: Path, work: Path, clock: Callable[[], float]) -> AsyncIterator[LocalStack]:
+    """A stack that is ready. models: a demo checkpoint. work: for the repository, logs and voices."""
+    repository = rendered(models, work / "repository")
+    voices, faults = work / "voices", work / "faults"
+    shutil.copytree(models / "voices", voices)
+    faults.mkdir()
+    http, grpc, metrics, health, speech, runtime = (free_port() for _ in range(6))
+    python = (sys.executable, "-m")
+    options = ("--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics, "--health-port", health)
+    stack = LocalStack(
+        Addresses(
+            grpc=f"{LOCAL}:{grpc}",
+            http=f"{LOCAL}:{http}",
+            speech=f"http://{LOCAL}:{speech}",
+            runtime=f"{LOCAL}:{runtime}",
+            streaming=STREAMED.orchestrator,
+            offline=WHOLE.orchestrator,
+        ),
+        SupervisedService(
+            "serve",
+            (
+                *python,
+                "cosyvoice_triton.cli.serve",
+                str(repository),
+                "--log-file",
+                str(work / "tritonserver.log"),
+                *map(str, options),
+            ),
+            f"http://{LOCAL}:{health}/ready",
+            work / "serve.log",
+            {TEST_FAULTS: str(faults)},
+        ),
+        SupervisedService(
+            "speech",
+            (
+                *(
+                    *python,
+                    "cosyvoice_triton.cli.speech_server",
+                    "--url",
+                    f"{LOCAL}:{grpc}",
+                    "--ref_audios_dir",
+                    str(voices),
+                ),
+                *("--port", str(speech), "--runtime_port", str(runtime)),
+            ),
+            f"http://{LOCAL}:{speech}/health",
+            work / "speech.log",
+            {},
+        ),
+        faults,
+    )
+    running = [asyncio.create_task(service.run(clock)) for service in stack.services]
+    try:
+        await stack.wait_ready()
+        yield stack
+    finally:
+        await asyncio.gather(*(service.stop() for service in stack.services))
+        await asyncio.gather(*running, return_exceptions=True)
