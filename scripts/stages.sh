@@ -4,6 +4,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
+# A checkout's own package, whatever the Python has installed; the images have it installed only.
+[[ ! -d common ]] || export PYTHONPATH=$PWD/common${PYTHONPATH:+:$PYTHONPATH}
 WORK=${WORK:-.} # everything that the stages write is below it, unless a setting names another place
 LOGS=${LOGS:-$WORK/out/logs}
 READY_SECONDS=${READY_SECONDS:-1800}

@@ -23,7 +23,7 @@ SUITE = "bookworm"
 DEBIAN = f"debian:{SUITE}-minbase"
 PYTHON = "python:3.11.13-slim-bookworm"
 NGINX = "nginx:1.28.0"
-CPU, GPU = "cosyvoice2-triton:cpu", "cosyvoice2-triton:gpu"
+CPU, GPU = "cosyvoice-triton:cpu", "cosyvoice-triton:gpu"
 # What apt, debootstrap and pip say when they cannot reach a server.
 UNREACHABLE = (
     r".*(?:Temporary failure|Could not resolve|Could not connect|Unable to connect|Failed getting release file"
@@ -47,7 +47,7 @@ def provide(engine: Engine, *names: str) -> None:
 
 def debian(engine: Engine, name: str) -> None:
     """A minimal Debian, cached between runs as an archive."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cosyvoice2-triton" / "containers"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cosyvoice-triton" / "containers"
     archive = folder / f"{SUITE}.tar"
     if not archive.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -57,8 +57,7 @@ def test_the_stages_give_a_server_and_ask_it(docker: Engine) -> None:
     assert docker.docker("exec", "stages", "id", "-u") == "1001"
     docker.docker("exec", "stages", *DIT, "4", "4", limit=300)
     docker.docker("exec", "stages", "ls", "out/dit/grpc_streaming_2_tasks/summary.json")
-    docker.docker("exec", "stages", "python3", "-m", "cosyvoice_triton.cli.benchmark", "--help")
-    docker.docker("exec", "stages", "ls", "tests/assets/everyday_sentences.txt")
+    docker.docker("exec", "stages", "cosyvoice-triton", "bench", "--help")
     docker.docker("stop", "--time=60", "stages")
     assert state()["ExitCode"] == 143
     docker.docker("rm", "stages")

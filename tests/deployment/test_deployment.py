@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from cosyvoice_triton.cli import prepare, render
+from cosyvoice_triton.prepare import steps
 
 from tests.conftest import ROOT
 from tests.support.compose import MISSING, compose_command
@@ -39,6 +41,12 @@ def composed(*files: str, profiles: str = "", **settings: str) -> dict[str, Any]
     return dict(yaml.safe_load(run.stdout))
 
 
+def prepared(command: list[str]) -> Namespace:
+    """The arguments of a container's `cosyvoice-triton prepare`."""
+    assert command[:2] == ["cosyvoice-triton", "prepare"]
+    return prepare.build_parser().parse_args(command[2:])
+
+
 def started(services: dict[str, Any]) -> set[str]:
     """Those with replicas."""
     return {name for name, one in services.items() if one.get("deploy", {}).get("replicas") != 0}
@@ -61,11 +69,11 @@ def test_dockerignore_includes_every_path_that_the_dockerfile_copies() -> None:
             assert any(path == name or path.startswith(f"{name}/") or name.startswith(f"{path}/") for name in allowed)
 
 
-def test_the_images_have_every_asset_that_scripts_and_tools_name() -> None:
+def test_the_images_have_every_asset_that_our_code_names() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     included = [path for line in lines if line.startswith("!") for path in ROOT.glob(line[1:])]
     sources = [
-        path for folder in ("scripts", "tools") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")
+        path for folder in ("scripts", "common") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")
     ]
     text = "\n".join(path.read_text() for path in sources)
     named = [
@@ -73,7 +81,7 @@ def test_the_images_have_every_asset_that_scripts_and_tools_name() -> None:
         for path in (ROOT / "tests/assets").iterdir()
         if path.suffix in (".jsonl", ".txt", ".wav") and path.name in text
     ]
-    assert {path.name for path in named} >= {"manifest.jsonl", "everyday_sentences.txt", "reference_en.wav"}
+    assert {path.name for path in named} >= {"manifest.jsonl", "reference_en.wav"}
     assert set(named) <= set(included)
 
 
@@ -116,15 +124,15 @@ def stage(target: str) -> str:
 
 IMPORTED = """
 import importlib, sys
-for module in ("cosyvoice_triton.cli.test_llm", "cosyvoice_triton.cli.convert_checkpoint", "cosyvoice_triton.prepare.trtllm_checkpoint"):
-    importlib.import_module(module)
+for module in ("cli.test_llm", "cli.convert_checkpoint", "prepare.trtllm_checkpoint"):
+    importlib.import_module(f"cosyvoice_triton.{module}")
 print(*sys.modules)
 """
 
 
 def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> None:
     """cosyvoice_triton.cli.test_llm and cosyvoice_triton.cli.convert_checkpoint, in stage 1."""
-    (line,) = re.findall(r"-m pip install --break-system-packages (.+)", (ROOT / "Dockerfile.server").read_text())
+    (line,) = re.findall(r"-m pip install --break-system-packages (\w.+)", (ROOT / "Dockerfile.server").read_text())
     installed, waiting = set(), [re.split(r"[=<>]", package)[0] for package in line.split()]
     while waiting:
         if (package := waiting.pop()) not in installed:
@@ -138,7 +146,7 @@ def test_the_python_with_tensorrt_llm_gets_what_our_programs_import_there() -> N
     needed = {owners[name][0].lower().replace("_", "-") for name in foreign if name in owners}
     assert {"aiohttp", "async-timeout", "tokenizers"} <= needed
     optional = {"brotli", "dill"}  # which aiohttp and torch use where they are installed
-    assert needed - {one.replace("_", "-") for one in installed} - optional - {"cosyvoice2-triton"} == set()
+    assert needed - {one.replace("_", "-") for one in installed} - optional - {"cosyvoice-triton"} == set()
 
 
 def available(requirement: str) -> bool:
@@ -209,24 +217,28 @@ def test_cosyvoice3_has_its_llm_in_triton_and_its_own_checkpoint() -> None:
     assert not {"llm", "engine", "plans"} & services.keys()
     assert services["tts"]["environment"]["STACK"] == "cosyvoice3"
     assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-transport triton"
-    parsed = prepare.build_parser().parse_args(services["download"]["command"][3:])
+    parsed = prepared(services["download"]["command"])
     assert (parsed.step, parsed.stack, parsed.hub) == ("download", "cosyvoice3", "huggingface")
 
 
 @needs_compose
-def test_vllm_serve_finds_our_logits_processor() -> None:
-    """Its package is mounted, and imports what vLLM's image has."""
-    llm = composed("docker-compose.dit.yml")["services"]["llm"]
-    mounts = {volume["target"]: volume["source"] for volume in llm["volumes"]}
-    assert mounts[f"{llm['environment']['PYTHONPATH']}/common"] == str(ROOT / "common")
+def test_vllm_serve_finds_our_logits_processor(tmp_path: Path) -> None:
+    """In the package that the download copies to the volume; it imports what vLLM's image has."""
+    services = composed("docker-compose.dit.yml")["services"]
+    llm = services["llm"]
+    (models,) = (Path(volume["target"]) for volume in llm["volumes"])
+    assert Path(llm["environment"]["PYTHONPATH"]) == models / steps.PYTHON_PATH
+    assert prepared(services["download"]["command"]).python_path
+    steps.copy_package(tmp_path)
     (processor,) = (word.split("=")[1] for word in llm["command"] if word.startswith("--logits-processors"))
-    blocked = (
-        "import sys; sys.modules.update(dict.fromkeys(['aiohttp', 'soundfile', 'tritonclient', 'wetext', 'scripts']))"
-    )
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['aiohttp', 'soundfile', 'tritonclient', 'wetext']))"
     fake = "from tests.support import fake_vllm; sys.modules.update(fake_vllm.modules()); import importlib"
-    code = f"{blocked}; {fake}; m, c = {processor!r}.split(':'); getattr(importlib.import_module(m), c)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    code = f"{blocked}; {fake}; m, c = {processor!r}.split(':'); print(getattr(importlib.import_module(m), c))"
+    code += "; print(importlib.import_module(m).__file__)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1].startswith(str(tmp_path))
 
 
 @needs_compose
@@ -235,8 +247,8 @@ def test_vllm_serve_finds_our_logits_processor() -> None:
 def test_without_a_gpu_nothing_needs_one(file: str, profiles: str) -> None:
     services = composed(file, CPU, profiles=profiles)["services"]
     assert not {"llm", "engine", "plans"} & set(services)
-    ours = {name for name, one in services.items() if "cosyvoice2" in one["image"]}
-    assert {services[name]["image"] for name in ours} == {"cosyvoice2-triton:cpu"}
+    ours = {name for name, one in services.items() if "cosyvoice" in one["image"]}
+    assert {services[name]["image"] for name in ours} == {"cosyvoice-triton:cpu"}
     for name in ours:
         assert "deploy" not in services[name] and "memlock" not in services[name].get("ulimits", {}), name
         if name.startswith("tts"):
@@ -253,7 +265,7 @@ def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> 
     staged = (ROOT / "scripts/run_cosyvoice3.sh").read_text()
     assert re.fullmatch(r"python3 -m cosyvoice_triton.demo_checkpoint.make /models --weights random", made)
     assert 'cosyvoice_triton.demo_checkpoint.make "$MODELS" --weights random' in staged
-    parsed = prepare.build_parser().parse_args(engine.split()[3:])
+    parsed = prepared(engine.split())
     assert (parsed.step, parsed.stack, parsed.kind) == ("engine", "cosyvoice3", "onnxruntime_genai")
     assert services["tts"]["environment"]["LLM_OPTIONS"] == "--llm-transport triton"
 
@@ -263,8 +275,7 @@ def test_without_a_gpu_cosyvoice3_gets_random_weights_and_an_llm_for_a_cpu() -> 
 def test_the_hub_of_the_downloads_is_a_setting(file: str, stack: str) -> None:
     for settings, wanted in (({}, "huggingface"), ({"HUB": "modelscope"}, "modelscope")):
         command = composed(file, **settings)["services"]["download"]["command"]
-        assert command[:3] == ["python3", "-m", "cosyvoice_triton.cli.prepare"]
-        parsed = prepare.build_parser().parse_args(command[3:])
+        parsed = prepared(command)
         assert (parsed.step, parsed.stack, parsed.hub) == ("download", stack, wanted)
 
 
@@ -287,7 +298,7 @@ def test_each_image_has_one_build(llm: str) -> None:
     services = composed("docker-compose.dit.yml", profiles="disaggregated,tensorrt", LLM=llm)["services"]
     builds = [services[name]["image"] for name in started(services) if "build" in services[name]]
     assert len(set(builds)) == len(builds)
-    assert {one["image"] for one in services.values() if one["image"].startswith("cosyvoice2")} <= {
+    assert {one["image"] for one in services.values() if one["image"].startswith("cosyvoice")} <= {
         *builds,
         services["engine"]["image"],
     }
@@ -298,7 +309,7 @@ def test_each_image_has_one_build(llm: str) -> None:
 def test_a_service_builds_the_tensorrt_plans_that_the_servers_are_rendered_for(file: str, stack: str) -> None:
     services = composed(file, profiles="tensorrt", TTS_TENSORRT="1", TTS_GPU="3")["services"]
     plans, tts = services["plans"], services["tts"]
-    assert plans["command"] == f"python3 -m cosyvoice_triton.cli.prepare plans /models --stack {stack}".split()
+    assert plans["command"] == f"cosyvoice-triton prepare plans /models --stack {stack}".split()
     assert plans["deploy"] == tts["deploy"] and plans["volumes"] == tts["volumes"]
     assert plans["profiles"] == ["tensorrt"] and tts["environment"]["TTS_TENSORRT"] == "1"
     assert "TTS_TENSORRT:+--set flow_runtime=tensorrt --set runtime=tensorrt}" in tts["command"][-1]
@@ -346,25 +357,26 @@ def test_models_may_load_as_long_as_health_checks_wait() -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Name and arguments of every call of our scripts in images, compose files and manifests."""
+    """Subcommand and arguments of every call of our command in images, compose files and manifests."""
     found = []
     for path in [ROOT / "Dockerfile.server", *SOURCES, *(ROOT / "deploy/k8s").glob("*.yaml")]:
-        text = re.sub(r'[",\[\]]', " ", path.read_text())
+        text = re.sub(r"#.*", "", path.read_text())
+        text = re.sub(r'[",\[\]]', " ", text)
         text = re.sub(r"\n\s*- (?!name)", " ", text)  # lists of arguments
         text = re.sub(r"\s+(?=--|&&)", " ", text)  # folded lines
-        found += re.findall(r"-m\s+scripts\.(\w+)([^\n&]*)", text)
+        found += re.findall(r"\bcosyvoice-triton +(\w[\w-]*)([^\n&]*)", text)
     return found
 
 
-def test_every_command_names_a_script_and_its_options() -> None:
+def test_every_command_exists_with_its_options() -> None:
     found = commands()
-    assert {name for name, _ in found} >= {"prepare", "render", "serve", "speech_server", "wait_ready"}
+    assert {name for name, _ in found} >= {"prepare", "render", "serve", "speech", "wait"}
     helps: dict[tuple[str, ...], str] = {}
     for name, arguments in found:
-        command = (f"scripts.{name}", *arguments.split()[:1]) if name == "prepare" else (f"scripts.{name}",)
+        command = (name, *arguments.split()[:1]) if name == "prepare" else (name,)
         if command not in helps:
-            run = [sys.executable, "-m", *command, "--help"]
-            helps[command] = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+            run = [sys.executable, "-c", "import sys, cosyvoice_triton.cli as cli; sys.exit(cli.main())", *command]
+            helps[command] = subprocess.run([*run, "--help"], capture_output=True, text=True, check=True).stdout
         for option in set(re.findall(r"--[a-z][\w-]*", arguments)):
             assert option in helps[command], f"{' '.join(command)} has no {option}"
 

@@ -73,7 +73,7 @@ def test_kustomize_builds_every_object() -> None:
     assert files["data"]["balance.sh"] == (ROOT / "deploy/nginx/balance.sh").read_text()
     deployments = [one["spec"]["template"]["spec"] for one in built if one["kind"] == "Deployment"]
     images = {one["image"] for pod in deployments for one in [*pod["containers"], *pod.get("initContainers", [])]}
-    assert images == {"cosyvoice2-triton:gpu", "vllm/vllm-openai:v0.25.1", "nginx:1.28.0", "redis:7.4.2"}
+    assert images == {"cosyvoice-triton:gpu", "vllm/vllm-openai:v0.25.1", "nginx:1.28.0", "redis:7.4.2"}
     (gateway,) = (pod for pod in deployments if pod["containers"][0]["name"] == "gateway")
     assert gateway["volumes"][0]["configMap"]["name"] == files["metadata"]["name"]
 
@@ -92,13 +92,15 @@ def test_two_values_choose_the_stack_of_the_pods(stack: Stack, tmp_path: Path) -
         names = [one["configMapRef"]["name"] for one in container.get("envFrom", []) if "configMapRef" in one]
         values = {key: value for name in names for key, value in maps[name].items()}
         commands.append([re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["command"]])  # noqa: B023
-    downloads = [
-        prepare.build_parser().parse_args(one[3:]) for one in commands if "cosyvoice_triton.cli.prepare" in one
-    ]
+    calls = {
+        name: [one[2:] for one in commands if one[:2] == ["cosyvoice-triton", name]] for name in ("prepare", "render")
+    }
+    downloads = [prepare.build_parser().parse_args(one) for one in calls["prepare"]]
     assert [one.stack for one in downloads] == [stack.name] * 2
-    (rendered,) = (
-        render.build_parser().parse_args(one[3:]) for one in commands if "cosyvoice_triton.cli.render" in one
+    assert [one.python_path for one in downloads] == [True, False], (
+        "vLLM's PYTHONPATH is what its pod's download copied"
     )
+    (rendered,) = (render.build_parser().parse_args(one) for one in calls["render"])
     (served,) = (one for one in commands if one[0] == "vllm")
     assert (rendered.stack, rendered.llm_model) == (stack.name, stack.llm.directory)
     assert served[2] == f"/models/{stack.llm.directory}" and f"--served-model-name={rendered.llm_model}" in served

@@ -61,6 +61,7 @@ def test_the_cache_keeps_recently_used_recordings_and_returns_the_transcript_of_
 
 
 def test_prompts_can_be_imported_without_torch() -> None:
-    code = "import sys, cosyvoice_triton.voice.prompt\nprint([name for name in ('torch', 'onnxruntime') if name in sys.modules])"
+    code = "import sys, cosyvoice_triton.voice.prompt\n"
+    code += "print([name for name in ('torch', 'onnxruntime') if name in sys.modules])"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert imported.stdout.strip() == "[]"

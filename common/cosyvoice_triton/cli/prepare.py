@@ -31,6 +31,9 @@ def build_parser() -> argparse.ArgumentParser:
     download.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     download.add_argument("--hub", choices=get_args(hub.HubName), default="huggingface", help="default: huggingface")
     download.add_argument("--spk2info", action="store_true", help="also upstream's spk2info.pt, speakers by name")
+    download.add_argument(
+        "--python-path", action="store_true", help="also MODELS/python: PYTHONPATH of `vllm serve` in its own container"
+    )
     built = subparsers.add_parser("engine", help="the files that the LLM's engine loads")
     built.add_argument("--stack", choices=stacks.names(), default=stacks.DEFAULT.name, help=stacks.summaries())
     built.add_argument("--kind", choices=("tensorrt_llm", "onnxruntime_genai"), default="tensorrt_llm")

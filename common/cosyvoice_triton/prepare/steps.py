@@ -3,16 +3,19 @@
 import argparse
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import cosyvoice_triton
 from cosyvoice_triton import stacks
 from cosyvoice_triton.prepare import engine, hub, transfer
 from cosyvoice_triton.voice.book import SPK2INFO
 from cosyvoice_triton.voice.files import read_spk2info
 
 LOCK = ".prepare.lock"
+PYTHON_PATH = "python"
 
 
 @contextmanager
@@ -67,6 +70,22 @@ def download(models: Path, args: argparse.Namespace) -> None:
         if not stack.speakers:
             raise ValueError(f"upstream has no spk2info.pt for the {stack.name} stack: leave --spk2info out")
         speakers(stack.speakers, models / stack.checkpoint / SPK2INFO)
+    if args.python_path:
+        copy_package(models / PYTHON_PATH)
+
+
+def copy_package(directory: Path) -> None:
+    """Copies the modules of this package to `directory`, in place of an earlier version's.
+
+    `vllm serve` imports our logits processor, but its image does not have this package.
+    """
+    package = Path(cosyvoice_triton.__file__).parent
+    shutil.rmtree(directory, ignore_errors=True)
+    for path in package.rglob("*.py"):
+        copy = directory / package.name / path.relative_to(package)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    report(directory, True, "this package, for vLLM")
 
 
 def speakers(url: str, path: Path) -> None:
