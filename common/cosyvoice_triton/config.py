@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from cosyvoice_triton.constants import EULER_STEPS, SPEECH_VOCAB
+from cosyvoice_triton.profiles import ProfileName
 from cosyvoice_triton.replicas import replica_number
 
 LLMTransport = Literal["triton", "openai"]
@@ -242,6 +243,7 @@ class TensorrtLLMConfig(ModelConfig):
     instance_kind: where the engine cuda computes; KIND_AUTO: on a GPU if there is one. llm_gpu: on which.
     llm_memory_gib: GiB of the GPU for vllm and cuda; None: `planned_llm_gib` of max_requests.
     gpu_share: fraction of the free GPU memory for keys and values (tensorrt_llm).
+    profile: the numbers that the engine cuda schedules by, see profiles.py.
     """
 
     foreign_parameters: ClassVar[frozenset[str]] = _TENSORRTLLM_PARAMETERS
@@ -255,6 +257,7 @@ class TensorrtLLMConfig(ModelConfig):
     max_requests: int = 64 + SPARE_REQUESTS
     llm_memory_gib: float | None = None
     gpu_share: float = dataclasses.field(default=0.5, metadata={"key": "kv_cache_free_gpu_mem_fraction"})
+    profile: ProfileName = "auto"
     decoupled: bool = False
 
     def __post_init__(self) -> None:
@@ -269,10 +272,15 @@ class TensorrtLLMConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HopConfig(ModelConfig):
-    """Chunk lengths in speech tokens: the orchestrator schedules by them, token2wav sizes its CUDA graphs by them."""
+    """Settings that the orchestrator and token2wav share.
+
+    first_hop_tokens, max_hop_tokens: chunk lengths in speech tokens, by which the orchestrator schedules and token2wav
+        sizes its CUDA graphs. profile: which numbers both schedule by, see profiles.py.
+    """
 
     first_hop_tokens: int = 15
     max_hop_tokens: int = 100
+    profile: ProfileName = "auto"
 
     def __post_init__(self) -> None:
         self.require_positive("first_hop_tokens", "max_hop_tokens")

@@ -23,7 +23,7 @@ NUMBERS = {"151663", "24000", "16000", "480", "3840"}
 
 # The rooms of the library by floor, lowest first. A room imports only itself and rooms of lower floors.
 FLOORS = (
-    {"constants", "errors", "tasks", "checkpoint", "device", "kernels", "playback", "replicas"},
+    {"constants", "errors", "tasks", "checkpoint", "device", "kernels", "playback", "profiles", "replicas"},
     {"batches", "config", "stacks", "process", "flow", "hift", "text"},
     {"accel", "llm"},
     {"voice", "server"},

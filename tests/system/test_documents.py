@@ -15,7 +15,7 @@ import pytest
 from cosyvoice_triton import stacks
 from cosyvoice_triton.cli import fill_template
 from cosyvoice_triton.client.requests import Utterance, read_reference
-from cosyvoice_triton.server.rendering import TEMPLATES, parse, placeholders
+from cosyvoice_triton.server.rendering import TEMPLATES, parse, placeholders, settings_to_add
 from cosyvoice_triton.server.tritonserver import Ports, TritonServer
 
 from tests.conftest import ROOT
@@ -58,7 +58,8 @@ def fill(commands: dict[str, str], repository: Path, **changes: str) -> None:
         shutil.copytree(TEMPLATES / template, repository / name, dirs_exist_ok=True)
         config = repository / name / "config.pbtxt"
         pairs = fill_template.parse_substitutions(substitutions)
-        pairs |= {key: value for key, value in changes.items() if key in placeholders(config.read_text())}
+        keys = {*placeholders(config.read_text()), *settings_to_add(config.read_text())}
+        pairs |= {key: value for key, value in changes.items() if key in keys}
         assert fill_template.main(["-i", str(config), ",".join(f"{key}:{value}" for key, value in pairs.items())]) == 0
 
 

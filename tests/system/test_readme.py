@@ -13,7 +13,7 @@ import pytest
 from cosyvoice_triton.config import OrchestratorConfig, SpeakerEmbeddingConfig, TensorrtLLMConfig, Token2WavConfig
 from cosyvoice_triton.monitoring import health, metrics
 from cosyvoice_triton.orchestrator.request import _PARAMETERS as REQUEST_PARAMETERS
-from cosyvoice_triton.server.rendering import placeholders
+from cosyvoice_triton.server.rendering import placeholders, settings_to_add
 from cosyvoice_triton.speech_service.command import build_parser
 from cosyvoice_triton.speech_service.metrics import Metrics
 from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest
@@ -175,7 +175,7 @@ def test_the_table_of_the_speech_services_options_has_their_defaults(monkeypatch
 
 def test_every_setting_that_is_given_exists_and_every_one_there_is_is_named() -> None:
     templates = [path.parents[1] / "config.pbtxt" for path in MODELS]
-    keys = {key for path in templates for key in placeholders(path.read_text())}
+    keys = {key for path in templates for key in (*placeholders(text_of(path)), *settings_to_add(text_of(path)))}
     text = "\n".join(text_of(page) for page in PAGES if page.parent.name != "results")  # these name earlier ones, too
     given = set(re.findall(r"--set (\w+)=", text)) - {"KEY"}
     assert len(given) > 10 and given <= keys

@@ -1,7 +1,7 @@
 """Fill in templates of config.pbtxt, and render the models of a stack into a repository that Triton can serve.
 
-A template is a config.pbtxt with `${key}` placeholders. The default of a key is that of the model's settings in
-`config`, or in `_TEMPLATE_DEFAULTS` if only Triton reads it; a key without a default has to be given.
+A template is a config.pbtxt with `${key}` placeholders for what follows from the rendering's options or has to be
+given. Every other setting in `config` can be given, too: the rendering then adds it to the model's parameters.
 """
 
 import dataclasses
@@ -54,20 +54,14 @@ _PROMPT_MODELS = ("audio_tokenizer", "speaker_embedding")
 # Keys that upstream's commands do not give and no model reads.
 _TEMPLATE_DEFAULTS = {
     "instance_kind": "KIND_AUTO",  # the GPU if there is one
-    "instance_count": "1",
     "instance_gpus": "",  # every GPU
-    # For the C++ LLM backend: running streams are never preempted, and cancelled ones free their slot soon.
-    "batch_scheduler_policy": "guaranteed_no_evict",
-    "cancellation_check_period_ms": "100",
-    # It does not load without these two; empty: no guided decoding.
-    "guided_decoding_backend": "",
-    "xgrammar_tokenizer_info_path": "",
 }
 
 # Keys whose value is the same whatever is given: tokens are streamed even if the orchestrator sends one response.
 FIXED: dict[str, dict[str, str]] = {"tensorrt_llm": {"decoupled_mode": "true"}}
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
+_PARAMETER = re.compile(r'key: *"(\w+)"')
 
 
 def placeholders(template: str) -> list[str]:
@@ -89,28 +83,49 @@ def settings_of(model: str) -> type[ModelConfig]:
     return OrchestratorConfig if model == stacks.of_model(model).orchestrator else Token2WavConfig
 
 
+def settings_to_add(template: str) -> set[str]:
+    """The settings of a template's model that the template does not declare; none for a model that no stack has."""
+    name = model_name(template)
+    if not _is_known(name):
+        return set()
+    return settings_of(name).parameters().keys() - set(_PARAMETER.findall(template))
+
+
+def _is_known(model: str) -> bool:
+    return model in _SHARED or any(model in stack.models for stack in stacks.registered())
+
+
 def defaults(model: str) -> dict[str, str]:
-    """The template keys of a model that have defaults, with their values. About the LLM they are those of upstream's
+    """The settings of a model that have defaults, with their values. About the LLM they are those of upstream's
     deployment of the stack; `StackOptions` has its own.
 
-    Of a model that no stack has, those that only Triton reads.
+    For a model that no stack has these are only the keys that Triton reads.
     """
-    if model not in _SHARED and not any(model in stack.models for stack in stacks.registered()):
+    if not _is_known(model):
         return dict(_TEMPLATE_DEFAULTS)
     fields = settings_of(model).parameters().values()
     own = {f.name: format_setting(f.default) for f in fields if f.default is not dataclasses.MISSING}
-    stack = None if model in _SHARED else stacks.of_model(model)
-    of_stack = {**stack.settings, **stack.upstream} if stack else {}
-    return _TEMPLATE_DEFAULTS | own | {key: value for key, value in of_stack.items() if key in own}
+    return _TEMPLATE_DEFAULTS | own | {key: value for key, value in _of_stack(model).items() if key in own}
+
+
+def _of_stack(model: str) -> dict[str, str]:
+    """The defaults of the model's stack, which replace those in `config`."""
+    if model in _SHARED or not _is_known(model):
+        return {}
+    stack = stacks.of_model(model)
+    return {**stack.settings, **stack.upstream}
 
 
 def fill(template: str, given: Mapping[str, str]) -> str:
-    """The template with every placeholder replaced. ValueError naming keys that are unknown or have no value."""
+    """The template with every placeholder replaced, and a line for each other setting that is given or has a default of
+    the stack. ValueError naming keys that are unknown or have no value."""
     wanted = placeholders(template)
     if not wanted:
         raise ValueError("nothing to fill in: the template has no ${key}, so it was filled before")
-    if unknown := [key for key in given if key not in wanted]:
-        raise ValueError(f"unknown key {', '.join(map(repr, unknown))}; this template has {', '.join(sorted(wanted))}")
+    more = settings_to_add(template)
+    if unknown := [key for key in given if key not in {*wanted, *more}]:
+        known = ", ".join(sorted({*wanted, *more}))
+        raise ValueError(f"unknown key {', '.join(map(repr, unknown))}; this template has {known}")
     for key, value in given.items():
         if unsafe := set(value) & set('"\\\n'):
             raise ValueError(f"the value of {key!r} must not contain {sorted(unsafe)!r}: {value!r}")
@@ -118,7 +133,9 @@ def fill(template: str, given: Mapping[str, str]) -> str:
     values = defaults(name) | dict(given) | FIXED.get(name, {})
     if missing := [key for key in wanted if key not in values]:
         raise ValueError(f"no value for {', '.join(map(repr, missing))}; give key:value for each")
-    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+    added = {key: value for key, value in (_of_stack(name) | dict(given)).items() if key in more}
+    lines = [f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n' for key, value in added.items()]
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template) + "".join(lines)
 
 
 def parse(config: str, name: str) -> Any:
@@ -168,12 +185,6 @@ class StackOptions:
             raise ValueError(f"max_queue_delay_microseconds must not be negative: {self.max_queue_delay_microseconds}")
         if self.llm_transport == "openai" and not self.llm_urls:
             raise ValueError("llm_transport 'openai' needs llm_urls")
-        wait, timeout = (
-            float(self.settings.get(name, getattr(config, name)))
-            for name, config in (("max_start_wait_seconds", Token2WavConfig), ("model_timeout", OrchestratorConfig))
-        )
-        if wait >= timeout:  # the orchestrator would give up a listener who still waits for a place
-            raise ValueError(f"max_start_wait_seconds {wait:g} must be less than model_timeout {timeout:g}")
         check_gpus(self.token2wav_gpus)
 
     @property
@@ -301,15 +312,17 @@ def render(options: StackOptions, destination: Path) -> None:
 def _filled_configs(options: StackOptions) -> dict[str, str]:
     """The config.pbtxt of each model, checked by parsing it."""
     templates = {name: (source / "config.pbtxt").read_text() for name, source in options.models.items()}
-    known = {key for template in templates.values() for key in placeholders(template)}
+    keys = {name: {*placeholders(template), *settings_to_add(template)} for name, template in templates.items()}
+    known = set().union(*keys.values())
     if unknown := sorted(options.settings.keys() - known):
         raise ValueError(f"unknown setting {unknown[0]!r}; the models of this stack have {', '.join(sorted(known))}")
     configs = {}
     for name, template in templates.items():
-        values = options.values() | dict(options.settings)
+        derived = {key: value for key, value in options.values().items() if key in placeholders(template)}
+        values = derived | dict(options.settings)
         if name in _PROMPT_MODELS and values.get("prompt_device") == "cpu":
             values |= {"instance_kind": "KIND_CPU", "instance_gpus": ""}
-        filled = fill(template, {key: values[key] for key in placeholders(template) if key in values})
+        filled = fill(template, {key: value for key, value in values.items() if key in keys[name]})
         configs[name] = re.sub(r'^name: *"\w+"', f'name: "{name}"', filled, count=1, flags=re.MULTILINE)
         parse(configs[name], name)
     return configs

@@ -1,0 +1,130 @@
+"""Every tuned number of scheduling, in three named profiles: `h200`, `small_gpu` and `cpu`.
+
+A model's setting `profile` chooses one; `auto` is `cpu` without a GPU, `small_gpu` below SMALL_GPU_GIB of GPU memory,
+and otherwise `h200`. The defaults below are those of `h200`, and nearly all of them were measured on H200s and H100s
+or chosen by simulation with their costs. The other two profiles name the numbers that differ. No difference has been
+measured on such a machine: where there was no reason for one, the numbers of `h200` stand.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+ProfileName = Literal["auto", "h200", "small_gpu", "cpu"]
+
+SMALL_GPU_GIB = 40.0  # 24 GB cards are small, the 48 GB ones are not
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerNumbers:
+    """How token2wav chooses the chunks of a batch, see token2wav/policy/scheduler.py."""
+
+    # The fixed cost of a batch in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow;
+    # the UNet's ratio is about the same.
+    batch_start_tokens: int = 300
+    # A listener with this much audio left can wait. Chunks of such listeners fill a batch up to `unhurried_share` of
+    # the tokens, so that a new stream waits less for them, and up to `company_share` if the batch has a first chunk. If
+    # the GPU cannot keep up that way, listeners soon have less audio left, and batches grow.
+    plenty_seconds: float = 1.0
+    unhurried_share: float = 0.5
+    company_share: float = 0.25
+    # While a listener with a queued chunk has less audio left than this, one voice at a time is prefilled.
+    nearly_dry_seconds: float = 0.25
+    # While this many later chunks wait, first chunks do too, for a batch of `first_chunk_batch` or until one of them
+    # has waited this long: eight of them take half as long again as one, and the GPU is the others' meanwhile.
+    crowd_chunks: int = 16
+    gather_seconds: float = 0.1
+    # First chunks, or prompts, of a batch of their own: more would make the first of them wait for the last.
+    first_chunk_batch: int = 8
+    # Nobody listens to a whole utterance while it is rendered: it waits this long for the listeners, and after that
+    # only for those who are nearly dry.
+    whole_seconds: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionNumbers:
+    """Which new listeners token2wav admits, see token2wav/policy/admission.py.
+
+    Chosen by simulation with the batch costs of an H200 (tests/token2wav/test_admission.py). Each is a share, or a time
+    that listeners notice, and so holds on slower machines, too.
+    """
+
+    # A chunk waits for one batch and is rendered in the next: both fit into a player's buffer.
+    batch_seconds: float = 0.1
+    # The part of the measured capacity that is used: arrivals are random, and batches mix lengths.
+    headroom: float = 0.72
+    # The weight of the batches, or chunks, so far when another one comes.
+    memory: float = 0.98
+    # The most speech per second that a live stream counts for.
+    max_demand: float = 1.7
+    # How long a stream is taken to live until streams have ended, and at most.
+    stream_seconds: float = 4.0
+    # Starts at once: `burst`, a share of the limit, and one of what is free, the more the faster the tokens come.
+    burst: float = 2
+    burst_share: float = 0.025
+    free_share: float = 0.03
+    max_free_share: float = 0.2
+    # A chunk that leaves less of the player's buffer nearly came too late.
+    tight_seconds: float = 0.09
+    # Fewer tight chunks than these, of the chunks of `window_seconds`, are no overload.
+    tight_chunks: int = 3
+    tight_share: float = 0.05
+    window_seconds: float = 2.0
+    # How long a change of the limit takes to show in the listeners' audio.
+    settle_seconds: float = 2.0
+    # A listener without audio for this long has been left by the sender.
+    abandoned_seconds: float = 5.0
+    # The limit after an overload, of the streams that were too many.
+    back_off: float = 0.85
+    # The share of the limit below which new listeners are admitted while others recover.
+    closed_share: float = 0.85
+    # The growth of a lowered limit per second, more each second.
+    growth: float = 0.02
+    averaged_seconds: float = 10.0
+    # Seconds of rendering in the queue of whole utterances.
+    max_whole_seconds: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitNumbers:
+    """The largest batches of token2wav's networks, see token2wav/gpu/limits.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstHopNumbers:
+    """Which streams begin with a short first hop, see orchestrator/first_hops.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMNumbers:
+    """When the engine `cuda` prefills, steps and reports, see llm/engines/cuda/scheduler.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The numbers for one kind of machine."""
+
+    scheduler: SchedulerNumbers = field(default_factory=SchedulerNumbers)
+    admission: AdmissionNumbers = field(default_factory=AdmissionNumbers)
+    limits: LimitNumbers = field(default_factory=LimitNumbers)
+    first_hops: FirstHopNumbers = field(default_factory=FirstHopNumbers)
+    llm: LLMNumbers = field(default_factory=LLMNumbers)
+
+
+H200 = Profile()
+SMALL_GPU = Profile()
+CPU = Profile()
+PROFILES: Mapping[ProfileName, Profile] = {"h200": H200, "small_gpu": SMALL_GPU, "cpu": CPU}
+
+
+def choose(name: ProfileName, device: str | None = None) -> Profile:
+    """Return the profile of that name. `auto` is the one for `device`, such as "cuda:1"; without a device it is the one
+    for the server's first GPU if there is one."""
+    if name != "auto":
+        return PROFILES[name]
+    import torch  # here: programs that only render configurations do without it
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return CPU
+    memory = torch.cuda.get_device_properties(device or 0).total_memory
+    return SMALL_GPU if memory < SMALL_GPU_GIB * 2**30 else H200
