@@ -205,7 +205,7 @@ def test_a_timeline_is_sent_only_if_the_request_asks_for_it(
         serve(model, with_timeline, without)
     timelines = [json.loads(r.arrays()["timeline"].item()) for r in with_timeline.sender.responses if r.arrays()]
     assert len(timelines) > 1, "a chunk's stages are sent with it"
-    assert {stage for stage, _ in timelines[0]} == {"voice", "llm", "vocoder", "tokens", "audio"}
+    assert {stage for stage, _ in timelines[0]} == {"voice", "llm", "prompt_cache", "tokens", "audio"}
     times = [at for stages in timelines for _, at in stages]
     assert times == sorted(times) and times[0] >= 0
     assert all([stage for stage, _ in stages][-2:] == ["tokens", "audio"] for stages in timelines)

@@ -72,9 +72,16 @@ def test_a_single_chunk_has_no_gap() -> None:
 
 
 def test_the_stages_sum_to_the_latency_of_the_first_chunk() -> None:
-    timeline = (("voice", 0.02), ("vocoder", 0.05), ("llm", 0.04), ("tokens", 0.1), ("audio", 0.14), ("audio", 0.5))
+    timeline = (
+        ("voice", 0.02),
+        ("prompt_cache", 0.05),
+        ("llm", 0.04),
+        ("tokens", 0.1),
+        ("audio", 0.14),
+        ("audio", 0.5),
+    )
     shares = outcome((0.15, 0.6), (0.5, 0.5), timeline=timeline).stages()
-    assert list(shares) == ["voice", "llm", "vocoder", "tokens", "audio", "transport"]
+    assert list(shares) == ["voice", "llm", "prompt_cache", "tokens", "audio", "transport"]
     assert sum(shares.values()) == pytest.approx(0.15)
     assert shares["llm"] == pytest.approx(0.02) and shares["transport"] == pytest.approx(0.01)
 

@@ -15,7 +15,7 @@ from cosyvoice_triton.server.tritonserver import free_port
 
 from tests.support.echo_server import echo_server
 
-TIMELINE = (("voice", 0.01), ("llm", 0.02), ("vocoder", 0.03), ("tokens", 0.04), ("audio", 0.09))
+TIMELINE = (("voice", 0.01), ("llm", 0.02), ("prompt_cache", 0.03), ("tokens", 0.04), ("audio", 0.09))
 
 
 def figures(mode: str = "streaming", label: int = 4, **changes: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def test_16_concurrent_streams_are_all_answered_with_their_stages(serve: Serve, 
     )
     assert result["rtf"] == pytest.approx(result["processing_seconds"] / result["audio_seconds"])
     for stream in result["streams"]:
-        assert set(stream["stages_ms"]) == {"voice", "llm", "vocoder", "tokens", "audio", "transport"}
+        assert set(stream["stages_ms"]) == {"voice", "llm", "prompt_cache", "tokens", "audio", "transport"}
         assert sum(stream["stages_ms"].values()) == pytest.approx(stream["arrivals_ms"][0], abs=0.1)
         assert min(stream["stages_ms"].values()) >= 0
     requests = {model["name"]: model["requests"] for model in result["models"]}

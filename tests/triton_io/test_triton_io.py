@@ -400,6 +400,6 @@ def test_lines_in_the_log_have_time_model_and_request(published: Path, monkeypat
     token = logs.request_id.set("r-1\nE1122 forged")
     record = logging.LogRecord("cosyvoice_triton.x", logging.ERROR, "", 1, "it failed: %s", ("why",), None)
     assert handler.filter(record)
-    line = r"E\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ common\.x\] \['r-1\\nE1122 forged'\] it failed: why"
+    line = r"E\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ cosyvoice_triton\.x\] \['r-1\\nE1122 forged'\] it failed: why"
     assert re.fullmatch(line, handler.format(record))
     logs.request_id.reset(token)

@@ -21,7 +21,7 @@ class Stage(NamedTuple):
 STAGES = {  # in plotting order; see `orchestrator.callbacks.OnStage` and `measure.RequestOutcome.stages`
     "voice": Stage("prompt", "Prompt: Tokens, Mel, Text of the Voice"),
     "llm": Stage("LLM, first token", "LLM, until its First Token"),
-    "vocoder": Stage("prompt cache in token2wav", "token2wav, Prompt Cache"),
+    "prompt_cache": Stage("prompt cache in token2wav", "token2wav, Prompt Cache"),
     "tokens": Stage("LLM, the chunk's tokens", "LLM, until the Chunk's Last Token"),
     "audio": Stage("token2wav: queue, flow, vocoder", "token2wav: Queue, Flow, Vocoder"),
     TRANSPORT: Stage("request's queue, network", "Request's Queue, Network, Client"),

@@ -5,9 +5,8 @@ from collections.abc import Callable
 OnWarning = Callable[[str], object]  # called with what the caller should know although there is audio
 
 # Called with the name of each stage when it is reached: "voice" when the LLM's part of the prompt is ready; then, for
-# each segment, "llm" at its first tokens and "vocoder" when token2wav has prefilled the prompt; for each chunk "tokens"
-# when it has all tokens that it needs, and "audio". The names are part of the tensor `timeline` and stay as they are:
-# "vocoder" is older than the use of that word for HiFT alone.
+# each segment, "llm" at its first tokens and "prompt_cache" when token2wav has prefilled the prompt; for each chunk
+# "tokens" when it has all tokens that it needs, and "audio". The names are part of the output `timeline`.
 OnStage = Callable[[str], object]
 
 # Called before the last waveform of each segment with the text that the LLM got and the segment's samples, and before

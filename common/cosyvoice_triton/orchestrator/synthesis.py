@@ -162,7 +162,7 @@ class Synthesizer:
                         continue
                     stream = stream or first.following()
                     await scope.result(stream.start(prompt, playback.left(self._clock())))
-                    on_stage("vocoder")
+                    on_stage("prompt_cache")
                     rendered = _render(stream, segment, schedule, scope, on_stage, on_segment)
                     async with aclosing(rendered) as chunks:
                         async for hop, waveform in chunks:

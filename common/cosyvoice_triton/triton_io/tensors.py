@@ -9,8 +9,6 @@ import torch
 import triton_python_backend_utils as pb_utils
 from torch.utils.dlpack import to_dlpack
 
-from cosyvoice_triton.voice.audio import validate_reference
-
 
 def read(request: Any, name: str) -> np.ndarray | None:
     """The input `name` as sent, with its batch dimension; None if it was not sent."""
@@ -66,12 +64,6 @@ def origin(request: Any) -> dict[str, Any]:
         "end": bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
         "request_id": request.request_id(),
     }
-
-
-def reference(request: Any) -> np.ndarray:
-    """The validated recording in `reference_wav`: float32 (N,), without the padding after `reference_wav_len`."""
-    wav = require(request, "reference_wav")
-    return validate_reference(wav, scalar(read_all(request, ["reference_wav_len"]), "reference_wav_len"))
 
 
 def to_tensor(name: str, array: np.ndarray) -> Any:

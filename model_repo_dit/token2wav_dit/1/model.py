@@ -11,6 +11,7 @@ from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.serving.requests import PROMPT_TENSORS, read_request
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 from cosyvoice_triton.voice.encoders import ReferenceEncoder
+from cosyvoice_triton.voice.model import reference
 
 REFERENCE = ("reference_wav", "reference_wav_len")
 INPUTS = ("target_speech_tokens", *PROMPT_TENSORS, *REFERENCE, "finalize", "speed", "audio_left")
@@ -49,7 +50,7 @@ class TritonPythonModel:
     def _accept(self, request: Any, answer: triton_io.DeferredAnswer) -> None:
         with answer:
             tensors = triton_io.read_all(request, INPUTS)
-            prompt = self._reference(triton_io.reference(request)) if "reference_wav" in tensors else None
+            prompt = self._reference(reference(request)) if "reference_wav" in tensors else None
             chunk = read_request(tensors, self._first_speech_id, **triton_io.origin(request), prompt=prompt)
             self._service.submit(chunk, answer, answer.is_cancelled)
 

@@ -1,0 +1,78 @@
+"""`audio_tokenizer` and `speaker_embedding` as Triton models: one answer for each recording of a batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from cosyvoice_triton import triton_io
+from cosyvoice_triton.config import AudioTokenizerConfig, SpeakerEmbeddingConfig
+from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE
+from cosyvoice_triton.llm.speech_tokens import read_first_speech_id
+from cosyvoice_triton.monitoring.health import ModelMonitor
+from cosyvoice_triton.voice.audio import validate_reference
+from cosyvoice_triton.voice.encoders import AudioTokenizer, SpeakerEncoder
+
+Encoder = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # waves (N_i,) float32 -> the output of each, (n_i,)
+
+
+def reference(request: Any) -> np.ndarray:
+    """Returns the validated recording in `reference_wav`: float32 (N,), without the padding after `reference_wav_len`.
+
+    ValueError if it is missing or invalid.
+    """
+    wav = triton_io.require(request, "reference_wav")
+    return validate_reference(
+        wav, triton_io.scalar(triton_io.read_all(request, ["reference_wav_len"]), "reference_wav_len")
+    )
+
+
+class RecordingModel:
+    """Base class: `reference_wav` FP32 (1, T) and optionally `reference_wav_len` INT32 (1, 1) -> `output` (1, n)."""
+
+    output: str  # set by each model.py's base class
+
+    def load(self, args: dict[str, str]) -> Encoder:
+        """Return what computes the outputs of a batch."""
+        raise NotImplementedError
+
+    def initialize(self, args: dict[str, str]) -> None:
+        self._name = args["model_name"]
+        self._encode = self.load(args)
+        second = np.zeros(PROMPT_SAMPLE_RATE, np.float32)
+        self._monitor = ModelMonitor(args, test=lambda: self._compute([second]))
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return triton_io.respond_batch(requests, reference, self._compute, model=self._name)
+
+    def finalize(self) -> None:
+        self._monitor.close()
+
+    def _compute(self, waves: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
+        return [{self.output: values[None]} for values in self._encode(waves)]
+
+
+class AudioTokenizerModel(RecordingModel):
+    """Answers with speech tokens as ids of the LLM's vocabulary, INT32."""
+
+    output = "prompt_speech_tokens"
+
+    def load(self, args: dict[str, str]) -> Encoder:
+        config = AudioTokenizerConfig.from_triton(args)
+        if config.device != "cpu":
+            torch.set_num_threads(1)  # only the mels are computed on the CPU
+        tokenizer = AudioTokenizer(config.model_dir, config.device)
+        first_speech_id = read_first_speech_id(config.llm_tokenizer_dir)
+        return lambda waves: [(tokens + first_speech_id).astype(np.int32) for tokens in tokenizer(waves)]
+
+
+class SpeakerEmbeddingModel(RecordingModel):
+    """Answers with the x-vector of the speaker, FP16 (1, 192)."""
+
+    output = "prompt_spk_embedding"
+
+    def load(self, args: dict[str, str]) -> Encoder:
+        config = SpeakerEmbeddingConfig.from_triton(args)
+        encoder = SpeakerEncoder(config.model_dir, config.runtime, config.device, config.speaker_contexts)
+        return lambda waves: [vector.astype(np.float16) for vector in encoder(waves)]
