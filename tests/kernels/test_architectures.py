@@ -16,13 +16,13 @@ FLOW = {
     "linear", "prepare", "rotate_first_head", "snake"
 }  # fmt: skip
 DECODER = {
-    "attend_pages", "begin", "draw", "gated", "join_parts", "normed", "project", "project_heads", "turn_heads"
+    "apply_rope", "attend_pages", "begin", "gated", "join_parts", "project", "project_heads", "rms_norm", "sample"
 }  # fmt: skip
-COPY_ENGINE = 90  # compute capability 9.0 is the first that has one
+TMA = 90  # compute capability 9.0 is the first that has it
 
 
 def decoder(capability: int) -> set[str]:
-    return DECODER | ({"gated_copied", "project_heads_copied"} if capability >= COPY_ENGINE else {"gate"})
+    return DECODER | ({"gated_tma", "project_heads_tma"} if capability >= TMA else {"silu_and_mul"})
 
 
 def of_each_size(capability: int) -> list[Launch]:

@@ -1,7 +1,8 @@
 """The GPU's kernels under Triton's interpreter, compared with plain torch; every address that they read or write is
 checked. A program of its own, because Triton decides at its import whether it interprets:
-`TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels`."""
+`TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels layers`."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -15,7 +16,7 @@ from cosyvoice_triton import kernels
 from cosyvoice_triton.bench.kernels import pretended
 from cosyvoice_triton.constants import LOOKAHEAD_TOKENS, MEL_BINS
 from cosyvoice_triton.kernels import tiles
-from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, CopiedDecoderTiles, ProductTile, Tiles
+from cosyvoice_triton.kernels.tiles import MULTIPLY_ADD, ProductTile, Tiles, TmaDecoderTiles
 from cosyvoice_triton.llm.batch_sampler import SamplingRow
 from cosyvoice_triton.llm.engines.cuda.fused import Fused
 from cosyvoice_triton.llm.engines.cuda.operations import (
@@ -83,11 +84,11 @@ SAMPLING = [
 ]
 
 
-def layer(operations: Operations, T: int, consecutive: int, copied: bool = False) -> list[torch.Tensor]:
+def layer(operations: Operations, T: int, consecutive: int, cast: bool = False) -> list[torch.Tensor]:
     """What a layer and the head make of T tokens; their sequences begin with 0, 60 and 120 tokens.
 
-    consecutive: so many tokens follow each other in one sequence; some of them cross the end of a page. copied: as
-    `begin` leaves x where the copy engine fetches tiles.
+    consecutive: so many tokens follow each other in one sequence; some of them cross the end of a page. cast: x comes
+    as `begin` leaves it where TMA fetches tiles.
     """
     random = torch.Generator().manual_seed(T)
 
@@ -105,7 +106,7 @@ def layer(operations: Operations, T: int, consecutive: int, copied: bool = False
                 pool[LAYER, tables[slot, position // PAGE], :, position % PAGE] = normal(KV_HEADS, D)
     places = Places(slots, positions, keys, values, tables, normal(2, CONTEXT, D // 2), consecutive)
     x = Residual(normal(T, HIDDEN))
-    if copied:
+    if cast:
         x.copied = x.x.clone(), x.x.square().view(T, 3, -1).sum(2)
     heads = (HEADS + 2 * KV_HEADS) * D
     q = operations.project_heads(x, normal(heads, HIDDEN), normal(heads), 1e-6, places, LAYER)
@@ -125,18 +126,18 @@ def compare_layers() -> None:
             assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
-def compare_copied_layers() -> None:
-    """The same with tiles that the copy engine fetches, of which the last are not full: few tokens, in all kernels of a
+def compare_tma_layers() -> None:
+    """The same with tiles that TMA fetches, of which the last are not full: few tokens, in all kernels of a
     layer and in the first one, and many."""
     fused, tile = Fused(torch.device("cpu")), ProductTile(32, 32, 16, 4, 1)
-    copied = CopiedDecoderTiles(tile, (tile._replace(rows=16), tile), tile, tile)
+    few = TmaDecoderTiles(tile, (tile._replace(rows=16), tile), tile, tile)
     with (
-        patch.object(tiles, "copies_tiles", lambda: True),
-        patch.object(tiles, "MULTIPLY_ADD", MULTIPLY_ADD._replace(decoder_copied=copied)),
+        patch.object(tiles, "uses_tma", lambda: True),
+        patch.object(tiles, "MULTIPLY_ADD", MULTIPLY_ADD._replace(decoder_tma=few)),
     ):
         for T, consecutive in ((5, 1), (31, 1), (37, 1), (48, CONSECUTIVE)):
             plain = layer(Plain(), T, consecutive)
-            for found, expected in zip(layer(fused, T, consecutive, copied=T <= tile.rows), plain, strict=True):
+            for found, expected in zip(layer(fused, T, consecutive, cast=T <= tile.rows), plain, strict=True):
                 assert_close(found, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
@@ -323,8 +324,8 @@ def prompt(random: np.random.Generator, tokens: int, speaker_dim: int) -> Prompt
     return Prompt(np.arange(tokens), mel, random.standard_normal(speaker_dim).astype(np.float32), text="")
 
 
-def compare_copied() -> None:
-    """Products whose tiles the copy engine fetches, with some rows of padding: a convolution with history, gate and
+def compare_tma() -> None:
+    """Products whose tiles TMA fetches, with some rows of padding: a convolution with history, gate and
     residual; a plain one with a residual; queries, keys and values, of which a tile has two heads."""
     torch.manual_seed(0)
     R, T, C, H, D = 4, 50, 32, 4, 16
@@ -334,8 +335,8 @@ def compare_copied() -> None:
     conv, plain, heads = torch.randn(C, 3 * C), torch.randn(C, C), torch.randn(3 * H * D, C)
     gate, bias, qk_norm, history = torch.randn(C), torch.randn(3 * H * D), torch.randn(2, 2, D), torch.randn(R, 2, C)
     with (
-        patch.object(linear_kernels, "copies_tiles", lambda: True),
-        patch.object(Tiles, "linear_copied", lambda *sizes: ProductTile(16, 32, 16, 4, 1)),
+        patch.object(linear_kernels, "uses_tma", lambda: True),
+        patch.object(Tiles, "linear_tma", lambda *sizes: ProductTile(16, 32, 16, 4, 1)),
     ):
         made = kernels.linear(
             x, conv, gate=gate, add_to=out.clone(), history=(history, history.clone(), frames), frames=frames
@@ -456,15 +457,20 @@ def checked() -> Iterator[Extents]:
         yield extents
 
 
+COMPARISONS: dict[str, Callable[["Extents"], None]] = {
+    "snake": lambda _: compare_snake(),
+    "tma": lambda _: compare_tma(),
+    "layers": lambda _: compare_layers(),
+    "tma_layers": lambda _: compare_tma_layers(),
+    "unet": lambda _: compare_unet(),
+    "encoder": lambda _: compare_encoder(),
+    "hift": lambda _: compare_hift(),
+    "rotary": compare_rotary,
+    "dit": compare_dit,
+    "steps": lambda _: compare_steps(),
+}
+
+
 if __name__ == "__main__":
     with pretended(75), checked() as extents:
-        compare_snake()
-        compare_copied()
-        compare_layers()
-        compare_copied_layers()
-        compare_unet()
-        compare_encoder()
-        compare_hift()
-        compare_rotary(extents)
-        compare_dit(extents)
-        compare_steps()
+        COMPARISONS[sys.argv[1]](extents)

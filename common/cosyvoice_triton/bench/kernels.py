@@ -90,7 +90,7 @@ class Launch:
         given = dict(self.constants)
         block = "x".join(str(given[name]) for name in BLOCK if name in given)
         parts = [block, *(f"{given[f'num_{name}']} {name}" for name in ("warps", "stages") if f"num_{name}" in given)]
-        return ", ".join(filter(None, [*parts, *(name for name in ("norm", "copied") if given.get(name.upper()))]))
+        return ", ".join(filter(None, [*parts, *(name for name in ("norm", "TMA") if given.get(name.upper()))]))
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _run_vocoder(dtype: torch.dtype) -> None:
 
 
 def _run_decoder(dtype: torch.dtype) -> None:
-    """Two layers of the LLM, its head and the draw, for every size of its graphs that has kernels of its own."""
+    """Two layers of the LLM, its head and sampling, for every size of its graphs that has kernels of its own."""
     sizes, D = LLM_SIZES, LLM_SIZES.hidden // LLM_SIZES.heads
     heads, width = sizes.heads + 2 * sizes.kv_heads, SPEECH_VOCAB + 3
     with torch.device("meta"):

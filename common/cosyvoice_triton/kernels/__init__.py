@@ -3,12 +3,20 @@ builds of torch."""
 
 from cosyvoice_triton.kernels.attention import append, attend_blocks, attend_paged, rotate_first_head
 from cosyvoice_triton.kernels.convolution import convolve_groups
-from cosyvoice_triton.kernels.decoder import gate, gated, normed, project_add, project_heads, project_normed, turn_heads
-from cosyvoice_triton.kernels.decoder_copied import gated_copied, project_heads_copied
-from cosyvoice_triton.kernels.draw import begin, draw
+from cosyvoice_triton.kernels.decoder import (
+    apply_rope,
+    gated,
+    linear_residual,
+    project_heads,
+    rms_norm,
+    rms_norm_linear,
+    silu_and_mul,
+)
+from cosyvoice_triton.kernels.decoder_tma import gated_tma, project_heads_tma
 from cosyvoice_triton.kernels.linear import add_norm_mish, linear
 from cosyvoice_triton.kernels.pages import attend_pages
 from cosyvoice_triton.kernels.relative import attend_relative
+from cosyvoice_triton.kernels.sampling import begin, sample
 from cosyvoice_triton.kernels.snake import snake
 from cosyvoice_triton.kernels.tiles import uses_tensor_cores
 from cosyvoice_triton.kernels.vocoder import FrameConvolution, Lengths, convolve_frames, snake_factors
@@ -18,6 +26,7 @@ __all__ = [
     "Lengths",
     "add_norm_mish",
     "append",
+    "apply_rope",
     "attend_blocks",
     "attend_paged",
     "attend_pages",
@@ -25,19 +34,18 @@ __all__ = [
     "begin",
     "convolve_frames",
     "convolve_groups",
-    "draw",
-    "gate",
     "gated",
-    "gated_copied",
+    "gated_tma",
     "linear",
-    "normed",
-    "project_add",
+    "linear_residual",
     "project_heads",
-    "project_heads_copied",
-    "project_normed",
+    "project_heads_tma",
+    "rms_norm",
+    "rms_norm_linear",
     "rotate_first_head",
+    "sample",
+    "silu_and_mul",
     "snake",
     "snake_factors",
-    "turn_heads",
     "uses_tensor_cores",
 ]

@@ -9,19 +9,19 @@ from cosyvoice_triton.kernels.launch import early, wait
 from cosyvoice_triton.kernels.tiles import tiles
 
 LOG2_E = 1.4426950408889634
-ALIGNED = tl.constexpr(16)  # bytes: of every tensor of torch
+ALIGNED = tl.constexpr(16)  # bytes, to which torch aligns every tensor
 
 
 @triton.jit
 def _address(place, dtype: tl.constexpr):
-    """The pointer in a table of addresses. Without the hint the compiler would move single numbers through it."""
+    """Load a pointer from a table of addresses. Without the hint the compiler would load and store single numbers."""
     return tl.multiple_of(tl.load(place).to(dtype), ALIGNED)
 
 
 @triton.jit
 def softmax_step(scores, v, best, total, acc):
-    """Online softmax: highest scores and sums (Q,) and weighted values (Q, D) so far, and `scores` (Q, K), to the base
-    of 2, of further values v (K, D) -> the same of all."""
+    """Take one step of the online softmax: highest scores and sums (Q,) and weighted values (Q, D) so far, and `scores`
+    (Q, K), to the base of 2, of further values v (K, D) -> highest scores, sums and weighted values of all."""
     largest = tl.maximum(best, tl.max(scores, 1))
     weights = tl.exp2(scores - largest[:, None])
     shrink = tl.exp2(best - largest)
@@ -36,9 +36,10 @@ def _attend_paged(
     H: tl.constexpr, D: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a row are in three places, which one loop goes through, so that it is filled once.
+    """Attend to the keys of a row, which are in three places.
 
-    The table is read at once: each of its values would be waited for.
+    One loop goes through all three, so that its pipeline fills once. All values of the table are loaded at the
+    beginning, or each would be waited for.
     """
     wait(PDL)
     row, head = tl.program_id(1) // H, tl.program_id(1) % H
@@ -94,13 +95,13 @@ def _attend_paged(
 def attend_paged(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, ring_keys: Tensor, ring_values: Tensor, plane: int, chunk: int = 0
 ) -> Tensor:
-    """Attention over a voice's prompt, a stream's ring buffer and a row's own frames, without copying them together.
+    """Attend to a voice's prompt, a stream's ring buffer and a row's own frames, without copying them together.
 
     q, k, v (R, H, T, D) contiguous -> (R, T, H * D). Rows R = 2 B: conditional, then unconditional. Rings (slots,
     steps, depth, 2, H, ring, D); plane: step * depth + layer. The table (>= 6, B) int64 has these rows: address of the
     prompt's keys and of its values (steps, depth, 2, H, P, D), P, slot, number of frames written in the slot's ring,
-    number of valid frames of the row (at least one). chunk: of its own frames, one attends to all, or if this is not 0,
-    to its own block of so many and all before it, as in `attend_blocks`.
+    number of valid frames of the row (at least one). A query attends to all of its row's
+    own frames or, if `chunk` is not 0, to its own block of so many and all before it, as in `attend_blocks`.
     """
     R, H, T, D = q.shape
     steps, depth = ring_keys.shape[1:3]
@@ -146,7 +147,7 @@ def _attend_blocks(
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, frames: Tensor, chunk: int) -> Tensor:
-    """Attention to the query's own block of `chunk` frames and all before it: q, k, v (R, H, T, D) -> (R, T, H * D).
+    """Attend to the query's own block of `chunk` frames and all before it: q, k, v (R, H, T, D) -> (R, T, H * D).
 
     frames (B,): valid frames of each stream, at least one; B divides R, and row r is stream r % B.
     """
@@ -221,7 +222,7 @@ def _rotate_first_head(
 
 
 def rotate_first_head(q: Tensor, k: Tensor, rotary: Tensor) -> None:
-    """Turn the pairs of neighbouring channels of head 0 by each frame's angles, in place: q, k (R, H, T, D).
+    """Apply RoPE to head 0: rotate pairs of neighbouring channels by each frame's angles, in place. q, k (R, H, T, D).
 
     rotary (2, B, T, D / 2) float32: cosine, sine; B divides R, and row r is stream r % B.
     """

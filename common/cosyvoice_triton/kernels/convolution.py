@@ -42,9 +42,9 @@ def _convolve(
 def convolve_groups(
     x: Tensor, weight: Tensor, bias: Tensor, history: tuple[Tensor, Tensor, Tensor], *, add_to: Tensor | None = None
 ) -> Tensor:
-    """Mish of a causal convolution of x (R, T, C): -> (R, T, C), or added to `add_to` in place.
+    """Compute Mish of a causal convolution of x (R, T, C) -> (R, T, C), or add it to `add_to` in place.
 
-    weight (groups, taps, G, G): of each tap, the oldest first, from a group's G channels (rows) to its own (columns);
+    weight (groups, taps, G, G): for each tap, the oldest first, from a group's G channels (rows) to its own (columns);
     G is a power of two, at least 16. bias (C,). history: as for `linear`.
     """
     R, T, C = x.shape

@@ -14,9 +14,9 @@ from torch import Tensor
 from cosyvoice_triton.kernels.launch import early, wait
 from cosyvoice_triton.kernels.tiles import ProductTile
 
-PRODUCT_PROGRAMS = 256  # of a product, so that all of a GPU reads weights
-COLUMNS = 1024  # of a program that computes no products
-TURN = tl.constexpr(8)  # a weight has so many gates and their values in turn, which one thread has after a product
+PRODUCT_PROGRAMS = 256  # programs of a product at least, so that all of a GPU reads weights
+COLUMNS = 1024  # columns of a program that computes no products
+INTERLEAVE = tl.constexpr(8)  # a weight has 8 gate rows, then their 8 up rows: one thread has both after a product
 
 
 @triton.jit
@@ -25,10 +25,10 @@ def _products(
     K: tl.constexpr, PART: tl.constexpr, NORM: tl.constexpr, PAIR: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Rows m (BM,) of x (T, K) times the rows `first` (BN,) of the weight and, if PAIR, `second`, if below `rows`.
+    """Multiply rows m (BM,) of x (T, K) by the rows `first` (BN,) of the weight and, if PAIR, by `second`.
 
-    Of the sums over K, the PART terms from `begin`. One row is multiplied without a product of matrices, so that
-    nothing but the reading of the weights takes time.
+    Weight rows from `rows` on are zeros. Of the sums over K, only the PART terms from `begin` are computed.
+    One row is multiplied without a product of matrices, so that nothing but the reading of the weights takes time.
     """
     lane = tl.arange(0, BK)
     if BM == 1:
@@ -67,16 +67,16 @@ def _products(
 
 
 @triton.jit
-def turned_stored(
+def store_rotated(
     one, other, q_ptr, keys_ptr, values_ptr, m, head, column, position, page, cosine, sine, mask,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Turn columns of the first half of a head, `one` (BM, BN), with those of the second half, and store both."""
+    """Rotate columns of the first half of a head, `one` (BM, BN), with those of the second half, and store both."""
     HALF: tl.constexpr = D // 2
     if head < H + KV:
-        turned = one * cosine - other * sine
+        rotated = one * cosine - other * sine
         other = other * cosine + one * sine
-        one = turned
+        one = rotated
     if head < H:
         target = q_ptr + (m[:, None] * H + head) * D + column[None, :]
         tl.store(target, one.to(q_ptr.dtype.element_ty), mask=mask)
@@ -99,7 +99,7 @@ def _project_heads(
     K: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile is a part of one head: BN of its first D / 2 columns, and those that are turned with them."""
+    """Compute a part of one head: BN of its first D / 2 columns, and those that are rotated with them."""
     HALF: tl.constexpr = D // 2
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     head = tl.program_id(1) // (HALF // BN)
@@ -122,7 +122,7 @@ def _project_heads(
     )  # fmt: skip
     one += bias[None, :]
     other += other_bias[None, :]
-    turned_stored(
+    store_rotated(
         one, other, q_ptr, keys_ptr, values_ptr, m, head, column, position, page, cosine, sine, mask, H, KV, D, PAGE
     )  # fmt: skip
 
@@ -131,9 +131,9 @@ def project_heads(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor,
     positions: Tensor, rotary: Tensor, tile: ProductTile,
 ) -> Tensor:  # fmt: skip
-    """x (T, K) of few tokens, weight ((H + 2 KV) * D, K), bias -> queries (T, H, D) after norm and rotary embedding.
+    """RMS norm, product and RoPE of few tokens: x (T, K), weight ((H + 2 KV) * D, K), bias -> queries (T, H, D).
 
-    Keys and values go to their places in keys, values (pages, KV, PAGE, D): `tables` (slots, pages of a sequence) has
+    New keys and values are stored in keys, values (pages, KV, PAGE, D): `tables` (slots, pages of a sequence) has
     the page, `slots` and `positions` (T,) are those of the tokens. rotary (2, context, D / 2) float32: cosine, sine.
     """
     (T, K), (_, KV, PAGE, D) = x.shape, keys.shape
@@ -150,8 +150,8 @@ def project_heads(
 
 @triton.jit
 def _row_of_gate(n):
-    """In a weight that has gates and values in turn; the value is TURN rows further."""
-    return n // TURN * (2 * TURN) + n % TURN
+    """The row of gate n in a weight of interleaved gate and up rows; its up row is INTERLEAVE rows further."""
+    return n // INTERLEAVE * (2 * INTERLEAVE) + n % INTERLEAVE
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -163,15 +163,15 @@ def _gated(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     wait(PDL)
     row = _row_of_gate(n)
-    gate, up = _products(x_ptr, weight_ptr, m, row, row + TURN, T, 2 * N, eps, 0, K, K, True, True, BM, BN, BK)
+    gate, up = _products(x_ptr, weight_ptr, m, row, row + INTERLEAVE, T, 2 * N, eps, 0, K, K, True, True, BM, BN, BK)
     result = gate * tl.sigmoid(gate) * up
     mask = (m < T)[:, None] & (n < N)[None, :]
     tl.store(out_ptr + m[:, None] * N + n[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
-    """x (T, K) of few tokens, weight (2 N, K): eight gates and their eight values in turn -> silu(gate) * value (T, N)
-    of the normalised x."""
+    """RMS norm, product and SwiGLU of few tokens: x (T, K), interleaved gate and up weights (2 N, K) ->
+    silu(gate) * up (T, N)."""
     (T, K), N = x.shape, len(weight) // 2
     out = torch.empty(T, N, dtype=weight.dtype, device=x.device)
     _gated[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns))](
@@ -187,7 +187,7 @@ def _project(
     K: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The last of the SPLITS programs of a tile to arrive sums their parts, always in the same order."""
+    """Compute a part of a tile's sums. The last of its SPLITS programs adds them, always in the same order."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     split = tl.program_id(2)
@@ -221,29 +221,29 @@ def _project(
             tl.store(squares_ptr + m * tl.num_programs(1) + tl.program_id(1), squares, mask=m < T)
 
 
-def project_add(
-    y: Tensor, weight: Tensor, x: Tensor, arrived: Tensor, tile: ProductTile, *, copies: bool = False
+def linear_residual(
+    y: Tensor, weight: Tensor, x: Tensor, arrived: Tensor, tile: ProductTile, *, cast: bool = False
 ) -> tuple[Tensor, Tensor] | None:
     """x (T, N) += y (T, K) weight^T (K, N), for few tokens.
 
-    arrived: int32, zeros, at least as many as the product has tiles; zeros again afterwards. copies: returns the new x
-    in the type of the weight, and (T, tiles) sums of its squares.
+    arrived: int32, zeros, at least as many as the product has tiles; zeros again afterwards. cast: returns the new x in
+    the weight's type, and (T, tiles) sums of its squares.
     """
-    copied = None
-    if copies:
-        copied = torch.empty_like(x, dtype=weight.dtype), x.new_empty(len(x), triton.cdiv(len(weight), tile.columns))
+    rounded = None
+    if cast:
+        rounded = torch.empty_like(x, dtype=weight.dtype), x.new_empty(len(x), triton.cdiv(len(weight), tile.columns))
     blocks = triton.cdiv(y.shape[1], tile.depth)
     programs = triton.cdiv(len(y), tile.rows) * triton.cdiv(len(weight), tile.columns)
     splits = max(1, min(PRODUCT_PROGRAMS // programs, blocks // 2))
     splits = triton.next_power_of_2(splits + 1) // 2
     assert programs <= len(arrived)
     parts = torch.empty(programs * splits if splits > 1 else 0, tile.rows, tile.columns, device=x.device)
-    _launch_project(y, weight, x, 0.0, tile, parts, arrived, splits, copied, norm=False, add=True)
-    return copied
+    _launch_project(y, weight, x, 0.0, tile, parts, arrived, splits, rounded, norm=False, add=True)
+    return rounded
 
 
-def project_normed(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
-    """x (T, K), weight (N, K) -> (T, N) float32 of the normalised x."""
+def rms_norm_linear(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
+    """RMS norm and product: x (T, K), weight (N, K) -> (T, N) float32."""
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
     _launch_project(x, weight, out, eps, tile, out, out, 1, None, norm=True, add=False)
     return out
@@ -251,19 +251,19 @@ def project_normed(x: Tensor, weight: Tensor, eps: float, tile: ProductTile) -> 
 
 def _launch_project(
     x: Tensor, weight: Tensor, out: Tensor, eps: float, tile: ProductTile, parts: Tensor, arrived: Tensor, splits: int,
-    copied: tuple[Tensor, Tensor] | None, *, norm: bool, add: bool,
+    rounded: tuple[Tensor, Tensor] | None, *, norm: bool, add: bool,
 ) -> None:  # fmt: skip
     (T, K), N = x.shape, len(weight)
     part = triton.cdiv(triton.cdiv(K, tile.depth), splits) * tile.depth
     _project[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns), splits)](
-        x, weight, out, parts, arrived, *(copied or (None, None)), T, N, eps,
+        x, weight, out, parts, arrived, *(rounded or (None, None)), T, N, eps,
         K=K, PART=part, SPLITS=splits, NORM=norm, ADD=add,
         BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
 
 
 @triton.jit
-def _normed(x_ptr, y_ptr, out_ptr, eps, K: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(x_ptr, y_ptr, out_ptr, eps, K: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
     wait(PDL)
     row, k = tl.program_id(0), tl.arange(0, WIDE)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
@@ -274,22 +274,22 @@ def _normed(x_ptr, y_ptr, out_ptr, eps, K: tl.constexpr, ADD: tl.constexpr, WIDE
     tl.store(out_ptr + row * K + k, (x * scale).to(out_ptr.dtype.element_ty), mask=k < K)
 
 
-def normed(x: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
-    """x (T, K) float32, divided by its root mean square -> (T, K) of that type. Before, x += added."""
+def rms_norm(x: Tensor, eps: float, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
+    """Divide x (T, K) float32 by its root mean square -> (T, K) of `dtype`. Before, x += added, in place."""
     out = torch.empty_like(x, dtype=dtype)
     K, y = x.shape[1], x if added is None else added
-    _normed[(len(x),)](
+    _rms_norm[(len(x),)](
         x, y, out, eps, K=K, ADD=added is not None, WIDE=triton.next_power_of_2(K), num_warps=4, **early()
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _turn_heads(
+def _apply_rope(
     heads_ptr, q_ptr, keys_ptr, values_ptr, tables_ptr, slots_ptr, positions_ptr, rotary_ptr, pages, context,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All heads (HEADS,) of one token, half of their columns (D / 2,) with the other half."""
+    """Rotate all heads (HEADS,) of one token: half of their columns (D / 2,) with the other half."""
     wait(PDL)
     HALF: tl.constexpr = D // 2
     t, head, column = tl.program_id(0), tl.arange(0, HEADS), tl.arange(0, HALF)
@@ -301,10 +301,10 @@ def _turn_heads(
     other = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     cosine = tl.load(rotary_ptr + position * HALF + column)[None, :]
     sine = tl.load(rotary_ptr + (context + position) * HALF + column)[None, :]
-    is_turned = (head < H + KV)[:, None]
-    turned = tl.where(is_turned, one * cosine - other * sine, one)
-    other = tl.where(is_turned, other * cosine + one * sine, other).to(q_ptr.dtype.element_ty)
-    one = turned.to(q_ptr.dtype.element_ty)
+    is_rotated = (head < H + KV)[:, None]
+    rotated = tl.where(is_rotated, one * cosine - other * sine, one)
+    other = tl.where(is_rotated, other * cosine + one * sine, other).to(q_ptr.dtype.element_ty)
+    one = rotated.to(q_ptr.dtype.element_ty)
     target = q_ptr + (t * H + head)[:, None] * D + column[None, :]
     of_queries = (head < H)[:, None]
     tl.store(target, one, mask=of_queries)
@@ -318,17 +318,17 @@ def _turn_heads(
     tl.store(values_ptr + place + HALF, other, mask=of_values)
 
 
-def turn_heads(
+def apply_rope(
     heads: Tensor, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, rotary: Tensor
 ) -> Tensor:
-    """Queries, keys and values (T, (H + 2 KV) * D) -> queries (T, H, D) after rotary embedding.
+    """RoPE of queries and keys: heads (T, (H + 2 KV) * D) -> queries (T, H, D).
 
-    Keys and values go to their places; the other arguments are those of `project_heads`.
+    Keys and values are stored in their pages; the other arguments are those of `project_heads`.
     """
     T, (_, KV, PAGE, D) = len(heads), keys.shape
     H = heads.shape[1] // D - 2 * KV
     q = torch.empty(T, H, D, dtype=heads.dtype, device=heads.device)
-    _turn_heads[(T,)](
+    _apply_rope[(T,)](
         heads, q, keys, values, tables, slots, positions, rotary, tables.shape[1], rotary.shape[1],
         H=H, KV=KV, D=D, PAGE=PAGE, HEADS=triton.next_power_of_2(H + 2 * KV), num_warps=4, **early(),
     )  # fmt: skip
@@ -336,18 +336,18 @@ def turn_heads(
 
 
 @triton.jit
-def _gate(pairs_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul(pairs_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait(PDL)
     row, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pairs = pairs_ptr + row * 2 * N + _row_of_gate(n)
     gate = tl.load(pairs, mask=n < N, other=0.0).to(tl.float32)
-    up = tl.load(pairs + TURN, mask=n < N, other=0.0).to(tl.float32)
+    up = tl.load(pairs + INTERLEAVE, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * N + n, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-def gate(pairs: Tensor) -> Tensor:
-    """(T, 2 N): eight gates and their eight values in turn -> silu(gate) * value (T, N)"""
+def silu_and_mul(pairs: Tensor) -> Tensor:
+    """SwiGLU of interleaved gates and ups: (T, 2 N) -> silu(gate) * up (T, N)."""
     T, N = len(pairs), pairs.shape[1] // 2
     out = torch.empty(T, N, dtype=pairs.dtype, device=pairs.device)
-    _gate[(T, triton.cdiv(N, COLUMNS))](pairs, out, N=N, BLOCK=COLUMNS, num_warps=4, **early())
+    _silu_and_mul[(T, triton.cdiv(N, COLUMNS))](pairs, out, N=N, BLOCK=COLUMNS, num_warps=4, **early())
     return out

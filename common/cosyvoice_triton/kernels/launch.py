@@ -24,7 +24,7 @@ COMPILERS = 8  # threads
 
 
 def early() -> dict[str, bool]:
-    """Arguments of a launch: whether the kernel, whose parameter PDL it is, starts early on the current GPU."""
+    """Return the arguments of a launch that say whether the kernel, by its parameter PDL, starts early on this GPU."""
     if triton.runtime.driver.active.get_current_target().arch < FIRST_ARCHITECTURE:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
@@ -34,7 +34,7 @@ def early() -> dict[str, bool]:
 def wait(PDL: tl.constexpr):
     """Return when the kernel before has ended, and let the next one start. Comes before any other work of a kernel.
 
-    In this order: letting the next one start before the wait made most networks slower, see docs/results/kernels.md.
+    In this order: letting the next one start before the wait made most networks slower when measured.
     """
     if PDL:
         cuda.gdc_wait()
@@ -42,7 +42,8 @@ def wait(PDL: tl.constexpr):
 
 
 class _Compilations(triton.AsyncCompileMode):
-    """Triton's own, which looks for a kernel again at each launch of it until it is compiled: 0.2 ms of Triton 3.6."""
+    """Triton's compile mode, which by itself looks for a kernel again at each launch until it is compiled: 0.2 ms each
+    time in Triton 3.6."""
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         kernel = super().submit(key, compile_fn, finalize_fn)
@@ -52,7 +53,7 @@ class _Compilations(triton.AsyncCompileMode):
 
 @contextmanager
 def compiled_ahead(name: str) -> Iterator[None]:
-    """Kernels that are launched in the block do not run; after it they are compiled, several at the same time.
+    """Compile kernels that are launched in the block after it, several at the same time; they do not run.
 
     A start without a cache compiles some hundred, each half a second or more of one core. No other thread may launch
     kernels meanwhile. `name` is for the progress bar.

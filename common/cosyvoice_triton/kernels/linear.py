@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cosyvoice_triton.kernels.launch import early, wait
-from cosyvoice_triton.kernels.tiles import FEW_ROWS, copies_tiles, is_few, tiles
+from cosyvoice_triton.kernels.tiles import FEW_ROWS, is_few, tiles, uses_tma
 
 
 @triton.jit
 def _moments(x_ptr, rows, inside, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Mean and mean square of rows (BM,) of x (M, C), float32."""
+    """Compute mean and mean square of rows (BM,) of x (M, C), float32."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros(rows.shape, tl.float32)
     squares = tl.zeros(rows.shape, tl.float32)
@@ -65,7 +65,7 @@ def _head_normed(x, part, norm_ptr, QK_NORM: tl.constexpr, D: tl.constexpr, BM: 
 
 @triton.jit
 def _normed(x, mean, rstd, scale_ptr, shift_ptr, extra_ptr, k, wide, MISH: tl.constexpr, EXTRA: tl.constexpr):
-    """x (M, K) float32 after the norm's scale and shift, optionally Mish, optionally plus a vector (K,)."""
+    """Apply the norm's scale and shift to x (M, K) float32, then optionally Mish, and optionally add a vector (K,)."""
     scale = tl.load(scale_ptr + k, mask=wide, other=0.0).to(tl.float32)
     shift = tl.load(shift_ptr + k, mask=wide, other=0.0).to(tl.float32)
     y = (x - mean[:, None]) * rstd[:, None] * scale[None, :] + shift[None, :]
@@ -122,7 +122,7 @@ def _products(
     C: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr, EXTRA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Of the rows of the padded x (R, PAD + T, C), normed, and of the weight: (BM, BN)."""
+    """Multiply rows of the padded x (R, PAD + T, C), after its norm, by rows of the weight -> (BM, BN)."""
     K: tl.constexpr = (PAD + 1) * C  # the frames of a convolution are adjacent in memory
     lane = tl.arange(0, BK)
     if NORM:
@@ -143,10 +143,10 @@ def _products(
 
 
 @triton.jit
-def _copied_products(
+def _tma_products(
     x, weight, C: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """The same, without a norm, of tiles that the copy engine fetches, given the descriptors of both tensors."""
+    """Compute `_products` without a norm, in tiles that TMA fetches, given the descriptors of both tensors."""
     first_row, first_column = tl.program_id(0) * BM, tl.program_id(1) * BN
     acc = tl.zeros((BM, BN), tl.float32)
     for start in range(0, (PAD + 1) * C, BK):
@@ -160,7 +160,7 @@ def _store_heads(
     y, out_ptr, keys_ptr, values_ptr, norm_ptr, row, t, T, mask,
     HEADS: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y (BM, BN): whole heads of the queries, keys or values."""
+    """Store y (BM, BN), which are whole heads of the queries, keys or values."""
     first = tl.program_id(1) * (BN // D)
     part, head = first // HEADS, first % HEADS + tl.arange(0, BN) // D
     places = (row * HEADS * T + t)[:, None] * D + (head * T * D + tl.arange(0, BN) % D)[None, :]
@@ -180,16 +180,16 @@ def _linear(
     M, T, B, N, eps,
     C: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, MISH: tl.constexpr, EXTRA: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr, COPIED: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """COPIED: x and weight, and without padding the residual, are descriptors. Then a tile has rows of the padded x
+    """With TMA, x and weight, and without padding the residual, are descriptors. Then a tile has rows of the padded x
     (R, PAD + T, C), of which the last PAD of each R have no result."""
     wait(PDL)
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     row, t = at // T, at % T
     m, inside = at, at < M
-    if COPIED and PAD > 0:
+    if TMA and PAD > 0:
         row, t = at // (T + PAD), at % (T + PAD)
         m, inside = row * T + t, (t < T) & (row * T < M)
     if frames_ptr is not None:
@@ -197,8 +197,8 @@ def _linear(
             return
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     mask = inside[:, None] & (n < N)[None, :]
-    if COPIED:
-        y = _copied_products(x_ptr, weight_ptr, C, PAD, BM, BN, BK)
+    if TMA:
+        y = _tma_products(x_ptr, weight_ptr, C, PAD, BM, BN, BK)
     else:
         y = _products(
             x_ptr, weight_ptr, scale_ptr, shift_ptr, extra_ptr, m, row, inside, n, N, eps,
@@ -213,7 +213,7 @@ def _linear(
         places = m[:, None] * N + n[None, :]
         if GATE:
             y *= tl.load(gate_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        if RESIDUAL and COPIED and PAD == 0:
+        if RESIDUAL and TMA and PAD == 0:
             y += residual_ptr.load([tl.program_id(0) * BM, tl.program_id(1) * BN]).to(tl.float32)
         elif RESIDUAL:
             y += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
@@ -231,8 +231,10 @@ def prepared(
     history: tuple[Tensor, Tensor, Tensor] | None = None,
     frames: Tensor | None = None,
 ) -> Tensor:
-    """The input of a causal convolution of pad + 1 taps, or of a product: x (R, T, C) -> (R, pad + T, C). The rest as
-    for `linear`."""
+    """Make the input of a causal convolution of pad + 1 taps, or of a product: x (R, T, C) -> (R, pad + T, C).
+
+    The other arguments are those of `linear`.
+    """
     R, T, C = x.shape
     scale, shift = norm or (x, x)
     old, new, kept = history or (x, x, x)
@@ -264,7 +266,7 @@ def linear(
     qk_norm: Tensor | None = None,
     frames: Tensor | None = None,
 ) -> Tensor:
-    """x (R, T, C), weight (N, taps * C) -> (R, T, N); with `add_to`, added to it in place.
+    """Multiply x (R, T, C) by weight (N, taps * C) -> (R, T, N); with `add_to`, add the result to it in place.
 
     norm: scale and shift (C,) of a layer norm of x, followed by `mish`, then plus `extra` (C,). taps > 1: a causal
     convolution, oldest frame's tap first, preceded by zeros or by `history`: old and new (R, taps - 1, C), of which the
@@ -288,9 +290,9 @@ def linear(
     else:
         out = keys = values = x.new_empty(R, T, N) if add_to is None else add_to
     tile, rows, residual = tiles(x.dtype).linear(M, N, weight.shape[1], D), M, add_to
-    copied = tiles(x.dtype).linear_copied(M, N, D) if copies_tiles() and not few else None
-    if copied is not None and C % copied.depth == 0:
-        tile, rows = copied, R * (pad + T)
+    fetched = tiles(x.dtype).linear_tma(M, N, D) if uses_tma() and not few else None
+    if fetched is not None and C % fetched.depth == 0:
+        tile, rows = fetched, R * (pad + T)
         x = TensorDescriptor.from_tensor(x.view(rows, C), [tile.rows, tile.depth])
         weight = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
         if add_to is not None and pad == 0:
@@ -300,7 +302,7 @@ def linear(
         M, T, R if frames is None else len(frames), N, eps,
         C=C, PAD=pad, NORM=norm is not None, MISH=mish, EXTRA=extra is not None,
         BIAS=bias is not None, ACTIVATION=activation, RESIDUAL=add_to is not None, GATE=gate is not None,
-        HEADS=N // (3 * D) if D else 0, D=D, QK_NORM=qk_norm is not None, COPIED=not isinstance(x, Tensor),
+        HEADS=N // (3 * D) if D else 0, D=D, QK_NORM=qk_norm is not None, TMA=not isinstance(x, Tensor),
         BM=tile.rows, BN=tile.columns, BK=tile.depth, num_warps=tile.warps, num_stages=tile.stages, **early(),
     )  # fmt: skip
     return out
@@ -325,7 +327,7 @@ def _add_norm_mish(
 
 
 def add_norm_mish(x: Tensor, norm: tuple[Tensor, Tensor], add_to: Tensor) -> Tensor:
-    """add_to += mish(layer norm of x): x and add_to (..., C), norm: scale and shift (C,)."""
+    """Add mish(layer norm of x) to `add_to` in place: x and add_to (..., C); norm: scale and shift (C,)."""
     C = x.shape[-1]
     rows = x.numel() // C
     _add_norm_mish[(triton.cdiv(rows, 8),)](

@@ -9,9 +9,9 @@ from cosyvoice_triton.kernels.attention import LOG2_E
 from cosyvoice_triton.kernels.launch import early, wait
 from cosyvoice_triton.kernels.tiles import tiles
 
-MOST_SPLITS = 16
+MOST_SPLITS = 16  # of a sequence: the parts' results are joined by one more launch, in one block
 LEAST = tl.constexpr(-1e30)  # below every score
-PROGRAMS = 256  # which a GPU runs at once
+PROGRAMS = 256  # that a GPU runs at the same time
 
 
 @triton.jit(do_not_specialize=["pages"])
@@ -20,7 +20,7 @@ def _attend_pages(
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The queries of TOKENS tokens of one sequence and of one key head, over one of SPLITS parts of the sequence.
+    """Attend with the queries of TOKENS tokens of one sequence and one key head to one of SPLITS parts of the sequence.
 
     Row r of a tile is head r % HEADS of the group, of token r // HEADS.
     """
@@ -88,9 +88,9 @@ def _join_parts(parts_ptr, out_ptr, D: tl.constexpr, SPLITS: tl.constexpr, PDL: 
 def attend_pages(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, consecutive: int
 ) -> Tensor:  # fmt: skip
-    """Queries (T, H, D) -> (T, H * D): attention to the own sequence up to the token's position.
+    """Attend with queries (T, H, D) to the token's own sequence, up to its position -> (T, H * D).
 
-    Each `consecutive` tokens are of one sequence. The other arguments are those of `project_heads`. Few tokens'
+    Each `consecutive` tokens belong to one sequence. The other arguments are those of `project_heads`. Few tokens'
     sequences are split over more programs.
     """
     (T, H, D), (_, KV, PAGE, _) = q.shape, keys.shape

@@ -15,7 +15,7 @@ def _attend_relative(
     q_ptr, k_ptr, v_ptr, positions_ptr, biases_ptr, visible_ptr, out_ptr, T, longest, scale,
     H: tl.constexpr, D: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK queries of one head, over blocks of as many keys.
+    """Attend with BLOCK queries of one head to blocks of as many keys.
 
     The distances of such a pair of blocks are 2 BLOCK - 1 rows of the positions, each product with which is a score by
     distance. Query r has the score of key c in column c - r + BLOCK - 1.
@@ -58,7 +58,7 @@ def _attend_relative(
 def attend_relative(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, biases: Tensor, visible: Tensor, ratio: int = 1
 ) -> Tensor:
-    """q, k, v (B, H, T, D) contiguous -> (B, T, H * D): Transformer-XL's attention.
+    """Compute Transformer-XL's attention: q, k, v (B, H, T, D) contiguous -> (B, T, H * D).
 
     positions (2 L - 1, H, D), L >= T: projections of the distances query - key, from L - 1 down to 1 - L. biases
     (2, H, D): added to the queries where they meet keys, and distances. visible (B, T / ratio) int64: how many keys,

@@ -24,7 +24,7 @@ def _snake(x_ptr, alpha_ptr, lengths_ptr, out_ptr, T, C, RAGGED: tl.constexpr, B
 
 
 def snake(x: Tensor, alpha: Tensor, lengths: Tensor | None) -> Tensor:
-    """x + sin(alpha x)^2 / alpha: x (B, C, T), alpha (C,) -> (B, C, T), zero after each row's length (B,)."""
+    """Compute x + sin(alpha x)^2 / alpha: x (B, C, T), alpha (C,) -> (B, C, T), zero after each row's length (B,)."""
     B, C, T = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _snake[(triton.cdiv(T, 1024), B * C)](

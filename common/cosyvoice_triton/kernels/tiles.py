@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 import triton
 
-FEW_ROWS = 128  # at most this many rows of a product use small tiles: large ones would leave multiprocessors idle
-MANY_ROWS = 512  # the same for tiles of 128 rows
-PROGRAMS = 80  # of a kernel in tiles of 64 rows; with fewer ones, smaller tiles are faster
-WIDE_WEIGHT = 1 << 20  # values; larger weights occupy them with half as many rows
-FEW_QUERIES = 1024  # the same for attention, whose queries are fewer in a program
+FEW_ROWS = 128  # products of at most so many rows use small tiles: large ones would leave multiprocessors idle
+MANY_ROWS = 512  # products of more rows use tiles of 128 rows
+PROGRAMS = 80  # a kernel of fewer tiles of 64 rows is faster in smaller tiles
+WIDE_WEIGHT = 1 << 20  # values; larger weights occupy the multiprocessors with half of FEW_ROWS
+FEW_QUERIES = 1024  # attention to at most so many queries uses small tiles
 FIRST_TENSOR_CORES = 80  # compute capability 8.0
-FIRST_COPY_ENGINE = 90  # compute capability 9.0: tiles are fetched by a copy engine, not by the threads
-COPIED_PROGRAMS = 96  # with fewer of them, smaller tiles are faster
+FIRST_TMA = 90  # compute capability 9.0: the tensor memory accelerator (TMA) fetches tiles, not the threads
+TMA_PROGRAMS = 96  # with fewer programs, smaller tiles are faster
 
 
 def is_few(rows: int, values: int) -> bool:
@@ -26,7 +26,7 @@ def is_few(rows: int, values: int) -> bool:
 
 
 class ProductTile(NamedTuple):
-    """What a program computes of a matrix product: rows x columns, `depth` terms of each sum at a time."""
+    """The part of a matrix product that one program computes: rows x columns, `depth` terms of each sum at a time."""
 
     rows: int
     columns: int
@@ -36,7 +36,7 @@ class ProductTile(NamedTuple):
 
 
 class AttentionTile(NamedTuple):
-    """What a program computes of attention: this many queries, over this many keys at a time."""
+    """The part of attention that one program computes: this many queries, over this many keys at a time."""
 
     queries: int
     keys: int
@@ -45,7 +45,7 @@ class AttentionTile(NamedTuple):
 
 
 class DecoderTiles(NamedTuple):
-    """Tiles of one of a decoder's products, by the number of tokens. None: a library's product is faster."""
+    """Tiles of one of a decoder's products, by the number of tokens. None means that cuBLAS is faster."""
 
     one: ProductTile  # or two tokens: without tensor cores
     few: ProductTile  # up to 16
@@ -53,7 +53,7 @@ class DecoderTiles(NamedTuple):
     most: ProductTile | None = None
 
     def of(self, T: int) -> ProductTile | None:
-        """For T tokens."""
+        """The tile for T tokens."""
         if T <= 2:
             return self.one
         if T <= 16:
@@ -61,16 +61,16 @@ class DecoderTiles(NamedTuple):
         return self.many if T <= 64 else self.most
 
 
-class CopiedDecoderTiles(NamedTuple):
-    """Tiles of a decoder's products that the copy engine fetches."""
+class TmaDecoderTiles(NamedTuple):
+    """Tiles of a decoder's products that TMA fetches."""
 
-    heads: ProductTile  # of few tokens, at most as many as rows, with a head's columns
-    gated: tuple[ProductTile, ...]  # of few tokens: the first that has as many rows
+    heads: ProductTile  # for few tokens, at most as many as rows; its columns are a head
+    gated: tuple[ProductTile, ...]  # for few tokens: the first that has as many rows
     gated_many: ProductTile
     gated_most: ProductTile
 
     def few(self, T: int) -> tuple[ProductTile, ProductTile] | None:
-        """Of heads and gates, for T tokens; None: they are one or two, or not few."""
+        """The tiles of heads and of gates for T tokens, or None if TMA is not faster for so many: for 1, 2 or many."""
         if not 2 < T <= self.heads.rows:
             return None
         rows = max(16, triton.next_power_of_2(T))
@@ -78,7 +78,7 @@ class CopiedDecoderTiles(NamedTuple):
         return self.heads._replace(rows=rows), gated._replace(rows=rows)
 
     def many(self, T: int) -> ProductTile:
-        """Of gates, for more tokens."""
+        """The tile of gates for more tokens."""
         return self.gated_many if T <= MANY_ROWS else self.gated_most
 
 
@@ -101,14 +101,14 @@ class Tiles(NamedTuple):
     convolution: ProductTile
     decoder_heads: DecoderTiles  # these two have two products in a tile
     decoder_gated: DecoderTiles
-    decoder_added: DecoderTiles  # to the residual stream
+    decoder_added: DecoderTiles  # products that are added to the residual stream
     decoder_logits: DecoderTiles
-    decoder_copied: CopiedDecoderTiles | None
+    decoder_tma: TmaDecoderTiles | None
     vocoder: tuple[ProductTile, ...]  # the largest first
-    copied: tuple[ProductTile, ...]  # by the copy engine; the largest first
+    tma: tuple[ProductTile, ...]  # that TMA fetches; the largest first
 
     def linear(self, M: int, N: int, K: int, D: int) -> ProductTile:
-        """For (M, K) x (K, N). D: width of a head, if a tile is one head; else 0."""
+        """The tile for a product (M, K) x (K, N). D is the width of a head if a tile is one head, else 0."""
         if is_few(M, N * K):
             tile = self.few_wide if D or N > 1024 else self.few
         elif D:
@@ -121,24 +121,24 @@ class Tiles(NamedTuple):
             tile = self.deep if K >= 1536 and M >= 4096 else self.large
         return tile._replace(columns=D) if D else tile
 
-    def linear_copied(self, M: int, N: int, D: int) -> ProductTile | None:
-        """The same by the copy engine: the largest tile that occupies the GPU. None: threads are faster."""
+    def linear_tma(self, M: int, N: int, D: int) -> ProductTile | None:
+        """The largest tile fetched by TMA that occupies the GPU, or None if tiles that threads fetch are faster."""
         part = N // 3 if D else N  # queries, keys or values
-        for tile in self.copied:
+        for tile in self.tma:
             whole_heads = not D or (tile.columns % D == 0 and part % tile.columns == 0)
-            if whole_heads and triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns) >= COPIED_PROGRAMS:
+            if whole_heads and triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns) >= TMA_PROGRAMS:
                 return tile
         return None
 
     def grouped_convolution(self, M: int, G: int) -> ProductTile:
-        """For M frames, of groups of G channels."""
+        """The tile for a convolution of M frames, in groups of G channels."""
         tile = self.convolution_few if M <= FEW_ROWS else self.convolution
         return tile._replace(columns=min(tile.columns, G), depth=min(tile.depth, G))
 
     def frames(self, B: int, T: int, N: int, branches: int) -> ProductTile:
-        """For the vocoder's convolutions of (B, T) frames to N channels: the largest tile that occupies the GPU.
+        """The largest tile that occupies the GPU, for the vocoder's convolutions of (B, T) frames to N channels.
 
-        A large one does more work for what it reads, and has to occupy it more evenly.
+        A large tile does more work for what it reads, and has to occupy the GPU more evenly.
         """
         for tile in self.vocoder:
             columns = max(16, min(tile.columns, triton.next_power_of_2(N)))
@@ -147,9 +147,11 @@ class Tiles(NamedTuple):
         return tile._replace(columns=columns)
 
     def paged(self, queries: int) -> AttentionTile:
+        """The tile for `attend_paged`."""
         return self.paged_few if queries <= FEW_QUERIES // 4 else self.queries
 
     def blocks(self, queries: int) -> AttentionTile:
+        """The tile for `attend_blocks`."""
         return self.blocks_few if queries <= FEW_QUERIES else self.queries
 
 
@@ -180,16 +182,16 @@ TENSOR_CORES = Tiles(
         ProductTile(64, 64, 64, 4, 4),
         ProductTile(64, 64, 64, 4, 4),
     ),
-    decoder_copied=CopiedDecoderTiles(
+    decoder_tma=TmaDecoderTiles(
         heads=ProductTile(64, 64, 128, 4, 4),
         gated=(ProductTile(32, 32, 128, 4, 4), ProductTile(64, 32, 128, 4, 3)),
         gated_many=ProductTile(64, 64, 64, 4, 3),
         gated_most=ProductTile(128, 64, 64, 4, 3),
     ),
     vocoder=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 64, 128, 4, 3), ProductTile(64, 32, 128, 4, 4)),
-    copied=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 128, 64, 4, 4), ProductTile(64, 64, 64, 4, 4)),
+    tma=(ProductTile(128, 128, 64, 8, 3), ProductTile(64, 128, 64, 4, 4), ProductTile(64, 64, 64, 4, 4)),
 )
-# The largest of those tried that spill no registers or hardly any (docs/results/kernels.md); not yet tuned on a GPU.
+# The largest of those tried that spill no registers or hardly any (bench/kernels.py); not yet tuned on a GPU.
 MULTIPLY_ADD = Tiles(
     few=ProductTile(16, 32, 16, 4, 1),
     few_wide=ProductTile(16, 64, 16, 4, 1),
@@ -214,9 +216,9 @@ MULTIPLY_ADD = Tiles(
         ProductTile(32, 32, 16, 4, 1),
         ProductTile(32, 32, 16, 4, 1),
     ),
-    decoder_copied=None,
+    decoder_tma=None,
     vocoder=(ProductTile(64, 32, 16, 4, 1),),  # serving leaves these products to cuDNN
-    copied=(),
+    tma=(),
 )
 
 
@@ -226,16 +228,16 @@ def uses_tensor_cores(dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and arch >= FIRST_TENSOR_CORES
 
 
-def copies_tiles() -> bool:
-    """Whether the current GPU has a copy engine for tiles."""
-    return triton.runtime.driver.active.get_current_target().arch >= FIRST_COPY_ENGINE
+def uses_tma() -> bool:
+    """Whether the current GPU has TMA."""
+    return triton.runtime.driver.active.get_current_target().arch >= FIRST_TMA
 
 
 def tiles(dtype: torch.dtype) -> Tiles:
-    """For operands of that type on the current GPU."""
+    """The tiles for operands of that type on the current GPU."""
     return TENSOR_CORES if uses_tensor_cores(dtype) else MULTIPLY_ADD
 
 
-def decoder_copied(dtype: torch.dtype) -> CopiedDecoderTiles | None:
-    """The same for a decoder's products; None: the GPU has no copy engine for them."""
-    return tiles(dtype).decoder_copied if copies_tiles() else None
+def decoder_tma(dtype: torch.dtype) -> TmaDecoderTiles | None:
+    """The tiles of a decoder's products that TMA fetches, or None if the GPU has none for that type."""
+    return tiles(dtype).decoder_tma if uses_tma() else None

@@ -22,7 +22,7 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of this size has no di
 
 @triton.jit
 def _snake_of(x, frequency, amplitude):
-    """x + amplitude * sin(pi * frequency * x)^2: x (M, N), the others (N,), float32.
+    """Compute x + amplitude * sin(pi * frequency * x)^2: x (M, N), the others (N,), float32.
 
     The sine's own code for large angles needs a stack. sin(pi f)^2 has the period 1, and for |f| <= 1/2 this polynomial
     in f^2 has an error of at most 7e-7.
@@ -39,7 +39,7 @@ def _snake_of(x, frequency, amplitude):
 
 @triton.jit
 def _taps_of(branch, STARTS: tl.constexpr, BRANCHES: tl.constexpr):
-    """The first tap of a branch and the one after its last."""
+    """Return the first tap of a branch and the one after its last."""
     begin, end = branch * 0, branch * 0 + STARTS[1]
     for i in tl.static_range(1, BRANCHES):
         begin = tl.where(branch == i, STARTS[i], begin)
@@ -51,7 +51,7 @@ def _taps_of(branch, STARTS: tl.constexpr, BRANCHES: tl.constexpr):
 def _adjacent_products(
     acc, x_row, weights, wide, t, stride, spare, length, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """acc (BM, BN) plus a convolution of frames that are adjacent in memory, as their channels are: one sum of K terms.
+    """Add to acc (BM, BN) a convolution of frames that are adjacent in memory, as their channels are: a sum of K terms.
 
     weights (BN, 1): of each channel of the output. spare: frames that the taps reach beyond a stride.
     """
@@ -71,7 +71,7 @@ def _tap_products(
     acc, x_row, x_plane, weights, wide, t, dilation, branch, length,
     C: tl.constexpr, STARTS: tl.constexpr, BRANCHES: tl.constexpr, MERGED: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """acc (BM, BN) plus a convolution, or the sum of those of all branches, tap by tap."""
+    """Add to acc (BM, BN) a convolution, or the sum of those of all branches, tap by tap."""
     PARTS: tl.constexpr = (C + BK - 1) // BK  # of a tap
     lane = tl.arange(0, BK)
     first, last = _taps_of(branch, STARTS, BRANCHES)
@@ -115,7 +115,7 @@ def _residuals(
     N: tl.constexpr, BRANCHES: tl.constexpr, MERGED: tl.constexpr, MIRRORED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What a convolution is added to, (BM, BN)."""
+    """Load what a convolution is added to -> (BM, BN)."""
     acc = tl.zeros((BM, BN), tl.float32)
     if residual_ptr is not None:
         residual_plane = residual_frames.to(tl.int64) * N
@@ -138,7 +138,7 @@ def _convolve_frames(
     ADJACENT: tl.constexpr, MIRRORED: tl.constexpr, COPIES: tl.constexpr, CHANNELS_FIRST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """STARTS: the first tap of each branch, and the number of all taps."""
+    """Compute a tile. STARTS has the first tap of each branch, and the number of all taps."""
     wait(PDL)
     TILES: tl.constexpr = (N + BN - 1) // BN  # of the same frames
     K: tl.constexpr = STARTS[BRANCHES] * C
@@ -197,7 +197,7 @@ class FrameConvolution(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Of a batch's rows: rate * frames (B,) + more."""
+    """The lengths of a batch's rows: rate * frames (B,) + more."""
 
     frames: Tensor
     rate: int
@@ -205,7 +205,8 @@ class Lengths(NamedTuple):
 
 
 def snake_factors(alpha: Tensor) -> Tensor:
-    """What `convolve_frames` needs of the activation x + sin(alpha x)^2 / alpha: alpha (*, N) -> (*, 2, N) float32."""
+    """Return the factors of the activation x + sin(alpha x)^2 / alpha that `convolve_frames` takes: alpha (*, N) ->
+    (*, 2, N) float32."""
     alpha = alpha.float()
     return torch.stack([alpha / math.pi, 1 / (alpha + 1e-9)], dim=-2)
 
@@ -224,7 +225,7 @@ def convolve_frames(
     snake: Tensor | None = None,
     slope: float = 0.0,
 ) -> None:
-    """A convolution of rows x (B, T, C) of those lengths, written to `out` (B, T', N) and, activated, to `active`.
+    """Convolve rows x (B, T, C) of those lengths; write the result to `out` (B, T', N) and, activated, to `active`.
 
     At least one of both is given; after a row's end they keep what they held. T' is T / stride, rounded down, and the
     padding is half of what the taps reach beyond a stride. Of parallel convolutions x, out and active are

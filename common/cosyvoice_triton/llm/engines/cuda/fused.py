@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cosyvoice_triton import kernels
-from cosyvoice_triton.kernels.tiles import ProductTile, decoder_copied, tiles
+from cosyvoice_triton.kernels.tiles import ProductTile, decoder_tma, tiles
 from cosyvoice_triton.llm.engines.cuda.operations import FAULT, NOTHING, Places, Requests, Residual
 
 MOST_TILES = 1024  # of a product of few tokens
@@ -20,9 +20,9 @@ class Fused:
         self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
     def begin(self, requests: Requests, batch: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Residual]:
-        copies = _few_copied(len(batch), embedding.dtype) is not None
+        cast = _few_tma(len(batch), embedding.dtype) is not None
         slots, positions, x, copied = kernels.begin(
-            batch, requests.ended, requests.numbers, requests.steps, embedding, copies=copies
+            batch, requests.ended, requests.numbers, requests.steps, embedding, cast=cast
         )
         return slots, positions, Residual(x, copied=copied)
 
@@ -31,11 +31,11 @@ class Fused:
     ) -> Tensor:
         keys, values = places.keys[layer], places.values[layer]
         where = keys, values, places.tables, places.slots, places.positions, places.rotary
-        if x.copied and (few := _few_copied(len(x.x), weight.dtype)):
-            return kernels.project_heads_copied(*x.copied, weight, bias, eps, *where, few[0])
+        if x.copied and (few := _few_tma(len(x.x), weight.dtype)):
+            return kernels.project_heads_tma(*x.copied, weight, bias, eps, *where, few[0])
         if tile := tiles(weight.dtype).decoder_heads.of(len(x.x)):
             return kernels.project_heads(x.x, weight, bias, eps, *where, tile)
-        return kernels.turn_heads(F.linear(_normed(x, eps, weight.dtype), weight, bias), *where)
+        return kernels.apply_rope(F.linear(_normed(x, eps, weight.dtype), weight, bias), *where)
 
     def attend(self, q: Tensor, places: Places, layer: int) -> Tensor:
         keys, values = places.keys[layer], places.values[layer]
@@ -44,39 +44,39 @@ class Fused:
     def project_add(self, y: Tensor, weight: Tensor, x: Residual, eps: float) -> None:
         x.normed = x.copied = None
         if tile := tiles(weight.dtype).decoder_added.of(len(y)):
-            copies = _few_copied(len(y), weight.dtype) is not None
-            x.copied = kernels.project_add(y, weight, x.x, self._arrived, tile, copies=copies)
+            cast = _few_tma(len(y), weight.dtype) is not None
+            x.copied = kernels.linear_residual(y, weight, x.x, self._arrived, tile, cast=cast)
         else:
-            x.normed = kernels.normed(x.x, eps, weight.dtype, F.linear(y, weight))
+            x.normed = kernels.rms_norm(x.x, eps, weight.dtype, F.linear(y, weight))
 
     def gated(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
-        if x.copied and (few := _few_copied(len(x.x), weight.dtype)):
-            return kernels.gated_copied(*x.copied, weight, eps, few[1])
+        if x.copied and (few := _few_tma(len(x.x), weight.dtype)):
+            return kernels.gated_tma(*x.copied, weight, eps, few[1])
         if tile := tiles(weight.dtype).decoder_gated.of(len(x.x)):
             return kernels.gated(x.x, weight, eps, tile)
         normed = _normed(x, eps, weight.dtype)
-        if copied := decoder_copied(weight.dtype):
-            return kernels.gated_copied(normed, None, weight, eps, copied.many(len(x.x)))
-        return kernels.gate(F.linear(normed, weight))
+        if fetched := decoder_tma(weight.dtype):
+            return kernels.gated_tma(normed, None, weight, eps, fetched.many(len(x.x)))
+        return kernels.silu_and_mul(F.linear(normed, weight))
 
     def head(self, x: Residual, weight: Tensor, eps: float) -> Tensor:
         tile = tiles(weight.dtype).decoder_logits.of(len(x.x))
         assert tile is not None  # for any number of tokens
-        return kernels.project_normed(x.x, weight, eps, tile)
+        return kernels.rms_norm_linear(x.x, weight, eps, tile)
 
     def draw(self, logits: Tensor, requests: Requests, slots: Tensor) -> None:
         of, sampler = requests, requests.sampler
-        kernels.draw(
+        kernels.sample(
             logits, sampler.bias, sampler.seen, sampler.recent, of.numbers, of.sampling, of.ends, of.ended, slots,
             of.steps, of.ring, of.first, NOTHING, FAULT,
         )  # fmt: skip
 
 
 def _normed(x: Residual, eps: float, dtype: torch.dtype) -> Tensor:
-    return kernels.normed(x.x, eps, dtype) if x.normed is None else x.normed
+    return kernels.rms_norm(x.x, eps, dtype) if x.normed is None else x.normed
 
 
-def _few_copied(T: int, dtype: torch.dtype) -> tuple[ProductTile, ProductTile] | None:
-    """Tiles of heads and gates that the copy engine fetches; None: others are faster, or there is none."""
-    copied = decoder_copied(dtype)
-    return copied.few(T) if copied else None
+def _few_tma(T: int, dtype: torch.dtype) -> tuple[ProductTile, ProductTile] | None:
+    """The tiles of heads and gates that TMA fetches, or None if others are faster or the GPU has no TMA."""
+    fetched = decoder_tma(dtype)
+    return fetched.few(T) if fetched else None

@@ -1,5 +1,5 @@
-"""The two ends of a step, one row of the batch in one program: what the network starts from, and the draw of the next
-token with what it changes.
+"""The two ends of a decode step, one row of the batch in one program: what the network starts from, and the sampling of
+the next token, with the state that it changes.
 
 The thresholds of top-k and top-p are found by halving the range of numbers, bit by bit, instead of sorting: a program
 holds its row in registers, and counts or sums what is at or above a number, until a sum is what is needed.
@@ -14,7 +14,7 @@ from cosyvoice_triton.kernels.launch import early, wait
 
 WARPS = 8
 # Columns of `numbers`: see `Requests` of the engine
-LAST, LENGTH, DRAWN, MOST, SEED = map(tl.constexpr, range(5))
+LAST, LENGTH, SAMPLED, MOST, SEED = map(tl.constexpr, range(5))
 
 
 @triton.jit
@@ -40,50 +40,51 @@ def _begin(
 
 
 def begin(
-    batch: Tensor, ended: Tensor, numbers: Tensor, steps: Tensor, embedding: Tensor, *, copies: bool = False
+    batch: Tensor, ended: Tensor, numbers: Tensor, steps: Tensor, embedding: Tensor, *, cast: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Slots (R,) of a batch -> the same, with the last slot for those that have ended; the position of each one's last
-    token; its embedding (R, K) float32; if `copies`, this in its own type, and the sum (R, 1) of its squares.
+    """Begin a decode step of a batch of slots (R,).
 
+    Returns the slots, with the last slot in place of those that have ended; the position of each one's last token; its
+    embedding (R, K) float32; and, if `cast`, the embedding in its own type, with the sum (R, 1) of its squares.
     By slot: ended bool, numbers (slots, 5). steps (1,) += 1.
     """
     (R,), K = batch.shape, embedding.shape[1]
     slots, positions = torch.empty(2, R, dtype=torch.long, device=batch.device)
     x = torch.empty(R, K, dtype=torch.float32, device=batch.device)
-    copied = (torch.empty_like(x, dtype=embedding.dtype), x.new_empty(R, 1)) if copies else None
+    rounded = (torch.empty_like(x, dtype=embedding.dtype), x.new_empty(R, 1)) if cast else None
     _begin[(R,)](
-        batch, ended.view(torch.uint8), numbers, embedding, slots, positions, x, steps, *(copied or (None, None)),
+        batch, ended.view(torch.uint8), numbers, embedding, slots, positions, x, steps, *(rounded or (None, None)),
         len(ended) - 1, NUMBERS=numbers.shape[1], K=K, WIDE=triton.next_power_of_2(K), num_warps=4, **early(),
     )  # fmt: skip
-    return slots, positions, x, copied
+    return slots, positions, x, rounded
 
 
 @triton.jit
 def _mixed(bits):
-    """The hash of `batch_sampler`: Wellons' "hash prospector", in 32 bits."""
+    """Hash 32 bits as `batch_sampler` does: Wellons' "hash prospector"."""
     bits = (bits ^ (bits >> 16)) * 0x21F0AAAD
     bits = (bits ^ (bits >> 15)) * 0x735A2D97
     return bits ^ (bits >> 15)
 
 
 @triton.jit
-def _uniform(key, position, draw):
-    """A number in [0, 1), float64."""
-    counter = _mixed((key + 0x9E3779B9).to(tl.uint32)) + (2 * position + draw).to(tl.uint32)
+def _uniform(key, position, attempt):
+    """A random number in [0, 1), float64."""
+    counter = _mixed((key + 0x9E3779B9).to(tl.uint32)) + (2 * position + attempt).to(tl.uint32)
     return _mixed(counter).to(tl.float64) / 4294967296.0
 
 
 @triton.jit
 def _ordered(scores):
-    """float32 as unsigned integers of the same order."""
+    """Map float32 to unsigned integers of the same order."""
     bits = scores.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
 def _reached(order, amounts, needed, least, most):
-    """A number such that the amounts at or above it sum up to `needed`, and none of them can be left out; all that are
-    not 0 are above it if they never do. The ones that are not 0 are of numbers from `least` to `most`."""
+    """Find a number such that the amounts at or above it sum up to `needed`, and none of them can be left out; all that
+    are not 0 are above it if they never do. The ones that are not 0 are of numbers from `least` to `most`."""
     bit = tl.full((), 0x80000000, tl.uint32)
     while bit > (least ^ most):  # both have these bits in common
         bit = bit >> 1
@@ -101,14 +102,14 @@ def _reached(order, amounts, needed, least, most):
 
 @triton.jit
 def _picked(weights, uniform, C):
-    """The first column at which the sum of the weights (BLOCK,) exceeds the uniform share of it."""
+    """Find the first column at which the sum of the weights (BLOCK,) exceeds the uniform share of it."""
     cumulative = tl.cumsum(weights.to(tl.float64), 0)
     share = uniform * tl.max(cumulative, 0)
     return tl.minimum(tl.sum((cumulative <= share).to(tl.int32), 0), C - 1)
 
 
 @triton.jit
-def _draw(
+def _sample(
     logits_ptr, bias_ptr, seen_ptr, recent_ptr, numbers_ptr, sampling_ptr, ends_ptr, ended_ptr, slots_ptr, steps_ptr,
     ring_ptr, C, first, scratch, rows, nothing, fault,
     NUMBERS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, RECENT: tl.constexpr, WINDOW: tl.constexpr,
@@ -118,7 +119,7 @@ def _draw(
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     numbers = numbers_ptr + slot * NUMBERS
-    position = tl.load(numbers + DRAWN)
+    position = tl.load(numbers + SAMPLED)
     sampling = sampling_ptr + slot * FIELDS  # of `SamplingRow`
     column = tl.arange(0, BLOCK)
     inside = column < C
@@ -150,41 +151,41 @@ def _draw(
     weights = tl.where(order >= least, weights, 0.0)
     key = tl.load(numbers + SEED)
     uniform = tl.where(tl.load(sampling + 2) == 1, 0.0, _uniform(key, position, 0))  # the first of equal ones
-    drawn = _picked(weights, uniform, C)
+    sampled = _picked(weights, uniform, C)
     # Repetition-aware sampling: the token is replaced by any other one if the window holds it too often.
     place = tl.arange(0, WINDOW)
     earlier = tl.load(recent + place, mask=place < RECENT, other=-1)
     age = (position + RECENT - 1 - place) % RECENT  # 0: the last token
-    repeats = tl.sum(((earlier == drawn) & (age < window) & (place < RECENT)).to(tl.int32), 0)
+    repeats = tl.sum(((earlier == sampled) & (age < window) & (place < RECENT)).to(tl.int32), 0)
     if repeats >= tl.load(sampling + 6).to(tl.int32):
-        others = tl.where(column == drawn, float("-inf"), scores)
-        drawn = _picked(tl.exp(others - tl.max(others, 0)), _uniform(key, position, 1), C)
-    tl.store(recent + position % RECENT, drawn.to(tl.int64))
+        others = tl.where(column == sampled, float("-inf"), scores)
+        sampled = _picked(tl.exp(others - tl.max(others, 0)), _uniform(key, position, 1), C)
+    tl.store(recent + position % RECENT, sampled.to(tl.int64))
 
     idle = slot == scratch
     length = tl.load(numbers + LENGTH)
-    stops = (tl.load(ends_ptr + slot * C + drawn) != 0) | (position + 1 >= tl.load(numbers + MOST))
-    tl.store(numbers + LAST, tl.where(idle, 0, drawn + first))
+    stops = (tl.load(ends_ptr + slot * C + sampled) != 0) | (position + 1 >= tl.load(numbers + MOST))
+    tl.store(numbers + LAST, tl.where(idle, 0, sampled + first))
     tl.store(numbers + LENGTH, tl.where(idle, 0, length + 1))
-    tl.store(numbers + DRAWN, tl.where(idle, 0, position + 1))
+    tl.store(numbers + SAMPLED, tl.where(idle, 0, position + 1))
     tl.store(ended_ptr + slot, (idle | broken | stops).to(tl.uint8))
-    told = tl.where(idle, nothing, tl.where(broken, fault, drawn))
-    tl.store(ring_ptr + (tl.load(steps_ptr) - 1) % RING * rows + row, told.to(tl.int32))
+    column_or_code = tl.where(idle, nothing, tl.where(broken, fault, sampled))
+    tl.store(ring_ptr + (tl.load(steps_ptr) - 1) % RING * rows + row, column_or_code.to(tl.int32))
 
 
-def draw(
+def sample(
     logits: Tensor, bias: Tensor, seen: Tensor, recent: Tensor, numbers: Tensor, sampling: Tensor, ends: Tensor,
     ended: Tensor, slots: Tensor, steps: Tensor, ring: Tensor, first: int, nothing: int, fault: int,
 ) -> None:  # fmt: skip
-    """Draw from logits (R, C) float32 of requests in these slots (R,), with the results of
-    `batch_sampler.BatchSampler.draw`, and bring their state up to date.
+    """Sample from logits (R, C) float32 of requests in these slots (R,), with the results of
+    `batch_sampler.BatchSampler`, and bring their state up to date.
 
     By slot: seen, ends (slots, C) and ended bool, recent (slots, window), numbers (slots, 5), sampling (slots, 7)
-    float32. The columns go to row (steps - 1) % len(ring) of ring (steps, rows): `nothing` of the last slot, `fault` of
-    logits that are not finite.
+    float32. The sampled columns go to row (steps - 1) % len(ring) of the ring buffer `ring` (steps,
+    rows): `nothing` for the last slot, `fault` for logits that are not finite.
     """
     R, C = logits.shape
-    _draw[(R,)](
+    _sample[(R,)](
         logits, bias, seen.view(torch.uint8), recent, numbers, sampling, ends.view(torch.uint8),
         ended.view(torch.uint8), slots, steps, ring, C, first, len(ended) - 1, ring.shape[1], nothing, fault,
         NUMBERS=numbers.shape[1], FIELDS=sampling.shape[1], RING=len(ring), RECENT=recent.shape[1],

@@ -1,6 +1,6 @@
-"""A decoder's products in tiles that the copy engine fetches (compute capability 9.0 and above).
+"""A decoder's products in tiles that TMA, the tensor memory accelerator, fetches (compute capability 9.0 and above).
 
-Of few tokens, the weight's rows are the rows of the tensor cores' tile, which has 64 of them, and the tokens its
+For few tokens, the weight's rows are the rows of the tensor cores' tile, which has 64 of them, and the tokens are its
 columns. A program then keeps as much of the weight on its way as its shared memory holds, and does nothing else: x
 comes in the type of the weight, with sums of its squares, so that the norm is a factor of the result.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cosyvoice_triton.kernels.decoder import TURN, turned_stored
+from cosyvoice_triton.kernels.decoder import INTERLEAVE, store_rotated
 from cosyvoice_triton.kernels.launch import early, wait
 from cosyvoice_triton.kernels.tiles import ProductTile
 
@@ -21,7 +21,7 @@ def _products(
     x, weight, first_row, first_column,
     K: tl.constexpr, WEIGHT_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x times rows of the weight: (BM, BN)."""
+    """Multiply rows of x by rows of the weight -> (BM, BN)."""
     if WEIGHT_FIRST:
         sums = tl.zeros((BN, BM), tl.float32)
         for start in range(0, K, BK):
@@ -36,7 +36,7 @@ def _products(
 
 @triton.jit
 def _scale(squares_ptr, m, T, eps, K: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr):
-    """Of a root mean square norm of rows m, given SUMS sums of squares for each."""
+    """The factor of RMS norm of rows m, given SUMS sums of squares for each."""
     part = tl.arange(0, WIDE)
     mask = (m < T)[:, None] & (part < SUMS)[None, :]
     squares = tl.load(squares_ptr + m[:, None] * SUMS + part[None, :], mask=mask, other=0.0)
@@ -44,13 +44,13 @@ def _scale(squares_ptr, m, T, eps, K: tl.constexpr, SUMS: tl.constexpr, WIDE: tl
 
 
 @triton.jit(do_not_specialize=["T"])
-def _project_heads_copied(
+def _project_heads_tma(
     x, weight, squares_ptr, bias_ptr, q_ptr, keys_ptr, values_ptr, tables_ptr, slots_ptr, positions_ptr, rotary_ptr,
     T, eps, pages, context,
     K: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile is a head."""
+    """Compute a tile that is one head."""
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -70,20 +70,20 @@ def _project_heads_copied(
     one, other = tl.split(whole.reshape(BM, 2, HALF).permute(0, 2, 1))
     one = one * scale[:, None] + bias[None, :]
     other = other * scale[:, None] + other_bias[None, :]
-    turned_stored(
+    store_rotated(
         one, other, q_ptr, keys_ptr, values_ptr, m, head, column, position, page, cosine, sine, mask, H, KV, D, PAGE
     )  # fmt: skip
 
 
-def project_heads_copied(
+def project_heads_tma(
     x: Tensor, squares: Tensor, weight: Tensor, bias: Tensor, eps: float, keys: Tensor, values: Tensor, tables: Tensor,
     slots: Tensor, positions: Tensor, rotary: Tensor, tile: ProductTile,
 ) -> Tensor:  # fmt: skip
-    """`project_heads` of x (T, K) in the type of the weight, and sums of its squares (T, n)."""
+    """Compute `project_heads`, given x (T, K) in the type of the weight, and sums of its squares (T, n)."""
     (T, K), (_, KV, PAGE, D) = x.shape, keys.shape
     H = len(weight) // D - 2 * KV
     q = torch.empty(T, H, D, dtype=weight.dtype, device=x.device)
-    _project_heads_copied[(triton.cdiv(T, tile.rows), H + 2 * KV)](
+    _project_heads_tma[(triton.cdiv(T, tile.rows), H + 2 * KV)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]), TensorDescriptor.from_tensor(weight, [D, tile.depth]),
         squares, bias, q, keys, values, tables, slots, positions, rotary, T, eps, tables.shape[1], rotary.shape[1],
         K=K, SUMS=squares.shape[1], WIDE=triton.next_power_of_2(squares.shape[1]), H=H, KV=KV, D=D, PAGE=PAGE,
@@ -93,12 +93,12 @@ def project_heads_copied(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _gated_copied(
+def _gated_tma(
     x, weight, squares_ptr, out_ptr, T, eps,
     K: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile has BN gates and their values, eight of each in turn: one thread has both."""
+    """Compute a tile of BN interleaved gates and ups: one thread has both."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     wait(PDL)
@@ -106,7 +106,7 @@ def _gated_copied(
         scale = _scale(squares_ptr, m, T, eps, K, SUMS, WIDE)
     both = _products(x, weight, tl.program_id(0) * BM, tl.program_id(1) * 2 * BN, K, SUMS > 0, BM, 2 * BN, BK)
     # (BM, 2 BN) -> (BM, BN / 8, 8, 2)
-    gate, up = tl.split(both.reshape(BM, BN // TURN, 2, TURN).permute(0, 1, 3, 2))
+    gate, up = tl.split(both.reshape(BM, BN // INTERLEAVE, 2, INTERLEAVE).permute(0, 1, 3, 2))
     gate, up = gate.reshape(BM, BN), up.reshape(BM, BN)
     if SUMS:
         gate, up = gate * scale[:, None], up * scale[:, None]
@@ -115,13 +115,13 @@ def _gated_copied(
     tl.store(out_ptr + m[:, None] * N + n[None, :], result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def gated_copied(x: Tensor, squares: Tensor | None, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
-    """`gated` of x (T, K) in the type of the weight: of few tokens with sums of its squares (T, n), of many without,
-    after the norm."""
+def gated_tma(x: Tensor, squares: Tensor | None, weight: Tensor, eps: float, tile: ProductTile) -> Tensor:
+    """Compute `gated`, given x (T, K) in the type of the weight: before the norm, with sums of its squares (T, n), if
+    it has few tokens; else after the norm, without them."""
     (T, K), N = x.shape, len(weight) // 2
     out = torch.empty(T, N, dtype=weight.dtype, device=x.device)
     sums = 0 if squares is None else squares.shape[1]
-    _gated_copied[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns))](
+    _gated_tma[(triton.cdiv(T, tile.rows), triton.cdiv(N, tile.columns))](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [2 * tile.columns, tile.depth]), squares, out, T, eps,
         K=K, N=N, SUMS=sums, WIDE=triton.next_power_of_2(max(sums, 1)),
