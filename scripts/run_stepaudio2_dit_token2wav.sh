@@ -54,7 +54,7 @@ if ((LOCAL)); then
     ENGINE_DIR=$MODELS/cosyvoice2_llm_genai
     ENGINE_PYTHON=$PYTHON
     # This LLM server answers one request after another: the waiting ones must not time out.
-    RENDER=(--device cpu --set first_token_timeout=60 --set token_timeout=60)
+    RENDER=(--device cpu --set token_timeout=60)
     LLM_MODEL=$MODELS/cosyvoice2_llm
     LLM_COMMAND=("$PYTHON" -c "from transformers.cli.transformers import main; main()" serve "$LLM_MODEL"
         --device cpu --host 127.0.0.1 --port "$LLM_PORT")

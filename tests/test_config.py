@@ -73,14 +73,12 @@ def test_urls_are_separated_by_commas_or_spaces(text):
         ({"model_dir": ""}, "'model_dir' is missing or empty"),
         ({"model_dir": "${model_dir}"}, "'model_dir' was never filled in: '\\${model_dir}'"),
         ({"model_dir": "/m", "colour": "red"}, "unknown parameter 'colour' \\(value 'red'\\)"),
-        ({"model_dir": "/m", "top_k": "many"}, "'top_k' must be an integer, not 'many'"),
+        ({"model_dir": "/m", "max_tokens": "many"}, "'max_tokens' must be an integer, not 'many'"),
         ({"model_dir": "/m", "max_tokens": "0"}, "'max_tokens' must be above 0, not 0"),
         ({"model_dir": "/m", "sampling": "best"}, "'sampling' must be one of cosyvoice2, triton, not 'best'"),
         ({"model_dir": "/m", "llm_transport": "pigeon"}, "must be one of triton, openai, not 'pigeon'"),
         ({"model_dir": "/m", "llm_transport": "openai"}, "'llm_urls' is empty"),
-        ({"model_dir": "/m", "silent_tokens": "1 x"}, "'silent_tokens' must be an integer, not 'x'"),
-        ({"model_dir": "/m", "silent_tokens": "1 6561"}, "'silent_tokens': 6561 is not in 0..6560"),
-        ({"model_dir": "/m", "max_silent_tokens": "-1"}, "'max_silent_tokens' must not be negative, not -1"),
+        ({"model_dir": "/m", "token2wav_gpus": "1 x"}, "'token2wav_gpus' must be an integer, not 'x'"),
     ],
 )
 def test_a_bad_parameter_is_reported_with_its_value(parameters, message):
@@ -115,7 +113,7 @@ def test_policy_objects_have_the_defaults_of_the_settings() -> None:
     config = OrchestratorConfig(model_dir="/m")
     assert Sampling() == Sampling(**preset_values("triton"), max_tokens=config.max_tokens)
     assert LengthRatios() == LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
-    assert Timeouts() == Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
+    assert Timeouts() == Timeouts(first_token=config.token_timeout, token=config.token_timeout)
     rules = HopRules(
         strategy=config.dynamic_chunk_strategy,
         first_hop=config.first_hop_tokens,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from cosyvoice_triton.constants import EULER_STEPS, SPEECH_VOCAB
+from cosyvoice_triton.constants import EULER_STEPS
 from cosyvoice_triton.profiles import ProfileName
 from cosyvoice_triton.replicas import replica_number
 
@@ -366,13 +366,10 @@ class OrchestratorConfig(HopConfig):
         servers at `llm_urls` (base URLs) in their `llm_dialect`, see llm/openai_dialects.py.
     dynamic_chunk_strategy, first_hop_tokens, max_hop_tokens: see orchestrator/chunking.py.
     short_first_hop_tokens: of first hops where the server has slack, see orchestrator/first_hops.py.
-    sampling, temperature to ras_tau, max_tokens: defaults of the request parameters of the same names; None is the
-        value of the preset `sampling`.
+    sampling, max_tokens: defaults of the request parameters of the same names.
     min_token_ratio, max_token_ratio: fewest and most speech tokens per text token.
-    silent_tokens: the speech tokens 0..6560 that are silent; of a run of them, max_silent_tokens are spoken (0: all).
-        Empty for the stacks of this repository, see docs/voices.md.
-    first_token_timeout, token_timeout, model_timeout: seconds to the LLM's first tokens, between later ones, and for
-        the answer of any other model. The first two are below 5 s, so that a dead LLM is an error within that time.
+    token_timeout, model_timeout: seconds to the LLM's first tokens and between later ones, and for the answer of any
+        other model. The first one is below 5 s, so that a dead LLM is an error within that time.
     text_timeout: seconds that the LLM waits for the next piece of a text in pieces.
     voices_dir: registered voices, see voice/book.py. default_speaker: the voice of requests without one.
     """
@@ -387,18 +384,9 @@ class OrchestratorConfig(HopConfig):
     dynamic_chunk_strategy: ChunkStrategy = "exponential"
     short_first_hop_tokens: int = 10
     sampling: SamplingName = "cosyvoice2"
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    ras_window: int | None = None
-    ras_tau: float | None = None
     max_tokens: int = 750
     min_token_ratio: float = 2.0
     max_token_ratio: float = 20.0
-    silent_tokens: tuple[int, ...] = ()
-    max_silent_tokens: int = 5
-    first_token_timeout: float = 4.5
     token_timeout: float = 4.5
     model_timeout: float = 15.0
     text_timeout: float = 20.0
@@ -414,16 +402,11 @@ class OrchestratorConfig(HopConfig):
         self.require_positive(
             "short_first_hop_tokens",
             "max_tokens",
-            "first_token_timeout",
             "token_timeout",
             "model_timeout",
             "text_timeout",
             "max_text_chars",
         )
         check_gpus(self.token2wav_gpus)
-        if self.max_silent_tokens < 0:
-            raise ValueError(f"parameter 'max_silent_tokens' must not be negative, not {self.max_silent_tokens}")
-        if stray := [token for token in self.silent_tokens if not 0 <= token < SPEECH_VOCAB]:
-            raise ValueError(f"parameter 'silent_tokens': {stray[0]} is not in 0..{SPEECH_VOCAB - 1}")
         if self.llm_transport == "openai" and not self.llm_urls:
             raise ValueError("parameter 'llm_urls' is empty, but llm_transport is 'openai'")

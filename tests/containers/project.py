@@ -51,7 +51,7 @@ class Project:
         public = {name: f"127.0.0.1:{port}" for name, port in self.ports.items() if name in PORTS[:4]}
         self._environment = engine.environment | {name: str(port) for name, port in self.ports.items()} | public
         # These tests are not about speed: streams that this machine cannot render in time are served, too.
-        patience = ("first_token_timeout=60", "token_timeout=60", "model_timeout=60")
+        patience = ("token_timeout=60", "model_timeout=60")
         options = " ".join(f"--set {setting}" for setting in ("admission=count", *patience))
         self._environment |= {"TTS_OPTIONS": options} | settings
         command = compose_command()

@@ -34,7 +34,7 @@ DRAIN = "40"  # seconds, far more than a stream takes
 @pytest.fixture(scope="module")
 def repository(demo_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With long timeouts, since 8 streams begin at once on one core."""
-    names = ("first_token_timeout", "token_timeout", "model_timeout")
+    names = ("token_timeout", "model_timeout")
     patience = dict.fromkeys(names, "60")
     return rendered(demo_models, tmp_path_factory.mktemp("gateway") / "repository", **patience)
 

@@ -1,5 +1,6 @@
 """`cosyvoice2` and `cosyvoice2_dit` as Triton loads them, over fakes of the other models."""
 
+import dataclasses
 import json
 import shutil
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cosyvoice_triton import stacks
 from cosyvoice_triton.constants import PROMPT_SAMPLE_RATE, SPEAKER_DIM, SPEECH_VOCAB
 from cosyvoice_triton.errors import UnavailableError
 from cosyvoice_triton.llm.checkpoint import follows_instructions
@@ -244,11 +246,11 @@ def test_settings_of_the_model_and_parameters_of_the_request_reach_the_llm(
     models = FakeModels()
     models.install(triton_models)
     request = client_request(parameters={"top_k": 5, "seed": 11, "triton_enable_empty_final_response": True})
-    with started("cosyvoice2_dit", tokenizer_dir, temperature="0.25", top_k="7", max_tokens="12") as model:
+    with started("cosyvoice2_dit", tokenizer_dir, sampling="triton", max_tokens="12") as model:
         serve(model, request)
     (llm,) = models.llm_requests
     names = ("temperature", "runtime_top_k", "request_output_len", "min_length", "random_seed")
-    assert [llm[name].item() for name in names] == [0.25, 5, 12, 4, 11]
+    assert [llm[name].item() for name in names] == [pytest.approx(0.8), 5, 12, 4, 11]
     # <|sos|> the texts <|task_id|> and the prompt's tokens
     assert llm["input_ids"][0, -PROMPT:].tolist() == list(range(FIRST_SPEECH_ID, FIRST_SPEECH_ID + PROMPT))
 
@@ -334,12 +336,16 @@ def test_the_chunk_strategy_is_a_setting(tokenizer_dir: Path, triton_models: dic
     assert [response.arrays()["waveform"].shape[1] for response in request.sender.responses] == [20] * 5
 
 
-def test_the_silent_tokens_are_a_setting(tokenizer_dir: Path, triton_models: dict[str, Callee]) -> None:
+def test_runs_of_the_stacks_silent_tokens_are_shortened(
+    tokenizer_dir: Path, triton_models: dict[str, Callee], monkeypatch: pytest.MonkeyPatch
+) -> None:
     FakeModels().install(triton_models)
     request = client_request()
-    with started("cosyvoice2_dit", tokenizer_dir, silent_tokens="10 11, 12 13", max_silent_tokens="3") as model:
+    silent = dataclasses.replace(stacks.DIT, silent_tokens=frozenset(range(10, 16)))
+    monkeypatch.setattr(stacks, "DIT", silent)
+    with started("cosyvoice2_dit", tokenizer_dir) as model:
         serve(model, request)
-    assert np.setdiff1d(np.arange(TOKENS), audio(request) % 1000).tolist() == [13]
+    assert np.setdiff1d(np.arange(TOKENS), audio(request) % 1000).tolist() == [15]
 
 
 def test_padding_of_the_reference_is_not_sent_to_any_model(

@@ -60,16 +60,10 @@ SERVERS = {"llm_transport": "openai", "llm_urls": ("http://a",)}
     ("settings", "expected", "warned"),
     [
         ({"sampling": "triton"}, Sampling(), False),
-        ({"sampling": "triton", "top_k": 7, "max_tokens": 9}, Sampling(top_k=7, max_tokens=9), False),
+        ({"sampling": "triton", "max_tokens": 9}, Sampling(max_tokens=9), False),
         ({"sampling": "cosyvoice2"}, Sampling(**preset_values("cosyvoice2")), False),
-        (
-            {"sampling": "cosyvoice2", "ras_window": 0},
-            Sampling(**preset_values("cosyvoice2") | {"ras_window": 0}),
-            False,
-        ),
         ({"sampling": "cosyvoice2", "llm_backend": "tensorrtllm"}, Sampling(), True),
         ({"sampling": "triton", "llm_backend": "tensorrtllm"}, Sampling(), False),
-        ({"top_k": 7, "ras_window": 5, "llm_backend": "tensorrtllm"}, Sampling(top_k=7), True),
         ({"sampling": "cosyvoice2", "max_tokens": 9, **SERVERS}, Sampling(max_tokens=9), True),
         ({"sampling": "cosyvoice2", "llm_dialect": "chat", **SERVERS}, Sampling(), True),
         ({"sampling": "cosyvoice2", "llm_dialect": "vllm", **SERVERS}, Sampling(**preset_values("cosyvoice2")), False),

@@ -1,15 +1,13 @@
-import dataclasses
-
 import numpy as np
 import pytest
-from cosyvoice_triton.orchestrator.silence import SilenceFilter, SilenceRules
+from cosyvoice_triton.orchestrator.silence import SilenceFilter
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.fakes import FakeLM, speech_request
 from tests.support.pipeline import Pipeline
 
-RULES = SilenceRules(tokens=frozenset({1, 2}), most=5)
+SILENT = frozenset({1, 2})
 
 
 @pytest.mark.parametrize(
@@ -24,25 +22,24 @@ RULES = SilenceRules(tokens=frozenset({1, 2}), most=5)
     ],
 )
 def test_of_a_run_of_silent_tokens_the_first_five_are_kept(tokens: list[int], kept: list[int]) -> None:
-    assert SilenceFilter(RULES).kept(tokens) == kept
+    assert SilenceFilter(SILENT).kept(tokens) == kept
 
 
-@pytest.mark.parametrize("rules", [SilenceRules(), dataclasses.replace(RULES, most=0)])
-def test_without_silent_tokens_or_a_limit_nothing_is_dropped(rules: SilenceRules) -> None:
-    assert SilenceFilter(rules).kept([1] * 20) == [1] * 20
+def test_without_silent_tokens_nothing_is_dropped() -> None:
+    assert SilenceFilter(()).kept([1] * 20) == [1] * 20
 
 
 @given(st.lists(st.sampled_from([1, 2, 3]), max_size=40), st.lists(st.integers(0, 40), max_size=6))
 def test_the_grouping_of_arrivals_changes_nothing(tokens: list[int], cuts: list[int]) -> None:
-    at, arriving = [0, *sorted(cuts), len(tokens)], SilenceFilter(RULES)
+    at, arriving = [0, *sorted(cuts), len(tokens)], SilenceFilter(SILENT)
     parts = [tokens[begin:end] for begin, end in zip(at, at[1:], strict=False)]
-    assert [token for part in parts for token in arriving.kept(part)] == SilenceFilter(RULES).kept(tokens)
+    assert [token for part in parts for token in arriving.kept(part)] == SilenceFilter(SILENT).kept(tokens)
 
 
 def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
     """A chunk is due after 18 tokens: the 18th that is spoken here, not the 18th that arrives."""
     arrivals = [[1, 1, 1], [1, 1, 1, 1], *[[9]] * 12, [7] * 8, [1, 1]]
-    pipeline = Pipeline(FakeLM(*arrivals), silence=RULES)
+    pipeline = Pipeline(FakeLM(*arrivals), silent_tokens=SILENT)
     audio = pipeline.run(pipeline.synthesize(speech_request(text="one|two")))
     spoken = [1] * 5 + [9] * 12 + [7] * 8 + [1] * 2
     assert [len(waveform) for waveform in audio] == [15, 12] * 2
@@ -56,5 +53,5 @@ def test_dropped_tokens_reach_no_chunk_and_every_segment_counts_anew() -> None:
 
 
 def test_an_answer_that_is_silent_throughout_is_spoken_shortened() -> None:
-    pipeline = Pipeline(FakeLM([1] * 40), silence=RULES)
+    pipeline = Pipeline(FakeLM([1] * 40), silent_tokens=SILENT)
     assert [len(waveform) for waveform in pipeline.run()] == [5]

@@ -95,7 +95,8 @@ def test_the_source_of_a_model_names_all_tensors_that_its_template_declares(path
 def strings_of(name: str, model: Path) -> set[str]:
     """The string constants of a model.py, of `triton_io`, and of the room that reads the model's tensors."""
     common = TEMPLATES.parent
-    rooms = {"tensorrt_llm": "llm"} | dict.fromkeys(stacks.orchestrators(), "orchestrator")
+    rooms = {"tensorrt_llm": "llm", "audio_tokenizer": "voice", "speaker_embedding": "voice"}
+    rooms |= dict.fromkeys(stacks.orchestrators(), "orchestrator")
     sources = [model, *(common / "triton_io").glob("*.py"), *(common / rooms.get(name, "token2wav")).rglob("*.py")]
     trees = [ast.parse(source.read_text()) for source in sources]
     return {

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import aclosing
 from functools import cache, cached_property
 
@@ -12,7 +12,6 @@ from cosyvoice_triton.llm.interleaving import InterleavedLM
 from cosyvoice_triton.llm.speech_tokens import LLMTokenizer
 from cosyvoice_triton.orchestrator.chunking import Hop, HopRules
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.silence import SilenceRules
 from cosyvoice_triton.orchestrator.synthesis import Synthesizer
 from cosyvoice_triton.voice.mix import Mix
 from cosyvoice_triton.voice.prompt import Prompt, Recording
@@ -44,10 +43,10 @@ class Pipeline:
         token2wav: FakeToken2Wav | None = None,
         rules: HopRules | None = None,
         clock: Callable[[], float] = time.monotonic,
-        silence: SilenceRules = SilenceRules(),  # noqa: B008 frozen
+        silent_tokens: Collection[int] = (),
     ):
         self.clock = clock
-        self.silence = silence
+        self.silent_tokens = silent_tokens
         self.llm = llm
         self.encoder = encoder or FakePromptEncoder()
         self.token2wav = token2wav or FakeToken2Wav()
@@ -59,7 +58,7 @@ class Pipeline:
     def synthesizer(self) -> Synthesizer:
         interleaved = InterleavedLM(self.llm, demo_tokenizer())
         ports = (self.texts, self.voices.__getitem__, self.encoder, self.llm, interleaved, self.token2wav)
-        return Synthesizer(*ports, self.rules, self.clock, silence=self.silence)
+        return Synthesizer(*ports, self.rules, self.clock, silent_tokens=self.silent_tokens)
 
     async def synthesize(self, request: SynthesisRequest | None = None) -> list[np.ndarray]:
         async with aclosing(self.synthesizer.stream(request or speech_request())) as waveforms:

@@ -145,7 +145,7 @@ class Timeouts:
     """
 
     connect: float = 2.0
-    first_token: float = OrchestratorConfig.first_token_timeout
+    first_token: float = OrchestratorConfig.token_timeout
     token: float = OrchestratorConfig.token_timeout
 
     def __post_init__(self) -> None:

@@ -24,7 +24,6 @@ from cosyvoice_triton.orchestrator.chunking import HopRules
 from cosyvoice_triton.orchestrator.ports import TritonPromptEncoder, TritonToken2Wav
 from cosyvoice_triton.orchestrator.request import RequestInputs, default_sampling
 from cosyvoice_triton.orchestrator.responses import Timeline, outputs
-from cosyvoice_triton.orchestrator.silence import SilenceRules
 from cosyvoice_triton.orchestrator.synthesis import Synthesizer
 from cosyvoice_triton.orchestrator.text_stream import TextStream, TextStreams
 from cosyvoice_triton.replicas import replicas
@@ -65,7 +64,7 @@ class Orchestrator:
                 max_hop=config.max_hop_tokens,
                 boundary=stack.chunk_boundary,
             ),
-            silence=SilenceRules(tokens=frozenset(config.silent_tokens), most=config.max_silent_tokens),
+            silent_tokens=stack.silent_tokens,
         )
         self._sampling = default_sampling(config)
         self._instructions = follows_instructions(config.llm_tokenizer_dir)
@@ -142,7 +141,7 @@ def _inputs(request: Any, pieces: TextStream | None) -> RequestInputs:
 
 
 def _speech_lm(config: OrchestratorConfig, tokenizer: LLMTokenizer) -> SpeechLM:
-    timeouts = Timeouts(first_token=config.first_token_timeout, token=config.token_timeout)
+    timeouts = Timeouts(first_token=config.token_timeout, token=config.token_timeout)
     ratios = LengthRatios(min=config.min_token_ratio, max=config.max_token_ratio)
     if config.llm_transport == "openai":
         return OpenAILM(config.llm_urls, config.llm_model, tokenizer, timeouts, ratios, config.llm_dialect)

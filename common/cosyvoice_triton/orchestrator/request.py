@@ -153,10 +153,9 @@ class RequestInputs:
 
 
 def default_sampling(config: OrchestratorConfig) -> Sampling:
-    """The sampling of requests that ask for none: the preset `triton` if the LLM may lack repetition-aware sampling."""
-    preset = preset_values(config.sampling)
-    own = {name: value for name in preset if (value := getattr(config, name)) is not None}
-    sampling = Sampling(**preset | own, max_tokens=config.max_tokens)
+    """Return the sampling of requests that ask for none: the preset `sampling`, or `triton` if the LLM may lack
+    repetition-aware sampling."""
+    sampling = Sampling(**preset_values(config.sampling), max_tokens=config.max_tokens)
     # A server of unknown dialect may be any.
     able = config.llm_dialect == "vllm" if config.llm_transport == "openai" else config.llm_backend == "python"
     if able or not sampling.ras_window:
@@ -166,8 +165,7 @@ def default_sampling(config: OrchestratorConfig) -> Sampling:
         "tensorrt_llm, or `vllm serve` with llm_dialect vllm",
         sampling.ras_window,
     )
-    without_ras = {name: value for name, value in own.items() if not name.startswith("ras_")}
-    return dataclasses.replace(sampling, **preset_values("triton") | without_ras)
+    return dataclasses.replace(sampling, **preset_values("triton"))
 
 
 def sampling_of(parameters: Mapping[str, Any], defaults: Sampling) -> Sampling:

@@ -3,32 +3,26 @@
 The LLM's own context keeps what is dropped. Source: `llm_job` of upstream's CosyVoice3 model.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
-from cosyvoice_triton.config import OrchestratorConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class SilenceRules:
-    """tokens: the ids 0..6560 that are silent; most: how many of them in a row are spoken, 0 for any number."""
-
-    tokens: frozenset[int] = frozenset(OrchestratorConfig.silent_tokens)
-    most: int = OrchestratorConfig.max_silent_tokens
+MAX_SILENT_TOKENS = 5  # spoken of a run: 0.2 s, as upstream
 
 
 class SilenceFilter:
-    """Drops what exceeds the rules from the tokens of one segment, which may arrive in any grouping."""
+    """Drops the rest of each run from the tokens of one segment, which may arrive in any grouping.
 
-    def __init__(self, rules: SilenceRules):
-        self._rules = rules
+    silent: the ids in 0..6560 that are silent, `Stack.silent_tokens`.
+    """
+
+    def __init__(self, silent: Collection[int]):
+        self._silent = silent
         self._run = 0  # silent tokens since the last other one, dropped ones included
 
     def kept(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of the next arrival that are to be spoken."""
+        """Return those of the tokens that arrived next that are to be spoken."""
         kept = []
         for token in tokens:
-            self._run = self._run + 1 if token in self._rules.tokens else 0
-            if self._rules.most == 0 or self._run <= self._rules.most:
+            self._run = self._run + 1 if token in self._silent else 0
+            if self._run <= MAX_SILENT_TOKENS:
                 kept.append(token)
         return kept

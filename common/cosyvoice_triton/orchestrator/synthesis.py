@@ -29,7 +29,6 @@ from cosyvoice_triton.orchestrator.callbacks import OnSegment, OnStage, OnWarnin
 from cosyvoice_triton.orchestrator.chunking import Hop, HopRules, HopSchedule
 from cosyvoice_triton.orchestrator.first_hops import FirstHops
 from cosyvoice_triton.orchestrator.request import SynthesisRequest
-from cosyvoice_triton.orchestrator.silence import SilenceRules
 from cosyvoice_triton.orchestrator.token_buffer import TokenBuffer
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.tasks import TaskScope
@@ -111,7 +110,7 @@ class Synthesizer:
         token2wav: Token2WavPort,
         rules: HopRules,
         clock: Callable[[], float] = time.monotonic,
-        silence: SilenceRules = SilenceRules(),  # noqa: B008 frozen
+        silent_tokens: Collection[int] = (),
     ):
         self._texts = texts
         self._voices = voices
@@ -122,7 +121,7 @@ class Synthesizer:
         self._rules = rules
         self._first_hops = FirstHops(rules)
         self._clock = clock
-        self._silence = silence
+        self._silent_tokens = silent_tokens
         self._prompts = RecordingCache()
         self._careful_until = -math.inf
 
@@ -246,7 +245,7 @@ class Synthesizer:
         llm_prompt = replace(llm_prompt, urgent_tokens=urgent, played=played)
         on_stage("voice")
         segments: SegmentQueue = asyncio.Queue(maxsize=1)
-        new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silence)
+        new_buffer = partial(TokenBuffer, on_warning, on_stage, self._silent_tokens)
         if request.pieces is None:
             work = self._generate(text, texts, llm_prompt, request.sampling, segments, new_buffer)
         else:

@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from dataclasses import replace
 
 from cosyvoice_triton.constants import MAX_STREAM_TOKENS, TOKEN_RATE
 from cosyvoice_triton.llm.interface import MAX_SEED, FinishReason, LLMPrompt, Sampling, SpeechLM, TokenStream
 from cosyvoice_triton.orchestrator.callbacks import OnStage, OnWarning
-from cosyvoice_triton.orchestrator.silence import SilenceFilter, SilenceRules
+from cosyvoice_triton.orchestrator.silence import SilenceFilter
 from cosyvoice_triton.text.duration import expected_seconds
 
 logger = logging.getLogger(__name__)
@@ -24,14 +24,16 @@ class TokenBuffer:
     pause: seconds of silence before it. text: what the LLM has got of it.
     """
 
-    def __init__(self, on_warning: OnWarning, on_stage: OnStage, silence: SilenceRules, pause: float = 0.0) -> None:
+    def __init__(
+        self, on_warning: OnWarning, on_stage: OnStage, silent_tokens: Collection[int], pause: float = 0.0
+    ) -> None:
         self.pause = pause
         self.text = ""
         self.tokens: list[int] = []
         self.ended = False
         self._on_warning = on_warning
         self._on_stage = on_stage
-        self._silence = SilenceFilter(silence)
+        self._silence = SilenceFilter(silent_tokens)
         self._changed = asyncio.Event()
 
     async def fill(self, llm: SpeechLM, prompt: LLMPrompt, sampling: Sampling) -> None:
