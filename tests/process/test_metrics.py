@@ -64,8 +64,8 @@ def test_the_page_has_each_family_once_with_a_sample_per_instance(
     for model in models:
         model.close()
     page = metrics.page(tmp_path)
-    assert page.count("# TYPE tts_vocoder_chunks_queued gauge\n") == 1
-    assert 'tts_vocoder_chunks_total{model="m",model_instance="m_1"} 7\n' in page
+    assert page.count("# TYPE tts_token2wav_chunks_queued gauge\n") == 1
+    assert 'tts_token2wav_chunks_total{model="m",model_instance="m_1"} 7\n' in page
     assert metrics.sum_of(page, metrics.QUEUED.name) == 6 and metrics.sum_of(page, "tts_other") == 0
 
 

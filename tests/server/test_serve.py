@@ -63,8 +63,8 @@ def test_the_metrics_page_counts_requests_and_audio(server: ServeProcess) -> Non
     assert sum_of(page, ENDED.name) == 2 and sum_of(page, LIVE.name) == 0
     assert counted[f"tts_audio_seconds_total{{{labels}}}"] > 0.1
     assert counted[f"tts_first_chunk_seconds_count{{{labels}}}"] == 1
-    assert sum_of(page, "tts_vocoder_chunks_total") >= sum_of(page, "tts_vocoder_batches_total") > 0
-    assert sum_of(page, "tts_vocoder_streams_live") == 0 and sum_of(page, "tts_vocoder_cache_bytes") > 0
+    assert sum_of(page, "tts_token2wav_chunks_total") >= sum_of(page, "tts_token2wav_batches_total") > 0
+    assert sum_of(page, "tts_token2wav_streams_live") == 0 and sum_of(page, "tts_token2wav_cache_bytes") > 0
     assert get(f"http://127.0.0.1:{server.health}/live") == (200, "live")
     assert get(f"http://127.0.0.1:{server.health}/other")[0] == 404
     for method, status, length in (("HEAD", 200, "5"), ("OPTIONS", 204, None)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from cosyvoice_triton.constants import HOP_SAMPLES, MEL_BINS, SPEAKER_DIM
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.serving.requests import Token2WavRequest
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 from cosyvoice_triton.token2wav.stream import Chunk
@@ -47,19 +47,19 @@ class FakeEngine:
     batch_tokens: int = 1600
     cache_bytes: int = 4096
     contexts: tuple[int, float] = (0, 0.0)
-    lanes: int = 1
+    workers: int = 1
     limits: BatchLimits = BatchLimits(max_streams=4)
 
     def __post_init__(self):
         self.gate.set()
 
-    def warm_up(self, lane=0):
+    def warm_up(self, worker=0):
         pass
 
-    def is_start(self, chunk):
+    def is_first_chunk(self, chunk):
         return chunk.offset == 0 and chunk.new <= 20
 
-    def padded(self, chunks, tokens, lane=0):
+    def padded(self, chunks, tokens, worker=0):
         return chunks * tokens
 
     def sample(self, tokens=3):
@@ -90,7 +90,7 @@ class FakeEngine:
             raise RuntimeError("the scheduler's own mistake")
         return Chunk(stream, tokens, final, stream.rendered, len(tokens), len(tokens))
 
-    def render(self, chunks, lane=0):
+    def render(self, chunks, worker=0):
         self.entered.set()
         self.gate.wait(10)
         return self.audio(chunks, self.batches)
@@ -114,11 +114,11 @@ class FakeEngine:
 
 
 @dataclass
-class FakeLanes(FakeEngine):
+class FakeWorkers(FakeEngine):
     """Renders first chunks apart, held back by `starts_gate`; `broken` is what the service did that an engine does not
     allow."""
 
-    lanes: int = 2
+    workers: int = 2
     starts_gate: threading.Event = field(default_factory=threading.Event)
     starts_entered: threading.Event = field(default_factory=threading.Event)
     starts: list[list[int]] = field(default_factory=list)  # as `batches`, of those that were rendered apart
@@ -129,14 +129,16 @@ class FakeLanes(FakeEngine):
         super().__post_init__()
         self.starts_gate.set()
         self._lock = threading.Lock()
-        self._rendering = [()] * self.lanes  # chunks
+        self._rendering = [()] * self.workers  # chunks
 
     def _expect(self, holds, what):
         if not holds:
             self.broken.append(what)
 
     def _prefills(self, prompt):
-        self._expect(prompt.digest in self.known or not self._rendering[STARTS], "a prefill beside first chunks")
+        self._expect(
+            prompt.digest in self.known or not self._rendering[FIRST_CHUNK_WORKER], "a prefill beside first chunks"
+        )
 
     def prefill(self, prompts):
         for prompt in prompts:
@@ -152,21 +154,23 @@ class FakeLanes(FakeEngine):
         self._expect(all(stream is not each for each in in_use), "a stream is closed while it is rendered")
         super().close(stream)
 
-    def render(self, chunks, lane=0):
+    def render(self, chunks, worker=0):
         with self._lock:
-            self._expect(not self._rendering[lane], "two batches of one lane at once")
+            self._expect(not self._rendering[worker], "two batches of one worker at once")
             others = [chunk.stream for rendering in self._rendering for chunk in rendering]
-            self._expect(all(c.stream is not o for c in chunks for o in others), "a stream is in two lanes")
-            self._expect(lane != STARTS or all(map(self.is_start, chunks)), "no first chunk, rendered as one")
-            self._rendering[lane] = tuple(chunks)
+            self._expect(all(c.stream is not o for c in chunks for o in others), "a stream is in two workers")
+            self._expect(
+                worker != FIRST_CHUNK_WORKER or all(map(self.is_first_chunk, chunks)), "no first chunk, rendered as one"
+            )
+            self._rendering[worker] = tuple(chunks)
         try:
-            if lane == STARTS:
+            if worker == FIRST_CHUNK_WORKER:
                 self.starts_entered.set()
                 self.starts_gate.wait(10)
                 return self.audio(chunks, self.starts)
             return super().render(chunks)
         finally:
-            self._rendering[lane] = ()
+            self._rendering[worker] = ()
 
 
 class Client:
@@ -209,7 +213,7 @@ def until(holds):
 
 @contextmanager
 def ended(service, engine):
-    """After the body the service must end, free every stream, and have kept to what the `FakeLanes` allows."""
+    """After the body the service must end, free every stream, and have kept to what the `FakeWorkers` allows."""
     interval = sys.getswitchinterval()
     try:
         yield

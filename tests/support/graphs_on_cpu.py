@@ -56,9 +56,9 @@ class Noted(Replayed):
     replays: list["Noted"] = []
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], result: Tensor, lane: int) -> None:
-        super().__init__(function, inputs, result, lane)
-        self.lane = lane
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], result: Tensor, worker: int) -> None:
+        super().__init__(function, inputs, result, worker)
+        self.worker = worker
 
     def replay(self) -> None:
         self.meanwhile()

@@ -60,7 +60,7 @@ from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import VocoderState
 from cosyvoice_triton.token2wav.vocoder.hift_fused import FusedBody
 from cosyvoice_triton.voice.prompt import Prompt
@@ -230,7 +230,7 @@ class Padded:
     """In place of `Graphs`: one more row and three more frames than are needed, computed at once."""
 
     def __init__(
-        self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], *_: Any, lane: int
+        self, function: Callable[..., Tensor], inputs: Callable[..., tuple[Tensor, ...]], *_: Any, worker: int
     ) -> None:
         self._function, self._inputs = function, inputs
 
@@ -299,7 +299,9 @@ def compare_streams(
         patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
         solver = fused._solver(fused=True)
-        fused._solve = cached_graphs.GraphedSolve(solver, fused._pool, flow_noise(), TWO.of_lane(STARTS), 200)
+        fused._solve = cached_graphs.GraphedSolve(
+            solver, fused._pool, flow_noise(), TWO.of_worker(FIRST_CHUNK_WORKER), 200
+        )
         random = np.random.default_rng(0)
         spoken_in = [prompt(random, tokens, network.config.speaker_dim) for tokens in voices]
         for flow in (plain, fused):

@@ -76,7 +76,7 @@ def test_an_error_of_the_work_is_the_result_of_each_request(thread: BatchThread,
 def test_a_call_runs_in_the_thread_and_raises_what_it_raises(thread: BatchThread) -> None:
     names: list[str] = []
     thread.call(lambda: names.append(threading.current_thread().name))
-    assert names == ["token2wav-lane-0"]
+    assert names == ["token2wav-worker-0"]
     with pytest.raises(ZeroDivisionError):
         thread.call(lambda: 1 / 0)
     with pytest.raises(KeyboardInterrupt):
@@ -93,7 +93,7 @@ def test_it_ends_after_the_batch_which_can_still_be_taken(done: threading.Event,
     thread.render(BATCH, lambda: [AUDIO] if gate.wait(10) else [])
     threading.Timer(0.05, gate.set).start()
     thread.close()
-    assert not any(each.name == "token2wav-lane-7" for each in threading.enumerate())
+    assert not any(each.name == "token2wav-worker-7" for each in threading.enumerate())
     rendered = thread.take()
     assert rendered and rendered.results == [AUDIO]
 

@@ -17,7 +17,7 @@ from cosyvoice_triton.constants import HOP_SAMPLES, LOOKAHEAD_TOKENS, TOKEN_MEL_
 from cosyvoice_triton.monitoring.environment import TEST_FAULTS
 from cosyvoice_triton.monitoring.metrics import EVICTED, FAILED, RETRIED, Values
 from cosyvoice_triton.orchestrator.chunking import HopRules
-from cosyvoice_triton.token2wav.engine import Lane, Token2Wav
+from cosyvoice_triton.token2wav.engine import Token2Wav, Worker
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
 from cosyvoice_triton.token2wav.flow.dit_flow import DiTStreaming
@@ -25,7 +25,7 @@ from cosyvoice_triton.token2wav.flow.unet_flow import UNetStreaming
 from cosyvoice_triton.token2wav.gpu import graphs as graphs_module
 from cosyvoice_triton.token2wav.gpu import limits as limits_module
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import Chunk, Stream
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
 from cosyvoice_triton.voice.prompt import Prompt
@@ -139,26 +139,26 @@ def pieces(engine: Token2Wav, tokens: np.ndarray, hops: list[int]) -> list[Piece
 
 
 def spoken(engine: Token2Wav, replays: list[Noted]) -> list[np.ndarray]:
-    """The audio of the plans' streams as far as they come, each batch by the graphs of its lane alone."""
+    """The audio of the plans' streams as far as they come, each batch by the graphs of its worker alone."""
     audio: list[list[np.ndarray]] = [[] for _ in PLANS]
     live: dict[int, tuple[Stream, list[Piece]]] = {}
     for turn in range(max(plan.begin + len(plan.hops) for plan in PLANS) + 1):
         replays.clear()
         opened = [row for row, plan in enumerate(PLANS) if plan.begin == turn]
         live |= {row: (engine.open(PLANS[row].voice), PLANS[row].pieces(engine)) for row in opened}
-        assert {replay.lane for replay in replays} <= {min(STARTS, engine.lanes - 1)}
+        assert {replay.worker for replay in replays} <= {min(FIRST_CHUNK_WORKER, engine.workers - 1)}
         chunks = {row: left.pop(0).of(engine, stream) for row, (stream, left) in live.items()}
         for starts in (True, False):
-            lane = min(STARTS if starts else 0, engine.lanes - 1)
-            rows = [row for row, chunk in chunks.items() if engine.is_start(chunk) == starts]
+            worker = min(FIRST_CHUNK_WORKER if starts else 0, engine.workers - 1)
+            rows = [row for row, chunk in chunks.items() if engine.is_first_chunk(chunk) == starts]
             replays.clear()
-            for row, result in zip(rows, engine.render([chunks[row] for row in rows], lane), strict=True):
+            for row, result in zip(rows, engine.render([chunks[row] for row in rows], worker), strict=True):
                 if isinstance(result, Exception):
                     assert str(result) == "a bad chunk"
                     engine.close(live.pop(row)[0])
                 else:
                     audio[row].append(result)
-            assert {replay.lane for replay in replays} <= {lane}
+            assert {replay.worker for replay in replays} <= {worker}
             assert len(replays) >= (GRAPHS if rows and engine._flow._graphed else 0)
         for row in [row for row, (_, left) in live.items() if not left]:
             engine.close(live.pop(row)[0])
@@ -176,7 +176,7 @@ def test_streams_that_change_between_lanes_sound_as_those_of_a_plain_engine(
 ) -> None:
     """Slots and voices serve again. Every chunk fits a graph, except for the first one that is too long."""
     engine, plain, expected = subject
-    assert (engine.lanes, plain.lanes) == (LIMITS.lanes, 1)
+    assert (engine.workers, plain.workers) == (LIMITS.workers, 1)
     assert [len(audio) for audio in expected] == [plan.tokens * TOKEN_MEL_RATIO * HOP_SAMPLES for plan in PLANS]
     assert min(np.abs(audio).max() for audio in expected) > 0.01
     for _ in range(2):
@@ -214,7 +214,7 @@ def test_a_first_chunk_that_is_not_finite_is_rendered_again_and_its_stream_goes_
 
 
 @pytest.mark.parametrize("subject", ["dit"], indirect=True)
-def test_a_voice_that_is_not_finite_is_made_again_for_all_lanes(subject: Subject, of_fault: OfFault) -> None:
+def test_a_voice_that_is_not_finite_is_made_again_for_all_workers(subject: Subject, of_fault: OfFault) -> None:
     audio, more = of_fault("nan_voice")
     assert_same(audio, subject.expected)
     assert (more[RETRIED], more[EVICTED]) == (1, 1)
@@ -238,33 +238,38 @@ def test_new_voices_are_prefilled_by_the_graphs_of_first_chunks(subject: Subject
         replays.clear()
         of.prefill(voices[:3])
         assert [of.prefill_frames(voice) for voice in voices[:3]] == [0, 0, 0]
-        assert [replay.lane for replay in replays] == [STARTS] * (made if of is engine else 0)
+        assert [replay.worker for replay in replays] == [FIRST_CHUNK_WORKER] * (made if of is engine else 0)
         replays.clear()
         streams = [of.open(voice) for voice in voices]
-        assert [replay.lane for replay in replays] == [STARTS] * (made if of is engine else 0)
+        assert [replay.worker for replay in replays] == [FIRST_CHUNK_WORKER] * (made if of is engine else 0)
         plan = pieces(of, ids(0, 40), [10, 20])
-        lanes = [min(STARTS, of.lanes - 1), *[0] * (len(plan) - 1)]
-        turns = [of.step([piece.of(of, s) for s in streams], lane) for piece, lane in zip(plan, lanes, strict=True)]
+        workers = [min(FIRST_CHUNK_WORKER, of.workers - 1), *[0] * (len(plan) - 1)]
+        turns = [
+            of.step([piece.of(of, s) for s in streams], worker) for piece, worker in zip(plan, workers, strict=True)
+        ]
         audio.append([np.concatenate(parts) for parts in zip(*turns, strict=True)])
         for stream in streams:
             of.close(stream)
     assert_same(*audio)
 
 
-def test_each_lane_warms_up_its_own_graphs(
+def test_each_worker_warms_up_its_own_graphs(
     subject: Subject, replays: list[Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, plain = list[Lane](), Lane.used
-    monkeypatch.setattr(Lane, "used", lambda lane: used.append(lane) or plain(lane))
-    for lane in range(LIMITS.lanes):
+    used, plain = list[Worker](), Worker.used
+    monkeypatch.setattr(Worker, "used", lambda worker: used.append(worker) or plain(worker))
+    for worker in range(LIMITS.workers):
         replays.clear()
         used.clear()
-        subject.engine.warm_up(lane)
-        assert used[1] is subject.engine._lanes[lane]  # the first is the one in which the stream is opened
-        assert [replay.lane for replay in replays][-GRAPHS:] == [lane] * GRAPHS
-        assert {replay.lane for replay in replays} <= {STARTS, lane}  # the voice is prefilled by the first
+        subject.engine.warm_up(worker)
+        assert used[1] is subject.engine._workers[worker]  # the first is the one in which the stream is opened
+        assert [replay.worker for replay in replays][-GRAPHS:] == [worker] * GRAPHS
+        assert {replay.worker for replay in replays} <= {
+            FIRST_CHUNK_WORKER,
+            worker,
+        }  # the voice is prefilled by the first
     tokens, frames = PADDED[type(subject.engine._flow)]
-    padded = [subject.engine.padded(3, tokens, lane) for lane in (STARTS, 0)]
+    padded = [subject.engine.padded(3, tokens, worker) for worker in (FIRST_CHUNK_WORKER, 0)]
     assert padded == [4 * length // TOKEN_MEL_RATIO for length in frames]
 
 
@@ -278,28 +283,28 @@ def test_the_warm_up_renders_a_first_chunk_of_any_first_hop(
     rendered: list[int] = []
     render = engine.render
 
-    def noted(chunks: Sequence[Chunk], lane: int) -> list[np.ndarray | Exception]:
+    def noted(chunks: Sequence[Chunk], worker: int) -> list[np.ndarray | Exception]:
         rendered.extend(chunk.new for chunk in chunks)
         return render(chunks)
 
     monkeypatch.setattr(engine, "render", noted)
-    engine.warm_up(STARTS)
+    engine.warm_up(FIRST_CHUNK_WORKER)
     assert rendered == [hop]
 
 
 @torch.inference_mode()
-def test_without_graphs_of_both_networks_there_is_one_lane(subject: Subject) -> None:
+def test_without_graphs_of_both_networks_there_is_one_worker(subject: Subject) -> None:
     engine, plain, _ = subject
     for flow, vocoder in ((engine._flow, plain._vocoder), (plain._flow, engine._vocoder)):
-        assert Token2Wav(flow, vocoder).lanes == 1
+        assert Token2Wav(flow, vocoder).workers == 1
 
 
 def test_where_the_memory_is_too_small_for_more_lanes_one_has_graphs_for_all(
     subject: Subject, replays: list[Noted]
 ) -> None:
     of: Any = subject.plain
-    engine = engine_of(of._flow._network, of._vocoder._hift, graphs=True, limits=replace(LIMITS, lanes=1))
-    assert engine.lanes == 1
+    engine = engine_of(of._flow._network, of._vocoder._hift, graphs=True, limits=replace(LIMITS, workers=1))
+    assert engine.workers == 1
     assert_same(spoken(engine, replays), subject.expected)
     replays.clear()
     engine.prefill([prompt(seed, tokens=28) for seed in (20, 21)])
@@ -343,7 +348,7 @@ def firsts(engine: Token2Wav, turn: int) -> list[np.ndarray]:
     voices = [VOICES[turn % 4], VOICES[(turn + 1) % 4]]
     streams = [engine.open(voice) for voice in voices]
     piece = pieces(engine, ids(turn, 30), [8 + turn % 3])[0]
-    audio = engine.step([piece.of(engine, stream) for stream in streams], STARTS)
+    audio = engine.step([piece.of(engine, stream) for stream in streams], FIRST_CHUNK_WORKER)
     for stream in streams:
         engine.close(stream)
     return audio
@@ -365,7 +370,7 @@ def begun(engine: Token2Wav) -> list[Stream]:
     """The streams of `later`, after their first chunks."""
     streams = [engine.open(voice) for voice in VOICES[:2]]
     plans = [pieces(engine, ids(100 + row, 90), [10]) for row in range(2)]
-    engine.step([plan[0].of(engine, stream) for plan, stream in zip(plans, streams, strict=True)], STARTS)
+    engine.step([plan[0].of(engine, stream) for plan, stream in zip(plans, streams, strict=True)], FIRST_CHUNK_WORKER)
     return streams
 
 
@@ -402,7 +407,7 @@ def test_a_batch_and_first_chunks_in_turns_are_each_as_alone(
         ]
     for result, expected in zip(rendered, alone, strict=True):
         assert_equal(result.result(), expected)
-    assert [replay.lane for replay in replays] == [STARTS, 0] * GRAPHS * LATER
+    assert [replay.worker for replay in replays] == [FIRST_CHUNK_WORKER, 0] * GRAPHS * LATER
 
 
 def test_first_chunks_and_new_voices_beside_batches_are_as_alone(subject: Subject) -> None:
@@ -444,7 +449,7 @@ def test_a_start_is_any_first_chunk_of_the_first_hop(
             stream = engine.open(voice)
             for index, piece in enumerate(plan):
                 chunk = piece.of(engine, stream)
-                assert engine.is_start(chunk) == (index == 0)
+                assert engine.is_first_chunk(chunk) == (index == 0)
                 longest = max(longest, 0 if index else chunk.new)
                 stream.rendered += chunk.new
             engine.close(stream)
@@ -453,4 +458,4 @@ def test_a_start_is_any_first_chunk_of_the_first_hop(
     for final in (False, True):
         count = longest + (0 if final else LOOKAHEAD_TOKENS)
         of_limit, beyond = (engine.chunk(stream, ids(0, count + more), final=final) for more in (0, 1))
-        assert of_limit.new == longest and engine.is_start(of_limit) and not engine.is_start(beyond)
+        assert of_limit.new == longest and engine.is_first_chunk(of_limit) and not engine.is_first_chunk(beyond)

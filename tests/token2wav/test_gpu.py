@@ -41,7 +41,7 @@ from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
 from cosyvoice_triton.token2wav.gpu.graphs import Graphs
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
 from cosyvoice_triton.token2wav.vocoder.hift_vocoder import StreamingVocoder
@@ -158,7 +158,7 @@ def test_voices_prefilled_together_on_a_gpu_equal_each_in_plain_form(
     """More voices than a graph holds, of different lengths."""
     network, limits = request.getfixturevalue(kind), BatchLimits(max_streams=3)
     plain = streaming(network, limits=limits, graphs=False)
-    fused = streaming(copy.deepcopy(network).to(dtype), limits=limits).for_lane(STARTS)
+    fused = streaming(copy.deepcopy(network).to(dtype), limits=limits).for_worker(FIRST_CHUNK_WORKER)
     assert fused is not None
     bound = max(bound, TF32 if kind == "rotary" else 0)
     voices = [replace(prompt, embedding=prompt.embedding + shift) for shift in range(3) for prompt in prompts()]
@@ -379,16 +379,16 @@ def differences(ours: list[list[np.ndarray]], theirs: list[list[np.ndarray]]) ->
 
 
 def test_first_chunks_are_the_same_beside_other_batches(dit: DiTFlow, hift: HiFTGenerator) -> None:
-    """And so are those batches: both lanes have graphs, streams and results of their own. New voices are prefilled
+    """And so are those batches: both workers have graphs, streams and results of their own. New voices are prefilled
     meanwhile."""
     subject = engine(dit, hift, torch.float16, streams=24)
     tokens, made = np.random.default_rng(0).integers(0, 6561, (8, 400)), prompts()
 
-    def first(row: int, lane: int = 0) -> np.ndarray:
+    def first(row: int, worker: int = 0) -> np.ndarray:
         stream = subject.open(made[row % 3])
         chunk = subject.chunk(stream, tokens[row, : 15 + LOOKAHEAD_TOKENS], final=False)
-        assert subject.is_start(chunk)
-        (audio,) = subject.step([chunk], lane)
+        assert subject.is_first_chunk(chunk)
+        (audio,) = subject.step([chunk], worker)
         subject.close(stream)
         return audio
 
@@ -402,15 +402,15 @@ def test_first_chunks_are_the_same_beside_other_batches(dit: DiTFlow, hift: HiFT
             subject.close(stream)
         return audio
 
-    assert subject.lanes == 2
-    alone, firsts = whole(), [first(row, STARTS) for row in range(8)]
+    assert subject.workers == 2
+    alone, firsts = whole(), [first(row, FIRST_CHUNK_WORKER) for row in range(8)]
     for row in range(8):
         assert relative_error(torch.tensor(firsts[row]), torch.tensor(first(row))) < 0.1
     with ThreadPoolExecutor(1) as pool:
         batches = pool.submit(lambda: [whole() for _ in range(6)])
         rounds = 0
         while not batches.done():
-            assert all(np.array_equal(first(row, STARTS), firsts[row]) for row in range(8))
+            assert all(np.array_equal(first(row, FIRST_CHUNK_WORKER), firsts[row]) for row in range(8))
             stranger = replace(made[0], embedding=made[0].embedding + rounds)
             subject.close(subject.open(stranger))
             rounds += 1

@@ -25,7 +25,7 @@ from cosyvoice_triton.token2wav.flow.unet_graphs import GraphedWindowSolve
 from cosyvoice_triton.token2wav.gpu import graphs as graphs_module
 from cosyvoice_triton.token2wav.gpu.limits import BatchLimits
 from cosyvoice_triton.token2wav.gpu.noise import flow_noise, source_noise, uniform_noise
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import Chunk, Stream, VocoderState
 from cosyvoice_triton.token2wav.vocoder import vocoder_graphs
 from cosyvoice_triton.token2wav.vocoder.causal_hift_vocoder import CausalVocoder
@@ -101,19 +101,19 @@ def solves(
 
     monkeypatch.setattr(graphs, "PagedContext", OwnFrames)
     pool = TailPool(network.config.estimator, network.spk_embed_affine_layer.weight, STEPS, 4, frames=10)
-    limits = BatchLimits(max_streams=4).of_lane(STARTS)
+    limits = BatchLimits(max_streams=4).of_worker(FIRST_CHUNK_WORKER)
     solver = DiTSolver(network, STEPS) if isinstance(network, DiTFlow) else RotarySolver(network, STEPS)
     plain = GatheredSolve(solver, pool, flow_noise())
     return network, graphs.GraphedSolve(solver, pool, flow_noise(), limits, 200), plain
 
 
-def test_the_graphs_of_first_chunks_are_urgent_and_each_lane_has_a_stream_of_its_own(
+def test_the_graphs_of_first_chunks_are_urgent_and_each_worker_has_a_stream_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int, bool]] = []
     monkeypatch.setattr(graphs_module, "new_stream", lambda *of: made.append(of) or len(made))
     stream = cache(graphs_module._capture_stream.__wrapped__)
-    assert [stream(7, lane) for lane in (0, STARTS, 2, 0)] == [1, 2, 3, 1]
+    assert [stream(7, worker) for worker in (0, FIRST_CHUNK_WORKER, 2, 0)] == [1, 2, 3, 1]
     assert made == [(7, False), (7, True), (7, False)]
 
 
@@ -162,7 +162,7 @@ def test_windows_solved_by_graphs_equal_the_plain_ones_whatever_was_solved_befor
     sizes, tokens = [(1, 64), (2, 64), (1, 104)], [ids(seed, 100) for seed in range(3)]
     options: dict[str, Any] = {"limits": BatchLimits(max_streams=3), "steps": STEPS}
     plain, graphed = (UNetStreaming(unet_network, flow_noise(), **options) for _ in range(2))
-    graphed._solve = GraphedWindowSolve(unet_network, InPlaceOf(unet_network), flow_noise(), sizes, STEPS, lane=0)
+    graphed._solve = GraphedWindowSolve(unet_network, InPlaceOf(unet_network), flow_noise(), sizes, STEPS, worker=0)
 
     def mels(flow: UNetStreaming, voices: tuple[int, ...], ends: tuple[int, ...]) -> list[Tensor]:
         streams = [flow.open(prompt(tokens, tokens=tokens), VocoderState(0)) for tokens in voices]

@@ -21,7 +21,7 @@ from cosyvoice_triton.token2wav.gpu.limits import (
     BatchLimits,
     padding,
 )
-from cosyvoice_triton.token2wav.policy.scheduler import START_BATCH, STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, START_BATCH
 
 
 def limits_of(stack: str, **values: int) -> BatchLimits:
@@ -85,18 +85,22 @@ def test_a_first_chunk_after_the_longest_prompt_fits_the_graphs_for_starts(first
     limits = BatchLimits(
         max_streams=max_streams, first_hop_tokens=first_hop, max_hop_tokens=100, chunk_boundary=boundary
     )
-    starts, others = graph_sizes(limits.of_lane(STARTS)), graph_sizes(limits)
+    starts, others = graph_sizes(limits.of_worker(FIRST_CHUNK_WORKER)), graph_sizes(limits)
     for function, needed in lengths(LONGEST_PROMPT, 0, limits.first_chunk_tokens, first=True).items():
         for sizes in (starts[function], others[function]):  # the other thread renders first chunks when it is idle
             assert any(T >= needed for B, T in sizes if B == 1), function
         assert max(T for _, T in starts[function]) < needed + STEP, function  # and no graph is larger than that
-        assert max(B for B, _ in starts[function]) <= limits.of_lane(STARTS).max_chunks == min(START_BATCH, max_streams)
+        assert (
+            max(B for B, _ in starts[function])
+            <= limits.of_worker(FIRST_CHUNK_WORKER).max_chunks
+            == min(START_BATCH, max_streams)
+        )
 
 
 @pytest.mark.parametrize("first_hop", FIRST_HOPS)
 def test_graphs_for_starts_take_an_eighth_of_the_others_or_hold_one_chunk(first_hop):
     """Their memory is needed beside that of the others."""
-    starts = BatchLimits(first_hop_tokens=first_hop).of_lane(STARTS)
+    starts = BatchLimits(first_hop_tokens=first_hop).of_worker(FIRST_CHUNK_WORKER)
     for function, sizes in graph_sizes(starts).items():
         longest = max(T for _, T in sizes)
         assert max(B * T for B, T in sizes) <= max(longest, FUNCTIONS[function][1] // 8), function
@@ -107,7 +111,7 @@ def test_graphs_for_starts_take_an_eighth_of_the_others_or_hold_one_chunk(first_
 def test_both_lanes_have_graphs_for_all_that_they_are_sent(stack, first_hop, max_hop):
     """First chunks for the one, all chunks for the other, in voices of any length."""
     limits = limits_of(stack, first_hop_tokens=first_hop, max_hop_tokens=max_hop)
-    starts, others = graph_sizes(limits.of_lane(STARTS)), graph_sizes(limits)
+    starts, others = graph_sizes(limits.of_worker(FIRST_CHUNK_WORKER)), graph_sizes(limits)
     rules = HopRules(first_hop=first_hop, max_hop=max_hop, boundary=limits.chunk_boundary)
     for prompt, length in itertools.product((0, 3, 26, LONGEST_PROMPT), (3, first_hop + 2, first_hop + 26, 900)):
         schedule = rules.schedule(prompt)
@@ -122,7 +126,7 @@ def test_both_lanes_have_graphs_for_all_that_they_are_sent(stack, first_hop, max
 def test_a_first_chunk_is_at_most_the_longest_first_hop_and_what_the_final_one_adds():
     limits = BatchLimits(first_hop_tokens=15, chunk_boundary=25)
     assert limits.first_chunk_tokens == 39 + LOOKAHEAD_TOKENS - 1
-    assert limits.of_lane(STARTS).first_chunk_tokens == limits.first_chunk_tokens
+    assert limits.of_worker(FIRST_CHUNK_WORKER).first_chunk_tokens == limits.first_chunk_tokens
 
 
 def test_the_default_sizes():
@@ -133,7 +137,7 @@ def test_the_default_sizes():
     sizes = limits.sizes(limits.chunk_frames, DIT_FRAMES)
     assert {(64, 104), (32, 208)} <= set(sizes) and (64, 128) not in sizes
     assert limits.max_chunks == 64
-    starts = limits.of_lane(STARTS)
+    starts = limits.of_worker(FIRST_CHUNK_WORKER)
     assert starts.chunk_frames == starts.first_chunk_frames == (32, 40)
     assert starts.window_tokens == (160, 208, 256, 320, 416, 512, 768, 776)
     assert starts.max_chunks == START_BATCH and starts.prompt_frames == limits.prompt_frames

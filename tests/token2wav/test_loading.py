@@ -31,7 +31,7 @@ class ConstantVocoder:
         self.slots = 0
         self.nbytes = 4
 
-    def for_lane(self, lane: int) -> None:
+    def for_worker(self, worker: int) -> None:
         return None
 
     def open(self) -> VocoderState:

@@ -153,7 +153,7 @@ def test_each_gpu_holds_its_streams_in_as_many_voices(
 
 
 @pytest.mark.parametrize(
-    ("stack", "gib", "streams", "prompt_device", "lanes"),
+    ("stack", "gib", "streams", "prompt_device", "workers"),
     [
         *((stacks.DIT, gib, streams, "cpu", 2) for gib, streams in ((7.5, 4), (11.5, 16), (15.5, 32), (22.5, 64))),
         (stacks.DIT, 46, 128, "auto", 2),
@@ -170,18 +170,18 @@ def test_each_gpu_holds_its_streams_in_as_many_voices(
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_the_settings_that_the_documents_name_fit_with_as_many_lanes_as_there_is_room_for(
-    stack: Stack, gib: float, streams: int, prompt_device: str, lanes: int
+    stack: Stack, gib: float, streams: int, prompt_device: str, workers: int
 ) -> None:
     """docs/deployment.md, Sizing."""
     networks, own = official(stack, prompt_device), limits(stack, streams)
     made = plan_memory(networks, own, int(gib * GIB), None)
-    assert made.lanes == lanes
-    graphs = networks.graphs(replace(own, lanes=lanes))
+    assert made.workers == workers
+    graphs = networks.graphs(replace(own, workers=workers))
     assert (made.parts["graphs"], made.parts["process"]) == (graphs * GRAPH_INPUTS, PROCESS + graphs * LAUNCHES)
-    assert ("first chunks would not wait" in str(made)) == (made.lacking > 0) == (lanes == 1)
+    assert ("first chunks would not wait" in str(made)) == (made.lacking > 0) == (workers == 1)
     if made.lacking:
         enough = plan_memory(networks, own, int(gib * GIB) + made.lacking, None)
-        assert enough.lanes == 2 and enough.voices >= streams * networks.voice(VOICE_SECONDS)
+        assert enough.workers == 2 and enough.voices >= streams * networks.voice(VOICE_SECONDS)
         assert plan_memory(networks, own, int(gib * GIB) + made.lacking - 1, None).lacking == 1
 
 
@@ -206,7 +206,7 @@ def test_streams_that_do_not_fit_are_refused_with_the_numbers_that_do() -> None:
 
 def test_without_an_llm_on_the_gpu_its_share_is_for_voices() -> None:
     networks = official(stacks.DIT)
-    own = replace(limits(stacks.DIT, 64), lanes=2)
+    own = replace(limits(stacks.DIT, 64), workers=2)
     alone, beside = (plan_memory(networks, own, 24 * GIB, llm) for llm in (0.0, None))
     assert alone.voices - beside.voices == int(planned_llm_gib(64 + SPARE_REQUESTS) * GIB) == beside.parts["LLM"]
     assert beside.own == beside.voices + sum(
@@ -234,33 +234,33 @@ def test_on_a_cpu_the_longest_voice_always_has_room(monkeypatch: pytest.MonkeyPa
     engine = Token2Wav.from_config(stacks.DIT, config)
     longest = Prompt(np.arange(752), np.zeros((1504, 80), np.float32), np.ones(192, np.float32), text="")
     assert engine.fitting([longest, replace(longest, embedding=np.zeros(192, np.float32))]) == [True, False]
-    assert (engine.limits.lanes, engine.lanes) == (2, 1)  # without graphs there is one
+    assert (engine.limits.workers, engine.workers) == (2, 1)  # without graphs there is one
 
 
 def test_a_gpu_has_as_many_lanes_and_voices_as_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = TRAINED / stacks.DIT.checkpoint
     config = Token2WavConfig(model_dir=str(directory), device="cuda:0", gpu_memory_gib=8.0)
     parts = {"server": GIB, "LLM": GIB, "prompt models": 0, "process": GIB}
-    planned = MemoryPlan(8 * GIB, parts, voice=GIB, lanes=2)
+    planned = MemoryPlan(8 * GIB, parts, voice=GIB, workers=2)
     shares: list[float] = []
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (15 * GIB, 16 * GIB))
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share, device: shares.append(share))
     wanted: list[int] = []
     monkeypatch.setattr(
         "cosyvoice_triton.token2wav.engine.plan_memory",
-        lambda networks, limits, *_: wanted.append(limits.lanes) or planned,
+        lambda networks, limits, *_: wanted.append(limits.workers) or planned,
     )
     own = limits(stacks.DIT, 4)
-    assert _plan(stacks.DIT, config, own, Precision(torch.float16, torch.float16)) == (replace(own, lanes=2), 5 * GIB)
+    assert _plan(stacks.DIT, config, own, Precision(torch.float16, torch.float16)) == (replace(own, workers=2), 5 * GIB)
     assert shares == [5 / 16]
     _plan(stacks.DIT, replace(config, flow_runtime="tensorrt"), own, Precision(torch.float16, torch.float16))
     assert wanted == [2, 1]  # without CUDA graphs of the flow there is one
 
 
-def test_where_one_lane_is_wanted_none_is_lacking() -> None:
-    own = replace(limits(stacks.DIT, 4), lanes=1)
+def test_where_one_worker_is_wanted_none_is_lacking() -> None:
+    own = replace(limits(stacks.DIT, 4), workers=1)
     made = plan_memory(official(stacks.DIT, "cpu"), own, int(7.5 * GIB), None)
-    assert (made.lanes, made.lacking) == (1, 0) and "first chunks" not in str(made)
+    assert (made.workers, made.lacking) == (1, 0) and "first chunks" not in str(made)
 
 
 def test_the_settings_have_the_models_names(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from cosyvoice_triton.token2wav.gpu.limits import Size, padding
 from cosyvoice_triton.token2wav.policy import scheduler
 from cosyvoice_triton.token2wav.policy.scheduler import (
     CROWD_CHUNKS,
+    FIRST_CHUNK_WORKER,
     GATHER_SECONDS,
     START_BATCH,
-    STARTS,
     Candidate,
     Start,
-    lane_takes,
     patience,
     starts,
+    worker_takes,
 )
 
 from tests.support.listeners import Listeners, arrivals, batch_seconds
@@ -92,27 +92,27 @@ def test_chunks_that_are_shorter_than_the_most_urgent_one_wait_if_others_of_its_
     assert pick(few, max_tokens=832, sizes=sizes) == [0, 1, 2, 3]  # all share the fixed cost
 
 
-def test_the_lane_of_first_chunks_and_that_of_all_others_take_their_own() -> None:
+def test_the_worker_of_first_chunks_and_that_of_all_others_take_their_own() -> None:
     start, whole = chunk()._replace(start=True), chunk(audio_left=0.1, tokens=None)
     waiting = [start, chunk(audio_left=1.0), start, whole, chunk(audio_left=0.2)]
-    assert lane_takes(STARTS, 2, waiting) == [0, 2]
-    assert lane_takes(0, 2, waiting) == [1, 3, 4]
-    assert lane_takes(0, 2, [start, start]) == [0, 1]  # it helps where there is nothing else to do
-    assert lane_takes(0, 1, waiting) == [*range(5)]
+    assert worker_takes(FIRST_CHUNK_WORKER, 2, waiting) == [0, 2]
+    assert worker_takes(0, 2, waiting) == [1, 3, 4]
+    assert worker_takes(0, 2, [start, start]) == [0, 1]  # it helps where there is nothing else to do
+    assert worker_takes(0, 1, waiting) == [*range(5)]
 
 
 def test_while_a_crowd_waits_first_chunks_do_until_they_fill_a_batch_or_one_has_waited_long() -> None:
     start = chunk()._replace(start=True)
     crowd = [chunk(audio_left=1.0, arrived=stream) for stream in range(CROWD_CHUNKS)]
     few = [start] * (START_BATCH - 1)
-    assert lane_takes(STARTS, 2, [*crowd, *few]) == []
-    assert lane_takes(STARTS, 2, [*few, start, *crowd]) == [*range(START_BATCH)]
+    assert worker_takes(FIRST_CHUNK_WORKER, 2, [*crowd, *few]) == []
+    assert worker_takes(FIRST_CHUNK_WORKER, 2, [*few, start, *crowd]) == [*range(START_BATCH)]
     long = start._replace(waited=GATHER_SECONDS)
-    assert lane_takes(STARTS, 2, [start, long, *crowd]) == [0, 1]
-    assert lane_takes(STARTS, 2, [start, *crowd[1:]]) == [0]
+    assert worker_takes(FIRST_CHUNK_WORKER, 2, [start, long, *crowd]) == [0, 1]
+    assert worker_takes(FIRST_CHUNK_WORKER, 2, [start, *crowd[1:]]) == [0]
     wholes = [chunk(tokens=None)] * CROWD_CHUNKS
-    assert lane_takes(STARTS, 2, [start, *wholes, *crowd[1:]]) == [0], "what is served alone is no crowd"
-    assert lane_takes(0, 2, [start, *crowd]) == [*range(1, 1 + CROWD_CHUNKS)]
+    assert worker_takes(FIRST_CHUNK_WORKER, 2, [start, *wholes, *crowd[1:]]) == [0], "what is served alone is no crowd"
+    assert worker_takes(0, 2, [start, *crowd]) == [*range(1, 1 + CROWD_CHUNKS)]
 
 
 def test_requests_without_a_chunk_are_served_alone() -> None:

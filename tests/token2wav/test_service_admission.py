@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cosyvoice_triton.constants import HOP_SAMPLES
 from cosyvoice_triton.errors import OverloadedError, UnavailableError
-from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, REFUSED, STARTS, STARTS_WAITED
+from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, OPENED, OPENED_WAITED, REFUSED
 from cosyvoice_triton.token2wav.serving.request_queue import MAX_WAITING
 
 from tests.support.fake_engine import NEW, PROMPT, Client, queue_behind_a_running_chunk, started
@@ -204,4 +204,4 @@ def test_gaps_of_the_listeners_and_the_wait_of_starts_are_counted(service, clien
     engine.gate.set()
     assert len(running.get(timeout=10)) and len(start.get(timeout=10)) == 0
     values = service.stats().values()
-    assert (values[STARTS], values[STARTS_WAITED]) == (2, pytest.approx(0.3))
+    assert (values[OPENED], values[OPENED_WAITED]) == (2, pytest.approx(0.3))

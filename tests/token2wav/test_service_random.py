@@ -10,7 +10,7 @@ import pytest
 from cosyvoice_triton.constants import SPEAKER_DIM
 from cosyvoice_triton.token2wav.serving.service import Token2WavService
 
-from tests.support.fake_engine import PROMPT, Client, FakeEngine, FakeLanes
+from tests.support.fake_engine import PROMPT, Client, FakeEngine, FakeWorkers
 
 # Chunks fail together in a batch, and what comes after a failed one finds no stream.
 FAILURES = "bad chunk", "broken chunk", "is not live", "was ended before"
@@ -69,12 +69,12 @@ class Talker(threading.Thread):
             self.wrong.append(f"{stream}: {reply!r} for {token}, and {replies.qsize()} more replies")
 
 
-@pytest.mark.parametrize("kind", [FakeEngine, FakeLanes])
+@pytest.mark.parametrize("kind", [FakeEngine, FakeWorkers])
 def test_many_random_streams_get_their_own_audio_in_order(kind):
     """More clients than slots; random lengths of batches, failures and aborts."""
     engine, random, interval = kind(), np.random.default_rng(0), sys.getswitchinterval()
     engine.gate.wait = lambda _: time.sleep(random.random() / 1000)
-    if kind is FakeLanes:
+    if kind is FakeWorkers:
         engine.starts_gate.wait = engine.gate.wait
     service = Token2WavService(engine, idle_seconds=60.0, admission="count", max_start_wait_seconds=60.0)
     talkers = [Talker(service, seed, streams=30) for seed in range(32)]
@@ -88,5 +88,5 @@ def test_many_random_streams_get_their_own_audio_in_order(kind):
     service.close()
     sys.setswitchinterval(interval)
     assert (stats.live_streams, stats.queued, engine.live) == (0, 0, 0)
-    if kind is FakeLanes:
+    if kind is FakeWorkers:
         assert engine.broken == [] and len(engine.starts) > 50

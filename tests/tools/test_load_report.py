@@ -119,15 +119,15 @@ def metrics_page(page: str) -> Iterator[str]:
 
 def test_the_wait_and_batch_size_of_token2wav_are_means_over_its_instances() -> None:
     page = """
-        # TYPE tts_vocoder_chunks_total counter
-        tts_vocoder_chunks_total{model="token2wav_dit",instance="0"} 30
-        tts_vocoder_chunks_total{model="token2wav_dit",instance="1"} 10
-        tts_vocoder_batches_total{model="token2wav_dit",instance="0"} 10
-        tts_vocoder_waited_seconds_total{model="token2wav_dit",instance="0"} 0.4
-        tts_vocoder_refused_total{instance="0",model="token2wav_dit",reason="capacity"} 7
-        tts_vocoder_refused_total{instance="1",model="token2wav_dit",reason="capacity"} 1
-        tts_vocoder_refused_total{instance="0",model="token2wav_dit",reason="gaps"} 2
-        tts_vocoder_refused_total{reason="rate"} 0
+        # TYPE tts_token2wav_chunks_total counter
+        tts_token2wav_chunks_total{model="token2wav_dit",instance="0"} 30
+        tts_token2wav_chunks_total{model="token2wav_dit",instance="1"} 10
+        tts_token2wav_batches_total{model="token2wav_dit",instance="0"} 10
+        tts_token2wav_waited_seconds_total{model="token2wav_dit",instance="0"} 0.4
+        tts_token2wav_refused_total{instance="0",model="token2wav_dit",reason="capacity"} 7
+        tts_token2wav_refused_total{instance="1",model="token2wav_dit",reason="capacity"} 1
+        tts_token2wav_refused_total{instance="0",model="token2wav_dit",reason="gaps"} 2
+        tts_token2wav_refused_total{reason="rate"} 0
     """
     with metrics_page("\n".join(line.strip() for line in page.splitlines())) as address:
         counters = asyncio.run(token2wav_counters([address]))

@@ -57,7 +57,7 @@ from cosyvoice_triton.token2wav.gpu.limits import (
     BatchLimits,
 )
 from cosyvoice_triton.token2wav.gpu.noise import NoiseTape
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.vocoder.hift_fused import FusedBody
 
 # Shared memory that one block can use, by compute capability: CUDA C++ Programming Guide, "Compute Capabilities".
@@ -181,11 +181,11 @@ def _run_networks(dtype: torch.dtype) -> None:
             TailPool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, TAIL_FRAMES)
             for sizes in (dit.config.estimator, rotary.config.estimator)
         ]
-        for of in (limits, limits.of_lane(STARTS)):
+        for of in (limits, limits.of_worker(FIRST_CHUNK_WORKER)):
             for (solver, most), pool in zip(solvers, pools, strict=True):
                 cached_graphs.GraphedSolve(solver, pool, noise, of, most)
             sizes = of.sizes(of.window_frames, UNET_FRAMES)
-            window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes, 1, lane=of.lane)
+            window_graphs.GraphedWindowSolve(unet, fused_unet, noise, sizes, 1, worker=of.worker)
             _run_encoder(dit, of)
     channels, frames = HiFTConfig().channels // 2, limits.chunk_frames[-1]  # after the first upsampling
     for lengths in (None, torch.empty(1, dtype=torch.int64, device="meta")):
@@ -211,7 +211,7 @@ def _run_vocoder(dtype: torch.dtype) -> None:
     config = HiFTConfig()
     with torch.device("meta"):
         body = FusedBody(HiFTGenerator(config).body_to(dtype))
-        for of in (BatchLimits(), BatchLimits(lane=STARTS)):
+        for of in (BatchLimits(), BatchLimits(worker=FIRST_CHUNK_WORKER)):
             for B, T in of.sizes(of.chunk_frames, HIFT_FRAMES):
                 for frames in (T, OVERLAP_FRAMES + T):
                     excitation = torch.empty(B, config.n_fft + 2, frames * config.hop // config.istft_hop + 1)
@@ -252,7 +252,7 @@ def _run_decoder(dtype: torch.dtype) -> None:
         fused.draw(fused.head(x, weights["head"], 1e-6), requests, slots)
 
 
-def _every_size(function: Any, inputs: Any, sizes: Any, name: str, lane: int) -> None:
+def _every_size(function: Any, inputs: Any, sizes: Any, name: str, worker: int) -> None:
     """In place of `Graphs`: calls the function instead of capturing it."""
     for size in sizes:
         function(*inputs(*size))

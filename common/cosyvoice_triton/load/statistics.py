@@ -17,8 +17,8 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
 STATISTICS_SECONDS = 10.0
-TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_vocoder_..._total
-REFUSED = re.compile(r'^tts_vocoder_refused_total\{(?:[^}]*,)?reason="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
+TOKEN2WAV_COUNTERS = ("chunks", "batches", "waited_seconds")  # tts_token2wav_..._total
+REFUSED = re.compile(r'^tts_token2wav_refused_total\{(?:[^}]*,)?reason="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _page(address: str) -> str:
 
 
 def _line_of(name: str) -> str:
-    return rf"^tts_vocoder_{name}_total(?:\{{[^}}]*\}})? (\S+)"
+    return rf"^tts_token2wav_{name}_total(?:\{{[^}}]*\}})? (\S+)"
 
 
 def token2wav_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any] | None:

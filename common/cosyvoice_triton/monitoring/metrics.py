@@ -60,32 +60,36 @@ FIRST_CHUNK = Metric(
 )
 FIRST_CHUNK_BOUNDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0)
 
-# The metrics of token2wav. Their prefix stays, because dashboards use it; elsewhere "vocoder" means HiFT alone.
-STREAMS = Metric("tts_vocoder_streams_live", "gauge", "token2wav streams that hold memory")
-QUEUED = Metric("tts_vocoder_chunks_queued", "gauge", "Chunks waiting to be rendered, and new streams for a slot")
-CACHE = Metric("tts_vocoder_cache_bytes", "gauge", "Bytes of memory held for streams and voices")
-BATCHES = Metric("tts_vocoder_batches_total", "counter", "Batches rendered")
-CHUNKS = Metric("tts_vocoder_chunks_total", "counter", "Chunks rendered; divided by the batches: the mean batch size")
+# The metrics of token2wav.
+STREAMS = Metric("tts_token2wav_streams_live", "gauge", "token2wav streams that hold memory")
+QUEUED = Metric("tts_token2wav_chunks_queued", "gauge", "Chunks waiting to be rendered, and new streams for a slot")
+CACHE = Metric("tts_token2wav_cache_bytes", "gauge", "Bytes of memory held for streams and voices")
+BATCHES = Metric("tts_token2wav_batches_total", "counter", "Batches rendered")
+CHUNKS = Metric("tts_token2wav_chunks_total", "counter", "Chunks rendered; divided by the batches: the mean batch size")
 WAITED = Metric(
-    "tts_vocoder_waited_seconds_total", "counter", "Seconds that chunks waited from arrival to the start of their batch"
+    "tts_token2wav_waited_seconds_total",
+    "counter",
+    "Seconds that chunks waited from arrival to the start of their batch",
 )
-RETRIED = Metric("tts_vocoder_chunks_retried_total", "counter", "Chunks that were not finite and rendered in float32")
+RETRIED = Metric("tts_token2wav_chunks_retried_total", "counter", "Chunks that were not finite and rendered in float32")
 FAILED = Metric(
-    "tts_vocoder_chunks_failed_total", "counter", "Chunks that could not be rendered and ended their stream"
+    "tts_token2wav_chunks_failed_total", "counter", "Chunks that could not be rendered and ended their stream"
 )
-EVICTED = Metric("tts_vocoder_voices_evicted_total", "counter", "Prompt caches of voices that were evicted")
-FALLBACKS = Metric("tts_vocoder_precision_fallbacks", "gauge", "Networks in float32, because they fail in less")
-LIMIT = Metric("tts_vocoder_streams_limit", "gauge", "Live streams up to which new listeners are admitted now")
-REFUSED = Metric("tts_vocoder_refused_total", "counter", "New listeners refused, by the limit that was reached")
-STARTS = Metric("tts_vocoder_starts_total", "counter", "Streams opened")
-STARTS_WAITED = Metric(
-    "tts_vocoder_starts_waited_seconds_total", "counter", "Seconds from the request of a stream until it was open"
+EVICTED = Metric("tts_token2wav_voices_evicted_total", "counter", "Prompt caches of voices that were evicted")
+FALLBACKS = Metric("tts_token2wav_precision_fallbacks", "gauge", "Networks in float32, because they fail in less")
+LIMIT = Metric("tts_token2wav_streams_limit", "gauge", "Live streams up to which new listeners are admitted now")
+REFUSED = Metric("tts_token2wav_refused_total", "counter", "New listeners refused, by the limit that was reached")
+OPENED = Metric("tts_token2wav_streams_opened_total", "counter", "Streams opened")
+OPENED_WAITED = Metric(
+    "tts_token2wav_streams_opened_waited_seconds_total",
+    "counter",
+    "Seconds from the request of a stream until it was open",
 )
-GAPS = Metric("tts_vocoder_gaps_total", "counter", "Chunks that came after the audio before had been played")
-GAP_SECONDS = Metric("tts_vocoder_gap_seconds_total", "counter", "Seconds of silence before these chunks")
-CONTEXTS = Metric("tts_vocoder_contexts", "gauge", "Execution contexts of the flow's TensorRT plans")
+GAPS = Metric("tts_token2wav_gaps_total", "counter", "Chunks that came after the audio before had been played")
+GAP_SECONDS = Metric("tts_token2wav_gap_seconds_total", "counter", "Seconds of silence before these chunks")
+CONTEXTS = Metric("tts_token2wav_contexts", "gauge", "Execution contexts of the flow's TensorRT plans")
 CONTEXT_WAITED = Metric(
-    "tts_vocoder_context_waited_seconds_total", "counter", "Seconds spent waiting for an execution context"
+    "tts_token2wav_context_waited_seconds_total", "counter", "Seconds spent waiting for an execution context"
 )
 
 

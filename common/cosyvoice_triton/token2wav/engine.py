@@ -38,7 +38,7 @@ from cosyvoice_triton.token2wav.gpu.memory_plan import (
     voices_on_host,
 )
 from cosyvoice_triton.token2wav.gpu.precision import Precision
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.stream import Chunk, NotFiniteError, Stream
 from cosyvoice_triton.voice.prompt import Prompt
 
@@ -48,7 +48,7 @@ SILENT_MEL = -11.5  # log of the smallest magnitude in a mel
 
 
 @dataclass(frozen=True)
-class Lane:
+class Worker:
     """What renders one batch at a time: a flow and a vocoder with their CUDA graphs, and a CUDA stream."""
 
     flow: StreamingFlow
@@ -57,8 +57,8 @@ class Lane:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """The body computes on the lane's stream. What it has begun there is done at the end, also after an error, so
-        that threads and lanes need no other order between them."""
+        """The body computes on the worker's stream. What it has begun there is done at the end, also after an error, so
+        that threads and workers need no other order between them."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             try:
                 yield
@@ -70,9 +70,9 @@ class Lane:
 class Token2Wav:
     """A flow and a vocoder.
 
-    At the same time, one thread each may: render a batch in each of the `lanes`, in lane 0 also whole utterances; do
-    all the rest, but `prefill`, and `open` in a voice without a prompt cache, only while the lane of first chunks, or
-    the only one, renders nothing.
+    It may be used by one thread for each of the `workers`, which renders batches, and with CHUNK_WORKER also whole
+    utterances, and by one more thread for everything else. That one may `prefill`, or `open` a stream in a voice
+    without a prompt cache, only while the worker of first chunks, or the only one, renders nothing.
     """
 
     def __init__(
@@ -88,14 +88,16 @@ class Token2Wav:
         self._flow = flow
         self._vocoder = vocoder
         self._device = device
-        self._lanes = [Lane(flow, vocoder, self._new_stream())]
-        for lane in range(1, flow.limits.lanes):
-            of_lane = flow.for_lane(lane)
-            vocoder_of_lane = vocoder.for_lane(lane) if of_lane is not None else None
-            if of_lane is None or vocoder_of_lane is None:
+        self._workers = [Worker(flow, vocoder, self._new_stream())]
+        for worker in range(1, flow.limits.workers):
+            of_worker = flow.for_worker(worker)
+            vocoder_of_worker = vocoder.for_worker(worker) if of_worker is not None else None
+            if of_worker is None or vocoder_of_worker is None:
                 break
-            self._lanes.append(Lane(of_lane, vocoder_of_lane, self._new_stream(urgent=lane == STARTS)))
-        starts = self._lanes[STARTS] if self.lanes > 1 else self._lanes[0]
+            self._workers.append(
+                Worker(of_worker, vocoder_of_worker, self._new_stream(urgent=worker == FIRST_CHUNK_WORKER))
+            )
+        starts = self._workers[FIRST_CHUNK_WORKER] if self.workers > 1 else self._workers[0]
         self._opening = replace(starts, stream=self._new_stream(urgent=True))
         self._lock = threading.Lock()  # of the prompt caches, the slots of streams, and the counts
         self._files = files
@@ -179,20 +181,21 @@ class Token2Wav:
         return new_stream(device, urgent) if device.type == "cuda" else None
 
     @property
-    def lanes(self) -> int:
-        """How many batches can be rendered at the same time. If more than one, first chunks alone in lane STARTS."""
-        return len(self._lanes)
+    def workers(self) -> int:
+        """How many batches can be rendered at the same time. If there are two, FIRST_CHUNK_WORKER renders first chunks
+        only."""
+        return len(self._workers)
 
-    def warm_up(self, lane: int = 0) -> None:
+    def warm_up(self, worker: int = 0) -> None:
         """Render a dummy utterance: initialises what is set up at first use and finds a checkpoint that cannot run.
-        ValueError with the file whose network speaks no numbers. To be called in the thread of the lane."""
+        ValueError with the file whose network speaks no numbers. To be called in the thread of the worker."""
         _use(self._device)
         prompt, tokens = self.sample(self.limits.first_hop_tokens + LOOKAHEAD_TOKENS)
         try:
             stream = self.open(prompt)
-            self.step([self.chunk(stream, tokens, final=False)], lane)
+            self.step([self.chunk(stream, tokens, final=False)], worker)
             self.close(stream)
-            if lane == 0:
+            if worker == 0:
                 self.whole(prompt, tokens)
         except NotFiniteError as error:
             with torch.inference_mode():
@@ -237,8 +240,8 @@ class Token2Wav:
         """See `StreamingFlow.chunk`: the next chunk of a stream, or a ValueError."""
         return self._flow.chunk(stream, tokens, final=final, offset=offset)
 
-    def is_start(self, chunk: Chunk) -> bool:
-        """Whether lane STARTS renders it: a first chunk, unless it is longer than those of the first hop."""
+    def is_first_chunk(self, chunk: Chunk) -> bool:
+        """Whether FIRST_CHUNK_WORKER renders it: a first chunk, unless it is longer than those of the first hop."""
         return chunk.offset == 0 and chunk.new <= self.limits.first_chunk_tokens
 
     @property
@@ -250,9 +253,9 @@ class Token2Wav:
         """How many tokens a batch should have at most, counted as `Chunk.computed`."""
         return self._flow.batch_tokens
 
-    def padded(self, chunks: int, tokens: int, lane: int = 0) -> int:
+    def padded(self, chunks: int, tokens: int, worker: int = 0) -> int:
         """See `limits.padding`."""
-        return self._lanes[lane].flow.padded(chunks, tokens)
+        return self._workers[worker].flow.padded(chunks, tokens)
 
     @property
     def cache_bytes(self) -> int:
@@ -280,26 +283,26 @@ class Token2Wav:
             self._flow.close(stream)
             self._vocoder.close(stream.vocoder)
 
-    def step(self, chunks: Sequence[Chunk], lane: int = 0) -> list[np.ndarray]:
+    def step(self, chunks: Sequence[Chunk], worker: int = 0) -> list[np.ndarray]:
         """The audio that each chunk adds to its stream, float32 (N,) at 24 kHz; empty while it is withheld.
 
         The chunks are of different streams; batching changes the audio of each by rounding only (docs/accelerators.md,
         Precision).
         """
         audio = []
-        for result in self.render(chunks, lane):
+        for result in self.render(chunks, worker):
             if isinstance(result, Exception):
                 raise result
             audio.append(result)
         return audio
 
-    def render(self, chunks: Sequence[Chunk], lane: int = 0) -> list[np.ndarray | Exception]:
+    def render(self, chunks: Sequence[Chunk], worker: int = 0) -> list[np.ndarray | Exception]:
         """As `step`, but a chunk that cannot be rendered gets an exception, and its stream cannot go on; the others get
         their audio. A batch for which the memory is not enough is rendered in parts. A chunk whose audio is not finite
-        is rendered again in float32. Lane STARTS renders what `is_start` only.
+        is rendered again in float32. FIRST_CHUNK_WORKER renders what `is_first_chunk` only.
         """
-        with self._lanes[lane].used():
-            results = self._rendered(self._lanes[lane], chunks)
+        with self._workers[worker].used():
+            results = self._rendered(self._workers[worker], chunks)
             for index, result in enumerate(results):
                 if isinstance(result, NotFiniteError):
                     with self._lock:
@@ -308,21 +311,21 @@ class Token2Wav:
             self._failed += sum(isinstance(result, Exception) for result in results)
         return [result if isinstance(result, Exception) else result.numpy() for result in results]
 
-    def _rendered(self, lane: Lane, chunks: Sequence[Chunk]) -> list[Tensor | Exception]:
+    def _rendered(self, worker: Worker, chunks: Sequence[Chunk]) -> list[Tensor | Exception]:
         def flow(part: Sequence[Chunk]) -> list[Tensor]:
             self._fail_if_asked(part)
-            mels = lane.flow.render(part)
+            mels = worker.flow.render(part)
             return mels if len(part) == len(chunks) else [mel.clone() for mel in mels]  # the next part overwrites them
 
         mels = isolated(flow, chunks)
         good = [(chunk, mel) for chunk, mel in zip(chunks, mels, strict=True) if isinstance(mel, Tensor)]
         if good and faults.take("nan_mel"):
             good[0][1].fill_(torch.nan)
-        audio = iter(lane.vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
+        audio = iter(worker.vocoder.step([chunk for chunk, _ in good], [mel for _, mel in good]))
         return [mel if isinstance(mel, Exception) else next(audio) for mel in mels]
 
     def _again(self, chunk: Chunk, reason: NotFiniteError) -> Tensor | Exception:
-        """The audio (N,) of a chunk in float32. Other streams of its lane wait meanwhile, and those that begin."""
+        """The audio (N,) of a chunk in float32. Other streams of its worker wait meanwhile, and those that begin."""
         logger.warning("%s: a chunk is rendered again in float32", reason)
         self._retried += 1
         try:
@@ -359,7 +362,7 @@ class Token2Wav:
             self._flow.check_ids(tokens)
             if len(tokens) == 0:
                 raise ValueError("target_speech_tokens is empty: there is nothing to speak")
-        with self._lanes[0].used():
+        with self._workers[0].used():
             audio = _whole(self._flow, self._vocoder, utterances, speed)
             if not all(row.isfinite().all() for row in audio):
                 logger.warning("the audio is not finite: whole utterances are rendered again in float32")
@@ -402,7 +405,7 @@ def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision:
     if torch.device(config.device).type != "cuda":
         return limits, voices_on_host(networks, limits)
     if flow_runtime(config.flow_runtime, config.device) != "cuda_graph":
-        limits = replace(limits, lanes=1)  # others need CUDA graphs of the flow
+        limits = replace(limits, workers=1)  # others need CUDA graphs of the flow
     free, has = torch.cuda.mem_get_info(config.device)
     if config.gpu_memory_gib is not None:
         may_take = int(config.gpu_memory_gib * GIB)
@@ -411,7 +414,7 @@ def _plan(stack: Stack, config: Token2WavConfig, limits: BatchLimits, precision:
     made = plan_memory(networks, limits, min(may_take, has), config.llm_share_gib)
     made.log()
     torch.cuda.set_per_process_memory_fraction(made.own / has, config.device)
-    return replace(limits, lanes=made.lanes), made.voices
+    return replace(limits, workers=made.workers), made.voices
 
 
 def _use(device: torch.device | str) -> None:

@@ -97,8 +97,8 @@ class Vocoder(Protocol):
         """Memory reserved for streams."""
         ...
 
-    def for_lane(self, lane: int) -> "Vocoder | None":
-        """See `StreamingFlow.for_lane`."""
+    def for_worker(self, worker: int) -> "Vocoder | None":
+        """See `StreamingFlow.for_worker`."""
         ...
 
     def exact(self) -> "Vocoder":
@@ -171,14 +171,14 @@ class StreamingFlow(ABC, Generic[StreamT]):
         self._evict_idle()
         return self._plain(self._load_exact())
 
-    def for_lane(self, lane: int) -> Self | None:
+    def for_worker(self, worker: int) -> Self | None:
         """This flow over the same streams and prompt caches, with CUDA graphs of its own: it computes a batch while
         this one computes another one. None without graphs."""
         if not self._graphed:
             return None
         flow = copy(self)
-        flow.limits = self.limits.of_lane(lane)
-        flow._encoder = self._encoder.for_lane(flow.limits)
+        flow.limits = self.limits.of_worker(worker)
+        flow._encoder = self._encoder.for_worker(flow.limits)
         flow._capture()
         return flow
 

@@ -48,11 +48,11 @@ class GraphedSolve:
         self._pool = pool
         self._noise = noise
         self.sizes = limits.sizes(limits.row_frames, most)
-        self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow", lane=limits.lane)
+        self._graphs = Graphs(self._solve, self._inputs, self.sizes, "the flow", worker=limits.worker)
         self._prompts: Graphs | None = None
         if limits.of_prompts:
             prompts = limits.sizes(limits.prompt_frames, PREFILL_FRAMES)
-            self._prompts = Graphs(self._prefill, self._inputs, prompts, "prompts", lane=limits.lane)
+            self._prompts = Graphs(self._prefill, self._inputs, prompts, "prompts", worker=limits.worker)
 
     def prefill(self, mu: Tensor, speaker: Tensor, mel: Tensor, frames: Sequence[int]) -> list[Prefilled]:
         B, T, _ = mu.shape

@@ -67,14 +67,14 @@ class WindowEncoder:
             self._fused = _fused(network, limits)
             self._capture(limits)
 
-    def for_lane(self, limits: BatchLimits) -> "WindowEncoder":
+    def for_worker(self, limits: BatchLimits) -> "WindowEncoder":
         """This encoder with CUDA graphs of its own."""
         encoder = copy(self)
         encoder._capture(limits)
         return encoder
 
     def _capture(self, limits: BatchLimits) -> None:
-        self._graphs = Graphs(self._fused, self._inputs, _sizes(limits), "the encoder", lane=limits.lane)
+        self._graphs = Graphs(self._fused, self._inputs, _sizes(limits), "the encoder", worker=limits.worker)
 
     def encode(self, windows: Sequence[Window], *, warn: bool = True) -> Tensor:
         """(B, 2 T, mel), T at least the longest window. Valid until the next call.

@@ -76,7 +76,7 @@ class UNetStreaming(StreamingFlow[WindowStream]):
     def _capture(self) -> None:
         sizes = self.limits.sizes(self.limits.window_frames, UNET_FRAMES)
         self._solve = GraphedWindowSolve(
-            self._network, self._estimator, self._noise, sizes, self._steps, lane=self.limits.lane
+            self._network, self._estimator, self._noise, sizes, self._steps, worker=self.limits.worker
         )
         self.padded = padding(sizes)
 

@@ -35,17 +35,17 @@ class GraphedWindowSolve:
         sizes: Sequence[Size],
         steps: int,
         *,
-        lane: int,
+        worker: int,
     ):
         """estimator: of the network, for the times of `steps` steps. sizes: batch and window length, mel frames.
-        lane: see `Graphs`."""
+        worker: see `Graphs`."""
         _, self._widths = time_schedule(steps)
         self._estimator = estimator
         self._guidance = network.decoder.guidance
         self._noise = noise
         weight = network.spk_embed_affine_layer.weight
         self._mel_bins, self._device, self._dtype = weight.shape[0], weight.device, weight.dtype
-        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow", lane=lane)
+        self._graphs = Graphs(self._solve, self._inputs, sizes, "the flow", worker=worker)
 
     def run(self, chunks: list[WindowChunk], mu: Tensor) -> Tensor:
         return self._run(chunks, mu, max(TOKEN_MEL_RATIO * chunk.computed for chunk in chunks))

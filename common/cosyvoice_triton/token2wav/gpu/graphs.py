@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from cosyvoice_triton.device import new_stream
 from cosyvoice_triton.token2wav.gpu.limits import Size
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 
 logger = logging.getLogger(__name__)
 
@@ -23,23 +23,23 @@ WARM_UPS = 2
 
 
 @cache
-def _pool(device: int, lane: int) -> torch.cuda.CUDAGraph:
-    """The owner of the memory in which the graphs of a lane on that GPU, the current one, compute.
+def _pool(device: int, worker: int) -> torch.cuda.CUDAGraph:
+    """The owner of the memory in which the graphs of a worker on that GPU, the current one, compute.
 
     They share it because one of them is replayed at a time, on one stream, and nothing stays there between two replays:
     inputs and results are outside. The first graph, which does nothing, keeps it: torch frees a pool with its last
     graph, and then nothing can be captured into it.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=_capture_stream(device, lane)):
+    with torch.cuda.graph(graph, stream=_capture_stream(device, worker)):
         torch.zeros(1, device=device)
     return graph
 
 
 @cache
-def _capture_stream(device: int, lane: int) -> torch.cuda.Stream:
-    """Where the graphs of a lane are captured: their kernels have its priority, and its work space of cuBLAS."""
-    return new_stream(device, lane == STARTS)
+def _capture_stream(device: int, worker: int) -> torch.cuda.Stream:
+    """Where the graphs of a worker are captured: their kernels have its priority, and its work space of cuBLAS."""
+    return new_stream(device, worker == FIRST_CHUNK_WORKER)
 
 
 @cache
@@ -57,7 +57,7 @@ class _Graph:
 
 
 class Graphs:
-    """The graphs of one function, one per size. One replay of a lane at a time, those of other functions included."""
+    """The graphs of one function, one per size. One replay of a worker at a time, those of other functions included."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Graphs:
         inputs: Callable[..., tuple[Tensor, ...]],
         sizes: Iterable[Size],
         name: str,
-        lane: int = 0,
+        worker: int = 0,
     ):
         """`inputs(*size)` makes tensors of a size that `function` can be called with; `name` is for the log."""
         self._name = name
@@ -86,7 +86,7 @@ class Graphs:
         memory = sample.new_empty(max(map(math.prod, shapes.values())))
         for size, shape in tqdm(shapes.items(), desc=f"capturing {name}", unit="graph"):
             result = memory[: math.prod(shape)].view(shape)
-            self._graphs[size] = _Graph(given[size], result, _capture(function, given[size], result, lane))
+            self._graphs[size] = _Graph(given[size], result, _capture(function, given[size], result, worker))
 
     @property
     def sizes(self) -> Iterable[Size]:
@@ -138,10 +138,10 @@ def _warm_up(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Ten
 
 
 def _capture(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor, lane: int
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], result: Tensor, worker: int
 ) -> torch.cuda.CUDAGraph:
     """The graph that writes the function's result to `result`."""
     graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
-    with torch.cuda.graph(graph, pool=_pool(device, lane).pool(), stream=_capture_stream(device, lane)):
+    with torch.cuda.graph(graph, pool=_pool(device, worker).pool(), stream=_capture_stream(device, worker)):
         result.copy_(function(*inputs))
     return graph

@@ -19,12 +19,14 @@ from cosyvoice_triton.constants import (
     TOKEN_MEL_RATIO,
     TOKEN_RATE,
 )
-from cosyvoice_triton.token2wav.policy.scheduler import START_BATCH, STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER, START_BATCH
 
 Size = tuple[int, ...]  # batch size and length, or a length alone
 
 LONGEST_PROMPT = int(TOKEN_RATE * MAX_REFERENCE_SECONDS) + 2  # tokens; the tokenizer may round up
-LANES = 2  # batches that are rendered at the same time on a GPU: one of first chunks, see `scheduler.STARTS`
+WORKERS = (
+    2  # batches that are rendered at the same time on a GPU: one of first chunks, see `scheduler.FIRST_CHUNK_WORKER`
+)
 MAX_BATCH = 64  # chunks; larger batches gain nothing
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 64)
 FRAMES = (32, 64, 104, 128)  # length classes of chunks below the largest one, mel frames
@@ -52,17 +54,17 @@ class BatchLimits:
     """The limits of a token2wav model, and the batch and graph sizes that follow from them.
 
     max_streams: live streams. first_hop_tokens, max_hop_tokens: hops of the orchestrator's schedule. chunk_boundary:
-    chunks end on its multiples (`Stack.chunk_boundary`). lanes: how many there are with CUDA graphs.
-    lane: the one that is limited; STARTS has small batches. ValueError if a chunk of the largest hop alone is beyond
-    the limits.
+    chunks end on its multiples (`Stack.chunk_boundary`). workers: how many there are with CUDA graphs.
+    worker: the one that is limited; FIRST_CHUNK_WORKER has small batches. ValueError if a chunk of the largest hop
+    alone is beyond the limits.
     """
 
     max_streams: int = Token2WavConfig.max_streams
     first_hop_tokens: int = Token2WavConfig.first_hop_tokens
     max_hop_tokens: int = Token2WavConfig.max_hop_tokens
     chunk_boundary: int = 1
-    lanes: int = LANES
-    lane: int = 0
+    workers: int = WORKERS
+    worker: int = 0
     prefill_frames = PREFILL_FRAMES
 
     def __post_init__(self) -> None:
@@ -78,22 +80,22 @@ class BatchLimits:
         """New tokens of the longest chunk that the first hop makes, also if it is the final one."""
         return self._longest_first_hop + LOOKAHEAD_TOKENS - 1
 
-    def of_lane(self, lane: int) -> "BatchLimits":
-        return replace(self, lane=lane)
+    def of_worker(self, worker: int) -> "BatchLimits":
+        return replace(self, worker=worker)
 
     @property
-    def of_each_lane(self) -> list["BatchLimits"]:
-        return [self.of_lane(lane) for lane in range(self.lanes)]
+    def of_each_worker(self) -> list["BatchLimits"]:
+        return [self.of_worker(worker) for worker in range(self.workers)]
 
     @property
     def starts(self) -> bool:
         """Whether only first chunks and prompts are rendered."""
-        return self.lane == STARTS
+        return self.worker == FIRST_CHUNK_WORKER
 
     @property
     def of_prompts(self) -> bool:
         """Whether prompts are computed by these graphs."""
-        return self.starts or self.lanes == 1
+        return self.starts or self.workers == 1
 
     @property
     def max_chunks(self) -> int:

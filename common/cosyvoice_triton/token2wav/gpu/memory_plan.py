@@ -50,7 +50,7 @@ PROMPT_MODELS = 900 * MIB  # the process of `audio_tokenizer` apart from weights
 PROCESS = 750 * MIB  # CUDA's context and kernels
 LAUNCHES = 3 * MIB  # of a CUDA graph, beside torch's memory
 GRAPH_INPUTS = 1 * MIB  # of one, and results
-WORK_SPACE = 60 * MIB  # of the libraries, for each lane
+WORK_SPACE = 60 * MIB  # of the libraries, for each worker
 FLOW_NOISE = 5 * MIB
 # Values that are alive at once for a token or frame of a batch, per unit of the network's width.
 ENCODER_VALUES = 20
@@ -167,8 +167,8 @@ class Networks:
     def batches(self, limits: BatchLimits) -> int:
         """Bytes of temporary tensors: of the network that needs most, because they take turns, for each of the batches
         that are computed at the same time."""
-        of_each = (max(self._encoder(of), self._solve(of), self._vocode(of)) for of in limits.of_each_lane)
-        return int(FRAGMENTS * sum(of_each)) + WORK_SPACE * limits.lanes
+        of_each = (max(self._encoder(of), self._solve(of), self._vocode(of)) for of in limits.of_each_worker)
+        return int(FRAGMENTS * sum(of_each)) + WORK_SPACE * limits.workers
 
     def _encoder(self, limits: BatchLimits) -> int:
         config, sizes = self.flow.encoder, limits.sizes(limits.window_tokens, ENCODER_TOKENS)
@@ -212,7 +212,7 @@ class Networks:
 
     def graphs(self, limits: BatchLimits) -> int:
         """How many CUDA graphs there are."""
-        return sum(len(sizes) for of in limits.of_each_lane for sizes in self._graph_sizes(of))
+        return sum(len(sizes) for of in limits.of_each_worker for sizes in self._graph_sizes(of))
 
     def _graph_sizes(self, limits: BatchLimits) -> list[list[Size]]:
         """Of each function."""
@@ -233,12 +233,12 @@ class Networks:
 @dataclass(frozen=True)
 class MemoryPlan:
     """memory: bytes of the GPU that the server may take. parts: bytes by what takes them. voice: bytes of a voice of
-    VOICE_SECONDS. lanes: see `BatchLimits`. lacking: bytes for which first chunks have no lane, or 0."""
+    VOICE_SECONDS. workers: see `BatchLimits`. lacking: bytes for which first chunks have no worker, or 0."""
 
     memory: int
     parts: Mapping[str, int]
     voice: int
-    lanes: int
+    workers: int
     lacking: int = 0
 
     @property
@@ -276,14 +276,14 @@ def other_models(networks: Networks, streams: int, llm_gib: float | None) -> dic
 
 
 def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: float | None) -> MemoryPlan:
-    """How the memory is used: with as many lanes as there is room for, up to `limits.lanes`. ValueError with what would
-    fit if `limits.max_streams` streams do not.
+    """How the memory is used: with as many workers as there is room for, up to `limits.workers`. ValueError with what
+    would fit if `limits.max_streams` streams do not.
 
     memory: bytes of the GPU that the server may take. llm_gib: of them, the LLM's, as in `other_models`.
     """
 
-    def missing(streams: int, lanes: int = 1) -> tuple[MemoryPlan, int]:
-        fewer = replace(limits, max_streams=streams, lanes=lanes)
+    def missing(streams: int, workers: int = 1) -> tuple[MemoryPlan, int]:
+        fewer = replace(limits, max_streams=streams, workers=workers)
         graphs = networks.graphs(fewer)
         parts = {
             **other_models(networks, streams, llm_gib),
@@ -295,14 +295,14 @@ def plan_memory(networks: Networks, limits: BatchLimits, memory: int, llm_gib: f
             "whole utterances": networks.whole,
         }
         voices = max(streams * networks.voice(VOICE_SECONDS), networks.longest_voice(limits))
-        made = MemoryPlan(memory, parts, networks.voice(VOICE_SECONDS), lanes)
+        made = MemoryPlan(memory, parts, networks.voice(VOICE_SECONDS), workers)
         return made, voices - made.voices
 
     streams = limits.max_streams
     made, lacking = missing(streams)
     if lacking <= 0:
-        lanes = max(lanes for lanes in range(1, limits.lanes + 1) if missing(streams, lanes)[1] <= 0)
-        return replace(missing(streams, lanes)[0], lacking=max(0, missing(streams, min(2, limits.lanes))[1]))
+        workers = max(workers for workers in range(1, limits.workers + 1) if missing(streams, workers)[1] <= 0)
+        return replace(missing(streams, workers)[0], lacking=max(0, missing(streams, min(2, limits.workers))[1]))
     needed = math.ceil(10 * (memory + lacking) / GIB) / 10
     fitting = next((fewer for fewer in range(streams - 1, 0, -1) if missing(fewer)[1] <= 0), 0)
     raise ValueError(

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, get_args
 
 from cosyvoice_triton.config import AdmissionName, Token2WavConfig
 from cosyvoice_triton.errors import OverloadedError
-from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, LIMIT, REFUSED, STARTS, STARTS_WAITED, Values
+from cosyvoice_triton.monitoring.metrics import GAP_SECONDS, GAPS, LIMIT, OPENED, OPENED_WAITED, REFUSED, Values
 from cosyvoice_triton.playback import PLAYER_SECONDS
 from cosyvoice_triton.token2wav.policy.scheduler import START_TOKENS
 
@@ -260,6 +260,6 @@ class Admission:
     def values(self) -> Values:
         """The numbers by metric."""
         limit = min(self._state.limit, self._max_streams)
-        values = {LIMIT: limit, STARTS: self._opened, STARTS_WAITED: self._opened_waited}
+        values = {LIMIT: limit, OPENED: self._opened, OPENED_WAITED: self._opened_waited}
         values |= {GAPS: self._gaps, GAP_SECONDS: self._gap_seconds}
         return values | {REFUSED.sample(reason=reason): count for reason, count in self._refused.items()}

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-# A lane renders one batch at a time. If there are two, this one renders first chunks and prompts, and lane 0 everything
-# else: see `lane_takes`.
-STARTS = 1
+# A worker renders one batch at a time. If there are two, the second one renders first chunks and prompts, and the first
+# one everything else: see `worker_takes`.
+CHUNK_WORKER, FIRST_CHUNK_WORKER = 0, 1
 # The fixed cost of a batch, in tokens: 12 ms on an H200, where a token takes 0.04 ms. Measured with the DiT flow
 # (docs/results/token2wav.md); the UNet's ratio is about the same.
 START_TOKENS = 300
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     audio_left: seconds until its listener runs out of audio, negative after that; None before the first audio.
     arrived: its number in the order of arrival.
     tokens: how many are computed for it; None if it is served alone (a whole utterance, an invalid chunk).
-    start: whether it is a first chunk that lane STARTS renders.
+    start: whether it is a first chunk that FIRST_CHUNK_WORKER renders.
     waited: seconds in the queue.
     """
 
@@ -99,16 +99,16 @@ def starts(waiting: Sequence[Start], audio_left: Sequence[float | None], max_fra
     return chosen[:free]
 
 
-def lane_takes(lane: int, lanes: int, waiting: Sequence[Candidate]) -> list[int]:
-    """Indices of what a lane that is free may render now, given what no other lane has taken.
+def worker_takes(worker: int, workers: int, waiting: Sequence[Candidate]) -> list[int]:
+    """Indices of what a worker that is free may render now, given what no other worker has taken.
 
-    Of two lanes, STARTS renders first chunks, gathered while a crowd waits (CROWD_CHUNKS), and lane 0 all others, or
-    first chunks if there are no others.
+    Of two workers, FIRST_CHUNK_WORKER renders first chunks, gathered while a crowd waits (CROWD_CHUNKS), and
+    CHUNK_WORKER all others, or first chunks if there are no others.
     """
-    if lanes == 1:
+    if workers == 1:
         return list(range(len(waiting)))
     firsts = [index for index, request in enumerate(waiting) if request.start]
-    if lane == STARTS:
+    if worker == FIRST_CHUNK_WORKER:
         return firsts if _are_gathered(waiting) else []
     return [index for index, request in enumerate(waiting) if not request.start] or firsts
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS
+from cosyvoice_triton.token2wav.policy.scheduler import FIRST_CHUNK_WORKER
 from cosyvoice_triton.token2wav.serving.request_queue import QueuedRequest
 
 SWITCH_SECONDS = 0.0005  # until a thread lets another one run Python: 5 ms would delay first chunks
@@ -30,18 +30,18 @@ class RenderedBatch(NamedTuple):
 class BatchThread:
     """The owner gives it a batch, and takes that back with its results when it is done.
 
-    lane: of the engine, which it renders in. batch: the requests in flight, empty if there are none.
+    worker: of the engine, which it renders in. batch: the requests in flight, empty if there are none.
     """
 
-    def __init__(self, lane: int, *, on_done: Callable[[], None], clock: Callable[[], float]):
+    def __init__(self, worker: int, *, on_done: Callable[[], None], clock: Callable[[], float]):
         """on_done: called from the thread after each batch."""
-        self.lane = lane
+        self.worker = worker
         self.batch: Sequence[QueuedRequest] = ()
         self._on_done = on_done
         self._clock = clock
         self._rendering: Future[RenderedBatch] | None = None
         self._work: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"token2wav-lane-{lane}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"token2wav-worker-{worker}", daemon=True)
         self._thread.start()
 
     @property
@@ -97,20 +97,20 @@ def _call(function: Callable[[], object], done: Future) -> None:
 
 
 class BatchThreads:
-    """Those of an engine's lanes, in the order in which they choose their batches: that of first chunks first."""
+    """Those of an engine's workers, in the order in which they choose their batches: that of first chunks first."""
 
     def __init__(self, engine: Token2Wav, *, on_done: Callable[[], None], clock: Callable[[], float]):
         """See `BatchThread`."""
         self._engine = engine
-        self._threads = {lane: BatchThread(lane, on_done=on_done, clock=clock) for lane in range(engine.lanes)}
+        self._threads = {worker: BatchThread(worker, on_done=on_done, clock=clock) for worker in range(engine.workers)}
 
     def __iter__(self) -> Iterator[BatchThread]:
-        return iter(sorted(self._threads.values(), key=lambda thread: thread.lane != STARTS))
+        return iter(sorted(self._threads.values(), key=lambda thread: thread.worker != FIRST_CHUNK_WORKER))
 
     @property
     def prefills(self) -> bool:
         """Whether a voice can be prefilled: that uses the memory of first chunks."""
-        return self._threads.get(STARTS, self._threads[0]).idle
+        return self._threads.get(FIRST_CHUNK_WORKER, self._threads[0]).idle
 
     @property
     def in_flight(self) -> list[QueuedRequest]:
@@ -124,13 +124,13 @@ class BatchThreads:
 
     def warm_up(self) -> None:
         """In each thread, because the GPU libraries cache per thread."""
-        if self._engine.lanes > 1:
+        if self._engine.workers > 1:
             sys.setswitchinterval(SWITCH_SECONDS)
         for thread in self._threads.values():
-            thread.call(partial(self._engine.warm_up, thread.lane))
+            thread.call(partial(self._engine.warm_up, thread.worker))
 
     def call(self, function: Callable[[], object]) -> None:
-        """In the thread of lane 0: see `BatchThread.call`."""
+        """In the thread of worker 0: see `BatchThread.call`."""
         self._threads[0].call(function)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The owner of a token2wav model's streams.
 
-`Token2WavService` has a thread that decides, one for each lane that renders, and one that sends replies. A stream's
+`Token2WavService` has a thread that decides, one for each worker that renders, and one that sends replies. A stream's
 state, its queued requests and its end belong to the first; `submit` only adds to the queue. A stream ends with its
 final chunk, an abort, an error, a cancellation, or `idle_seconds` without a request. While a chunk of it is rendered
 nothing else happens to it. `scheduler` picks the streams to open and the chunks of a batch.
@@ -24,7 +24,15 @@ from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.playback import Playback
 from cosyvoice_triton.token2wav.engine import Token2Wav
 from cosyvoice_triton.token2wav.policy.admission import Admission
-from cosyvoice_triton.token2wav.policy.scheduler import STARTS, Candidate, Start, lane_takes, patience, pick, starts
+from cosyvoice_triton.token2wav.policy.scheduler import (
+    FIRST_CHUNK_WORKER,
+    Candidate,
+    Start,
+    patience,
+    pick,
+    starts,
+    worker_takes,
+)
 from cosyvoice_triton.token2wav.serving.batch_costs import costs, measure
 from cosyvoice_triton.token2wav.serving.batch_thread import BatchThread, BatchThreads, RenderedBatch
 from cosyvoice_triton.token2wav.serving.live_streams import LiveStream, LiveStreams
@@ -47,7 +55,7 @@ class Token2WavService:
 
     Each turn answers the batches that are done, frees the streams that were aborted, opens new ones, and gives each
     thread that is free the next batch. On a GPU first chunks have a thread of their own, so that they wait for no other
-    batch; `scheduler.lane_takes` says what each thread renders. New listeners are admitted by `Admission`.
+    batch; `scheduler.worker_takes` says what each thread renders. New listeners are admitted by `Admission`.
     """
 
     def __init__(
@@ -289,16 +297,16 @@ class Token2WavService:
         waiting = self._candidates() if idle else []
         for thread in idle:
             candidates = [candidate for candidate, _ in waiting]
-            if not (of_lane := lane_takes(thread.lane, self._engine.lanes, candidates)):
+            if not (of_worker := worker_takes(thread.worker, self._engine.workers, candidates)):
                 continue
             chosen = pick(
-                [candidates[index] for index in of_lane],
-                self._limits.of_lane(thread.lane).max_chunks,
+                [candidates[index] for index in of_worker],
+                self._limits.of_worker(thread.worker).max_chunks,
                 self._engine.batch_tokens,
-                partial(self._engine.padded, lane=thread.lane),
-                waited_for=self._engine.lanes == 1,
+                partial(self._engine.padded, worker=thread.worker),
+                waited_for=self._engine.workers == 1,
             )
-            batch = [waiting[of_lane[index]][1] for index in chosen]
+            batch = [waiting[of_worker[index]][1] for index in chosen]
             self._take(batch)
             waiting = [each for each in waiting if each[1] not in batch]
             if wanted := [queued for queued in batch if not self._cancelled(queued)]:
@@ -316,8 +324,8 @@ class Token2WavService:
             live = self._streams.get(queued.stream_id)
             tokens = self._computed(queued, live) if live else None
             left = self._audio_left(queued, live, now)
-            start = left is None and queued.chunk is not None and self._engine.is_start(queued.chunk)
-            start = start and queued.stream_id != TEST_STREAM  # the test is of lane 0
+            start = left is None and queued.chunk is not None and self._engine.is_first_chunk(queued.chunk)
+            start = start and queued.stream_id != TEST_STREAM  # the test is of worker 0
             candidates.append((Candidate(left, queued.arrived, tokens, start, now - queued.arrived_at), queued))
         return candidates
 
@@ -372,7 +380,7 @@ class Token2WavService:
         self._batches += 1
         self._chunks += len(batch)
         self._waited_seconds += sum(self._clock() - queued.arrived_at for queued in batch)
-        thread.render(batch, partial(self._engine.render, chunks, thread.lane))
+        thread.render(batch, partial(self._engine.render, chunks, thread.worker))
 
     def _answer_batches(self) -> bool:
         """Reply to the requests of the batches that are done; False if there is none."""
@@ -388,7 +396,7 @@ class Token2WavService:
                     self._admission.rendered_whole(rendered.seconds)
                 self._reply(rendered.batch[0], result)
             else:
-                self._answer_chunks(rendered, of_starts=thread.lane == STARTS)
+                self._answer_chunks(rendered, of_starts=thread.worker == FIRST_CHUNK_WORKER)
         return answered
 
     def _answer_chunks(self, rendered: RenderedBatch, *, of_starts: bool) -> None:

@@ -111,11 +111,11 @@ class CausalVocoder(BatchVocoder):
         """Memory reserved for streams."""
         return self.pool.nbytes
 
-    def for_lane(self, lane: int) -> "CausalVocoder | None":
+    def for_worker(self, worker: int) -> "CausalVocoder | None":
         if self._graphed is None:
             return None
         vocoder = copy(self)
-        vocoder._limits = self._limits.of_lane(lane)
+        vocoder._limits = self._limits.of_worker(worker)
         vocoder._graphed = GraphedRenderer(self._plain, vocoder._limits)
         return vocoder
 

@@ -56,7 +56,7 @@ class StreamingVocoder(BatchVocoder):
         self._plain = OverlapRenderer(hift, self.pool, noise)
         self._renderer: OverlapRenderer | GraphedRenderer = self._plain
         if graphs and device.type == "cuda":
-            self._fused = OverlapRenderer(hift, self.pool, noise, _fused_body(hift))  # of all lanes
+            self._fused = OverlapRenderer(hift, self.pool, noise, _fused_body(hift))  # of all workers
             self._renderer = GraphedRenderer(self._fused, limits)
 
     @property
@@ -64,11 +64,11 @@ class StreamingVocoder(BatchVocoder):
         """Memory reserved for streams."""
         return self.pool.nbytes
 
-    def for_lane(self, lane: int) -> "StreamingVocoder | None":
+    def for_worker(self, worker: int) -> "StreamingVocoder | None":
         if self._renderer is self._plain:
             return None
         vocoder = copy(self)
-        vocoder._limits = self._limits.of_lane(lane)
+        vocoder._limits = self._limits.of_worker(worker)
         vocoder._renderer = GraphedRenderer(self._fused, vocoder._limits)
         return vocoder
 

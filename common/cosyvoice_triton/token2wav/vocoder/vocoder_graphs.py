@@ -42,7 +42,7 @@ class GraphedRenderer:
                 plain.inputs,
                 limits.sizes(lengths, HIFT_FRAMES),
                 f"the vocoder{name}",
-                lane=limits.lane,
+                worker=limits.worker,
             )
             for begun, (lengths, name) in of.items()
         }

@@ -12,12 +12,12 @@ from cosyvoice_triton.token2wav.policy.admission import Admission
 from cosyvoice_triton.token2wav.policy.scheduler import GATHER_SECONDS
 from cosyvoice_triton.token2wav.serving.service import LOOK_SECONDS
 
-from tests.support.fake_engine import NEW, PROMPT, Client, FakeLanes, ended, started, until, value
+from tests.support.fake_engine import NEW, PROMPT, Client, FakeWorkers, ended, started, until, value
 
 
 @pytest.fixture
 def engine():
-    return FakeLanes()
+    return FakeWorkers()
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def ends(service, engine):
 
 
 def hold_batches(client, engine, stream=90):
-    """The other lane renders token 90, a later chunk of a stream, until `engine.gate` is set; its replies."""
+    """The other worker renders token 90, a later chunk of a stream, until `engine.gate` is set; its replies."""
     client.start(stream, [stream])
     engine.gate.clear()
     engine.entered.clear()
@@ -37,7 +37,7 @@ def hold_batches(client, engine, stream=90):
 
 
 def hold_starts(client, engine, stream=91):
-    """The lane of first chunks renders token 91 until `engine.starts_gate` is set; its replies."""
+    """The worker of first chunks renders token 91 until `engine.starts_gate` is set; its replies."""
     engine.starts_gate.clear()
     engine.starts_entered.clear()
     replies = client.post(stream, [stream], final=False, **NEW)
@@ -119,7 +119,7 @@ def test_first_chunks_are_not_gathered_once_the_crowd_is_served(client, engine, 
 
 
 def test_first_chunks_are_padded_to_the_graphs_of_their_own(client, engine):
-    engine.padded = lambda chunks, tokens, lane=0: 9999 if lane and chunks > 2 else chunks * tokens
+    engine.padded = lambda chunks, tokens, worker=0: 9999 if worker and chunks > 2 else chunks * tokens
     batches, starts = hold_batches(client, engine), hold_starts(client, engine)
     waiting = [client.post(stream, [stream], final=False, **NEW) for stream in range(20, 24)]
     until(lambda: client.service.stats().queued == 4)
@@ -369,11 +369,11 @@ def test_whatever_a_batch_raises_every_request_is_answered(client, engine):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_engine_that_fails_its_warm_up_leaves_no_thread(clock, failing):
-    def broken(lane):
-        if lane == failing:
+    def broken(worker):
+        if worker == failing:
             raise ValueError("a bad checkpoint")
 
-    engine, before = FakeLanes(), threading.active_count()
+    engine, before = FakeWorkers(), threading.active_count()
     engine.warm_up = broken
     with pytest.raises(ValueError, match="a bad checkpoint"):
         started(engine, clock)
