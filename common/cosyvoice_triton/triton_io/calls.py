@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import async_timeout
 import numpy as np
 import torch
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # noqa: TID251
 
 from cosyvoice_triton.constants import CALLS_AT_ONCE
 from cosyvoice_triton.errors import LostAnswerError, UnavailableError

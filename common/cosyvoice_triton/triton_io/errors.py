@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 import torch
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # noqa: TID251
 
 from cosyvoice_triton.errors import (
     INVALID,

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # noqa: TID251
 import uvloop
 
 from cosyvoice_triton.batches import isolated

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # noqa: TID251
 from torch.utils.dlpack import to_dlpack
 
 

@@ -59,8 +59,9 @@ class TritonPythonModel:
         if request_id and request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
         generation = generation_request(tensors, triton_io.parameters(request), self._end_ids)
-        if request_id:
-            self._live[request_id] = asyncio.current_task()
+        task = asyncio.current_task()
+        if request_id and task:
+            self._live[request_id] = task
         try:
             await self._generate(generation, responder, streaming)
         except asyncio.CancelledError:
