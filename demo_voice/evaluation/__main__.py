@@ -126,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--stacks", nargs="+", choices=[stack.name for stack in STACKS], default=[stack.name for stack in STACKS]
     )
     parser.add_argument("--voices", nargs="+", default=("slt", "rms"), help="names in the folder voices of the models")
-    parser.add_argument("--output", type=Path, default=Path("out/voice_evaluation"))
+    parser.add_argument("--output", type=Path, default=Path("out/evaluation"))
     return parser
 
 
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = f"{len(sentences)} sentences, {os.cpu_count()} CPU cores. Teacher: {args.teacher or report.NOT_GIVEN}."
         print(evaluation.write(args.output, about))
     except (ValueError, RuntimeError, OSError) as error:  # ClientError and ServerError are RuntimeErrors
-        print(f"voice_evaluation: {error}", file=sys.stderr)
+        print(f"demo_voice.evaluation: {error}", file=sys.stderr)
         return 1
     print(f"{time.monotonic() - begun:.0f} s; written to {args.output}")
     return 0

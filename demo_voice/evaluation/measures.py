@@ -20,9 +20,6 @@ from demo_voice.evaluation.takes import Series, Take
 ELSEWHERE = 99.9  # percentile of the sample-to-sample steps outside of joints, which a joint is compared with
 NEARBY = SAMPLE_RATE // 200  # 5 ms: duration of a glottal pulse
 CLICK = 1.5  # times the largest step near the joint
-PITCH_PERIOD = SAMPLE_RATE // 100  # 10 ms: any voice's pitch period is shorter
-SPECTRUM = np.hanning(512)  # window of `spectral_distance`, 21 ms
-QUIETEST = 1e-3  # magnitude, 90 dB below that of a sine of full scale: differences below it cannot be heard
 
 
 @lru_cache(maxsize=1)
@@ -67,8 +64,6 @@ def figures(series: Series, recognised: Sequence[str], teacher: Series | None) -
             "above": sum(joint.usual > 1 for joint in joints),
             "worst": max(joint.usual for joint in joints),
             "clicks": sum(joint.clicks for joint in joints),
-            "sharpness": {"p90": float(np.percentile([joint.sharpness for joint in joints], 90))}
-            | {"max": max(joint.sharpness for joint in joints)},
         }
     timed = [take for take in series.takes if take.total is not None]
     if timed:
@@ -82,12 +77,10 @@ class Joint(NamedTuple):
     """One end of a cross-fade: the step between two samples, relative to other steps of the same take.
 
     usual: relative to the 99.9th percentile of the steps elsewhere. nearby: relative to the largest step within 5 ms.
-    sharpness: see `sharpness`.
     """
 
     usual: float
     nearby: float
-    sharpness: float
 
     @property
     def clicks(self) -> bool:
@@ -106,28 +99,8 @@ def joint_steps(take: Take) -> list[Joint]:
     for end in ends:
         at = end - 1
         nearby = np.concatenate([steps[max(0, at - NEARBY) : at], steps[at + 1 : at + 1 + NEARBY]]).max()
-        found.append(
-            Joint(float(steps[at] / usual), float(steps[at] / max(nearby, 1e-9)), sharpness(take.waveform, end))
-        )
+        found.append(Joint(float(steps[at] / usual), float(steps[at] / max(nearby, 1e-9))))
     return found
-
-
-def sharpness(waveform: np.ndarray, at: int) -> float:
-    """The bend of the waveform (N,) between samples at - 1 and at, relative to the RMS of the bends within 10 ms.
-
-    A bend is the change from one step to the next. Speech is smooth: where two unlike waveforms meet, its steps stay in
-    their usual range, but one of them differs from its neighbours.
-    """
-    bends = np.abs(np.diff(waveform, 2))  # (N - 2,): bend i is at sample i + 1
-    around = bends[max(0, at - 2 - PITCH_PERIOD) : at + PITCH_PERIOD]
-    return float(bends[max(0, at - 2) : at].max() / max(np.sqrt(np.square(around).mean()), 1e-9))
-
-
-def spectral_distance(waveform: np.ndarray, other: np.ndarray, at: int) -> float:
-    """RMS difference in dB of two waveforms' (N,) magnitude spectra over the 21 ms around a sample."""
-    around = slice(at - len(SPECTRUM) // 2, at + len(SPECTRUM) // 2)
-    levels = [20 * np.log10(np.abs(np.fft.rfft(wave[around] * SPECTRUM)) + QUIETEST) for wave in (waveform, other)]
-    return float(np.sqrt(np.square(levels[0] - levels[1]).mean()))
 
 
 def nearest(encoder: SpeakerEncoder, takes: Sequence[Take], voices: Mapping[str, Sequence[Take]]) -> list[str]:

@@ -51,22 +51,17 @@ def _row(row: Figures) -> str:
         row["voice"],
         f"{row['wer']:.1%}",
         f"{lengths['median']:.2f} ({lengths['least']:.2f}–{lengths['most']:.2f})" if lengths else "",
-        joints_cell(joints),
+        _joints_cell(joints),
         f"{row['rtf']:.2f}" if "rtf" in row else "",
         f"{first['median'] * 1000:.0f} ms, p95 {first['p95'] * 1000:.0f} ms" if first else "",
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def joints_cell(joints: Mapping[str, Any] | None) -> str:
-    """The table cell for the joints of `measures.figures`."""
+def _joints_cell(joints: Mapping[str, Any] | None) -> str:
     if not joints:
         return ""
-    sharp = joints["sharpness"]
-    return (
-        f"{joints['above']} of {joints['count']}, largest {joints['worst']:.2f}×, {joints['clicks']} clicks, "
-        f"sharpness p90 {sharp['p90']:.2f}, max {sharp['max']:.2f}"
-    )
+    return f"{joints['above']} of {joints['count']}, largest {joints['worst']:.2f}×, {joints['clicks']} clicks"
 
 
 def _verdicts(rows: Sequence[Figures], nearness: Mapping[str, tuple[int, int]]) -> list[tuple[str, str, bool | None]]:

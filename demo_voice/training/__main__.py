@@ -23,7 +23,7 @@ Each stage is a process with a log in the working folder, started as soon as its
 are trained at the same time on one GPU. Training stops after --minutes in all. When the command is run again, finished
 stages are skipped and an interrupted one resumes; --stages runs the named stages in any case.
 
-Text comes from Debian packages (see voice_training/corpus.py) under /, or under --texts. flite is Debian's libflite1,
+Text comes from Debian packages (see corpus.py) under /, or under --texts. flite is Debian's libflite1,
 installed or unpacked (`dpkg -x`) under --flite. For a machine without a network, copy both there as files, the texts as
 `sentences.txt` in the working folder. One H200 and 16 cores take 20 minutes in all.
 """
@@ -60,7 +60,7 @@ EXPORT_SECONDS = 30.0  # including process start
 POLL_SECONDS = 0.5
 NETWORKS = ("vocoder", "flow_dit", "flow_unet", "llm")  # trained at the same time, on one GPU
 
-log = logging.getLogger("voice_training")
+log = logging.getLogger("demo_voice.training")
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             train_all(job, 60 * args.minutes)
     except (ValueError, RuntimeError, OSError) as error:
-        log.error("voice_training: %s", error)
+        log.error("demo_voice.training: %s", error)
         return 1
     except KeyboardInterrupt:
-        log.error("voice_training: interrupted; run the same command again to resume")
+        log.error("demo_voice.training: interrupted; run the same command again to resume")
         return 130
     return 0
 

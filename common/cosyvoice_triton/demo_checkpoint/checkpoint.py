@@ -1,6 +1,6 @@
 """The trained checkpoint in this repository: its place and its checksums.
 
-python -m demo_voice.training                        trains it, see docs/demo_voice.md
+python -m demo_voice.training                        trains it, see demo_voice/README.md
 demo_checkpoint/trained/                             official layout; README.md is its model card
 (cd demo_checkpoint/trained && sha256sum -c SHA256SUMS)
 """

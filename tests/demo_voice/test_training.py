@@ -1,6 +1,5 @@
 """Short training of flows and vocoder on noise, and loading of the results as in serving."""
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from demo_voice.training import flow, flow_dit, flow_unet, vocoder
 from demo_voice.training.dataset import TOKEN_PHONES, TOKEN_SAMPLES
 from demo_voice.training.pitch import fundamental
 from demo_voice.training.qwen2 import Qwen2
-from demo_voice.training.training import STEPS_BEFORE_CAPTURE, CapturedStep, adamw, descend, trained
+from demo_voice.training.training import adamw, descend, trained
 
 pytestmark = pytest.mark.slow  # each test trains a network
 
@@ -117,29 +116,3 @@ def test_steps_with_an_infinite_gradient_are_skipped() -> None:
     optimizer.param_groups[0]["lr"].fill_(0.5)
     descend(weight.sum(), optimizer, clip=1.0)
     torch.testing.assert_close(weight.detach(), torch.full((3,), 0.5), atol=0.01, rtol=0)
-
-
-def test_a_step_is_captured_once_per_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-    replayed: list[object] = []
-
-    class Graph:
-        def replay(self) -> None:
-            replayed.append(self)
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-
-    def step(name: str) -> dict[str, torch.Tensor]:
-        taken.append(name)
-        return {name: torch.zeros(())}
-
-    captured = CapturedStep(step, torch.device("cuda"))
-    for _ in range(STEPS_BEFORE_CAPTURE + 4):
-        for name in "ab":
-            assert captured(name).keys() == {name}
-    assert sorted(taken) == sorted("ab" * (STEPS_BEFORE_CAPTURE + 1))
-    assert len(replayed) == 2 * 4 and len(set(replayed)) == 2
-    assert not CapturedStep(step, torch.device("cpu"))("c")["c"] and len(replayed) == 8

@@ -80,45 +80,33 @@ def as_streamed(streaming: StreamingFlow, batch: flow.Batch, rules: HopRules) ->
     return torch.cat(mels, dim=1)
 
 
-def test_dit_training_uses_the_attention_of_streams(batch: flow.Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    estimator = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
-    network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
-    random_weights(network)
-    monkeypatch.setattr(flow_dit, "FIRST_HOPS", (15,))
-    streaming = DiTStreaming(network, flow_noise(), PromptCaches(1 << 30), limits=LIMITS, steps=STEPS)
-    streamed = as_streamed(streaming, batch, HopRules(first_hop=15, max_hop=flow_dit.LARGEST_HOP))
-    torch.testing.assert_close(as_trained(network, flow_dit.view, batch, streaming=True), streamed, atol=2e-4, rtol=0)
-
-
-def test_unet_training_uses_the_attention_of_streams(batch: flow.Batch) -> None:
-    estimator = UNetConfig(channels=16, heads=1, blocks=1, mid_stages=1)
-    network = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
-    random_weights(network)
-    streamed = as_streamed(
-        UNetStreaming(network, flow_noise(), limits=LIMITS, steps=STEPS), batch, HopRules(boundary=25)
-    )
-    torch.testing.assert_close(as_trained(network, flow_unet.view, batch, streaming=True), streamed, atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["dit", "unet"])
-def test_whole_utterances_have_full_attention(batch: flow.Batch, kind: str) -> None:
+def build(kind: str) -> tuple[DiTFlow | UNetFlow, StreamingFlow]:
+    """A network of random weights, and its streaming form."""
     network: DiTFlow | UNetFlow
     if kind == "dit":
-        estimator = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
-        network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=estimator)).eval().requires_grad_(False)
-        random_weights(network)
-        streaming: StreamingFlow = DiTStreaming(
-            network, flow_noise(), PromptCaches(1 << 30), limits=LIMITS, steps=STEPS
-        )
-    else:
-        network = (
-            UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=UNetConfig(channels=16, heads=1, blocks=1)))
-            .eval()
-            .requires_grad_(False)
-        )
-        random_weights(network)
-        streaming = UNetStreaming(network, flow_noise(), limits=LIMITS, steps=STEPS)
-    view = flow_dit.view if kind == "dit" else flow_unet.view
+        dit = DiTConfig(width=32, depth=2, heads=2, head_dim=16, feed_forward=32, time_frequencies=16)
+        network = DiTFlow(DiTFlowConfig(encoder=ENCODER, estimator=dit))
+        random_weights(network.eval().requires_grad_(False))
+        return network, DiTStreaming(network, flow_noise(), PromptCaches(1 << 30), limits=LIMITS, steps=STEPS)
+    unet = UNetConfig(channels=16, heads=1, blocks=1, mid_stages=1)
+    network = UNetFlow(UNetFlowConfig(encoder=ENCODER, estimator=unet))
+    random_weights(network.eval().requires_grad_(False))
+    return network, UNetStreaming(network, flow_noise(), limits=LIMITS, steps=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "view", "rules"),
+    [
+        ("dit", flow_dit.view, HopRules(first_hop=15, max_hop=flow_dit.LARGEST_HOP)),
+        ("unet", flow_unet.view, HopRules(boundary=25)),
+    ],
+)
+def test_training_uses_the_attention_of_streams_and_of_whole_utterances(
+    batch: flow.Batch, kind: str, view: flow.View, rules: HopRules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_dit, "FIRST_HOPS", (15,))
+    network, streaming = build(kind)
     tokens = batch.tokens[0, PROMPT:-LOOKAHEAD_TOKENS].numpy().astype(np.int64)
     (whole,) = streaming.whole([(prompt_of(batch), tokens)])
-    torch.testing.assert_close(as_trained(network, view, batch, streaming=False), whole, atol=2e-4, rtol=0)
+    for served, streamed in ((whole, False), (as_streamed(streaming, batch, rules), True)):
+        torch.testing.assert_close(as_trained(network, view, batch, streaming=streamed), served, atol=2e-4, rtol=0)
