@@ -17,7 +17,7 @@ from cosyvoice_triton.networks.hift import CausalHiFTGenerator
 from cosyvoice_triton.networks.hift.generator import HiFTGenerator
 from cosyvoice_triton.token2wav import flow as cached
 from cosyvoice_triton.token2wav.engine import Token2Wav
-from cosyvoice_triton.token2wav.flow import encoder_window
+from cosyvoice_triton.token2wav.flow import encoder_window, plain_operations
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow, Vocoder
 from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
 from cosyvoice_triton.token2wav.flow.cosyvoice3_flow import CosyVoice3Streaming
@@ -129,7 +129,7 @@ def replace_kernels(patch: pytest.MonkeyPatch) -> None:
 
 
 def unfused(solver: Callable[..., CachedSolver]) -> Callable[..., CachedSolver]:
-    return lambda flow, *, fused: solver(flow, fused=False)
+    return lambda flow, _: solver(flow, plain_operations)
 
 
 @torch.inference_mode()

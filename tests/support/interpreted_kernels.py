@@ -298,7 +298,7 @@ def compare_streams(
         patch.object(TailPool, "empty_attention", noted),
         patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
-        solver = fused._solver(fused=True)
+        solver = fused._solver(kernels)
         fused._solve = cached_graphs.GraphedSolve(
             solver, fused._pool, flow_noise(), TWO.of_worker(FIRST_CHUNK_WORKER), 200
         )

@@ -16,6 +16,7 @@ from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.layers import valid_frames
 from cosyvoice_triton.networks.flow.matching import time_schedule
 from cosyvoice_triton.networks.hift import CausalHiFTGenerator
+from cosyvoice_triton.token2wav.flow import plain_operations
 from cosyvoice_triton.token2wav.flow.dit_solver import DiTSolver
 from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
 from cosyvoice_triton.token2wav.flow.rotary_solver import RotarySolver
@@ -102,7 +103,11 @@ def solves(
     monkeypatch.setattr(graphs, "PagedContext", OwnFrames)
     pool = TailPool(network.config.estimator, network.spk_embed_affine_layer.weight, STEPS, 4, frames=10)
     limits = BatchLimits(max_streams=4).of_worker(FIRST_CHUNK_WORKER)
-    solver = DiTSolver(network, STEPS) if isinstance(network, DiTFlow) else RotarySolver(network, STEPS)
+    solver = (
+        DiTSolver(network, plain_operations, STEPS)
+        if isinstance(network, DiTFlow)
+        else RotarySolver(network, plain_operations, STEPS)
+    )
     plain = GatheredSolve(solver, pool, flow_noise())
     return network, graphs.GraphedSolve(solver, pool, flow_noise(), limits, 200), plain
 

@@ -43,10 +43,10 @@ from cosyvoice_triton.networks.flow.config import DiTConfig, EncoderConfig, Rota
 from cosyvoice_triton.networks.hift import HiFTConfig, HiFTGenerator
 from cosyvoice_triton.token2wav.flow import cached_graphs as cached_graphs
 from cosyvoice_triton.token2wav.flow import unet_graphs as window_graphs
-from cosyvoice_triton.token2wav.flow.dit_fused import FusedDiTSolver
+from cosyvoice_triton.token2wav.flow.dit_solver import DiTSolver
 from cosyvoice_triton.token2wav.flow.encoder_fused import FusedEncoder
 from cosyvoice_triton.token2wav.flow.kv_cache import TailPool
-from cosyvoice_triton.token2wav.flow.rotary_fused import FusedRotarySolver
+from cosyvoice_triton.token2wav.flow.rotary_solver import RotarySolver
 from cosyvoice_triton.token2wav.flow.unet_fused import FusedUNet
 from cosyvoice_triton.token2wav.gpu.limits import (
     COSYVOICE3_FRAMES,
@@ -176,7 +176,7 @@ def _run_networks(dtype: torch.dtype) -> None:
         patch.object(Tensor, "pin_memory", lambda x: x),  # needs a GPU
     ):
         fused_unet = FusedUNet(unet.decoder.estimator, [0.0])
-        solvers = (FusedDiTSolver(dit, 1), DIT_FRAMES), (FusedRotarySolver(rotary, 1), COSYVOICE3_FRAMES)
+        solvers = (DiTSolver(dit, kernels, 1), DIT_FRAMES), (RotarySolver(rotary, kernels, 1), COSYVOICE3_FRAMES)
         pools = [
             TailPool(sizes, dit.encoder_proj.weight, 1, limits.max_streams, TAIL_FRAMES)
             for sizes in (dit.config.estimator, rotary.config.estimator)

@@ -18,8 +18,9 @@ from cosyvoice_triton.monitoring import faults
 from cosyvoice_triton.networks.flow.cache import KeyValues
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.networks.flow.dit import DiTFlow
+from cosyvoice_triton.token2wav.flow import plain_operations
 from cosyvoice_triton.token2wav.flow.base import StreamingFlow
-from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Operations
 from cosyvoice_triton.token2wav.flow.encoder_window import Window
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedStream, Row, TailPool
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCache, PromptCaches
@@ -63,18 +64,20 @@ class CachedStreaming(StreamingFlow[CachedStreamT], Generic[CachedStreamT]):
         self._pool = TailPool(network.config.estimator, weight, steps, limits.max_streams, tail_frames)
         self._solve: Solve
         if self._graphed:
-            self._fused = self._solver(fused=True)
+            from cosyvoice_triton import kernels  # they need Triton
+
+            self._fused = self._solver(kernels)
             self._capture()
         else:
             self._solve = self._plain_solve()
 
     @abstractmethod
-    def _solver(self, *, fused: bool) -> CachedSolver:
-        """The network's. fused: by Triton's kernels."""
+    def _solver(self, operations: Operations) -> CachedSolver:
+        """The solver of the network's estimator, over these operations."""
 
     def _plain_solve(self) -> Solve:
         """The one without CUDA graphs."""
-        return GatheredSolve(self._solver(fused=False), self._pool, self._noise)
+        return GatheredSolve(self._solver(plain_operations), self._pool, self._noise)
 
     def _capture(self) -> None:
         from cosyvoice_triton.token2wav.flow.cached_graphs import GraphedSolve  # its kernels need Triton

@@ -1,8 +1,9 @@
 """The Euler solve for a batch of streams, by an estimator that attends to kept keys and values.
 
-It computes what the networks in `cosyvoice_triton.networks.flow` define, faster: adaLN's modulation is computed
-once per Euler step when
-the model loads, and the part of the input that is the same in every step is computed once per solve.
+It computes what the networks in `cosyvoice_triton.networks.flow` define, faster: adaLN's modulation is computed once
+per Euler step when the model loads, and the part of the input that is the same in every step once per solve. Weights
+are fused: queries, keys and values; a convolution as one matrix product. One definition serves all devices, over
+`Operations`.
 
 A batch of B streams has R = 2 B rows, the conditional ones first.
 """
@@ -18,12 +19,14 @@ from torch import Tensor
 from cosyvoice_triton.networks.flow.config import DiTConfig, RotaryDiTConfig
 from cosyvoice_triton.networks.flow.matching import time_schedule
 
+NORM_EPS = 1e-6  # of the norms that adaLN modulates, in both estimators
 
-class Ends(NamedTuple):
+
+class InputOutputProjections(NamedTuple):
     """Weights of an estimator's projections before its first block and after its last one.
 
-    input (C, 4 mel): of the noisy mel, the encoder's output, the speaker and the known mel. output (mel, C), after a
-    norm of which scale (the added 1 included) and shift are (steps, C).
+    input (C, 4 mel) takes the noisy mel, the encoder's output, the speaker and the known mel. output (mel, C) comes
+    after a norm whose scale (the added 1 included) and shift are (steps, C).
     """
 
     input: Tensor
@@ -32,6 +35,40 @@ class Ends(NamedTuple):
     output_bias: Tensor
     scale: Tensor
     shift: Tensor
+
+
+# What a convolution reads before a row's own frames, (R, reach, C); where that of the next chunk goes; and how many of
+# its own frames each row keeps, (B,).
+History = tuple[Tensor, Tensor, Tensor]
+
+
+class Operations(Protocol):
+    """The operations of an estimator's blocks: `plain_operations` or, for GPUs, the fused ones of `kernels`, which
+    document the arguments."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: tuple[Tensor, Tensor] | None = None,
+        eps: float = 1e-5,
+        mish: bool = False,
+        history: History | None = None,
+        activation: str = "",
+        gate: Tensor | None = None,
+        add_to: Tensor | None = None,
+        heads: tuple[Tensor, Tensor, Tensor] | None = None,
+        qk_norm: Tensor | None = None,
+        frames: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def convolve_groups(
+        self, x: Tensor, weight: Tensor, bias: Tensor, history: History, *, add_to: Tensor | None = None
+    ) -> Tensor: ...
+
+    def rotate_first_head(self, q: Tensor, k: Tensor, rotary: Tensor) -> None: ...
 
 
 class Context(Protocol):
@@ -49,9 +86,9 @@ class Context(Protocol):
 
 @dataclass(frozen=True)
 class Scratch:
-    """Tensors of one solve."""
+    """The working memory of one solve."""
 
-    keys: Tensor  # (depth, R, H, T, D) of the present step; those of all ten would take 0.66 MB a frame
+    keys: Tensor  # (depth, R, H, T, D) of the present step only: those of all ten steps would take 0.66 MB a frame
     values: Tensor
     history: Tensor  # (steps, convolution pairs, 2 convolutions, R, reach, C)
     next_history: Tensor
@@ -59,8 +96,8 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Rows:
-    """A solve's rows, see `memory.Row`: starts, frames and kept (B,); what they attend to; of estimators with rotary
-    positions, the cosine and sine of each frame's angles, (2, B, T, D / 2) float32."""
+    """The rows of a solve, see `kv_cache.Row`: starts, frames and kept (B,), what they attend to and, if the estimator
+    has rotary positions, the cosine and sine of each frame's angles, (2, B, T, D / 2) float32."""
 
     starts: Tensor
     frames: Tensor
@@ -71,14 +108,22 @@ class Rows:
 
 
 class CachedSolver(ABC):
-    """Noise to mel for a batch of chunks."""
+    """Solves from noise to mel for a batch of chunks, by an estimator whose blocks a subclass defines."""
 
-    def __init__(self, config: DiTConfig | RotaryDiTConfig, ends: Ends, guidance: float, steps: int):
+    def __init__(
+        self,
+        config: DiTConfig | RotaryDiTConfig,
+        ends: InputOutputProjections,
+        operations: Operations,
+        guidance: float,
+        steps: int,
+    ):
         self.steps, self.depth, self.heads, self.head_dim = steps, config.depth, config.heads, config.head_dim
         self.mask_chunk = config.chunk_frames
         self.mel_bins = config.out_channels
         self.device, self.dtype = ends.input.device, ends.input.dtype
         self._histories = config.conv_pairs, config.conv_kernel - 1
+        self._operations = operations
         self._guidance = guidance
         self._widths = time_schedule(steps)[1]
         self._ends = ends
@@ -86,7 +131,7 @@ class CachedSolver(ABC):
         self._static = ends.input[:, self.mel_bins :].contiguous()
 
     def conditions(self, mu: Tensor, speaker: Tensor, known: Tensor | None = None) -> Tensor:
-        """The part of the projected input that no step changes: mu (B, T, mel), speaker (B, mel) -> (R, T, C).
+        """Compute the part of the projected input that no step changes: mu (B, T, mel), speaker (B, mel) -> (R, T, C).
 
         known (B, T, mel): the mel of the prompt's frames, 0 for others. Unconditional rows have no condition at all.
         """
@@ -101,13 +146,13 @@ class CachedSolver(ABC):
         return self._static.new_zeros(self.steps, pairs, 2, rows, reach, len(self._static))
 
     def rows(self, starts: Tensor, frames: Tensor, kept: Tensor, T: int, context: Context, history: Tensor) -> Rows:
-        """With buffers for rows of up to T frames, given the convolutions' history of all R rows."""
+        """Make the rows, with buffers for up to T frames each, given the convolutions' history of all R rows."""
         keys, values = history.new_empty(2, self.depth, history.shape[3], self.heads, T, self.head_dim)
         scratch = Scratch(keys, values, history, torch.empty_like(history))
         return Rows(starts, frames, kept, context, scratch)
 
     def solve(self, noise: Tensor, conditions: Tensor, rows: Rows) -> Tensor:
-        """noise (B, T, mel) float32, conditions (R, T, C) -> mel (B, T, mel) float32. Fills `next_history`."""
+        """Solve: noise (B, T, mel) float32, conditions (R, T, C) -> mel (B, T, mel) float32. Fills `next_history`."""
         x, scratch = noise, rows.scratch
         for step, width in enumerate(self._widths):
             h = F.linear(x.to(self.dtype), self._input)
@@ -121,20 +166,17 @@ class CachedSolver(ABC):
         return x
 
     def _begin(self, h: Tensor, step: int, rows: Rows) -> Tensor:
-        """What comes before the first block: (R, T, C) -> (R, T, C)."""
+        """Compute what comes before the first block: (R, T, C) -> the same tensor."""
         return h
 
     @abstractmethod
     def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
-        """(R, T, C) -> (R, T, C). Writes the layer's `scratch.keys` and `scratch.values`."""
+        """Compute a block in place: (R, T, C) -> the same tensor. Writes the layer's `scratch.keys` and
+        `scratch.values`."""
 
-    @abstractmethod
     def _velocity(self, h: Tensor, step: int) -> Tensor:
         """(R, T, C) -> (R, T, mel)"""
-
-
-def kept_inputs(x: Tensor, kept: Tensor, reach: int, out: Tensor) -> None:
-    """Write the `reach` frames before the end of what each row keeps, of x (R, reach + T, C): a convolution's history
-    and its inputs. kept (B,) -> out (R, reach, C)."""
-    frames = (kept.repeat(2)[:, None] + torch.arange(reach, device=x.device)).long()
-    torch.gather(x, 1, frames[:, :, None].expand(-1, -1, x.shape[2]), out=out)
+        ends = self._ends
+        return self._operations.linear(
+            h, ends.output, ends.output_bias, norm=(ends.scale[step], ends.shift[step]), eps=NORM_EPS
+        )  # fmt: skip

@@ -18,7 +18,7 @@ from cosyvoice_triton.networks.flow.checkpoint import load_cosyvoice3_flow
 from cosyvoice_triton.networks.flow.cosyvoice3 import CosyVoice3Flow
 from cosyvoice_triton.token2wav.flow.base import FlowOptions
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
-from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Operations
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
 from cosyvoice_triton.token2wav.flow.kv_cache import CachedChunk, CachedStream, Row
 from cosyvoice_triton.token2wav.flow.prompt_caches import PromptCaches
@@ -45,12 +45,8 @@ class CosyVoice3Streaming(CachedStreaming[CachedStream]):
     graph_frames = COSYVOICE3_FRAMES
     _network: CosyVoice3Flow
 
-    def _solver(self, *, fused: bool) -> CachedSolver:
-        if not fused:
-            return RotarySolver(self._network, self._steps)
-        from cosyvoice_triton.token2wav.flow.rotary_fused import FusedRotarySolver  # its kernels need Triton
-
-        return FusedRotarySolver(self._network, self._steps)
+    def _solver(self, operations: Operations) -> CachedSolver:
+        return RotarySolver(self._network, operations, self._steps)
 
     def _stream(self, **parts: Any) -> CachedStream:
         return CachedStream(**parts)

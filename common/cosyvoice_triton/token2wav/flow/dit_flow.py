@@ -12,7 +12,7 @@ from cosyvoice_triton.networks.flow.checkpoint import load_dit_flow
 from cosyvoice_triton.networks.flow.dit import DiTEstimator, DiTFlow
 from cosyvoice_triton.token2wav.flow.base import FlowOptions
 from cosyvoice_triton.token2wav.flow.cached_flow import CachedStreaming
-from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver
+from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Operations
 from cosyvoice_triton.token2wav.flow.dit_runtime import ChunkwiseSolve
 from cosyvoice_triton.token2wav.flow.dit_solver import DiTSolver
 from cosyvoice_triton.token2wav.flow.encoder_window import Window, with_ahead
@@ -61,12 +61,8 @@ class DiTStreaming(CachedStreaming[DiTStream]):
         self._context = context_tokens
         super().__init__(network, *shared, **options)
 
-    def _solver(self, *, fused: bool) -> CachedSolver:
-        if not fused:
-            return DiTSolver(self._network, self._steps)
-        from cosyvoice_triton.token2wav.flow.dit_fused import FusedDiTSolver  # its kernels need Triton
-
-        return FusedDiTSolver(self._network, self._steps)
+    def _solver(self, operations: Operations) -> CachedSolver:
+        return DiTSolver(self._network, operations, self._steps)
 
     def _plain_solve(self) -> Solve:
         if not isinstance(self._network.decoder.estimator, DiTEstimator):

@@ -1,19 +1,22 @@
-"""The DiT's solve in plain PyTorch operations; `fused` has the form for GPUs.
+"""The solve of Step-Audio2's DiT: its weights, and seven operations per block."""
 
-Weights are fused: q, k and v; convolutions as one matrix product.
-"""
-
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cosyvoice_triton.constants import EULER_STEPS
-from cosyvoice_triton.networks.flow.dit import NORM_EPS, DiTBlock, DiTEstimator, DiTFlow
+from cosyvoice_triton.networks.flow.dit import DiTBlock, DiTEstimator, DiTFlow
 from cosyvoice_triton.networks.flow.layers import by_taps
 from cosyvoice_triton.networks.flow.matching import time_schedule
-from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Ends, Rows, kept_inputs
+from cosyvoice_triton.token2wav.flow.cached_solver import (
+    NORM_EPS,
+    CachedSolver,
+    InputOutputProjections,
+    Operations,
+    Rows,
+)
 
 
 class BlockWeights(NamedTuple):
@@ -50,24 +53,10 @@ class Modulation(NamedTuple):
     conv_gate: Tensor
 
 
-def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * scale + shift
-
-
-def _causal_conv(
-    x: Tensor, history: Tensor, next_history: Tensor, kept: Tensor, weight: Tensor, bias: Tensor
-) -> Tensor:
-    """x (R, T, C), history (R, 2, C) -> (R, T, C). Writes the last two of the kept frames to `next_history`."""
-    x = torch.cat([history, x], dim=1)
-    taps = torch.cat([x[:, :-2], x[:, 1:-1], x[:, 2:]], dim=-1)  # (R, T, 3 C)
-    kept_inputs(x, kept, 2, out=next_history)
-    return F.linear(taps, weight, bias)
-
-
 class DiTSolver(CachedSolver):
-    """Step-Audio2's DiT."""
+    """Solves by Step-Audio2's DiT."""
 
-    def __init__(self, network: DiTFlow, steps: int = EULER_STEPS):
+    def __init__(self, network: DiTFlow, operations: Operations, steps: int = EULER_STEPS):
         estimator = network.decoder.estimator
         assert isinstance(estimator, DiTEstimator)
         blocks: list[Any] = list(estimator.blocks)
@@ -80,33 +69,29 @@ class DiTSolver(CachedSolver):
         parts[:, :, 1::3] += 1
         self._modulation = [[Modulation(*of.unbind(0)) for of in step.unbind(0)] for step in parts.unbind(0)]
         shift, scale = last.adaLN_modulation(embedded).chunk(2, dim=-1)
-        ends = Ends(projection.weight, projection.bias, last.linear.weight, last.linear.bias, 1 + scale, shift)
-        super().__init__(estimator.config, ends, network.decoder.guidance, steps)
+        ends = InputOutputProjections(
+            projection.weight, projection.bias, last.linear.weight, last.linear.bias, 1 + scale, shift
+        )
+        super().__init__(estimator.config, ends, operations, network.decoder.guidance, steps)
 
     def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
-        R, T, _ = h.shape
-        w, m, D, scratch = self._blocks[layer], self._modulation[step][layer], self.head_dim, rows.scratch
-        qkv = F.linear(_modulate(h, m.attn_shift, m.attn_scale), w.qkv, w.qkv_bias)
-        q, k, v = qkv.view(R, T, 3, -1, D).permute(2, 0, 3, 1, 4)  # (R, T, 3, H, D) -> (3, R, H, T, D)
-        (q_scale, q_shift), (k_scale, k_shift) = w.qk_norm
+        w, m, scratch = self._blocks[layer], self._modulation[step][layer], rows.scratch
+        linear = partial(self._operations.linear, frames=rows.frames)
         keys, values = scratch.keys[layer], scratch.values[layer]
-        keys.copy_(F.layer_norm(k, (D,), k_scale, k_shift))
-        values.copy_(v)
-        attended = rows.context.attend(step, layer, F.layer_norm(q, (D,), q_scale, q_shift), keys, values)
-        h = h + m.attn_gate * F.linear(attended, w.proj, w.proj_bias)
+        q = torch.empty_like(keys)
+        attn, conv, mlp = (m.attn_scale, m.attn_shift), (m.conv_scale, m.conv_shift), (m.mlp_scale, m.mlp_shift)
+        linear(h, w.qkv, w.qkv_bias, norm=attn, eps=NORM_EPS, heads=(q, keys, values), qk_norm=w.qk_norm)
+        attended = rows.context.attend(step, layer, q, keys, values)
+        linear(attended, w.proj, w.proj_bias, gate=m.attn_gate, add_to=h)
 
         history, following = scratch.history[step, layer], scratch.next_history[step, layer]
-        y = _modulate(h, m.conv_shift, m.conv_scale)
-        y = _causal_conv(y, history[0], following[0], rows.kept, w.conv1, w.conv1_bias)
-        y = F.mish(F.layer_norm(y, y.shape[-1:], w.norm, w.norm_bias))
-        h = h + m.conv_gate * _causal_conv(y, history[1], following[1], rows.kept, w.conv2, w.conv2_bias)
+        first, second = ((history[i], following[i], rows.kept) for i in range(2))
+        y = linear(h, w.conv1, w.conv1_bias, norm=conv, eps=NORM_EPS, history=first)
+        norm = (w.norm, w.norm_bias)
+        linear(y, w.conv2, w.conv2_bias, norm=norm, mish=True, history=second, gate=m.conv_gate, add_to=h)
 
-        y = F.gelu(F.linear(_modulate(h, m.mlp_shift, m.mlp_scale), w.fc1, w.fc1_bias), approximate="tanh")
-        return h + m.mlp_gate * F.linear(y, w.fc2, w.fc2_bias)
-
-    def _velocity(self, h: Tensor, step: int) -> Tensor:
-        ends = self._ends
-        return F.linear(_modulate(h, ends.shift[step], ends.scale[step]), ends.output, ends.output_bias)
+        y = linear(h, w.fc1, w.fc1_bias, norm=mlp, eps=NORM_EPS, activation="gelu_tanh")
+        return linear(y, w.fc2, w.fc2_bias, gate=m.mlp_gate, add_to=h)
 
 
 def _block_weights(block: DiTBlock) -> BlockWeights:

@@ -1,4 +1,4 @@
-"""The rotary DiT's solve in plain PyTorch operations; `fused` has the form for GPUs."""
+"""The solve of CosyVoice3's rotary DiT: its weights, six operations per block, and two convolutions before them."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -9,17 +9,21 @@ from torch import Tensor
 
 from cosyvoice_triton.constants import EULER_STEPS
 from cosyvoice_triton.networks.flow.cosyvoice3 import (
-    NORM_EPS,
     CosyVoice3Flow,
     RotaryDiTBlock,
     RotaryDiTEstimator,
     rotary,
     rotary_frequencies,
-    rotate,
 )
-from cosyvoice_triton.networks.flow.layers import split_heads
 from cosyvoice_triton.networks.flow.matching import time_schedule
-from cosyvoice_triton.token2wav.flow.cached_solver import CachedSolver, Context, Ends, Rows, kept_inputs
+from cosyvoice_triton.token2wav.flow.cached_solver import (
+    NORM_EPS,
+    CachedSolver,
+    Context,
+    InputOutputProjections,
+    Operations,
+    Rows,
+)
 
 
 class RotaryBlockWeights(NamedTuple):
@@ -46,14 +50,10 @@ class RotaryModulation(NamedTuple):
     ff_gate: Tensor
 
 
-def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * scale + shift
-
-
 class RotarySolver(CachedSolver):
-    """CosyVoice3's rotary DiT."""
+    """Solves by CosyVoice3's rotary DiT."""
 
-    def __init__(self, network: CosyVoice3Flow, steps: int = EULER_STEPS):
+    def __init__(self, network: CosyVoice3Flow, operations: Operations, steps: int = EULER_STEPS):
         estimator = network.decoder.estimator
         assert isinstance(estimator, RotaryDiTEstimator)
         blocks: list[Any] = list(estimator.transformer_blocks)
@@ -67,9 +67,11 @@ class RotarySolver(CachedSolver):
         ordered = weight.unflatten(1, (4, -1))[:, [0, 2, 3, 1]].flatten(1)
         scale, shift = estimator.norm_out.linear(F.silu(time)).chunk(2, dim=-1)
         last = estimator.proj_out
-        ends = Ends(ordered, embedding.proj.bias, last.weight, last.bias, 1 + scale, shift)
-        super().__init__(estimator.config, ends, network.decoder.guidance, steps)
-        self._positions = embedding.conv_pos_embed
+        ends = InputOutputProjections(ordered, embedding.proj.bias, last.weight, last.bias, 1 + scale, shift)
+        super().__init__(estimator.config, ends, operations, network.decoder.guidance, steps)
+        groups = estimator.config.conv_groups
+        convolutions: list[Any] = [layer[0] for layer in cast(Any, embedding.conv_pos_embed.children())]
+        self._convolutions = [(_by_group(conv.weight, groups), conv.bias) for conv in convolutions]
         self._frequencies = rotary_frequencies(estimator.config.head_dim).to(weight.device)
 
     def rows(self, starts: Tensor, frames: Tensor, kept: Tensor, T: int, context: Context, history: Tensor) -> Rows:
@@ -78,30 +80,28 @@ class RotarySolver(CachedSolver):
         return replace(rows, rotary=rotary(positions, self._frequencies))
 
     def _begin(self, h: Tensor, step: int, rows: Rows) -> Tensor:
-        history, following = (part[step, 0] for part in (rows.scratch.history, rows.scratch.next_history))
-        y = h
-        for conv, old, new in zip(self._positions.children(), history, following, strict=True):
-            y = torch.cat([old, y], dim=1)
-            kept_inputs(y, rows.kept, old.shape[1], out=new)
-            y = cast(Tensor, conv(y.transpose(1, 2))).transpose(1, 2)  # (R, T, C) -> (R, C, T) -> (R, T, C)
-        return h + y
+        old, new = rows.scratch.history[step, 0], rows.scratch.next_history[step, 0]
+        first, second = ((old[i], new[i], rows.kept) for i in range(2))
+        y = self._operations.convolve_groups(h, *self._convolutions[0], first)
+        return self._operations.convolve_groups(y, *self._convolutions[1], second, add_to=h)
 
     def _block(self, h: Tensor, step: int, layer: int, rows: Rows) -> Tensor:
-        w, m = self._blocks[layer], self._modulation[step][layer]
+        w, m, linear = self._blocks[layer], self._modulation[step][layer], self._operations.linear
         keys, values = rows.scratch.keys[layer], rows.scratch.values[layer]
-        q, k, v = F.linear(_modulate(h, m.attn_shift, m.attn_scale), w.qkv, w.qkv_bias).chunk(3, dim=-1)
+        q = torch.empty_like(keys)
+        attn, ff = (m.attn_scale, m.attn_shift), (m.ff_scale, m.ff_shift)
+        linear(h, w.qkv, w.qkv_bias, norm=attn, eps=NORM_EPS, heads=(q, keys, values), frames=rows.frames)
         assert rows.rotary is not None
-        turns = rows.rotary.repeat(1, 2, 1, 1)  # of both halves of the guidance batch
-        keys.copy_(split_heads(rotate(k, turns), self.heads))  # (R, T, C) -> (R, H, T, D)
-        values.copy_(split_heads(v, self.heads))
-        q = split_heads(rotate(q, turns), self.heads)
-        h = h + m.attn_gate * F.linear(rows.context.attend(step, layer, q, keys, values), w.out, w.out_bias)
-        y = F.gelu(F.linear(_modulate(h, m.ff_shift, m.ff_scale), w.widen, w.widen_bias), approximate="tanh")
-        return h + m.ff_gate * F.linear(y, w.narrow, w.narrow_bias)
+        self._operations.rotate_first_head(q, keys, rows.rotary)
+        attended = rows.context.attend(step, layer, q, keys, values)
+        linear(attended, w.out, w.out_bias, gate=m.attn_gate, add_to=h, frames=rows.frames)
+        y = linear(h, w.widen, w.widen_bias, norm=ff, eps=NORM_EPS, activation="gelu_tanh", frames=rows.frames)
+        return linear(y, w.narrow, w.narrow_bias, gate=m.ff_gate, add_to=h, frames=rows.frames)
 
-    def _velocity(self, h: Tensor, step: int) -> Tensor:
-        ends = self._ends
-        return F.linear(_modulate(h, ends.shift[step], ends.scale[step]), ends.output, ends.output_bias)
+
+def _by_group(weight: Tensor, groups: int) -> Tensor:
+    """(C, G, taps) -> (groups, taps, G in, G out)"""
+    return weight.unflatten(0, (groups, -1)).permute(0, 3, 2, 1).contiguous()
 
 
 def _block_weights(block: RotaryDiTBlock) -> RotaryBlockWeights:
